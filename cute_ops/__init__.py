@@ -1,0 +1,11 @@
+"""Write one CuTe DSL kernel. Call it from PyTorch and from JAX.
+
+The core: declarations of ops, their kernels and the compile cache. It imports neither torch nor jax;
+``cute_ops_torch`` and ``cute_ops_jax`` turn every declaration into an op of their framework.
+"""
+
+from cute_ops.errors import CacheError, CompileError
+from cute_ops.op import FLOATS, Array, Case, Op, Problem, Tensor
+
+__version__ = "0.1.0"
+__all__ = ["FLOATS", "Array", "CacheError", "Case", "CompileError", "Op", "Problem", "Tensor"]

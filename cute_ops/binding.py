@@ -1,0 +1,141 @@
+"""Arguments + declaration -> dims, dtypes and output specs.
+
+Works on shapes and dtype names alone, so that fake kernels, abstract evaluation and real calls share
+it. Dims may be symbolic (torch ``SymInt``, JAX symbolic dims): they are only compared and passed on.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cute_ops.errors import message
+from cute_ops.op import Array, Op, Tensor
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A checked call of an op.
+
+    Attributes:
+        dims: sizes by dim name; leading dims as a tuple.
+        dtypes: dtype names by variable.
+        inputs: the arrays as given, None where absent.
+        outputs: the arrays to produce, None where absent.
+    """
+
+    op: Op
+    dims: Mapping[str, Any]
+    dtypes: Mapping[str, str]
+    attrs: Mapping[str, Any]
+    inputs: Mapping[str, Array | None]
+    outputs: Mapping[str, Array | None]
+
+    @property
+    def rows(self) -> Any:
+        """The product of all leading dims."""
+        return math.prod(size for value in self.dims.values() if isinstance(value, tuple) for size in value)
+
+    @property
+    def empty(self) -> bool:
+        """No output has an element: nothing to launch."""
+        return any(0 in a.shape for a in self.outputs.values() if a is not None)
+
+    def shape(self, tensor: Tensor) -> tuple[Any, ...]:
+        lead = self.dims[tensor.rows] if tensor.rows else ()
+        return (*lead, *(self.dims[d] for d in tensor.dims))
+
+    def dtype(self, tensor: Tensor) -> str:
+        return self.dtypes.get(tensor.dtype, tensor.dtype)
+
+
+def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | None = None) -> Binding:
+    """Check a call against its declaration.
+
+    Raises:
+        TypeError: unknown or missing argument, wrong dtype, wrong attribute type.
+        ValueError: shapes that do not fit together, a failed check of the op.
+    """
+    given = {name: inputs.get(name) for name in op.inputs}
+    dims: dict[str, Any] = {}
+    dtypes: dict[str, str] = {}
+    where: dict[str, str] = {}
+
+    def fail(kind: type[Exception], problem: str) -> Exception:
+        return kind(message(op, problem, given, dims, dtypes))
+
+    unknown = inputs.keys() - op.inputs.keys()
+    if unknown:
+        raise fail(TypeError, f"unknown argument {_quoted(sorted(unknown))}; it takes {_quoted(op.inputs)}.")
+    for name, tensor in op.inputs.items():
+        array = given[name]
+        if array is None:
+            if not tensor.optional:
+                raise fail(TypeError, f"argument `{name}` is required, but None was given.")
+            continue
+        choices = op.dtype_choices(tensor)
+        if array.dtype not in choices:
+            raise fail(TypeError, f"argument `{name}` has dtype {array.dtype}, expected {_one_of(choices)}.")
+        if tensor.dtype in op.dtypes:
+            first = dtypes.setdefault(tensor.dtype, array.dtype)
+            if first != array.dtype:
+                raise fail(
+                    TypeError,
+                    f"argument `{name}` has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`.",
+                )
+            where.setdefault(tensor.dtype, name)
+        _bind_dims(fail, name, tensor, array, dims, where)
+    full_attrs = _attributes(op, attrs or {}, fail)
+    binding = Binding(op, dims, dtypes, full_attrs, given, {})
+    problem = op.check(binding)
+    if problem:
+        raise fail(ValueError, problem)
+    outputs: dict[str, Array | None] = {}
+    for name, tensor in op.outputs.items():
+        absent = tensor.given is not None and given[tensor.given] is None
+        absent |= tensor.same_as is not None and binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
+        outputs[name] = None if absent else Array(binding.shape(tensor), binding.dtype(tensor))
+    return Binding(op, dims, dtypes, full_attrs, given, outputs)
+
+
+def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any], where: dict[str, str]) -> None:
+    names, shape = tensor.dims, tuple(array.shape)
+    if len(shape) < len(names) or (tensor.rows is None and len(shape) != len(names)):
+        least = "at least " if tensor.rows else ""
+        raise fail(ValueError, f"argument `{name}` has {len(shape)} dims, expected {least}{len(names)}: {tensor.declared}.")
+    split = len(shape) - len(names)
+    if tensor.rows is not None:
+        lead = shape[:split]
+        first = dims.setdefault(tensor.rows, lead)
+        if len(first) != split or any(a != b for a, b in zip(first, lead, strict=True)):
+            raise fail(ValueError, f"argument `{name}` has leading dims {lead}, but *{tensor.rows}={first}.")
+    for dim, size in zip(names, shape[split:], strict=True):
+        first = dims.setdefault(dim, size)
+        if first != size:
+            raise fail(ValueError, f"argument `{name}` has {dim}={size}, but {dim}={first}.")
+
+
+def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
+    unknown = attrs.keys() - op.attrs.keys()
+    if unknown:
+        raise fail(TypeError, f"unknown attribute {_quoted(sorted(unknown))}; it takes {_quoted(op.attrs)}.")
+    full = {}
+    for name, default in op.attrs.items():
+        value = attrs.get(name, default)
+        kind = type(default)
+        # bool is an int in Python, but `eps=True` is a mistake.
+        ok = isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
+        if not ok:
+            raise fail(TypeError, f"attribute `{name}` must be {kind.__name__}, got {value!r}.")
+        full[name] = kind(value)
+    return full
+
+
+def _quoted(names: Any) -> str:
+    return ", ".join(f"`{n}`" for n in names)
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return choices[0] if len(choices) == 1 else f"{', '.join(choices[:-1])} or {choices[-1]}"

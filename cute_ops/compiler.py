@@ -1,0 +1,105 @@
+"""Variant -> shared object. The only module that drives the CuTe DSL compiler.
+
+It runs in a worker process (see :mod:`cute_ops.worker`), needs no GPU and sees no framework: tensors are
+described by fakes. The exported object holds the kernel's machine code and a TVM-FFI entry point of the
+variant's symbol name, which takes exactly the tensors that are present.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+from cute_ops import toolchain
+from cute_ops.errors import CompileError
+from cute_ops.variant import TensorKey, Variant
+
+# Concurrent compiles abort the process.
+_lock = threading.Lock()
+# The entry point links to the DSL's and TVM-FFI's runtimes, which the loader brings.
+_LINKERS = (("cc", "-shared"), ("gcc", "-shared"), ("clang", "-shared"), ("ld", "-shared"), ("ld.lld", "-shared"))
+
+
+def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> None:
+    """Compile a variant and write it to ``path``: a shared object, or a relocatable one for ``.o``.
+
+    Args:
+        dump: folder for PTX, cubin and SASS (SASS only where the toolkit's disassembler is found).
+
+    Raises:
+        CompileError: the kernel does not compile, or no linker is there.
+    """
+    with _lock:
+        # The DSL reads it at import only; each compile names its own target.
+        os.environ.setdefault("CUTE_DSL_ARCH", variant.arch)
+        import cutlass.cute as cute
+
+        module, _, name = variant.kernel.partition(":")
+        kernel = getattr(importlib.import_module(module), name)(variant)
+        arguments = [_fake(key) for key in variant.args if key]
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        options = f"--enable-tvm-ffi --gpu-arch {variant.arch} --opt-level 3"
+        if dump:
+            dump.mkdir(parents=True, exist_ok=True)
+            options += f" --keep-ptx --keep-cubin --dump-dir {dump}"
+        entry = _entry(kernel, tuple(key is not None for key in variant.args))
+        compiled = cute.compile(entry, *arguments, stream, options=options)
+        object_file = path.with_suffix(".o")
+        compiled.export_to_c(str(object_file), function_name=variant.symbol)
+    if path != object_file:
+        _link(object_file, path)
+        object_file.unlink()
+
+
+def _entry(kernel: Any, present: tuple[bool, ...]) -> Any:
+    """The exported function: it takes the tensors that are present and hands None for the others."""
+    from cute_ops.kernels._entry import Entry
+
+    return Entry(kernel, present)
+
+
+def _fake(key: TensorKey) -> Any:
+    import cutlass.cute as cute
+
+    shape = tuple(cute.sym_int64() if size is None else size for size in key.shape)
+    dtype = _dtype(key.dtype)
+    if key.layout == "flat":
+        order = tuple(reversed(range(key.rank)))
+        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=key.align)
+    step = max(key.row_align // key.itemsize, 1)
+    strides = tuple(cute.sym_int64(divisibility=step) for _ in shape[:-1])
+    return cute.runtime.make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=key.align)
+
+
+def _dtype(name: str) -> Any:
+    import cutlass
+
+    names = {
+        "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16", "int64": "Int64", "int32": "Int32",
+        "int8": "Int8", "uint8": "Uint8", "float8_e4m3fn": "Float8E4M3FN", "float64": "Float64", "bool": "Boolean",
+    }  # fmt: skip
+    return getattr(cutlass, names[name])
+
+
+def linker() -> tuple[str, ...] | None:
+    """The command that links a shared object, or None."""
+    found = ((shutil.which(command), flag) for command, flag in _LINKERS)
+    return next(((path, flag) for path, flag in found if path), None)
+
+
+def _link(source: Path, path: Path) -> None:
+    command = linker()
+    if command is None:
+        raise CompileError("cute_ops: no linker found (cc, gcc, clang, ld or ld.lld); install one, e.g. the gcc package")
+    runtime = toolchain.runtime_library()
+    if runtime is None:
+        raise CompileError(f"cute_ops: {toolchain.DSL} is not installed; pip install 'cute-ops'")
+    arguments = [*command, "-o", str(path), str(source), str(runtime)]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise CompileError(f"cute_ops: linking failed: {' '.join(arguments)}\n{result.stderr}")

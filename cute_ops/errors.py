@@ -1,0 +1,51 @@
+"""The error types and the one message format.
+
+Misuse raises ``ValueError`` or ``TypeError``; a dtype, SM or rank that no kernel covers raises
+``NotImplementedError``. Every message names the op and the argument, says what came and what was
+expected, and lists what had been bound so far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cute_ops.op import Array, Op
+
+
+class CompileError(RuntimeError):
+    """A kernel did not compile. Carries the compiler's own output in the message."""
+
+
+class CacheError(RuntimeError):
+    """The cache folder cannot be trusted or used. Says which folder and what to do."""
+
+
+def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
+    """``*m=(3, 5), n=64, T=float32``: what is known of dims and dtype variables."""
+    parts = [f"*{name}={tuple(value)}" if isinstance(value, tuple) else f"{name}={value}" for name, value in dims.items()]
+    parts += [f"{name}={value}" for name, value in dtypes.items()]
+    return ", ".join(parts)
+
+
+def message(
+    op: Op,
+    problem: str,
+    given: Mapping[str, Array | None] | None = None,
+    dims: Mapping[str, object] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    names: Iterable[str] | None = None,
+) -> str:
+    """The one message format: a headline, the arguments as they came, what was bound so far."""
+    lines = [f"cute.{op.name}: {problem}"]
+    if given:
+        shown = [(n, a) for n, a in given.items() if a is not None and (names is None or n in names)]
+        texts = [(f"{n}:", f"{a.dtype}{list(a.shape)}", op.inputs[n].declared) for n, a in shown]
+        name_width = max((len(t[0]) for t in texts), default=0)
+        text_width = max((len(t[1]) for t in texts), default=0)
+        lines += [f"  {n:<{name_width}} {t:<{text_width}}   declared {d}" for n, t, d in texts]
+    bound = bound_text(dims or {}, dtypes or {})
+    if bound:
+        lines.append(f"  bound so far: {bound}")
+    return "\n".join(lines)

@@ -1,0 +1,115 @@
+"""How the elements of a row spread over vectors, threads and CTAs.
+
+A row is cut into vectors of ``vec`` elements, ``vec`` the same for every row tensor of a kernel. Vector ``v`` covers
+the columns ``v * vec - shift + j``, ``j < vec``. Three ways to lay vectors over a row:
+
+* aligned: every row starts on a vector, ``shift == 0``; vectors are as wide as the alignment of all row tensors.
+* shifted: compact rows of a length that is no multiple of a vector, on an aligned base. Vectors are those of the
+  flat array, ``shift = row * n % vec``, so that loads stay 16 bytes wide. The first and the last vector of a row
+  may also hold elements of its neighbours: these are masked, and stored one by one. A vector with at least one
+  element inside the row never leaves its page.
+* narrow: whatever else; vectors shrink down to one element.
+"""
+
+from cutlass import Int32, Int64
+import cutlass.cute as cute
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+VECTOR_BYTES = 16
+
+
+def present(variant, names):
+    """The descriptions of those of the named tensors that are there."""
+    return [variant.tensors[name] for name in names if variant.tensors.get(name) is not None]
+
+
+class Vectors:
+    """Vector width and mode of the row tensors of one kernel.
+
+    Args:
+        variant: the kernel's variant.
+        names: the row tensors.
+        n: row length, None where dynamic.
+    """
+
+    def __init__(self, variant, names, n):
+        tensors = present(variant, names)
+        sizes = [ITEMSIZE[t.dtype] for t in tensors]
+        self.n = n
+        widest = VECTOR_BYTES // min(sizes)
+        starts = [min(t.align, t.row_align) for t in tensors]
+        narrow = min(min(a, VECTOR_BYTES) // s for a, s in zip(starts, sizes))
+        flat = all(t.layout == "flat" and t.align >= VECTOR_BYTES for t in tensors)
+        aligned = all(a >= min(VECTOR_BYTES, widest * s) for a, s in zip(starts, sizes))
+        # Half vectors beat masking; rows of a few elements beat vectors that mostly hold neighbours.
+        self.shifted = flat and not aligned and narrow * min(sizes) < 8 and (n is None or n >= 2 * widest)
+        self.vec = widest if aligned or self.shifted else max(1, narrow)
+        # Rows of whole vectors need no masks inside a vector. Strides say nothing about a dynamic row length.
+        whole = n % self.vec == 0 if n is not None else flat
+        self.masked = self.shifted or not whole
+        self.bytes = {t.name: self.vec * s for t, s in zip(tensors, sizes)}
+
+    def shift(self, row, n):
+        """Elements of the row's first vector that belong to its neighbour."""
+        return Int32((row * n) % self.vec) if self.shifted else Int32(0)
+
+
+class RowTile:
+    """Static thread mapping of whole rows.
+
+    ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each, and a CTA holds
+    ``rows`` rows. Vector ``k`` of thread ``t`` of cluster rank ``r`` is ``(r * per_thread + k) * threads_per_row + t``.
+    """
+
+    def __init__(self, vectors, tile):
+        self.v = vectors
+        self.vec = vectors.vec
+        self.n = vectors.n
+        self.cluster = tile.get("cluster", 1)
+        self.threads_per_row = tile["threads_per_row"]
+        self.threads = max(tile["threads"], self.threads_per_row)
+        self.rows = self.threads // self.threads_per_row
+        longest = self.n + (self.vec - 1 if vectors.shifted else 0)
+        self.count = -(-longest // self.vec)
+        self.per_thread = -(-self.count // (self.threads_per_row * self.cluster))
+
+    def vector(self, t, rank, k):
+        """Index of this thread's k-th vector in its row."""
+        return (rank * self.per_thread + k) * self.threads_per_row + t
+
+    def starts_outside(self, k):
+        """Whether some thread's k-th vector may begin before the row."""
+        return self.v.shifted and k == 0
+
+    def ends_outside(self, k):
+        """Whether some thread's k-th vector may reach past the row's end."""
+        return ((self.cluster - 1) * self.per_thread + k + 1) * self.threads_per_row * self.vec > self.n
+
+
+
+
+def row_count_of(mX):
+    count = Int64(1)
+    for size in mX.shape[:-1]:
+        count = count * Int64(size)
+    return count
+
+
+def row_address(mX, key, row, n):
+    """Byte address of the first element of a row, in 64 bits throughout.
+
+    A compact tensor multiplies; free leading strides take the row apart in row-major order.
+    """
+    itemsize = mX.element_type.width // 8
+    base = mX.iterator.toint()
+    if key.layout == "flat":
+        return base + row * Int64(n * itemsize)
+    offset, rest = Int64(0), row
+    for i in reversed(range(1, len(mX.shape) - 1)):
+        size = Int64(mX.shape[i])
+        above = rest // size
+        offset = offset + (rest - above * size) * Int64(mX.stride[i])
+        rest = above
+    if len(mX.shape) > 1:
+        offset = offset + rest * Int64(mX.stride[0])
+    return base + offset * itemsize

@@ -1,0 +1,186 @@
+"""What a declaration says: :class:`Op` and the values it is made of.
+
+A declaration is a plain value. Everything else is derived from it: the torch schema, fake kernel and
+autograd, the JAX abstract evaluation, batching and gradient, the compiled variant, error messages,
+tests, benchmarks and documentation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, NamedTuple
+
+FLOATS = ("float32", "float16", "bfloat16")
+ITEMSIZE = {
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
+    "float8_e4m3fn": 1, "bool": 1,
+}  # fmt: skip
+
+
+class Array(NamedTuple):
+    """Shape and dtype name of an array: all that binding needs to know of one."""
+
+    shape: tuple[Any, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """One input or output of an op.
+
+    Args:
+        shape: dims separated by blanks, ``"*m n"``. A name binds a dim; one leading ``*name`` binds any
+            number of leading dims. The empty string is a scalar.
+        dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``).
+        optional: the input may be ``None``.
+        given: for outputs: it exists only when this input was passed.
+        same_as: for outputs: when the named output has the same dtype, that one serves for this one too
+            and nothing is written twice.
+    """
+
+    shape: str
+    dtype: str
+    optional: bool = False
+    given: str | None = None
+    same_as: str | None = None
+
+    @cached_property
+    def dims(self) -> tuple[str, ...]:
+        """The dims after the leading ones."""
+        return tuple(d for d in self.shape.split() if not d.startswith("*"))
+
+    @cached_property
+    def rows(self) -> str | None:
+        """The name that binds the leading dims, or None."""
+        names = [d[1:] for d in self.shape.split() if d.startswith("*")]
+        return names[0] if names else None
+
+    @property
+    def declared(self) -> str:
+        return f"{self.dtype}[{self.shape}]"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A named problem that tests, tuning and benchmarks share.
+
+    Args:
+        name: where the shape comes from, ``"llama3-8b"``.
+        dims: sizes by dim name; leading dims as a tuple.
+        dtypes: dtype variables that the case fixes; the others follow the first one.
+        absent: optional inputs left out.
+        attrs: attributes that differ from the default.
+    """
+
+    name: str
+    dims: Mapping[str, Any]
+    dtypes: Mapping[str, str] = field(default_factory=dict)
+    absent: tuple[str, ...] = ()
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What a tile heuristic may look at: sizes, dtypes and alignments by tensor name, and the target."""
+
+    m: int
+    n: int | None
+    dims: Mapping[str, Any]
+    dtypes: Mapping[str, str]
+    aligns: Mapping[str, int]
+    attrs: Mapping[str, Any]
+    arch: str
+    sm_count: int
+
+
+class Op:
+    """The declaration of one operation.
+
+    Args:
+        name: the op's name; it becomes ``torch.ops.cute.<name>`` and ``cute_ops_jax.<name>``.
+        inputs: tensors by argument name, in call order. Optional ones come last.
+        outputs: tensors by name, in return order.
+        dtypes: the dtype names that each dtype variable may take.
+        attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``.
+        static: dims that are compile-time constants. All attributes are.
+        reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
+            jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
+        kernel: ``"module:Class"``, imported only where it is compiled.
+        tile: ``tile(problem) -> {name: int}``, the kernel's compile-time configuration.
+        workspace: ``workspace(problem, tile) -> {name: Array}``, scratch arrays handed to the kernel.
+        grad: the backward op. It is wired by argument names: an input of the backward op that is named
+            like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
+            ``d<input>`` are the gradients; attributes pass by name.
+        check: ``check(binding) -> str | None``: a problem the declaration cannot express.
+        moves: ``moves(dims) -> (extra_bytes, flops)`` beyond one pass over inputs and outputs, for benchmarks.
+        cases: named problems.
+        doc: the public docstring: formula first.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor],
+        dtypes: Mapping[str, tuple[str, ...]],
+        reference: Callable[..., Any],
+        kernel: str,
+        attrs: Mapping[str, Any] | None = None,
+        static: tuple[str, ...] = ("n",),
+        tile: Callable[[Problem], Mapping[str, int]] | None = None,
+        workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array]] | None = None,
+        grad: Op | None = None,
+        check: Callable[[Any], str | None] | None = None,
+        cases: tuple[Case, ...] = (),
+        doc: str = "",
+    ) -> None:
+        self.name = name
+        self.inputs = dict(inputs)
+        self.outputs = dict(outputs)
+        self.dtypes = {k: tuple(v) for k, v in dtypes.items()}
+        self.reference = reference
+        self.kernel = kernel
+        self.attrs = dict(attrs or {})
+        self.static = tuple(static)
+        self.tile = tile or (lambda problem: {})
+        self.workspace = workspace or (lambda problem, tile: {})
+        self.grad = grad
+        self.check = check or (lambda binding: None)
+        self.cases = cases
+        self.doc = doc
+        self._validate()
+
+    def __repr__(self) -> str:
+        ins = ", ".join(f"{n}{'?' if t.optional else ''}: {t.declared}" for n, t in self.inputs.items())
+        outs = ", ".join(f"{n}: {t.declared}" for n, t in self.outputs.items())
+        return f"Op {self.name}({ins}) -> {outs}"
+
+    def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
+        return self.dtypes.get(tensor.dtype, (tensor.dtype,))
+
+    def _validate(self) -> None:
+        if not self.name.isidentifier():
+            raise ValueError(f"op name {self.name!r} is not an identifier")
+        if ":" not in self.kernel:
+            raise ValueError(f"op {self.name}: kernel must be 'module:Class', got {self.kernel!r}")
+        both = self.inputs.keys() & self.outputs.keys() | self.inputs.keys() & self.attrs.keys()
+        if both:
+            raise ValueError(f"op {self.name}: names used twice: {sorted(both)}")
+        seen_optional = False
+        for name, t in self.inputs.items():
+            if seen_optional and not t.optional:
+                raise ValueError(f"op {self.name}: required input {name!r} comes after an optional one")
+            seen_optional |= t.optional
+        for name, t in [*self.inputs.items(), *self.outputs.items()]:
+            if t.dtype not in self.dtypes and t.dtype not in ITEMSIZE:
+                raise ValueError(f"op {self.name}: {name} has dtype {t.dtype!r}, neither a variable nor a dtype")
+            if "*" in t.shape and not t.shape.startswith("*"):
+                raise ValueError(f"op {self.name}: {name}: leading dims must come first, got {t.shape!r}")
+        if self.grad is not None:
+            known = self.inputs.keys() | self.outputs.keys() | {f"d{o}" for o in self.outputs}
+            unknown = self.grad.inputs.keys() - known
+            if unknown:
+                raise ValueError(f"op {self.name}: gradient {self.grad.name} asks for {sorted(unknown)}")

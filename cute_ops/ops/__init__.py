@@ -1,0 +1,8 @@
+"""The declarations. Tests, benchmarks, documentation, stubs and both adapters iterate ``OPS``."""
+
+from cute_ops.op import Op
+from cute_ops.ops.add_rmsnorm import add_rmsnorm
+from cute_ops.ops.rmsnorm import rmsnorm
+from cute_ops.ops.silu_mul import silu_mul
+
+OPS: tuple[Op, ...] = (rmsnorm, add_rmsnorm, silu_mul)

@@ -1,0 +1,82 @@
+"""SiLU-gated product, the pointwise half of SwiGLU: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._reference import widen
+from cute_ops.ops._tiles import pointwise
+
+CASES = (
+    Case("one-element", {"m": (1,), "n": 1}),
+    Case("one-row", {"m": (), "n": 4096}),
+    Case("odd-small", {"m": (3, 5), "n": 7}),
+    Case("odd", {"m": (37,), "n": 4097}),
+    Case("llama3-8b", {"m": (2, 33), "n": 14336}),
+    Case("qwen3-moe-expert", {"m": (129,), "n": 768}),
+    Case("longest", {"m": (3,), "n": 262144}),
+)
+
+
+def _sigmoid(xp: Any, x: Any) -> Any:
+    # Both branches of the logistic function, so that neither exponential overflows.
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, 1 / (1 + e), e / (1 + e))
+
+
+def reference(xp: Any, gate: Any, up: Any) -> Any:
+    g, u = widen(xp, gate, up)
+    return xp.astype(g * _sigmoid(xp, g) * u, gate.dtype)
+
+
+def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
+    g, u, dy = widen(xp, gate, up, dout)
+    s = _sigmoid(xp, g)
+    silu = g * s
+    return xp.astype(dy * u * (s + silu * (1 - s)), gate.dtype), xp.astype(dy * silu, up.dtype)
+
+
+silu_mul_bwd = Op(
+    "silu_mul_bwd",
+    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T"), "dout": Tensor("*m n", "T")},
+    outputs={"dgate": Tensor("*m n", "T"), "dup": Tensor("*m n", "T")},
+    dtypes={"T": FLOATS},
+    reference=reference_bwd,
+    kernel="cute_ops.kernels.silu_mul:SiluMulBackward",
+    tile=pointwise,
+    cases=CASES,
+    doc="""Gradients of :func:`silu_mul`.
+
+    With ``s = sigmoid(gate)``: ``dgate = dout * up * s * (1 + gate * (1 - s))``, ``dup = dout * gate * s``.
+    """,
+)
+
+silu_mul = Op(
+    "silu_mul",
+    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T")},
+    outputs={"out": Tensor("*m n", "T")},
+    dtypes={"T": FLOATS},
+    reference=reference,
+    kernel="cute_ops.kernels.silu_mul:SiluMul",
+    tile=pointwise,
+    grad=silu_mul_bwd,
+    cases=CASES,
+    doc="""SiLU of the gate times up: the pointwise half of SwiGLU.
+
+    ``out = gate * sigmoid(gate) * up``
+
+    Args:
+        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        up: ``T[*m n]``.
+
+    Returns:
+        ``T[*m n]``, compact. Computed in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed, or two different ones.
+        ValueError: shapes that do not fit, a last dim that is not contiguous.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """,
+)

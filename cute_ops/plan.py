@@ -1,0 +1,180 @@
+"""Binding + memory layouts + target -> the variant to run and the scratch arrays it needs.
+
+Kernels see a row-wise tensor either *flat*, compact and of any rank, or *strided*, with free strides on
+its leading dims. Leading dims that memory allows to merge are merged first (a view, never a copy), so
+that ``qkv[:, :, :h]`` costs no more than what its strides force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from cute_ops import sources, toolchain
+from cute_ops.binding import Binding
+from cute_ops.errors import message
+from cute_ops.op import ITEMSIZE, Array, Problem, Tensor
+from cute_ops.target import Target
+from cute_ops.variant import VECTOR, TensorKey, Variant
+
+# Every distinct value of a static dim is one more compile; from this many on, an op uses one kernel in
+# which the dim is dynamic.
+STATIC_LIMIT = 64
+_static_seen: dict[str, set[tuple[int, ...]]] = {}
+
+
+class Memory(NamedTuple):
+    """Where an array lies: strides in elements and an address (or its alignment) in bytes."""
+
+    strides: tuple[int, ...]
+    address: int = 0
+
+
+class View(NamedTuple):
+    """How to pass an array: reinterpreted, without a copy, with this shape and these strides."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One way to run a binding: the variant, the scratch arrays, and views for arrays that need one."""
+
+    variant: Variant
+    workspaces: Mapping[str, Array]
+    views: Mapping[str, View]
+
+
+def compact(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a compact row-major array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan:
+    """Choose the variant for a binding.
+
+    Args:
+        binding: a checked call with concrete sizes.
+        memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
+
+    Raises:
+        ValueError: a last dim that is not contiguous.
+    """
+    op = binding.op
+    _check_last_dim(binding, memory)
+    static = {d: binding.dims[d] for d in op.static}
+    if not _static_allowed(op.name, tuple(static.values())):
+        static = dict.fromkeys(static)
+    views = _merge_leading(binding, memory)
+    tensors = {**op.inputs, **op.outputs}
+    arrays = {**binding.inputs, **binding.outputs}
+    keys: dict[str, TensorKey | None] = {}
+    for name, tensor in tensors.items():
+        array = arrays[name]
+        if array is None:
+            keys[name] = None
+            continue
+        view = views.get(name)
+        shape = view.shape if view else array.shape
+        where = memory.get(name, Memory(compact(shape)))
+        strides = view.strides if view else where.strides
+        names = (None,) * (len(shape) - len(tensor.dims)) + tensor.dims
+        known = tuple(static.get(d) if d else None for d in names)
+        keys[name] = _tensor_key(name, array.dtype, shape, known, Memory(strides, where.address))
+    dtypes = {name: key.dtype for name, key in keys.items() if key}
+    aligns = {name: min(key.align, key.row_align) for name, key in keys.items() if key}
+    problem = Problem(
+        m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes=dtypes, aligns=aligns, attrs=binding.attrs,
+        arch=target.arch, sm_count=target.sm_count,
+    )  # fmt: skip
+    tile = op.tile(problem)
+    workspaces = op.workspace(problem, tile)
+    for name, array in workspaces.items():
+        keys[name] = _tensor_key(name, array.dtype, array.shape, (None,) * len(array.shape), Memory(compact(array.shape)))
+    variant = Variant(
+        op=op.name, kernel=op.kernel, arch=target.arch, names=tuple(keys), args=tuple(keys.values()),
+        static=tuple(static.items()), attributes=tuple(binding.attrs.items()), config=tuple(sorted(tile.items())),
+        toolchain=toolchain.versions(), sources=sources.digest(op.kernel),
+    )  # fmt: skip
+    return Plan(variant, workspaces, views)
+
+
+def _check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
+    """Raise unless every input's last dim is contiguous."""
+    for name, where in memory.items():
+        array = binding.inputs[name]
+        if array is None or not array.shape:
+            continue
+        if array.shape[-1] > 1 and math.prod(array.shape) and where.strides[-1] != 1:
+            raise ValueError(
+                message(
+                    binding.op,
+                    f"argument `{name}` has stride {where.strides[-1]} in its last dim, expected 1. "
+                    "Other dims may have any stride; call .contiguous() where you accept the copy.",
+                    binding.inputs, binding.dims, binding.dtypes,
+                )  # fmt: skip
+            )
+
+
+def _static_allowed(op: str, values: tuple[int, ...]) -> bool:
+    seen = _static_seen.setdefault(op, set())
+    if values not in seen and len(seen) >= STATIC_LIMIT:
+        return False
+    seen.add(values)
+    return True
+
+
+def _tensor_key(name: str, dtype: str, shape: tuple, known: tuple, where: Memory) -> TensorKey:
+    itemsize = ITEMSIZE[dtype]
+    # A dim of size 1 (or 0) is never stepped over: its stride says nothing.
+    stepped = [s for size, s in zip(shape[:-1], where.strides[:-1], strict=True) if size > 1]
+    flat = all(
+        size <= 1 or stride == tight for size, stride, tight in zip(shape, where.strides, compact(shape), strict=True)
+    )
+    strides = compact((2,) * (len(shape) - 1) + shape[-1:])[:-1] if flat else stepped
+    return TensorKey(
+        name=name, dtype=dtype, shape=known, layout="flat" if flat else "strided",
+        align=math.gcd(where.address, VECTOR),
+        row_align=math.gcd(VECTOR, *(s * itemsize for s in strides)),
+    )  # fmt: skip
+
+
+def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
+    """Views that merge leading dims where every row-wise input allows it; none where all are compact."""
+    op = binding.op
+    rows = {n: t for n, t in op.inputs.items() if t.rows and n in memory and binding.inputs[n] is not None}
+    if not any(_uneven(binding.inputs[n].shape, memory[n].strides) for n in rows):  # type: ignore[union-attr]
+        return {}
+    (lead,) = {t.rows: binding.dims[t.rows] for t in rows.values()}.values()
+    kept = [i for i, size in enumerate(lead) if size != 1]
+    groups: list[list[int]] = []
+    for i in kept:
+        previous = groups[-1][-1] if groups else None
+        if previous is not None and all(memory[n].strides[previous] == memory[n].strides[i] * lead[i] for n in rows):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    groups = groups or [[]]
+    if len(groups) == len(lead):
+        return {}
+    merged = tuple(math.prod(lead[i] for i in g) for g in groups)
+
+    def view(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
+        tail = len(tensor.dims)
+        leading = tuple(strides[g[-1]] if g else math.prod(shape[-tail:]) for g in groups)
+        return View(merged + shape[len(shape) - tail :], leading + strides[len(strides) - tail :])
+
+    views = {}
+    for name, tensor in {**op.inputs, **op.outputs}.items():
+        array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
+        if array is not None and tensor.rows:
+            strides = memory[name].strides if name in memory else compact(array.shape)
+            views[name] = view(tensor, tuple(array.shape), tuple(strides))
+    return views
+
+
+def _uneven(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return any(size > 1 and stride != tight for size, stride, tight in zip(shape, strides, compact(shape), strict=True))

@@ -1,0 +1,99 @@
+"""Which SM a kernel is built for, asked of the driver, never of a framework."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from functools import cache
+
+# SM counts of the usual part of each architecture, for building where no GPU is.
+_ARCHES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170}
+_BY_CAPABILITY = {
+    (8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a",
+    (12, 0): "sm_120a",
+}  # fmt: skip
+_MULTIPROCESSOR_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
+
+
+@dataclass(frozen=True)
+class Target:
+    """An SM architecture and how many SMs the device has (it sets the grid of persistent kernels)."""
+
+    arch: str
+    sm_count: int
+
+
+def parse(arch: str) -> Target:
+    """The target of an architecture name, with the SM count of its usual part.
+
+    Raises:
+        ValueError: no such architecture.
+    """
+    if arch not in _ARCHES:
+        raise ValueError(f"unknown architecture {arch!r}; known: {', '.join(_ARCHES)}")
+    return Target(arch, _ARCHES[arch])
+
+
+@cache
+def of_device(index: int = 0) -> Target:
+    """The target of a visible CUDA device.
+
+    Raises:
+        RuntimeError: no driver or no such device.
+        NotImplementedError: a device that no kernel is built for.
+    """
+    cuda = _driver()
+    device = ctypes.c_int()
+    _check(cuda, cuda.cuDeviceGet(ctypes.byref(device), index), f"no CUDA device {index}")
+
+    def attribute(code: int) -> int:
+        value = ctypes.c_int()
+        _check(cuda, cuda.cuDeviceGetAttribute(ctypes.byref(value), code, device), "cannot read device attributes")
+        return value.value
+
+    capability = attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)
+    if capability not in _BY_CAPABILITY:
+        known = ", ".join(f"{a}.{b}" for a, b in _BY_CAPABILITY)
+        raise NotImplementedError(
+            f"cute_ops: device {index} has compute capability {capability[0]}.{capability[1]}; kernels exist for {known}"
+        )
+    return Target(_BY_CAPABILITY[capability], attribute(_MULTIPROCESSOR_COUNT))
+
+
+@cache
+def device_count() -> int:
+    """Visible CUDA devices; 0 without a driver."""
+    try:
+        cuda = _driver()
+    except RuntimeError:
+        return 0
+    count = ctypes.c_int()
+    return count.value if cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def driver_version() -> tuple[int, int] | None:
+    """The newest CUDA that the driver supports, or None without a driver."""
+    try:
+        cuda = _driver()
+    except RuntimeError:
+        return None
+    version = ctypes.c_int()
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    return version.value // 1000, version.value % 1000 // 10
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError as error:
+        raise RuntimeError("cute_ops: no CUDA driver (libcuda.so.1) on this machine") from error
+    _check(cuda, cuda.cuInit(0), "the CUDA driver cannot start")
+    return cuda
+
+
+def _check(cuda: ctypes.CDLL, code: int, what: str) -> None:
+    if code:
+        text = ctypes.c_char_p()
+        cuda.cuGetErrorString(code, ctypes.byref(text))
+        raise RuntimeError(f"cute_ops: {what}: {(text.value or b'unknown error').decode()} (CUDA error {code})")

@@ -1,0 +1,107 @@
+"""Inputs, expected results and the tolerance rule, for tests and ``verify``. NumPy only.
+
+The rule: an output may differ from the float64 reference by at most twice the error that the reference
+itself makes when it runs in float32 and rounds its outputs, and that error counts as at least one unit in
+the last place of the largest expected value. Nothing is tuned per op.
+"""
+
+from __future__ import annotations
+
+import math
+import zlib
+from collections.abc import Mapping
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from cute_ops.op import Case, Op
+
+EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52}
+Arrays = Mapping[str, np.ndarray | None]
+
+
+def numpy_dtype(name: str) -> np.dtype:
+    return np.dtype(getattr(ml_dtypes, name, None) or name)
+
+
+def attributes(op: Op, case: Case) -> dict[str, Any]:
+    return {**op.attrs, **{k: v for k, v in case.attrs.items() if k in op.attrs}}
+
+
+def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarray | None]:
+    """Random inputs of a case: normal numbers, weights around one. Dtype variables follow ``dtype`` unless
+    the case fixes them.
+    """
+    made: dict[str, np.ndarray | None] = {}
+    for name, tensor in op.inputs.items():
+        if name in case.absent:
+            made[name] = None
+            continue
+        rows = tuple(case.dims[tensor.rows]) if tensor.rows else ()
+        shape = (*rows, *(case.dims[d] for d in tensor.dims))
+        rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{name}".encode())])
+        values = rng.standard_normal(shape, dtype=np.float32)
+        if name == "weight":
+            values = 1 + values / 4
+        concrete = case.dtypes.get(tensor.dtype, dtype) if tensor.dtype in op.dtypes else tensor.dtype
+        made[name] = values.astype(numpy_dtype(concrete))
+    return made
+
+
+def run_reference(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+    """The reference on NumPy arrays, always as a tuple."""
+    result = op.reference(np, *arrays.values(), **attrs)
+    return result if isinstance(result, tuple) else (result,)
+
+
+def expected(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+    """The reference in float64 on the same values; outputs stay float64."""
+    wide = {n: None if a is None else a.astype(np.float64) for n, a in arrays.items()}
+    outputs = run_reference(op, wide, attrs)
+    # Where an output is absent depends on dtypes, which float64 does not show.
+    return tuple(None if low is None else out for out, low in zip(outputs, run_reference(op, arrays, attrs), strict=True))
+
+
+def tolerances(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[float | None, ...]:
+    """The largest absolute error allowed, per output."""
+    result: list[float | None] = []
+    for low, exact in zip(run_reference(op, arrays, attrs), expected(op, arrays, attrs), strict=True):
+        if low is None or exact is None:
+            result.append(None)
+            continue
+        finite = np.isfinite(exact)
+        error = np.max(np.abs(low.astype(np.float64) - exact), initial=0.0, where=finite)
+        unit = EPS[str(low.dtype)] * np.max(np.abs(exact), initial=0.0, where=finite)
+        result.append(2 * max(float(error), float(unit)))
+    return tuple(result)
+
+
+def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], outputs: tuple[np.ndarray | None, ...]) -> None:
+    """Raise AssertionError unless every output is within tolerance of the float64 reference."""
+    rows = zip(op.outputs, outputs, expected(op, arrays, attrs), tolerances(op, arrays, attrs), strict=True)
+    for name, got, exact, tolerance in rows:
+        if exact is None or tolerance is None:
+            if got is not None:
+                raise AssertionError(f"{op.name}: output {name} should be absent")
+            continue
+        if got is None or got.shape != exact.shape:
+            raise AssertionError(f"{op.name}: output {name} is {None if got is None else got.shape}, not {exact.shape}")
+        wide = got.astype(np.float64)
+        if not np.array_equal(np.isnan(wide), np.isnan(exact)):
+            raise AssertionError(f"{op.name}: output {name} has NaN where the reference has none, or the reverse")
+        infinite = np.isinf(exact)
+        if not np.array_equal(wide[infinite], exact[infinite]):
+            raise AssertionError(f"{op.name}: output {name} differs from the reference's infinities")
+        error = np.max(np.abs(wide - exact), initial=0.0, where=np.isfinite(exact))
+        if not error <= tolerance:
+            worst = np.unravel_index(np.argmax(np.where(np.isfinite(exact), np.abs(wide - exact), -1)), exact.shape)
+            raise AssertionError(
+                f"{op.name}: output {name}: error {error:.3g} exceeds {tolerance:.3g} "
+                f"at {tuple(map(int, worst))}: got {wide[worst]:.8g}, expected {exact[worst]:.8g}"
+            )
+
+
+def elements(case: Case) -> int:
+    """Rows times columns of a case."""
+    return math.prod(math.prod(v) if isinstance(v, tuple) else v for v in case.dims.values())

@@ -1,0 +1,38 @@
+"""Versions of what compiles and runs kernels, without importing any of it."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+
+DSL = "nvidia-cutlass-dsl"
+TVM_FFI = "apache-tvm-ffi"
+DSL_TESTED = "4.8"
+
+
+def version(distribution: str) -> str | None:
+    """The installed version, or None."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def versions() -> tuple[str, str]:
+    """Versions of the DSL and of TVM-FFI: part of every variant. Empty where not installed."""
+    return version(DSL) or "", version(TVM_FFI) or ""
+
+
+@cache
+def runtime_library() -> Path | None:
+    """``libcute_dsl_runtime.so``, which every kernel object links to, or None without the DSL."""
+    spec = find_spec("nvidia_cutlass_dsl")
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for flavour in ("cu13", "cu12", "."):
+            library = Path(folder, flavour, "lib", "libcute_dsl_runtime.so")
+            if library.exists():
+                return library
+    return None

@@ -1,0 +1,152 @@
+"""The process that compiles, and its client.
+
+The compiler never runs in the caller's process: its import takes a second, a failed compile can abort,
+and two at once always do. One worker serves a process, starts at the first miss and leaves after a
+minute without work. It never sees a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import IO, Any
+
+from cute_ops.errors import CompileError
+from cute_ops.variant import Variant
+
+IDLE_SECONDS = 60.0
+TIMEOUT_SECONDS = float(os.environ.get("CUTE_OPS_COMPILE_TIMEOUT", "300"))
+_LOG_TAIL = 4000
+
+
+class Worker:
+    """A compile process, started when needed and restarted when it died."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._log: IO[bytes] | None = None
+
+    def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
+        """Compile ``variant`` into ``path``; returns the seconds it took.
+
+        Raises:
+            CompileError: with the compiler's output: it failed, crashed or took too long.
+        """
+        request = {
+            "variant": variant.to_json(), "path": str(path), "dump": str(dump) if dump else None, "sys_path": sys.path,
+        }  # fmt: skip
+        start = time.perf_counter()
+        with self._lock:
+            answer = self._ask(request) or self._ask(request)  # a worker may leave just as we ask
+            if answer is None:
+                raise self._dead(variant)
+        if answer.get("error"):
+            raise CompileError(f"cute.{variant.op}: kernel does not compile: {variant.describe()}\n{answer['error']}")
+        return time.perf_counter() - start
+
+    def close(self) -> None:
+        with self._lock:
+            self._stop()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        """Send one request; None when the worker had left for want of work."""
+        process = self._process if self._process and self._process.poll() is None else self._start()
+        assert process.stdin and process.stdout  # pipes, by construction
+        try:
+            process.stdin.write(json.dumps(request).encode() + b"\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            process.wait()
+            return None
+        ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_SECONDS)
+        if not ready:
+            self._stop()
+            return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s (CUTE_OPS_COMPILE_TIMEOUT)\n{self._tail()}"}
+        line = process.stdout.readline()
+        if line:
+            return json.loads(line)
+        if process.wait() == 0:
+            return None
+        return {"error": f"the compiler died with {_exit_text(process.returncode)}\n{self._tail()}"}
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._stop()
+        self._log = tempfile.TemporaryFile()
+        # The worker must not find a GPU: a context there would cost memory and could hang.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        command = [sys.executable, "-c", "from cute_ops.worker import serve; serve()"]
+        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
+        )  # fmt: skip
+        return self._process
+
+    def _stop(self) -> None:
+        if self._process and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def _tail(self) -> str:
+        if self._log is None:
+            return ""
+        size = self._log.seek(0, os.SEEK_END)
+        self._log.seek(max(size - _LOG_TAIL, 0))
+        return self._log.read().decode(errors="replace")
+
+    def _dead(self, variant: Variant) -> CompileError:
+        return CompileError(f"cute.{variant.op}: the compile process does not start\n{self._tail()}")
+
+
+worker = Worker()
+# A forked child must not share its parent's pipes.
+os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[misc]
+
+
+def serve() -> None:
+    """The worker's loop: one JSON request a line on stdin, one JSON answer a line on stdout."""
+    answers = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)  # what the compiler prints goes to the log
+    for name in ("torch", "jax"):
+        # TVM-FFI would import torch (1-2 s); kernels have no use for a framework.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    from cute_ops.compiler import compile_variant
+
+    while select.select([0], [], [], IDLE_SECONDS)[0]:
+        line = _read_line()
+        if not line:
+            return
+        request = json.loads(line)
+        sys.path[:] = request["sys_path"]
+        try:
+            dump = request["dump"]
+            compile_variant(Variant.from_json(request["variant"]), Path(request["path"]), Path(dump) if dump else None)
+            answer: dict[str, Any] = {}
+        except Exception as error:  # every failure of a kernel belongs to the caller
+            import traceback
+
+            answer = {"error": "".join(traceback.format_exception(error))[-_LOG_TAIL:]}
+        answers.write(json.dumps(answer).encode() + b"\n")
+
+
+def _read_line() -> bytes:
+    """One line of stdin, unbuffered, so that select sees what has not been read."""
+    line = b""
+    while not line.endswith(b"\n"):
+        part = os.read(0, 65536)
+        if not part:
+            return b""
+        line += part
+    return line
+
+
+def _exit_text(code: int) -> str:
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
