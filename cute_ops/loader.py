@@ -11,6 +11,8 @@ from typing import Any
 
 from cute_ops import toolchain
 from cute_ops.errors import CacheError
+from cute_ops.op import ITEMSIZE
+from cute_ops.variant import Variant
 
 _lock = threading.Lock()
 
@@ -38,3 +40,50 @@ def _load_runtime() -> None:
     if library is None:
         raise CacheError(f"cute_ops: {toolchain.DSL} is not installed; its runtime library runs every kernel")
     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def preload(function: Callable[..., Any], variant: Variant, device: int) -> None:
+    """Load a kernel's module onto a CUDA device without launching it.
+
+    A module is otherwise loaded by its first call, which must not happen inside a CUDA graph capture or
+    while XLA runs several devices. The call made here has zero rows, for which nothing is launched.
+    """
+    import tvm_ffi
+
+    empty = [_NullArray(tuple(size or 0 for size in key.shape), key.dtype, device) for key in variant.args if key]
+    with _lock:
+        function(*(tvm_ffi.from_dlpack(array) for array in empty))
+
+
+class _Managed(ctypes.Structure):
+    """DLManagedTensor of the DLPack specification."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _NullArray:
+    """An array without memory on a CUDA device, handed over by DLPack."""
+
+    _CUDA = 2
+    _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10}
+
+    def __init__(self, shape: tuple[int, ...], dtype: str, device: int) -> None:
+        kind = dtype if dtype in self._CODES else dtype.rstrip("0123456789")
+        self._shape = (ctypes.c_int64 * len(shape))(*shape)
+        self._managed = _Managed(
+            device_type=self._CUDA, device_id=device, ndim=len(shape), code=self._CODES[kind],
+            bits=8 * ITEMSIZE[dtype], lanes=1, shape=self._shape,
+        )  # fmt: skip
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._CUDA, self._managed.device_id
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(ctypes.addressof(self._managed), b"dltensor", None)

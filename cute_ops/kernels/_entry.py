@@ -8,7 +8,11 @@ import cutlass.cute as cute
 
 
 class Entry:
-    """Takes the tensors that are present plus the stream; hands the kernel None for the absent ones."""
+    """Takes the tensors that are present plus the stream; hands the kernel None for the absent ones.
+
+    Where the first tensor has no element nothing is launched: a call like that only loads the module, which
+    is how :func:`cute_ops.loader.preload` gets it onto a device ahead of time.
+    """
 
     def __init__(self, kernel: Any, present: tuple[bool, ...]) -> None:
         self.kernel = kernel
@@ -18,4 +22,5 @@ class Entry:
     def __call__(self, *arguments):
         given = iter(arguments[:-1])
         full = [next(given) if here else None for here in self.present]
-        self.kernel(*full, arguments[-1])
+        if cute.size(arguments[0]) > 0:
+            self.kernel(*full, arguments[-1])

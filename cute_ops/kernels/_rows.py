@@ -12,7 +12,6 @@ the columns ``v * vec - shift + j``, ``j < vec``. Three ways to lay vectors over
 """
 
 from cutlass import Int32, Int64
-import cutlass.cute as cute
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
@@ -86,9 +85,8 @@ class RowTile:
         return ((self.cluster - 1) * self.per_thread + k + 1) * self.threads_per_row * self.vec > self.n
 
 
-
-
-def row_count_of(mX):
+def row_count(mX):
+    """Rows of a tensor, the product of its leading dims, in 64 bits."""
     count = Int64(1)
     for size in mX.shape[:-1]:
         count = count * Int64(size)

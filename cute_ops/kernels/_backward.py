@@ -1,0 +1,219 @@
+"""Backward of the RMS norms, rows streamed through persistent CTAs.
+
+With ``r = rsqrt(mean(x^2) + eps)`` and ``g = dout * (weight_offset + weight)``:
+``dx = r * g - x * r^3 * mean(x * g)``, plus the residual's own gradient where there is one;
+``dweight = sum_rows(dout * x * r)``, ``dbias = sum_rows(dout)``.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels._column_sum import ColumnSum
+from cute_ops.kernels._columns import column_vector, scale
+from cute_ops.kernels._reduce import RowSum
+from cute_ops.kernels._ring import RowRing
+from cute_ops.kernels._rows import RowTile, Vectors, present, row_address, row_count
+from cute_ops.kernels._vectors import fragment, narrow, store, store_elements, store_if, store_masked, widen
+
+
+class NormBackward:
+    """One pass over the rows, then one over the partial column sums.
+
+    Tile: as in the forward, and persistent: cluster ``c`` of ``parts`` takes the row groups ``c, c + parts, ...``.
+    Rows travel through a ring of ``stages`` slots in shared memory, so that the next rows load while a row's two sums
+    cross its threads. A thread always holds the same columns and keeps their weight and their column sums in
+    registers; with shifted rows this holds because ``parts * rows`` is a multiple of the vector width. The column
+    sums of a CTA end in its row of the workspace; a second kernel adds the rows in a fixed order.
+    Shared memory: the ring, 8 bytes per warp and CTA of the cluster twice.
+    Bytes moved per element: x, dout and dx once each; with a residual also its two gradients.
+
+    Args:
+        variant: the kernel's variant.
+        x, dx: the name of the normalised tensor, the names of the outputs of its gradient.
+    """
+
+    def __init__(self, variant, x, dx):
+        self.variant = variant
+        self.n = variant.dims["n"]
+        self.eps = variant.attrs["eps"]
+        self.weight_offset = variant.attrs["weight_offset"]
+        self.names = (x, "dout", "dresidual_out")
+        self.dx_names = dx
+        self.tile = RowTile(Vectors(variant, (*self.names, *dx), self.n), variant.tile)
+        self.sum = RowSum(self.tile, values=2, stages=2)
+        self.ring = RowRing(self.tile, present(variant, self.names), variant.tile.get("stages", 2))
+        self.column_sum = ColumnSum(self.n, variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+        """Launch both kernels.
+
+        Args:
+            inputs: (mX, mDout, mDresidualOut or None).
+            columns: (mWeight or None, mBias or None).
+            outputs: gradients of the normalised tensor, one per name in ``dx``, None where absent.
+            dcolumns: (mDweight or None, mDbias or None).
+            parts: their workspaces, (parts, n) each.
+        """
+        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        if const_expr(mParts is not None):
+            groups = Int32(mParts.shape[0])
+        else:
+            groups = Int32(cutlass.min(cute.ceil_div(row_count(inputs[0]), self.tile.rows), self.variant.tile["parts"]))
+        cluster = self.tile.cluster
+        self.kernel(inputs, columns[0], outputs, parts).launch(
+            grid=[groups, cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            stream=stream,
+        )
+        if const_expr(mParts is not None):
+            self.column_sum(parts, dcolumns, stream)
+
+    @cute.kernel
+    def kernel(self, inputs, mWeight, outputs, parts):
+        tile, ring, n, vec = self.tile, self.ring, self.n, self.tile.vec
+        tidx, _, _ = cute.arch.thread_idx()
+        group, rank, _ = cute.arch.block_idx()
+        groups, _, _ = cute.arch.grid_dim()
+        if const_expr(tile.cluster == 1):
+            rank = 0
+        smem = cutlass.utils.SmemAllocator()
+        base = smem.allocate(ring.bytes, 16)
+        slots = [ring.view(base, m, name) if m is not None else None for m, name in zip(inputs, self.names)]
+        sX, sDout, sDres = slots
+        sSum, mbar = self.sum.allocate(smem)
+        self.sum.prepare(mbar)
+        for sT in slots:
+            if const_expr(sT is not None):
+                ring.clear(sT)
+
+        t = tidx % tile.threads_per_row
+        local = tidx // tile.threads_per_row
+        count = row_count(inputs[0])
+        tiles = cute.ceil_div(count, tile.rows)
+        steps = Int32(cute.ceil_div(tiles - group, Int64(groups)))
+        shift = tile.v.shift(Int64(group) * tile.rows + local, n)
+        first = [tile.vector(t, rank, k) * vec - shift for k in range(tile.per_thread)]
+
+        for stage in cutlass.range_constexpr(ring.stages - 1):
+            self._fetch(inputs, slots, first, self._row(group, groups, local, Int32(stage)), count, Int32(stage))
+        rWeight = None
+        if const_expr(mWeight is not None):
+            key = self.variant.tensors["weight"]
+            rWeight = [
+                column_vector(mWeight, key, tile.v, first[k], n, tile.ends_outside(k)) for k in range(tile.per_thread)
+            ]
+        rDweight = self._accumulators(parts[0])
+        rDbias = self._accumulators(parts[1])
+        self.sum.ready()
+
+        for step in cutlass.range(steps, unroll=1):
+            ahead = step + (ring.stages - 1)
+            self._fetch(inputs, slots, first, self._row(group, groups, local, ahead), count, ahead % ring.stages)
+            cute.arch.cp_async_wait_group(ring.stages - 1)
+            stage = step % ring.stages
+            row = self._row(group, groups, local, step)
+
+            squares, products = Float32(0.0), Float32(0.0)
+            for k in cutlass.range_constexpr(tile.per_thread):
+                x, dout = self._pair(sX, sDout, first, k, stage)
+                g = self._gained(dout, rWeight, k)
+                squares = squares + (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                products = products + (x * g).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            squares, products = self.sum((squares, products), sSum, mbar, step % 2, (step // 2) % 2)
+            rstd = cute.math.rsqrt(squares * (1.0 / n) + self.eps, fastmath=True)
+            pull = rstd * rstd * rstd * (products * (1.0 / n))
+
+            if row < count:
+                for k in cutlass.range_constexpr(tile.per_thread):
+                    x, dout = self._pair(sX, sDout, first, k, stage)
+                    g = self._gained(dout, rWeight, k)
+                    dx = g * rstd - x * pull
+                    if const_expr(sDres is not None):
+                        low, high = tile.starts_outside(k), tile.v.masked and tile.ends_outside(k)
+                        dx = dx + widen(ring.read(sDres, k, stage), first[k], n, low, high)
+                    for mDx, name in zip(outputs, self.dx_names):
+                        if const_expr(mDx is not None):
+                            self._store_row(mDx, name, narrow(dx, mDx.element_type, vec), row, first[k], k)
+                    if const_expr(rDweight is not None):
+                        rDweight[k].store(rDweight[k].load() + dout * (x * rstd))
+                    if const_expr(rDbias is not None):
+                        rDbias[k].store(rDbias[k].load() + dout)
+
+        cute.arch.cp_async_wait_group(0)
+        if const_expr(self.column_sum.chained):
+            cute.arch.griddepcontrol_launch_dependents()
+        for mParts, rSum in zip(parts, (rDweight, rDbias)):
+            if const_expr(mParts is not None):
+                self._store_parts(mParts, rSum, base, group, t, rank, first)
+
+    def _row(self, group, groups, local, step):
+        return (Int64(group) + Int64(step) * Int64(groups)) * self.tile.rows + local
+
+    def _fetch(self, inputs, slots, first, row, count, stage):
+        for mX, sX, name in zip(inputs, slots, self.names):
+            if mX is not None:
+                address = row_address(mX, self.variant.tensors[name], row, self.n)
+                self.ring.fetch(sX, address, first, row < count, stage)
+        cute.arch.cp_async_commit_group()
+
+    def _pair(self, sX, sDout, first, k, stage):
+        low, high = self.tile.starts_outside(k), self.tile.v.masked and self.tile.ends_outside(k)
+        return tuple(widen(self.ring.read(sT, k, stage), first[k], self.n, low, high) for sT in (sX, sDout))
+
+    def _gained(self, dout, rWeight, k):
+        return dout if rWeight is None else dout * scale(rWeight[k], self.weight_offset)
+
+    def _accumulators(self, mParts):
+        if mParts is None:
+            return None
+        sums = [fragment(Float32, self.tile.vec) for _ in range(self.tile.per_thread)]
+        for rSum in sums:
+            rSum.fill(0.0)
+        return sums
+
+    def _store_row(self, mX, name, rX, row, first, k):
+        address = row_address(mX, self.variant.tensors[name], row, self.n) + Int64(first) * (mX.element_type.width // 8)
+        if self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k)):
+            store_masked(rX, address, first, Int32(self.n), True)
+        elif self.tile.ends_outside(k):
+            store_if(first < self.n, rX, address, True)
+        else:
+            store(rX, address, True)
+
+    @cute.jit
+    def _store_parts(self, mParts, rSum: cutlass.Constexpr, base, group, t, rank, first: cutlass.Constexpr):
+        """Write the CTA's column sums to its row of the workspace, after adding those of its rows."""
+        tile, n, vec = self.tile, self.n, self.tile.vec
+        address = mParts.iterator.toint() + Int64(group) * (n * 4)
+        if const_expr(tile.rows == 1):
+            for k in cutlass.range_constexpr(tile.per_thread):
+                target = address + Int64(first[k]) * 4
+                if const_expr(tile.v.masked or (n * 4) % 16 != 0):
+                    store_elements(rSum[k], target, first[k], Int32(n))
+                else:
+                    store_if(first[k] < n, rSum[k], target)
+        else:
+            width = tile.threads_per_row * tile.per_thread * vec
+            tidx = cute.arch.thread_idx()[0]
+            local = tidx // tile.threads_per_row
+            sRows = cute.make_tensor(
+                cute.recast_ptr(base, dtype=Float32), cute.make_layout((width, tile.rows), stride=(1, width))
+            )
+            # The slots are free once every thread is here; so are the sums of the call before.
+            cute.arch.barrier()
+            for k in cutlass.range_constexpr(tile.per_thread):
+                for j in cutlass.range_constexpr(vec):
+                    sRows[tile.vector(t, rank, k) * vec + j, local] = rSum[k][j]
+            cute.arch.barrier()
+            gParts = cute.make_tensor(
+                cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(n)
+            )
+            for column in cutlass.range(tidx, n, tile.threads, unroll=1):
+                total = Float32(0.0)
+                for r in cutlass.range_constexpr(tile.rows):
+                    place = column + tile.v.shift(Int64(group) * tile.rows + r, n)
+                    total = total + sRows[place, r]
+                gParts[column] = total

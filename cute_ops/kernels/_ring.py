@@ -1,0 +1,81 @@
+"""A ring of row slots in shared memory that keeps the next rows' loads in flight.
+
+Each thread copies the vectors it will read itself, so that the ring needs no barrier: the thread's own wait does.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+
+from cute_ops.kernels._rows import ITEMSIZE
+from cute_ops.kernels._vectors import access_bits, fragment, gmem_vector, load
+
+
+class RowRing:
+    """``stages`` slots for each of the named row tensors.
+
+    Shared memory: ``stages * threads * per_thread * vec`` elements of each tensor. Vectors lie by access, then by
+    thread, so that neighbouring threads touch neighbouring 16 bytes.
+    """
+
+    def __init__(self, tile, keys, stages):
+        self.tile = tile
+        self.keys = keys
+        self.stages = stages
+        slot = tile.threads * tile.per_thread * tile.vec
+        self.offsets, size = {}, 0
+        for key in keys:
+            self.offsets[key.name] = size
+            size += -(-stages * slot * ITEMSIZE[key.dtype] // 16) * 16
+        self.bytes = size
+
+    def view(self, base, mX, name):
+        """The slots of a tensor: (elements of an access, accesses, thread, vector, stage)."""
+        dtype, vec, threads = mX.element_type, self.tile.vec, self.tile.threads
+        width = access_bits(dtype, vec) // dtype.width
+        count = vec // width
+        layout = cute.make_layout(
+            (width, count, threads, self.tile.per_thread, self.stages),
+            stride=(1, threads * width, width, threads * vec, threads * vec * self.tile.per_thread),
+        )
+        return cute.make_tensor(cute.recast_ptr(base + self.offsets[name], dtype=dtype), layout)
+
+    @cute.jit
+    def clear(self, sX: cute.Tensor):
+        """Zero what no copy will ever write: vectors wholly past the row's end."""
+        tidx = cute.arch.thread_idx()[0]
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            if const_expr(self.tile.ends_outside(k)):
+                for stage in cutlass.range_constexpr(self.stages):
+                    sX[None, None, tidx, k, stage].fill(0)
+
+    @cute.jit
+    def fetch(self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, stage: Int32):
+        """Start copying this thread's vectors of a row; the caller commits the group."""
+        dtype, vec = sX.element_type, self.tile.vec
+        bits = access_bits(dtype, vec)
+        tidx = cute.arch.thread_idx()[0]
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            wanted = valid
+            if const_expr(self.tile.ends_outside(k)):
+                wanted = valid and first[k] < self.tile.n
+            if wanted:
+                source = address + Int64(first[k]) * (dtype.width // 8)
+                target = sX[None, None, tidx, k, stage]
+                if const_expr(bits >= 32):
+                    mode = LoadCacheMode.GLOBAL if const_expr(bits == 128) else LoadCacheMode.ALWAYS
+                    atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), dtype, num_bits_per_copy=bits)
+                    cute.copy(atom, gmem_vector(dtype, source, vec), target)
+                else:
+                    # Asynchronous copies move no less than 4 bytes.
+                    rX = fragment(dtype, vec)
+                    load(rX, source)
+                    cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+
+    def read(self, sX, k, stage):
+        """This thread's k-th vector of a slot, in registers."""
+        sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+        rX = fragment(sX.element_type, self.tile.vec)
+        cute.autovec_copy(sV, cute.make_tensor(rX.iterator, cute.make_layout(sV.shape)))
+        return rX

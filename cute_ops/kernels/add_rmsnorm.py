@@ -1,0 +1,32 @@
+"""Residual add + RMSNorm kernels."""
+
+import cutlass.cute as cute
+
+from cute_ops.kernels._backward import NormBackward
+from cute_ops.kernels._forward import NormForward
+
+
+class AddRMSNorm:
+    """``residual_out = x + residual``; ``out = rmsnorm(residual_out)``, of the rounded sum."""
+
+    def __init__(self, variant):
+        self.form = NormForward(variant)
+
+    @cute.jit
+    def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
+        self.form(mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream)
+
+
+class AddRMSNormBackward:
+    """``dresidual = rmsnorm_bwd(residual_out, dout) + dresidual_out``; dx is the same in x's dtype."""
+
+    def __init__(self, variant):
+        self.form = NormBackward(variant, x="residual_out", dx=("dx", "dresidual"))
+
+    @cute.jit
+    def __call__(
+        self, mResidualOut, mDout, mDresidualOut, mWeight, mBias,
+        mDx, mDresidual, mDweight, mDbias, mDweightParts, mDbiasParts, stream,
+    ):  # fmt: skip
+        inputs, parts = (mResidualOut, mDout, mDresidualOut), (mDweightParts, mDbiasParts)
+        self.form(inputs, (mWeight, mBias), (mDx, mDresidual), (mDweight, mDbias), parts, stream)

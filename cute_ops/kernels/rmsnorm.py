@@ -1,0 +1,29 @@
+"""RMSNorm kernels."""
+
+import cutlass.cute as cute
+
+from cute_ops.kernels._backward import NormBackward
+from cute_ops.kernels._forward import NormForward
+
+
+class RMSNorm:
+    """``out = x * rsqrt(mean(x^2) + eps) * (weight_offset + weight) + bias``."""
+
+    def __init__(self, variant):
+        self.form = NormForward(variant)
+
+    @cute.jit
+    def __call__(self, mX, mWeight, mBias, mOut, stream):
+        self.form(mX, None, mWeight, mBias, mOut, None, stream)
+
+
+class RMSNormBackward:
+    """Gradients of :class:`RMSNorm`; rstd is computed again from x."""
+
+    def __init__(self, variant):
+        self.form = NormBackward(variant, x="x", dx=("dx",))
+
+    @cute.jit
+    def __call__(self, mX, mDout, mWeight, mBias, mDx, mDweight, mDbias, mDweightParts, mDbiasParts, stream):
+        inputs, parts = (mX, mDout, None), (mDweightParts, mDbiasParts)
+        self.form(inputs, (mWeight, mBias), (mDx,), (mDweight, mDbias), parts, stream)
