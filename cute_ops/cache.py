@@ -76,6 +76,27 @@ def get(variant: Variant) -> Callable[..., Any]:
     return function
 
 
+def build(variant: Variant) -> float:
+    """Put a variant on disk without loading it, for this GPU or another; returns the seconds it took to
+    compile, 0.0 when it was there.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        CacheError: the cache folder cannot be trusted or written.
+    """
+    with _process_lock(variant.symbol) as usable:
+        if not usable:
+            raise CacheError(f"cute_ops: cache folder {folder()} cannot be written")
+        if _verified(variant):
+            return 0.0
+        with tempfile.TemporaryDirectory(prefix="cute_ops-") as staging:
+            built = Path(staging, f"{variant.symbol}.so")
+            seconds = worker.compile(variant, built)
+            if _store(variant, built, seconds) is None:
+                raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {folder()}")
+        return seconds
+
+
 def forget() -> None:
     """Drop the functions held in memory (the disk keeps them)."""
     _functions.clear()
@@ -128,6 +149,21 @@ def check_trusted(where: Path) -> None:
 
 
 def _from_disk(variant: Variant) -> Callable[..., Any] | None:
+    path = _verified(variant)
+    if path is None:
+        return None
+    try:
+        function = loader.load(path, variant.symbol)
+    except CacheError as error:
+        _reject(path, error)
+        return None
+    counters.disk += 1
+    _touch(path)
+    return function
+
+
+def _verified(variant: Variant) -> Path | None:
+    """The variant's object on disk, its checksum and variant compared; a bad one is deleted."""
     where = folder()
     path = where / f"{variant.symbol}.so"
     if not path.exists():
@@ -135,19 +171,19 @@ def _from_disk(variant: Variant) -> Callable[..., Any] | None:
     check_trusted(where)
     try:
         record = json.loads(path.with_suffix(".json").read_text())
-        data = path.read_bytes()
-        if hashlib.sha256(data).hexdigest() != record["sha256"]:
+        if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
             raise ValueError("checksum does not match")
         if Variant.from_json(json.dumps(record["variant"])).digest != variant.digest:
             raise ValueError("it holds another variant")
-        function = loader.load(path, variant.symbol)
-    except (OSError, ValueError, KeyError, TypeError, CacheError) as error:
-        log.warning("cache entry %s is unusable (%s): building it again", path.name, error)
-        _remove(path)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        _reject(path, error)
         return None
-    counters.disk += 1
-    _touch(path)
-    return function
+    return path
+
+
+def _reject(path: Path, why: Exception) -> None:
+    log.warning("cache entry %s is unusable (%s): building it again", path.name, why)
+    _remove(path)
 
 
 def _build(variant: Variant) -> Callable[..., Any]:

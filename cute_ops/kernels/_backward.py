@@ -73,51 +73,51 @@ class NormBackward:
 
     @cute.kernel
     def kernel(self, inputs, mWeight, outputs, parts):
-        tile, ring, n, vec = self.tile, self.ring, self.n, self.tile.vec
+        n, vec = self.n, self.tile.vec
         tidx, _, _ = cute.arch.thread_idx()
         group, rank, _ = cute.arch.block_idx()
         groups, _, _ = cute.arch.grid_dim()
-        if const_expr(tile.cluster == 1):
+        if const_expr(self.tile.cluster == 1):
             rank = 0
         smem = cutlass.utils.SmemAllocator()
-        base = smem.allocate(ring.bytes, 16)
-        slots = [ring.view(base, m, name) if m is not None else None for m, name in zip(inputs, self.names)]
+        base = smem.allocate(self.ring.bytes, 16)
+        slots = [self.ring.view(base, m, name) if m is not None else None for m, name in zip(inputs, self.names)]
         sX, sDout, sDres = slots
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
         for sT in slots:
             if const_expr(sT is not None):
-                ring.clear(sT)
+                self.ring.clear(sT)
 
-        t = tidx % tile.threads_per_row
-        local = tidx // tile.threads_per_row
+        t = tidx % self.tile.threads_per_row
+        local = tidx // self.tile.threads_per_row
         count = row_count(inputs[0])
-        tiles = cute.ceil_div(count, tile.rows)
-        steps = Int32(cute.ceil_div(tiles - group, Int64(groups)))
-        shift = tile.v.shift(Int64(group) * tile.rows + local, n)
-        first = [tile.vector(t, rank, k) * vec - shift for k in range(tile.per_thread)]
+        tiles = (count + (self.tile.rows - 1)) // self.tile.rows
+        steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
+        shift = self.tile.v.shift(Int64(group) * self.tile.rows + local, n)
+        first = [self.tile.vector(t, rank, k) * vec - shift for k in range(self.tile.per_thread)]
 
-        for stage in cutlass.range_constexpr(ring.stages - 1):
+        for stage in cutlass.range_constexpr(self.ring.stages - 1):
             self._fetch(inputs, slots, first, self._row(group, groups, local, Int32(stage)), count, Int32(stage))
         rWeight = None
         if const_expr(mWeight is not None):
             key = self.variant.tensors["weight"]
             rWeight = [
-                column_vector(mWeight, key, tile.v, first[k], n, tile.ends_outside(k)) for k in range(tile.per_thread)
+                column_vector(mWeight, key, self.tile.v, first[k], n, self.tile.ends_outside(k)) for k in range(self.tile.per_thread)
             ]
         rDweight = self._accumulators(parts[0])
         rDbias = self._accumulators(parts[1])
         self.sum.ready()
 
         for step in cutlass.range(steps, unroll=1):
-            ahead = step + (ring.stages - 1)
-            self._fetch(inputs, slots, first, self._row(group, groups, local, ahead), count, ahead % ring.stages)
-            cute.arch.cp_async_wait_group(ring.stages - 1)
-            stage = step % ring.stages
+            ahead = step + (self.ring.stages - 1)
+            self._fetch(inputs, slots, first, self._row(group, groups, local, ahead), count, ahead % self.ring.stages)
+            cute.arch.cp_async_wait_group(self.ring.stages - 1)
+            stage = step % self.ring.stages
             row = self._row(group, groups, local, step)
 
             squares, products = Float32(0.0), Float32(0.0)
-            for k in cutlass.range_constexpr(tile.per_thread):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
                 x, dout = self._pair(sX, sDout, first, k, stage)
                 g = self._gained(dout, rWeight, k)
                 squares = squares + (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
@@ -127,13 +127,13 @@ class NormBackward:
             pull = rstd * rstd * rstd * (products * (1.0 / n))
 
             if row < count:
-                for k in cutlass.range_constexpr(tile.per_thread):
+                for k in cutlass.range_constexpr(self.tile.per_thread):
                     x, dout = self._pair(sX, sDout, first, k, stage)
                     g = self._gained(dout, rWeight, k)
                     dx = g * rstd - x * pull
                     if const_expr(sDres is not None):
-                        low, high = tile.starts_outside(k), tile.v.masked and tile.ends_outside(k)
-                        dx = dx + widen(ring.read(sDres, k, stage), first[k], n, low, high)
+                        low, high = self.tile.starts_outside(k), self.tile.v.masked and self.tile.ends_outside(k)
+                        dx = dx + widen(self.ring.read(sDres, k, stage), first[k], n, low, high)
                     for mDx, name in zip(outputs, self.dx_names):
                         if const_expr(mDx is not None):
                             self._store_row(mDx, name, narrow(dx, mDx.element_type, vec), row, first[k], k)
@@ -186,34 +186,34 @@ class NormBackward:
     @cute.jit
     def _store_parts(self, mParts, rSum: cutlass.Constexpr, base, group, t, rank, first: cutlass.Constexpr):
         """Write the CTA's column sums to its row of the workspace, after adding those of its rows."""
-        tile, n, vec = self.tile, self.n, self.tile.vec
+        n, vec = self.n, self.tile.vec
         address = mParts.iterator.toint() + Int64(group) * (n * 4)
-        if const_expr(tile.rows == 1):
-            for k in cutlass.range_constexpr(tile.per_thread):
+        if const_expr(self.tile.rows == 1):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
                 target = address + Int64(first[k]) * 4
-                if const_expr(tile.v.masked or (n * 4) % 16 != 0):
+                if const_expr(self.tile.v.masked or (n * 4) % 16 != 0):
                     store_elements(rSum[k], target, first[k], Int32(n))
                 else:
                     store_if(first[k] < n, rSum[k], target)
         else:
-            width = tile.threads_per_row * tile.per_thread * vec
+            width = self.tile.threads_per_row * self.tile.per_thread * vec
             tidx = cute.arch.thread_idx()[0]
-            local = tidx // tile.threads_per_row
+            local = tidx // self.tile.threads_per_row
             sRows = cute.make_tensor(
-                cute.recast_ptr(base, dtype=Float32), cute.make_layout((width, tile.rows), stride=(1, width))
+                cute.recast_ptr(base, dtype=Float32), cute.make_layout((width, self.tile.rows), stride=(1, width))
             )
             # The slots are free once every thread is here; so are the sums of the call before.
             cute.arch.barrier()
-            for k in cutlass.range_constexpr(tile.per_thread):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
                 for j in cutlass.range_constexpr(vec):
-                    sRows[tile.vector(t, rank, k) * vec + j, local] = rSum[k][j]
+                    sRows[self.tile.vector(t, rank, k) * vec + j, local] = rSum[k][j]
             cute.arch.barrier()
             gParts = cute.make_tensor(
                 cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(n)
             )
-            for column in cutlass.range(tidx, n, tile.threads, unroll=1):
+            for column in cutlass.range(tidx, n, self.tile.threads, unroll=1):
                 total = Float32(0.0)
-                for r in cutlass.range_constexpr(tile.rows):
-                    place = column + tile.v.shift(Int64(group) * tile.rows + r, n)
+                for r in cutlass.range_constexpr(self.tile.rows):
+                    place = column + self.tile.v.shift(Int64(group) * self.tile.rows + r, n)
                     total = total + sRows[place, r]
                 gParts[column] = total

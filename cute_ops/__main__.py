@@ -1,0 +1,124 @@
+"""Command line: ``python -m cute_ops doctor | compile | cache``."""
+
+from __future__ import annotations
+
+import sys
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from cute_ops import cache, doctor, target
+from cute_ops.binding import bind
+from cute_ops.errors import CacheError, CompileError
+from cute_ops.op import FLOATS, Array, Op
+from cute_ops.ops import OPS
+from cute_ops.plan import plan
+from cute_ops.worker import worker
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
+cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kernels: CUTE_OPS_CACHE_DIR sets it.")
+app.add_typer(cache_app, name="cache")
+console = Console(soft_wrap=True)
+
+BY_NAME: dict[str, Op] = {op.name: op for forward in OPS for op in (forward, forward.grad) if op}
+OpName = StrEnum("OpName", {name: name for name in BY_NAME})  # type: ignore[misc]
+Dtype = StrEnum("Dtype", {name: name for name in FLOATS})  # type: ignore[misc]
+
+
+@app.command("doctor")
+def doctor_command() -> None:
+    """Check this machine: versions, driver, GPU, cache folder, compiler, and one kernel in each framework.
+
+    Exit code 0 when everything an installed framework needs works, 1 otherwise; every line that is wrong
+    says what to do.
+    """
+    marks = {"ok": "[green]ok  [/]", "note": "[yellow]note[/]", "bad": "[red]BAD [/]"}
+    failed = False
+    for finding in doctor.examine():
+        failed |= finding.level == "bad"
+        console.print(f"{marks[finding.level]} {finding.text}", highlight=False)
+        if finding.remedy:
+            console.print(f"     do: {finding.remedy}", highlight=False)
+    raise typer.Exit(int(failed))
+
+
+@app.command("compile")
+def compile_command(
+    op: Annotated[OpName, typer.Argument(help="Which op; a backward op ends in _bwd.")],
+    dtype: Annotated[list[Dtype] | None, typer.Option(help="Dtype of all tensors; repeat for more.")] = None,
+    n: Annotated[list[int] | None, typer.Option(help="Size of the last dim; repeat for more.")] = None,
+    arch: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90a, ...; repeat. Default: this GPU, or sm_90a.")] = None,
+    rows: Annotated[int, typer.Option(help="Number of rows; only its class (few or many) matters.")] = 4096,
+    without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
+    dump: Annotated[Path | None, typer.Option(help="Folder for PTX and cubin.")] = None,
+) -> None:
+    """Compile kernels into the cache, for this GPU or any other; needs no GPU.
+
+    Example: python -m cute_ops compile rmsnorm --dtype bfloat16 --n 4096 --n 8192 --arch sm_90a
+    """
+    declaration = BY_NAME[op.value]
+    dtypes = dtype or [Dtype("bfloat16")]
+    default = target.of_device().arch if target.device_count() else "sm_90a"
+    table = Table("kernel", "seconds", "file")
+    for name in arch or [default]:
+        try:
+            where = target.parse(name)
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
+        for kind in dtypes:
+            for size in n or [4096]:
+                variant = plan(bind(declaration, _inputs(declaration, kind.value, rows, size, without or [])), {}, where).variant
+                try:
+                    if dump:
+                        dump.mkdir(parents=True, exist_ok=True)
+                        seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
+                    else:
+                        seconds, path = cache.build(variant), cache.folder()
+                except (CompileError, CacheError) as error:
+                    console.print(str(error), style="red", highlight=False, markup=False)
+                    raise typer.Exit(1) from error
+                table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
+    console.print(table)
+
+
+def _inputs(op: Op, dtype: str, rows: int, n: int, without: list[str]) -> dict[str, Array | None]:
+    unknown = [name for name in without if name not in op.inputs or not op.inputs[name].optional]
+    if unknown:
+        raise typer.BadParameter(f"{op.name} has no optional input {', '.join(unknown)}")
+    made: dict[str, Array | None] = {}
+    for name, tensor in op.inputs.items():
+        shape = ((rows,) if tensor.rows else ()) + tuple(n for _ in tensor.dims)
+        kind = dtype if tensor.dtype in op.dtypes else tensor.dtype
+        made[name] = None if name in without else Array(shape, kind)
+    return made
+
+
+@cache_app.command("info")
+def cache_info() -> None:
+    """List the cached kernels, most recently used first."""
+    found = cache.entries()
+    total = sum(size for _, size, _ in found)
+    console.print(f"{cache.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}")
+    if found:
+        table = Table("kernel", "KB", "symbol")
+        for variant, size, _ in found:
+            table.add_row(variant.describe(), f"{size / 1e3:.1f}", variant.symbol)
+        console.print(table)
+
+
+@cache_app.command("clear")
+def cache_clear() -> None:
+    """Delete every cached kernel. Programs that run keep what they have loaded."""
+    try:
+        console.print(f"deleted {cache.clear()} kernels from {cache.folder()}")
+    except CacheError as error:
+        console.print(str(error), style="red", highlight=False)
+        raise typer.Exit(1) from error
+
+
+if __name__ == "__main__":
+    sys.exit(app())
