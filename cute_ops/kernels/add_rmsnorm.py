@@ -2,15 +2,14 @@
 
 import cutlass.cute as cute
 
-from cute_ops.kernels._backward import NormBackward
-from cute_ops.kernels._forward import NormForward
+from cute_ops.kernels._norm import backward_form, forward_form
 
 
 class AddRMSNorm:
     """``residual_out = x + residual``; ``out = rmsnorm(residual_out)``, of the rounded sum."""
 
     def __init__(self, variant):
-        self.form = NormForward(variant)
+        self.form = forward_form(variant)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
@@ -21,7 +20,7 @@ class AddRMSNormBackward:
     """``dresidual = rmsnorm_bwd(residual_out, dout) + dresidual_out``; dx is the same in x's dtype."""
 
     def __init__(self, variant):
-        self.form = NormBackward(variant, x="residual_out", dx=("dx", "dresidual"))
+        self.form = backward_form(variant, x="residual_out", dx=("dx", "dresidual"))
 
     @cute.jit
     def __call__(

@@ -2,15 +2,14 @@
 
 import cutlass.cute as cute
 
-from cute_ops.kernels._backward import NormBackward
-from cute_ops.kernels._forward import NormForward
+from cute_ops.kernels._norm import backward_form, forward_form
 
 
 class RMSNorm:
     """``out = x * rsqrt(mean(x^2) + eps) * (weight_offset + weight) + bias``."""
 
     def __init__(self, variant):
-        self.form = NormForward(variant)
+        self.form = forward_form(variant)
 
     @cute.jit
     def __call__(self, mX, mWeight, mBias, mOut, stream):
@@ -21,7 +20,7 @@ class RMSNormBackward:
     """Gradients of :class:`RMSNorm`; rstd is computed again from x."""
 
     def __init__(self, variant):
-        self.form = NormBackward(variant, x="x", dx=("dx",))
+        self.form = backward_form(variant, x="x", dx=("dx",))
 
     @cute.jit
     def __call__(self, mX, mDout, mWeight, mBias, mDx, mDweight, mDbias, mDweightParts, mDbiasParts, stream):

@@ -1,0 +1,239 @@
+"""The RMS norms for rows of any length: rows too long for the registers of a cluster, or of a length not known before.
+
+A CTA walks a row twice, once for its sum and once for its output; the second walk reads from L2 what it can.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels._column_sum import ColumnSum
+from cute_ops.kernels._columns import column_vector, scale
+from cute_ops.kernels._reduce import RowSum
+from cute_ops.kernels._rows import Vectors, row_address, row_count
+from cute_ops.kernels._vectors import fragment, load, load_elements, narrow, store, store_elements, store_masked, widen
+
+MAX_GRID = 1 << 20
+
+
+class LongTile:
+    """``threads`` threads walk one row together."""
+
+    def __init__(self, vectors, tile):
+        self.v = vectors
+        self.vec = vectors.vec
+        self.cluster = 1
+        self.rows = 1
+        self.threads = self.threads_per_row = tile.get("threads", 512)
+
+
+class LongRows:
+    """What the forward and the backward share: how a thread walks its vectors of a row.
+
+    Vector ``i`` of thread ``t`` is ``i * threads + t``.
+    """
+
+    def __init__(self, variant, names, values):
+        self.variant = variant
+        self.static_n = variant.dims["n"]
+        self.eps = variant.attrs["eps"]
+        self.weight_offset = variant.attrs["weight_offset"]
+        self.tile = LongTile(Vectors(variant, names, self.static_n), variant.tile)
+        self.sum = RowSum(self.tile, values=values, stages=2)
+
+    def length(self, mX):
+        return Int32(mX.shape[len(mX.shape) - 1])
+
+    def vectors(self, n, shift):
+        """Vectors of a row of n elements."""
+        return (n + shift + (self.tile.vec - 1)) // self.tile.vec
+
+    def row_base(self, mX, name, row):
+        """Byte address of the row's first element, None where the tensor is absent."""
+        if mX is None:
+            return None
+        return row_address(mX, self.variant.tensors[name], row, mX.shape[len(mX.shape) - 1])
+
+    def read(self, mX, base, first, n):
+        """A vector in fp32, zero outside the row."""
+        rX = fragment(mX.element_type, self.tile.vec)
+        load(rX, base + Int64(first) * (mX.element_type.width // 8))
+        return widen(rX, first, n, self.tile.v.shifted, self.tile.v.masked)
+
+    def write(self, x, mX, base, first, n):
+        rX = narrow(x, mX.element_type, self.tile.vec)
+        address = base + Int64(first) * (mX.element_type.width // 8)
+        if self.tile.v.masked:
+            store_masked(rX, address, first, n)
+        else:
+            store(rX, address)
+
+    def column(self, mW, name, first, n):
+        return column_vector(mW, self.variant.tensors[name], self.tile.v, first, n, False)
+
+
+class NormForwardLong(LongRows):
+    """Forward of the norms; see :class:`~cute_ops.kernels._forward.NormForward` for the maths.
+
+    Shared memory: 4 bytes per warp, twice. Bytes moved per element: x twice (the second time from L2 where the row
+    fits), out once; with a residual also residual and residual_out once each.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant, ("x", "residual", "out", "residual_out"), values=1)
+
+    @cute.jit
+    def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
+        self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
+            grid=[Int32(cutlass.min(row_count(mX), Int64(MAX_GRID))), 1, 1],
+            block=[self.tile.threads, 1, 1],
+            stream=stream,
+        )
+
+    @cute.kernel
+    def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = self.sum.allocate(smem)
+        n, vec = self.length(mX), self.tile.vec
+        steps = Int32((row_count(mX) - bidx + (grid - 1)) // Int64(grid))
+        for step in cutlass.range(steps, unroll=1):
+            row = Int64(bidx) + Int64(step) * Int64(grid)
+            shift = self.tile.v.shift(row, mX.shape[len(mX.shape) - 1])
+            count = self.vectors(n, shift)
+            x_base, out_base = self.row_base(mX, "x", row), self.row_base(mOut, "out", row)
+            squares = Float32(0.0)
+            if const_expr(mResidual is None):
+                for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
+                    h = self.read(mX, x_base, v * vec - shift, n)
+                    squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            else:
+                residual_base = self.row_base(mResidual, "residual", row)
+                sum_base = self.row_base(mResidualOut, "residual_out", row)
+                for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
+                    first = v * vec - shift
+                    h = self.read(mX, x_base, first, n) + self.read(mResidual, residual_base, first, n)
+                    self.write(h, mResidualOut, sum_base, first, n)
+                    h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
+                    squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            (total,) = self.sum((squares,), sSum, mbar, step % 2, Int32(0))
+            rstd = cute.math.rsqrt(total / Float32(n) + self.eps, fastmath=True)
+            for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
+                first = v * vec - shift
+                # With a residual, this thread's own stores are read back.
+                if const_expr(mResidual is None):
+                    y = self.read(mX, x_base, first, n) * rstd
+                else:
+                    y = self.read(mResidualOut, self.row_base(mResidualOut, "residual_out", row), first, n) * rstd
+                if const_expr(mWeight is not None):
+                    y = y * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
+                if const_expr(mBias is not None):
+                    y = y + self.column(mBias, "bias", first, n).load().to(Float32)
+                self.write(y, mOut, out_base, first, n)
+
+
+class NormBackwardLong(LongRows):
+    """Backward of the norms; see :class:`~cute_ops.kernels._backward.NormBackward` for the maths.
+
+    Persistent: CTA ``c`` of ``parts`` takes the rows ``c, c + parts, ...`` and keeps its column sums in its row of the
+    workspace. A thread always holds the same columns, so that no other touches its part of that row.
+    Shared memory: 8 bytes per warp, twice. Bytes moved per element: x and dout twice (the second time from L2 where
+    the row fits), dx once, the workspace's row read and written per row.
+    """
+
+    def __init__(self, variant, x, dx):
+        self.names = (x, "dout", "dresidual_out")
+        self.dx_names = dx
+        super().__init__(variant, (*self.names, *dx), values=2)
+        self.column_sum = ColumnSum(self.static_n, variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        if const_expr(mParts is not None):
+            groups = Int32(mParts.shape[0])
+        else:
+            groups = Int32(cutlass.min(row_count(inputs[0]), Int64(self.variant.tile["parts"])))
+        self.kernel(inputs, columns[0], outputs, parts).launch(
+            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream
+        )
+        if const_expr(mParts is not None):
+            self.column_sum(parts, dcolumns, stream)
+
+    @cute.kernel
+    def kernel(self, inputs, mWeight, outputs, parts):
+        tidx, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        groups, _, _ = cute.arch.grid_dim()
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = self.sum.allocate(smem)
+        mX, mDout, mDres = inputs
+        n, vec = self.length(mX), self.tile.vec
+        long_n = mX.shape[len(mX.shape) - 1]
+        steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
+        shift = self.tile.v.shift(Int64(group), long_n)
+        count = self.vectors(n, shift)
+        for mParts in parts:
+            if const_expr(mParts is not None):
+                for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
+                    zero = fragment(Float32, vec)
+                    zero.fill(0.0)
+                    self._store_part(zero, mParts, group, v * vec - shift, n)
+        for step in cutlass.range(steps, unroll=1):
+            row = Int64(group) + Int64(step) * Int64(groups)
+            bases = [self.row_base(m, name, row) for m, name in zip(inputs, self.names)]
+            targets = [self.row_base(m, name, row) for m, name in zip(outputs, self.dx_names)]
+            squares, products = Float32(0.0), Float32(0.0)
+            for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
+                x, _, g = self._terms(mX, mDout, mWeight, bases, v * vec - shift, n)
+                squares = squares + (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                products = products + (x * g).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+            squares, products = self.sum((squares, products), sSum, mbar, step % 2, Int32(0))
+            rstd = cute.math.rsqrt(squares / Float32(n) + self.eps, fastmath=True)
+            pull = rstd * rstd * rstd * (products / Float32(n))
+            for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
+                first = v * vec - shift
+                x, dout, g = self._terms(mX, mDout, mWeight, bases, first, n)
+                dx = g * rstd - x * pull
+                if const_expr(mDres is not None):
+                    dx = dx + self.read(mDres, bases[2], first, n)
+                for mDx, base in zip(outputs, targets):
+                    if const_expr(mDx is not None):
+                        self.write(dx, mDx, base, first, n)
+                for mParts, term in zip(parts, (dout * (x * rstd), dout)):
+                    if const_expr(mParts is not None):
+                        rSum = self._load_part(mParts, group, first, n)
+                        rSum.store(rSum.load() + term)
+                        self._store_part(rSum, mParts, group, first, n)
+        if const_expr(self.column_sum.chained):
+            cute.arch.griddepcontrol_launch_dependents()
+
+    def _terms(self, mX, mDout, mWeight, bases, first, n):
+        x, dout = self.read(mX, bases[0], first, n), self.read(mDout, bases[1], first, n)
+        if mWeight is None:
+            return x, dout, dout
+        return x, dout, dout * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
+
+    def _part_address(self, mParts, group, first):
+        return mParts.iterator.toint() + (Int64(group) * Int64(mParts.shape[1]) + Int64(first)) * 4
+
+    def _whole(self):
+        return not self.tile.v.masked and self.tile.vec % 4 == 0
+
+    def _load_part(self, mParts, group, first, n):
+        rSum = fragment(Float32, self.tile.vec)
+        address = self._part_address(mParts, group, first)
+        if self._whole():
+            load(rSum, address)
+        else:
+            load_elements(rSum, address, first, n)
+        return rSum
+
+    def _store_part(self, rSum, mParts, group, first, n):
+        address = self._part_address(mParts, group, first)
+        if self._whole():
+            store(rSum, address)
+        else:
+            store_elements(rSum, address, first, n)

@@ -1,0 +1,178 @@
+"""Binding: dims, dtypes, outputs, and the exact text of every error."""
+
+from __future__ import annotations
+
+import pytest
+
+from cute_ops import FLOATS, Array, Op, Tensor
+from cute_ops.binding import bind
+from cute_ops.ops import OPS, add_rmsnorm, rmsnorm, silu_mul
+
+X = Array((3, 5, 64), "float32")
+W = Array((64,), "float32")
+
+
+def test_binds_dims_dtypes_and_outputs() -> None:
+    bound = bind(rmsnorm, {"x": Array((3, 5, 64), "bfloat16"), "weight": W}, {"eps": 1e-5})
+    assert bound.dims == {"m": (3, 5), "n": 64}
+    assert bound.dtypes == {"T": "bfloat16", "W": "float32"}
+    assert bound.outputs == {"out": Array((3, 5, 64), "bfloat16")}
+    assert bound.attrs == {"eps": 1e-5, "weight_offset": 0.0}
+    assert bound.rows == 15
+
+
+def test_no_leading_dims_is_one_row() -> None:
+    bound = bind(rmsnorm, {"x": Array((64,), "float32")})
+    assert bound.dims == {"m": (), "n": 64} and bound.rows == 1
+
+
+def test_absent_outputs() -> None:
+    backward = rmsnorm.grad
+    assert backward is not None
+    bound = bind(backward, {"x": X, "dout": X, "weight": W})
+    assert bound.outputs["dweight"] == W and bound.outputs["dbias"] is None
+
+
+@pytest.mark.parametrize(("dtype", "present"), [("bfloat16", True), ("float32", False)])
+def test_shared_output_is_written_once(dtype: str, present: bool) -> None:
+    backward = add_rmsnorm.grad
+    assert backward is not None
+    bound = bind(backward, {"residual_out": X, "dout": Array(X.shape, dtype)})
+    assert (bound.outputs["dx"] is not None) is present
+    assert bound.outputs["dresidual"] == X
+
+
+@pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
+def test_zero_rows_are_empty(shape: tuple[int, ...]) -> None:
+    assert bind(rmsnorm, {"x": Array(shape, "float32")}).empty
+
+
+ERRORS = {
+    "shape": (
+        {"x": X, "weight": Array((32,), "float32")},
+        {},
+        ValueError,
+        """\
+cute.rmsnorm: argument `weight` has n=32, but n=64.
+  x:      float32[3, 5, 64]   declared T[*m n]
+  weight: float32[32]         declared W[n]
+  bound so far: *m=(3, 5), n=64, T=float32, W=float32""",
+    ),
+    "integer": (
+        {"x": Array((3, 64), "int32")},
+        {},
+        TypeError,
+        """\
+cute.rmsnorm: argument `x` has dtype int32, expected float32, float16 or bfloat16.
+  x: int32[3, 64]   declared T[*m n]""",
+    ),
+    "rank": (
+        {"x": X, "weight": Array((1, 64), "float32")},
+        {},
+        ValueError,
+        """\
+cute.rmsnorm: argument `weight` has 2 dims, expected 1: W[n].
+  x:      float32[3, 5, 64]   declared T[*m n]
+  weight: float32[1, 64]      declared W[n]
+  bound so far: *m=(3, 5), n=64, T=float32, W=float32""",
+    ),
+    "scalar": (
+        {"x": Array((), "float32")},
+        {},
+        ValueError,
+        """\
+cute.rmsnorm: argument `x` has 0 dims, expected at least 1: T[*m n].
+  x: float32[]   declared T[*m n]
+  bound so far: T=float32""",
+    ),
+    "missing": (
+        {"weight": W},
+        {},
+        TypeError,
+        """\
+cute.rmsnorm: argument `x` is required, but None was given.
+  weight: float32[64]   declared W[n]""",
+    ),
+    "unknown": (
+        {"x": X, "scale": W},
+        {},
+        TypeError,
+        """\
+cute.rmsnorm: unknown argument `scale`; it takes `x`, `weight`, `bias`.
+  x: float32[3, 5, 64]   declared T[*m n]""",
+    ),
+    "attribute": (
+        {"x": X},
+        {"eps": "1e-6"},
+        TypeError,
+        """\
+cute.rmsnorm: attribute `eps` must be float, got '1e-6'.
+  x: float32[3, 5, 64]   declared T[*m n]
+  bound so far: *m=(3, 5), n=64, T=float32""",
+    ),
+    "boolean attribute": (
+        {"x": X},
+        {"eps": True},
+        TypeError,
+        """\
+cute.rmsnorm: attribute `eps` must be float, got True.
+  x: float32[3, 5, 64]   declared T[*m n]
+  bound so far: *m=(3, 5), n=64, T=float32""",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", ERRORS)
+def test_error_text(name: str) -> None:
+    inputs, attrs, kind, text = ERRORS[name]
+    with pytest.raises(kind) as caught:
+        bind(rmsnorm, inputs, attrs)  # type: ignore[arg-type]
+    assert str(caught.value) == text
+
+
+def test_leading_dims_must_agree() -> None:
+    with pytest.raises(ValueError, match=r"^cute.silu_mul: argument `up` has leading dims \(5, 3\), but \*m=\(3, 5\)\."):
+        bind(silu_mul, {"gate": X, "up": Array((5, 3, 64), "float32")})
+
+
+def test_one_dtype_variable_one_dtype() -> None:
+    with pytest.raises(TypeError, match=r"argument `up` has dtype float16, but T=float32 from `gate`\."):
+        bind(silu_mul, {"gate": X, "up": Array(X.shape, "float16")})
+
+
+@pytest.mark.parametrize("residual", ["float16", "bfloat16"])
+def test_narrower_residual_is_refused(residual: str) -> None:
+    with pytest.raises(ValueError, match=f"argument `residual` has dtype {residual}, expected float32"):
+        bind(add_rmsnorm, {"x": X, "residual": Array(X.shape, residual)})
+
+
+def test_declarations_are_checked() -> None:
+    def declare(**changes: object) -> Op:
+        fields: dict = {
+            "inputs": {"x": Tensor("*m n", "T")}, "outputs": {"out": Tensor("*m n", "T")}, "dtypes": {"T": FLOATS},
+            "reference": lambda xp, x: x, "kernel": "a:B",
+        }  # fmt: skip
+        return Op("mine", **{**fields, **changes})
+
+    assert repr(declare()) == "Op mine(x: T[*m n]) -> out: T[*m n]"
+    with pytest.raises(ValueError, match="names used twice"):
+        declare(outputs={"x": Tensor("*m n", "T")})
+    with pytest.raises(ValueError, match="neither a variable nor a dtype"):
+        declare(inputs={"x": Tensor("*m n", "U")})
+    with pytest.raises(ValueError, match="leading dims must come first"):
+        declare(inputs={"x": Tensor("n *m", "T")})
+    with pytest.raises(ValueError, match="comes after an optional one"):
+        declare(inputs={"x": Tensor("n", "T", optional=True), "y": Tensor("n", "T")})
+    with pytest.raises(ValueError, match="'module:Class'"):
+        declare(kernel="a.B")
+    with pytest.raises(ValueError, match=r"gradient rmsnorm_bwd asks for"):
+        declare(grad=rmsnorm.grad)
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+def test_public_ops_are_documented(op: Op) -> None:
+    for section in ("Args:", "Returns:", "Raises:", "Source:"):
+        assert section in op.doc
+    for name in (*op.inputs, *op.attrs):
+        assert f"{name}:" in op.doc
+    assert op.cases

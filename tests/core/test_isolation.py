@@ -1,0 +1,79 @@
+"""The core binds and plans where neither framework, nor the compiler, nor TVM-FFI can be imported.
+
+The check runs in a fresh interpreter and blocks the imports, rather than looking at what happens to be
+loaded; a meta-test shows that it can fail.
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BLOCK = """
+import sys
+class Blocked:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {blocked!r}:
+            raise ImportError("blocked: " + name)
+sys.meta_path.insert(0, Blocked())
+"""
+USE_CORE = """
+import pkgutil, importlib, cute_ops
+for module in pkgutil.iter_modules(cute_ops.__path__):
+    if module.name not in ("testing", "kernels", "__main__"):
+        importlib.import_module("cute_ops." + module.name)
+from cute_ops import Array
+from cute_ops.binding import bind
+from cute_ops.ops import OPS
+from cute_ops.plan import plan
+from cute_ops.target import parse
+for op in OPS:
+    shapes = {name: Array((4, 64) if t.rows else (64,), "bfloat16") for name, t in op.inputs.items()}
+    print(plan(bind(op, shapes), {}, parse("sm_90a")).variant.symbol)
+"""
+
+
+def run_blocked(code: str, blocked: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", BLOCK.format(blocked=blocked) + code]
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+
+
+def test_core_needs_no_framework_and_no_compiler() -> None:
+    result = run_blocked(USE_CORE, ("torch", "jax", "jaxlib", "cutlass", "tvm_ffi", "numpy"))
+    assert result.returncode == 0, result.stderr
+    assert len(result.stdout.split()) == 3
+
+
+@pytest.mark.parametrize("blocked", ["cute_ops.binding", "json"])
+def test_the_check_can_fail(blocked: str) -> None:
+    result = run_blocked(f"import sys; sys.modules[{blocked!r}] = None" + USE_CORE, ("torch",))
+    assert result.returncode != 0 and "ModuleNotFoundError" in result.stderr
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names.add(node.module or "")
+    return names
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "cute_ops" / "kernels").glob("*.py")), ids=lambda p: p.name)
+def test_kernels_import_only_cutlass_and_siblings(path: Path) -> None:
+    allowed = ("cutlass", "cute_ops.kernels", "__future__", "typing", "math", "dataclasses", "operator", "collections")
+    foreign = {name for name in imports_of(path) if not name.startswith(allowed)}
+    assert not foreign
+
+
+@pytest.mark.parametrize("package", ["cute_ops_torch", "cute_ops_jax"])
+def test_adapters_never_see_a_kernel(package: str) -> None:
+    for path in sorted((ROOT / package).rglob("*.py")):
+        found = {n for n in imports_of(path) if n.startswith(("cutlass", "cute_ops.kernels", "cute_ops.compiler"))}
+        assert not found, f"{path.name} imports {found}"

@@ -1,0 +1,113 @@
+"""Plans: memory layouts to variants, views that merge leading dims, and what a variant's name depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from cute_ops import Array
+from cute_ops import plan as planning
+from cute_ops.binding import bind
+from cute_ops.ops import rmsnorm
+from cute_ops.plan import Memory, Plan, compact, plan
+from cute_ops.target import parse
+from cute_ops.variant import Variant
+
+SM90 = parse("sm_90a")
+
+
+def plan_for(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, address: int = 0, dtype: str = "bfloat16") -> Plan:
+    bound = bind(rmsnorm, {"x": Array(shape, dtype)})
+    return plan(bound, {"x": Memory(strides or compact(shape), address)}, SM90)
+
+
+def x_of(found: Plan):
+    key = found.variant.tensors["x"]
+    assert key is not None
+    return key
+
+
+def test_compact_is_flat_whatever_the_rank() -> None:
+    for shape in [(64,), (4, 64), (2, 3, 64), (2, 3, 4, 64)]:
+        found = plan_for(shape)
+        assert x_of(found).layout == "flat" and x_of(found).rank == len(shape) and not found.views
+
+
+def test_row_stride_is_free() -> None:
+    found = plan_for((4, 64), (128, 1))
+    assert x_of(found).layout == "strided" and x_of(found).row_align == 16 and not found.views
+
+
+def test_same_variant_for_every_row_count() -> None:
+    assert plan_for((4096, 64)).variant == plan_for((8192, 64)).variant
+
+
+def test_leading_dims_merge_where_memory_allows() -> None:
+    # A slice of the heads of a fused projection: (batch, seqlen) merge, heads do not.
+    found = plan_for((2, 8, 4, 64), (8 * 768, 768, 64, 1))
+    assert found.views["x"] == ((16, 4, 64), (768, 64, 1))
+    assert found.views["out"] == ((16, 4, 64), (256, 64, 1))
+    assert x_of(found).layout == "strided" and x_of(found).shape == (None, None, 64)
+
+
+def test_fully_mergeable_becomes_two_dims() -> None:
+    found = plan_for((2, 8, 64), (1024, 128, 1))
+    assert found.views["x"] == ((16, 64), (128, 1)) and found.views["out"] == ((16, 64), (64, 1))
+
+
+def test_size_one_dims_do_not_matter() -> None:
+    assert x_of(plan_for((1, 8, 64), (7, 64, 1))).layout == "flat"
+    assert plan_for((1, 8, 64), (7, 128, 1)).views["x"] == ((8, 64), (128, 1))
+
+
+def test_expanded_rows_have_stride_zero() -> None:
+    found = plan_for((4, 64), (0, 1))
+    assert x_of(found).layout == "strided" and x_of(found).row_align == 16
+
+
+@pytest.mark.parametrize(("address", "align"), [(0, 16), (256, 16), (8, 8), (2, 2), (18, 2)])
+def test_base_alignment(address: int, align: int) -> None:
+    assert x_of(plan_for((4, 64), address=address)).align == align
+
+
+@pytest.mark.parametrize(("n", "align"), [(64, 16), (4, 8), (2, 4), (7, 2)])
+def test_row_alignment(n: int, align: int) -> None:
+    assert x_of(plan_for((4, n))).row_align == align
+
+
+def test_last_dim_must_be_contiguous() -> None:
+    with pytest.raises(ValueError) as caught:
+        plan_for((4, 64), (1, 4))
+    assert str(caught.value) == (
+        "cute.rmsnorm: argument `x` has stride 4 in its last dim, expected 1. "
+        "Other dims may have any stride; call .contiguous() where you accept the copy.\n"
+        "  x: bfloat16[4, 64]   declared T[*m n]\n"
+        "  bound so far: *m=(4,), n=64, T=bfloat16"
+    )
+
+
+def test_too_many_sizes_fall_back_to_a_dynamic_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "_static_seen", {})
+    monkeypatch.setattr(planning, "STATIC_LIMIT", 2)
+    variants = [plan_for((4, n)).variant for n in (64, 128, 256, 512, 64)]
+    assert [v.dims["n"] for v in variants] == [64, 128, None, None, 64]
+    assert variants[2] == variants[3]
+
+
+def test_a_variant_survives_json() -> None:
+    variant = plan_for((2, 3, 64)).variant
+    again = Variant.from_json(variant.to_json())
+    assert again == variant and again.symbol == variant.symbol
+
+
+def test_every_field_changes_the_name() -> None:
+    variant = plan_for((4, 64)).variant
+    other = {
+        "op": "o", "kernel": "m:K", "arch": "sm_80", "names": variant.names[::-1], "args": variant.args[::-1],
+        "static": (("n", 65),), "attributes": (("eps", 1e-5),), "config": (("threads", 1),), "toolchain": ("0", "0"),
+        "sources": "0",
+    }  # fmt: skip
+    assert set(other) == {f.name for f in dataclasses.fields(variant)}
+    names = {dataclasses.replace(variant, **{field: value}).symbol for field, value in other.items()}
+    assert len(names | {variant.symbol}) == len(other) + 1
