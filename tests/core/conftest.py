@@ -1,0 +1,36 @@
+"""A small op of the tests' own, with its kernels beside it."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cute_ops import FLOATS, Array, Op, Tensor
+from cute_ops.binding import bind
+from cute_ops.plan import plan
+from cute_ops.target import parse
+from cute_ops.variant import Variant
+
+KERNELS = str(Path(__file__).parent / "kernels")
+
+
+def copying_variant(kernel: str = "Copy", n: int = 64) -> Variant:
+    op = Op(
+        "copying",
+        inputs={"x": Tensor("*m n", "T")},
+        outputs={"out": Tensor("*m n", "T")},
+        dtypes={"T": FLOATS},
+        reference=lambda xp, x: x,
+        kernel=f"copying:{kernel}",
+    )
+    return plan(bind(op, {"x": Array((4, n), "bfloat16")}), {}, parse("sm_90a")).variant
+
+
+@pytest.fixture
+def variant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Variant]:
+    """Makes variants of the copying op: ``variant("Broken", n=128)``."""
+    monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
+    return copying_variant

@@ -1,0 +1,42 @@
+"""Kernels for the tests of the cache and the worker: one that works, and some that fail on purpose."""
+
+import os
+import time
+
+import cutlass.cute as cute
+
+
+class Copy:
+    """out = x, one thread block a row."""
+
+    def __init__(self, variant):
+        self.n = variant.dims["n"]
+
+    @cute.kernel
+    def kernel(self, mX: cute.Tensor, mOut: cute.Tensor):
+        tidx, _, _ = cute.arch.thread_idx()
+        row, _, _ = cute.arch.block_idx()
+        for i in range(tidx, self.n, 32):
+            mOut[row, i] = mX[row, i]
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream):
+        self.kernel(mX, mOut).launch(grid=[mX.shape[0], 1, 1], block=[32, 1, 1], stream=stream)
+
+
+class Broken(Copy):
+    def __init__(self, variant):
+        raise ValueError("this kernel is broken on purpose")
+
+
+class Aborting(Copy):
+    def __init__(self, variant):
+        print("about to abort", flush=True)
+        os.abort()
+
+
+class Slow(Copy):
+    def __init__(self, variant):
+        super().__init__(variant)
+        print("slow kernel begins", flush=True)
+        time.sleep(5)
