@@ -127,14 +127,23 @@ def serve() -> None:
         request = json.loads(line)
         sys.path[:] = request["sys_path"]
         try:
-            dump = request["dump"]
-            compile_variant(Variant.from_json(request["variant"]), Path(request["path"]), Path(dump) if dump else None)
+            dump, variant = request["dump"], Variant.from_json(request["variant"])
+            _check_sources(variant)
+            compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
             answer: dict[str, Any] = {}
         except Exception as error:  # every failure of a kernel belongs to the caller
             import traceback
 
             answer = {"error": "".join(traceback.format_exception(error))[-_LOG_TAIL:]}
         answers.write(json.dumps(answer).encode() + b"\n")
+
+
+def _check_sources(variant: Variant) -> None:
+    """A kernel edited under a running program must not be cached under the old sources' name."""
+    from cute_ops import sources
+
+    if sources.digest(variant.kernel) != variant.sources:
+        raise CompileError(f"the sources of {variant.kernel} have changed since this program started: restart it")
 
 
 def _read_line() -> bytes:

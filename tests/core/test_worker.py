@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import signal
 import subprocess
@@ -88,6 +89,12 @@ def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> N
     assert process.returncode == 0
     assert works(worker, variant(), tmp_path)
     worker.close()
+
+
+def test_sources_edited_under_a_running_program_are_refused(worker: Worker, variant: Make, tmp_path: Path) -> None:
+    stale = dataclasses.replace(variant(), sources="0" * 64)
+    with pytest.raises(CompileError, match="the sources of copying:Copy have changed since this program started"):
+        worker.compile(stale, tmp_path / "a.so")
 
 
 def test_the_worker_sees_no_gpu_and_no_framework() -> None:
