@@ -1,0 +1,13 @@
+"""cute_ops in JAX: every declared op as a function for ``jit``, ``grad``, ``vmap`` and the rest.
+
+On CUDA the compiled kernels run on XLA's own buffers and stream; elsewhere the declared references.
+"""
+
+from cute_ops.ops import OPS
+from cute_ops_jax.front import register
+from cute_ops_jax.probe import probe
+
+__all__ = ["probe", "register", *(op.name for op in OPS)]
+
+for _op in OPS:
+    globals()[_op.name] = register(_op)

@@ -1,0 +1,24 @@
+"""Made by ``python -m cute_ops_jax.stubs``; edit the declarations instead."""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from cute_ops_jax.front import register as register
+from cute_ops_jax.probe import probe as probe
+
+def rmsnorm(
+    x: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    eps: float = 1e-06,
+    weight_offset: float = 0.0,
+) -> Array: ...
+def add_rmsnorm(
+    x: ArrayLike,
+    residual: ArrayLike,
+    weight: ArrayLike | None = None,
+    bias: ArrayLike | None = None,
+    eps: float = 1e-06,
+    weight_offset: float = 0.0,
+) -> tuple[Array, Array]: ...
+def silu_mul(gate: ArrayLike, up: ArrayLike) -> Array: ...

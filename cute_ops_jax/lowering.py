@@ -1,0 +1,79 @@
+"""What a primitive becomes: the declared reference, or on CUDA the compiled kernel as an FFI call.
+
+Both bodies are traced when a program is lowered, so a kernel is compiled and loaded before the program
+that calls it exists.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cute_ops.binding import bind
+from cute_ops.errors import message
+from cute_ops.op import Array, Op, Tensor
+from cute_ops.plan import plan
+from cute_ops_jax import targets
+from cute_ops_jax.arrays import spec, specs
+
+
+def reference(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]]) -> list[jax.Array]:
+    """The declared reference through jax.numpy: every platform but CUDA.
+
+    Raises:
+        TypeError: the reference does not return what the op declares.
+    """
+    given = dict(zip(names, arrays, strict=True))
+    outputs = bind(op, specs(given), dict(attrs)).outputs
+    result = op.reference(jnp, *(given.get(name) for name in op.inputs), **dict(attrs))
+    results = result if isinstance(result, tuple) else (result,)
+    if len(results) != len(outputs):
+        raise TypeError(message(op, f"its reference returned {len(results)} outputs, declared are {len(outputs)}."))
+    for (name, declared), array in zip(outputs.items(), results, strict=True):
+        got = None if array is None else spec(array)
+        if got != declared:
+            problem = f"its reference returned {_text(got)} for `{name}`, declared is {_text(declared)}."
+            raise TypeError(message(op, problem))
+    return [array for array in results if array is not None]
+
+
+def kernel(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]]) -> list[jax.Array]:
+    """The compiled kernel, called by its target's name on row-major arrays.
+
+    XLA hands over compact arrays, so all leading dims fold into one and a single variant serves every rank.
+    Scratch arrays are results that nobody reads: XLA places them with its own temporaries.
+
+    Raises:
+        NotImplementedError: symbolic sizes, or a GPU that no kernel is built for.
+        CompileError: the kernel does not compile.
+    """
+    given = dict(zip(names, arrays, strict=True))
+    whole = bind(op, specs(given), dict(attrs))
+    if any(not isinstance(size, int) for array in arrays for size in array.shape):
+        problem = "on CUDA it needs concrete sizes, but some are symbolic."
+        raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
+    folded = {name: a.reshape(_folded(op.inputs[name], a.shape)) for name, a in given.items()}
+    binding = bind(op, specs(folded), dict(attrs))
+    chosen = plan(binding, {}, targets.device_target())
+    targets.ensure(chosen.variant)
+    outputs = [out for out in binding.outputs.values() if out is not None]
+    results = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in (*outputs, *chosen.workspaces.values())]
+    # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
+    flat = jax.ffi.ffi_call(chosen.variant.symbol, results)(*folded.values())
+    shapes = [out.shape for out in whole.outputs.values() if out is not None]
+    return [array.reshape(shape) for array, shape in zip(flat[: len(shapes)], shapes, strict=True)]
+
+
+def _folded(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
+    if tensor.rows is None:
+        return shape
+    split = len(shape) - len(tensor.dims)
+    return (math.prod(shape[:split]), *shape[split:])
+
+
+def _text(array: Array | None) -> str:
+    return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"

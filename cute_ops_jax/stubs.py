@@ -1,0 +1,39 @@
+"""The stub file of this package, made from the declarations: ``python -m cute_ops_jax.stubs``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+
+from cute_ops.op import Op
+from cute_ops.ops import OPS
+
+PATH = Path(__file__).with_name("__init__.pyi")
+_HEADER = '''"""Made by ``python -m cute_ops_jax.stubs``; edit the declarations instead."""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from cute_ops_jax.front import register as register
+from cute_ops_jax.probe import probe as probe
+'''
+
+
+def text(ops: Iterable[Op] = OPS) -> str:
+    """The stub file's text."""
+    return _HEADER + "\n" + "".join(f"{_function(op)}\n" for op in ops)
+
+
+def _function(op: Op) -> str:
+    arguments = [f"{n}: ArrayLike{' | None = None' if t.optional else ''}" for n, t in op.inputs.items()]
+    arguments += [f"{n}: {type(value).__name__} = {value!r}" for n, value in op.attrs.items()]
+    outputs = [f"Array{' | None' if t.given else ''}" for t in op.outputs.values()]
+    returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
+    head = f"def {op.name}({', '.join(arguments)}) -> {returns}: ..."
+    if len(head) <= 120:
+        return head
+    return "\n".join([f"def {op.name}(", *(f"    {a}," for a in arguments), f") -> {returns}: ..."])
+
+
+if __name__ == "__main__":
+    PATH.write_text(text())
