@@ -1,0 +1,95 @@
+"""The command line, run as people run it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cute_ops import cache, doctor, target, toolchain
+
+ROOT = Path(__file__).parents[2]
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cute_ops", *arguments]
+    env = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+
+
+def test_help_teaches() -> None:
+    for arguments in ((), ("compile",), ("cache",), ("doctor",)):
+        text = run(*arguments, "--help").stdout
+        assert "Usage: python -m cute_ops" in text
+    assert "Example: python -m cute_ops compile rmsnorm" in run("compile", "--help").stdout
+
+
+def test_compile_fills_the_cache(cache_folder: Path) -> None:
+    result = run("compile", "silu_mul", "--dtype", "float16", "--n", "64", "--n", "128", "--arch", "sm_80", "--arch", "sm_90a")
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = {(v.op, v.arch, v.dims["n"]) for v, _, _ in cache.entries()}
+    assert found == {("silu_mul", arch, n) for arch in ("sm_80", "sm_90a") for n in (64, 128)}
+    info = run("cache", "info").stdout
+    assert f"{cache_folder}: 4 kernels" in info.replace("\n", "") and "silu_mul sm_80 gate:float16[?,64]" in info
+    assert "deleted 4 kernels" in run("cache", "clear").stdout
+    assert not cache.entries()
+
+
+def test_dump_keeps_what_the_compiler_made(cache_folder: Path, tmp_path: Path) -> None:
+    result = run("compile", "silu_mul", "--n", "64", "--arch", "sm_90a", "--dump", str(tmp_path / "dump"))
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert {p.suffix for p in (tmp_path / "dump").iterdir()} == {".so", ".ptx", ".cubin"}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (("compile", "nothing"), "Invalid value for"),
+        (("compile", "silu_mul", "--arch", "sm_1"), "unknown architecture 'sm_1'; known: sm_80"),
+        (("compile", "silu_mul", "--without", "gate"), "silu_mul has no optional input gate"),
+    ],
+)
+def test_mistakes_are_explained(arguments: tuple[str, ...], text: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2 and text in result.stderr
+
+
+def test_cache_commands_refuse_an_open_folder(cache_folder: Path) -> None:
+    cache_folder.mkdir()
+    cache_folder.chmod(0o777)
+    result = run("cache", "clear")
+    assert result.returncode == 1 and "can be written by others" in result.stdout
+
+
+def test_doctor_passes_here(cache_folder: Path) -> None:
+    result = run("doctor")
+    assert result.returncode == 0, result.stdout + result.stderr
+    for text in ("nvidia-cutlass-dsl 4.8", "cache folder", "compiles: rmsnorm", "torch.ops.cute.rmsnorm runs on"):
+        assert text in result.stdout
+
+
+def test_doctor_says_what_to_do(cache_folder: Path) -> None:
+    cache_folder.mkdir()
+    cache_folder.chmod(0o777)
+    result = run("doctor")
+    assert result.returncode == 1
+    assert "BAD  cute_ops: cache folder" in result.stdout and "do: set CUTE_OPS_CACHE_DIR" in result.stdout
+
+
+def test_doctor_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "versions", lambda: ("", ""))
+    bad = [f for f in doctor._versions() if f.level == "bad"]
+    assert len(bad) == 2 and all(f.remedy for f in bad)
+
+
+def test_doctor_reports_a_broken_framework(monkeypatch: pytest.MonkeyPatch) -> None:
+    (finding,) = doctor._framework("json", "cute_ops.no_such_adapter")
+    assert finding.level == "bad" and "No module named" in finding.text and finding.remedy.startswith("run: ")
+
+
+def test_unknown_arch_of_target() -> None:
+    with pytest.raises(ValueError, match="unknown architecture 'sm_70'; known: sm_80"):
+        target.parse("sm_70")

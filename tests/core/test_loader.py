@@ -1,0 +1,54 @@
+"""Loading: no compiler, and modules onto a device ahead of the first call."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cute_ops import CacheError, cache, loader, target
+from cute_ops.variant import Variant
+
+Make = Callable[..., Variant]
+
+
+def test_preload_reaches_the_driver_and_launches_nothing(cache_folder: Path, variant: Make) -> None:
+    """Without a GPU the call passes TVM-FFI's argument checks and stops at the missing driver."""
+    wanted = variant()
+    function = cache.get(wanted)
+    if target.device_count():
+        loader.preload(function, wanted, 0)
+    else:
+        with pytest.raises(RuntimeError, match="Cuda Runtime Error"):
+            loader.preload(function, wanted, 0)
+
+
+def test_preload_checks_arguments(cache_folder: Path, variant: Make) -> None:
+    """The test above means something only if wrong arguments are refused before."""
+    function = cache.get(variant())
+    with pytest.raises(ValueError, match="shape"):
+        loader.preload(function, variant(n=128), 0)
+
+
+def test_an_object_that_is_none_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "a.so"
+    path.write_bytes(b"not an object")
+    with pytest.raises(CacheError, match="does not load"):
+        loader.load(path, "a")
+
+
+def test_a_warm_start_needs_no_compiler(cache_folder: Path, variant: Make) -> None:
+    cache.build(variant())
+    (path,) = cache_folder.glob("*.so")
+    code = f"""
+import sys
+sys.modules["cutlass"] = sys.modules["torch"] = sys.modules["jax"] = None
+from pathlib import Path
+from cute_ops import loader
+print(loader.load(Path({str(path)!r}), {path.stem!r}))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "ffi.Function" in result.stdout, result.stderr
