@@ -8,6 +8,7 @@ disk that fails costs more than a compile.
 
 from __future__ import annotations
 
+import atexit
 import hashlib
 import json
 import logging
@@ -193,7 +194,6 @@ def _build(variant: Variant) -> Callable[..., Any]:
             function = _from_disk(variant)
             if function is not None:
                 return function  # another process built it while we waited
-        # Not deleted when it is the only copy: a loaded object must stay on its disk.
         staging = Path(tempfile.mkdtemp(prefix="cute_ops-"))
         built = staging / f"{variant.symbol}.so"
         try:
@@ -206,6 +206,9 @@ def _build(variant: Variant) -> Callable[..., Any]:
         kept = _store(variant, built, seconds) if usable else None
         if kept:
             shutil.rmtree(staging, ignore_errors=True)
+        else:
+            # The only copy of a loaded object must stay while the process lives.
+            atexit.register(shutil.rmtree, staging, ignore_errors=True)
         return loader.load(kept or built, variant.symbol)
 
 

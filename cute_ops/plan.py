@@ -64,7 +64,7 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan
         ValueError: a last dim that is not contiguous.
     """
     op = binding.op
-    _check_last_dim(binding, memory)
+    check_last_dim(binding, memory)
     static = {d: binding.dims[d] for d in op.static}
     if not _static_allowed(op.name, tuple(static.values())):
         static = dict.fromkeys(static)
@@ -102,7 +102,7 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan
     return Plan(variant, workspaces, views)
 
 
-def _check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
+def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
     """Raise unless every input's last dim is contiguous."""
     for name, where in memory.items():
         array = binding.inputs[name]

@@ -80,8 +80,9 @@ class Worker:
     def _start(self) -> subprocess.Popen[bytes]:
         self._stop()
         self._log = tempfile.TemporaryFile()
-        # The worker must not find a GPU: a context there would cost memory and could hang.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        # The worker must not find a GPU: a context there would cost memory and could hang. The DSL's own
+        # cache lies in the shared temporary folder: ours replaces it.
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
         command = [sys.executable, "-c", "from cute_ops.worker import serve; serve()"]
         environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
         self._process = subprocess.Popen(

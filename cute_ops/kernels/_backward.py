@@ -66,6 +66,8 @@ class NormBackward:
             grid=[groups, cluster, 1],
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=self.variant.tile.get("resident", 1),
+            preferred_smem_carveout=100,
             stream=stream,
         )
         if const_expr(mParts is not None):
