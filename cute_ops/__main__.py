@@ -51,7 +51,9 @@ def compile_command(
     op: Annotated[OpName, typer.Argument(help="Which op; a backward op ends in _bwd.")],
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Dtype of all tensors; repeat for more.")] = None,
     n: Annotated[list[int] | None, typer.Option(help="Size of the last dim; repeat for more.")] = None,
-    arch: Annotated[list[str] | None, typer.Option(help="sm_80, sm_90a, ...; repeat. Default: this GPU, or sm_90a.")] = None,
+    arch: Annotated[
+        list[str] | None, typer.Option(help="sm_80, sm_90a, ...; repeat. Default: this GPU, or sm_90a.")
+    ] = None,
     rows: Annotated[int, typer.Option(help="Number of rows; only its class (few or many) matters.")] = 4096,
     without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Folder for PTX and cubin.")] = None,
@@ -71,7 +73,9 @@ def compile_command(
             raise typer.BadParameter(str(error)) from error
         for kind in dtypes:
             for size in n or [4096]:
-                variant = plan(bind(declaration, _inputs(declaration, kind.value, rows, size, without or [])), {}, where).variant
+                variant = plan(
+                    bind(declaration, _inputs(declaration, kind.value, rows, size, without or [])), {}, where
+                ).variant
                 try:
                     if dump:
                         dump.mkdir(parents=True, exist_ok=True)
@@ -102,7 +106,9 @@ def cache_info() -> None:
     """List the cached kernels, most recently used first."""
     found = cache.entries()
     total = sum(size for _, size, _ in found)
-    console.print(f"{cache.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}")
+    console.print(
+        f"{cache.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}"
+    )
     if found:
         table = Table("kernel", "KB", "symbol")
         for variant, size, _ in found:

@@ -81,10 +81,8 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         if tensor.dtype in op.dtypes:
             first = dtypes.setdefault(tensor.dtype, array.dtype)
             if first != array.dtype:
-                raise fail(
-                    TypeError,
-                    f"argument `{name}` has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`.",
-                )
+                problem = f"has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`."
+                raise fail(TypeError, f"argument `{name}` {problem}")
             where.setdefault(tensor.dtype, name)
         _bind_dims(fail, name, tensor, array, dims, where)
     full_attrs = _attributes(op, attrs or {}, fail)
@@ -104,7 +102,9 @@ def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[st
     names, shape = tensor.dims, tuple(array.shape)
     if len(shape) < len(names) or (tensor.rows is None and len(shape) != len(names)):
         least = "at least " if tensor.rows else ""
-        raise fail(ValueError, f"argument `{name}` has {len(shape)} dims, expected {least}{len(names)}: {tensor.declared}.")
+        raise fail(
+            ValueError, f"argument `{name}` has {len(shape)} dims, expected {least}{len(names)}: {tensor.declared}."
+        )
     split = len(shape) - len(names)
     if tensor.rows is not None:
         lead = shape[:split]

@@ -236,7 +236,7 @@ def _write(path: Path, data: bytes) -> None:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(temporary, path)
+        Path(temporary).replace(path)
     except BaseException:
         Path(temporary).unlink(missing_ok=True)
         raise
@@ -244,7 +244,9 @@ def _write(path: Path, data: bytes) -> None:
 
 def _evict(keep: Path) -> None:
     """Delete the least recently used kernels until the folder is within its bound."""
-    sized = sorted(((p.stat().st_mtime, p.stat().st_size, p) for p in keep.parent.glob("cute_*.so")), key=lambda e: e[0])
+    sized = sorted(
+        ((p.stat().st_mtime, p.stat().st_size, p) for p in keep.parent.glob("cute_*.so")), key=lambda e: e[0]
+    )
     total = sum(size for _, size, _ in sized)
     for _, size, path in sized:
         if total <= MAX_BYTES:

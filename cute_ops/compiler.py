@@ -95,7 +95,9 @@ def linker() -> tuple[str, ...] | None:
 def _link(source: Path, path: Path) -> None:
     command = linker()
     if command is None:
-        raise CompileError("cute_ops: no linker found (cc, gcc, clang, ld or ld.lld); install one, e.g. the gcc package")
+        raise CompileError(
+            "cute_ops: no linker found (cc, gcc, clang, ld or ld.lld); install one, e.g. the gcc package"
+        )
     runtime = toolchain.runtime_library()
     if runtime is None:
         raise CompileError(f"cute_ops: {toolchain.DSL} is not installed; pip install 'cute-ops'")

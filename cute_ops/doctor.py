@@ -67,7 +67,9 @@ def _device() -> Iterator[Finding]:
     yield Finding("ok", f"driver for CUDA {driver[0]}.{driver[1]}")
     library = toolchain.runtime_library()
     if library and "cu13" in library.parts and driver < (13, 0):
-        yield Finding("bad", "the CUDA 13 flavour of the DSL needs a newer driver", "pip install 'nvidia-cutlass-dsl[cu12]'")
+        yield Finding(
+            "bad", "the CUDA 13 flavour of the DSL needs a newer driver", "pip install 'nvidia-cutlass-dsl[cu12]'"
+        )
     count = target.device_count()
     if not count:
         yield Finding("bad", "a driver but no visible GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
@@ -103,12 +105,16 @@ def _compiler() -> Iterator[Finding]:
         return
     op = OPS[0]
     where = target.of_device() if target.device_count() else target.parse("sm_90a")
-    variant = plan(bind(op, {"x": Array((4, 1024), "bfloat16"), "weight": Array((1024,), "bfloat16")}), {}, where).variant
+    variant = plan(
+        bind(op, {"x": Array((4, 1024), "bfloat16"), "weight": Array((1024,), "bfloat16")}), {}, where
+    ).variant
     with tempfile.TemporaryDirectory() as folder:
         try:
             seconds = worker.compile(variant, Path(folder, f"{variant.symbol}.so"))
         except CompileError as error:
-            yield Finding("bad", str(error), "reinstall nvidia-cutlass-dsl; report it with this text if that does not help")
+            yield Finding(
+                "bad", str(error), "reinstall nvidia-cutlass-dsl; report it with this text if that does not help"
+            )
         else:
             yield Finding("ok", f"compiles: {variant.describe()} in {seconds:.1f} s")
 

@@ -24,7 +24,9 @@ class CacheError(RuntimeError):
 
 def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
     """``*m=(3, 5), n=64, T=float32``: what is known of dims and dtype variables."""
-    parts = [f"*{name}={tuple(value)}" if isinstance(value, tuple) else f"{name}={value}" for name, value in dims.items()]
+    parts = [
+        f"*{name}={tuple(value)}" if isinstance(value, tuple) else f"{name}={value}" for name, value in dims.items()
+    ]
     parts += [f"{name}={value}" for name, value in dtypes.items()]
     return ", ".join(parts)
 

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from cute_ops import toolchain
 from cute_ops.errors import CacheError
@@ -70,7 +70,7 @@ class _NullArray:
     """An array without memory on a CUDA device, handed over by DLPack."""
 
     _CUDA = 2
-    _CODES = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10}
+    _CODES: ClassVar = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10}
 
     def __init__(self, shape: tuple[int, ...], dtype: str, device: int) -> None:
         kind = dtype if dtype in self._CODES else dtype.rstrip("0123456789")

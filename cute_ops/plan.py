@@ -93,7 +93,9 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan
     tile = op.tile(problem)
     workspaces = op.workspace(problem, tile)
     for name, array in workspaces.items():
-        keys[name] = _tensor_key(name, array.dtype, array.shape, (None,) * len(array.shape), Memory(compact(array.shape)))
+        keys[name] = _tensor_key(
+            name, array.dtype, array.shape, (None,) * len(array.shape), Memory(compact(array.shape))
+        )
     variant = Variant(
         op=op.name, kernel=op.kernel, arch=target.arch, names=tuple(keys), args=tuple(keys.values()),
         static=tuple(static.items()), attributes=tuple(binding.attrs.items()), config=tuple(sorted(tile.items())),
@@ -114,8 +116,10 @@ def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
                     binding.op,
                     f"argument `{name}` has stride {where.strides[-1]} in its last dim, expected 1. "
                     "Other dims may have any stride; call .contiguous() where you accept the copy.",
-                    binding.inputs, binding.dims, binding.dtypes,
-                )  # fmt: skip
+                    binding.inputs,
+                    binding.dims,
+                    binding.dtypes,
+                )
             )
 
 
@@ -148,7 +152,7 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, 
     rows = {n: t for n, t in op.inputs.items() if t.rows and n in memory and binding.inputs[n] is not None}
     if not any(_uneven(binding.inputs[n].shape, memory[n].strides) for n in rows):  # type: ignore[union-attr]
         return {}
-    (lead,) = {t.rows: binding.dims[t.rows] for t in rows.values()}.values()
+    lead = binding.dims[next(t.rows for t in rows.values() if t.rows)]
     kept = [i for i, size in enumerate(lead) if size != 1]
     groups: list[list[int]] = []
     for i in kept:

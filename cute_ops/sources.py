@@ -1,7 +1,7 @@
 """A digest of a kernel's sources: its module and the local modules that it imports.
 
-Local means in the same package or folder, or one of ours that a user's kernel builds on. Nothing is imported and nothing is executed: the imports are
-read from the syntax tree.
+Local means in the same package or folder, or one of ours that a user's kernel builds on. Nothing is
+imported and nothing is executed: the imports are read from the syntax tree.
 """
 
 from __future__ import annotations
@@ -75,6 +75,7 @@ def _local_imports(module: str, path: Path) -> list[str]:
                 parent = module.split(".")[: -node.level]
                 base = ".".join([*parent, base] if base else parent)
             names += [base, *(f"{base}.{alias.name}" for alias in node.names)]
+
     def local(name: str) -> bool:
         if name.startswith("cute_ops.kernels."):
             return True

@@ -54,8 +54,9 @@ def of_device(index: int = 0) -> Target:
     capability = attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)
     if capability not in _BY_CAPABILITY:
         known = ", ".join(f"{a}.{b}" for a, b in _BY_CAPABILITY)
+        major, minor = capability
         raise NotImplementedError(
-            f"cute_ops: device {index} has compute capability {capability[0]}.{capability[1]}; kernels exist for {known}"
+            f"cute_ops: device {index} has compute capability {major}.{minor}; kernels exist for {known}"
         )
     return Target(_BY_CAPABILITY[capability], attribute(_MULTIPROCESSOR_COUNT))
 

@@ -42,9 +42,8 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
         rows = tuple(case.dims[tensor.rows]) if tensor.rows else ()
         shape = (*rows, *(case.dims[d] for d in tensor.dims))
         rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{name}".encode())])
-        values = rng.standard_normal(shape, dtype=np.float32)
-        if name == "weight":
-            values = 1 + values / 4
+        normal = rng.standard_normal(shape, dtype=np.float32)
+        values = 1 + normal / 4 if name == "weight" else normal
         concrete = case.dtypes.get(tensor.dtype, dtype) if tensor.dtype in op.dtypes else tensor.dtype
         made[name] = values.astype(numpy_dtype(concrete))
     return made

@@ -114,5 +114,7 @@ class Variant:
 
     def describe(self) -> str:
         """One line for people: ``rmsnorm sm_90a x:bfloat16[?,4096] weight:float32[4096]``."""
-        texts = [f"{a.name}:{a.dtype}[{','.join('?' if s is None else str(s) for s in a.shape)}]" for a in self.args if a]
+        texts = [
+            f"{a.name}:{a.dtype}[{','.join('?' if s is None else str(s) for s in a.shape)}]" for a in self.args if a
+        ]
         return f"{self.op} {self.arch} " + " ".join(texts)

@@ -59,18 +59,20 @@ class Worker:
     def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
         """Send one request; None when the worker had left for want of work."""
         process = self._process if self._process and self._process.poll() is None else self._start()
-        assert process.stdin and process.stdout  # pipes, by construction
+        requests, answers = process.stdin, process.stdout
+        if requests is None or answers is None:
+            raise RuntimeError("the worker was started without pipes")
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-            process.stdin.flush()
+            requests.write(json.dumps(request).encode() + b"\n")
+            requests.flush()
         except BrokenPipeError:
             process.wait()
             return None
-        ready, _, _ = select.select([process.stdout], [], [], TIMEOUT_SECONDS)
+        ready, _, _ = select.select([answers], [], [], TIMEOUT_SECONDS)
         if not ready:
             self._stop()
             return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s (CUTE_OPS_COMPILE_TIMEOUT)\n{self._tail()}"}
-        line = process.stdout.readline()
+        line = answers.readline()
         if line:
             return json.loads(line)
         if process.wait() == 0:
@@ -79,7 +81,7 @@ class Worker:
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._stop()
-        self._log = tempfile.TemporaryFile()
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
         # The worker must not find a GPU: a context there would cost memory and could hang. The DSL's own
         # cache lies in the shared temporary folder: ours replaces it.
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}

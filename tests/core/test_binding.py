@@ -131,7 +131,9 @@ def test_error_text(name: str) -> None:
 
 
 def test_leading_dims_must_agree() -> None:
-    with pytest.raises(ValueError, match=r"^cute.silu_mul: argument `up` has leading dims \(5, 3\), but \*m=\(3, 5\)\."):
+    with pytest.raises(
+        ValueError, match=r"^cute.silu_mul: argument `up` has leading dims \(5, 3\), but \*m=\(3, 5\)\."
+    ):
         bind(silu_mul, {"gate": X, "up": Array((5, 3, 64), "float32")})
 
 

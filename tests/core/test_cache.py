@@ -188,7 +188,9 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount")
     code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel="Copy")
-    script = f"{mount} && CUTE_OPS_CACHE_DIR={where} {sys.executable} -c '{code.replace(chr(39), chr(34))}' && ls {where}"
+    script = (
+        f"{mount} && CUTE_OPS_CACHE_DIR={where} {sys.executable} -c '{code.replace(chr(39), chr(34))}' && ls {where}"
+    )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     command = ["unshare", "-m", "sh", "-c", script]
     result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -218,7 +220,9 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(cache_folder: Path, varia
     assert not list(cache_folder.glob("cute_*.so")) and not list(cache_folder.glob("cute_*.json"))
 
 
-def test_least_recently_used_kernels_go_first(cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_least_recently_used_kernels_go_first(
+    cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = (32, 64, 96)
     for age, n in enumerate(sizes[:2]):
         cache.build(variant(n=n))

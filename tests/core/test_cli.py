@@ -28,7 +28,9 @@ def test_help_teaches() -> None:
 
 
 def test_compile_fills_the_cache(cache_folder: Path) -> None:
-    result = run("compile", "silu_mul", "--dtype", "float16", "--n", "64", "--n", "128", "--arch", "sm_80", "--arch", "sm_90a")
+    result = run(
+        "compile", "silu_mul", "--dtype", "float16", "--n", "64", "--n", "128", "--arch", "sm_80", "--arch", "sm_90a"
+    )
     assert result.returncode == 0, result.stdout + result.stderr
     found = {(v.op, v.arch, v.dims["n"]) for v, _, _ in cache.entries()}
     assert found == {("silu_mul", arch, n) for arch in ("sm_80", "sm_90a") for n in (64, 128)}

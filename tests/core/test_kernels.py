@@ -26,7 +26,9 @@ ALL = [o for op in OPS for o in (op, op.grad) if o is not None]
 REGISTERS = 65536
 
 
-def variant_of(op: Op, dtype: str, n: int, arch: str, memory: dict[str, Memory] | None = None, m: int = 4096) -> Variant:
+def variant_of(
+    op: Op, dtype: str, n: int, arch: str, memory: dict[str, Memory] | None = None, m: int = 4096
+) -> Variant:
     arrays = {name: Array((m, n) if t.rows else (n,), dtype) for name, t in op.inputs.items()}
     return plan(bind(op, arrays), memory or {}, parse(arch)).variant
 

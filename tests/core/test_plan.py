@@ -17,7 +17,9 @@ from cute_ops.variant import Variant
 SM90 = parse("sm_90a")
 
 
-def plan_for(shape: tuple[int, ...], strides: tuple[int, ...] | None = None, address: int = 0, dtype: str = "bfloat16") -> Plan:
+def plan_for(
+    shape: tuple[int, ...], strides: tuple[int, ...] | None = None, address: int = 0, dtype: str = "bfloat16"
+) -> Plan:
     bound = bind(rmsnorm, {"x": Array(shape, dtype)})
     return plan(bound, {"x": Memory(strides or compact(shape), address)}, SM90)
 

@@ -27,10 +27,16 @@ def test_gradient(op: Op, case: Case) -> None:
     cotangents = {f"d{n}": torch.from_numpy(rng.standard_normal(tuple(o.shape))) for n, o in outputs.items()}
     wanted = {f"d{n}": t for n, t in tensors.items() if t is not None}
     exact = dict(
-        zip(wanted, torch.autograd.grad(list(outputs.values()), list(wanted.values()), list(cotangents.values())), strict=True)
+        zip(
+            wanted,
+            torch.autograd.grad(list(outputs.values()), list(wanted.values()), list(cotangents.values())),
+            strict=True,
+        )
     )
     known = {**tensors, **outputs, **cotangents}
-    got = dict(zip(backward.outputs, backward.reference(xp, *(known.get(n) for n in backward.inputs), **attrs), strict=True))
+    got = dict(
+        zip(backward.outputs, backward.reference(xp, *(known.get(n) for n in backward.inputs), **attrs), strict=True)
+    )
     for name, gradient in exact.items():
         value = got[name] if got[name] is not None else got[backward.outputs[name].same_as or ""]
         torch.testing.assert_close(value, gradient, rtol=1e-9, atol=1e-9)

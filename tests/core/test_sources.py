@@ -54,5 +54,5 @@ def test_a_lone_module_and_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_a_missing_module_is_named() -> None:
-    with pytest.raises(ImportError, match="kernel module 'nowhere.kernel' of 'nowhere.kernel:K' cannot be found"):
+    with pytest.raises(ImportError, match=r"kernel module 'nowhere.kernel' of 'nowhere.kernel:K' cannot be found"):
         digest("nowhere.kernel:K")

@@ -42,7 +42,9 @@ def test_a_failing_kernel_is_reported(worker: Worker, variant: Make, tmp_path: P
     with pytest.raises(CompileError) as caught:
         worker.compile(variant("Broken"), tmp_path / "a.so")
     text = str(caught.value)
-    assert text.startswith("cute.copying: kernel does not compile: copying sm_90a x:bfloat16[?,64] out:bfloat16[?,64]\n")
+    assert text.startswith(
+        "cute.copying: kernel does not compile: copying sm_90a x:bfloat16[?,64] out:bfloat16[?,64]\n"
+    )
     assert "ValueError: this kernel is broken on purpose" in text
     assert not list(tmp_path.iterdir())
     assert works(worker, variant(), tmp_path)
