@@ -81,8 +81,8 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         if tensor.dtype in op.dtypes:
             first = dtypes.setdefault(tensor.dtype, array.dtype)
             if first != array.dtype:
-                problem = f"has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`."
-                raise fail(TypeError, f"argument `{name}` {problem}")
+                conflict = f"has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`."
+                raise fail(TypeError, f"argument `{name}` {conflict}")
             where.setdefault(tensor.dtype, name)
         _bind_dims(fail, name, tensor, array, dims, where)
     full_attrs = _attributes(op, attrs or {}, fail)

@@ -32,7 +32,9 @@ def examine() -> Iterator[Finding]:
     if error < 1e-4:
         yield Finding("ok", f"torch.ops.cute.rmsnorm runs on {device}")
     else:
-        yield Finding("bad", f"torch.ops.cute.rmsnorm on {device} is wrong by {error:.2g}", "python -m cute_ops cache clear")
+        yield Finding(
+            "bad", f"torch.ops.cute.rmsnorm on {device} is wrong by {error:.2g}", "python -m cute_ops cache clear"
+        )
 
 
 if __name__ == "__main__":
