@@ -1,0 +1,56 @@
+# Two commands do everything on a fresh machine: `make demo` and `make test`.
+#
+# Which Python: PYTHON= where given; else an active virtual environment, then ./.venv, then the system's
+# python3, whichever first has all packages (a GPU host keeps its own torch and JAX); else ./.venv is made.
+
+NEEDED = torch jax cutlass tvm_ffi jax_tvm_ffi array_api_compat filelock platformdirs ml_dtypes rich matplotlib pytest
+HAS_ALL = import sys, importlib.util as u; sys.exit(any(u.find_spec(n) is None for n in '$(NEEDED)'.split()) or sys.version_info < (3, 11))
+VENV = .venv
+
+ifndef PYTHON
+  PYTHON := $(shell for p in "$$VIRTUAL_ENV/bin/python" $(VENV)/bin/python python3; do \
+    "$$p" -c "$(HAS_ALL)" >/dev/null 2>&1 && echo "$$p" && break; done)
+endif
+ifeq ($(PYTHON),)
+  PYTHON = $(VENV)/bin/python
+  READY = $(VENV)/.installed
+else ifeq ($(PYTHON),$(VENV)/bin/python)
+  # Only an environment that we made is kept up to date.
+  READY = $(wildcard $(VENV)/.installed)
+endif
+
+# The packages need not be installed into the environment that runs them.
+export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
+BASE_PYTHON ?= python3
+ARGS ?=
+
+.PHONY: help demo test lint bench clean
+help:  ## this text
+	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
+	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
+
+demo: $(READY)  ## train a small Llama in PyTorch and JAX, with our ops and the framework's own; compare
+	$(PYTHON) examples/llama/train.py $(ARGS)
+	$(PYTHON) examples/llama/hugging_face.py
+
+test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
+	$(PYTHON) -m pytest $(ARGS)
+
+lint: $(READY)  ## ruff and mypy
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy
+
+bench: $(READY)  ## device, host and start-up time on this machine's GPU, into out/benchmarks/
+	$(PYTHON) benchmarks/device_time.py --out out/benchmarks $(ARGS)
+	$(PYTHON) benchmarks/host_time.py --out out/benchmarks
+	$(PYTHON) benchmarks/startup.py --out out/benchmarks
+	$(PYTHON) benchmarks/plot.py out/benchmarks
+
+clean:  ## remove what the other targets made, the virtual environment too
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
+	$(VENV)/bin/python -m pip install --quiet --editable '.[torch,jax,dev]' --constraint constraints.txt
+	touch $@

@@ -1,0 +1,10 @@
+"""The example folders as a user has them: on the module search path."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+# For the whole session: an op can be registered once only, so its module must be imported once only.
+sys.path += [str(EXAMPLES / "custom_op"), str(EXAMPLES / "llama")]

@@ -1,0 +1,73 @@
+"""The demo trains, writes what it says and fails when an op is wrong."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+train = pytest.importorskip("train")
+import model_jax  # noqa: E402 (found through conftest)
+import model_torch  # noqa: E402
+
+
+@pytest.fixture
+def without_compile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch.compile takes most of the demo's start-up: one test has it."""
+    monkeypatch.delitem(train.MODES, "torch.compile")
+
+
+def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert train.main(["--steps", "4", "--speed-steps", "0", "--out", str(tmp_path)]) == 0
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    header, *rows = csv.reader((tmp_path / "loss.csv").open())
+    assert header[0] == "step"
+    assert len(header) == 7
+    losses = np.array(rows, dtype=float)[:, 1:]
+    assert losses.shape == (4, 6)
+    np.testing.assert_allclose(losses[0], np.log(256), rtol=0.1)  # untrained: nearly uniform over bytes
+    assert "The curves agree." in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("without_compile")
+@pytest.mark.parametrize("op", model_torch.Ops._fields)
+@pytest.mark.parametrize("model", [model_torch, model_jax], ids=["torch", "jax"])
+def test_demo_fails_when_an_op_is_one_percent_off(
+    model: object, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = model.OPS["our"]  # type: ignore[attr-defined]
+
+    def wrong(*args: object, **kwargs: object) -> object:
+        out = getattr(right, op)(*args, **kwargs)
+        return (out[0] * 1.01, out[1]) if isinstance(out, tuple) else out * 1.01
+
+    monkeypatch.setitem(model.OPS, "our", right._replace(**{op: wrong}))  # type: ignore[attr-defined]
+    assert train.main(["--steps", "6", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
+
+
+@pytest.mark.usefixtures("without_compile")
+def test_demo_fails_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = model_torch.OPS["our"]
+    broken = right._replace(silu_mul=lambda gate, up: gate * float("nan"))
+    monkeypatch.setitem(model_torch.OPS, "our", broken)
+    assert train.main(["--steps", "2", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
+
+
+def test_both_models_have_the_same_loss_and_gradient() -> None:
+    import jax
+    from config import SMALL, initial_weights
+    from data import batches, load_bytes
+
+    window = next(batches(load_bytes(), SMALL.batch, SMALL.seqlen))
+    torch_model = model_torch.Decoder(SMALL, model_torch.OPS["our"])
+    torch_loss = torch_model(torch.from_numpy(window).long())
+    torch_loss.backward()
+    params = {n: jax.numpy.asarray(w) for n, w in initial_weights(SMALL).items()}
+    jax_loss, jax_grads = jax.value_and_grad(model_jax.loss)(params, window, SMALL, model_jax.OPS["our"])
+    assert torch_loss.item() == pytest.approx(float(jax_loss), rel=1e-6)
+    for name, grad in jax_grads.items():
+        expected = getattr(torch_model, name.replace(".", "_")).grad.numpy()
+        np.testing.assert_allclose(grad, expected, atol=2e-5 * np.abs(expected).max(), err_msg=name)
