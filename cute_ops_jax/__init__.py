@@ -4,8 +4,8 @@ On CUDA the compiled kernels run on XLA's own buffers and stream; elsewhere the 
 """
 
 from cute_ops.ops import OPS
+from cute_ops_jax.bridge import probe
 from cute_ops_jax.front import register
-from cute_ops_jax.probe import probe
 
 __all__ = ["probe", "register", *(op.name for op in OPS)]
 

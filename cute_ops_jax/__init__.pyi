@@ -3,8 +3,8 @@
 from jax import Array
 from jax.typing import ArrayLike
 
+from cute_ops_jax.bridge import probe as probe
 from cute_ops_jax.front import register as register
-from cute_ops_jax.probe import probe as probe
 
 def rmsnorm(
     x: ArrayLike,

@@ -14,8 +14,8 @@ _HEADER = '''"""Made by ``python -m cute_ops_jax.stubs``; edit the declarations 
 from jax import Array
 from jax.typing import ArrayLike
 
+from cute_ops_jax.bridge import probe as probe
 from cute_ops_jax.front import register as register
-from cute_ops_jax.probe import probe as probe
 '''
 
 

@@ -12,7 +12,7 @@ import threading
 
 from cute_ops import cache, target
 from cute_ops.variant import Variant
-from cute_ops_jax import probe
+from cute_ops_jax import bridge
 
 log = logging.getLogger("cute_ops")
 WARN_AT, LIMIT = 900, 1024
@@ -36,7 +36,7 @@ def ensure(variant: Variant) -> None:
     """
     if variant.symbol in _known:
         return
-    probe.require()
+    bridge.require()
     import jax_tvm_ffi  # lazily: TVM-FFI imports torch where torch is installed
 
     function = cache.get(variant)

@@ -1,0 +1,206 @@
+"""Fixtures of the JAX adapter's tests: problems from the declarations, devices, and kernels without a GPU.
+
+Every test that asks for ``op``, ``case`` or ``problem`` is run for everything that is declared: a new op needs no
+new test. On the CPU a case keeps its dtypes, attributes and absent inputs, but not its size.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any, NamedTuple
+
+# Several programs share the GPU in these tests.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cute_ops import cache, testing, toolchain
+from cute_ops.op import FLOATS, Case, Op
+from cute_ops.ops import OPS
+from cute_ops.variant import Variant
+from cute_ops_jax import _compat, front, gradient, lowering
+from cute_ops_jax.primitive import Stage, stage
+
+STAGES = {op.name: op for op in itertools.chain(OPS, (op.grad for op in OPS if op.grad))}
+
+
+class Problem(NamedTuple):
+    """One declared case of an op in one dtype."""
+
+    op: Op
+    case: Case
+    dtype: str
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        return testing.attributes(self.op, self.case)
+
+    def inputs(self) -> dict[str, np.ndarray | None]:
+        return testing.inputs(self.op, self.case, self.dtype)
+
+
+def small(cases: tuple[Case, ...]) -> list[Case]:
+    """The cases at small sizes, those that are then the same only once."""
+    found: dict[str, Case] = {}
+    for case in cases:
+        dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else min(v, 65) for k, v in case.dims.items()}
+        found.setdefault(f"{dims} {case.dtypes} {case.absent} {case.attrs}", dataclasses.replace(case, dims=dims))
+    return list(found.values())
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    full = next(metafunc.definition.iter_markers("gpu"), None) is not None
+    select = list if full else small
+    if "op" in metafunc.fixturenames:
+        metafunc.parametrize("op", OPS, ids=lambda op: op.name)
+    for name, ops in (("problem", OPS), ("stage_problem", STAGES.values())):
+        if name in metafunc.fixturenames:
+            problems = [Problem(op, case, dtype) for op in ops for case in select(op.cases) for dtype in FLOATS]
+            metafunc.parametrize(name, problems, ids=[f"{p.op.name}-{p.case.name}-{p.dtype}" for p in problems])
+
+
+@pytest.fixture(autouse=True)
+def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
+    """``gpu`` tests run on the GPU, all others on the CPU, also where a GPU is."""
+    platform = "gpu" if request.node.get_closest_marker("gpu") else "cpu"
+    try:
+        chosen = jax.devices(platform)[0]
+    except RuntimeError:
+        pytest.skip(f"jax sees no {platform}")
+    with jax.default_device(chosen):
+        yield chosen
+
+
+@pytest.fixture
+def run_stage() -> Callable[..., tuple[np.ndarray | None, ...]]:
+    """``run_stage(op, inputs, attrs)``: every output of one jitted call as NumPy, None where absent."""
+
+    def run(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+        outputs = jax.jit(lambda arrays: stage(op)(arrays, attrs))(inputs)
+        return tuple(None if outputs[name] is None else np.asarray(outputs[name]) for name in op.outputs)
+
+    return run
+
+
+def as_numpy(tensor: Any) -> np.ndarray:
+    """A TVM-FFI tensor on the CPU as a writable NumPy array on the same memory (DLPack has no bfloat16)."""
+    dtype = testing.numpy_dtype(str(tensor.dtype))
+    size = int(np.prod(tensor.shape, dtype=np.int64)) * dtype.itemsize
+    memory = (ctypes.c_uint8 * size).from_address(tensor.data_ptr())
+    return np.frombuffer(memory, dtype).reshape(tuple(tensor.shape))
+
+
+class FakeKernels:
+    """Stands in for compiled kernels: TVM-FFI functions that run the reference on the CPU.
+
+    Attributes:
+        variants: what was asked for.
+        calls: per call, symbol and the shapes of all tensors.
+    """
+
+    def __init__(self) -> None:
+        self.variants: list[Variant] = []
+        self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+
+    def get(self, variant: Variant) -> Any:
+        import tvm_ffi
+
+        self.variants.append(variant)
+        return tvm_ffi.convert(partial(self._run, variant))
+
+    def _run(self, variant: Variant, *tensors: Any) -> None:
+        op = STAGES[variant.op]
+        present = [name for name, key in zip(variant.names, variant.args, strict=True) if key]
+        self.calls.append((variant.symbol, [tuple(t.shape) for t in tensors]))
+        arrays = dict(zip(present, map(as_numpy, tensors), strict=True))
+        inputs = {name: arrays.get(name) for name in op.inputs}
+        results = testing.run_reference(op, inputs, variant.attrs)
+        for name, result in zip(op.outputs, results, strict=True):
+            if result is not None:
+                arrays[name][...] = result
+        for name in arrays.keys() - op.inputs.keys() - op.outputs.keys():
+            arrays[name][...] = 7  # a workspace may be written
+
+
+@pytest.fixture
+def fake_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeKernels:
+    """No compiler: ``cache.get`` gives fakes. Their variants name a toolchain that is not there, so that no fake is
+    ever taken for a kernel.
+    """
+    fakes = FakeKernels()
+    monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90a")
+    monkeypatch.setattr(cache, "get", fakes.get)
+    monkeypatch.setattr(toolchain, "versions", lambda: ("fake", request.node.nodeid))
+    return fakes
+
+
+@pytest.fixture
+def through_ffi(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], Callable[..., Any]]:
+    """``through_ffi(op)``: the op's function, which takes the CUDA lowering on the CPU."""
+    import jax_tvm_ffi
+
+    real = jax_tvm_ffi.register_ffi_target
+
+    def register_on_cpu(name: str, function: Any, *, arg_spec: list[str], platform: str, allow_cuda_graph: bool) -> Any:
+        assert (platform, allow_cuda_graph) == ("gpu", True)
+        return real(name, function, arg_spec=arg_spec, platform="cpu")
+
+    monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", register_on_cpu)
+    stages: dict[Op, Stage] = {}
+
+    def ffi_stage(op: Op) -> Stage:
+        if op not in stages:
+            stages[op] = Stage(op)
+            _compat.register_lowering(stages[op].primitive, partial(lowering.kernel, op), platform="cpu")
+        return stages[op]
+
+    monkeypatch.setattr(gradient, "stage", ffi_stage)
+    return front.register.__wrapped__
+
+
+class TorchArrays:
+    """NumPy arrays, bfloat16 ones too, to torch and back."""
+
+    def to_torch(self, arrays: Mapping[Any, np.ndarray | None], device: str) -> list[Any]:
+        import torch
+
+        def convert(a: np.ndarray) -> Any:
+            if a.dtype == jnp.bfloat16:
+                return torch.from_numpy(a.view(np.int16)).view(torch.bfloat16).to(device)
+            return torch.from_numpy(a).to(device)
+
+        return [None if a is None else convert(np.array(a)) for a in arrays.values()]
+
+    def to_numpy(self, tensor: Any) -> np.ndarray:
+        import torch
+
+        tensor = tensor.detach().cpu()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+        return tensor.numpy()
+
+
+@pytest.fixture
+def torch_arrays() -> TorchArrays:
+    return TorchArrays()
+
+
+@pytest.fixture
+def close() -> Callable[[Any, Any], None]:
+    """Float32 results that were computed in another order."""
+
+    def check(got: Any, expected: Any) -> None:
+        assert jax.tree.structure(got) == jax.tree.structure(expected)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            assert jnp.shape(a) == jnp.shape(b)
+            np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5)
+
+    return check

@@ -1,0 +1,169 @@
+"""The kernels under JAX on a GPU: values, transformations, CUDA graphs, and a fresh process."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops import Op, testing
+from cute_ops_jax.primitive import stage
+
+pytestmark = pytest.mark.gpu
+ROOT = Path(cute_ops_jax.__file__).parents[1]
+
+
+def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any]) -> None:
+    arrays = stage_problem.inputs()
+    testing.check(
+        stage_problem.op, arrays, stage_problem.attrs, run_stage(stage_problem.op, arrays, stage_problem.attrs)
+    )
+
+
+def test_a_compiled_program_calls_the_kernel(op: Op) -> None:
+    for one in (op, op.grad):
+        given = {n: jnp.ones((33, 256) if t.rows else 256, jnp.bfloat16) for n, t in one.inputs.items()}
+        text = jax.jit(lambda arrays, one=one: stage(one)(arrays, {})).lower(given).compile().as_text()
+        assert f'custom_call_target="cute_{one.name}_' in text
+
+
+def programs(op: Op) -> dict[str, Callable[..., Any]]:
+    function = cute_ops_jax.register(op)
+    everything = tuple(range(len(op.inputs)))
+    rows = tuple(0 if t.rows else None for t in op.inputs.values())
+
+    def loss(*given: Any) -> Any:
+        return sum(jnp.sum(jnp.sin(o.astype(jnp.float32))) for o in jax.tree.leaves(function(*given)))
+
+    def scanned(first: Any, *others: Any) -> Any:
+        step = jax.checkpoint(lambda carry: jax.tree.leaves(function(carry, *others))[0])
+        last = jax.lax.scan(lambda carry, _: (step(carry), None), first, None, length=3)[0]
+        return jnp.sum(jnp.sin(last.astype(jnp.float32)))
+
+    def empty(*given: Any) -> Any:
+        return jax.grad(loss, everything)(
+            *(a[:, :0] if t.rows else a for a, t in zip(given, op.inputs.values(), strict=True))
+        )
+
+    return {
+        "eager": function,
+        "jit of grad": jax.jit(jax.grad(loss, everything)),
+        "eager grad": jax.grad(loss, everything),
+        "vmap": jax.jit(jax.vmap(function, rows)),
+        "vmap of every input": jax.jit(jax.vmap(lambda *given: function(*(a * 2 for a in given)), rows)),
+        "vmap over axis 1": jax.jit(jax.vmap(function, tuple(1 if r == 0 else None for r in rows), 1)),
+        "vmap of grad": jax.jit(jax.vmap(jax.grad(loss, everything), rows)),
+        "grad of scan of checkpoint": jax.jit(jax.grad(scanned, everything)),
+        "zero rows": jax.jit(empty),
+    }
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("n", [64, 1000, 4097])
+def test_transformations_agree_with_the_reference_on_the_cpu(op: Op, dtype: str, n: int) -> None:
+    rng = np.random.default_rng(2)
+    arrays = [
+        rng.standard_normal((3, 5, n) if t.rows else n, np.float32).astype(testing.numpy_dtype(dtype))
+        for t in op.inputs.values()
+    ]
+    for name, program in programs(op).items():
+        got = jax.tree.map(np.asarray, program(*arrays))
+        with jax.default_device(jax.devices("cpu")[0]):
+            expected = jax.tree.map(np.asarray, programs(op)[name](*arrays))
+        for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            assert (mine.shape, mine.dtype) == (other.shape, other.dtype), name
+            wide = other.astype(np.float64)
+            # Both round; a chain of three ops carries its rounding along.
+            limit = 16 * testing.EPS[dtype] * np.max(np.abs(wide), initial=1.0)
+            assert np.max(np.abs(mine.astype(np.float64) - wide), initial=0.0) <= limit, name
+
+
+def test_per_example_gradients_are_those_of_single_calls(op: Op) -> None:
+    rng = np.random.default_rng(4)
+    arrays = [rng.standard_normal((3, 37, 512) if t.rows else (3, 512), np.float32) for t in op.inputs.values()]
+    function = cute_ops_jax.register(op)
+    gradient = jax.jit(
+        jax.grad(
+            lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given))),
+            tuple(range(len(arrays))),
+        )
+    )
+    together = jax.vmap(gradient)(*arrays)
+    for i in range(3):
+        for mine, other in zip(together, gradient(*(a[i] for a in arrays)), strict=True):
+            np.testing.assert_allclose(mine[i], other, rtol=1e-4, atol=1e-4)
+
+
+CHAIN = """
+import json, statistics, sys, time
+import jax, jax.numpy as jnp, cute_ops_jax
+x = jax.random.normal(jax.random.key(0), (8, 256), jnp.bfloat16)
+def chain(x):
+    for _ in range(32):
+        x = cute_ops_jax.rmsnorm(x)
+    return x
+compiled = jax.jit(chain).lower(x).compile()
+for _ in range(50):
+    y = compiled(x).block_until_ready()
+times = []
+for _ in range(200):
+    start = time.perf_counter()
+    compiled(x).block_until_ready()
+    times.append(time.perf_counter() - start)
+print(json.dumps({
+    "us": statistics.median(times) * 1e6, "calls": compiled.as_text().count('custom_call_target="cute_rmsnorm_'),
+    "sum": float(y.astype(jnp.float32).sum()), "compiler": "cutlass" in sys.modules,
+}))
+"""
+
+
+def fresh(code: str, **environment: str) -> dict[str, Any]:
+    result = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+        check=False,
+        env={**os.environ, **environment},
+    )
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
+
+
+def test_calls_are_captured_in_a_cuda_graph(record_property: Callable[[str, object], None]) -> None:
+    """A chain of small kernels is bound by launches: replayed as one graph it takes well under half the time."""
+    fresh(CHAIN)  # compiled once, so that neither run below pays for it
+    captured, launched = fresh(CHAIN), fresh(CHAIN, XLA_FLAGS="--xla_gpu_enable_command_buffer=")
+    print(f"chain of 32: {captured['us']:.0f} us captured, {launched['us']:.0f} us launched one by one")
+    record_property("captured_us", captured["us"])
+    record_property("launched_us", launched["us"])
+    assert captured["calls"] == launched["calls"] == 32
+    assert captured["sum"] == launched["sum"]
+    assert not captured["compiler"], "a warm start imports the compiler"
+    assert captured["us"] < 0.7 * launched["us"]
+
+
+def test_persistent_compilation_cache_in_a_fresh_process(tmp_path: Path) -> None:
+    """The second process takes XLA's executable from disk and must know the targets in it."""
+    environment = {
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    }  # fmt: skip
+    first = fresh(CHAIN, **environment)
+    entries = sorted(tmp_path.iterdir())
+    assert entries
+    second = fresh(CHAIN, **environment)
+    assert second["sum"] == first["sum"]
+    assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith("-cache")) == [
+        p.name for p in entries if p.name.endswith("-cache")
+    ]

@@ -1,0 +1,59 @@
+"""One kernel, two frameworks: the same bits from torch and from JAX, forward and backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+
+import cute_ops_jax
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch_ops() -> Any:
+    import cute_ops_torch  # noqa: F401  it registers torch.ops.cute
+
+    return torch.ops.cute
+
+
+def same_bits(mine: np.ndarray, other: np.ndarray) -> bool:
+    return (mine.shape, mine.dtype) == (other.shape, other.dtype) and mine.tobytes() == other.tobytes()
+
+
+def test_same_bits_from_each_op(stage_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
+    op, arrays, attrs = stage_problem.op, stage_problem.inputs(), stage_problem.attrs
+    ours = run_stage(op, arrays, attrs)
+    raw = getattr(torch.ops.cute, op.name)(*torch_arrays.to_torch(arrays, "cuda"), *attrs.values())
+    theirs = raw if isinstance(raw, tuple) else (raw,)
+    pairs = [
+        (n, a, torch_arrays.to_numpy(b)) for n, a, b in zip(op.outputs, ours, theirs, strict=True) if a is not None
+    ]
+    assert pairs
+    for name, mine, other in pairs:
+        assert same_bits(mine, other), f"{name}: {np.sum(mine != other)} of {mine.size} elements differ"
+
+
+def test_same_bits_through_autograd_and_vjp(problem: Any, torch_arrays: Any) -> None:
+    op, arrays, attrs = problem.op, problem.inputs(), problem.attrs
+    present = {name: a for name, a in arrays.items() if a is not None}
+    outputs, pull = jax.vjp(lambda given: cute_ops_jax.register(op)(**given, **attrs), present)
+    rng = np.random.default_rng(11)
+    cotangents = jax.tree.map(lambda o: rng.standard_normal(o.shape, np.float32).astype(o.dtype), outputs)
+    (ours,) = jax.jit(pull)(cotangents)
+
+    given = torch_arrays.to_torch(arrays, "cuda")
+    leaves = [t.requires_grad_() for t in given if t is not None]
+    raw = getattr(torch.ops.cute, op.name)(*given, *attrs.values())
+    results = raw if isinstance(raw, tuple) else (raw,)
+    wanted = torch_arrays.to_torch(dict(enumerate(jax.tree.leaves(cotangents))), "cuda")
+    theirs = torch.autograd.grad(results, leaves, wanted)
+    for mine, other in zip(jax.tree.leaves(outputs), results, strict=True):
+        assert same_bits(np.asarray(mine), torch_arrays.to_numpy(other))
+    for name, other in zip(present, theirs, strict=True):
+        assert same_bits(np.asarray(ours[name]), torch_arrays.to_numpy(other)), f"d{name}"

@@ -1,0 +1,136 @@
+"""Misuse is told at trace time, in the core's format, word for word."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops import Op
+from cute_ops_jax import targets
+
+X, W = np.ones((3, 5, 64), np.float32), np.ones(64, np.float32)
+
+WRONG_N = """\
+cute.rmsnorm: argument `weight` has n=32, but n=64.
+  x:      float32[3, 5, 64]   declared T[*m n]
+  weight: float32[32]         declared W[n]
+  bound so far: *m=(3, 5), n=64, T=float32, W=float32"""
+WRONG_DTYPE = """\
+cute.rmsnorm: argument `x` has dtype int32, expected float32, float16 or bfloat16.
+  x: int32[3]   declared T[*m n]"""
+WRONG_ROWS = """\
+cute.silu_mul: argument `up` has leading dims (3,), but *m=(3, 5).
+  gate: float32[3, 5, 64]   declared T[*m n]
+  up:   float32[3, 64]      declared T[*m n]
+  bound so far: *m=(3, 5), n=64, T=float32"""
+NARROW_RESIDUAL = """\
+cute.add_rmsnorm: argument `residual` has dtype bfloat16, expected float32 (that of `x`) or a wider one.
+  x:        float32[3, 5, 64]    declared T[*m n]
+  residual: bfloat16[3, 5, 64]   declared R[*m n]
+  bound so far: *m=(3, 5), n=64, T=float32, R=bfloat16"""
+WRONG_ATTRIBUTE = """\
+cute.rmsnorm: attribute `eps` must be float, got 'small'.
+  x: float32[3, 5, 64]   declared T[*m n]
+  bound so far: *m=(3, 5), n=64, T=float32"""
+SCALAR = """\
+cute.rmsnorm: argument `x` has 0 dims, expected at least 1: T[*m n].
+  x: float32[]   declared T[*m n]
+  bound so far: T=float32"""
+
+
+def with_bad(name: str, *args: Any, **kwargs: Any) -> Any:
+    return lambda: getattr(cute_ops_jax, name)(*args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("call", "kind", "text"),
+    [
+        (with_bad("rmsnorm", X, W[:32]), ValueError, WRONG_N),
+        (with_bad("rmsnorm", np.arange(3, dtype=np.int32)), TypeError, WRONG_DTYPE),
+        (with_bad("silu_mul", X, X[:, 0]), ValueError, WRONG_ROWS),
+        (with_bad("add_rmsnorm", X, X.astype(jnp.bfloat16)), ValueError, NARROW_RESIDUAL),
+        (with_bad("rmsnorm", X, eps="small"), TypeError, WRONG_ATTRIBUTE),
+        (with_bad("rmsnorm", np.float32(1)), ValueError, SCALAR),
+        (with_bad("rmsnorm", None), TypeError, "cute.rmsnorm: argument `x` is required, but None was given."),
+        (with_bad("rmsnorm", [X, X]), TypeError, "cute.rmsnorm: argument `x` must be one array, got list."),
+    ],
+    ids=["n", "dtype", "rows", "residual", "attribute", "scalar", "none", "list"],
+)
+def test_text(call: Any, kind: type[Exception], text: str) -> None:
+    for run in (call, jax.jit(call), lambda: jax.eval_shape(call)):
+        with pytest.raises(kind) as caught:
+            run()
+        assert str(caught.value) == text
+
+
+def test_missing_and_unknown_arguments_read_as_in_python() -> None:
+    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
+        cute_ops_jax.rmsnorm()
+    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
+        cute_ops_jax.rmsnorm(X, epsilon=1.0)
+
+
+def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
+    arrays = [np.ones((2, 6) if t.rows else 6, np.float32) for t in op.inputs.values()]
+
+    def loss(*given: Any) -> Any:
+        return sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(cute_ops_jax.register(op)(*given)))
+
+    with pytest.raises(TypeError, match="forward-mode autodiff"):
+        jax.jvp(loss, arrays, arrays)
+    for second in (jax.hessian(loss), jax.grad(lambda *given: jnp.sum(jax.grad(loss)(*given)))):
+        with pytest.raises(NotImplementedError) as caught:
+            second(*arrays)
+        assert str(caught.value) == (
+            f"cute.{op.name}: only its first derivative exists, in reverse mode; for other derivatives differentiate "
+            "its reference, op.reference(jax.numpy, ...)."
+        )
+
+
+def test_derivative_of_a_backward_op(op: Op) -> None:
+    backward = cute_ops_jax.register(op.grad)
+    arrays = [np.ones((2, 6) if t.rows else 6, np.float32) for t in op.grad.inputs.values()]
+    with pytest.raises(NotImplementedError, match=f"^cute.{op.grad.name}: no gradient is declared for it; "):
+        jax.grad(lambda first: jnp.sum(jax.tree.leaves(backward(first, *arrays[1:]))[0]))(arrays[0])
+
+
+def test_symbolic_sizes_on_cuda(op: Op) -> None:
+    (rows,) = jax.export.symbolic_shape("rows")
+    shaped = [jax.ShapeDtypeStruct((rows, 6) if t.rows else (6,), jnp.float32) for t in op.inputs.values()]
+    with pytest.raises(NotImplementedError, match=f"^cute.{op.name}: on CUDA it needs concrete sizes") as caught:
+        jax.export.export(jax.jit(cute_ops_jax.register(op)), platforms=["cuda"])(*shaped)
+    assert "float32[rows, 6]" in str(caught.value)
+
+
+def test_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_OPS_ARCH", "sm_70")
+    with pytest.raises(ValueError, match="unknown architecture 'sm_70'; known: sm_80"):
+        jax.jit(lambda x: cute_ops_jax.rmsnorm(x)).trace(X).lower(lowering_platforms=("cuda",))
+
+
+def test_targets_run_out_with_a_warning_first(
+    fake_kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    import jax_tvm_ffi
+
+    def lower(n: int) -> None:
+        x = jax.ShapeDtypeStruct((4, n), jnp.float32)
+        jax.jit(lambda x: cute_ops_jax.rmsnorm(x)).trace(x).lower(lowering_platforms=("cuda",))
+
+    monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", lambda *args, **kwargs: None)
+    counts = iter([targets.WARN_AT - 1, targets.WARN_AT, targets.LIMIT])
+    monkeypatch.setattr(jax_tvm_ffi, "registered_count", lambda: next(counts))
+    lower(8)
+    assert not caplog.records
+    lower(16)
+    assert [r.getMessage() for r in caplog.records] == [
+        "900 of 1024 FFI targets are used in this process; none is ever freed"
+    ]
+    with pytest.raises(RuntimeError, match="has registered 1024 FFI targets and jax-tvm-ffi holds no more"):
+        lower(32)
+    lower(8)  # what is registered still runs

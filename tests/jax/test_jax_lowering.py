@@ -1,0 +1,247 @@
+"""The CUDA lowering without a GPU: its text, and the whole FFI path on the CPU with the reference as kernel."""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops import Op, Tensor, cache, testing
+from cute_ops_jax import front, targets
+from cute_ops_jax.primitive import stage
+
+
+def shaped(op: Op, lead: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
+    return {n: jax.ShapeDtypeStruct((*lead, 64) if t.rows else (64,), dtype) for n, t in op.inputs.items()}
+
+
+def cuda_text(function: Callable[..., Any], *args: Any) -> str:
+    return jax.jit(function).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def custom_calls(text: str) -> list[str]:
+    return [line for line in text.splitlines() if "custom_call" in line]
+
+
+def test_one_call_on_rows_named_after_its_variant(op: Op, fake_kernels: Any) -> None:
+    for one in (op, op.grad):
+        fake_kernels.variants.clear()
+        inputs = shaped(one, (3, 5))
+        text = cuda_text(lambda arrays, one=one: stage(one)(arrays, {}), inputs)
+        (call,) = custom_calls(text)
+        (variant,) = fake_kernels.variants
+        assert f"@{variant.symbol}(" in call
+        assert re.fullmatch(rf"cute_{one.name}_[0-9a-f]{{24}}", variant.symbol)
+        types = re.search(r": \((.*?)\) -> (.*)", call)
+        assert types
+        expected = ["tensor<15x64xf32>" if t.rows else "tensor<64xf32>" for t in one.inputs.values()]
+        assert types[1].split(", ") == expected
+        # Outputs, then workspaces, all of them known to the kernel.
+        present = [k for k in variant.args if k]
+        assert types[2].count("tensor<") == len(present) - len(one.inputs)
+        # No attributes ever, row-major layouts, and the variant sees rank 2.
+        assert "mhlo.backend_config = {}" in call
+        layouts = re.findall(r"dense<([^>]*)> : tensor<\dxindex>", call)
+        assert layouts
+        assert set(layouts) <= {"[1, 0]", "0"}
+        assert {k.rank for k in present if k.name in one.inputs and one.inputs[k.name].rows} == {2}
+        assert all(k.layout == "flat" and k.align == 16 for k in present)
+
+
+def test_workspaces_are_results_that_nobody_reads(fake_kernels: Any) -> None:
+    text = cuda_text(jax.grad(lambda x, w: jnp.sum(cute_ops_jax.rmsnorm(x, w)), (0, 1)), *shaped_pair())
+    (call,) = [line for line in custom_calls(text) if "rmsnorm_bwd" in line]
+    variant = next(v for v in fake_kernels.variants if v.op == "rmsnorm_bwd")
+    scratch = [name for name in variant.names if name.endswith("_parts")]
+    assert scratch == ["dweight_parts"]
+    results = re.search(r"%(\d+):3 = ", call)
+    assert results, call
+    assert f"%{results[1]}#0" in text
+    assert f"%{results[1]}#1" in text
+    assert f"%{results[1]}#2" not in text
+
+
+def shaped_pair() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    return jax.ShapeDtypeStruct((300, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.float32)
+
+
+def test_every_rank_and_row_count_of_small_problems_shares_a_forward_kernel(op: Op, fake_kernels: Any) -> None:
+    symbols = set()
+    for lead in ((), (7,), (7, 1), (1, 7, 1)):
+        cuda_text(cute_ops_jax.register(op), *shaped(op, lead).values())
+    symbols = {v.symbol for v in fake_kernels.variants}
+    assert len({v.args for v in fake_kernels.variants}) == 1
+    assert len(symbols) <= 2  # one row may have a tile of its own
+
+
+def test_zero_rows_launch_nothing(op: Op, fake_kernels: Any) -> None:
+    function = cute_ops_jax.register(op)
+
+    def loss(*given: Any) -> Any:
+        return sum(jnp.sum(o) for o in jax.tree.leaves(function(*given)))
+
+    text = cuda_text(jax.grad(loss, tuple(range(len(op.inputs)))), *shaped(op, (0,)).values())
+    assert not custom_calls(text)
+    assert not fake_kernels.variants
+
+
+def test_other_platforms_take_the_reference(op: Op, fake_kernels: Any) -> None:
+    lowered = jax.jit(cute_ops_jax.register(op)).trace(*shaped(op, (2,)).values())
+    for platform in ("cpu", "tpu"):
+        assert not custom_calls(lowered.lower(lowering_platforms=(platform,)).as_text())
+    assert not fake_kernels.variants
+
+
+def test_vmap_on_cuda_folds_into_rows(op: Op, fake_kernels: Any) -> None:
+    inputs = {
+        n: a if op.inputs[n].rows is None else jax.ShapeDtypeStruct((2, 5, 64), a.dtype)
+        for n, a in shaped(op, (5,)).items()
+    }
+    axes = tuple(0 if t.rows else None for t in op.inputs.values())
+    (call,) = custom_calls(cuda_text(jax.vmap(cute_ops_jax.register(op), axes), *inputs.values()))
+    assert call.count("tensor<10x64xf32>") == len(op.outputs) + sum(t.rows is not None for t in op.inputs.values())
+
+
+def test_scan_holds_one_call(fake_kernels: Any) -> None:
+    def run(x: Any) -> Any:
+        return jax.lax.scan(lambda carry, _: (cute_ops_jax.rmsnorm(carry), None), x, None, length=8)[0]
+
+    assert len(custom_calls(cuda_text(run, shaped_pair()[0]))) == 1
+
+
+def test_attributes_and_toolchain_make_another_kernel(fake_kernels: Any) -> None:
+    x = shaped_pair()[0]
+    for eps in (1e-6, 1e-5, 1e-6):
+        cuda_text(lambda x, eps=eps: cute_ops_jax.rmsnorm(x, eps=eps), x)
+    assert len({v.symbol for v in fake_kernels.variants}) == 2
+    # A known target is not looked up again.
+    assert len(fake_kernels.variants) == 2
+
+
+def test_architecture_comes_from_the_environment(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arch in ("sm_80", "sm_100a"):
+        monkeypatch.setenv("CUTE_OPS_ARCH", arch)
+        cuda_text(lambda x: cute_ops_jax.rmsnorm(x), shaped_pair()[0])
+    assert [v.arch for v in fake_kernels.variants] == ["sm_80", "sm_100a"]
+
+
+def test_a_kernel_that_does_not_compile_fails_at_lowering(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_ops import CompileError
+
+    def fail(variant: Any) -> Any:
+        raise CompileError("no such instruction")
+
+    monkeypatch.setattr(cache, "get", fail)
+    with pytest.raises(CompileError, match="no such instruction"):
+        cuda_text(lambda x: cute_ops_jax.rmsnorm(x), shaped_pair()[0])
+
+
+def test_threads_register_a_target_once(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax_tvm_ffi
+
+    names: list[str] = []
+    monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", lambda name, *args, **kwargs: names.append(name))
+    cuda_text(lambda x: cute_ops_jax.rmsnorm(x), shaped_pair()[0])
+    (variant,) = fake_kernels.variants
+    monkeypatch.setattr(targets, "_known", set())
+    names.clear()
+    together = threading.Barrier(4)
+    real = fake_kernels.get
+
+    def slow(asked: Any) -> Any:
+        function = real(asked)
+        together.wait(10)
+        return function
+
+    monkeypatch.setattr(cache, "get", slow)
+    threads = [threading.Thread(target=targets.ensure, args=(variant,)) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert names == [variant.symbol]
+
+
+# The whole path on the CPU: lowering, registration, XLA's FFI, TVM-FFI, results back.
+
+
+def test_ffi_values_against_float64(stage_problem: Any, through_ffi: Any, fake_kernels: Any) -> None:
+    from cute_ops_jax import gradient
+
+    op, arrays = stage_problem.op, stage_problem.inputs()
+    outputs = jax.jit(lambda given: gradient.stage(op)(given, stage_problem.attrs))(arrays)
+    got = tuple(None if outputs[n] is None else np.asarray(outputs[n]) for n in op.outputs)
+    testing.check(op, arrays, stage_problem.attrs, got)
+    ((symbol, shapes),) = fake_kernels.calls
+    assert symbol == fake_kernels.variants[-1].symbol
+    for (name, tensor), shape in zip(
+        ((n, op.inputs[n]) for n, a in arrays.items() if a is not None), shapes, strict=False
+    ):
+        assert len(shape) == (2 if tensor.rows else 1), name
+
+
+def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given)))
+
+
+def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
+    """What runs through the FFI agrees with what the reference's own lowering gives."""
+    ours, plain = through_ffi(op), cute_ops_jax.register(op)
+    rng = np.random.default_rng(5)
+    arrays = [rng.standard_normal((3, 2, 6) if t.rows else 6, np.float32) for t in op.inputs.values()]
+    axes = tuple(1 if t.rows else None for t in op.inputs.values())
+    everything = tuple(range(len(arrays)))
+
+    def programs(function: Callable[..., Any]) -> Mapping[str, Callable[..., Any]]:
+        gradient = jax.grad(loss_of(function), everything)
+
+        def scanned(first: Any, *others: Any) -> Any:
+            step = jax.checkpoint(lambda carry: jax.tree.leaves(function(carry, *others))[0])
+            return jnp.sum(jnp.sin(jax.lax.scan(lambda carry, _: (step(carry), None), first, None, length=2)[0]))
+
+        return {
+            "eager": function,
+            "grad": gradient,
+            "jit": jax.jit(gradient),
+            "vmap": jax.vmap(function, axes),
+            "vmap of grad": jax.jit(jax.vmap(gradient, axes)),
+            "scan, checkpoint, grad": jax.jit(jax.grad(scanned, everything)),
+        }
+
+    for (name, mine), reference in zip(programs(ours).items(), programs(plain).values(), strict=True):
+        before = len(fake_kernels.calls)
+        close(mine(*arrays), reference(*arrays))
+        assert len(fake_kernels.calls) > before, name
+
+
+def test_ffi_of_a_backward_with_a_cotangent_left_out(through_ffi: Any, fake_kernels: Any, close: Any) -> None:
+    x, w = np.linspace(-1, 2, 12, dtype=np.float32).reshape(2, 6), np.ones(6, np.float32)
+    ours, plain = through_ffi(cute_op("add_rmsnorm")), cute_ops_jax.add_rmsnorm
+
+    def first(function: Any) -> Any:
+        return jax.grad(lambda *given: jnp.sum(jnp.sin(function(*given)[0])), (0, 1, 2))(x, x, w)
+
+    close(first(ours), first(plain))
+    backward = fake_kernels.variants[-1]
+    assert backward.op == "add_rmsnorm_bwd"
+    assert backward.tensors["dresidual_out"] is None
+    assert backward.tensors["dx"] is None
+    assert backward.tensors["dresidual"] is not None
+
+
+def cute_op(name: str) -> Op:
+    from cute_ops.ops import OPS
+
+    return next(op for op in OPS if op.name == name)
+
+
+def test_registration_is_per_declaration() -> None:
+    assert front.register(cute_op("rmsnorm")) is cute_ops_jax.rmsnorm
+    assert isinstance(cute_op("rmsnorm").inputs["x"], Tensor)

@@ -1,0 +1,173 @@
+"""Every declared op through its primitive: values, gradients, shapes, and what the functions look like."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops import Op, Tensor, testing
+from cute_ops.ops import OPS
+from cute_ops_jax import stubs
+
+
+def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any]) -> None:
+    arrays = stage_problem.inputs()
+    testing.check(
+        stage_problem.op, arrays, stage_problem.attrs, run_stage(stage_problem.op, arrays, stage_problem.attrs)
+    )
+
+
+def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> None:
+    """Held to the tolerance of the backward op on the same values."""
+    op, attrs = problem.op, problem.attrs
+    # Quarters: sums of inputs are exact in every dtype, so that float64 sees the values that the op sees.
+    arrays = {
+        n: a if a is None else (np.round(a.astype(np.float32) * 4) / 4).astype(a.dtype)
+        for n, a in problem.inputs().items()
+    }
+    present = {n: a for n, a in arrays.items() if a is not None}
+    function = cute_ops_jax.register(op)
+    outputs, pull = jax.vjp(lambda given: function(**given, **attrs), present)
+    rng = np.random.default_rng(3)
+    cotangents = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), outputs)
+    (got,) = pull(cotangents)
+
+    with jax.enable_x64(True):
+        wide = {n: jnp.asarray(a.astype(np.float64)) for n, a in present.items()}
+        wide_cotangents = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), cotangents)
+        _, pull = jax.vjp(lambda given: op.reference(jnp, *(given.get(n) for n in op.inputs), **attrs), wide)
+        (exact,) = pull(wide_cotangents)
+
+    named_outputs = dict(zip(op.outputs, jax.tree.leaves(outputs), strict=True))
+    named_cotangents = dict(zip((f"d{n}" for n in op.outputs), jax.tree.leaves(cotangents), strict=True))
+    pool = {**arrays, **{n: np.asarray(a) for n, a in named_outputs.items()}, **named_cotangents}
+    limits = dict(
+        zip(op.grad.outputs, testing.tolerances(op.grad, {n: pool[n] for n in op.grad.inputs}, attrs), strict=True)
+    )
+    for name, gradient in got.items():
+        declared = op.grad.outputs[f"d{name}"]
+        limit = limits[f"d{name}"] if limits[f"d{name}"] is not None else limits[declared.same_as]
+        assert gradient.dtype == present[name].dtype
+        error = np.abs(np.asarray(gradient, np.float64) - np.asarray(exact[name]))
+        assert np.all(error <= limit), f"d{name}: {error.max():.3g} > {np.max(limit):.3g}"
+
+
+def test_shapes_without_values(problem: Any) -> None:
+    shaped = {n: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in problem.inputs().items()}
+    function = cute_ops_jax.register(problem.op)
+    outputs = jax.eval_shape(lambda given: function(**given, **problem.attrs), shaped)
+    exact = testing.run_reference(problem.op, problem.inputs(), problem.attrs)
+    assert [(o.shape, o.dtype) for o in jax.tree.leaves(outputs)] == [(e.shape, e.dtype) for e in exact]
+
+
+def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., Any]) -> None:
+    (rows,) = jax.export.symbolic_shape("rows")
+
+    def shaped(tensor: Tensor) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct((2, rows, 6) if tensor.rows else (6,), jnp.float32)
+
+    function = cute_ops_jax.register(op)
+    exported = jax.export.export(jax.jit(function), platforms=["cpu"])(*map(shaped, op.inputs.values()))
+    for count in (1, 5):
+        rng = np.random.default_rng(count)
+        arrays = [rng.standard_normal((2, count, 6) if t.rows else 6, np.float32) for t in op.inputs.values()]
+        close(exported.call(*arrays), function(*arrays))
+
+
+def test_one_dim_is_one_row(op: Op) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [rng.standard_normal(6, np.float32) for _ in op.inputs]
+    one = cute_ops_jax.register(op)(*arrays)
+    two = cute_ops_jax.register(op)(
+        *(a[None] if t.rows else a for a, t in zip(arrays, op.inputs.values(), strict=True))
+    )
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
+        assert a.shape == (6,)
+        np.testing.assert_array_equal(a, b[0])
+
+
+@pytest.mark.parametrize("lead", [(0,), (3, 0), (0, 2)])
+def test_zero_rows_need_no_kernel(op: Op, lead: tuple[int, ...]) -> None:
+    shapes = [(*lead, 6) if t.rows else (6,) for t in op.inputs.values()]
+    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    function = cute_ops_jax.register(op)
+
+    def loss(*given: Any) -> Any:
+        return sum(jnp.sum(o) for o in jax.tree.leaves(function(*given)))
+
+    differentiate = jax.grad(loss, tuple(range(len(arrays))))
+    assert "cute_" not in str(jax.make_jaxpr(differentiate)(*arrays))
+    assert all(o.shape == (*lead, 6) for o in jax.tree.leaves(function(*arrays)))
+    for gradient, array in zip(differentiate(*arrays), arrays, strict=True):
+        assert gradient.dtype == array.dtype
+        np.testing.assert_array_equal(gradient, np.zeros_like(array))
+
+
+def test_function_looks_like_its_declaration(op: Op) -> None:
+    function = getattr(cute_ops_jax, op.name)
+    parameters = inspect.signature(function).parameters
+    assert list(parameters) == [*op.inputs, *op.attrs]
+    assert [p.default for p in parameters.values() if p.default is not p.empty] == [
+        *(None for t in op.inputs.values() if t.optional), *op.attrs.values(),
+    ]  # fmt: skip
+    assert function.__name__ == op.name
+    assert function.__doc__ == op.doc
+    assert cute_ops_jax.register(op) is function
+    assert op.name in cute_ops_jax.__all__
+
+
+def test_attributes_by_position_and_by_name() -> None:
+    x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)
+    by_name = cute_ops_jax.rmsnorm(x, x[0], eps=0.5, weight_offset=1.0)
+    np.testing.assert_array_equal(cute_ops_jax.rmsnorm(x, x[0], None, 0.5, 1.0), by_name)
+    assert not np.array_equal(cute_ops_jax.rmsnorm(x, x[0]), by_name)
+
+
+def test_stub_file_is_up_to_date() -> None:
+    assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_jax.stubs"
+
+
+def test_stubs_name_every_argument() -> None:
+    found: dict[str, Any] = {}
+    exec(stubs.text(), found)
+    for op in OPS:
+        parameters = inspect.signature(found[op.name]).parameters
+        assert {n: p.default for n, p in parameters.items()} == {
+            n: p.default for n, p in inspect.signature(getattr(cute_ops_jax, op.name)).parameters.items()
+        }
+
+
+def reference_scale(xp: Any, x: Any, *, factor: float) -> Any:
+    return x * factor
+
+
+def scale_op(**changes: Any) -> Op:
+    declaration: dict[str, Any] = {
+        "inputs": {"x": Tensor("*m n", "T")}, "outputs": {"out": Tensor("*m n", "T")}, "dtypes": {"T": ("float32",)},
+        "attrs": {"factor": 2.0}, "reference": reference_scale, "kernel": "cute_ops.kernels.rmsnorm:RMSNorm",
+    }  # fmt: skip
+    return Op("scale", **{**declaration, **changes})
+
+
+def test_a_users_op_is_registered_like_ours() -> None:
+    scale = cute_ops_jax.register(scale_op())
+    x = np.ones((2, 3), np.float32)
+    np.testing.assert_array_equal(jax.jit(jax.vmap(scale, in_axes=1))(x), 2 * x.T)
+    np.testing.assert_array_equal(scale(x, factor=3.0), 3 * x)
+
+
+def test_a_reference_that_breaks_its_declaration_is_named() -> None:
+    wrong = cute_ops_jax.register(scale_op(reference=lambda xp, x, *, factor: xp.sum(x * factor, axis=-1)))
+    with pytest.raises(TypeError) as caught:
+        wrong(np.ones((2, 3), np.float32))
+    assert str(caught.value) == "cute.scale: its reference returned float32[2] for `out`, declared is float32[2, 3]."
+    wrong = cute_ops_jax.register(scale_op(reference=lambda xp, x, *, factor: (x, x)))
+    with pytest.raises(TypeError, match="its reference returned 2 outputs, declared are 1"):
+        wrong(np.ones((2, 3), np.float32))

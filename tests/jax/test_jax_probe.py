@@ -1,0 +1,45 @@
+"""``probe``: nothing to say here, and one useful sentence for each thing wrong."""
+
+from __future__ import annotations
+
+import pytest
+
+import cute_ops_jax
+from cute_ops import toolchain
+from cute_ops_jax import _compat, bridge
+
+
+def test_all_is_well() -> None:
+    assert cute_ops_jax.probe() == []
+    assert cute_ops_jax.probe() == []  # each makes a target of its own
+
+
+def test_old_jax(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_compat, "jax_version", lambda: (0, 9, 0))
+    (problem,) = cute_ops_jax.probe()
+    assert problem.endswith("is too old for jax-tvm-ffi: pip install 'jax>=0.9.1'")
+
+
+@pytest.mark.parametrize(
+    ("version", "text"),
+    [
+        (None, "jax-tvm-ffi is not installed: pip install 'cute-ops[jax]'"),
+        ("0.1.2.post1", "jax-tvm-ffi 0.1.2.post1 is too old: pip install 'jax-tvm-ffi>=0.1.3'"),
+    ],
+)
+def test_wrong_bridge(version: str | None, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(toolchain, "version", lambda name: version)
+    assert cute_ops_jax.probe() == [text]
+    with pytest.raises(RuntimeError, match="kernels cannot run: jax-tvm-ffi"):
+        bridge.require.__wrapped__()
+
+
+def test_a_bridge_that_xla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> bool:
+        raise RuntimeError("No FFI handler registered for cute_ops_probe\nstack")
+
+    monkeypatch.setattr(bridge, "_call", refuse)
+    (problem,) = cute_ops_jax.probe()
+    assert "do not fit together (RuntimeError: No FFI handler registered for cute_ops_probe): pip install" in problem
+    monkeypatch.setattr(bridge, "_call", lambda: False)
+    assert cute_ops_jax.probe() == ["XLA's FFI did not call a registered function"]

@@ -1,0 +1,251 @@
+"""Transformations compose: each result against the same thing done by hand."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops import Op
+from cute_ops_jax.primitive import stage
+
+SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
+Close = Callable[[Any, Any], None]
+
+
+def examples(op: Op, count: int = SIZE) -> list[np.ndarray]:
+    """Per input ``count`` stacked examples, batch in axis 0."""
+    rng = np.random.default_rng(7)
+    return [rng.standard_normal((count, ROWS, N) if t.rows else (count, N), np.float32) for t in op.inputs.values()]
+
+
+def subsets(op: Op) -> list[tuple[str, ...]]:
+    return [s for k in range(1, len(op.inputs) + 1) for s in itertools.combinations(op.inputs, k)]
+
+
+def loss(op: Op) -> Callable[..., Any]:
+    function = cute_ops_jax.register(op)
+
+    def run(*arrays: Any) -> Any:
+        outputs = jax.tree.leaves(function(*arrays))
+        return sum(jnp.sum(jnp.sin(o) * (i + 1)) for i, o in enumerate(outputs))
+
+    return run
+
+
+def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: list[bool]) -> Any:
+    """``vmap`` as a Python loop; an input that is not batched is its first example."""
+    calls = [function(*(a[i] if b else a[0] for a, b in zip(arrays, batched, strict=True))) for i in range(SIZE)]
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *calls)
+
+
+def test_vmap_of_some_inputs_only(op: Op, close: Close) -> None:
+    """Every subset of the inputs, the batch dim somewhere else each time."""
+    function, arrays = cute_ops_jax.register(op), examples(op)
+    for turn, subset in enumerate(subsets(op)):
+        batched = [name in subset for name in op.inputs]
+        axes = [(turn + k) % a.ndim if b else None for k, (a, b) in enumerate(zip(arrays, batched, strict=True))]
+        moved = [a[0] if axis is None else np.moveaxis(a, 0, axis) for a, axis in zip(arrays, axes, strict=True)]
+        close(jax.vmap(function, tuple(axes))(*moved), by_hand(function, arrays, batched))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2, -1])
+@pytest.mark.parametrize("out_axis", [0, 1, -1])
+def test_vmap_in_every_axis(op: Op, axis: int, out_axis: int, close: Close) -> None:
+    function, arrays = cute_ops_jax.register(op), examples(op)
+    rows = [t.rows is not None for t in op.inputs.values()]
+    moved = [np.moveaxis(a, 0, axis) if row else a[0] for a, row in zip(arrays, rows, strict=True)]
+    got = jax.vmap(function, tuple(axis if row else None for row in rows), out_axis)(*moved)
+    expected = jax.tree.map(lambda a: np.moveaxis(a, 0, out_axis), by_hand(function, arrays, rows))
+    close(got, expected)
+
+
+def test_vmap_over_rows_is_one_call_without_a_loop(op: Op) -> None:
+    arrays = examples(op)
+    axes = tuple(0 if t.rows else None for t in op.inputs.values())
+    moved = [a if axis == 0 else a[0] for a, axis in zip(arrays, axes, strict=True)]
+    jaxpr = str(jax.make_jaxpr(jax.vmap(cute_ops_jax.register(op), axes))(*moved))
+    assert jaxpr.count(f"cute_{op.name}[") == 1
+    assert "scan" not in jaxpr
+
+
+def test_nested_vmap(op: Op, close: Close) -> None:
+    function, arrays = cute_ops_jax.register(op), examples(op)
+    twice = [np.stack([a, 2 * a]) for a in arrays]
+    got = jax.vmap(jax.vmap(function))(*twice)
+    close(jax.tree.map(lambda a: a[1], got), jax.vmap(function)(*(2 * a for a in arrays)))
+
+
+def test_vmap_of_no_example(op: Op) -> None:
+    outputs = jax.vmap(cute_ops_jax.register(op))(*(a[:0] for a in examples(op)))
+    assert all(o.shape == (0, ROWS, N) for o in jax.tree.leaves(outputs))
+
+
+@pytest.mark.parametrize("share_weights", [True, False])
+def test_vmap_of_grad_gives_a_gradient_per_example(op: Op, share_weights: bool, close: Close) -> None:
+    arrays = examples(op)
+    batched = [t.rows is not None or not share_weights for t in op.inputs.values()]
+    gradient = jax.grad(loss(op), tuple(range(len(arrays))))
+    given = [a if b else a[0] for a, b in zip(arrays, batched, strict=True)]
+    got = jax.vmap(gradient, tuple(0 if b else None for b in batched))(*given)
+    close(got, by_hand(gradient, arrays, batched))
+
+
+def test_vmap_of_vjp_with_shared_primals(op: Op, close: Close) -> None:
+    """Many cotangents of one point, as a Jacobian asks for: only ``d<output>`` is batched in the backward op."""
+    arrays = [a[0] for a in examples(op)]
+    outputs, pull = jax.vjp(cute_ops_jax.register(op), *arrays)
+    rng = np.random.default_rng(1)
+    cotangents = jax.tree.map(lambda o: rng.standard_normal((SIZE, *o.shape), np.float32), outputs)
+    calls = [pull(jax.tree.map(lambda c, i=i: c[i], cotangents)) for i in range(SIZE)]
+    close(jax.vmap(pull)(cotangents), jax.tree.map(lambda *leaves: np.stack(leaves), *calls))
+
+
+def test_grad_of_vmap_sums_over_examples(op: Op, close: Close) -> None:
+    arrays = examples(op)
+    shared = [a if t.rows else a[0] for a, t in zip(arrays, op.inputs.values(), strict=True)]
+    axes = tuple(0 if t.rows else None for t in op.inputs.values())
+    everything = tuple(range(len(arrays)))
+    got = jax.grad(lambda *given: jnp.sum(jax.vmap(loss(op), axes)(*given)), everything)(*shared)
+    close(got, jax.grad(loss(op), everything)(*shared))
+
+
+def test_jit_changes_nothing(op: Op, close: Close) -> None:
+    arrays = [a[0] for a in examples(op)]
+    gradient = jax.value_and_grad(loss(op), tuple(range(len(arrays))))
+    close(jax.jit(gradient)(*arrays), gradient(*arrays))
+    with jax.disable_jit():
+        close(gradient(*arrays), jax.jit(gradient)(*arrays))
+
+
+def chain(op: Op) -> Callable[..., Any]:
+    """Three calls in a row, the output fed to the first input."""
+    function = cute_ops_jax.register(op)
+
+    def run(first: Any, *others: Any) -> Any:
+        for _ in range(3):
+            first = jax.tree.leaves(function(first, *others))[0]
+        return jnp.sum(jnp.sin(first))
+
+    return run
+
+
+def test_scan_and_its_gradient(op: Op, close: Close) -> None:
+    arrays = [a[0] for a in examples(op)]
+    function = cute_ops_jax.register(op)
+
+    def scanned(first: Any, *others: Any) -> Any:
+        def step(carry: Any, _: Any) -> tuple[Any, Any]:
+            new = jax.tree.leaves(function(carry, *others))[0]
+            return new, None
+
+        return jnp.sum(jnp.sin(jax.lax.scan(step, first, None, length=3)[0]))
+
+    everything = tuple(range(len(arrays)))
+    close(jax.jit(jax.value_and_grad(scanned, everything))(*arrays), jax.value_and_grad(chain(op), everything)(*arrays))
+
+
+def test_checkpoint_recomputes_and_agrees(op: Op, close: Close) -> None:
+    arrays = [a[0] for a in examples(op)]
+    everything = tuple(range(len(arrays)))
+    plain, saved = jax.grad(chain(op), everything), jax.grad(jax.checkpoint(chain(op)), everything)
+    close(jax.jit(saved)(*arrays), plain(*arrays))
+    name = f"cute_{op.name}["
+    # The last call's output is only summed, so its input suffices; how many come back is JAX's choice.
+    assert str(jax.make_jaxpr(saved)(*arrays)).count(name) > str(jax.make_jaxpr(plain)(*arrays)).count(name)
+
+
+def test_cond_and_while(op: Op, close: Close) -> None:
+    function, arrays = cute_ops_jax.register(op), [a[0] for a in examples(op)]
+    first = jax.tree.leaves(function(*arrays))[0]
+    got = jax.jit(
+        lambda flag, *given: jax.lax.cond(flag, lambda: jax.tree.leaves(function(*given))[0], lambda: given[0])
+    )
+    close(got(True, *arrays), first)
+    close(got(False, *arrays), arrays[0])
+    looped = jax.lax.while_loop(
+        lambda state: state[0] < 2,
+        lambda state: (state[0] + 1, jax.tree.leaves(function(state[1], *arrays[1:]))[0]),
+        (0, arrays[0]),
+    )[1]
+    close(looped, jax.tree.leaves(function(first, *arrays[1:]))[0])
+
+
+def test_an_op_inside_a_users_custom_vjp(op: Op, close: Close) -> None:
+    arrays = [a[0] for a in examples(op)]
+    plain = loss(op)
+    wrapped = jax.custom_vjp(plain)
+    wrapped.defvjp(lambda *given: jax.vjp(plain, *given), lambda pull, cotangent: pull(cotangent))
+    everything = tuple(range(len(arrays)))
+    close(jax.grad(wrapped, everything)(*arrays), jax.grad(plain, everything)(*arrays))
+
+
+def test_ahead_of_time(op: Op, close: Close) -> None:
+    arrays = [a[0] for a in examples(op)]
+    function = cute_ops_jax.register(op)
+    close(jax.jit(lambda *given: function(*given)).lower(*arrays).compile()(*arrays), function(*arrays))
+
+
+def test_an_unused_output_costs_no_zeros() -> None:
+    """A cotangent that nobody made is left out, not filled with zeros and read."""
+    x = np.ones((ROWS, N), np.float32)
+    gradient = jax.grad(lambda *given: jnp.sum(cute_ops_jax.add_rmsnorm(*given)[0]), (0, 1))
+    jaxpr = str(jax.make_jaxpr(gradient)(x, x))
+    assert "names=('residual_out', 'dout')" in jaxpr
+
+
+def test_only_the_other_output_used(close: Close) -> None:
+    """A cotangent that the backward op insists on is zeros."""
+    x = np.ones((ROWS, N), np.float32)
+    got = jax.grad(lambda *given: jnp.sum(cute_ops_jax.add_rmsnorm(*given)[1]), (0, 1))(x, x)
+    close(got, (x, x))
+
+
+def test_shared_gradient_serves_both_inputs() -> None:
+    x = np.linspace(-1, 1, N, dtype=np.float32)
+    dx, dresidual = jax.grad(lambda *given: jnp.sum(jnp.sin(cute_ops_jax.add_rmsnorm(*given)[0])), (0, 1))(x, x)
+    np.testing.assert_array_equal(dx, dresidual)
+    wide = x.astype(jnp.bfloat16)
+    dx, dresidual = jax.grad(lambda *given: jnp.sum(cute_ops_jax.add_rmsnorm(*given)[1]), (0, 1))(wide, x)
+    assert (dx.dtype, dresidual.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+def test_threads_may_trace_at_once(op: Op, close: Close) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    arrays = [a[0] for a in examples(op)]
+    gradient = jax.grad(loss(op))
+    with ThreadPoolExecutor(4) as pool:
+        results = list(pool.map(lambda _: jax.jit(lambda *given: gradient(*given))(*arrays), range(8)))
+    for result in results:
+        close(result, gradient(*arrays))
+
+
+def test_shard_map_without_replication_checks(op: Op, close: Close) -> None:
+    mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1])
+    specs = tuple(jax.P("rows") if t.rows else jax.P() for t in op.inputs.values())
+    arrays = [a[0] for a in examples(op)]
+    gradient = jax.value_and_grad(lambda *given: loss(op)(*given), tuple(range(len(arrays))))
+
+    def sharded(check: bool) -> Any:
+        function = cute_ops_jax.register(op)
+        body = jax.shard_map(lambda *given: jax.tree.leaves(function(*given)), mesh=mesh, in_specs=specs,
+                             out_specs=jax.P("rows"), check_vma=check)  # fmt: skip
+        return jax.value_and_grad(
+            lambda *given: sum(jnp.sum(jnp.sin(o) * (i + 1)) for i, o in enumerate(body(*given))),
+            tuple(range(len(arrays))),
+        )(*arrays)
+
+    close(sharded(check=False), gradient(*arrays))
+    with pytest.raises(NotImplementedError, match=r"pass check_vma=False to jax\.shard_map"):
+        sharded(check=True)
+
+
+def test_primitives_are_named_after_their_ops(op: Op) -> None:
+    assert stage(op).primitive.name == f"cute_{op.name}"
