@@ -109,7 +109,7 @@ class Op:
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
         kernel: ``"module:Class"``, imported only where it is compiled.
         tile: ``tile(problem) -> {name: int}``, the kernel's compile-time configuration.
-        workspace: ``workspace(problem, tile) -> {name: Array}``, scratch arrays handed to the kernel.
+        workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
             ``d<input>`` are the gradients; attributes pass by name.
@@ -131,7 +131,7 @@ class Op:
         attrs: Mapping[str, Any] | None = None,
         static: tuple[str, ...] = ("n",),
         tile: Callable[[Problem], Mapping[str, int]] | None = None,
-        workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array]] | None = None,
+        workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array | None]] | None = None,
         grad: Op | None = None,
         check: Callable[[Any], str | None] | None = None,
         cases: tuple[Case, ...] = (),

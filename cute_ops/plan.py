@@ -91,11 +91,13 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan
         arch=target.arch, sm_count=target.sm_count,
     )  # fmt: skip
     tile = op.tile(problem)
-    workspaces = op.workspace(problem, tile)
-    for name, array in workspaces.items():
-        keys[name] = _tensor_key(
-            name, array.dtype, array.shape, (None,) * len(array.shape), Memory(compact(array.shape))
-        )
+    workspaces: dict[str, Array] = {}
+    for name, scratch in op.workspace(problem, tile).items():
+        keys[name] = None
+        if scratch is not None:
+            workspaces[name] = scratch
+            shape, dynamic = scratch.shape, (None,) * len(scratch.shape)
+            keys[name] = _tensor_key(name, scratch.dtype, shape, dynamic, Memory(compact(shape)))
     variant = Variant(
         op=op.name, kernel=op.kernel, arch=target.arch, names=tuple(keys), args=tuple(keys.values()),
         static=tuple(static.items()), attributes=tuple(binding.attrs.items()), config=tuple(sorted(tile.items())),

@@ -56,10 +56,11 @@ def reference_bwd(
     return xp.astype(dx, x.dtype), sum_rows(xp, dy * normed, weight), sum_rows(xp, dy, bias)
 
 
-def parts_workspace(problem: Problem, tile: Any) -> dict[str, Array]:
+def parts_workspace(problem: Problem, tile: Any) -> dict[str, Array | None]:
     """Partial weight gradients, one row per persistent CTA, summed by the kernel's second stage."""
     shape = (backward_parts(problem, tile), problem.dims["n"])
-    return {f"{d}_parts": Array(shape, "float32") for d in ("dweight", "dbias") if d in problem.dtypes}
+    wanted = {d: d in problem.dtypes for d in ("dweight", "dbias")}
+    return {f"{d}_parts": Array(shape, "float32") if here else None for d, here in wanted.items()}
 
 
 rmsnorm_bwd = Op(

@@ -15,7 +15,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "mypackage"
     folder.mkdir()
     (folder / "__init__.py").write_text("raise RuntimeError('imported')")
-    (folder / "kernel.py").write_text("from . import _one\nfrom mypackage._two import f\nimport os\n")
+    (folder / "kernel.py").write_text("from . import (\n    _one,\n)\nfrom mypackage._two import f  # why\nimport os\n")
     (folder / "_one.py").write_text("a = 1\n")
     (folder / "_two.py").write_text("from ._three import b\n")
     (folder / "_three.py").write_text("b = 1\n")
