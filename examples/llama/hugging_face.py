@@ -1,4 +1,4 @@
-"""A Hugging Face Llama (random weights) whose norms and MLPs are replaced by ours in one call; logits and gradients compared.
+"""A Hugging Face Llama (random weights): one call replaces its norms and MLPs by ours; logits and gradients compared.
 
 python examples/llama/hugging_face.py
 """
@@ -45,7 +45,7 @@ def main() -> int:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     model = small_llama().to(device)
     patched = copy.deepcopy(model)
-    cute_ops_torch.patch(patched)
+    replaced = cute_ops_torch.patch(patched)
     tokens = torch.randint(0, 512, (2, 200), device=device)
     expected, got = run(model, tokens), run(patched, tokens)
     if got.keys() != expected.keys():
@@ -58,6 +58,7 @@ def main() -> int:
         table.add_row(name, f"{errors[name]:.1e}", "yes" if errors[name] <= TOLERANCE else "NO")
     console = Console()
     console.print(table)
+    console.print(f"replaced {len(replaced)} modules by {', '.join(sorted({r.op for r in replaced}))}")
     console.print(f"compared {len(errors)} tensors; shown: logits, loss and the three worst gradients")
     return 0 if all(e <= TOLERANCE for e in errors.values()) else 1
 

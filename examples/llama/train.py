@@ -20,20 +20,16 @@ from pathlib import Path
 # The frameworks take turns on one GPU.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
-import matplotlib
 import model_jax
 import model_torch
 import numpy as np
 import torch
 from config import LARGE, SMALL, Config
 from data import batches, load_bytes
+from matplotlib.figure import Figure
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
-
-matplotlib.use("Agg")
-torch.set_num_threads(1)  # matrices this small gain nothing from a second, which a busy machine may not have
-import matplotlib.pyplot as plt
 
 # Largest difference of two losses, in nats per byte: float32 rounding, carried through training.
 TOLERANCE = 1e-4
@@ -89,7 +85,8 @@ def write_table(curves: Curves, path: Path) -> None:
 
 
 def write_picture(curves: Curves, path: Path) -> None:
-    figure, (top, bottom) = plt.subplots(2, 1, figsize=(7, 6), sharex=True, height_ratios=(2, 1), layout="constrained")
+    figure = Figure(figsize=(7, 6), layout="constrained")
+    top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     styles = {"own": {"linewidth": 4, "alpha": 0.3}, "our": {"linewidth": 1.2}}
     for color, mode in enumerate(MODES):
         for ops in OPS:
@@ -102,7 +99,6 @@ def write_picture(curves: Curves, path: Path) -> None:
     top.legend(fontsize=8)
     bottom.legend(fontsize=8)
     figure.savefig(path, dpi=120)
-    plt.close(figure)
 
 
 def print_summary(curves: Curves, seconds: dict, config: Config, console: Console) -> None:
@@ -121,6 +117,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("out/llama"))
     options = parser.parse_args(arguments)
     console = Console()
+    torch.set_num_threads(1)  # matrices this small gain nothing from a second, which a busy machine may not have
     options.out.mkdir(parents=True, exist_ok=True)
 
     curves, seconds = train(SMALL, options.steps, console)

@@ -1,0 +1,430 @@
+"""Device time of every contender on a grid of problems, and what part of the copy rate each reaches.
+
+PyTorch contenders: at least 64 calls are captured in one CUDA graph. They take turns on buffer sets that together
+exceed three times the L2 cache (four sets at least), and write to as many output buffers, so that neither inputs nor
+outputs are found in L2. The graph's replay time, by events, divided by its calls is one sample.
+
+JAX contenders: one jitted program makes the calls one after another (an optimization barrier keeps XLA from merging
+them) on the same rotating buffers, imported without a copy. CUDA graphs inside XLA close most of the gaps between
+launches. Several programs are dispatched without waiting; wall time until all are done, divided by all calls, is one
+sample. Nothing is subtracted, so small problems include what dispatch could not hide.
+
+Samples of all contenders of a problem are interleaved; the median counts and the extremes are kept. Every contender's
+result is checked first. GB/s counts the least bytes: each input read once, each output written once. The copy rate is
+that of a large ``copy_``, by events, outside of a graph (inside, it would use the copy engine).
+
+    python benchmarks/device_time.py --out out/benchmarks [--ops rmsnorm] [--contenders "torch eager" quack] [--quick]
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import contenders
+import torch
+from common import Table, first_line, spread
+from problems import BY_NAME, DIRECTIONS, Problem, grid, smoke
+from rich.console import Console
+from rich.table import Table as View
+from torch._functorch import config as functorch_config
+
+COLUMNS = (
+    "op", "direction", "rows", "n", "dtype", "weight", "residual", "layout", "contender", "status",
+    "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "sets", "calls",
+)  # fmt: skip
+CALLS = 64
+MAX_SETS = 256
+JAX_MAX_CALLS, JAX_MAX_BYTES = 64, 6 << 30  # a jitted program keeps the outputs of all its calls
+Sampler = Callable[[], float]
+
+
+class Buffers(NamedTuple):
+    """Inputs of one call, and gradients of its outputs."""
+
+    inputs: tuple[torch.Tensor, ...]
+    cotangents: tuple[torch.Tensor, ...]
+
+
+# --- calls ---------------------------------------------------------------------------------------------------------
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def torch_calls(function: Callable[..., Any], direction: str, sets: Sequence[Buffers]) -> list[Callable[[], Any]]:
+    """One closure per buffer set. A backward call goes through autograd, on a forward call made here."""
+    calls = []
+    for inputs, cotangents in sets:
+        if direction == "fwd":
+            calls.append(lambda inputs=inputs: as_tuple(function(*inputs)))
+            continue
+        leaves = tuple(t.detach().requires_grad_() for t in inputs)
+        outputs = as_tuple(function(*leaves))
+        calls.append(
+            lambda o=outputs, x=leaves, g=cotangents: torch.autograd.grad(o, x, g, retain_graph=True)
+        )  # fmt: skip
+    return calls
+
+
+def jax_call(function: Callable[..., Any], direction: str) -> Callable[..., Any]:
+    """A traceable call: inputs, and for backward cotangents, to a tuple."""
+    if direction == "fwd":
+        return lambda inputs, cotangents: as_tuple(function(*inputs))
+    import jax
+
+    def backward(inputs: Any, cotangents: Any) -> Any:
+        outputs, pull = jax.vjp(function, *inputs)
+        return pull(cotangents if isinstance(outputs, tuple) else cotangents[0])
+
+    return backward
+
+
+# --- sampling ------------------------------------------------------------------------------------------------------
+
+
+def graph_sampler(calls: Sequence[Callable[[], Any]], count: int, stream: torch.cuda.Stream) -> Sampler:
+    """Microseconds of a call, by replays of a graph of ``count`` calls."""
+    graph = torch.cuda.CUDAGraph()
+    keep: list[Any] = [None] * len(calls)  # outputs of the last round, so that no two calls share output buffers
+    with torch.cuda.graph(graph, stream=stream):
+        for i in range(count):
+            keep[i % len(calls)] = calls[i % len(calls)]()
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    graph.replay()
+
+    def sample() -> float:
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        return start.elapsed_time(end) * 1e3 / count
+
+    sample.graph = graph, keep  # type: ignore[attr-defined]
+    return sample
+
+
+def loop_sampler(calls: Sequence[Callable[[], Any]], count: int) -> Sampler:
+    """The same by wall time, for machines without a GPU: a check of this file, not a measurement."""
+
+    def sample() -> float:
+        begin = time.perf_counter()
+        for i in range(count):
+            calls[i % len(calls)]()
+        return (time.perf_counter() - begin) * 1e6 / count
+
+    return sample
+
+
+def jax_sampler(call: Callable[..., Any], sets: Sequence[Buffers], count: int) -> Sampler:
+    """Microseconds of a call, by programs of ``count`` calls."""
+    import jax
+
+    def program(sets: Any) -> Any:
+        outputs: list[Any] = []
+        for i in range(count):
+            arguments = sets[i % len(sets)]
+            if outputs:  # a call waits for the one before it
+                arguments, outputs[-1] = jax.lax.optimization_barrier((arguments, outputs[-1]))
+            outputs.append(call(*arguments))
+        return outputs
+
+    arrays = [tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in buffers) for buffers in sets]
+    compiled = jax.jit(program).lower(arrays).compile()
+    jax.block_until_ready(compiled(arrays))
+    begin = time.perf_counter()
+    jax.block_until_ready(compiled(arrays))
+    repeats = min(max(2, math.ceil(20e-3 / (time.perf_counter() - begin))), 50)
+
+    def sample() -> float:
+        begin = time.perf_counter()
+        for _ in range(repeats):
+            last = compiled(arrays)
+        jax.block_until_ready(last)
+        return (time.perf_counter() - begin) * 1e6 / (repeats * count)
+
+    return sample
+
+
+def copy_rate(device: torch.device, gigabytes: float) -> list[float]:
+    """GB/s of a large copy, bytes read and bytes written, by events; one figure per sample."""
+    elements = int(gigabytes * 2**30) // 4
+    pairs = [(torch.randn(elements, device=device), torch.empty(elements, device=device)) for _ in range(2)]
+    rates = []
+    for i in range(24):
+        source, target = pairs[i % 2]
+        if device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            target.copy_(source)
+            end.record()
+            end.synchronize()
+            seconds = start.elapsed_time(end) * 1e-3
+        else:
+            begin = time.perf_counter()
+            target.copy_(source)
+            seconds = time.perf_counter() - begin
+        rates.append(8 * elements / seconds / 1e9)
+    return rates[4:]
+
+
+# --- one problem ---------------------------------------------------------------------------------------------------
+
+
+def expected(problem: Problem, direction: str, buffers: Buffers) -> list[torch.Tensor]:
+    """The eager result in float32 on the same values."""
+    wide = Buffers(*(tuple(t.float() for t in part) for part in buffers))
+    eager = contenders.make("torch eager", problem.op)
+    if eager is None:
+        raise RuntimeError("PyTorch's own function is missing")
+    return list(torch_calls(eager, direction, [wide])[0]())
+
+
+def error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
+    """The largest error of any output, relative to that output's largest value."""
+    if len(got) != len(wanted):
+        return math.inf
+    return max(
+        ((g.float() - w).abs().max() / w.abs().max()).item() if g.shape == w.shape else math.inf
+        for g, w in zip(got, wanted, strict=True)
+    )
+
+
+class Bench:
+    """Measures problems and writes their rows.
+
+    Args:
+        device: where to run.
+        table: where rows go.
+        names: contenders.
+        rounds: samples per contender.
+        ceiling: GB/s of a copy.
+    """
+
+    def __init__(
+        self, device: torch.device, table: Table, names: Sequence[str], rounds: int, ceiling: float, console: Console
+    ) -> None:
+        self.device, self.table, self.names, self.rounds = device, table, names, rounds
+        self.ceiling, self.console = ceiling, console
+        self.cuda = device.type == "cuda"
+        self.l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.cuda else 0
+        # Forward and backward calls of autograd must be captured on the stream that they were made on.
+        self.stream = torch.cuda.Stream(device) if self.cuda else None
+
+    def measure(self, problem: Problem, direction: str) -> None:
+        """Check and time every contender on one problem."""
+        least = problem.bytes(direction)
+        count = 1 if problem.hot else min(max(4, math.ceil(3 * self.l2 / least)), MAX_SETS)
+        sets = [
+            Buffers(tuple(problem.tensors(self.device, i).values()), problem.cotangents(self.device, i))
+            for i in range(count)
+        ]
+        wanted = expected(problem, direction, sets[0])
+        status: dict[str, str] = {}
+        samplers: dict[str, Sampler] = {}
+        calls: dict[str, int] = {}
+        for name in self.names:
+            try:
+                made = self.sampler(name, problem, direction, sets, wanted)
+            except Exception as failure:  # a contender's failure is a result
+                status[name] = f"failed: {first_line(failure)}"
+                self.synchronize()
+                continue
+            if isinstance(made, str):
+                status[name] = made
+            else:
+                status[name] = "ok"
+                samplers[name], calls[name] = made
+        del wanted
+        samples: dict[str, list[float]] = {name: [] for name in samplers}
+        for _ in range(self.rounds):
+            for name, sample in samplers.items():
+                self.synchronize()
+                samples[name].append(sample())
+        for name in self.names:
+            row: dict[str, Any] = {
+                "op": problem.op, "direction": direction, "rows": problem.rows, "n": problem.n, "dtype": problem.dtype,
+                "weight": problem.weight or problem.dtype, "residual": problem.residual or problem.dtype,
+                "layout": problem.layout, "contender": name, "status": status[name], "bytes": least, "sets": len(sets),
+            }  # fmt: skip
+            if name in samples:
+                us = spread(samples[name])
+                rate = least / us.median / 1e3
+                row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gb_s": rate, "calls": calls[name]}
+                row |= {"of_copy": rate / self.ceiling}
+            self.table.add(row)
+        self.show(problem, direction, status, samples, least)
+        samplers.clear()
+        sets.clear()
+        self.release()
+
+    def sampler(
+        self, name: str, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]
+    ) -> tuple[Sampler, int] | str:
+        """A checked contender's sampler and its calls per sample, or why there is none."""
+        function = contenders.make(name, problem.op)
+        if function is None:
+            return "not available"
+        if name in contenders.JAX:
+            return self.jax_sampler(function, problem, direction, sets, wanted)
+        if direction == "bwd" and contenders.overwrites_inputs(name, problem.op):
+            sets = [Buffers(tuple(t.clone() for t in inputs), cotangents) for inputs, cotangents in sets]
+        count = len(sets) * math.ceil(CALLS / len(sets))
+        with torch.set_grad_enabled(direction == "bwd"):
+            if self.stream is None:
+                calls = torch_calls(function, direction, sets)
+                wrong = self.wrong(calls[0](), wanted, problem, direction)
+                return wrong or (loop_sampler(calls, len(sets)), len(sets))
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                calls = torch_calls(function, direction, sets)
+                wrong = self.wrong(calls[0](), wanted, problem, direction)
+                if wrong:
+                    return wrong
+                for call in calls[:3]:
+                    call()
+            self.synchronize()
+            return graph_sampler(calls, count, self.stream), count
+
+    def jax_sampler(
+        self, function: Any, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]
+    ) -> tuple[Sampler, int] | str:
+        import jax
+
+        if problem.strided:
+            return "not available"  # XLA's buffers are compact
+        self.synchronize()  # the arrays are imported without waiting for PyTorch's stream
+        call = jax_call(function, direction)
+        first = tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in sets[0])
+        got = [torch.from_dlpack(a) for a in jax.block_until_ready(jax.jit(call)(*first))]
+        wrong = self.wrong(got, wanted, problem, direction)
+        if wrong:
+            return wrong
+        outputs = sum(t.numel() * t.element_size() for t in got)
+        del got
+        count = max(4, min(JAX_MAX_CALLS, JAX_MAX_BYTES // outputs)) if self.cuda else 4
+        return jax_sampler(call, sets[:count], count), count
+
+    def wrong(
+        self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Problem, direction: str
+    ) -> str | None:
+        """What disqualifies a result: other values, or other dtypes, which would move other bytes."""
+        found = error(got, wanted)
+        if found > (1e-4 if problem.dtype == "float32" else 3e-2):
+            return f"wrong: relative error {found:.2g}"
+        arrays = problem.binding("fwd").outputs if direction == "fwd" else problem.arrays()
+        dtypes = [a.dtype for a in arrays.values() if a]
+        if [str(g.dtype).removeprefix("torch.") for g in got] != dtypes:
+            return f"wrong: outputs are {', '.join(str(g.dtype) for g in got)}"
+        return None
+
+    def synchronize(self) -> None:
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def release(self) -> None:
+        """Give memory back before the next problem."""
+        gc.collect()
+        torch._dynamo.reset()
+        if any(name in contenders.JAX for name in self.names):
+            import jax
+
+            jax.clear_caches()
+        if self.cuda:
+            torch.cuda.empty_cache()
+
+    def show(self, problem: Problem, direction: str, status: dict, samples: dict, least: int) -> None:
+        view = View("contender", "us", "GB/s", "of copy", "spread", title=f"{problem.op} {direction} {problem.label}")
+        for name, state in status.items():
+            if name not in samples:
+                view.add_row(name, state, "", "", "")
+                continue
+            us = spread(samples[name])
+            rate = least / us.median / 1e3
+            width = (us.high - us.low) / us.median
+            view.add_row(name, f"{us.median:.2f}", f"{rate:.0f}", f"{rate / self.ceiling:.1%}", f"{width:.1%}")
+        self.console.print(view)
+
+
+# --- all of them ---------------------------------------------------------------------------------------------------
+
+
+def prepare(problems: Sequence[tuple[Problem, str]], workers: int) -> None:
+    """Compile our kernels for all problems, in several processes, into the cache."""
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        list(pool.map(prepare_one, problems))
+
+
+def prepare_one(task: tuple[Problem, str]) -> None:
+    """A kernel that fails to compile fails again, visibly, where it is measured."""
+    from cute_ops import cache, target
+    from cute_ops.errors import CompileError
+    from cute_ops.plan import plan
+
+    problem, direction = task
+    if problem.strided:
+        return  # its layout is known where it runs
+    try:
+        cache.get(plan(problem.binding(direction), {}, target.of_device()).variant)
+    except CompileError:
+        pass
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for device_time.csv")
+    parser.add_argument("--append", action="store_true", help="add to an existing file")
+    parser.add_argument("--ops", nargs="+", default=list(BY_NAME), choices=list(BY_NAME))
+    parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
+    parser.add_argument("--contenders", nargs="+", default=list(contenders.ALL), choices=contenders.ALL)
+    parser.add_argument("--only", help="only problems whose label holds this, e.g. 32768x4096")
+    parser.add_argument("--rounds", type=int, default=11, help="samples per contender")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further problem after this long")
+    parser.add_argument("--workers", type=int, default=8, help="processes that compile our kernels in advance")
+    parser.add_argument("--quick", action="store_true", help="few shapes, few rounds")
+    parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on the CPU: checks this file only")
+    options = parser.parse_args(arguments)
+
+    begin = time.perf_counter()
+    console = Console(width=110)
+    if not options.cpu_smoke and not torch.cuda.is_available():
+        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    functorch_config.donated_buffer = False  # a compiled backward is called more than once
+    device = torch.device("cpu" if options.cpu_smoke else "cuda")
+    chosen = smoke(options.ops) if options.cpu_smoke else grid(options.ops, options.quick)
+    chosen = [p for p in chosen if not options.only or options.only in p.label]
+    tasks = [(p, d) for p in chosen for d in options.directions]
+    if not options.cpu_smoke:
+        prepare(tasks, options.workers)
+        console.print(f"our kernels are compiled after {time.perf_counter() - begin:.0f} s")
+
+    table = Table(options.out / "device_time.csv", COLUMNS, options.append)
+    rates = copy_rate(device, 0.01 if options.cpu_smoke else 2.0)
+    ceiling = statistics.median(rates)
+    console.print(f"copy: {ceiling:.0f} GB/s (from {min(rates):.0f} to {max(rates):.0f})")
+    table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
+    rounds = 3 if options.quick or options.cpu_smoke else options.rounds
+    bench = Bench(device, table, options.contenders, rounds, ceiling, console)
+    for i, (problem, direction) in enumerate(tasks):
+        if time.perf_counter() - begin > options.seconds:
+            console.print(f"out of time: {len(tasks) - i} of {len(tasks)} problems not measured")
+            break
+        try:
+            bench.measure(problem, direction)
+        except torch.OutOfMemoryError as failure:
+            console.print(f"{problem.op} {direction} {problem.label}: {first_line(failure)}")
+            bench.release()
+    console.print(f"{time.perf_counter() - begin:.0f} s; wrote {options.out / 'device_time.csv'}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""Host time per call: what Python, the framework and the adapter cost before the kernel starts.
+
+Tensors are tiny, so the device is never the limit. A sample times 200 calls that are only enqueued, waits for the
+device outside of the timed region, and divides. Samples of all entries are interleaved; the median counts.
+
+    python benchmarks/host_time.py --out out/benchmarks
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common import Table, first_line, spread
+from contenders import EPS
+from rich.console import Console
+from rich.table import Table as View
+
+COLUMNS = ("call", "grad", "status", "us", "us_min", "us_max", "of_rms_norm")
+SHAPE = (16, 1024)
+CALLS = 200
+YARDSTICK = "F.rms_norm"
+Call = Callable[[], Any]
+
+
+def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]]:
+    """Makers of calls by name; a maker may raise where its package is missing."""
+    x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16).requires_grad_(grad)
+    weight = torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16).requires_grad_(grad)
+
+    def raw() -> Call:
+        import cute_ops_torch  # noqa: F401 (registers the op)
+
+        op = torch.ops.cute.rmsnorm
+        return lambda: op(x, weight, None, EPS)
+
+    def front() -> Call:
+        from cute_ops_torch import rmsnorm
+
+        return lambda: rmsnorm(x, weight, eps=EPS)
+
+    def module() -> Call:
+        from cute_ops_torch.nn import RMSNorm
+
+        norm = RMSNorm(SHAPE[-1], EPS, device=device, dtype=torch.bfloat16).requires_grad_(grad)
+        return lambda: norm(x)
+
+    def own_module() -> Call:
+        norm = torch.nn.RMSNorm(SHAPE[-1], EPS, device=device, dtype=torch.bfloat16).requires_grad_(grad)
+        return lambda: norm(x)
+
+    def compiled() -> Call:
+        from cute_ops_torch import rmsnorm
+
+        function = torch.compile(lambda x, weight: rmsnorm(x, weight, eps=EPS), fullgraph=True)
+        return lambda: function(x, weight)
+
+    def own_compiled() -> Call:
+        function = torch.compile(lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, EPS), fullgraph=True)
+        return lambda: function(x, weight)
+
+    def quack() -> Call:
+        from quack import rmsnorm
+
+        return lambda: rmsnorm(x, weight, eps=EPS)
+
+    def liger() -> Call:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        return lambda: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
+
+    return {
+        "torch.add": lambda: lambda: torch.add(x, x),
+        YARDSTICK: lambda: lambda: F.rms_norm(x, x.shape[-1:], weight, EPS),
+        "torch.nn.RMSNorm": own_module,
+        "torch.ops.cute.rmsnorm": raw,
+        "cute_ops_torch.rmsnorm": front,
+        "cute_ops_torch.nn.RMSNorm": module,
+        "torch.compile of F.rms_norm": own_compiled,
+        "torch.compile of cute_ops_torch.rmsnorm": compiled,
+        "quack.rmsnorm": quack,
+        "Liger RMSNorm": liger,
+    }
+
+
+def jax_entries() -> dict[str, Callable[[], Call]]:
+    import jax
+    import jax.numpy as jnp
+
+    x, weight = jnp.ones(SHAPE, jnp.bfloat16), jnp.ones(SHAPE[-1], jnp.bfloat16)
+
+    def ours(jit: bool) -> Callable[[], Call]:
+        def make() -> Call:
+            from cute_ops_jax import rmsnorm
+
+            function = jax.jit(lambda x, weight: rmsnorm(x, weight, eps=EPS)) if jit else rmsnorm
+            return lambda: function(x, weight)
+
+        return make
+
+    def own() -> Call:
+        from contenders import make
+
+        function = jax.jit(make("XLA (jit)", "rmsnorm"))
+        return lambda: function(x, weight)
+
+    return {
+        "jnp.add": lambda: lambda: jnp.add(x, x),
+        "jax.jit of jnp": own,
+        "cute_ops_jax.rmsnorm": ours(jit=False),
+        "jax.jit of cute_ops_jax.rmsnorm": ours(jit=True),
+    }
+
+
+def sampler(call: Call, wait: Callable[[Any], None], calls: int) -> Callable[[], float]:
+    def sample() -> float:
+        begin = time.perf_counter()
+        for _ in range(calls):
+            last = call()
+        seconds = time.perf_counter() - begin
+        wait(last)
+        return seconds * 1e6 / calls
+
+    return sample
+
+
+def measure(table: Table, device: torch.device, rounds: int, calls: int, console: Console) -> None:
+    def wait_torch(last: Any) -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    def wait_jax(last: Any) -> None:
+        last.block_until_ready()
+
+    groups = [("no", torch_entries(device, False), wait_torch), ("yes", torch_entries(device, True), wait_torch)]
+    try:
+        groups.append(("no", jax_entries(), wait_jax))
+    except ImportError:
+        console.print("JAX is not installed")
+    entries: dict[tuple[str, str], tuple[Callable[[], Call], Callable[[Any], None]]] = {
+        (name, grad): (make, wait) for grad, makers, wait in groups for name, make in makers.items()
+    }
+    status: dict[tuple[str, str], str] = {}
+    samplers = {}
+    for key, (make, wait) in entries.items():
+        try:
+            call = make()
+            for _ in range(3):
+                wait(call())
+        except Exception as failure:  # a contender's failure is a result
+            status[key] = "not available" if isinstance(failure, ImportError) else f"failed: {first_line(failure)}"
+            continue
+        status[key] = "ok"
+        samplers[key] = sampler(call, wait, calls)
+    samples: dict[tuple[str, str], list[float]] = {key: [] for key in samplers}
+    for _ in range(rounds):
+        for key, sample in samplers.items():
+            samples[key].append(sample())
+    view = View("call", "grad", "us", "spread", f"x {YARDSTICK}", title=f"host time per call, bfloat16 {list(SHAPE)}")
+    for key, state in status.items():
+        row: dict[str, Any] = {"call": key[0], "grad": key[1], "status": state}
+        cells = [state, "", ""]
+        if key in samples:
+            us = spread(samples[key])
+            row |= {"us": us.median, "us_min": us.low, "us_max": us.high}
+            cells = [f"{us.median:.2f}", f"{us.low:.2f} to {us.high:.2f}", ""]
+            yardstick = samples.get((YARDSTICK, key[1]))
+            if yardstick and "jax" not in key[0] and "jnp" not in key[0]:
+                row["of_rms_norm"] = us.median / spread(yardstick).median
+                cells[2] = f"{row['of_rms_norm']:.2f}"
+        table.add(row)
+        view.add_row(*key, *cells)
+    console.print(view)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for host_time.csv")
+    parser.add_argument("--rounds", type=int, default=25, help="samples per entry")
+    parser.add_argument("--cpu-smoke", action="store_true", help="few calls on the CPU: checks this file only")
+    options = parser.parse_args(arguments)
+    console = Console(width=110)
+    if not options.cpu_smoke and not torch.cuda.is_available():
+        parser.error("no GPU here; --cpu-smoke checks the code paths")
+    device = torch.device("cpu" if options.cpu_smoke else "cuda")
+    rounds, calls = (3, 5) if options.cpu_smoke else (options.rounds, CALLS)
+    measure(Table(options.out / "host_time.csv", COLUMNS), device, rounds, calls, console)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,151 @@
+"""One picture and the README's tables, from the CSV files of a folder.
+
+    python benchmarks/plot.py benchmarks/results [--readme README.md]
+
+Writes ``device_time.png`` beside the files. With ``--readme`` it also replaces what stands between the two ``figures``
+comments there, so that no figure is ever typed by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from pathlib import Path
+
+from common import read
+from matplotlib.figure import Figure
+
+BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
+STYLES = {
+    "torch eager": ("#9e9e9e", "v"),
+    "torch.compile": ("#6d4c41", "^"),
+    "quack": ("#1e88e5", "s"),
+    "Liger": ("#8e24aa", "D"),
+    "XLA (jit)": ("#43a047", "P"),
+    "ours (torch)": ("#e53935", "o"),
+    "ours (JAX)": ("#fb8c00", "o"),
+}
+TITLES = {"fwd": "forward", "bwd": "backward"}
+Row = dict[str, str]
+
+
+def plain(row: Row) -> bool:
+    """Whether a row belongs into the picture: one dtype for all, compact, a working set beyond the caches."""
+    same = row["dtype"] == row["weight"] == row["residual"] == "bfloat16"
+    return same and row["layout"] == "flat" and int(row["bytes"]) >= 128 << 20
+
+
+def shape(row: Row) -> str:
+    return f"{row['rows']}x{row['n']}"
+
+
+def unique(values: Iterable[str]) -> list[str]:
+    return list(dict.fromkeys(values))
+
+
+def draw(rows: list[Row], path: Path) -> None:
+    """GB/s by shape: one panel per op and direction."""
+    ceiling = float(next(r["gb_s"] for r in rows if r["op"] == "copy"))
+    measured = [r for r in rows if r["op"] != "copy" and plain(r)]
+    ops, directions = unique(r["op"] for r in measured), unique(r["direction"] for r in measured)
+    figure = Figure(figsize=(4.6 * len(ops), 3.2 * len(directions) + 0.6), layout="constrained")
+    axes = figure.subplots(len(directions), len(ops), squeeze=False, sharey=True)
+    for i, direction in enumerate(directions):
+        for j, op in enumerate(ops):
+            panel, here = axes[i][j], [r for r in measured if (r["op"], r["direction"]) == (op, direction)]
+            shapes = sorted(unique(shape(r) for r in here), key=lambda s: int(s.partition("x")[2]))
+            for name, (color, marker) in STYLES.items():
+                points = {shape(r): float(r["gb_s"]) for r in here if r["contender"] == name and r["status"] == "ok"}
+                xs = [k for k, s in enumerate(shapes) if s in points]
+                size = 9 if name == "ours (torch)" else 6
+                panel.plot(
+                    xs, [points[shapes[k]] for k in xs], marker, color=color, label=name, markersize=size, alpha=0.85
+                )
+            panel.axhline(ceiling, color="black", linewidth=1, linestyle="--", label="copy")
+            panel.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=8)
+            panel.set_title(f"{op} {TITLES[direction]}", fontsize=10)
+            panel.set_ylim(bottom=0)
+            panel.grid(axis="y", alpha=0.3)
+            if j == 0:
+                panel.set_ylabel("GB/s by least bytes moved")
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
+    figure.suptitle(f"bfloat16 on one {rows[0]['gpu']}, rows x n", fontsize=11)
+    figure.savefig(path, dpi=120)
+
+
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(header)
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def device_table(rows: list[Row]) -> str:
+    """GB/s by problem and contender."""
+    names = [n for n in STYLES if any(r["contender"] == n and r["status"] != "not available" for r in rows)]
+    problems: dict[str, dict[str, str]] = {}
+    for r in rows:
+        if r["op"] == "copy" or not plain(r):
+            continue
+        state = r["status"].partition(":")[0]
+        cell = {"ok": f"{float(r['gb_s'] or 0):.0f}", "not available": ""}.get(state, state)
+        problems.setdefault(f"{r['op']} {TITLES[r['direction']]} {shape(r)}", {})[r["contender"]] = cell
+    ceiling = float(next(r["gb_s"] for r in rows if r["op"] == "copy"))
+    table = markdown(["GB/s", *names], ([p, *(cells.get(n, "") for n in names)] for p, cells in problems.items()))
+    return f"A large copy moves {ceiling:.0f} GB/s.\n\n{table}"
+
+
+def host_table(rows: list[Row]) -> str:
+    ok = [r for r in rows if r["status"] == "ok"]
+    cells = ([f"`{r['call']}`", r["grad"], f"{float(r['us']):.1f}"] for r in ok)
+    return markdown(["host time per call", "with grad", "us"], cells)
+
+
+def startup_table(rows: list[Row]) -> str:
+    ok = [r for r in rows if r["status"] == "ok"]
+    phases = unique(r["phase"] for r in ok)
+    by_key: dict[tuple[str, str], dict[str, str]] = {}
+    for r in ok:
+        by_key.setdefault((r["framework"], r["cache"]), {})[r["phase"]] = f"{float(r['ms']):.1f}"
+    cells = ([f"{f}, {c} cache", *(v.get(p, "") for p in phases)] for (f, c), v in by_key.items())
+    return markdown(["fresh process, ms", *phases], cells)
+
+
+def section(folder: Path) -> str:
+    """The README's section: what was measured on what, then a table per file that is there."""
+    parts = []
+    for name, title, make in (
+        ("device_time", "Device time", device_table),
+        ("host_time", "Host time", host_table),
+        ("startup", "Start-up", startup_table),
+    ):
+        path = folder / f"{name}.csv"
+        if path.exists():
+            rows = read(path)
+            first = rows[0]
+            machine = f"{first['gpu']}, driver {first['driver']}"
+            source = f"{machine}; {first['versions']}; commit {first['commit']}, {first['date']}"
+            parts.append(f"<details><summary>{title}</summary>\n\n{source}.\n\n{make(rows)}\n\n</details>")
+    return "\n\n".join(parts)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder with device_time.csv and, where measured, the other files")
+    parser.add_argument("--readme", type=Path, help="file to put the tables into")
+    options = parser.parse_args(arguments)
+    draw(read(options.folder / "device_time.csv"), options.folder / "device_time.png")
+    print(f"wrote {options.folder / 'device_time.png'}")
+    if options.readme:
+        before, _, rest = options.readme.read_text().partition(BEGIN)
+        _, found, after = rest.partition(END)
+        if not found:
+            parser.error(f"{options.readme} has no {BEGIN} ... {END}")
+        picture = (options.folder / "device_time.png").as_posix()
+        body = f"![GB/s of every contender by shape]({picture})\n\n{section(options.folder)}"
+        options.readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
+        print(f"wrote {options.readme}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,139 @@
+"""Time from a fresh process to the first result: nothing cached, the disk cache warm, and a second call in memory.
+
+Every figure is of a process of its own. It first imports its framework, makes the CUDA context and the inputs; only
+then the clock starts: TVM-FFI's import (it imports torch where torch is installed and not yet imported), our import,
+the first result. The process fails if the compiler was imported. ``own first result`` is the framework's own function
+in the same place, for comparison.
+
+    python benchmarks/startup.py --out out/benchmarks
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from common import ROOT, Table, first_line, spread
+from rich.console import Console
+from rich.table import Table as View
+
+PHASES = ("import tvm_ffi", "import ours", "first result", "second result", "all to first result", "own first result")
+COLUMNS = ("framework", "cache", "phase", "status", "ms", "ms_min", "ms_max", "runs")
+SCENARIOS = ("torch", "jax", "jax without torch")
+
+PRELUDE = """
+import json, sys, time
+def clock(): return time.perf_counter() * 1e3
+"""
+TORCH = """
+import torch, torch.nn.functional as F
+device = "cuda" if torch.cuda.is_available() else "cpu"
+x = torch.randn(4096, 4096, device=device, dtype=torch.bfloat16)
+weight = torch.ones(4096, device=device, dtype=torch.bfloat16)
+def finish(out):
+    if device == "cuda": torch.cuda.synchronize()
+finish(x + x)
+def own(): finish(F.rms_norm(x, (4096,), weight, 1e-6))
+def ours(): finish(package.rmsnorm(x, weight))
+NAME = "cute_ops_torch"
+"""
+JAX = """
+import jax, jax.numpy as jnp
+x = jnp.ones((4096, 4096), jnp.bfloat16)
+weight = jnp.ones(4096, jnp.bfloat16)
+(x + x).block_until_ready()
+def rmsnorm(x, weight):
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, -1, keepdims=True) + 1e-6) * weight).astype(x.dtype)
+own_jit = jax.jit(rmsnorm)
+def own(): own_jit(x, weight).block_until_ready()
+def ours(): package.rmsnorm(x, weight).block_until_ready()
+NAME = "cute_ops_jax"
+"""
+# JAX alone must not import torch, and TVM-FFI does where it can.
+WITHOUT_TORCH = "import sys; sys.modules['torch'] = None\n"
+MEASURE = """
+import importlib
+t0 = clock()
+import tvm_ffi
+t1 = clock()
+package = importlib.import_module(NAME)
+t2 = clock()
+ours()
+t3 = clock()
+ours()
+t4 = clock()
+compiler = [name for name in sys.modules if name.partition(".")[0] == "cutlass"]
+own()
+t5 = clock()
+print(json.dumps({"ms": [t1 - t0, t2 - t1, t3 - t2, t4 - t3, t3 - t0, t5 - t4], "compiler": compiler}))
+"""
+
+
+def run(scenario: str, cache: Path) -> list[float]:
+    """Milliseconds by phase, of one process.
+
+    Raises:
+        RuntimeError: the process failed, or imported the compiler.
+    """
+    before = WITHOUT_TORCH if scenario == "jax without torch" else ""
+    script = before + PRELUDE + (TORCH if scenario == "torch" else JAX) + MEASURE
+    path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
+    environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
+    answer = json.loads(done.stdout.strip().splitlines()[-1])
+    if answer["compiler"]:
+        raise RuntimeError(f"the compiler was imported: {answer['compiler'][0]}")
+    return answer["ms"]
+
+
+def measure(scenario: str, warm: bool, runs: int) -> list[list[float]]:
+    """One list of phases per run; a cold run has an empty cache folder, a warm one a filled one."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        if warm:
+            run(scenario, Path(folder, "cache"))
+        for i in range(runs):
+            found.append(run(scenario, Path(folder, "cache" if warm else f"cold{i}")))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for startup.csv")
+    parser.add_argument("--runs", type=int, default=7, help="processes per figure (3 for a cold cache)")
+    parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=SCENARIOS)
+    options = parser.parse_args(arguments)
+    console = Console(width=110)
+    table = Table(options.out / "startup.csv", COLUMNS)
+    view = View("framework", "cache", "phase", "ms", "spread", title="fresh process, after the framework's own start")
+    for scenario in options.scenarios:
+        for cache in ("cold", "warm"):
+            row: dict[str, object] = {"framework": scenario, "cache": cache}
+            try:
+                samples = measure(scenario, cache == "warm", options.runs if cache == "warm" else min(options.runs, 3))
+            except RuntimeError as failure:
+                table.add(row | {"status": f"failed: {first_line(failure)}"})
+                view.add_row(scenario, cache, f"failed: {failure}", "", "")
+                continue
+            for phase, values in zip(PHASES, zip(*samples, strict=True), strict=True):
+                ms = spread(values)
+                table.add(
+                    row | {"phase": phase, "status": "ok", "runs": len(values)}
+                    | {"ms": ms.median, "ms_min": ms.low, "ms_max": ms.high}
+                )  # fmt: skip
+                view.add_row(scenario, cache, phase, f"{ms.median:.1f}", f"{ms.low:.1f} to {ms.high:.1f}")
+            view.add_section()
+    console.print(view)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""The benchmark files on a machine without a GPU: every code path but CUDA graphs, and the statistics."""
+
+from __future__ import annotations
+
+import csv
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
+import common
+import device_time
+import host_time
+import plot
+import startup
+from problems import DIRECTIONS, Problem, grid
+
+
+def test_spread() -> None:
+    assert common.spread([3.0, 1.0, 9.0, 2.0, 4.0]) == (3.0, 1.0, 9.0)
+
+
+def test_least_bytes() -> None:
+    rows, n = 100, 64
+    whole = rows * n
+    assert Problem("rmsnorm", rows, n).bytes("fwd") == 2 * (2 * whole + n)
+    assert Problem("rmsnorm", rows, n).bytes("bwd") == 2 * (3 * whole + 2 * n)
+    assert Problem("rmsnorm", rows, n, weight="float32").bytes("fwd") == 2 * 2 * whole + 4 * n
+    assert Problem("add_rmsnorm", rows, n).bytes("fwd") == 2 * (4 * whole + n)
+    assert Problem("add_rmsnorm", rows, n).bytes("bwd") == 2 * (4 * whole + 2 * n)
+    wide = Problem("add_rmsnorm", rows, n, residual="float32")
+    assert wide.bytes("bwd") == (4 + 2 + 4 + 2 + 4) * whole + 2 * 2 * n  # dx and dresidual are two arrays
+    assert Problem("silu_mul", rows, n).bytes("fwd") == 2 * 3 * whole
+    assert Problem("silu_mul", rows, n).bytes("bwd") == 2 * 5 * whole
+
+
+def test_grid_has_no_problem_twice_and_all_bind() -> None:
+    problems = grid(["rmsnorm", "add_rmsnorm", "silu_mul"])
+    assert len(set(problems)) == len(problems)
+    assert all(p.bytes(d) > 0 for p in problems for d in DIRECTIONS)
+
+
+def test_device_time_smoke(tmp_path: Path) -> None:
+    names = ["torch eager", "ours (torch)", "XLA (jit)", "ours (JAX)"]
+    device_time.main(["--cpu-smoke", "--ops", "rmsnorm", "add_rmsnorm", "--contenders", *names, "--out", str(tmp_path)])
+    rows = common.read(tmp_path / "device_time.csv")
+    strided = {(r["contender"], r["status"]) for r in rows if r["layout"] == "strided"}
+    assert ("ours (torch)", "ok") in strided
+    assert ("ours (JAX)", "not available") in strided
+    flat = [r for r in rows if r["layout"] == "flat"]
+    assert len(flat) == 2 * 2 * len(names)
+    assert {r["status"] for r in flat} == {"ok"}
+    assert all(float(r["us_min"]) <= float(r["us"]) <= float(r["us_max"]) for r in flat)
+
+
+def test_wrong_and_failing_contenders_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel\nsecond line")
+
+    made = device_time.contenders.make
+    eager = made("torch eager", "rmsnorm")
+    wrong = {"quack": lambda x, w: x, "Liger": fails, "torch.compile": lambda x, w: eager(x, w).float()}
+    monkeypatch.setattr(device_time.contenders, "make", lambda name, op: wrong.get(name) or made(name, op))
+    arguments = ["--cpu-smoke", "--ops", "rmsnorm", "--directions", "fwd", "--only", "bfloat16", "--out", str(tmp_path)]
+    device_time.main([*arguments, "--contenders", *wrong, "torch eager"])
+    status = {r["contender"]: r["status"] for r in common.read(tmp_path / "device_time.csv")}
+    assert status["quack"].startswith("wrong: relative error")
+    assert status["Liger"] == "failed: RuntimeError: no such kernel"
+    assert status["torch.compile"] == "wrong: outputs are torch.float32"
+    assert status["torch eager"] == "ok"
+
+
+def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = host_time.torch_entries
+    monkeypatch.setattr(
+        host_time, "torch_entries",
+        lambda *args: {k: v for k, v in entries(*args).items() if "compile" not in k},
+    )  # fmt: skip
+    host_time.main(["--cpu-smoke", "--out", str(tmp_path)])
+    rows = {(r["call"], r["grad"]): r for r in common.read(tmp_path / "host_time.csv")}
+    assert rows["torch.ops.cute.rmsnorm", "yes"]["status"] == "ok"
+    assert rows["F.rms_norm", "no"]["of_rms_norm"] == "1"
+    assert rows["cute_ops_jax.rmsnorm", "no"]["status"] == "ok"
+
+
+def test_startup_smoke(tmp_path: Path) -> None:
+    startup.main(["--runs", "1", "--scenarios", "torch", "jax without torch", "--out", str(tmp_path)])
+    rows = common.read(tmp_path / "startup.csv")
+    assert {r["status"] for r in rows} == {"ok"}
+    assert {r["phase"] for r in rows} == set(startup.PHASES)
+
+
+def test_picture_and_readme(tmp_path: Path) -> None:
+    """From made-up figures, which never leave this test's folder."""
+    columns = (*device_time.COLUMNS, *common.environment())
+    with (tmp_path / "device_time.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, columns)
+        writer.writeheader()
+        writer.writerow({"op": "copy", "contender": "copy", "status": "ok", "gb_s": 100, "gpu": "none"})
+        shared = {"dtype": "bfloat16", "weight": "bfloat16", "residual": "bfloat16", "layout": "flat"}
+        for op, direction, n in (("rmsnorm", "fwd", 64), ("rmsnorm", "bwd", 64), ("silu_mul", "fwd", 128)):
+            for name in plot.STYLES:
+                row = {"op": op, "direction": direction, "rows": 8, "n": n, "contender": name, "bytes": 1 << 28}
+                status = "failed: E: no" if name == "quack" else "ok"
+                writer.writerow(shared | row | {"status": status, "gb_s": "" if name == "quack" else 90, "gpu": "none"})
+    readme = tmp_path / "README.md"
+    readme.write_text(f"before\n{plot.BEGIN}\nold\n{plot.END}\nafter\n")
+    plot.main([str(tmp_path), "--readme", str(readme)])
+    assert (tmp_path / "device_time.png").read_bytes().startswith(b"\x89PNG")
+    text = readme.read_text()
+    assert text.startswith("before\n")
+    assert text.endswith("after\n")
+    assert "old" not in text
+    assert "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |" in text
