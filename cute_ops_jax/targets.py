@@ -10,7 +10,9 @@ import logging
 import os
 import threading
 
-from cute_ops import cache, target
+import jax
+
+from cute_ops import cache, loader, target
 from cute_ops.variant import Variant
 from cute_ops_jax import bridge
 
@@ -25,6 +27,14 @@ def device_target() -> target.Target:
     """The architecture to lower for: ``CUTE_OPS_ARCH`` (lowering on a machine without that GPU), or device 0's."""
     chosen = os.environ.get("CUTE_OPS_ARCH")
     return target.parse(chosen) if chosen else target.of_device(0)
+
+
+def cuda_devices() -> list[int]:
+    """The CUDA devices that JAX runs in this process; none on a machine that only lowers."""
+    try:
+        return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
+    except RuntimeError:
+        return []
 
 
 def ensure(variant: Variant) -> None:
@@ -43,6 +53,10 @@ def ensure(variant: Variant) -> None:
     with _lock:
         if variant.symbol in _known:
             return
+        # Now, since a first call while several devices run can wait for ever, and none may fall into a graph's capture.
+        for device in cuda_devices():
+            if target.of_device(device).arch == variant.arch:
+                loader.preload(function, variant, device)
         count = jax_tvm_ffi.registered_count()
         if count >= LIMIT:
             raise RuntimeError(

@@ -26,7 +26,7 @@ from cute_ops import cache, testing, toolchain
 from cute_ops.op import FLOATS, Case, Op
 from cute_ops.ops import OPS
 from cute_ops.variant import Variant
-from cute_ops_jax import _compat, front, gradient, lowering
+from cute_ops_jax import _compat, front, gradient, lowering, targets
 from cute_ops_jax.primitive import Stage, stage
 
 STAGES = {op.name: op for op in itertools.chain(OPS, (op.grad for op in OPS if op.grad))}
@@ -138,6 +138,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     fakes = FakeKernels()
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90a")
     monkeypatch.setattr(cache, "get", fakes.get)
+    monkeypatch.setattr(targets, "cuda_devices", list)
     monkeypatch.setattr(toolchain, "versions", lambda: ("fake", request.node.nodeid))
     return fakes
 

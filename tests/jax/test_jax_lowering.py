@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, Tensor, cache, testing
+from cute_ops import Op, Tensor, cache, loader, target, testing
 from cute_ops_jax import front, targets
 from cute_ops_jax.primitive import stage
 
@@ -59,7 +59,7 @@ def test_workspaces_are_results_that_nobody_reads(fake_kernels: Any) -> None:
     text = cuda_text(jax.grad(lambda x, w: jnp.sum(cute_ops_jax.rmsnorm(x, w)), (0, 1)), *shaped_pair())
     (call,) = [line for line in custom_calls(text) if "rmsnorm_bwd" in line]
     variant = next(v for v in fake_kernels.variants if v.op == "rmsnorm_bwd")
-    scratch = [name for name in variant.names if name.endswith("_parts")]
+    scratch = [name for name, key in variant.tensors.items() if key and name.endswith("_parts")]
     assert scratch == ["dweight_parts"]
     results = re.search(r"%(\d+):3 = ", call)
     assert results, call
@@ -130,6 +130,18 @@ def test_architecture_comes_from_the_environment(fake_kernels: Any, monkeypatch:
         monkeypatch.setenv("CUTE_OPS_ARCH", arch)
         cuda_text(lambda x: cute_ops_jax.rmsnorm(x), shaped_pair()[0])
     assert [v.arch for v in fake_kernels.variants] == ["sm_80", "sm_100a"]
+
+
+def test_kernels_are_loaded_on_every_device_that_they_fit(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[tuple[str, int]] = []
+    arches = {0: "sm_90a", 1: "sm_80", 3: "sm_90a"}
+    monkeypatch.setattr(targets, "cuda_devices", lambda: list(arches))
+    monkeypatch.setattr(target, "of_device", lambda index: target.parse(arches[index]))
+    monkeypatch.setattr(loader, "preload", lambda function, variant, device: loaded.append((variant.symbol, device)))
+    for _ in range(2):
+        cuda_text(lambda x: cute_ops_jax.rmsnorm(x), shaped_pair()[0])
+    (variant,) = fake_kernels.variants
+    assert loaded == [(variant.symbol, 0), (variant.symbol, 3)]
 
 
 def test_a_kernel_that_does_not_compile_fails_at_lowering(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -216,10 +216,10 @@ def test_shared_gradient_serves_both_inputs() -> None:
     assert (dx.dtype, dresidual.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-def test_threads_may_trace_at_once(op: Op, close: Close) -> None:
+def test_threads_may_trace_at_once(op: Op, device: jax.Device, close: Close) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
-    arrays = [a[0] for a in examples(op)]
+    arrays = [jax.device_put(a[0], device) for a in examples(op)]
     gradient = jax.grad(loss(op))
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: jax.jit(lambda *given: gradient(*given))(*arrays), range(8)))
