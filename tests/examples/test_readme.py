@@ -1,0 +1,33 @@
+"""What the README shows works, and what it links to is there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/design.md"]
+CODE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("code", CODE, ids=["torch", "jax"])
+def test_code_runs(code: str) -> None:
+    exec(compile(code, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_lead_somewhere(page: str) -> None:
+    path = ROOT / page
+    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
+    # The folder of measured results comes with the first measurement.
+    assert [m for m in missing if m != "benchmarks/results"] == []
+
+
+def test_commands_of_the_readme_exist() -> None:
+    text = (ROOT / "Makefile").read_text()
+    for page in PAGES[:2]:
+        for target in re.findall(r"^make (\w+)", (ROOT / page).read_text(), re.MULTILINE):
+            assert re.search(rf"^{target}:", text, re.MULTILINE), target
