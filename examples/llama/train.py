@@ -3,7 +3,7 @@
 All six start from the same weights and see the same bytes. Writes the loss curves as a picture and a table and fails
 when they differ by more than ``TOLERANCE``. On a GPU it then trains a larger model in bfloat16 and prints tokens/s.
 
-    python examples/llama/train.py --steps 100 --out out/llama
+    python examples/llama/train.py --steps 80 --out out/llama
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 # Largest difference of two losses, in nats per byte: float32 rounding, carried through training.
-TOLERANCE = 1e-4
+TOLERANCE = 2e-4
 MODES: dict[str, Callable[..., Callable[[np.ndarray], float]]] = {
     "torch eager": model_torch.make_step,
     "torch.compile": lambda *args, **kwargs: model_torch.make_step(*args, compiled=True, **kwargs),
@@ -112,7 +112,7 @@ def print_summary(curves: Curves, seconds: dict, config: Config, console: Consol
 def main(arguments: list[str] | None = None) -> int:
     """Run the demo; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=80)
     parser.add_argument("--speed-steps", type=int, default=12, help="steps of the larger model, on a GPU; 0 for none")
     parser.add_argument("--out", type=Path, default=Path("out/llama"))
     options = parser.parse_args(arguments)

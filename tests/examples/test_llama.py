@@ -45,7 +45,7 @@ def test_demo_fails_when_an_op_is_one_percent_off(
         return (out[0] * 1.01, out[1]) if isinstance(out, tuple) else out * 1.01
 
     monkeypatch.setitem(model.OPS, "our", right._replace(**{op: wrong}))  # type: ignore[attr-defined]
-    assert train.main(["--steps", "6", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
+    assert train.main(["--steps", "12", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
 
 
 @pytest.mark.usefixtures("without_compile")
