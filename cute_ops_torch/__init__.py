@@ -1,0 +1,14 @@
+"""cute_ops for PyTorch: ``torch.ops.cute.*`` with fake kernels and autograd, functions and modules.
+
+>>> import torch, cute_ops_torch
+>>> x, weight = torch.randn(2, 3, 64), torch.ones(64)
+>>> torch.equal(cute_ops_torch.rmsnorm(x, weight), torch.ops.cute.rmsnorm(x, weight))
+True
+"""
+
+from cute_ops_torch import functions, nn
+from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
+from cute_ops_torch.patching import patch, unpatch
+from cute_ops_torch.registry import register
+
+__all__ = ["nn", "patch", "register", "unpatch", *functions.__all__]

@@ -1,0 +1,57 @@
+"""``torch.vmap``: a batch dim becomes one more leading dim of rows, which costs nothing.
+
+Where an output sums over rows (a weight's gradient) or a batched input has no rows (a weight per example),
+folding would mix examples: there the op runs once per example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_ops.op import Op
+from cute_ops_torch.schema import filler, resolver
+
+
+def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
+    """The rule in the form of ``torch.library.register_vmap``."""
+    fill, arity = filler(op), len(op.inputs)
+    declared = list(op.inputs.values())
+    resolve = resolver(op)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        args = fill(args)
+        dims = [*in_dims, *[None] * (len(args) - len(in_dims))][:arity]
+        tensors = [t if d is None else t.movedim(d, 0) for t, d in zip(args[:arity], dims, strict=True)]
+        batched = [d is not None for d in dims]
+        gives = [o.given is None or args[list(op.inputs).index(o.given)] is not None for o in op.outputs.values()]
+        folds = all(t.rows for t, b in zip(declared, batched, strict=True) if b)
+        folds &= all(o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given)
+        if folds:
+            whole = [
+                t.expand(info.batch_size, *t.shape) if d.rows and t is not None and not b else t
+                for t, d, b in zip(tensors, declared, batched, strict=True)
+            ]
+            raw = overload(*map(_readable, whole), *args[arity:])
+            outputs = raw if isinstance(raw, tuple) else (raw,)
+            real = resolve(whole, outputs)
+            out_dims = tuple(0 if o is r else None for o, r in zip(outputs, real, strict=True))
+            return (outputs, out_dims) if isinstance(raw, tuple) else (raw, 0)
+        rows = [
+            overload(*[_readable(t[i]) if b else t for t, b in zip(tensors, batched, strict=True)], *args[arity:])
+            for i in range(info.batch_size)
+        ]
+        if isinstance(rows[0], tuple):
+            return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(op.outputs)
+        return torch.stack(rows), 0
+
+    return rule
+
+
+def _readable(tensor: Any) -> Any:
+    """Copies where batching along the last dim has left it strided."""
+    if tensor is None or tensor.ndim == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()

@@ -1,0 +1,85 @@
+"""``register(op)``: a declaration becomes an op of torch."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_ops.op import Op
+from cute_ops_torch.autograd import autograd_kernel
+from cute_ops_torch.batching import vmap_rule
+from cute_ops_torch.front import make_function
+from cute_ops_torch.launch import launcher
+from cute_ops_torch.reference import cpu_kernel, fake_kernel
+from cute_ops_torch.schema import schema
+
+_libraries: dict[str, torch.library.Library] = {}
+_registered: dict[tuple[str, str], tuple[Op, Callable[..., Any]]] = {}
+
+
+def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
+    """Make ``torch.ops.<namespace>.<name>`` of a declaration, and of its gradient.
+
+    The op has a CUDA implementation, the reference on CPU, a fake kernel, reverse-mode autograd and a vmap
+    rule. Autocast leaves it alone: kernels accumulate in float32 whatever the inputs are, so casting inputs
+    would cost bandwidth and gain nothing. Registering the same declaration again returns the same function.
+
+    Returns:
+        The op as a Python function, with the declaration's signature and docstring.
+
+    Raises:
+        ValueError: another declaration has that name.
+    """
+    key = (namespace, op.name)
+    if key in _registered:
+        known, function = _registered[key]
+        if known is not op:
+            raise ValueError(f"torch.ops.{namespace}.{op.name} is registered already, for another declaration")
+        return function
+    gradient = None
+    if op.grad is not None:
+        register(op.grad, namespace)
+        gradient = _overload(namespace, op.grad.name)
+
+    library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+    # Exact strides: Inductor must not hand over a layout that eager would have refused.
+    library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    overload, cuda = _overload(namespace, op.name), launcher(op)
+
+    library.impl(op.name, cuda.launch, "CUDA")
+    library.impl(op.name, cpu_kernel(op), "CPU")
+    library.impl(op.name, autograd_kernel(op, overload, cuda.launch, gradient), "Autograd", with_keyset=True)
+    for autocast in ("AutocastCPU", "AutocastCUDA"):
+        library.impl(op.name, torch.library.fallthrough_kernel, autocast)
+    name = f"{namespace}::{op.name}"
+    torch.library.register_fake(name, fake_kernel(op, _Lowering(op, overload, cuda)), lib=library)
+    torch.library.register_vmap(name, vmap_rule(op, overload), lib=library)
+
+    function = make_function(op, overload, cuda.launch, gradient)
+    _registered[key] = op, function
+    return function
+
+
+class _Lowering:
+    """Teaches Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
+
+    Importing Inductor costs over a second, so nothing here asks for it. Dynamo runs the fake before Inductor
+    compiles, and also before it takes compiled code from its cache.
+    """
+
+    def __init__(self, *what: Any) -> None:
+        self.what: tuple[Any, ...] | None = what
+
+    def __call__(self) -> None:
+        if self.what is not None and "torch._inductor" in sys.modules:
+            what, self.what = self.what, None
+            from cute_ops_torch._inductor import register_lowering
+
+            register_lowering(*what)
+
+
+def _overload(namespace: str, name: str) -> Any:
+    return getattr(getattr(torch.ops, namespace), name).default
