@@ -31,15 +31,15 @@ from typing import Any, NamedTuple
 
 import contenders
 import torch
-from common import Table, first_line, spread
+from common import Table, first_line, read, spread
 from problems import BY_NAME, DIRECTIONS, Problem, grid, smoke
 from rich.console import Console
 from rich.table import Table as View
 from torch._functorch import config as functorch_config
 
+KEY = ("op", "direction", "rows", "n", "dtype", "weight", "residual", "layout")
 COLUMNS = (
-    "op", "direction", "rows", "n", "dtype", "weight", "residual", "layout", "contender", "status",
-    "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "sets", "calls",
+    *KEY, "contender", "status", "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "sets", "calls",
 )  # fmt: skip
 CALLS = 64
 MAX_SETS = 256
@@ -199,6 +199,14 @@ def error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
     )
 
 
+def key(problem: Problem, direction: str) -> tuple[str, ...]:
+    """What identifies a problem in the file."""
+    p = problem
+    return (
+        p.op, direction, str(p.rows), str(p.n), p.dtype, p.weight or p.dtype, p.residual or p.dtype, p.layout,
+    )  # fmt: skip
+
+
 class Bench:
     """Measures problems and writes their rows.
 
@@ -251,11 +259,8 @@ class Bench:
                 self.synchronize()
                 samples[name].append(sample())
         for name in self.names:
-            row: dict[str, Any] = {
-                "op": problem.op, "direction": direction, "rows": problem.rows, "n": problem.n, "dtype": problem.dtype,
-                "weight": problem.weight or problem.dtype, "residual": problem.residual or problem.dtype,
-                "layout": problem.layout, "contender": name, "status": status[name], "bytes": least, "sets": len(sets),
-            }  # fmt: skip
+            row: dict[str, Any] = dict(zip(KEY, key(problem, direction), strict=True))
+            row |= {"contender": name, "status": status[name], "bytes": least, "sets": len(sets)}
             if name in samples:
                 us = spread(samples[name])
                 rate = least / us.median / 1e3
@@ -263,9 +268,6 @@ class Bench:
                 row |= {"of_copy": rate / self.ceiling}
             self.table.add(row)
         self.show(problem, direction, status, samples, least)
-        samplers.clear()
-        sets.clear()
-        self.release()
 
     def sampler(
         self, name: str, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]
@@ -361,13 +363,13 @@ class Bench:
 def prepare(problems: Sequence[tuple[Problem, str]], workers: int) -> None:
     """Compile our kernels for all problems, in several processes, into the cache."""
     with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        list(pool.map(prepare_one, problems))
+        for _ in pool.map(prepare_one, problems):
+            pass
 
 
 def prepare_one(task: tuple[Problem, str]) -> None:
     """A kernel that fails to compile fails again, visibly, where it is measured."""
     from cute_ops import cache, target
-    from cute_ops.errors import CompileError
     from cute_ops.plan import plan
 
     problem, direction = task
@@ -375,19 +377,19 @@ def prepare_one(task: tuple[Problem, str]) -> None:
         return  # its layout is known where it runs
     try:
         cache.get(plan(problem.binding(direction), {}, target.of_device()).variant)
-    except CompileError:
-        pass
+    except Exception as failure:
+        print(f"{problem.op} {direction} {problem.label}: not prepared: {first_line(failure)}")
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for device_time.csv")
-    parser.add_argument("--append", action="store_true", help="add to an existing file")
+    parser.add_argument("--append", action="store_true", help="add to an existing file what is not in it yet")
     parser.add_argument("--ops", nargs="+", default=list(BY_NAME), choices=list(BY_NAME))
     parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
     parser.add_argument("--contenders", nargs="+", default=list(contenders.ALL), choices=contenders.ALL)
     parser.add_argument("--only", help="only problems whose label holds this, e.g. 32768x4096")
-    parser.add_argument("--rounds", type=int, default=11, help="samples per contender")
+    parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further problem after this long")
     parser.add_argument("--workers", type=int, default=8, help="processes that compile our kernels in advance")
     parser.add_argument("--quick", action="store_true", help="few shapes, few rounds")
@@ -402,12 +404,14 @@ def main(arguments: list[str] | None = None) -> None:
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     chosen = smoke(options.ops) if options.cpu_smoke else grid(options.ops, options.quick)
     chosen = [p for p in chosen if not options.only or options.only in p.label]
-    tasks = [(p, d) for p in chosen for d in options.directions]
+    path = options.out / "device_time.csv"
+    done = {tuple(row[c] for c in KEY) for row in read(path)} if options.append and path.exists() else set()
+    tasks = [(p, d) for p in chosen for d in options.directions if key(p, d) not in done]
     if not options.cpu_smoke:
         prepare(tasks, options.workers)
         console.print(f"our kernels are compiled after {time.perf_counter() - begin:.0f} s")
 
-    table = Table(options.out / "device_time.csv", COLUMNS, options.append)
+    table = Table(path, COLUMNS, options.append)
     rates = copy_rate(device, 0.01 if options.cpu_smoke else 2.0)
     ceiling = statistics.median(rates)
     console.print(f"copy: {ceiling:.0f} GB/s (from {min(rates):.0f} to {max(rates):.0f})")
@@ -422,8 +426,8 @@ def main(arguments: list[str] | None = None) -> None:
             bench.measure(problem, direction)
         except torch.OutOfMemoryError as failure:
             console.print(f"{problem.op} {direction} {problem.label}: {first_line(failure)}")
-            bench.release()
-    console.print(f"{time.perf_counter() - begin:.0f} s; wrote {options.out / 'device_time.csv'}")
+        bench.release()
+    console.print(f"{time.perf_counter() - begin:.0f} s; wrote {path}")
 
 
 if __name__ == "__main__":

@@ -30,9 +30,9 @@ Row = dict[str, str]
 
 
 def plain(row: Row) -> bool:
-    """Whether a row belongs into the picture: one dtype for all, compact, a working set beyond the caches."""
+    """Whether a row belongs into the picture: one dtype for all, compact, more than a few megabytes."""
     same = row["dtype"] == row["weight"] == row["residual"] == "bfloat16"
-    return same and row["layout"] == "flat" and int(row["bytes"]) >= 128 << 20
+    return same and row["layout"] == "flat" and int(row["bytes"]) >= 32 << 20
 
 
 def shape(row: Row) -> str:

@@ -114,3 +114,14 @@ def test_picture_and_readme(tmp_path: Path) -> None:
     assert text.endswith("after\n")
     assert "old" not in text
     assert "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |" in text
+
+
+def test_append_measures_only_what_is_missing(tmp_path: Path) -> None:
+    arguments = ["--cpu-smoke", "--ops", "silu_mul", "--contenders", "torch eager", "--out", str(tmp_path)]
+    device_time.main([*arguments, "--directions", "fwd"])
+    before = common.read(tmp_path / "device_time.csv")
+    device_time.main([*arguments, "--append"])
+    after = common.read(tmp_path / "device_time.csv")
+    assert after[: len(before)] == before
+    added = [r["direction"] for r in after[len(before) :] if r["op"] != "copy"]
+    assert added == ["bwd", "bwd"]
