@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
+import sys
 import threading
 from collections.abc import Callable
 from functools import cache
+from importlib.abc import MetaPathFinder
 from pathlib import Path
+from types import ModuleType
 from typing import Any, ClassVar
 
 from cute_ops import toolchain
@@ -24,13 +28,40 @@ def load(path: Path, symbol: str) -> Callable[..., Any]:
         CacheError: the object does not load.
     """
     with _lock:
-        import tvm_ffi  # lazily: it imports torch where torch is installed
-
         _load_runtime()
         try:
-            return tvm_ffi.load_module(str(path))[symbol]
+            return tvm_ffi().load_module(str(path))[symbol]
         except (RuntimeError, AttributeError) as error:
             raise CacheError(f"cute_ops: {path} does not load: {error}") from error
+
+
+@cache
+def tvm_ffi() -> ModuleType:
+    """The module ``tvm_ffi``, imported late and alone.
+
+    It would import torch wherever torch is installed, which takes seconds and which a JAX program has no use
+    for. Where torch is not imported yet it is hidden meanwhile, from this thread only; tensors of a torch that
+    comes later are understood all the same.
+    """
+    if "torch" in sys.modules:
+        return importlib.import_module("tvm_ffi")
+    hidden = _Hidden("torch", threading.get_ident())
+    sys.meta_path.insert(0, hidden)
+    try:
+        return importlib.import_module("tvm_ffi")
+    finally:
+        sys.meta_path.remove(hidden)
+
+
+class _Hidden(MetaPathFinder):
+    """An import finder that refuses one package to one thread."""
+
+    def __init__(self, package: str, thread: int) -> None:
+        self.package, self.thread = package, thread
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == self.package and threading.get_ident() == self.thread:
+            raise ModuleNotFoundError(f"{name} is hidden while TVM-FFI is imported", name=name)
 
 
 @cache
@@ -48,11 +79,9 @@ def preload(function: Callable[..., Any], variant: Variant, device: int) -> None
     A module is otherwise loaded by its first call, which must not happen inside a CUDA graph capture or
     while XLA runs several devices. The call made here has zero rows, for which nothing is launched.
     """
-    import tvm_ffi
-
     empty = [_NullArray(tuple(size or 0 for size in key.shape), key.dtype, device) for key in variant.args if key]
     with _lock:
-        function(*(tvm_ffi.from_dlpack(array) for array in empty))
+        function(*(tvm_ffi().from_dlpack(array) for array in empty))
 
 
 class _Managed(ctypes.Structure):

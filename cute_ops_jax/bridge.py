@@ -12,7 +12,7 @@ from itertools import takewhile
 import jax
 import jax.numpy as jnp
 
-from cute_ops import toolchain
+from cute_ops import loader, toolchain
 from cute_ops_jax import _compat
 
 OLDEST_JAX = (0, 9, 1)
@@ -66,8 +66,8 @@ def probe() -> list[str]:
 
 def _call() -> bool:
     """Call a function through jax-tvm-ffi on the CPU: was it reached?"""
+    tvm_ffi = loader.tvm_ffi()
     import jax_tvm_ffi
-    import tvm_ffi
 
     reached = []
     function = tvm_ffi.convert(lambda x, out: reached.append(tuple(x.shape)))

@@ -47,9 +47,9 @@ def ensure(variant: Variant) -> None:
     if variant.symbol in _known:
         return
     bridge.require()
-    import jax_tvm_ffi  # lazily: TVM-FFI imports torch where torch is installed
-
     function = cache.get(variant)
+    import jax_tvm_ffi  # after TVM-FFI, which the loader has imported without torch
+
     with _lock:
         if variant.symbol in _known:
             return

@@ -33,6 +33,26 @@ def test_preload_checks_arguments(cache_folder: Path, variant: Make) -> None:
         loader.preload(function, variant(n=128), 0)
 
 
+def test_tvm_ffi_comes_without_torch_and_understands_a_later_one(cache_folder: Path, variant: Make) -> None:
+    cache.build(variant())
+    (path,) = cache_folder.glob("*.so")
+    code = f"""
+import sys
+from pathlib import Path
+from cute_ops import loader
+function = loader.load(Path({str(path)!r}), {path.stem!r})
+print("torch" in sys.modules)
+import torch
+x = torch.zeros(4, 64, dtype=torch.bfloat16)
+try:
+    function(x, x)
+except ValueError as error:
+    print("expected device_type=cuda" in str(error))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stdout.split() == ["False", "True"], result.stderr
+
+
 def test_an_object_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.so"
     path.write_bytes(b"not an object")
