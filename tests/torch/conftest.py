@@ -1,0 +1,166 @@
+"""Problems from the declarations as torch tensors. Tests that ask for ``problem`` or ``structure`` run for
+everything declared.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from cute_ops import cache, target, testing
+from cute_ops.op import FLOATS, ITEMSIZE, Case, Op
+from cute_ops.ops import OPS
+from cute_ops.variant import TensorKey, Variant
+from cute_ops_torch import launch
+from cute_ops_torch.tensors import DTYPES, NAMES
+
+STAGES = (*OPS, *(op.grad for op in OPS if op.grad))
+
+
+def to_torch(array: np.ndarray | None, device: str = "cpu") -> torch.Tensor | None:
+    if array is None:
+        return None
+    # Through float32, which holds every float dtype of the ops exactly: NumPy has no bfloat16 that torch knows.
+    return torch.from_numpy(array.astype(np.float32)).to(DTYPES[str(array.dtype)]).to(device)
+
+
+def to_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
+    if tensor is None:
+        return None
+    return tensor.detach().cpu().float().numpy().astype(testing.numpy_dtype(NAMES[tensor.dtype]))
+
+
+class Problem(NamedTuple):
+    """One declared case of an op in one dtype."""
+
+    op: Op
+    case: Case
+    dtype: str
+
+    @property
+    def attrs(self) -> dict[str, Any]:
+        return testing.attributes(self.op, self.case)
+
+    @property
+    def raw(self) -> Any:
+        return getattr(torch.ops.cute, self.op.name).default
+
+    def inputs(self) -> dict[str, np.ndarray | None]:
+        return testing.inputs(self.op, self.case, self.dtype)
+
+    def tensors(self, device: str = "cpu") -> list[torch.Tensor | None]:
+        return [to_torch(a, device) for a in self.inputs().values()]
+
+    def check(self, outputs: Any, tensors: Sequence[torch.Tensor | None] | None = None) -> None:
+        """Raise unless raw outputs are within tolerance of float64, for these inputs or the case's own."""
+        arrays = self.inputs()
+        if tensors is not None:
+            arrays = dict(zip(self.op.inputs, map(to_numpy, tensors), strict=True))
+        expected = testing.run_reference(self.op, arrays, self.attrs)
+        got = [to_numpy(o) for o in (outputs if isinstance(outputs, tuple) else (outputs,))]
+        for value, reference in zip(got, expected, strict=True):
+            assert reference is not None or value.shape == (0,)
+        present = tuple(None if e is None else g for g, e in zip(got, expected, strict=True))
+        testing.check(self.op, arrays, self.attrs, present)
+
+
+def small(case: Case) -> Case:
+    """The case at a size for the CPU."""
+    dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else min(v, 65) for k, v in case.dims.items()}
+    return dataclasses.replace(case, dims=dims)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    gpu = next(metafunc.definition.iter_markers("gpu"), None) is not None
+    # Structure depends on the size of a dtype, not on its kind: float16 shows nothing that bfloat16 does not.
+    for fixture, dtypes in (("problem", FLOATS), ("structure", ("float32", "bfloat16"))):
+        if fixture not in metafunc.fixturenames:
+            continue
+        problems, seen = [], set()
+        for op, dtype in itertools.product(STAGES, dtypes):
+            for case in op.cases if gpu else map(small, op.cases):
+                look = (op.name, dtype, str(dataclasses.replace(case, name="")))
+                if look not in seen:
+                    seen.add(look)
+                    problems.append(pytest.param(Problem(op, case, dtype), id=f"{op.name}-{dtype}-{case.name}"))
+        metafunc.parametrize(fixture, problems)
+    if "op" in metafunc.fixturenames:
+        metafunc.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+@pytest.fixture
+def make_inputs() -> Callable[..., list[torch.Tensor]]:
+    """``make(op, rows, n, dtype, device)``: every input of an op, optional ones too."""
+
+    def make(
+        op: Op, rows: tuple[int, ...] = (3, 5), n: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu"
+    ) -> list[torch.Tensor]:
+        torch.manual_seed(len(op.name))
+        shapes = [(*rows, n) if t.rows else (n,) for t in op.inputs.values()]
+        return [torch.randn(s, device=device).to(dtype) for s in shapes]
+
+    return make
+
+
+class Compiled(NamedTuple):
+    """What stands for the compiler: the variants it was asked for, and how often kernels ran."""
+
+    variants: list[Variant]
+    calls: list[str]
+
+
+@pytest.fixture
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
+    """Kernels that run the reference on a CPU's memory, so that planning and launching are tested without a GPU.
+
+    Like a compiled kernel, one takes the tensors that are present, checks shapes, strides, alignments and dtypes
+    against its variant, and writes the outputs where they lie.
+    """
+    record = Compiled([], [])
+    stages = {op.name: op for op in STAGES}
+
+    def get(variant: Variant) -> Callable[..., None]:
+        record.variants.append(variant)
+
+        def kernel(*given: torch.Tensor) -> None:
+            record.calls.append(variant.op)
+            _run(stages[variant.op], variant, given)
+
+        return kernel
+
+    monkeypatch.setattr(cache, "get", get)
+    monkeypatch.setattr(target, "of_device", lambda index: target.parse("sm_90a"))
+    monkeypatch.setattr(launch.torch.cuda, "device_count", lambda: 1)
+    return record
+
+
+def _run(op: Op, variant: Variant, given: Sequence[torch.Tensor]) -> None:
+    present = [key for key in variant.args if key is not None]
+    assert len(present) == len(given)
+    for key, tensor in zip(present, given, strict=True):
+        _fits(key, tensor)
+    by_name = {key.name: t for key, t in zip(present, given, strict=True)}
+    arrays = {n: to_numpy(by_name.get(n)) for n in op.inputs}
+    results = testing.run_reference(op, arrays, variant.attrs)
+    for name, result in zip(op.outputs, results, strict=True):
+        assert (result is None) == (name not in by_name)
+        if result is not None:
+            by_name[name].copy_(to_torch(result).reshape(by_name[name].shape))
+
+
+def _fits(key: TensorKey, tensor: torch.Tensor) -> None:
+    assert NAMES[tensor.dtype] == key.dtype
+    assert all(size in (None, have) for size, have in zip(key.shape, tensor.shape, strict=True))
+    assert tensor.data_ptr() % key.align == 0
+    if key.layout == "flat":
+        assert tensor.is_contiguous()
+    else:
+        assert tensor.stride(-1) == 1
+        stepped = [s for size, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+        assert all(s * ITEMSIZE[key.dtype] % key.row_align == 0 for s in stepped)

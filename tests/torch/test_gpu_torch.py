@@ -1,0 +1,293 @@
+"""The kernels under torch on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops import FLOATS, Op
+from cute_ops.ops import OPS
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def _poisoned() -> None:
+    """What a kernel does not write reads as NaN: blocks that the allocator hands out next are full of it."""
+    if torch.cuda.is_available():
+        blocks = [
+            torch.full((size,), torch.nan, device="cuda") for size in (64, 1 << 12, 1 << 18, 1 << 20, 1 << 24)
+        ] * 2
+        del blocks
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def both(op: Op) -> list[tuple[str, Any]]:
+    return [(o.name, getattr(torch.ops.cute, o.name).default) for o in (op, op.grad) if o]
+
+
+def poison_like(outputs: Any) -> None:
+    """Free NaN-filled blocks of exactly the outputs' sizes, which the allocator hands out next."""
+    blocks = [torch.full_like(o, torch.nan) for o in as_tuple(outputs)]
+    torch.cuda.synchronize()
+    del blocks
+
+
+def test_values_against_float64(problem: Any) -> None:
+    tensors = problem.tensors("cuda")
+    poison_like(problem.raw(*tensors, **problem.attrs))
+    problem.check(problem.raw(*tensors, **problem.attrs))
+
+
+def test_deterministic(problem: Any) -> None:
+    tensors = problem.tensors("cuda")
+    first = as_tuple(problem.raw(*tensors, **problem.attrs))
+    for _ in range(5):
+        poison_like(first)
+        for a, b in zip(first, as_tuple(problem.raw(*tensors, **problem.attrs)), strict=True):
+            assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("shift", [0, 1])
+def test_slices_of_a_wider_buffer(problem: Any, shift: int) -> None:
+    """Rows with a stride and, shifted by one element, a base address that no vector load can use."""
+    tensors = []
+    for t, declared in zip(problem.tensors("cuda"), problem.op.inputs.values(), strict=True):
+        if t is not None and declared.rows:
+            n = t.shape[-1]
+            view = torch.full((*t.shape[:-1], n + 8 - n % 8 + 8), torch.nan, dtype=t.dtype, device="cuda")
+            view = view[..., shift : shift + n]
+            view.copy_(t)
+            t = view
+        elif t is not None and shift:
+            t = torch.cat([t[:1], t])[1:]
+        tensors.append(t)
+    problem.check(problem.raw(*tensors, **problem.attrs))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_q_and_k_of_a_fused_qkv(dtype: str) -> None:
+    batch, seqlen, heads, kv_heads, headdim = 2, 33, 8, 2, 128
+    qkv = torch.randn(batch, seqlen, (heads + 2 * kv_heads) * headdim, device="cuda").to(getattr(torch, dtype))
+    weight = torch.randn(headdim, device="cuda")
+    q, k, _ = qkv.split([heads * headdim, kv_heads * headdim, kv_heads * headdim], -1)
+    for part, count in ((q, heads), (k, kv_heads)):
+        rows = part.unflatten(-1, (count, headdim))
+        for view in (rows, rows.transpose(1, 2)):
+            assert not view.is_contiguous()
+            a, b = view.detach().requires_grad_(), view.contiguous().detach().requires_grad_()
+            out, expected = cute_ops_torch.rmsnorm(a, weight), cute_ops_torch.rmsnorm(b, weight)
+            assert torch.equal(out, expected)
+            dout = torch.randn_like(expected)
+            assert torch.equal(*(torch.autograd.grad(o, t, dout)[0] for o, t in ((out, a), (expected, b))))
+
+
+def test_zero_rows_and_empty_batches(op: Op, make_inputs: Callable[..., Any]) -> None:
+    tensors = [t.requires_grad_() for t in make_inputs(op, (2, 0, 3), device="cuda")]
+    outs = as_tuple(getattr(torch.ops.cute, op.name)(*tensors))
+    assert all(o.shape == (2, 0, 3, 64) and o.is_cuda for o in outs)
+    grads = torch.autograd.grad(outs, tensors, [torch.ones_like(o) for o in outs])
+    assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, tensors, strict=True))
+
+
+def test_nan_and_infinity_stay_in_their_row(op: Op, make_inputs: Callable[..., Any]) -> None:
+    for n in (64, 4096, 65536):
+        clean = make_inputs(op, (6,), n, torch.bfloat16, "cuda")
+        dirty = [t.clone() for t in clean]
+        dirty[0][1, n // 2], dirty[0][3, 0], dirty[0][4, -1] = torch.nan, torch.inf, -torch.inf
+        raw = getattr(torch.ops.cute, op.name)
+        on_cpu = as_tuple(raw(*[t.cpu() for t in dirty]))
+        for got, reference, untouched in zip(as_tuple(raw(*dirty)), on_cpu, as_tuple(raw(*clean)), strict=True):
+            assert torch.equal(got.isnan().cpu(), reference.isnan())
+            assert torch.equal(got[[0, 2, 5]], untouched[[0, 2, 5]])
+
+
+def test_gradients_match_the_cpu(op: Op, make_inputs: Callable[..., Any]) -> None:
+    raw, function = getattr(torch.ops.cute, op.name), getattr(cute_ops_torch, op.name)
+    tensors = make_inputs(op, (33,), 257)
+    douts = [torch.randn(33, 257) for _ in op.outputs]
+    expected = None
+    for call, device in ((raw, "cpu"), (raw, "cuda"), (function, "cuda")):
+        leaves = [t.to(device).requires_grad_() for t in tensors]
+        grads = torch.autograd.grad(as_tuple(call(*leaves)), leaves, [d.to(device) for d in douts])
+        expected = expected or grads
+        torch.testing.assert_close([g.cpu() for g in grads], list(expected), rtol=1e-4, atol=1e-4)
+
+
+def test_function_and_raw_op_agree_bitwise(op: Op, make_inputs: Callable[..., Any]) -> None:
+    raw, function, tensors = getattr(torch.ops.cute, op.name), getattr(cute_ops_torch, op.name), make_inputs(
+        op, (33,), 257, torch.bfloat16, "cuda"
+    )  # fmt: skip
+    with torch.profiler.profile() as profile:
+        watched = as_tuple(function(*tensors))
+    assert any(event.key == f"cute::{op.name}" for event in profile.key_averages())
+    for outs in (as_tuple(function(*tensors)), as_tuple(raw(*tensors))):
+        assert all(torch.equal(a, b) for a, b in zip(outs, watched, strict=True))
+    with torch.inference_mode():
+        assert all(torch.equal(a, b) for a, b in zip(as_tuple(raw(*tensors)), watched, strict=True))
+
+
+def test_negated_views_are_resolved() -> None:
+    x = torch.randn(4, 64, dtype=torch.complex64, device="cuda")
+    negated = torch._neg_view(x.real.contiguous())
+    assert negated.is_neg()
+    assert torch.equal(cute_ops_torch.rmsnorm(negated), cute_ops_torch.rmsnorm(-x.real.contiguous()))
+
+
+def test_errors_on_a_gpu() -> None:
+    x = torch.randn(3, 64, device="cuda")
+    for call in (cute_ops_torch.rmsnorm, torch.ops.cute.rmsnorm):
+        with pytest.raises(ValueError, match="argument `weight` is on cpu, but `x` is on cuda:0"):
+            call(x, torch.ones(64))
+        with pytest.raises(ValueError, match="argument `x` has stride 64 in its last dim"):
+            call(x.t())
+        with pytest.raises(TypeError, match="argument `x` has dtype int64"):
+            call(x.long())
+        with pytest.raises(ValueError, match="argument `weight` has n=32, but n=64"):
+            call(x, torch.ones(32, device="cuda"))
+
+
+def test_current_stream_is_used(op: Op, make_inputs: Callable[..., Any]) -> None:
+    tensors = make_inputs(op, (4096,), 4096, device="cuda")
+    for name, raw in both(op):
+        declared = (op if name == op.name else op.grad).inputs
+        given = [tensors[0] if t.rows else torch.ones(4096, device="cuda") for t in declared.values()]
+        expected = as_tuple(raw(*given))
+        stream = torch.cuda.Stream()
+        late = [torch.zeros_like(t) for t in given]
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(50_000_000)  # a kernel on another stream would read the zeros
+            for a, b in zip(late, given, strict=True):
+                a.copy_(b)
+            got = as_tuple(raw(*late))
+        stream.synchronize()
+        assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("warm", [True, False], ids=["warm", "first-call-in-capture"])
+def test_cuda_graph(op: Op, make_inputs: Callable[..., Any], warm: bool) -> None:
+    # Sizes that no other test uses, so that the kernel is loaded for the first time inside the capture.
+    n = 1536 if warm else 1152 + 128 * OPS.index(op)
+    tensors = make_inputs(op, (64,), n, torch.bfloat16, "cuda")
+    raw = getattr(torch.ops.cute, op.name)
+    if warm:
+        raw(*tensors)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outs = as_tuple(raw(*tensors))
+    for seed in range(3):
+        torch.manual_seed(seed)
+        for t in tensors:
+            t.copy_(torch.randn_like(t))
+        for o in outs:
+            o.fill_(torch.nan)
+        graph.replay()
+        assert all(torch.equal(a, b) for a, b in zip(outs, as_tuple(raw(*tensors)), strict=True))
+
+
+def test_training_step_in_a_cuda_graph(op: Op, make_inputs: Callable[..., Any]) -> None:
+    leaves = [t.requires_grad_() for t in make_inputs(op, (64,), 512, torch.float32, "cuda")]
+    function = getattr(cute_ops_torch, op.name)
+
+    def step() -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(sum(o.sin().sum() for o in as_tuple(function(*leaves))), leaves)
+
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        expected = step()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        got = step()
+    graph.replay()
+    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
+
+
+def check_some_rows(op: Op, name: str, m: int, n: int, dtype: torch.dtype) -> None:
+    """A problem of more than 2^31 elements: rows at both ends and around element 2^31 as a small problem has them."""
+    declared = op if name == op.name else op.grad
+    row = [t for t in declared.inputs.values() if t.rows]
+    if torch.cuda.mem_get_info()[0] < (len(row) + len(declared.outputs) + 1) * m * n * dtype.itemsize:
+        pytest.skip("not enough free GPU memory for 2^31 elements")
+    raw = getattr(torch.ops.cute, name)
+    shared = torch.randn(m, n, device="cuda", dtype=dtype)
+    tensors = [shared if t.rows else torch.randn(n, device="cuda") for t in declared.inputs.values()]
+    outs = as_tuple(raw(*tensors))
+    around = 2**31 // n
+    picked = torch.tensor([0, 1, around - 1, around, around + 1, m - 2, m - 1], device="cuda")
+    small = as_tuple(raw(*[t[picked] if d.rows else t for t, d in zip(tensors, declared.inputs.values(), strict=True)]))
+    for o, s, d in zip(outs, small, declared.outputs.values(), strict=True):
+        if d.rows and o.numel():
+            assert torch.equal(o[picked], s)
+            assert not torch.isnan(o[:: max(m // 4096, 1)]).any()
+
+
+@pytest.mark.parametrize(("m", "n"), [(2**31 // 4096 + 5, 4096), (2**31 // 262144 + 5, 262144)])
+def test_more_than_2_31_elements(op: Op, m: int, n: int) -> None:
+    for name, _ in both(op):
+        check_some_rows(op, name, m, n, torch.bfloat16)
+        torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
+def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], mode: str | None) -> None:
+    torch._dynamo.reset()
+    function = getattr(cute_ops_torch, op.name)
+
+    def model(*tensors: torch.Tensor) -> torch.Tensor:
+        return sum(o.sin() for o in as_tuple(function(tensors[0] * 2, *tensors[1:])))
+
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, mode=mode)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for m in (8, 5, 64):
+            leaves = [t.requires_grad_() for t in make_inputs(op, (m, 3), 256, torch.float32, "cuda")]
+            out = compiled(*leaves)
+            torch.testing.assert_close(out, model(*leaves), rtol=1e-4, atol=1e-4)
+            got = torch.autograd.grad(out.sum(), leaves)
+            torch.testing.assert_close(got, torch.autograd.grad(model(*leaves).sum(), leaves), rtol=1e-3, atol=1e-3)
+
+
+def test_every_device(op: Op, make_inputs: Callable[..., Any]) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("one GPU only")
+    tensors = make_inputs(op, (33,), 256, device="cuda:0")
+    expected = as_tuple(getattr(cute_ops_torch, op.name)(*tensors))
+    for index in range(1, torch.cuda.device_count()):
+        outs = as_tuple(getattr(cute_ops_torch, op.name)(*[t.to(f"cuda:{index}") for t in tensors]))
+        assert torch.cuda.current_device() == 0
+        assert all(
+            o.get_device() == index and torch.equal(o.cpu(), e.cpu()) for o, e in zip(outs, expected, strict=True)
+        )
+
+
+def test_host_time_of_the_raw_op() -> None:
+    """At most 1.3 times torch's own norm, without gradients; the medians of many interleaved rounds."""
+    import statistics
+    import time
+
+    x, weight = torch.randn(8, 256, device="cuda"), torch.ones(256, device="cuda")
+    calls = {
+        "ours": lambda: torch.ops.cute.rmsnorm(x, weight),
+        "torch": lambda: torch.nn.functional.rms_norm(x, (256,), weight, 1e-6),
+    }
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    with torch.no_grad():
+        for round_ in range(60):
+            for name, call in calls.items():
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                for _ in range(200):
+                    call()
+                if round_ >= 10:
+                    times[name].append((time.perf_counter() - start) / 200)
+    ours, theirs = (statistics.median(times[name]) for name in ("ours", "torch"))
+    assert ours <= 1.3 * theirs, f"{ours * 1e6:.2f} us against {theirs * 1e6:.2f} us"

@@ -1,0 +1,162 @@
+"""Gradients: against float64, undefined cotangents, torch.func, and what must raise."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from array_api_compat import torch as xp
+from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+
+import cute_ops_torch
+from cute_ops import Op
+
+
+def leaves(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
+    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def gradients(function: Callable[..., Any], tensors: list[Any], attrs: Any, douts: list[Any]) -> list[Any]:
+    """Gradients of the outputs whose cotangent is given, to every input that is."""
+    outs = as_tuple(function(*tensors, **attrs))
+    pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None]
+    present = [t for t in tensors if t is not None]
+    return list(torch.autograd.grad([o for o, _ in pairs], present, [d.to(o.dtype) for o, d in pairs]))
+
+
+def test_against_float64_autograd_of_the_reference(problem: Any) -> None:
+    op = problem.op
+    if op.grad is None:
+        return  # a backward op: test_double_backward_raises
+    tensors = leaves(problem.tensors())
+    torch.manual_seed(0)
+    douts = [torch.randn(o.shape) for o in as_tuple(problem.raw(*tensors, **problem.attrs))]
+    exact_inputs = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+
+    def exact(*inputs: Any, **attrs: Any) -> Any:
+        return op.reference(xp, *inputs, **attrs)
+
+    functions = (problem.raw, getattr(cute_ops_torch, op.name))
+    masks = [[True] * len(douts), *([i == k for i in range(len(douts))] for k in range(len(douts)) if len(douts) > 1)]
+    for mask in masks:
+        chosen = [d if used else None for d, used in zip(douts, mask, strict=True)]
+        expected = [None] * len(exact_inputs)
+        outs = as_tuple(exact(*exact_inputs, **problem.attrs))
+        pairs = [(o, d.double()) for o, d in zip(outs, chosen, strict=True) if d is not None]
+        expected = torch.autograd.grad(
+            [o for o, _ in pairs], [t for t in exact_inputs if t is not None], [d for _, d in pairs],
+            allow_unused=True, materialize_grads=True,
+        )  # fmt: skip
+        for function in functions:
+            for got, e in zip(gradients(function, tensors, problem.attrs, chosen), expected, strict=True):
+                # Inputs and outputs are rounded to the dtype, and a sum of rows to the weight's.
+                eps = max(torch.finfo(got.dtype).eps, torch.finfo(tensors[0].dtype).eps)
+                assert (got.double() - e).abs().max() <= 8 * eps * max(1.0, e.abs().max())
+
+
+def test_expanded_cotangent(op: Op, make_inputs: Callable[..., Any]) -> None:
+    tensors, raw = leaves(make_inputs(op)), getattr(torch.ops.cute, op.name)
+    outs = as_tuple(raw(*tensors))
+    expected = gradients(raw, tensors, {}, [torch.ones_like(o) for o in outs])
+    sum(o.sum() for o in as_tuple(raw(*tensors))).backward()
+    for t, e in zip(tensors, expected, strict=True):
+        torch.testing.assert_close(t.grad, e, rtol=0, atol=0)
+
+
+def test_only_what_is_needed_gets_a_gradient(op: Op, make_inputs: Callable[..., Any]) -> None:
+    raw = getattr(torch.ops.cute, op.name)
+    for wanted in range(len(op.inputs)):
+        tensors = [t.requires_grad_(i == wanted) for i, t in enumerate(make_inputs(op))]
+        sum(o.sum() for o in as_tuple(raw(*tensors))).backward()
+        assert [t.grad is not None for t in tensors] == [i == wanted for i in range(len(tensors))]
+
+
+def test_no_graph_without_need(op: Op, make_inputs: Callable[..., Any]) -> None:
+    raw, tensors = getattr(torch.ops.cute, op.name), make_inputs(op)
+    assert not any(o.requires_grad for o in as_tuple(raw(*tensors)))
+    tensors[0].requires_grad_()
+    with torch.no_grad():
+        assert not any(o.requires_grad for o in as_tuple(raw(*tensors)))
+    with torch.inference_mode():
+        assert all(o.is_inference() for o in as_tuple(raw(*tensors)))
+    assert all(o.requires_grad for o in as_tuple(raw(*tensors)))
+
+
+def test_checkpoint_and_saved_tensor_hooks(op: Op, make_inputs: Callable[..., Any]) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    raw, tensors = getattr(torch.ops.cute, op.name), leaves(make_inputs(op))
+    expected = torch.autograd.grad(sum(o.sin().sum() for o in as_tuple(raw(*tensors))), tensors)
+    outs = as_tuple(checkpoint(raw, *tensors, use_reentrant=False))
+    torch.testing.assert_close(torch.autograd.grad(sum(o.sin().sum() for o in outs), tensors), expected)
+
+
+def test_double_backward_raises(op: Op, make_inputs: Callable[..., Any]) -> None:
+    tensors = leaves(make_inputs(op))
+    loss = sum(o.sin().sum() for o in as_tuple(getattr(torch.ops.cute, op.name)(*tensors)))
+    first = torch.autograd.grad(loss, tensors, create_graph=True)
+    with pytest.raises(
+        NotImplementedError, match=rf"^cute\.{op.grad.name}: has no gradient of its own, so there is no"
+    ):
+        first[0].sum().backward()
+
+
+def loss_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
+    return lambda *tensors: sum(o.sin().sum() for o in as_tuple(function(*tensors)))
+
+
+def test_func_grad_vjp_jacrev(op: Op, make_inputs: Callable[..., Any]) -> None:
+    function, tensors = getattr(cute_ops_torch, op.name), make_inputs(op)
+    everything = tuple(range(len(tensors)))
+    expected = torch.autograd.grad(loss_of(function)(*leaves_of(tensors)), _last)
+    torch.testing.assert_close(grad(loss_of(function), everything)(*tensors), expected)
+    torch.testing.assert_close(jacrev(loss_of(function), everything)(*tensors), expected)
+    torch.testing.assert_close(vjp(loss_of(function), *tensors)[1](torch.tensor(1.0)), expected)
+
+
+_last: list[torch.Tensor] = []
+
+
+def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    _last[:] = [t.clone().requires_grad_() for t in tensors]
+    return _last
+
+
+def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any]) -> None:
+    function, tensors = getattr(cute_ops_torch, op.name), make_inputs(op)
+    everything = tuple(range(len(tensors)))
+    for batched in range(1, 2 ** len(tensors)):
+        dims = tuple((i % 2 and -1) if batched >> i & 1 else None for i in everything)
+        many = [t if d is None else torch.stack([t, t + 1, t - 2], d) for t, d in zip(tensors, dims, strict=True)]
+        one = lambda i: [t if d is None else t.select(d, i).contiguous() for t, d in zip(many, dims, strict=True)]  # noqa: B023, E731
+        for transformed in (function, grad(loss_of(function), everything)):
+            got = as_tuple(vmap(transformed, dims)(*many))
+            looped = zip(*[as_tuple(transformed(*one(i))) for i in range(3)], strict=True)
+            for g, rows in zip(got, looped, strict=True):
+                torch.testing.assert_close(g, torch.stack(rows))
+
+
+def test_forward_mode_and_second_order_raise(op: Op, make_inputs: Callable[..., Any]) -> None:
+    function, (first, *others) = getattr(cute_ops_torch, op.name), make_inputs(op, (2,), 4)
+    loss = lambda x: loss_of(function)(x, *others)  # noqa: E731
+    for transformed in (
+        lambda: jvp(loss, (first,), (first,)),
+        lambda: jacfwd(loss)(first),
+        lambda: hessian(loss)(first),
+        lambda: jvp(grad(loss), (first,), (first,)),
+    ):
+        with pytest.raises(NotImplementedError, match="forward-mode AD"):
+            transformed()
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(first, first)
+        with pytest.raises(NotImplementedError, match="forward-mode AD"):
+            loss(dual)
+        assert loss(first).ndim == 0  # no tangent, no error
+    with pytest.raises(NotImplementedError, match="no double backward"):
+        grad(lambda x: grad(loss)(x).sum())(first)

@@ -1,0 +1,104 @@
+"""torch.compile and export on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+import cute_ops_torch
+from cute_ops import Op
+
+
+@pytest.fixture(autouse=True)
+def _fresh() -> None:
+    torch._dynamo.reset()
+    counters.clear()
+
+
+def block(x: torch.Tensor, residual: torch.Tensor, w: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    h, residual = cute_ops_torch.add_rmsnorm(x, residual, w, b)
+    h = cute_ops_torch.silu_mul(h * 2, h.sin())
+    return cute_ops_torch.rmsnorm(h + 1, w, eps=1e-5) + residual
+
+
+def run(function: Callable[..., Any], m: int) -> list[torch.Tensor]:
+    torch.manual_seed(m)
+    tensors = [torch.randn(s, requires_grad=True) for s in ((m, 3, 64), (m, 3, 64), (64,), (64,))]
+    out = function(*tensors)
+    return [out, *torch.autograd.grad(out.sin().sum(), tensors)]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_dynamic_rows_compile_once(backend: str) -> None:
+    compiled = torch.compile(block, fullgraph=True, dynamic=True, backend=backend)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for m in (2, 5, 9, 33):
+            torch.testing.assert_close(run(compiled, m), run(block, m), rtol=1e-4, atol=1e-4)
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+def test_automatic_dynamic_rows_compile_twice_at_most() -> None:
+    compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
+    for m in (2, 5, 9, 33):
+        run(compiled, m)
+    assert counters["stats"]["unique_graphs"] == 2  # once as seen first, once with dynamic rows
+
+
+def test_raw_ops_and_modules(op: Op, make_inputs: Callable[..., Any]) -> None:
+    raw = getattr(torch.ops.cute, op.name)
+    compiled = torch.compile(lambda *t: raw(*t), fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(*make_inputs(op)), raw(*make_inputs(op)), rtol=0, atol=0)
+    norm = cute_ops_torch.nn.RMSNorm(64, eps=1e-5, bias=True)
+    compiled_norm = torch.compile(norm, fullgraph=True, dynamic=True, backend="aot_eager")
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for m in (2, 3, 7):
+            x = torch.randn(m, 64)
+            torch.testing.assert_close(compiled_norm(x), norm(x), rtol=0, atol=0)
+
+
+def test_inductor_calls_one_output_ops_directly() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
+        h = cute_ops_torch.rmsnorm(x + 1, None, w, eps=1e-5)
+        return torch.cat([cute_ops_torch.silu_mul(h, y.cos()), h])
+
+    x, y = torch.randn(4, 3, 64), torch.randn(3, 4, 64).transpose(0, 1)
+    arguments = (x, y, torch.randn(64))
+    got, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=True), *arguments)
+    torch.testing.assert_close(got, function(*arguments), rtol=1e-5, atol=1e-5)
+    assert "extern_kernels.cute_rmsnorm_v1(" in code
+    assert "given='101', attrs=(1e-05, 0.0)" in code
+    assert "extern_kernels.cute_silu_mul_v1(" in code
+    assert "torch.ops.cute.rmsnorm.default(" not in code
+
+
+def test_a_float_argument_as_an_attribute() -> None:
+    compiled = torch.compile(lambda x, eps: cute_ops_torch.rmsnorm(x, eps=eps), fullgraph=True, dynamic=True)
+    x = torch.randn(4, 64)
+    for eps in (1e-6, 0.5):
+        torch.testing.assert_close(compiled(x, eps), cute_ops_torch.rmsnorm(x, eps=eps), rtol=1e-5, atol=1e-5)
+
+
+def test_an_attribute_that_changes_is_seen() -> None:
+    compiled = torch.compile(cute_ops_torch.rmsnorm, fullgraph=True, backend="aot_eager")
+    x = torch.randn(4, 64)
+    for eps in (1e-6, 1.0):
+        torch.testing.assert_close(compiled(x, eps=eps), cute_ops_torch.rmsnorm(x, eps=eps), rtol=0, atol=0)
+
+
+def test_export_with_dynamic_rows() -> None:
+    norm, x = cute_ops_torch.nn.RMSNorm(64), torch.randn(3, 64)
+    program = torch.export.export(norm, (x,), dynamic_shapes=({0: torch.export.Dim("m")},))
+    assert [n.target for n in program.graph.nodes if n.op == "call_function"] == [torch.ops.cute.rmsnorm.default]
+    torch.testing.assert_close(program.module()(torch.randn(7, 64).fill_(2)), norm(torch.full((7, 64), 2.0)))
+
+
+def test_bad_shapes_fail_while_compiling() -> None:
+    compiled = torch.compile(cute_ops_torch.rmsnorm, fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="argument `weight` has n=32, but n=64"):
+        compiled(torch.randn(2, 64), torch.ones(32))

@@ -1,0 +1,96 @@
+"""Bad input: the core's errors, word for word, from a real call, a fake one and a planned one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import cute_ops_torch
+from cute_ops.ops import OPS
+from cute_ops_torch.launch import launcher
+
+x = torch.randn(3, 5, 64)
+
+BAD = {
+    "shape": (
+        (x, torch.ones(32)), ValueError,
+        "cute.rmsnorm: argument `weight` has n=32, but n=64.\n"
+        "  x:      float32[3, 5, 64]   declared T[*m n]\n"
+        "  weight: float32[32]         declared W[n]\n"
+        "  bound so far: *m=(3, 5), n=64, T=float32, W=float32",
+    ),
+    "integer": (
+        (x.long(),), TypeError,
+        "cute.rmsnorm: argument `x` has dtype int64, expected float32, float16 or bfloat16.\n"
+        "  x: int64[3, 5, 64]   declared T[*m n]",
+    ),
+    "dtype": (
+        (x.double(),), TypeError,
+        "cute.rmsnorm: argument `x` has dtype float64, expected float32, float16 or bfloat16.\n"
+        "  x: float64[3, 5, 64]   declared T[*m n]",
+    ),
+    "strided-last-dim": (
+        (x.transpose(1, 2),), ValueError,
+        "cute.rmsnorm: argument `x` has stride 64 in its last dim, expected 1. Other dims may have any stride; "
+        "call .contiguous() where you accept the copy.\n"
+        "  x: float32[3, 64, 5]   declared T[*m n]\n"
+        "  bound so far: *m=(3, 64), n=5, T=float32",
+    ),
+    "mixed-devices": (
+        (x, torch.ones(64, device="meta")), ValueError,
+        "cute.rmsnorm: argument `weight` is on meta, but `x` is on cpu.\n"
+        "  x:      float32[3, 5, 64]   declared T[*m n]\n"
+        "  weight: float32[64]         declared W[n]",
+    ),
+    "scalar": (
+        (torch.tensor(1.0),), ValueError,
+        "cute.rmsnorm: argument `x` has 0 dims, expected at least 1: T[*m n].\n"
+        "  x: float32[]   declared T[*m n]\n"
+        "  bound so far: T=float32",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("way", ["function", "raw", "planned"])
+def test_texts(name: str, way: str, compiled: Any) -> None:
+    arguments, kind, text = BAD[name]
+    call: Callable[..., Any] = {
+        "function": cute_ops_torch.rmsnorm,
+        "raw": torch.ops.cute.rmsnorm,
+        "planned": launcher(OPS[0]).launch,
+    }[way]
+    with pytest.raises(kind) as caught:
+        call(*arguments)
+    assert str(caught.value) == text
+    assert not compiled.calls
+
+
+@pytest.mark.parametrize("name", [n for n in BAD if n != "mixed-devices"])
+def test_fakes_raise_the_same(name: str) -> None:
+    arguments, kind, text = BAD[name]
+    with FakeTensorMode() as mode, pytest.raises(kind) as caught:
+        torch.ops.cute.rmsnorm(*map(mode.from_tensor, arguments))
+    assert str(caught.value) == text
+
+
+def test_two_dtypes_and_a_narrow_residual() -> None:
+    with pytest.raises(TypeError, match="argument `up` has dtype bfloat16, but T=float32 from `gate`"):
+        cute_ops_torch.silu_mul(x, x.bfloat16())
+    with pytest.raises(ValueError, match="argument `residual` has dtype bfloat16, expected float32"):
+        cute_ops_torch.add_rmsnorm(x, x.bfloat16())
+
+
+def test_a_gpu_without_a_kernel_says_so(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_ops import target
+
+    def refuse(index: int) -> None:
+        raise NotImplementedError("cute_ops: device 0 has compute capability 7.5; kernels exist for 8.0")
+
+    monkeypatch.setattr(target, "of_device", refuse)
+    with pytest.raises(NotImplementedError, match=r"compute capability 7\.5"):
+        launcher(OPS[0]).launch(x)

@@ -1,0 +1,44 @@
+"""What importing and calling must not bring in."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+FORBIDDEN = (
+    "jax",
+    "cutlass",
+    "tvm_ffi",
+    "triton",
+    "transformers",
+    "torch._inductor",
+    "torch._dynamo",
+    "array_api_compat",
+)
+PROGRAM = """
+import sys, torch
+before = set(sys.modules)
+import cute_ops_torch
+{then}
+loaded = set(sys.modules) - before
+print(sorted(n for n in loaded if n.startswith({forbidden!r})))
+"""
+
+
+def loaded(then: str, forbidden: tuple[str, ...]) -> str:
+    program = PROGRAM.format(then=then, forbidden=forbidden)
+    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_brings_no_other_framework_and_no_compiler() -> None:
+    assert loaded("", FORBIDDEN) == "[]"
+
+
+def test_the_check_itself_sees_an_import() -> None:
+    assert loaded("import array_api_compat", FORBIDDEN) != "[]"
+
+
+def test_calls_and_gradients_on_the_cpu_need_no_compiler() -> None:
+    forbidden = tuple(n for n in FORBIDDEN if n != "array_api_compat")
+    then = "x = torch.ones(2, 8, requires_grad=True); cute_ops_torch.rmsnorm(x).sum().backward()"
+    assert loaded(then, forbidden) == "[]"

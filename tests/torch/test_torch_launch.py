@@ -1,0 +1,108 @@
+"""Planning and launching, with kernels that a CPU can run in place of the compiler's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from cute_ops.ops import OPS
+from cute_ops_torch import launch
+from cute_ops_torch.launch import launcher
+
+rmsnorm, add_rmsnorm = OPS[0], OPS[1]
+
+
+def test_values_against_float64(problem: Any, compiled: Any) -> None:
+    problem.check(launcher(problem.op).launch(*problem.tensors(), **problem.attrs))
+    assert compiled.calls == [problem.op.name]
+
+
+def test_strided_rows_are_read_in_place(structure: Any, compiled: Any) -> None:
+    strided = []
+    for t, declared in zip(structure.tensors(), structure.op.inputs.values(), strict=True):
+        if t is not None and declared.rows:
+            wide = torch.full((*t.shape[:-1], 3 * t.shape[-1] + 5), torch.nan, dtype=t.dtype)
+            view = wide[..., t.shape[-1] : 2 * t.shape[-1]]
+            view.copy_(t)
+            t = view
+        strided.append(t)
+    structure.check(launcher(structure.op).launch(*strided, **structure.attrs))
+
+
+def test_into_given_outputs(problem: Any, compiled: Any) -> None:
+    cuda, tensors = launcher(problem.op), problem.tensors()
+    made = cuda.launch(*tensors, **problem.attrs)
+    outputs = tuple(torch.full_like(o, torch.nan) for o in (made if isinstance(made, tuple) else (made,)))
+    cuda.into(*tensors, *problem.attrs.values(), outputs)
+    problem.check(outputs)
+
+
+def test_a_second_call_does_not_plan(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, x, w = launcher(rmsnorm), torch.randn(4, 64), torch.ones(64)
+    first = cuda.launch(x, w)
+    monkeypatch.setattr(launch, "prepare", None)
+    assert torch.equal(cuda.launch(x.clone(), w), first)
+    assert compiled.calls == ["rmsnorm", "rmsnorm"]
+
+
+def test_whatever_a_plan_depends_on_is_in_the_key(compiled: Any) -> None:
+    cuda, w = launcher(rmsnorm), torch.ones(64)
+    base = torch.randn(9, 68)
+    calls = [
+        (base[:4, :64].contiguous(), w), (base[:5, :64].contiguous(), w), (base[:4, :64], w), (base[:4, 1:65], w),
+        (base[:4, :64].contiguous().bfloat16(), w), (base[:4, :64].contiguous(), w.half()),
+        (base[:4, :64].contiguous(), None), (base[:4, :64].contiguous(), None, w),
+        (base[:4, :64].contiguous(), w, None, 1e-5), (base[:4, :64].contiguous(), w, None, 1e-6, 1.0),
+    ]  # fmt: skip
+    for arguments in calls:
+        cuda.launch(*arguments)
+    assert len(cuda.ready) == len(calls)
+    assert len({v.digest for v in compiled.variants}) == len(calls) - 1  # the number of rows is dynamic
+
+
+def test_what_is_remembered_is_bounded(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launch, "REMEMBERED", 3)
+    cuda = launcher(rmsnorm)
+    for m in (1, 2, 3, 4, 5, 1):
+        cuda.launch(torch.randn(m, 8))
+    assert [key[0][1][0] for key in cuda.ready] == [4, 5, 1]
+    assert len(compiled.variants) == 6
+
+
+def test_zero_rows_launch_nothing(compiled: Any) -> None:
+    x = torch.randn(0, 64)
+    assert launcher(rmsnorm).launch(x).shape == (0, 64)
+    dx, dweight, dbias = launcher(rmsnorm.grad).launch(x, x, torch.ones(64), None)
+    assert dx.shape == (0, 64)
+    assert torch.equal(dweight, torch.zeros(64))
+    assert dbias.shape == (0,)
+    assert not compiled.calls
+
+
+def test_outputs_are_compact_whatever_the_inputs_are(compiled: Any) -> None:
+    x = torch.randn(3, 4, 64).transpose(0, 1)
+    out, residual_out = launcher(add_rmsnorm).launch(x, x)
+    assert out.is_contiguous()
+    assert residual_out.is_contiguous()
+    torch.testing.assert_close(residual_out, 2 * x)
+
+
+def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    entered = []
+
+    class Guard:
+        def __init__(self, device: torch.device) -> None:
+            self.device = device
+
+        def __enter__(self) -> None:
+            entered.append(self.device)
+
+        def __exit__(self, *error: object) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "device", Guard)
+    for index in (0, 1):
+        assert launch._on_device(lambda value: value, torch.device("cuda", index))(5) == 5
+    assert entered == [torch.device("cuda", 1)]

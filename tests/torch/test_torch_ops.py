@@ -1,0 +1,133 @@
+"""The registered ops on the CPU: values, fakes, opcheck, layouts, empty problems."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops import FLOATS, Op, Tensor
+from cute_ops.ops import OPS
+from cute_ops_torch import schema, stubs
+
+
+def test_values_against_float64(problem: Any) -> None:
+    problem.check(problem.raw(*problem.tensors(), **problem.attrs))
+
+
+def test_opcheck(structure: Any) -> None:
+    tensors = structure.tensors()
+    if structure.op.grad:
+        tensors = [t if t is None else t.requires_grad_() for t in tensors]
+    torch.library.opcheck(structure.raw, tuple(tensors), structure.attrs)
+
+
+def test_fake_tells_shape_dtype_and_strides(structure: Any) -> None:
+    from torch._subclasses import FakeTensorMode
+
+    real = structure.raw(*structure.tensors(), **structure.attrs)
+    with FakeTensorMode() as mode:
+        fakes = [t if t is None else mode.from_tensor(t) for t in structure.tensors()]
+        fake = structure.raw(*fakes, **structure.attrs)
+    as_tuple = lambda v: v if isinstance(v, tuple) else (v,)  # noqa: E731
+    for r, f in zip(as_tuple(real), as_tuple(fake), strict=True):
+        assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
+
+
+def test_function_is_the_raw_op(op: Op, make_inputs: Callable[..., Any]) -> None:
+    tensors, function = make_inputs(op), getattr(cute_ops_torch, op.name)
+    torch.testing.assert_close(function(*tensors), getattr(torch.ops.cute, op.name)(*tensors), rtol=0, atol=0)
+    assert function.__doc__ == op.doc
+    assert list(inspect.signature(function).parameters) == [*op.inputs, *op.attrs]
+    by_name = dict(zip(op.inputs, tensors, strict=True))
+    torch.testing.assert_close(function(**by_name, **op.attrs), function(*tensors), rtol=0, atol=0)
+
+
+def test_schema_text() -> None:
+    texts = {op.name: schema.schema(op) for op in OPS}
+    assert texts["rmsnorm"] == (
+        "rmsnorm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-06, float weight_offset=0.0) -> Tensor"
+    )
+    assert texts["silu_mul"] == "silu_mul(Tensor gate, Tensor up) -> Tensor"
+
+
+def test_stub_file_is_up_to_date() -> None:
+    assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_torch.stubs"
+
+
+@pytest.mark.parametrize("rows", [(0,), (2, 0, 3)])
+def test_zero_rows(op: Op, make_inputs: Callable[..., Any], rows: tuple[int, ...]) -> None:
+    tensors = [t.requires_grad_() for t in make_inputs(op, rows)]
+    out = getattr(torch.ops.cute, op.name)(*tensors)
+    outs = out if isinstance(out, tuple) else (out,)
+    assert all(o.shape == (*rows, 64) for o in outs)
+    grads = torch.autograd.grad(outs, tensors, [torch.ones_like(o) for o in outs])
+    for t, g in zip(tensors, grads, strict=True):
+        assert g.shape == t.shape
+        assert not g.any()
+
+
+def test_strided_rows(op: Op, make_inputs: Callable[..., Any]) -> None:
+    tensors = make_inputs(op, (4, 6))
+    wide = [torch.zeros(6, 4, 3 * 64)[..., 64:128].transpose(0, 1) if t.ndim > 1 else t for t in tensors]
+    for w, t in zip(wide, tensors, strict=True):
+        w.copy_(t)
+    raw = getattr(torch.ops.cute, op.name)
+    torch.testing.assert_close(raw(*wide), raw(*tensors))
+    outs = raw(*wide)
+    assert all(o.is_contiguous() for o in (outs if isinstance(outs, tuple) else (outs,)))
+
+
+def test_meta_device(op: Op, make_inputs: Callable[..., Any]) -> None:
+    out = getattr(torch.ops.cute, op.name)(*make_inputs(op, device="meta"))
+    assert all(o.device.type == "meta" and o.shape == (3, 5, 64) for o in (out if isinstance(out, tuple) else (out,)))
+
+
+def test_autocast_leaves_dtypes_alone(op: Op, make_inputs: Callable[..., Any]) -> None:
+    raw, tensors = getattr(torch.ops.cute, op.name), make_inputs(op)
+    with torch.autocast("cpu", torch.bfloat16):
+        out = raw(*tensors)
+    torch.testing.assert_close(out, raw(*tensors), rtol=0, atol=0)
+
+
+def double_reference(xp: Any, x: Any, scale: Any = None, *, factor: int, flip: bool) -> tuple[Any, Any]:
+    out = x * (-factor if flip else factor)
+    return out, None if scale is None else xp.astype(x * scale, xp.float32)
+
+
+def test_registering_ones_own_op() -> None:
+    own = Op(
+        "double",
+        inputs={"x": Tensor("*m n", "T"), "scale": Tensor("n", "T", optional=True)},
+        outputs={"out": Tensor("*m n", "T"), "scaled": Tensor("*m n", "float32", given="scale")},
+        dtypes={"T": FLOATS},
+        attrs={"factor": 2, "flip": False},
+        reference=double_reference,
+        kernel="nowhere:Double",
+    )
+    function = cute_ops_torch.register(own, namespace="cute_test")
+    assert cute_ops_torch.register(own, namespace="cute_test") is function
+    x = torch.randn(3, 4)
+    out, scaled = function(x, flip=True)
+    assert scaled is None
+    torch.testing.assert_close(out, -2 * x)
+    torch.testing.assert_close(function(x, x[0])[1], x * x[0])
+    assert torch.ops.cute_test.double(x)[1].shape == (0,)
+    torch.library.opcheck(torch.ops.cute_test.double.default, (x,), {"factor": 3})
+    twin = Op("double", inputs=own.inputs, outputs=own.outputs, dtypes=own.dtypes, attrs=own.attrs,
+              reference=double_reference, kernel="nowhere:Double")  # fmt: skip
+    with pytest.raises(ValueError, match=r"torch\.ops\.cute_test\.double is registered already"):
+        cute_ops_torch.register(twin, namespace="cute_test")
+
+
+def test_a_reference_that_returns_its_input_gives_a_copy() -> None:
+    same = Op("same", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")}, dtypes={"T": FLOATS},
+              reference=lambda xp, x: x, kernel="nowhere:Same")  # fmt: skip
+    x = torch.randn(2, 3)
+    out = cute_ops_torch.register(same, namespace="cute_test")(x)
+    assert out.data_ptr() != x.data_ptr()
+    assert torch.equal(out, x)
