@@ -23,6 +23,8 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 BASE_PYTHON ?= python3
 ARGS ?=
+# Without a GPU tests share the cores, one thread each; on a GPU they take turns.
+JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto)
 
 .PHONY: help demo test lint bench clean
 help:  ## this text
@@ -34,7 +36,7 @@ demo: $(READY)  ## train a small Llama in PyTorch and JAX, with our ops and the 
 	$(PYTHON) examples/llama/hugging_face.py
 
 test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
-	$(PYTHON) -m pytest $(ARGS)
+	$(if $(JOBS),OMP_NUM_THREADS=1) $(PYTHON) -m pytest $(JOBS) $(ARGS)
 
 lint: $(READY)  ## ruff and mypy
 	$(PYTHON) -m ruff check .

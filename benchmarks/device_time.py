@@ -4,8 +4,8 @@ PyTorch contenders: at least 64 calls are captured in one CUDA graph. They take 
 exceed three times the L2 cache (four sets at least), and write to as many output buffers, so that neither inputs nor
 outputs are found in L2. The graph's replay time, by events, divided by its calls is one sample.
 
-JAX contenders: one jitted program makes the calls one after another (an optimization barrier keeps XLA from merging
-them) on the same rotating buffers, imported without a copy. CUDA graphs inside XLA close most of the gaps between
+JAX contenders: one jitted program calls once per buffer set, one call after another (an optimization barrier keeps XLA
+from merging them), on the same buffers, imported without a copy. CUDA graphs inside XLA close most of the gaps between
 launches. Several programs are dispatched without waiting; wall time until all are done, divided by all calls, is one
 sample. Nothing is subtracted, so small problems include what dispatch could not hide.
 
@@ -43,7 +43,8 @@ COLUMNS = (
 )  # fmt: skip
 CALLS = 64
 MAX_SETS = 256
-JAX_MAX_CALLS, JAX_MAX_BYTES = 64, 6 << 30  # a jitted program keeps the outputs of all its calls
+# A jitted program makes one call per set, at most so many; large enough that its dispatch hides behind the one before.
+JAX_MAX_CALLS, PROGRAM_BYTES = 128, 2 << 30
 Sampler = Callable[[], float]
 
 
@@ -125,14 +126,16 @@ def loop_sampler(calls: Sequence[Callable[[], Any]], count: int) -> Sampler:
     return sample
 
 
-def jax_sampler(call: Callable[..., Any], sets: Sequence[Buffers], count: int) -> Sampler:
-    """Microseconds of a call, by programs of ``count`` calls."""
+def jax_sampler(call: Callable[..., Any], sets: Sequence[Buffers]) -> Sampler:
+    """Microseconds of a call, by programs that call once per set: a buffer that passes two barriers is copied."""
     import jax
+
+    count = len(sets)
 
     def program(sets: Any) -> Any:
         outputs: list[Any] = []
         for i in range(count):
-            arguments = sets[i % len(sets)]
+            arguments = sets[i]
             if outputs:  # a call waits for the one before it
                 arguments, outputs[-1] = jax.lax.optimization_barrier((arguments, outputs[-1]))
             outputs.append(call(*arguments))
@@ -231,7 +234,7 @@ class Bench:
     def measure(self, problem: Problem, direction: str) -> None:
         """Check and time every contender on one problem."""
         least = problem.bytes(direction)
-        count = 1 if problem.hot else min(max(4, math.ceil(3 * self.l2 / least)), MAX_SETS)
+        count = 1 if problem.hot else self.set_count(least)
         sets = [
             Buffers(tuple(problem.tensors(self.device, i).values()), problem.cotangents(self.device, i))
             for i in range(count)
@@ -302,8 +305,8 @@ class Bench:
     ) -> tuple[Sampler, int] | str:
         import jax
 
-        if problem.strided:
-            return "not available"  # XLA's buffers are compact
+        if problem.strided or problem.hot:
+            return "not available"  # XLA's buffers are compact; one set would make one call, and time its dispatch
         self.synchronize()  # the arrays are imported without waiting for PyTorch's stream
         call = jax_call(function, direction)
         first = tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in sets[0])
@@ -311,10 +314,9 @@ class Bench:
         wrong = self.wrong(got, wanted, problem, direction)
         if wrong:
             return wrong
-        outputs = sum(t.numel() * t.element_size() for t in got)
         del got
-        count = max(4, min(JAX_MAX_CALLS, JAX_MAX_BYTES // outputs)) if self.cuda else 4
-        return jax_sampler(call, sets[:count], count), count
+        used = sets[:JAX_MAX_CALLS]
+        return jax_sampler(call, used), len(used)
 
     def wrong(
         self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Problem, direction: str
@@ -328,6 +330,13 @@ class Bench:
         if [str(g.dtype).removeprefix("torch.") for g in got] != dtypes:
             return f"wrong: outputs are {', '.join(str(g.dtype) for g in got)}"
         return None
+
+    def set_count(self, least: int) -> int:
+        """Sets that exceed three times L2 together, and that fill a jitted program."""
+        if not self.cuda:
+            return 4
+        fill = min(64, math.ceil(PROGRAM_BYTES / least))
+        return min(max(4, math.ceil(3 * self.l2 / least), fill), MAX_SETS)
 
     def synchronize(self) -> None:
         if self.cuda:
