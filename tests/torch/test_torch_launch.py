@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from cute_ops import FLOATS, Op, Tensor
 from cute_ops.ops import OPS
 from cute_ops_torch import launch
 from cute_ops_torch.launch import launcher
+from cute_ops_torch.registry import register
 
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 
@@ -60,6 +62,26 @@ def test_whatever_a_plan_depends_on_is_in_the_key(compiled: Any) -> None:
         cuda.launch(*arguments)
     assert len(cuda.ready) == len(calls)
     assert len({v.digest for v in compiled.variants}) == len(calls) - 1  # the number of rows is dynamic
+
+
+def test_any_argument_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("key", "get", "ready", "prepare", "args", "self")
+    own = Op(
+        "names",
+        inputs={name: Tensor("*m n", "T") for name in names},
+        outputs={"out": Tensor("*m n", "T")},
+        dtypes={"T": FLOATS},
+        attrs={"tensors": 1.0},
+        reference=lambda xp, *arrays, tensors: sum(arrays) * tensors,
+        kernel="nowhere:Names",
+    )
+    seen: list[Any] = []
+    ready = launch.Ready(lambda *tensors: seen.extend(tensors), lambda *args: None)
+    monkeypatch.setattr(launch, "prepare", lambda op, tensors, attrs: ready)
+    given = [torch.full((2, 3), float(i)) for i in range(len(names))]
+    launcher(own).launch(*given)
+    assert [id(t) for t in seen] == [id(t) for t in given]
+    torch.testing.assert_close(register(own, namespace="cute_test")(*given), sum(given))
 
 
 def test_what_is_remembered_is_bounded(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
