@@ -67,9 +67,8 @@ def _device() -> Iterator[Finding]:
     yield Finding("ok", f"driver for CUDA {driver[0]}.{driver[1]}")
     library = toolchain.runtime_library()
     if library and "cu13" in library.parts and driver < (13, 0):
-        yield Finding(
-            "bad", "the CUDA 13 flavour of the DSL needs a newer driver", "pip install 'nvidia-cutlass-dsl[cu12]'"
-        )
+        remedy = "pip install nvidia-cutlass-dsl, whose libraries for CUDA 12 are missing"
+        yield Finding("bad", "the CUDA 13 flavour of the DSL needs a newer driver", remedy)
     count = target.device_count()
     if not count:
         yield Finding("bad", "a driver but no visible GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")

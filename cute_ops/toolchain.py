@@ -7,6 +7,8 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from cute_ops import target
+
 DSL = "nvidia-cutlass-dsl"
 TVM_FFI = "apache-tvm-ffi"
 DSL_TESTED = "4.8"
@@ -28,10 +30,15 @@ def versions() -> tuple[str, str]:
 
 @cache
 def runtime_library() -> Path | None:
-    """``libcute_dsl_runtime.so``, which every kernel object links to, or None without the DSL."""
+    """``libcute_dsl_runtime.so``, which every kernel object links to, or None without the DSL.
+
+    The DSL may bring it for CUDA 12 and for CUDA 13; the driver decides.
+    """
+    driver = target.driver_version()
+    flavours = ("cu12", "cu13", ".") if driver and driver < (13, 0) else ("cu13", "cu12", ".")
     spec = find_spec("nvidia_cutlass_dsl")
     for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for flavour in ("cu13", "cu12", "."):
+        for flavour in flavours:
             library = Path(folder, flavour, "lib", "libcute_dsl_runtime.so")
             if library.exists():
                 return library

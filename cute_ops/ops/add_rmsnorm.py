@@ -7,7 +7,7 @@ from typing import Any
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
 from cute_ops.ops import rmsnorm as norm
-from cute_ops.ops._reference import widen
+from cute_ops.reference import widen
 from cute_ops.ops._tiles import rows_backward, rows_forward
 
 CASES = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Array, Case, Op, Problem, Tensor
-from cute_ops.ops._reference import widen
+from cute_ops.reference import widen
 from cute_ops.ops._tiles import backward_parts, rows_backward, rows_forward
 
 CASES = (

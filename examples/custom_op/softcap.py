@@ -2,19 +2,17 @@
 
 import cute_ops_jax
 import cute_ops_torch
-from cute_ops import FLOATS, Case, Op, Tensor
+from cute_ops import FLOATS, Case, Op, Tensor, widen
 
 
 def reference(xp, x, *, cap):
-    return xp.astype(cap * xp.tanh(wide(xp, x) / cap), x.dtype)
+    (wide,) = widen(xp, x)
+    return xp.astype(cap * xp.tanh(wide / cap), x.dtype)
 
 
 def reference_bwd(xp, x, dout, *, cap):
-    return xp.astype(wide(xp, dout) * (1 - xp.tanh(wide(xp, x) / cap) ** 2), x.dtype)
-
-
-def wide(xp, x):
-    return x if x.dtype == xp.float64 else xp.astype(x, xp.float32)
+    wide, dy = widen(xp, x, dout)
+    return xp.astype(dy * (1 - xp.tanh(wide / cap) ** 2), x.dtype)
 
 
 X = Tensor("*m n", "T")
