@@ -80,7 +80,7 @@ def programs(op: Op, function: Callable[..., Any]) -> dict[str, Callable[..., An
 @pytest.mark.parametrize("n", [64, 1000, 4097])
 def test_transformations_against_float64(op: Op, dtype: str, n: int) -> None:
     """By the rule of :mod:`cute_ops.testing`, for whole programs: at most twice the loss of the reference, which
-    runs the same program on the CPU."""
+    XLA runs in the same program on the same device."""
     rng = np.random.default_rng(2)
     arrays = [
         rng.standard_normal((3, 5, n) if t.rows else n, np.float32).astype(testing.numpy_dtype(dtype))
@@ -88,12 +88,11 @@ def test_transformations_against_float64(op: Op, dtype: str, n: int) -> None:
     ]
     ours = cute_ops_jax.register(op)
     results = {name: leaves(program(*arrays)) for name, program in programs(op, ours).items()}
-    with jax.default_device(jax.devices("cpu")[0]):
-        lows = {name: leaves(program(*arrays)) for name, program in programs(op, ours).items()}
-        with jax.enable_x64(True):
-            reference = partial(op.reference, jnp, **op.attrs)
-            wide = [a.astype(np.float64) for a in arrays]
-            exacts = {name: leaves(program(*wide)) for name, program in programs(op, reference).items()}
+    reference = partial(op.reference, jnp, **op.attrs)
+    lows = {name: leaves(program(*arrays)) for name, program in programs(op, reference).items()}
+    with jax.default_device(jax.devices("cpu")[0]), jax.enable_x64(True):
+        wide = [a.astype(np.float64) for a in arrays]
+        exacts = {name: leaves(program(*wide)) for name, program in programs(op, reference).items()}
     for name, mine in results.items():
         for got, low, exact in zip(mine, lows[name], exacts[name], strict=True):
             assert (got.shape, got.dtype) == (low.shape, low.dtype), name
@@ -121,7 +120,7 @@ def test_per_example_gradients_are_those_of_single_calls(op: Op) -> None:
 
 
 CHAIN = """
-import json, statistics, sys, time
+import json, sys
 import jax, jax.numpy as jnp, cute_ops_jax
 x = jax.random.normal(jax.random.key(0), (8, 256), jnp.bfloat16)
 def chain(x):
@@ -131,13 +130,8 @@ def chain(x):
 compiled = jax.jit(chain).lower(x).compile()
 for _ in range(50):
     y = compiled(x).block_until_ready()
-times = []
-for _ in range(200):
-    start = time.perf_counter()
-    compiled(x).block_until_ready()
-    times.append(time.perf_counter() - start)
 print(json.dumps({
-    "us": statistics.median(times) * 1e6, "calls": compiled.as_text().count('custom_call_target="cute_rmsnorm_'),
+    "calls": compiled.as_text().count('custom_call_target="cute_rmsnorm_'),
     "sum": float(y.astype(jnp.float32).sum()), "compiler": "cutlass" in sys.modules,
 }))
 """
@@ -156,17 +150,19 @@ def fresh(code: str, **environment: str) -> dict[str, Any]:
     return json.loads(result.stdout.splitlines()[-1])
 
 
-def test_calls_are_captured_in_a_cuda_graph(record_property: Callable[[str, object], None]) -> None:
-    """A chain of small kernels is bound by launches: replayed as one graph it takes well under half the time."""
-    fresh(CHAIN)  # compiled once, so that neither run below pays for it
-    captured, launched = fresh(CHAIN), fresh(CHAIN, XLA_FLAGS="--xla_gpu_enable_command_buffer=")
-    print(f"chain of 32: {captured['us']:.0f} us captured, {launched['us']:.0f} us launched one by one")
-    record_property("captured_us", captured["us"])
-    record_property("launched_us", launched["us"])
+def test_calls_are_captured_in_a_cuda_graph(tmp_path: Path) -> None:
+    """XLA's own account of what it runs: one command buffer that holds all the calls."""
+    fresh(CHAIN)  # compiled once, so that the runs below are warm starts
+    dump = f"--xla_dump_to={tmp_path}"
+    captured = fresh(CHAIN, XLA_FLAGS=dump)
+    (thunks,) = tmp_path.glob("*jit_chain.thunk_sequence_after_thunk_passes.txt")
+    lines = thunks.read_text().splitlines()
+    assert "kCommandBuffer" in lines[0]
+    assert sum("kCustomCall" in line and line.startswith(" ") for line in lines) == 32
+    launched = fresh(CHAIN, XLA_FLAGS="--xla_gpu_enable_command_buffer=")
     assert captured["calls"] == launched["calls"] == 32
     assert captured["sum"] == launched["sum"]
     assert not captured["compiler"], "a warm start imports the compiler"
-    assert captured["us"] < 0.7 * launched["us"]
 
 
 def test_persistent_compilation_cache_in_a_fresh_process(tmp_path: Path) -> None:
