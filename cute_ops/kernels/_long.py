@@ -7,11 +7,22 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._column_sum import ColumnSum
-from cute_ops.kernels._columns import column_vector, scale
+from cute_ops.kernels._columns import column_elements, scale
 from cute_ops.kernels._reduce import RowSum
 from cute_ops.kernels._rows import Vectors, row_address, row_count
-from cute_ops.kernels._vectors import fragment, load, load_elements, narrow, store, store_elements, store_masked, widen
+from cute_ops.kernels._vectors import (
+    fragment,
+    load,
+    load_elements,
+    load_if,
+    narrow,
+    store,
+    store_elements,
+    store_masked,
+    trim,
+)
 
 MAX_GRID = 1 << 20
 
@@ -40,6 +51,7 @@ class LongRows:
         self.weight_offset = variant.attrs["weight_offset"]
         self.tile = LongTile(Vectors(variant, names, self.static_n), variant.tile)
         self.sum = RowSum(self.tile, values=values, stages=2)
+        self.chained = can_chain(variant.arch)
 
     def length(self, mX):
         return Int32(mX.shape[len(mX.shape) - 1])
@@ -57,8 +69,15 @@ class LongRows:
     def read(self, mX, base, first, n):
         """A vector in fp32, zero outside the row."""
         rX = fragment(mX.element_type, self.tile.vec)
-        load(rX, base + Int64(first) * (mX.element_type.width // 8))
-        return widen(rX, first, n, self.tile.v.shifted, self.tile.v.masked)
+        address = base + Int64(first) * (mX.element_type.width // 8)
+        if self.tile.v.shifted:
+            rX.fill(0)
+            load_if(first + self.tile.vec > 0, rX, address)
+        else:
+            load(rX, address)
+        if self.tile.v.masked:
+            trim(rX, first, n)
+        return rX.load().to(Float32)
 
     def write(self, x, mX, base, first, n):
         rX = narrow(x, mX.element_type, self.tile.vec)
@@ -69,7 +88,7 @@ class LongRows:
             store(rX, address)
 
     def column(self, mW, name, first, n):
-        return column_vector(mW, self.variant.tensors[name], self.tile.v, first, n, False)
+        return column_elements(mW, self.variant.tensors[name], self.tile.v, first, n)
 
 
 class NormForwardLong(LongRows):
@@ -84,10 +103,12 @@ class NormForwardLong(LongRows):
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
+        rows = row_count(mX)
         self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
-            grid=[Int32(cutlass.min(row_count(mX), Int64(MAX_GRID))), 1, 1],
+            grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
             block=[self.tile.threads, 1, 1],
             stream=stream,
+            use_pdl=self.chained,
         )
 
     @cute.kernel
@@ -98,6 +119,8 @@ class NormForwardLong(LongRows):
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
         n, vec = self.length(mX), self.tile.vec
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
         steps = Int32((row_count(mX) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)
@@ -118,7 +141,7 @@ class NormForwardLong(LongRows):
                     self.write(h, mResidualOut, sum_base, first, n)
                     h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
                     squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            (total,) = self.sum((squares,), sSum, mbar, step % 2, Int32(0))
+            (total,) = self.sum((squares,), sSum, mbar, step)
             rstd = cute.math.rsqrt(total / Float32(n) + self.eps, fastmath=True)
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
                 first = v * vec - shift
@@ -152,12 +175,13 @@ class NormBackwardLong(LongRows):
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
         mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        rows = row_count(inputs[0])
         if const_expr(mParts is not None):
             groups = Int32(mParts.shape[0])
         else:
-            groups = Int32(cutlass.min(row_count(inputs[0]), Int64(self.variant.tile["parts"])))
+            groups = Int32(cutlass.min(rows, Int64(self.variant.tile["parts"])))
         self.kernel(inputs, columns[0], outputs, parts).launch(
-            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream
+            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.chained
         )
         if const_expr(mParts is not None):
             self.column_sum(parts, dcolumns, stream)
@@ -175,6 +199,7 @@ class NormBackwardLong(LongRows):
         steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
         shift = self.tile.v.shift(Int64(group), long_n)
         count = self.vectors(n, shift)
+        wait_for_previous(self.chained)
         for mParts in parts:
             if const_expr(mParts is not None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
@@ -190,7 +215,7 @@ class NormBackwardLong(LongRows):
                 x, _, g = self._terms(mX, mDout, mWeight, bases, v * vec - shift, n)
                 squares = squares + (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 products = products + (x * g).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            squares, products = self.sum((squares, products), sSum, mbar, step % 2, Int32(0))
+            squares, products = self.sum((squares, products), sSum, mbar, step)
             rstd = cute.math.rsqrt(squares / Float32(n) + self.eps, fastmath=True)
             pull = rstd * rstd * rstd * (products / Float32(n))
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
@@ -207,8 +232,7 @@ class NormBackwardLong(LongRows):
                         rSum = self._load_part(mParts, group, first, n)
                         rSum.store(rSum.load() + term)
                         self._store_part(rSum, mParts, group, first, n)
-        if const_expr(self.column_sum.chained):
-            cute.arch.griddepcontrol_launch_dependents()
+        let_next_start(self.chained)
 
     def _terms(self, mX, mDout, mWeight, bases, first, n):
         x, dout = self.read(mX, bases[0], first, n), self.read(mDout, bases[1], first, n)

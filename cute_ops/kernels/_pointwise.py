@@ -2,10 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Int32, Int64
 
+from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._rows import ITEMSIZE, present, row_address, row_count
-from cute_ops.kernels._vectors import fragment, load, load_if, narrow, store_masked
+from cute_ops.kernels._vectors import fragment, load_if, narrow, store_masked
 
 VECTOR_BYTES = 16
 
@@ -35,6 +36,7 @@ class Pointwise:
         self.threads = variant.tile.get("threads", 256)
         self.unroll = variant.tile.get("unroll", 2)
         self.block = self.threads * self.unroll
+        self.chained = can_chain(variant.arch)
 
     @cute.jit
     def __call__(self, inputs, outputs, stream):
@@ -44,6 +46,7 @@ class Pointwise:
             grid=[Int32((vectors + (self.block - 1)) // self.block), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
+            use_pdl=self.chained,
         )
 
     def _shape(self, mX):
@@ -61,9 +64,11 @@ class Pointwise:
         places = []
         for u in cutlass.range_constexpr(self.unroll):
             places.append(self._place(start, Int32(u * self.threads) + tidx, rows, n))
+        wait_for_previous(self.chained)
         loaded = []
         for u in cutlass.range_constexpr(self.unroll):
             loaded.append([self._load(mX, key, *places[u]) for mX, key in zip(inputs, self.inputs)])
+        let_next_start(self.chained)
         for u in cutlass.range_constexpr(self.unroll):
             results = self.compute(*(rX.load().to(cutlass.Float32) for rX in loaded[u]))
             for mX, key, x in zip(outputs, self.outputs, results):

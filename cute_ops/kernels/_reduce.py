@@ -13,11 +13,12 @@ WARP = 32
 
 
 class RowSum:
-    """Sums ``values`` fp32 numbers per thread over the threads of each row of a :class:`RowTile`.
+    """Sums one or two fp32 numbers per thread over the threads of each row of a tile.
 
     Shared memory: ``stages * rows * warps per row * cluster * values`` floats, plus one mbarrier per stage in a
-    cluster. Two stages let successive sums follow each other with one barrier each: whoever writes a stage again has
-    seen everybody's contribution to the sum between, and they made it after reading.
+    cluster. Stages let successive sums follow each other with one barrier each. Two are enough where a thread takes a
+    sum before it gives its part of the next: whoever writes a stage again has seen everybody's part of the sum
+    between, and they gave it after reading. Where it gives the next part first, four are.
     """
 
     def __init__(self, tile, values, stages):
@@ -27,6 +28,8 @@ class RowSum:
         self.warps = max(tile.threads_per_row // WARP, 1)
         self.parts = self.warps * tile.cluster
         self.alone = tile.threads_per_row <= WARP and tile.cluster == 1
+        # Half a warp finishes the first number, the other half the second.
+        self.halved = values == 2 and tile.threads_per_row >= WARP
 
     def allocate(self, smem):
         """Shared memory of the sums, and the mbarriers, or None."""
@@ -42,7 +45,7 @@ class RowSum:
 
     @cute.jit
     def prepare(self, mbar):
-        """Initialise the mbarriers before any CTA of the cluster may signal them; :meth:`ready` completes it."""
+        """Initialise the mbarriers; :meth:`ready` waits until those of the whole cluster are."""
         if const_expr(self.tile.cluster > 1):
             if cute.arch.thread_idx()[0] == 0:
                 for stage in cutlass.range_constexpr(self.stages):
@@ -54,43 +57,72 @@ class RowSum:
         if self.tile.cluster > 1:
             cute.arch.cluster_wait()
 
-    @cute.jit
-    def __call__(self, values: cutlass.Constexpr, sSum, mbar, stage: Int32, phase: Int32):
+    def __call__(self, values, sSum, mbar, step):
         """Row sums of a tuple of fp32 values; every thread of the CTA takes part."""
-        group = min(self.tile.threads_per_row, WARP)
-        values = tuple(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in values)
-        if const_expr(self.alone):
-            return values
-        tidx = cute.arch.thread_idx()[0]
-        lane = tidx % WARP
-        warp = tidx // WARP
-        row = warp // self.warps
-        part = warp % self.warps
-        if const_expr(self.tile.cluster == 1):
-            if lane == 0:
-                for i in cutlass.range_constexpr(self.values):
-                    sSum[i, part, row, stage] = values[i]
-            cute.arch.barrier()
-        else:
-            self._exchange(values, sSum, mbar, stage, lane, row, part)
-            cute.arch.mbarrier_wait(mbar + stage, phase)
-        return self._combine(sSum, stage, lane, row)
+        return self.take(self.give(values, sSum, mbar, step), sSum, mbar, step)
 
     @cute.jit
-    def _exchange(self, values: cutlass.Constexpr, sSum, mbar, stage, lane, row, part):
-        if cute.arch.thread_idx()[0] == 0:
-            size = self.values * self.parts * self.tile.rows * 4
-            cute.arch.mbarrier_arrive_and_expect_tx(mbar + stage, size)
-        if lane < self.tile.cluster:
-            index = cute.arch.block_idx_in_cluster() * self.warps + part
-            target = sSum.iterator + cute.crd2idx((0, index, row, stage), sSum.layout)
-            sTarget = cute.arch.map_dsmem_ptr(target, lane).toint()
-            sBarrier = cute.arch.map_dsmem_ptr(mbar + stage, lane).toint()
-            for i in cutlass.range_constexpr(self.values):
-                cute.arch.inline_ptx(
-                    "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
-                    read_only_args=[Int32(sTarget + 4 * i), values[i], Int32(sBarrier)],
-                )
+    def give(self, values: cutlass.Constexpr, sSum, mbar, step: Int32):
+        """Add this thread's values to the sums of a step. Returns what :meth:`take` needs."""
+        group = min(self.tile.threads_per_row, WARP)
+        if const_expr(self.halved):
+            values = (self._halve(*values),)
+        else:
+            values = tuple(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in values)
+        if const_expr(not self.alone):
+            tidx = cute.arch.thread_idx()[0]
+            warp = tidx // WARP
+            self._share(values, sSum, mbar, step % self.stages, tidx % WARP, warp // self.warps, warp % self.warps)
+        return values
+
+    @cute.jit
+    def _halve(self, v0, v1):
+        """Warp sums of two values, the first in lanes 0-15, the second in lanes 16-31, in half the shuffles."""
+        upper = cute.arch.lane_idx() >= WARP // 2
+        mine = cutlass.select_(upper, v1, v0)
+        other = cutlass.select_(upper, v0, v1)
+        mine = mine + cute.arch.shuffle_sync_bfly(other, offset=WARP // 2)
+        return cute.arch.warp_reduction(mine, operator.add, threads_in_group=WARP // 2)
+
+    @cute.jit
+    def _share(self, values: cutlass.Constexpr, sSum, mbar, stage, lane, row, part):
+        half = WARP // 2 if const_expr(self.halved) else WARP
+        # Which of the numbers a lane holds; lanes of one half hold the same.
+        which = lane // half
+        if const_expr(self.tile.cluster == 1):
+            if lane % half == 0:
+                for i in cutlass.range_constexpr(len(values)):
+                    sSum[which + i, part, row, stage] = values[i]
+        else:
+            if cute.arch.thread_idx()[0] == 0:
+                size = self.values * self.parts * self.tile.rows * 4
+                cute.arch.mbarrier_arrive_and_expect_tx(mbar + stage, size)
+            peer = lane % half
+            if peer < self.tile.cluster:
+                index = cute.arch.block_idx_in_cluster() * self.warps + part
+                target = sSum.iterator + cute.crd2idx((which, index, row, stage), sSum.layout)
+                sTarget = cute.arch.map_dsmem_ptr(target, peer).toint()
+                sBarrier = cute.arch.map_dsmem_ptr(mbar + stage, peer).toint()
+                for i in cutlass.range_constexpr(len(values)):
+                    cute.arch.inline_ptx(
+                        "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
+                        read_only_args=[Int32(sTarget + 4 * i), values[i], Int32(sBarrier)],
+                    )
+
+    @cute.jit
+    def take(self, given: cutlass.Constexpr, sSum, mbar, step: Int32):
+        """The sums of a step, once every thread of the row has given its values."""
+        if const_expr(self.alone):
+            if const_expr(self.halved):
+                return tuple(cute.arch.shuffle_sync(given[0], offset=i * (WARP // 2)) for i in range(2))
+            return given
+        stage = step % self.stages
+        if const_expr(self.tile.cluster == 1):
+            cute.arch.barrier()
+        else:
+            cute.arch.mbarrier_wait(mbar + stage, (step // self.stages) % 2)
+        tidx = cute.arch.thread_idx()[0]
+        return self._combine(sSum, stage, tidx % WARP, tidx // WARP // self.warps)
 
     @cute.jit
     def _combine(self, sSum, stage, lane, row):

@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_ops.kernels._rows import ITEMSIZE
-from cute_ops.kernels._vectors import access_bits, fragment, gmem_vector, load
+from cute_ops.kernels._vectors import access_bits, fragment, gmem_vector, load, zero_outside
 
 
 class RowRing:
@@ -57,10 +57,7 @@ class RowRing:
         bits = access_bits(dtype, vec)
         tidx = cute.arch.thread_idx()[0]
         for k in cutlass.range_constexpr(self.tile.per_thread):
-            wanted = valid
-            if const_expr(self.tile.ends_outside(k)):
-                wanted = valid and first[k] < self.tile.n
-            if wanted:
+            if valid and self.tile.wanted(k, first[k]):
                 source = address + Int64(first[k]) * (dtype.width // 8)
                 target = sX[None, None, tidx, k, stage]
                 if const_expr(bits >= 32):
@@ -72,6 +69,14 @@ class RowRing:
                     rX = fragment(dtype, vec)
                     load(rX, source)
                     cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+
+    @cute.jit
+    def trim(self, slots: cutlass.Constexpr, k: cutlass.Constexpr, stage: Int32, first: Int32):
+        """Zero what this thread's k-th vector of some tensors holds of the row's neighbours."""
+        if first < 0 or first + self.tile.vec > self.tile.n:
+            for sX in slots:
+                sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+                zero_outside(cute.make_tensor(sV.iterator, cute.coalesce(sV.layout)), first, Int32(self.tile.n))
 
     def read(self, sX, k, stage):
         """This thread's k-th vector of a slot, in registers."""

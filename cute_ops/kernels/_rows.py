@@ -5,16 +5,20 @@ the columns ``v * vec - shift + j``, ``j < vec``. Three ways to lay vectors over
 
 * aligned: every row starts on a vector, ``shift == 0``; vectors are as wide as the alignment of all row tensors.
 * shifted: compact rows of a length that is no multiple of a vector, on an aligned base. Vectors are those of the
-  flat array, ``shift = row * n % vec``, so that loads stay 16 bytes wide. The first and the last vector of a row
-  may also hold elements of its neighbours: these are masked, and stored one by one. A vector with at least one
-  element inside the row never leaves its page.
+  flat array, from the last memory unit that starts no later than the row, ``shift = row * n % unit``, so that
+  accesses stay 16 bytes wide and in step with sectors. Vectors at a row's ends may also hold elements of its
+  neighbours: these are masked, and stored one by one. A vector with an element inside the row never leaves its page.
 * narrow: whatever else; vectors shrink down to one element.
 """
 
+import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
+# Shifted rows of these lengths are read from a multiple of so many vectors, a cache line. Shorter ones would mind the
+# idle threads; longer ones have few persistent clusters, which must be a multiple of that many elements.
+UNIT, UNIT_ROWS = 8, range(1024, 16385)
 
 
 def present(variant, names):
@@ -35,22 +39,25 @@ class Vectors:
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         self.n = n
-        widest = VECTOR_BYTES // min(sizes)
+        # Narrower dtypes take narrower accesses: two accesses per vector of a wide one would each use half of what
+        # they touch.
+        widest = VECTOR_BYTES // max(sizes)
         starts = [min(t.align, t.row_align) for t in tensors]
         narrow = min(min(a, VECTOR_BYTES) // s for a, s in zip(starts, sizes))
         flat = all(t.layout == "flat" and t.align >= VECTOR_BYTES for t in tensors)
-        aligned = all(a >= min(VECTOR_BYTES, widest * s) for a, s in zip(starts, sizes))
-        # Half vectors beat masking; rows of a few elements beat vectors that mostly hold neighbours.
-        self.shifted = flat and not aligned and narrow * min(sizes) < 8 and (n is None or n >= 2 * widest)
-        self.vec = widest if aligned or self.shifted else max(1, narrow)
+        aligned = narrow >= widest
+        # Half vectors beat masking; narrow accesses beat vectors that mostly hold neighbours.
+        self.shifted = flat and 2 * narrow < widest and (n is None or n >= 8 * widest)
+        self.vec = widest if aligned or self.shifted else narrow
+        self.unit = self.vec * (UNIT if n in UNIT_ROWS else 1)
         # Rows of whole vectors need no masks inside a vector. Strides say nothing about a dynamic row length.
         whole = n % self.vec == 0 if n is not None else flat
         self.masked = self.shifted or not whole
         self.bytes = {t.name: self.vec * s for t, s in zip(tensors, sizes)}
 
     def shift(self, row, n):
-        """Elements of the row's first vector that belong to its neighbour."""
-        return Int32((row * n) % self.vec) if self.shifted else Int32(0)
+        """Elements of the neighbour that come before the row's in its first vectors."""
+        return Int32((row * n) % self.unit) if self.shifted else Int32(0)
 
 
 class RowTile:
@@ -66,9 +73,9 @@ class RowTile:
         self.n = vectors.n
         self.cluster = tile.get("cluster", 1)
         self.threads_per_row = tile["threads_per_row"]
-        self.threads = max(tile["threads"], self.threads_per_row)
-        self.rows = self.threads // self.threads_per_row
-        longest = self.n + (self.vec - 1 if vectors.shifted else 0)
+        self.rows = max(tile["threads"] // self.threads_per_row, 1)
+        self.threads = self.rows * self.threads_per_row
+        longest = self.n + (vectors.unit - 1 if vectors.shifted else 0)
         self.count = -(-longest // self.vec)
         self.per_thread = -(-self.count // (self.threads_per_row * self.cluster))
 
@@ -78,18 +85,28 @@ class RowTile:
 
     def starts_outside(self, k):
         """Whether some thread's k-th vector may begin before the row."""
-        return self.v.shifted and k == 0
+        return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
+
+    def wanted(self, k, first):
+        """Whether this thread's k-th vector has an element inside the row; True where every thread's has."""
+        inside = first < self.n if self.ends_outside(k) else True
+        return (first + self.vec > 0) & inside if self.starts_outside(k) and self.v.unit > self.vec else inside
 
     def ends_outside(self, k):
         """Whether some thread's k-th vector may reach past the row's end."""
         return ((self.cluster - 1) * self.per_thread + k + 1) * self.threads_per_row * self.vec > self.n
 
 
+def extent(mX, dim):
+    """Size of a dim in 64 bits; the shape's own entries are cut to 32."""
+    return Int64(cute.size(mX, mode=[dim]))
+
+
 def row_count(mX):
     """Rows of a tensor, the product of its leading dims, in 64 bits."""
     count = Int64(1)
-    for size in mX.shape[:-1]:
-        count = count * Int64(size)
+    for i in range(len(mX.shape) - 1):
+        count = count * extent(mX, i)
     return count
 
 
@@ -104,7 +121,7 @@ def row_address(mX, key, row, n):
         return base + row * Int64(n * itemsize)
     offset, rest = Int64(0), row
     for i in reversed(range(1, len(mX.shape) - 1)):
-        size = Int64(mX.shape[i])
+        size = extent(mX, i)
         above = rest // size
         offset = offset + (rest - above * size) * Int64(mX.stride[i])
         rest = above

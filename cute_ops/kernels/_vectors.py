@@ -5,7 +5,7 @@ Fragments are flat, ``vec`` elements; an access moves at most 16 bytes, so a vec
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
 MAX_BITS = 128
@@ -41,9 +41,7 @@ def load(rX, address, streaming=False):
     """Load a whole vector. ``streaming`` marks what is read once."""
     dtype, vec = rX.element_type, cute.size(rX)
     mode = LoadCacheMode.STREAMING if streaming else LoadCacheMode.ALWAYS
-    atom = cute.make_copy_atom(
-        CopyG2ROp(), dtype, num_bits_per_copy=access_bits(dtype, vec), load_cache_mode=mode
-    )
+    atom = cute.make_copy_atom(CopyG2ROp(), dtype, num_bits_per_copy=access_bits(dtype, vec), load_cache_mode=mode)
     cute.copy(atom, gmem_vector(dtype, address, vec), cute.make_tensor(rX.iterator, pieces(dtype, vec)))
 
 
@@ -51,9 +49,7 @@ def store(rX, address, streaming=False):
     """Store a whole vector. ``streaming`` marks what is not read again soon."""
     dtype, vec = rX.element_type, cute.size(rX)
     mode = StoreCacheMode.STREAMING if streaming else StoreCacheMode.WRITE_BACK
-    atom = cute.make_copy_atom(
-        CopyR2GOp(), dtype, num_bits_per_copy=access_bits(dtype, vec), store_cache_mode=mode
-    )
+    atom = cute.make_copy_atom(CopyR2GOp(), dtype, num_bits_per_copy=access_bits(dtype, vec), store_cache_mode=mode)
     cute.copy(atom, cute.make_tensor(rX.iterator, pieces(dtype, vec)), gmem_vector(dtype, address, vec))
 
 
@@ -97,22 +93,26 @@ def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, stream
         store_elements(rX, address, first, n)
 
 
-def widen(rX, first, n, low, high):
-    """The fragment in fp32, zero outside the row. A select, no product: a neighbouring row may hold NaN.
+@cute.jit
+def zero_outside(tX: cute.Tensor, first: Int32, n: Int32):
+    """Zero the elements whose columns ``first + j`` fall outside the row; they may be a neighbour's NaN."""
+    for j in cutlass.range_constexpr(cute.size(tX)):
+        if first + j < 0 or first + j >= n:
+            tX[j] = tX.element_type(0)
 
-    Args:
-        low, high: whether the vector may begin before, or end after, the row.
-    """
-    x = rX.load().to(Float32)
-    if not (low or high):
-        return x
-    rF = fragment(Float32, cute.size(rX))
-    rF.store(x)
-    for j in range(cute.size(rX)):
-        column = first + j
-        inside = column >= 0 if not high else column < n if not low else (column >= 0) & (column < n)
-        rF[j] = cutlass.select_(inside, rF[j], Float32(0.0))
-    return rF.load()
+
+@cute.jit
+def trim(rX: cute.Tensor, first: Int32, n: Int32):
+    """:func:`zero_outside` by the few threads at a row's edges."""
+    if first < 0 or first + cute.size(rX) > n:
+        zero_outside(rX, first, n)
+
+
+def forget(rX):
+    """Make the compiler forget what it knows of a fragment, so that it keeps this form of it and no wider one."""
+    rW = cute.recast_tensor(rX, Int32)
+    for j in range(cute.size(rW)):
+        rW[j] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[rW[j]])
 
 
 def narrow(x, dtype, vec):

@@ -1,7 +1,7 @@
 """Tile heuristics: what a kernel is told about its shape, as plain integers.
 
 A heuristic sees the problem (rows, row length, dtypes, alignments, SM target) and imports nothing heavy. Forward
-tiles depend on the row length alone, so that a row's bits do not depend on how many rows there are.
+tiles do not depend on the number of rows, so that a row's bits do not either.
 """
 
 from __future__ import annotations
@@ -10,95 +10,146 @@ from typing import Any
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 WARP = 32
-ROW_OUTPUTS = ("out", "residual_out", "dx", "dresidual")
+VECTOR_BYTES = 16
+ROWS = ("x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "dresidual")
 BACKWARD_INPUTS = ("x", "residual_out", "dout", "dresidual_out")
-# Shared memory of an SM that CTAs may fill, and registers per SM, both less than there is: (bytes, registers).
+# Shared memory of an SM that rings may fill, by architecture; more than a CTA gets nowhere.
 SHARED_BYTES = {80: 160_000, 90: 220_000, 100: 220_000, 103: 220_000, 120: 96_000}
+# Rows that start off a vector repeat their place after so many rows: at most a cache line of elements for these
+# lengths, a vector for others.
+LINE_ROWS, LINE_PERIOD, VECTOR_PERIOD = range(1024, 16385), 64, 8
 
 
-def sm(arch: str) -> int:
+def _sm(arch: str) -> int:
     return int(arch.removeprefix("sm_").rstrip("af"))
 
 
-def _power_above(x: int) -> int:
-    return 1 << max(x - 1, 0).bit_length()
-
-
-def _row_names(problem: Any) -> list[str]:
-    names = ("x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "dresidual")
-    return [name for name in names if name in problem.dtypes]
-
-
 def _vectors(problem: Any) -> int:
-    """16-byte vectors of a row, in the narrowest dtype among the row tensors."""
-    itemsize = min(ITEMSIZE[problem.dtypes[name]] for name in _row_names(problem))
-    return -(-problem.n * itemsize // 16)
+    """16-byte vectors of a row in the widest dtype of the row tensors."""
+    widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
+    return -(-problem.n * widest // VECTOR_BYTES)
 
 
-def _spread(vectors: int, per_thread: int, most: int) -> int:
-    """Threads of a row: a power of two within a warp, warps beyond, about ``per_thread`` vectors each."""
+def _unaligned(problem: Any) -> bool:
+    return min(problem.aligns[name] for name in ROWS if name in problem.dtypes) < VECTOR_BYTES
+
+
+def _threads(vectors: int, per_thread: int, most: int = 1024) -> int:
+    """Threads of a row: a power of two within a warp, whole warps beyond."""
     wanted = -(-vectors // per_thread)
     if wanted <= WARP:
-        return _power_above(wanted)
+        return 1 << max(wanted - 1, 0).bit_length()
     return min(-(-wanted // WARP) * WARP, most)
 
 
+def _most_ctas(problem: Any) -> int:
+    """CTAs that a cluster may have: 16 where the chip has groups of SMs that large."""
+    sm = _sm(problem.arch)
+    return 1 if sm < 90 else 16 if sm < 120 else 8
+
+
+def _doubled(vectors: int, span: int, most: int) -> int:
+    """CTAs, a power of two up to ``most``, that hold at most ``span`` vectors each where possible."""
+    ctas = 1
+    while ctas < most and vectors > ctas * span:
+        ctas *= 2
+    return ctas
+
+
 def rows_forward(problem: Any) -> dict[str, int]:
-    """Threads, threads of a row, CTAs of a cluster; ``long`` where a row does not fit registers."""
+    """Threads, those of a row, CTAs of a cluster.
+
+    Long rows: CTAs resident on an SM (a cap on registers), rows ``packed`` in their own dtype between their sum and
+    their output, the weight loaded ``late``; ``long`` where a row does not fit registers at all.
+    """
     if problem.n is None:
         return {"threads": 512}
-    vectors = _vectors(problem)
-    cluster = 1
-    most = 1024 * 4
-    if sm(problem.arch) >= 90:
-        while cluster < 8 and vectors > cluster * 2048:
-            cluster *= 2
-    if vectors > cluster * most:
-        return {"threads": 1024, "long": 1}
-    row = _spread(-(-vectors // cluster), 4, 1024)
-    return {"threads": max(128, row), "threads_per_row": row, "cluster": cluster}
-
-
-def rows_backward(problem: Any) -> dict[str, int]:
-    """As the forward, and: ring slots, resident CTAs per SM, and CTAs altogether where no workspace says so."""
-    if problem.n is None:
-        return {"threads": 512, "resident": 2, "parts": 2 * problem.sm_count}
-    vectors = _vectors(problem)
-    shared = SHARED_BYTES.get(sm(problem.arch), 96_000)
-    slot = problem.n * sum(ITEMSIZE[problem.dtypes[name]] for name in BACKWARD_INPUTS if name in problem.dtypes)
-    cluster = 1
-    if sm(problem.arch) >= 90:
-        while cluster < 8 and vectors > cluster * 1024:
-            cluster *= 2
-    if vectors > cluster * 2048 or 2 * slot > cluster * shared:
-        return {"threads": 512, "long": 1, "resident": 2, "parts": 2 * problem.sm_count}
+    vectors, most = _vectors(problem), _most_ctas(problem)
+    if vectors <= 1024:
+        row = _forward_row(problem, vectors)
+        return {"threads": max(256 if vectors <= WARP else 128, row), "threads_per_row": row}
+    cluster = _doubled(vectors, 2048, most)
     part = -(-vectors // cluster)
-    row = _spread(part, 1 if part <= WARP else 2 if part <= 1024 else 4, 512)
-    threads = max(256, row)
-    rows = threads // row
-    slot_bytes = -(-slot // cluster) * rows
-    stages = 3 if 3 * slot_bytes <= shared else 2
-    resident = max(1, min(shared // (stages * slot_bytes + 2048), 1024 // threads))
+    if part > 4096:
+        return {"threads": 1024, "long": 1}
+    row = _threads(part, 4)
     return {
-        "threads": threads, "threads_per_row": row, "cluster": cluster, "stages": stages, "resident": resident,
-        "parts": max(1, resident * problem.sm_count // cluster),
+        "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1,
+        "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, 1536 // row),
     }  # fmt: skip
 
 
+def _forward_row(problem: Any, vectors: int) -> int:
+    """Threads of a row that one CTA holds."""
+    if vectors <= WARP:
+        # Rows of a few elements off a vector are read one by one, about four to a thread.
+        return _threads(problem.n, 4) if _unaligned(problem) and vectors <= 8 else _threads(vectors, 1)
+    if _unaligned(problem):
+        return _threads(vectors, 3)
+    if WARP * 2 < vectors <= WARP * 3:
+        return WARP
+    return _threads(vectors, 2 if vectors <= 512 else 4)
+
+
+def rows_backward(problem: Any) -> dict[str, int]:
+    """As the forward, and: ring slots, CTAs resident on an SM, clusters altogether."""
+    long = {"threads": 512, "parts": 2 * problem.sm_count}
+    if problem.n is None:
+        return long
+    vectors, most = _vectors(problem), _most_ctas(problem)
+    shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
+    slot = problem.n * sum(ITEMSIZE[problem.dtypes[name]] for name in BACKWARD_INPUTS if name in problem.dtypes)
+    # Registers for the column sums of so many vectors leave room for so many threads on an SM.
+    sums = max(sum(name in problem.dtypes for name in ("dweight", "dbias")), 1)
+    # Two vectors per thread as far as clusters of 4 reach, then four.
+    cluster = (
+        1 if vectors <= 1024 else max(min(4, _doubled(vectors, 1024, most)), _doubled(vectors, 2048 // sums, most))
+    )
+    part = -(-vectors // cluster)
+    if _unaligned(problem) and part <= 1024:
+        per_thread, room = 1, 1152
+    elif part <= 384:
+        per_thread, room = 1, 1024
+    elif cluster > 1 or part <= 768:
+        per_thread, room = 2 if part <= 1024 else 4, 800
+    else:
+        per_thread, room = 4, 512
+    row = _threads(part, per_thread, 512 if per_thread > 1 else 1024)
+    threads, room = max(256, row), room * 2 // (1 + sums)
+    slot_bytes = -(-slot // cluster) * (threads // row) + 64 * VECTOR_BYTES
+    if part > 4 * row or 2 * slot_bytes > shared:
+        return {**long, "long": 1}
+    stages = 3 if cluster > 1 and 3 * slot_bytes <= shared else 2
+    resident = max(1, min(shared // (stages * slot_bytes + 2048), room // threads))
+    return {
+        "threads": threads, "threads_per_row": row, "cluster": cluster, "stages": stages, "resident": resident,
+        "parts": _clusters(problem, cluster) * resident,
+    }  # fmt: skip
+
+
+def _clusters(problem: Any, cluster: int) -> int:
+    """Clusters that are on the chip at once, one CTA to an SM.
+
+    SMs come in groups that no cluster straddles, and every group may leave a rest. Asking for one cluster too many
+    doubles the time: it runs when all others are done.
+    """
+    rest = {1: 0, 2: 2, 4: 3, 8: 2, 16: 1}[cluster]
+    return max(problem.sm_count // cluster - rest, 1)
+
+
 def pointwise(problem: Any) -> dict[str, int]:
-    return {"threads": 256, "unroll": 2}
+    return {"threads": 256, "unroll": 1}
 
 
 def backward_parts(problem: Any, tile: dict[str, int]) -> int:
-    """Rows of the workspace: persistent clusters, no more than fit the chip at once or have rows to work on.
-
-    Rows that do not start on a vector need a multiple of 8 of them: a cluster then meets the same shift each time.
-    """
+    """Rows of the workspace: persistent clusters, as many as fit the chip at once or have rows to work on."""
     rows = tile["threads"] // tile["threads_per_row"] if "threads_per_row" in tile else 1
     groups = -(-problem.m // rows)
-    parts = min(tile["parts"], groups)
-    # No fewer steps with more clusters: take the fewest clusters of that many steps.
+    # Four steps each before there are more of them than SMs, and no more of them than that many steps need.
+    parts = min(tile["parts"], max(-(-groups // 4), min(groups, problem.sm_count)))
     parts = -(-groups // -(-groups // parts))
-    if min(problem.aligns[name] for name in _row_names(problem)) < 16:
-        parts = max(parts // 8, 1) * 8 if parts + 7 > tile["parts"] else -(-parts // 8) * 8
+    if _unaligned(problem):
+        # A cluster meets rows of one shift only.
+        period = LINE_PERIOD if problem.n in LINE_ROWS else VECTOR_PERIOD
+        parts = period * max(min(-(-parts // period), tile["parts"] // period), 1)
     return parts
