@@ -7,8 +7,8 @@ from typing import Any
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
 from cute_ops.ops import rmsnorm as norm
-from cute_ops.reference import widen
 from cute_ops.ops._tiles import rows_backward, rows_forward
+from cute_ops.reference import widen
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),

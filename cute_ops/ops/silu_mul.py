@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
-from cute_ops.reference import widen
 from cute_ops.ops._tiles import pointwise
+from cute_ops.reference import widen
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
