@@ -97,7 +97,7 @@ class Pointwise:
 
     def _load(self, mX, key, row, first, left):
         rX = fragment(mX.element_type, self.vec)
-        load_if(left > 0, rX, self._address(mX, key, row, first), True)
+        load_if(left > 0, rX, self._address(mX, key, row, first))
         return rX
 
     def _store(self, x, mX, key, row, first, left):
