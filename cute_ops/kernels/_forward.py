@@ -23,9 +23,9 @@ class NormForward:
     """One pass: a row stays in registers between its sum and its output.
 
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
-    ``threads`` holds ``threads / threads_per_row`` rows. All loads of a thread are in flight together; the weight's
-    too, except where registers are short. The sum of squares crosses a warp by shuffles, a CTA by shared memory, a
-    cluster by distributed shared memory.
+    ``threads`` holds ``threads / threads_per_row`` rows, ``unroll`` times. All loads of a thread are in flight
+    together; the weight's too, except where registers are short. The sum of squares crosses a warp by shuffles, a CTA
+    by shared memory, a cluster by distributed shared memory.
     Shared memory: 4 bytes per warp and CTA of the cluster; none where a row fits a warp.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
@@ -40,18 +40,20 @@ class NormForward:
         # Long rows would fill the registers with fp32: keep them in their own dtype meanwhile.
         self.packed = bool(variant.tile.get("packed", 0)) and self.tile.vec > 1
         self.late = bool(variant.tile.get("late", 0))
-        self.sum = RowSum(self.tile, values=1, stages=1)
+        self.unroll = variant.tile.get("unroll", 1)
+        self.sum = RowSum(self.tile, values=1, stages=min(self.unroll, 2))
+        self.carveout = SMEM_PERCENT
         self.chained = can_chain(variant.arch)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
-        cluster = self.tile.cluster
+        cluster, rows = self.tile.cluster, self.tile.rows * self.unroll
         self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
-            grid=[Int32((row_count(mX) + (self.tile.rows - 1)) // self.tile.rows), cluster, 1],
+            grid=[Int32((row_count(mX) + (rows - 1)) // rows), cluster, 1],
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
             min_blocks_per_mp=self.resident,
-            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.resident > 1) else None,
+            preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
             stream=stream,
             use_pdl=self.chained,
         )
@@ -68,26 +70,42 @@ class NormForward:
 
         t = tidx % self.tile.threads_per_row
         count = row_count(mX)
-        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
-        shift = self.tile.v.shift(row, self.n)
-        first = [self.tile.vector(t, rank, k) * self.tile.vec - shift for k in range(self.tile.per_thread)]
+        local = tidx // self.tile.threads_per_row
+        rows = [(Int64(bidx) * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
+        firsts = [self._first(t, rank, row) for row in rows]
 
         wait_for_previous(self.chained)
-        rX = self._load_row(mX, "x", row, count, first)
-        rResidual = self._load_row(mResidual, "residual", row, count, first)
-        rWeight, rBias = None, None
+        held = [
+            (self._load_row(mX, "x", row, count, first), self._load_row(mResidual, "residual", row, count, first))
+            for row, first in zip(rows, firsts)
+        ]
+        columns = None
         if const_expr(not self.late):
-            rWeight = self._load_columns(mWeight, "weight", first)
-            rBias = self._load_columns(mBias, "bias", first)
+            columns = self._load_weights(mWeight, mBias, firsts)
         let_next_start(self.chained)
         self.sum.ready()
-        rH, rstd = self._normalise(rX, rResidual, mResidualOut, row, count, first, sSum, mbar)
-        if const_expr(self.late):
-            rWeight = self._load_columns(mWeight, "weight", first)
-            rBias = self._load_columns(mBias, "bias", first)
-        self._finish(rH, rstd, rWeight, rBias, mOut, row, count, first)
+        for u in cutlass.range_constexpr(self.unroll):
+            row, first = rows[u], firsts[u]
+            rH, rstd = self._normalise(*held[u], mResidualOut, row, count, first, sSum, mbar, u)
+            if const_expr(self.late):
+                columns = self._load_weights(mWeight, mBias, firsts)
+            self._finish(rH, rstd, *columns[u], mOut, row, count, first)
 
-    def _normalise(self, rX, rResidual, mResidualOut, row, count, first, sSum, mbar):
+    def _first(self, t, rank, row):
+        """First columns of this thread's vectors of a row."""
+        shift = self.tile.v.shift(row, self.n)
+        return [self.tile.vector(t, rank, k) * self.tile.vec - shift for k in range(self.tile.per_thread)]
+
+    def _load_weights(self, mWeight, mBias, firsts):
+        """Weight and bias for each row; the same for all where rows start on a vector."""
+        different = firsts if self.tile.v.shifted else firsts[:1]
+        loaded = [
+            (self._load_columns(mWeight, "weight", first), self._load_columns(mBias, "bias", first))
+            for first in different
+        ]
+        return loaded * (len(firsts) // len(different))
+
+    def _normalise(self, rX, rResidual, mResidualOut, row, count, first, sSum, mbar, step):
         """The row's h, stored where there is a residual, and its rstd."""
         squares = Float32(0.0)
         rH = list(rX)
@@ -104,7 +122,7 @@ class NormForward:
                 rH[k] = rRounded
                 h = rRounded.load().to(Float32)
             squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        (total,) = self.sum((squares,), sSum, mbar, Int32(0))
+        (total,) = self.sum((squares,), sSum, mbar, Int32(step))
         return rH, cute.math.rsqrt(total * (1.0 / self.n) + self.eps, fastmath=True)
 
     def _finish(self, rH, rstd, rWeight, rBias, mOut, row, count, first):
@@ -136,12 +154,12 @@ class NormForward:
             address = base + Int64(first[k]) * (mX.element_type.width // 8)
             if self.tile.v.shifted:
                 rX.fill(0)
-                load_if((row < count) & self.tile.wanted(k, first[k]), rX, address, True)
+                load_if((row < count) & self.tile.wanted(k, first[k]), rX, address)
             elif self.tile.ends_outside(k):
                 rX.fill(0)
-                load_if(self.tile.wanted(k, first[k]), rX, address, True)
+                load_if(self.tile.wanted(k, first[k]), rX, address)
             else:
-                load(rX, address, True)
+                load(rX, address)
             vectors.append(rX)
         return vectors
 
@@ -150,11 +168,11 @@ class NormForward:
         address = address + Int64(first) * (mX.element_type.width // 8)
         end = cutlass.select_(row < count, Int32(self.n), Int32(0))
         if self._ragged(k):
-            store_masked(rX, address, first, end, True)
+            store_masked(rX, address, first, end)
         elif self.tile.ends_outside(k) or self.tile.rows > 1:
-            store_if(first < end, rX, address, True)
+            store_if(first < end, rX, address)
         else:
-            store(rX, address, True)
+            store(rX, address)
 
     def _load_columns(self, mW, name, first):
         if mW is None:

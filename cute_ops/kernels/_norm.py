@@ -2,6 +2,7 @@
 
 from cute_ops.kernels._backward import NormBackward
 from cute_ops.kernels._forward import NormForward
+from cute_ops.kernels._forward_staged import NormForwardStaged
 from cute_ops.kernels._long import NormBackwardLong, NormForwardLong
 
 
@@ -11,7 +12,9 @@ def is_long(variant):
 
 
 def forward_form(variant):
-    return NormForwardLong(variant) if is_long(variant) else NormForward(variant)
+    if is_long(variant):
+        return NormForwardLong(variant)
+    return NormForwardStaged(variant) if variant.tile.get("staged", 0) else NormForward(variant)
 
 
 def backward_form(variant, x, dx):

@@ -16,9 +16,6 @@ from cutlass import Int32, Int64
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
 VECTOR_BYTES = 16
-# Shifted rows of these lengths are read from a multiple of so many vectors, a cache line. Shorter ones would mind the
-# idle threads; longer ones have few persistent clusters, which must be a multiple of that many elements.
-UNIT, UNIT_ROWS = 8, range(1024, 16385)
 
 
 def present(variant, names):
@@ -49,7 +46,7 @@ class Vectors:
         # Half vectors beat masking; narrow accesses beat vectors that mostly hold neighbours.
         self.shifted = flat and 2 * narrow < widest and (n is None or n >= 8 * widest)
         self.vec = widest if aligned or self.shifted else narrow
-        self.unit = self.vec * (UNIT if n in UNIT_ROWS else 1)
+        self.unit = self.vec * variant.tile.get("unit", 1)
         # Rows of whole vectors need no masks inside a vector. Strides say nothing about a dynamic row length.
         whole = n % self.vec == 0 if n is not None else flat
         self.masked = self.shifted or not whole

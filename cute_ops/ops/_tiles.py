@@ -15,9 +15,13 @@ ROWS = ("x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "
 BACKWARD_INPUTS = ("x", "residual_out", "dout", "dresidual_out")
 # Shared memory of an SM that rings may fill, by architecture; more than a CTA gets nowhere.
 SHARED_BYTES = {80: 160_000, 90: 220_000, 100: 220_000, 103: 220_000, 120: 96_000}
-# Rows that start off a vector repeat their place after so many rows: at most a cache line of elements for these
-# lengths, a vector for others.
-LINE_ROWS, LINE_PERIOD, VECTOR_PERIOD = range(1024, 16385), 64, 8
+# Rows that start off a vector are read from a multiple of a ``unit`` of so many vectors: a cache line, or a sector of
+# one. Rows of fewer elements than these would mind the idle threads.
+LINE, SECTOR, SHORT = 8, 2, 1024
+# Elements of the widest vector: shifted rows repeat their place after at most ``unit`` times as many rows.
+VECTOR_ELEMENTS = 8
+# Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
+STAGED_BYTES = 165_000
 
 
 def _sm(arch: str) -> int:
@@ -59,24 +63,51 @@ def _doubled(vectors: int, span: int, most: int) -> int:
 def rows_forward(problem: Any) -> dict[str, int]:
     """Threads, those of a row, CTAs of a cluster.
 
+    ``unroll``: row groups of a CTA. ``unit``: vectors that a shifted row's start is rounded down to.
     Long rows: CTAs resident on an SM (a cap on registers), rows ``packed`` in their own dtype between their sum and
-    their output, the weight loaded ``late``; ``long`` where a row does not fit registers at all.
+    their output or ``staged`` in shared memory, the weight loaded ``late``; ``long`` where a row fits neither.
     """
     if problem.n is None:
         return {"threads": 512}
     vectors, most = _vectors(problem), _most_ctas(problem)
+    unit = LINE if problem.n >= SHORT else 1
     if vectors <= 1024:
         row = _forward_row(problem, vectors)
-        return {"threads": max(256 if vectors <= WARP else 128, row), "threads_per_row": row}
+        # Four rows to a thread where a CTA would be over before the next one has started.
+        tiny = vectors <= 8 and not _unaligned(problem)
+        threads = 128 if tiny or vectors > WARP else 256
+        return {"threads": max(threads, row), "threads_per_row": row, "unroll": 4 if tiny else 1, "unit": unit}
+    if vectors > (4096 if _unaligned(problem) else 8192):
+        staged = _staged(problem, vectors + unit * _unaligned(problem), most)
+        if staged:
+            return {**staged, "unit": unit}
     cluster = _doubled(vectors, 2048, most)
     part = -(-vectors // cluster)
     if part > 4096:
         return {"threads": 1024, "long": 1}
     row = _threads(part, 4)
     return {
-        "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1,
+        "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1, "unit": unit,
         "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, 1536 // row),
     }  # fmt: skip
+
+
+def _staged(problem: Any, vectors: int, most: int) -> dict[str, int]:
+    """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit."""
+    cluster = _doubled(vectors, 4096 + LINE, most)
+    part = -(-vectors // cluster)
+    row = _threads(part, 8, 512 + WARP)
+    inputs = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual") if name in problem.dtypes]
+    widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
+    slot = row * 8 * (VECTOR_BYTES // widest) * sum(inputs)
+    shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
+    if part > 8 * row or slot > shared - 2048:
+        return {}
+    resident = max(1, min(min(STAGED_BYTES, shared) // slot, 1536 // row))
+    # Registers for all of a thread's weight at once, while the row loads.
+    columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
+    late = int(resident * row > 1024 + 2 * WARP or columns * VECTOR_BYTES // widest > VECTOR_BYTES)
+    return {"threads": row, "threads_per_row": row, "cluster": cluster, "staged": 1, "late": late, "resident": resident}
 
 
 def _forward_row(problem: Any, vectors: int) -> int:
@@ -105,8 +136,14 @@ def rows_backward(problem: Any) -> dict[str, int]:
     cluster = (
         1 if vectors <= 1024 else max(min(4, _doubled(vectors, 1024, most)), _doubled(vectors, 2048 // sums, most))
     )
+    unit = LINE if SHORT <= problem.n <= 16 * SHORT else 1
+    if _unaligned(problem) and most > 1 and sums == 1 and 5184 < vectors <= 8192:
+        # Rows read from whole sectors need a multiple of 16 clusters: 16 of six CTAs find room.
+        cluster, unit = 6, SECTOR
     part = -(-vectors // cluster)
-    if _unaligned(problem) and part <= 1024:
+    if unit == SECTOR:
+        per_thread, room = 3 if part <= 1056 else 4, 512
+    elif _unaligned(problem) and part <= 1024:
         per_thread, room = 1, 1152
     elif part <= 384:
         per_thread, room = 1, 1024
@@ -119,11 +156,12 @@ def rows_backward(problem: Any) -> dict[str, int]:
     slot_bytes = -(-slot // cluster) * (threads // row) + 64 * VECTOR_BYTES
     if part > 4 * row or 2 * slot_bytes > shared:
         return {**long, "long": 1}
-    stages = 3 if cluster > 1 and 3 * slot_bytes <= shared else 2
+    deepest = 4 if unit == SECTOR else 3
+    stages = deepest if cluster > 1 and deepest * slot_bytes <= shared else 2
     resident = max(1, min(shared // (stages * slot_bytes + 2048), room // threads))
     return {
         "threads": threads, "threads_per_row": row, "cluster": cluster, "stages": stages, "resident": resident,
-        "parts": _clusters(problem, cluster) * resident,
+        "parts": _clusters(problem, cluster) * resident, "unit": unit,
     }  # fmt: skip
 
 
@@ -133,7 +171,7 @@ def _clusters(problem: Any, cluster: int) -> int:
     SMs come in groups that no cluster straddles, and every group may leave a rest. Asking for one cluster too many
     doubles the time: it runs when all others are done.
     """
-    rest = {1: 0, 2: 2, 4: 3, 8: 2, 16: 1}[cluster]
+    rest = {1: 0, 2: 2, 4: 3, 6: 4, 8: 2, 16: 1}[cluster]
     return max(problem.sm_count // cluster - rest, 1)
 
 
@@ -150,6 +188,6 @@ def backward_parts(problem: Any, tile: dict[str, int]) -> int:
     parts = -(-groups // -(-groups // parts))
     if _unaligned(problem):
         # A cluster meets rows of one shift only.
-        period = LINE_PERIOD if problem.n in LINE_ROWS else VECTOR_PERIOD
+        period = VECTOR_ELEMENTS * tile.get("unit", 1)
         parts = period * max(min(-(-parts // period), tile["parts"] // period), 1)
     return parts

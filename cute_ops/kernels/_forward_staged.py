@@ -1,0 +1,102 @@
+"""Forward of the RMS norms, rows held in shared memory; see :mod:`cute_ops.kernels._forward` for the maths."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels._chain import let_next_start, wait_for_previous
+from cute_ops.kernels._columns import column_vector, scale
+from cute_ops.kernels._forward import NormForward
+from cute_ops.kernels._ring import RowRing
+from cute_ops.kernels._rows import present, row_address, row_count
+from cute_ops.kernels._vectors import forget, narrow
+
+
+class NormForwardStaged(NormForward):
+    """One pass: a row stays in shared memory between its sum and its output.
+
+    For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Each
+    thread copies, and later reads, its own vectors.
+    Tile: as in :class:`NormForward`.
+    Shared memory: the CTA's part of the row; 4 bytes per warp and CTA of the cluster.
+    Bytes moved per element: x and out once each; with a residual also residual and residual_out.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.names = ("x", "residual")
+        self.ring = RowRing(self.tile, present(variant, self.names), 1)
+        self.carveout = 100
+
+    @cute.kernel
+    def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        smem = cutlass.utils.SmemAllocator()
+        base = smem.allocate(self.ring.bytes, 16)
+        inputs = (mX, mResidual)
+        slots = [self.ring.view(base, m, name) if m is not None else None for m, name in zip(inputs, self.names)]
+        sSum, mbar = self.sum.allocate(smem)
+        self.sum.prepare(mbar)
+        for sX in slots:
+            if const_expr(sX is not None):
+                self.ring.clear(sX)
+
+        count = row_count(mX)
+        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
+        first = self._first(tidx % self.tile.threads_per_row, rank, row)
+
+        wait_for_previous(self.chained)
+        columns = None
+        if const_expr(not self.late):
+            columns = [self._columns(mWeight, mBias, first, k) for k in range(self.tile.per_thread)]
+        for m, sX, name in zip(inputs, slots, self.names):
+            if const_expr(m is not None):
+                address = row_address(m, self.variant.tensors[name], row, self.n)
+                self.ring.fetch(sX, address, first, row < count, Int32(0))
+        cute.arch.cp_async_commit_group()
+        self.sum.ready()
+        cute.arch.cp_async_wait_group(0)
+        rstd = self._rstd(slots, mResidualOut, first, sSum, mbar)
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            rH = self._hidden(slots, mResidualOut, k)
+            if const_expr(mResidual is not None):
+                self._store_row(mResidualOut, "residual_out", rH, row, count, first[k], k)
+            y = rH.load().to(Float32) * rstd
+            rWeight, rBias = self._columns(mWeight, mBias, first, k) if const_expr(self.late) else columns[k]
+            if const_expr(rWeight is not None):
+                # Kept in its own dtype until here.
+                forget(rWeight)
+                y = y * scale(rWeight, self.weight_offset)
+            if const_expr(rBias is not None):
+                y = y + rBias.load().to(Float32)
+            self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, count, first[k], k)
+        let_next_start(self.chained)
+
+    def _columns(self, mWeight, mBias, first, k):
+        """Weight and bias for this thread's k-th vector."""
+        named = ((mWeight, "weight"), (mBias, "bias"))
+        return tuple(
+            None if m is None else column_vector(m, self.variant.tensors[name], self.tile, first[k], k)
+            for m, name in named
+        )
+
+    def _rstd(self, slots, mResidualOut, first, sSum, mbar):
+        squares = Float32(0.0)
+        for k in range(self.tile.per_thread):
+            if self._ragged(k):
+                self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), first[k])
+            h = self._hidden(slots, mResidualOut, k).load().to(Float32)
+            squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        (total,) = self.sum((squares,), sSum, mbar, Int32(0))
+        return cute.math.rsqrt(total * (1.0 / self.n) + self.eps, fastmath=True)
+
+    def _hidden(self, slots, mResidualOut, k):
+        """This thread's k-th vector of h."""
+        rX = self.ring.read(slots[0], k, Int32(0))
+        if slots[1] is None:
+            return rX
+        h = rX.load().to(Float32) + self.ring.read(slots[1], k, Int32(0)).load().to(Float32)
+        return narrow(h, mResidualOut.element_type, self.tile.vec)
