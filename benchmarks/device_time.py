@@ -130,11 +130,30 @@ def loop_sampler(calls: Sequence[Callable[[], Any]], count: int) -> Sampler:
     return sample
 
 
-def jax_sampler(call: Callable[..., Any], sets: Sequence[Buffers]) -> Sampler:
-    """Microseconds of a call, by programs that call once per set: a buffer that passes two barriers is copied."""
+def jax_sampler(function: Callable[..., Any], problem: Problem, direction: str, sets: Sequence[Buffers]) -> Sampler:
+    """Microseconds of a call, by programs that call once per set: a buffer that passes two barriers is copied.
+
+    A backward call takes what the forward call, made here, has saved. A gradient that serves two inputs is returned
+    once, since XLA copies what a program returns twice.
+    """
     import jax
 
     count = len(sets)
+    arrays = [tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in buffers) for buffers in sets]
+    if direction == "fwd":
+
+        def call(inputs: Any, cotangents: Any) -> Any:
+            return as_tuple(function(*inputs))
+
+    else:
+        made = problem.binding("bwd").outputs
+        wanted = [i for i, name in enumerate(problem.arrays()) if made[f"d{name}"] is not None]
+        pull_back = jax.jit(lambda inputs: jax.vjp(function, *inputs)[1])
+        arrays = [(pull_back(inputs), cotangents) for inputs, cotangents in arrays]
+
+        def call(pull: Any, cotangents: Any) -> Any:
+            gradients = pull(cotangents if len(cotangents) > 1 else cotangents[0])
+            return [gradients[i] for i in wanted]
 
     def program(sets: Any) -> Any:
         outputs: list[Any] = []
@@ -145,7 +164,6 @@ def jax_sampler(call: Callable[..., Any], sets: Sequence[Buffers]) -> Sampler:
             outputs.append(call(*arguments))
         return outputs
 
-    arrays = [tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in buffers) for buffers in sets]
     compiled = jax.jit(program).lower(arrays).compile()
     jax.block_until_ready(compiled(arrays))
 
@@ -321,7 +339,7 @@ class Bench:
             return wrong
         del got
         used = sets[:JAX_MAX_CALLS]
-        return jax_sampler(call, used), len(used)
+        return jax_sampler(function, problem, direction, used), len(used)
 
     def wrong(
         self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Problem, direction: str

@@ -86,9 +86,12 @@ def rows_forward(problem: Any) -> dict[str, int]:
     if part > 4096:
         return {"threads": 1024, "long": 1}
     row = _threads(part, 4)
+    # Two halves of 16 bits each, widened to add them, need more registers than three CTAs leave.
+    halves = "residual" in problem.dtypes and max(ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual")) == 2
+    threads = 1024 if halves else 1536
     return {
         "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1, "unit": unit,
-        "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, 1536 // row),
+        "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row),
     }  # fmt: skip
 
 
