@@ -17,6 +17,7 @@ from cute_ops_torch.reference import cpu_kernel, fake_kernel
 from cute_ops_torch.schema import schema
 
 _libraries: dict[str, torch.library.Library] = {}
+_lowerings: dict[tuple[str, str], _Lowering] = {}
 _registered: dict[tuple[str, str], tuple[Op, Callable[..., Any]]] = {}
 
 
@@ -55,7 +56,8 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     for autocast in ("AutocastCPU", "AutocastCUDA"):
         library.impl(op.name, torch.library.fallthrough_kernel, autocast)
     name = f"{namespace}::{op.name}"
-    torch.library.register_fake(name, fake_kernel(op, _Lowering(op, overload, cuda)), lib=library)
+    lowering = _lowerings[key] = _Lowering(_lowerings[namespace, op.grad.name] if op.grad else None, op, overload, cuda)
+    torch.library.register_fake(name, fake_kernel(op, lowering), lib=library)
     torch.library.register_vmap(name, vmap_rule(op, overload), lib=library)
 
     function = make_function(op, overload, cuda.launch, gradient)
@@ -67,10 +69,12 @@ class _Lowering:
     """Teaches Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
 
     Importing Inductor costs over a second, so nothing here asks for it. Dynamo runs the fake before Inductor
-    compiles, and also before it takes compiled code from its cache.
+    compiles, and also before it takes compiled code from its cache; but then only the forward's fake, so a forward
+    brings its gradient's lowering along.
     """
 
-    def __init__(self, *what: Any) -> None:
+    def __init__(self, gradient: _Lowering | None, *what: Any) -> None:
+        self.gradient = gradient
         self.what: tuple[Any, ...] | None = what
 
     def __call__(self) -> None:
@@ -79,6 +83,8 @@ class _Lowering:
             from cute_ops_torch._inductor import register_lowering
 
             register_lowering(*what)
+            if self.gradient:
+                self.gradient()
 
 
 def _overload(namespace: str, name: str) -> Any:
