@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from typing import Any
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+from cute_ops.op import ITEMSIZE
+
 WARP = 32
 VECTOR_BYTES = 16
 ROWS = ("x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "dresidual")
