@@ -1,16 +1,17 @@
-"""How Inductor's code calls an op: straight into a buffer of its own, past the dispatcher.
+"""How Inductor's code calls an op: straight into buffers of its own, past the dispatcher.
 
-Only ops with one output: Inductor has an out form for those alone. Others go through its fallback, which calls
-``torch.ops``. So does ahead-of-time code, which runs without Python.
+Inductor's own out form is for one output; for several, a kernel that returns nothing is followed by outputs that are
+allocated before it. Ahead-of-time code runs without Python and goes through the fallback, which calls ``torch.ops``.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch._inductor import ir, lowering
-from torch._inductor.select_algorithm import ExternKernelChoice
+from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
@@ -18,46 +19,99 @@ from cute_ops.op import Op
 from cute_ops_torch.launch import Launcher
 from cute_ops_torch.schema import defaults
 
+# Inductor's cached code names a kernel and outlives a process, so a name must never change its meaning: with another
+# calling convention, count up; from the first release on, keep registering the old names too.
+VERSION = 2
+
 
 def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
-    """Register the lowering of an op; without effect for ops with several outputs."""
-    if len(op.outputs) != 1:
-        return
+    """Register the lowering of an op."""
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
-
-    def kernel(*tensors: torch.Tensor, given: str, attrs: tuple[Any, ...], out: torch.Tensor) -> None:
-        present = iter(tensors)
-        inputs = tuple([next(present) if here == "1" else None for here in given])
-        if out.is_cuda:
-            launch.into(*inputs, *attrs, (out,))
-        else:
-            out.copy_(overload(*inputs, *attrs))
-
-    # Inductor's cached code names this kernel and outlives a process, so a name must never change its
-    # meaning: with another calling convention, count up and keep registering the old name too.
-    namespace = overload.namespace
-    choice = ExternKernelChoice(kernel, name=f"{namespace}_{op.name}_v1")
+    stem = f"{overload.namespace}_{op.name}"
+    kernels = {"cuda": f"{stem}_v{VERSION}", "cpu": f"{stem}_cpu_v{VERSION}"}
+    setattr(extern_kernels, kernels["cuda"], launch.into)
+    setattr(extern_kernels, kernels["cpu"], _by_overload(overload, len(names)))
 
     @lowering.register_lowering(overload, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
-        given_by_name = {**default, **dict(zip(names, args, strict=False)), **kwargs}
-        args = tuple(given_by_name[name] for name in names)
+        given = {**default, **dict(zip(names, args, strict=False)), **kwargs}
+        args = tuple(given[name] for name in names)
         tensors, attrs = args[:arity], args[arity:]
+        values = V.graph.current_node.meta["val"]
+        values = values if isinstance(values, tuple) else (values,)
+        device = values[0].device
         constant = all(isinstance(a, (int, float, str)) for a in attrs)
-        if V.graph.cpp_wrapper or V.aot_compilation or not constant:
+        if V.graph.cpp_wrapper or V.aot_compilation or not constant or device.type not in kernels:
             return fallback(*args)
-        value = V.graph.current_node.meta["val"]
-        layout = ir.FixedLayout(
-            device=value.device,
-            dtype=value.dtype,
-            size=convert_shape_to_inductor(value.shape),
-            stride=convert_shape_to_inductor(value.stride()),
-        )
+        call = _Call(device, f"extern_kernels.{kernels[device.type]}", tensors, [_literal(a) for a in attrs])
+        call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
+        outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
+    """What a CPU runs in place of the launcher."""
+
+    def into(*args: Any) -> None:
+        made = overload(*args[:arity])
+        for out, value in zip(args[arity:], made if isinstance(made, tuple) else (made,), strict=True):
+            if out is not None:
+                out.copy_(value)
+
+    return into
+
+
+class _Call(ir.ExternKernelAlloc):
+    """The call of a kernel: inputs, attributes, then one buffer per output; an output without readers is None."""
+
+    def __init__(self, device: torch.device, kernel: str, tensors: Sequence[Any], attrs: Sequence[str]) -> None:
         inputs = [_realize(t) for t in tensors if t is not None]
-        given = "".join("0" if t is None else "1" for t in tensors)
-        return choice.bind(inputs, layout, given=given, attrs=tuple(attrs)).output_node()
+        super().__init__(ir.MultiOutputLayout(device=device), inputs, python_kernel_name=kernel)
+        self.given, self.attrs = [t is not None for t in tensors], attrs
+
+    def codegen(self, wrapper: Any) -> None:
+        self.codegen_comment(wrapper)
+        wanted = [output.get_name() not in V.graph.removed_buffers for output in self.outputs]
+        for output, needed in zip(self.outputs, wanted, strict=True):
+            if needed:
+                wrapper.codegen_allocation(output)
+        inputs: Any = iter(self.inputs)
+        tensors = [next(inputs).codegen_reference() if here else "None" for here in self.given]
+        outputs = [out.get_name() if needed else "None" for out, needed in zip(self.outputs, wanted, strict=True)]
+        arguments = ", ".join([*tensors, *self.attrs, *outputs])
+        wrapper.writeline(f"{self.get_name()} = {self.get_kernel_name()}({arguments})")
+
+
+class _Output(ir.MultiOutput):
+    """A buffer that :class:`_Call` fills, under Inductor's memory planning."""
+
+    def __init__(self, layout: ir.FixedLayout, call: _Call, index: int) -> None:
+        super().__init__(layout, call, [(tuple, index)], skip_size_stride_alignment_checks=True)
+
+    def should_allocate(self) -> bool:
+        return True
+
+    def codegen(self, wrapper: Any) -> None:
+        """Nothing: the call has filled it."""
+
+    def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
+        return super().get_free_symbol_uses(unbacked_only) | self.layout.get_free_symbol_uses(unbacked_only)
+
+
+def _layout(value: torch.Tensor) -> ir.FixedLayout:
+    return ir.FixedLayout(
+        device=value.device,
+        dtype=value.dtype,
+        size=convert_shape_to_inductor(value.shape),
+        stride=convert_shape_to_inductor(value.stride()),
+    )
+
+
+def _literal(value: Any) -> str:
+    """An attribute as Python code; floats too that have no literal."""
+    return f"float('{value}')" if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan") else repr(value)
 
 
 def _realize(tensor: Any) -> Any:

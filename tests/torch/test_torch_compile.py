@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -64,21 +65,62 @@ def test_raw_ops_and_modules(op: Op, make_inputs: Callable[..., Any]) -> None:
             torch.testing.assert_close(compiled_norm(x), norm(x), rtol=0, atol=0)
 
 
-def test_inductor_calls_one_output_ops_directly() -> None:
+def test_inductor_calls_ops_directly() -> None:
     from torch._inductor.utils import run_and_get_code
 
     def function(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> Any:
-        h = cute_ops_torch.rmsnorm(x + 1, None, w, eps=1e-5)
-        return torch.cat([cute_ops_torch.silu_mul(h, y.cos()), h])
+        h, _ = cute_ops_torch.add_rmsnorm(x + 1, y, None, w, eps=1e-5)
+        h = cute_ops_torch.rmsnorm(h * 2, None, w, eps=1e-5)
+        return torch.cat([cute_ops_torch.silu_mul(h, y.cos()), h]).sin()
+
+    def step(function: Callable[..., Any], *tensors: torch.Tensor) -> Any:
+        out = function(*tensors)
+        return [out, *torch.autograd.grad(out.sum(), tensors)]
 
     x, y = torch.randn(4, 3, 64), torch.randn(3, 4, 64).transpose(0, 1)
-    arguments = (x, y, torch.randn(64))
-    got, (code,) = run_and_get_code(torch.compile(function, fullgraph=True, dynamic=True), *arguments)
-    torch.testing.assert_close(got, function(*arguments), rtol=1e-5, atol=1e-5)
-    assert "extern_kernels.cute_rmsnorm_v1(" in code
-    assert "given='101', attrs=(1e-05, 0.0)" in code
-    assert "extern_kernels.cute_silu_mul_v1(" in code
-    assert "torch.ops.cute.rmsnorm.default(" not in code
+    arguments = [t.requires_grad_() for t in (x, y, torch.randn(64))]
+    compiled = torch.compile(function, fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        _, (inference,) = run_and_get_code(compiled, *arguments)
+    got, (forward, backward) = run_and_get_code(step, compiled, *arguments)
+    torch.testing.assert_close(got, step(function, *arguments), rtol=1e-4, atol=1e-4)
+    for code in (forward, backward, inference):
+        assert "torch.ops.cute." not in code
+    calls = [
+        re.sub(r"(?<=[(,] )[a-z]\w*|(?<=\()[a-z]\w*", "T", line.split("extern_kernels.cute_")[1])
+        for line in (inference + backward).splitlines()
+        if "extern_kernels." in line
+    ]
+    assert calls == [
+        "add_rmsnorm_cpu_v2(T, T, None, T, 1e-05, 0.0, T, None)",  # nobody reads residual_out
+        "rmsnorm_cpu_v2(T, None, T, 1e-05, 0.0, T)",
+        "silu_mul_cpu_v2(T, T, T)",
+        "silu_mul_bwd_cpu_v2(T, T, T, T, T)",
+        "rmsnorm_bwd_cpu_v2(T, T, None, T, 1e-05, 0.0, T, None, T)",
+        "add_rmsnorm_bwd_cpu_v2(T, T, None, None, T, 1e-05, 0.0, None, T, None, T)",
+    ]
+
+
+def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., Any]) -> None:
+    """All outputs are read, and each alone is. Nothing but the op is in the graph: no C++ to compile."""
+    function = getattr(cute_ops_torch, op.name)
+    reads = (None, *range(len(op.outputs)))
+
+    def step(groups: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+        results = []
+        for read, tensors in zip(reads, groups, strict=True):
+            outs = function(*tensors)
+            outs = outs if isinstance(outs, tuple) else (outs,)
+            results += [o for k, o in enumerate(outs) if read in (None, k)]
+        return results
+
+    groups = [[t.requires_grad_() for t in make_inputs(op)] for _ in reads]
+    leaves = [t for group in groups for t in group]
+    both = [torch.compile(step, fullgraph=True, dynamic=True)(groups), step(groups)]
+    torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(
+        *[torch.autograd.grad(sum(o.sin().sum() for o in outs), leaves) for outs in both], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_float_argument_as_an_attribute() -> None:

@@ -37,8 +37,13 @@ def test_into_given_outputs(problem: Any, compiled: Any) -> None:
     cuda, tensors = launcher(problem.op), problem.tensors()
     made = cuda.launch(*tensors, **problem.attrs)
     outputs = tuple(torch.full_like(o, torch.nan) for o in (made if isinstance(made, tuple) else (made,)))
-    cuda.into(*tensors, *problem.attrs.values(), outputs)
+    cuda.into(*tensors, *problem.attrs.values(), *outputs)
     problem.check(outputs)
+    for k in range(len(outputs)):  # an output that nobody wants
+        cuda.into(
+            *tensors, *problem.attrs.values(), *[None if i == k else o.fill_(torch.nan) for i, o in enumerate(outputs)]
+        )
+        assert not any(o.isnan().any() for i, o in enumerate(outputs) if i != k)
 
 
 def test_a_second_call_does_not_plan(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
