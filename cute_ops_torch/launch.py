@@ -23,6 +23,8 @@ from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, 
 
 # Problems remembered per op; the oldest leaves first. Forgetting one costs a bind and a plan, no compile.
 REMEMBERED = 4096
+# Inductor's allocator: a third of the host time of `torch.empty`.
+_new_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009 (stubs do not know it)
 
 Run = Callable[..., Any]
 
@@ -189,10 +191,10 @@ def _viewed(variable: str, name: str, views: Mapping[str, View], values: dict[st
 def _new(
     variable: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device, values: dict[str, Any]
 ) -> str:
-    """The expression of a new compact tensor. Inductor's allocator takes a third of ``torch.empty``'s time."""
+    """The expression of a new compact tensor."""
     values |= {f"_shape{variable}": shape, f"_dtype{variable}": dtype}
     if device.type == "cuda":
-        values |= {f"_strides{variable}": compact(shape), "_new": torch._C._dynamo.guards._empty_strided_cuda}
+        values |= {f"_strides{variable}": compact(shape), "_new": _new_cuda}
         return f"_new(_shape{variable}, _strides{variable}, _dtype{variable})"
     values |= {"_new": torch.empty, "_device": device}
     return f"_new(_shape{variable}, dtype=_dtype{variable}, device=_device)"
