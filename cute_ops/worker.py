@@ -1,8 +1,8 @@
-"""The process that compiles, and its client.
+"""The processes that compile, and their clients.
 
 The compiler never runs in the caller's process: its import takes a second, a failed compile can abort,
-and two at once always do. One worker serves a process, starts at the first miss and leaves after a
-minute without work. It never sees a GPU.
+and two at once always do. Workers start when there is something to compile, one for each compile that is asked for
+at the same time, and leave after a minute without work. They never see a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ class Worker:
         }  # fmt: skip
         start = time.perf_counter()
         with self._lock:
-            answer = self._ask(request) or self._ask(request)  # a worker may leave just as we ask
+            answer = self._ask(request)
+            if answer is None:  # the worker left just as we asked
+                answer = self._ask(request)
             if answer is None:
                 raise self._dead(variant)
         if answer.get("error"):
@@ -109,7 +111,51 @@ class Worker:
         return CompileError(f"cute.{variant.op}: the compile process does not start\n{self._tail()}")
 
 
-worker = Worker()
+class Pool:
+    """Workers for compiles at the same time, at most ``size``; a further one waits.
+
+    A worker that crashes or is ended takes nobody with it: its compile raises, and the next one starts another.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = size
+        self._free = threading.Condition()
+        self._idle: list[Worker] = []
+        self._busy = 0
+
+    @property
+    def size(self) -> int:
+        """``CUTE_OPS_COMPILE_WORKERS``, or the cores this process may use."""
+        return self._size or int(os.environ.get("CUTE_OPS_COMPILE_WORKERS") or len(os.sched_getaffinity(0)))
+
+    def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
+        """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a worker.
+
+        Raises:
+            CompileError: with the compiler's output: it failed, crashed or took too long.
+        """
+        with self._free:
+            self._free.wait_for(lambda: self._busy < self.size)
+            self._busy += 1
+            # The last one back first: those that have nothing to do may leave.
+            worker = self._idle.pop() if self._idle else Worker()
+        try:
+            return worker.compile(variant, path, dump)
+        finally:
+            with self._free:
+                self._busy -= 1
+                self._idle.append(worker)
+                self._free.notify()
+
+    def close(self) -> None:
+        """End the workers that have nothing to do."""
+        with self._free:
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.close()
+
+
+worker = Pool()
 # A forked child must not share its parent's pipes.
 os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[misc]
 

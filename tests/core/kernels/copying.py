@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 import cutlass.cute as cute
 
@@ -39,4 +40,18 @@ class Slow(Copy):
     def __init__(self, variant):
         super().__init__(variant)
         print("slow kernel begins", flush=True)
-        time.sleep(5)
+        time.sleep(3)
+
+
+class Meeting(Copy):
+    """Waits until a second process compiles one of these, too."""
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        folder = Path(os.environ["CUTE_OPS_TEST_MEETING"])
+        (folder / f"{os.getpid()}.met").touch()
+        deadline = time.monotonic() + 60
+        while len(list(folder.glob("*.met"))) < 2:
+            if time.monotonic() > deadline:
+                raise TimeoutError("nobody else came")
+            time.sleep(0.02)
