@@ -43,8 +43,9 @@ lint: $(READY)  ## ruff and mypy
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
 
-bench: $(READY)  ## device, host and start-up time on this machine's GPU, into out/benchmarks/
+bench: $(READY)  ## device, host and start-up time and a training step on this machine's GPU, into out/benchmarks/
 	$(PYTHON) benchmarks/device_time.py --out out/benchmarks $(ARGS)
+	$(PYTHON) benchmarks/llama_step.py --out out/benchmarks
 	$(PYTHON) benchmarks/host_time.py --out out/benchmarks
 	$(PYTHON) benchmarks/startup.py --out out/benchmarks
 	$(PYTHON) benchmarks/plot.py out/benchmarks

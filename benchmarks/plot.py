@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from common import read
 from matplotlib.figure import Figure
@@ -25,6 +26,7 @@ STYLES = {
     "ours (torch)": ("#e53935", "o"),
     "ours (JAX)": ("#fb8c00", "o"),
 }
+COLUMNS = 6  # panels side by side: forward and backward of three ops
 TITLES = {"fwd": "forward", "bwd": "backward"}
 Row = dict[str, str]
 
@@ -43,35 +45,54 @@ def unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
-def draw(rows: list[Row], path: Path) -> None:
-    """GB/s by shape: one panel per op and direction."""
+def draw(rows: list[Row], steps: list[Row], path: Path) -> None:
+    """GB/s by shape, one panel per op and direction; tokens per second of a training step, where measured."""
     ceiling = float(next(r["gb_s"] for r in rows if r["op"] == "copy"))
     measured = [r for r in rows if r["op"] != "copy" and plain(r)]
-    ops, directions = unique(r["op"] for r in measured), unique(r["direction"] for r in measured)
-    figure = Figure(figsize=(4.6 * len(ops), 3.2 * len(directions) + 0.6), layout="constrained")
-    axes = figure.subplots(len(directions), len(ops), squeeze=False, sharey=True)
-    for i, direction in enumerate(directions):
-        for j, op in enumerate(ops):
-            panel, here = axes[i][j], [r for r in measured if (r["op"], r["direction"]) == (op, direction)]
-            shapes = sorted(unique(shape(r) for r in here), key=lambda s: int(s.partition("x")[2]))
-            for name, (color, marker) in STYLES.items():
-                points = {shape(r): float(r["gb_s"]) for r in here if r["contender"] == name and r["status"] == "ok"}
-                xs = [k for k, s in enumerate(shapes) if s in points]
-                size = 9 if name == "ours (torch)" else 6
-                panel.plot(
-                    xs, [points[shapes[k]] for k in xs], marker, color=color, label=name, markersize=size, alpha=0.85
-                )
-            panel.axhline(ceiling, color="black", linewidth=1, linestyle="--", label="copy")
-            panel.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=8)
-            panel.set_title(f"{op} {TITLES[direction]}", fontsize=10)
-            panel.set_ylim(bottom=0)
-            panel.grid(axis="y", alpha=0.3)
-            if j == 0:
-                panel.set_ylabel("GB/s by least bytes moved")
-    handles, labels = axes[0][0].get_legend_handles_labels()
+    panels = list(dict.fromkeys((r["op"], r["direction"]) for r in measured))
+    columns = min(COLUMNS, len(panels) + bool(steps))
+    lines = -(-(len(panels) + bool(steps)) // columns)
+    figure = Figure(figsize=(4.2 * columns, 3.2 * lines + 0.6), layout="constrained")
+    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
+    for panel, (op, direction) in zip(axes, panels, strict=False):
+        here = [r for r in measured if (r["op"], r["direction"]) == (op, direction)]
+        draw_panel(panel, here, ceiling)
+        panel.set_title(f"{op} {TITLES[direction]}", fontsize=10)
+        panel.set_ylabel("GB/s by least bytes moved" if panel in axes[::columns] else "")
+    if steps:
+        draw_steps(axes[len(panels)], steps)
+    for unused in axes[len(panels) + bool(steps) :]:
+        unused.set_axis_off()
+    handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
     figure.suptitle(f"bfloat16 on one {rows[0]['gpu']}, rows x n", fontsize=11)
     figure.savefig(path, dpi=120)
+
+
+def draw_panel(panel: Any, rows: list[Row], ceiling: float) -> None:
+    """GB/s of every contender by shape."""
+    shapes = sorted(unique(shape(r) for r in rows), key=lambda s: int(s.rpartition("x")[2]))
+    for name, (color, marker) in STYLES.items():
+        points = {shape(r): float(r["gb_s"]) for r in rows if r["contender"] == name and r["status"] == "ok"}
+        xs = [k for k, s in enumerate(shapes) if s in points]
+        size = 9 if name == "ours (torch)" else 6
+        panel.plot(xs, [points[shapes[k]] for k in xs], marker, color=color, label=name, markersize=size, alpha=0.85)
+    panel.axhline(ceiling, color="black", linewidth=1, linestyle="--", label="copy")
+    panel.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=8)
+    panel.set_ylim(0, 1.08 * ceiling)
+    panel.grid(axis="y", alpha=0.3)
+
+
+def draw_steps(panel: Any, rows: list[Row]) -> None:
+    """Tokens per second of a training step, and its peak memory."""
+    names = [r["contender"] for r in rows]
+    speeds = [float(r["tokens_per_s"]) / 1e3 for r in rows]
+    colors = ["#e53935" if name.startswith("ours") else "#9e9e9e" for name in names]
+    bars = panel.barh(names, speeds, color=colors)
+    memory = [f"{speed:.0f}k, {float(r['peak_gb']):.0f} GB" for speed, r in zip(speeds, rows, strict=True)]
+    panel.bar_label(bars, memory, label_type="center", fontsize=8)
+    panel.invert_yaxis()
+    panel.set_title("Llama-shaped training step: tokens/s, peak memory", fontsize=10)
 
 
 def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -111,11 +132,17 @@ def startup_table(rows: list[Row]) -> str:
     return markdown(["fresh process, ms", *phases], cells)
 
 
+def step_table(rows: list[Row]) -> str:
+    cells = ([r["contender"], f"{float(r['tokens_per_s']):,.0f}", r["ms"], r["peak_gb"], r["loss_first"]] for r in rows)
+    return markdown(["Llama-shaped training step", "tokens/s", "ms", "peak GB", "first loss"], cells)
+
+
 def section(folder: Path) -> str:
     """The README's section: what was measured on what, then a table per file that is there."""
     parts = []
     for name, title, make in (
         ("device_time", "Device time", device_table),
+        ("llama_step", "Training step", step_table),
         ("host_time", "Host time", host_table),
         ("startup", "Start-up", startup_table),
     ):
@@ -134,7 +161,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="folder with device_time.csv and, where measured, the other files")
     parser.add_argument("--readme", type=Path, help="file to put the tables into")
     options = parser.parse_args(arguments)
-    draw(read(options.folder / "device_time.csv"), options.folder / "device_time.png")
+    steps = options.folder / "llama_step.csv"
+    draw(
+        read(options.folder / "device_time.csv"),
+        read(steps) if steps.exists() else [],
+        options.folder / "device_time.png",
+    )
     print(f"wrote {options.folder / 'device_time.png'}")
     if options.readme:
         before, _, rest = options.readme.read_text().partition(BEGIN)

@@ -13,6 +13,7 @@ sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import common
 import device_time
 import host_time
+import llama_step
 import plot
 import startup
 from problems import DIRECTIONS, Problem, grid
@@ -40,6 +41,12 @@ def test_grid_has_no_problem_twice_and_all_bind() -> None:
     problems = grid(["rmsnorm", "add_rmsnorm", "silu_mul"])
     assert len(set(problems)) == len(problems)
     assert all(p.bytes(d) > 0 for p in problems for d in DIRECTIONS)
+
+
+def test_training_step_smoke() -> None:
+    rows = [llama_step.measure(name, 1, 33, 1, 2, small=True) for name in ("eager", "ours")]
+    assert abs(rows[0]["loss_first"] - rows[1]["loss_first"]) <= llama_step.TOLERANCE
+    assert all(r["tokens_per_s_min"] <= r["tokens_per_s"] <= r["tokens_per_s_max"] for r in rows)
 
 
 def test_device_time_smoke(tmp_path: Path) -> None:

@@ -1,0 +1,405 @@
+"""What Hugging Face's modules compute, and what computes it instead.
+
+Every ``_form_*`` is the ``forward`` of such a module, word for word. It is never called: it is compared.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+import types
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from cute_ops_torch import functions
+
+# mypy: disable-error-code="attr-defined, no-untyped-def, has-type, name-defined"
+# ruff: noqa: F821
+
+
+class Form(NamedTuple):
+    """One thing that is replaced.
+
+    Attributes:
+        op: the op that it then runs on.
+        fits: ``fits(module, model)``: is the module of this form?
+        forward: the new ``forward`` for a class of modules.
+    """
+
+    op: str
+    fits: Callable[[nn.Module, nn.Module], bool]
+    forward: Callable[[type[nn.Module]], Callable[..., Any]]
+
+
+@cache
+def _code(function: Any) -> str | None:
+    """A function's parameters and body as text, without annotations and docstring; None where there is no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
+    except (OSError, TypeError, SyntaxError):
+        return None
+    definition = tree.body[0]
+    if not isinstance(definition, ast.FunctionDef):
+        return None
+    for argument in ast.walk(definition.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    body = definition.body[1:] if ast.get_docstring(definition) else definition.body
+    return "\n".join([ast.dump(definition.args), *map(ast.dump, body)])
+
+
+def _written(
+    op: str,
+    form: Callable[..., Any],
+    ours: Callable[..., Any],
+    also: Callable[[nn.Module], bool] = lambda module: True,
+) -> Form:
+    """The form of modules whose ``forward`` is written as ``form``."""
+
+    def fits(module: nn.Module, model: nn.Module) -> bool:
+        return _code(type(module).forward) == _code(form) and also(module)
+
+    return Form(op, fits, lambda original: ours)
+
+
+def _hooked(module: nn.Module) -> bool:
+    return bool(
+        module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks
+    )
+
+
+# Norms
+
+
+def _form_norm(self, hidden_states):
+    input_dtype = hidden_states.dtype
+    hidden_states = hidden_states.to(torch.float32)
+    variance = hidden_states.pow(2).mean(-1, keepdim=True)
+    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+    return self.weight * hidden_states.to(input_dtype)
+
+
+def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    out = functions.rmsnorm(hidden_states, self.weight, None, self.variance_epsilon)
+    return out.to(torch.promote_types(out.dtype, self.weight.dtype))  # as the product above promotes
+
+
+def _form_gemma_norm(self, x):
+    output = self._norm(x.float())
+    # Llama does x.to(float16) * w whilst Gemma3 is (x * w).to(float16)
+    # See https://github.com/huggingface/transformers/pull/29402
+    output = output * (1.0 + self.weight.float())
+    return output.type_as(x)
+
+
+def _form_gemma_inner_norm(self, x):
+    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+
+def _gemma_norm(self, x: torch.Tensor) -> torch.Tensor:
+    return functions.rmsnorm(x, self.weight, None, self.eps, 1.0)
+
+
+# Gated MLPs
+
+
+def _form_mlp(self, x):
+    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+    return down_proj
+
+
+def _silu_mlp(self, x: torch.Tensor) -> torch.Tensor:
+    return self.down_proj(functions.silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+def _is_silu(module: nn.Module) -> bool:
+    return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+
+
+# The residual add before a norm
+
+
+def _form_layer(
+    self,
+    hidden_states,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    use_cache=False,
+    position_embeddings=None,
+    **kwargs,
+):
+    residual = hidden_states
+    hidden_states = self.input_layernorm(hidden_states)
+    # Self Attention
+    hidden_states, _ = self.self_attn(
+        hidden_states=hidden_states,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        use_cache=use_cache,
+        position_embeddings=position_embeddings,
+        **kwargs,
+    )
+    hidden_states = residual + hidden_states
+
+    # Fully Connected
+    residual = hidden_states
+    hidden_states = self.post_attention_layernorm(hidden_states)
+    hidden_states = self.mlp(hidden_states)
+    hidden_states = residual + hidden_states
+    return hidden_states
+
+
+def _layer(
+    self,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    residual = hidden_states
+    attended, _ = self.self_attn(
+        hidden_states=self.input_layernorm(hidden_states),
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        use_cache=use_cache,
+        position_embeddings=position_embeddings,
+        **kwargs,
+    )
+    norm = self.post_attention_layernorm
+    if residual.dtype == attended.dtype == norm.weight.dtype and not _hooked(norm):
+        hidden_states, residual = functions.add_rmsnorm(attended, residual, norm.weight, None, norm.variance_epsilon)
+    else:  # mixed dtypes promote step by step in the original; hooks want the module called
+        residual = residual + attended
+        hidden_states = norm(residual)
+    return residual + self.mlp(hidden_states)
+
+
+def _llama_norm_follows(module: nn.Module) -> bool:
+    norm = module.get_submodule("post_attention_layernorm")
+    return "forward" not in vars(norm) and _code(type(norm).forward) == _code(_form_norm)
+
+
+# Rotary embeddings
+
+
+def _form_rotate_half(x):
+    """Rotates half the hidden dims of the input."""
+    x1 = x[..., : x.shape[-1] // 2]
+    x2 = x[..., x.shape[-1] // 2 :]
+    return torch.cat((-x2, x1), dim=-1)
+
+
+def _form_rotate(q, k, cos, sin, unsqueeze_dim=1):
+    cos = cos.unsqueeze(unsqueeze_dim)
+    sin = sin.unsqueeze(unsqueeze_dim)
+    q_embed = (q * cos) + (rotate_half(q) * sin)
+    k_embed = (k * cos) + (rotate_half(k) * sin)
+    return q_embed, k_embed
+
+
+def _rotate(
+    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
+) -> tuple[torch.Tensor, torch.Tensor]:
+    half = cos.shape[-1] // 2  # both halves are the same
+    cos, sin = cos[..., :half], sin[..., :half]
+    if cos.shape[0] == 1:
+        cos, sin = cos[0], sin[0]
+    if unsqueeze_dim == 2:
+        return functions.rope(q, cos, sin), functions.rope(k, cos, sin)
+    # Heads come before positions, as a view of memory in which they come after.
+    q, k = (functions.rope(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
+    return q, k
+
+
+def _rotates(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a ``forward`` calls the function above, in a model whose angles come in two equal halves."""
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType) or "apply_rotary_pos_emb" not in forward.__code__.co_names:
+        return False
+    rotate, half = (forward.__globals__.get(name) for name in ("apply_rotary_pos_emb", "rotate_half"))
+    angles = [type(m).forward for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
+    return (
+        _code(rotate) == _code(_form_rotate)
+        and _code(half) == _code(_form_rotate_half)
+        and bool(angles)
+        and all("emb = torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(inspect.unwrap(a)) for a in angles)
+    )
+
+
+def _rotating(original: type[nn.Module]) -> Callable[..., Any]:
+    """The class's own ``forward``, in which ``apply_rotary_pos_emb`` means ours."""
+    forward = original.forward
+    # Without a name: Dynamo would look names up in the module of that name.
+    scope = {k: v for k, v in forward.__globals__.items() if k != "__name__"} | {"apply_rotary_pos_emb": _rotate}
+    ours = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    ours.__kwdefaults__ = forward.__kwdefaults__
+    return ours
+
+
+# The loss
+
+
+def _form_causal_lm(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    labels=None,
+    use_cache=None,
+    logits_to_keep=0,
+    **kwargs,
+):
+    outputs: BaseModelOutputWithPast = self.model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        **kwargs,
+    )
+
+    hidden_states = outputs.last_hidden_state
+    hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
+    logits = self.lm_head(hidden_states)
+
+    loss = None
+    if labels is not None:
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=logits,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+def _form_causal_lm_sliced(
+    self,
+    input_ids=None,
+    attention_mask=None,
+    position_ids=None,
+    past_key_values=None,
+    inputs_embeds=None,
+    labels=None,
+    use_cache=None,
+    logits_to_keep=0,
+    **kwargs,
+):
+    outputs: BaseModelOutputWithPast = self.model(
+        input_ids=input_ids,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        inputs_embeds=inputs_embeds,
+        use_cache=use_cache,
+        **kwargs,
+    )
+
+    hidden_states = outputs.last_hidden_state
+    # Only compute necessary logits, and do not upcast them to float if we are not computing the loss
+    slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+    logits = self.lm_head(hidden_states[:, slice_indices, :])
+
+    loss = None
+    if labels is not None:
+        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+
+    return CausalLMOutputWithPast(
+        loss=loss,
+        logits=logits,
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+
+
+def _next_token_loss(module: nn.Module, model: nn.Module) -> bool:
+    """Whether the model's loss is the plain one of the next token, through a plain linear head."""
+    forms = (_code(_form_causal_lm), _code(_form_causal_lm_sliced))
+    return (
+        _code(type(module).forward) in forms
+        and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+        and type(module.lm_head) is nn.Linear
+    )
+
+
+def _causal_lm(original: type[nn.Module]) -> Callable[..., Any]:
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.utils import can_return_tuple
+
+    plain = original.forward
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        common = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
+        }  # fmt: skip
+        whole = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is None or not self.training or not whole or _hooked(self.lm_head):
+            return plain(self, labels=labels, logits_to_keep=logits_to_keep, **common)
+        outputs = self.model(**common)
+        loss = _loss_of_hidden(self.lm_head, outputs.last_hidden_state, labels, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=None,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    return can_return_tuple(forward)
+
+
+def _loss_of_hidden(
+    head: nn.Linear,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """``ForCausalLMLoss`` of ``head(hidden)``, whose logits are never held at once."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    target = shift_labels.view(-1).to(hidden.device)
+    loss = functions.linear_cross_entropy(
+        hidden.flatten(0, -2), head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+FORMS = (
+    _written("rmsnorm", _form_norm, _norm),
+    _written("rmsnorm", _form_gemma_norm, _gemma_norm, lambda m: _code(type(m)._norm) == _code(_form_gemma_inner_norm)),
+    _written("silu_mul", _form_mlp, _silu_mlp, _is_silu),
+    _written("add_rmsnorm", _form_layer, _layer, _llama_norm_follows),
+)
