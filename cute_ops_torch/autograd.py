@@ -16,7 +16,7 @@ from torch.autograd.function import _SingleLevelFunction
 
 from cute_ops.errors import message
 from cute_ops.op import Op
-from cute_ops_torch.schema import filler, resolver
+from cute_ops_torch.schema import define, filler, resolved, resolver
 from cute_ops_torch.tensors import arrays
 
 _C = torch._C
@@ -34,7 +34,7 @@ def autograd_kernel(op: Op, overload: Any, launch: Call, gradient: Call | None) 
         op: the declaration.
         overload: the registered op.
         launch: its CUDA implementation.
-        gradient: the registered backward op, None where there is none.
+        gradient: ``gradient(*inputs, *attributes)`` of the backward op, None where there is none.
     """
     fill = filler(op)
 
@@ -45,14 +45,15 @@ def autograd_kernel(op: Op, overload: Any, launch: Call, gradient: Call | None) 
         with _C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
 
-    def run_in_node(keyset: Any, args: tuple[Any, ...]) -> Any:
+    def run_in_node(keyset: Any, *args: Any) -> Any:
         if not _C._are_functorch_transforms_active():
             return run(keyset, args)
         # A Function's forward turns both kinds of gradient off; functorch's outer levels still want theirs.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return run(keyset, args)
 
-    node = graph_node(op, run_in_node, gradient)
+    direct = graph_node(op, launch, gradient).apply
+    node = graph_node(op, run_in_node, gradient, context=True).apply
 
     def kernel(keyset: Any, *args: Any) -> Any:
         if forward_ad._current_level >= 0:
@@ -64,8 +65,8 @@ def autograd_kernel(op: Op, overload: Any, launch: Call, gradient: Call | None) 
             # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
             # on that level is right here, but torch wants to be told.
             with enable_single_level_autograd_function():
-                return node.apply(keyset, *fill(args))
-        return node.apply(keyset, *fill(args))
+                return node(keyset, *fill(args))
+        return direct(*fill(args)) if keyset.raw_repr() == _PLAIN_CUDA else node(keyset, *fill(args))
 
     return kernel
 
@@ -78,72 +79,111 @@ def refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:
         raise NotImplementedError(message(op, problem, arrays(op, tensors)))
 
 
-def graph_node(op: Op, run: Call, gradient: Call | None) -> Any:
-    """The autograd Function of an op: ``apply(context, *args)`` calls ``run(context, args)``."""
-    if op.grad is None or gradient is None:
-        methods = _without_gradient(op, run)
-    else:
-        methods = _with_gradient(op, op.grad, run, gradient)
+def graph_node(op: Op, run: Call, gradient: Call | None, context: bool = False) -> Any:
+    """The autograd Function of an op: ``apply(*inputs, *attributes)`` calls ``run`` with the same.
+
+    Args:
+        context: both take one more argument, in front.
+    """
+    make = _without_gradient if op.grad is None or gradient is None else _with_gradient
+    methods = make(op, run, gradient, ("_context",) if context else ())
     # Not autograd.Function itself: its `apply` is for functions called from outside the dispatcher.
     return type(f"cute_{op.name}", (_SingleLevelFunction,), {k: staticmethod(v) for k, v in methods.items()})
 
 
-def _with_gradient(op: Op, grad: Op, run: Call, gradient: Call) -> dict[str, Call]:
+# `save_for_backward` and `set_materialize_grads` assign these attributes of the context and do nothing else.
+_SOURCE = """
+def forward(ctx, {arguments}):
+    _out = _run({arguments})
+    ctx.to_save = ({saved},)
+    ctx.materialize_grads = False
+    ctx.attributes = ({attributes}){remember}
+    return _out
+
+def backward(ctx, {cotangents}):
+    if {none_given}:
+        return {nothing}
+    {saved_names}, = ctx.saved_tensors{replace}
+{row_major}    _grad = _gradient({given}, *ctx.attributes)
+    return {gradients}
+"""
+
+
+def _with_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str, ...]) -> dict[str, Call]:
     """Forward and backward, wired by names as :class:`cute_ops.Op` describes."""
-    arity, outputs = len(op.inputs), list(op.outputs)
-    arguments = [*op.inputs, *op.attrs]
-    saved_inputs = [i for i, name in enumerate(op.inputs) if name in grad.inputs]
-    saved_outputs = [k for k, name in enumerate(outputs) if name in grad.inputs]
-    saved = [name for name in (*op.inputs, *outputs) if name in grad.inputs]
-    cotangents = {f"d{name}": k for k, name in enumerate(outputs)}
-    required = [cotangents[n] for n, t in grad.inputs.items() if n in cotangents and not t.optional]
-    attributes = [arguments.index(name) for name in grad.attrs]
-    gradients = [list(grad.outputs).index(f"d{name}") if f"d{name}" in grad.outputs else None for name in arguments]
-    resolve_outputs = resolver(op) if any(t.given or t.same_as for t in op.outputs.values()) else None
-    resolve_gradients = resolver(grad)
+    grad, single = op.grad, len(op.outputs) == 1
+    assert grad is not None
+    outputs = dict.fromkeys(op.outputs, "_out") if single else {n: f"_out[{k}]" for k, n in enumerate(op.outputs)}
+    # In the backward's scope: inputs by their names, outputs and cotangents with an underscore.
+    cotangents = {f"d{name}": f"_d_{name}" for name in op.outputs}
+    local = {name: name for name in op.inputs} | {name: f"_{name}" for name in op.outputs} | cotangents
+    saved = {n: n if n in op.inputs else outputs[n] for n in (*op.inputs, *op.outputs) if n in grad.inputs}
+    # With one output, a backward runs only if its cotangent is there.
+    required = [] if single else [n for n in op.outputs if f"d{n}" in grad.inputs and not grad.inputs[f"d{n}"].optional]
+    given = [local[name] for name in grad.inputs]
+    raw = ["_grad"] if len(grad.outputs) == 1 else [f"_grad[{k}]" for k, _ in enumerate(grad.outputs)]
+    names = dict(zip(grad.inputs, given, strict=True))
+    results = dict(zip(grad.outputs, resolved(grad, raw, names), strict=True))
+    remember, replace = "", ""
+    if any(t.given or t.same_as for t in op.outputs.values()):
+        remember += f"\n    _mark(ctx, ({', '.join(op.inputs)},), _out)"
+    if required:
+        remember += f"\n    ctx.required = ({''.join(f'({outputs[n]}.shape, {outputs[n]}.dtype), ' for n in required)})"
+        replace = "".join(
+            f"\n    if _d_{n} is None:\n        _d_{n} = _zeros(ctx.required[{k}], ({', '.join(cotangents.values())},))"
+            for k, n in enumerate(required)
+        )
+    source = _SOURCE.format(
+        arguments=", ".join((*context, *op.inputs, *op.attrs)), saved=", ".join(saved.values()) or "None",
+        attributes="".join(f"{name}, " for name in grad.attrs), remember=remember,
+        cotangents=", ".join(cotangents.values()), none_given=" and ".join(f"{c} is None" for c in cotangents.values()),
+        nothing=", ".join(["None"] * len((*context, *op.inputs, *op.attrs))) + ",",
+        saved_names=", ".join(local[name] for name in saved) or "_", replace=replace,
+        row_major="".join(
+            f"    if {c} is not None and {c}.stride()[-1:] != (1,):\n        {c} = _row_major({c})\n"
+            for n, c in cotangents.items() if n in grad.inputs
+        ),
+        given=", ".join(given),
+        gradients="".join(
+            f"{expression}, " for expression in
+            [*["None"] * len(context), *(results.get(f"d{name}", "None") for name in (*op.inputs, *op.attrs))]
+        ),
+    )  # fmt: skip
+    space = define(
+        source, f"node {op.name}", _run=run, _gradient=gradient, _row_major=_row_major, _zeros=_zeros, _mark=_marker(op)
+    )
+    return {"forward": space["forward"], "backward": space["backward"]}
 
-    def forward(ctx: Any, context: Any, *args: Any) -> Any:
-        result = run(context, args)
+
+def _marker(op: Op) -> Call:
+    """Absent and shared outputs have no gradient."""
+    resolve = resolver(op)
+
+    def mark(ctx: Any, tensors: tuple[Any, ...], result: Any) -> None:
         results = result if isinstance(result, tuple) else (result,)
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*[args[i] for i in saved_inputs], *[results[k] for k in saved_outputs])
-        ctx.attributes = [args[i] for i in attributes]
-        ctx.required = [(k, results[k].shape, results[k].dtype) for k in required]
-        if resolve_outputs:
-            real = resolve_outputs(args[:arity], results)
-            ctx.mark_non_differentiable(*[r for r, used in zip(results, real, strict=True) if r is not used])
-        return result
+        real = resolve(tensors, results)
+        ctx.mark_non_differentiable(*[r for r, used in zip(results, real, strict=True) if r is not used])
 
-    def backward(ctx: Any, *given: torch.Tensor | None) -> Any:
-        if all(d is None for d in given):
-            return (None,) * (1 + len(arguments))
-        known = dict(zip(saved, ctx.saved_tensors, strict=True))
-        like = next(d for d in given if d is not None)
-        douts = list(given)
-        for k, shape, dtype in ctx.required:
-            if douts[k] is None:
-                douts[k] = like.new_zeros(shape, dtype=dtype)
-        tensors = [_row_major(douts[cotangents[n]]) if n in cotangents else known[n] for n in grad.inputs]
-        result = gradient(*tensors, *ctx.attributes)
-        results = resolve_gradients(tensors, result if isinstance(result, tuple) else (result,))
-        return (None, *[None if k is None else results[k] for k in gradients])
-
-    return {"forward": forward, "backward": backward}
+    return mark
 
 
-def _row_major(cotangent: torch.Tensor | None) -> torch.Tensor | None:
+def _zeros(like: tuple[torch.Size, torch.dtype], cotangents: tuple[torch.Tensor | None, ...]) -> torch.Tensor:
+    """A cotangent that is not given, but needed: zeros where the others are."""
+    return next(d for d in cotangents if d is not None).new_zeros(like[0], dtype=like[1])
+
+
+def _row_major(cotangent: torch.Tensor) -> torch.Tensor:
     """Copies what kernels cannot read. The caller never chose a cotangent's strides: `sum` makes expanded ones."""
-    if cotangent is None or cotangent.ndim == 0 or cotangent.stride(-1) == 1:
-        return cotangent
-    return cotangent.contiguous()
+    return cotangent if cotangent.ndim == 0 or cotangent.stride(-1) == 1 else cotangent.contiguous()
 
 
-def _without_gradient(op: Op, run: Call) -> dict[str, Call]:
+def _without_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str, ...]) -> dict[str, Call]:
     """Runs, and raises when differentiated. Backward ops are such ops: there is no double backward."""
+    first = len(context)
 
-    def forward(ctx: Any, context: Any, *args: Any) -> Any:
-        ctx.given = arrays(op, args[: len(op.inputs)])
-        return run(context, args)
+    def forward(ctx: Any, *args: Any) -> Any:
+        ctx.given = arrays(op, args[first : first + len(op.inputs)])
+        return run(*args)
 
     def backward(ctx: Any, *given: Any) -> Any:
         problem = "has no gradient of its own"

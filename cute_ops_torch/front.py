@@ -15,45 +15,56 @@ from torch.autograd import forward_ad
 
 from cute_ops.op import Op
 from cute_ops_torch.autograd import graph_node
-from cute_ops_torch.schema import parameters, resolver
+from cute_ops_torch.schema import define, parameters, resolved
 
 _C = torch._C
 _EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
 
+# All that it uses is in its closure: a global of a module that does not exist would confuse torch.compile.
+# A negated view has the memory of its base: only the dispatcher's fallback resolves it.
+_SOURCE = """
+def make(_compiling, _watched, _exact, _grad_enabled, _requires_grad, _overload, _launch, _node):
+    def {name}({parameters}):
+        if _compiling() or _watched() or {dispatched}:
+            _out = _overload({arguments})
+        elif _grad_enabled() and _requires_grad({tensors}):
+            _out = _node({arguments})
+        else:
+            _out = _launch({arguments})
+        return {returned}
+    return {name}
+"""
 
-def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: Any) -> Callable[..., Any]:
-    """``cute_ops_torch.<op>``: the declaration's signature and docstring."""
-    call = _caller(op, overload, launch, gradient)
-    if any(t.given or t.same_as for t in op.outputs.values()):
-        call = _resolved(op, call)
-    names = ", ".join((*op.inputs, *op.attrs))
-    # A function from a text, as dataclasses makes them: its keyword arguments cost nothing at run time. The
-    # callee is in its closure: a global of a module that does not exist would confuse torch.compile.
-    text = f"def {op.name}({parameters(op)}):\n        return _call({names})"
-    source = f"def _make(_call):\n    {text}\n    return {op.name}\n"
-    space: dict[str, Any] = {"__name__": __name__}
-    exec(compile(source, f"<cute_ops_torch.{op.name}>", "exec"), space)
-    function = space["_make"](call)
+
+def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: Any, raw: bool = False) -> Any:
+    """``cute_ops_torch.<op>``: the declaration's signature and docstring.
+
+    Args:
+        op: the declaration.
+        overload: the registered op.
+        launch: its CUDA implementation.
+        gradient: the backward op's function, raw.
+        raw: return what the raw op returns: an empty tensor for an absent output.
+    """
+    exotic = "type({0}) not in _exact or not {0}.is_cuda or {0}.is_neg()"
+    outputs = ["_out"] if len(op.outputs) == 1 else [f"_out[{k}]" for k, _ in enumerate(op.outputs)]
+    returned = ", ".join(resolved(op, outputs))
+    source = _SOURCE.format(
+        name=op.name, parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)),
+        tensors=", ".join(op.inputs), returned="_out" if raw or returned == ", ".join(outputs) else returned,
+        dispatched=" or ".join(
+            f"({name} is not None and ({exotic.format(name)}))" if t.optional else exotic.format(name)
+            for name, t in op.inputs.items()
+        ),
+    )  # fmt: skip
+    make = define(source, op.name, __name__=__name__)["make"]
+    node = graph_node(op, launch, gradient).apply
+    function = make(
+        torch.compiler.is_compiling, _watched, _EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
+        node,
+    )  # fmt: skip
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
     return function
-
-
-def _caller(op: Op, overload: Any, launch: Callable[..., Any], gradient: Any) -> Callable[..., Any]:
-    arity = len(op.inputs)
-    node = graph_node(op, lambda context, args: launch(*args), gradient)
-
-    def call(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _watched():
-            return overload(*args)
-        for t in args[:arity]:
-            # A negated view has the memory of its base: only the dispatcher's fallback resolves it.
-            if t is not None and (type(t) not in _EXACT or not t.is_cuda or t.is_neg()):
-                return overload(*args)
-        if torch.is_grad_enabled() and _C._any_requires_grad(*args):
-            return node.apply(None, *args)
-        return launch(*args)
-
-    return call
 
 
 def _watched() -> bool:
@@ -65,15 +76,3 @@ def _watched() -> bool:
         or _C._get_tracing_state() is not None
         or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )
-
-
-def _resolved(op: Op, call: Callable[..., Any]) -> Callable[..., Any]:
-    """Absent outputs as None, and shared ones as the array that serves for them."""
-    arity, resolve = len(op.inputs), resolver(op)
-
-    def resolved(*args: Any) -> Any:
-        raw = call(*args)
-        outputs = resolve(args[:arity], raw if isinstance(raw, tuple) else (raw,))
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    return resolved

@@ -18,7 +18,7 @@ from cute_ops.binding import Binding
 from cute_ops.op import Op
 from cute_ops.plan import Plan, View, compact, plan
 from cute_ops_torch.reference import run_reference
-from cute_ops_torch.schema import parameters
+from cute_ops_torch.schema import define, parameters
 from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, check_strides, memory
 
 # Problems remembered per op; the oldest leaves first. Forgetting one costs a bind and a plan, no compile.
@@ -36,7 +36,6 @@ class Ready(NamedTuple):
     into: Run
 
 
-# Written out per op, as dataclasses write their methods: a loop over the arguments costs a third of a microsecond.
 # Kernels are compiled for an alignment of at most 16 bytes.
 _PLACE = "({0}.dtype, {0}.shape, {0}.stride(), {0}.get_device(), {0}.data_ptr() & 15)"
 _SOURCE = """
@@ -91,8 +90,7 @@ def launcher(op: Op) -> Launcher:
         attrs="".join(f"{name}, " for name in op.attrs), arguments=", ".join((*op.inputs, *op.attrs)),
         outputs=", ".join(_numbered("out", op.outputs)),
     )  # fmt: skip
-    space: dict[str, Any] = {"_get": ready.get, "_prepare": remember}
-    exec(compile(source, f"<cute_ops_torch launch {op.name}>", "exec"), space)
+    space = define(source, f"launch {op.name}", _get=ready.get, _prepare=remember)
     return Launcher(space["launch"], space["into"], ready)
 
 
@@ -170,9 +168,7 @@ def make({values}):
 
 @lru_cache(1024)
 def _maker(source: str) -> Callable[..., tuple[Run, Run]]:
-    space: dict[str, Any] = {}
-    exec(compile(source, "<cute_ops_torch ready>", "exec"), space)
-    return space["make"]
+    return define(source, "ready")["make"]
 
 
 def _numbered(stem: str, names: Iterable[str]) -> list[str]:

@@ -19,6 +19,7 @@ from cute_ops_torch.schema import schema
 _libraries: dict[str, torch.library.Library] = {}
 _lowerings: dict[tuple[str, str], _Lowering] = {}
 _registered: dict[tuple[str, str], tuple[Op, Callable[..., Any]]] = {}
+_raw: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
 def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
@@ -43,7 +44,7 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     gradient = None
     if op.grad is not None:
         register(op.grad, namespace)
-        gradient = _overload(namespace, op.grad.name)
+        gradient = _raw[namespace, op.grad.name]
 
     library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
     # Exact strides: Inductor must not hand over a layout that eager would have refused.
@@ -61,6 +62,7 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     torch.library.register_vmap(name, vmap_rule(op, overload), lib=library)
 
     function = make_function(op, overload, cuda.launch, gradient)
+    _raw[key] = make_function(op, overload, cuda.launch, gradient, raw=True)
     _registered[key] = op, function
     return function
 

@@ -6,12 +6,12 @@ Torch schemas have fixed arity, so the raw op returns an empty tensor of shape (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 
 _SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
 
@@ -48,31 +48,49 @@ def filler(op: Op) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     return lambda args: args if len(args) == arity else args + missing[len(args)]
 
 
+def resolved(op: Op, raw: Sequence[str], inputs: Mapping[str, str] | None = None) -> list[str]:
+    """Raw outputs as expressions -> expressions of what stands for each.
+
+    An absent output is None, a shared one the array that serves for it.
+
+    Args:
+        inputs: the inputs as expressions, where they are not their names.
+    """
+    outputs = dict(zip(op.outputs, raw, strict=True))
+    local = inputs or {name: name for name in op.inputs}
+    source = {t.dtype: local[name] for name, t in reversed(op.inputs.items())}
+
+    def dtype_of(tensor: Tensor) -> str:
+        if tensor.dtype not in source:
+            raise ValueError(
+                f"op {op.name}: an output has dtype {tensor.dtype}, which no input binds; same_as needs that"
+            )
+        return f"{source[tensor.dtype]}.dtype"
+
+    expressions = []
+    for name, tensor in op.outputs.items():
+        text = outputs[name]
+        if tensor.same_as:
+            other = tensor.same_as
+            text = f"({outputs[other]} if {dtype_of(tensor)} == {dtype_of(op.outputs[other])} else {text})"
+        expressions.append(f"(None if {local[tensor.given]} is None else {text})" if tensor.given else text)
+    return expressions
+
+
 def resolver(op: Op) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[torch.Tensor | None, ...]]:
     """``resolve(inputs, raw outputs)``: absent outputs as None, shared ones as the array that serves for them."""
-    inputs, outputs = list(op.inputs), list(op.outputs)
-    source = {t.dtype: i for i, t in reversed(list(enumerate(op.inputs.values())))}
+    raw = [f"_raw[{k}]" for k, _ in enumerate(op.outputs)]
+    text = f"def resolve({', '.join(op.inputs)}, _raw):\n    return {', '.join(resolved(op, raw))},\n"
+    resolve = define(text, f"resolve {op.name}")["resolve"]
+    return lambda tensors, outputs: resolve(*tensors, outputs)
 
-    def index_of(dtype: str) -> int:
-        if dtype not in source:
-            raise ValueError(f"op {op.name}: an output has dtype {dtype}, which no input binds; same_as needs that")
-        return source[dtype]
 
-    given = [(k, inputs.index(t.given)) for k, t in enumerate(op.outputs.values()) if t.given]
-    shared = [
-        (k, outputs.index(t.same_as), index_of(t.dtype), index_of(op.outputs[t.same_as].dtype))
-        for k, t in enumerate(op.outputs.values())
-        if t.same_as
-    ]
+def define(text: str, name: str, **values: Any) -> dict[str, Any]:
+    """Runs generated source, as dataclasses do, in a scope of these values; returns what it defines.
 
-    def resolve(tensors: Sequence[Any], raw: Sequence[torch.Tensor]) -> tuple[torch.Tensor | None, ...]:
-        result: list[torch.Tensor | None] = list(raw)
-        for k, other, mine, theirs in shared:
-            if tensors[mine].dtype == tensors[theirs].dtype:
-                result[k] = raw[other]
-        for k, i in given:
-            if tensors[i] is None:
-                result[k] = None
-        return tuple(result)
-
-    return resolve
+    A loop over a call's arguments costs more host time than the rest of the call, so what is called often is written
+    out. Names of the scope start with an underscore, which no argument does.
+    """
+    space: dict[str, Any] = dict(values)
+    exec(compile(text, f"<cute_ops_torch {name}>", "exec"), space)
+    return space
