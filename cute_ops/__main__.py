@@ -95,7 +95,7 @@ def _inputs(op: Op, dtype: str, rows: int, n: int, without: list[str]) -> dict[s
         raise typer.BadParameter(f"{op.name} has no optional input {', '.join(unknown)}")
     made: dict[str, Array | None] = {}
     for name, tensor in op.inputs.items():
-        shape = ((rows,) if tensor.rows else ()) + tuple(n for _ in tensor.dims)
+        shape = tensor.of(op.example((rows,), n))
         kind = dtype if tensor.dtype in op.dtypes else tensor.dtype
         made[name] = None if name in without else Array(shape, kind)
     return made

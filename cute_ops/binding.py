@@ -44,8 +44,7 @@ class Binding:
         return any(0 in a.shape for a in self.outputs.values() if a is not None)
 
     def shape(self, tensor: Tensor) -> tuple[Any, ...]:
-        lead = self.dims[tensor.rows] if tensor.rows else ()
-        return (*lead, *(self.dims[d] for d in tensor.dims))
+        return tensor.of(self.dims)
 
     def dtype(self, tensor: Tensor) -> str:
         return self.dtypes.get(tensor.dtype, tensor.dtype)
@@ -84,7 +83,11 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
                 conflict = f"has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`."
                 raise fail(TypeError, f"argument `{name}` {conflict}")
             where.setdefault(tensor.dtype, name)
-        _bind_dims(fail, name, tensor, array, dims, where)
+        _bind_dims(fail, name, tensor, array, dims)
+    for name, tensor in op.inputs.items():
+        array = given[name]
+        if tensor.broadcast and array is not None:
+            _check_broadcast(fail, name, tensor, array, dims)
     full_attrs = _attributes(op, attrs or {}, fail)
     binding = Binding(op, dims, dtypes, full_attrs, given, {})
     problem = op.check(binding)
@@ -98,7 +101,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
     return Binding(op, dims, dtypes, full_attrs, given, outputs)
 
 
-def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any], where: dict[str, str]) -> None:
+def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
     names, shape = tensor.dims, tuple(array.shape)
     if len(shape) < len(names) or (tensor.rows is None and len(shape) != len(names)):
         least = "at least " if tensor.rows else ""
@@ -106,15 +109,37 @@ def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[st
             ValueError, f"argument `{name}` has {len(shape)} dims, expected {least}{len(names)}: {tensor.declared}."
         )
     split = len(shape) - len(names)
-    if tensor.rows is not None:
+    if tensor.rows is not None and not tensor.broadcast:
         lead = shape[:split]
         first = dims.setdefault(tensor.rows, lead)
         if len(first) != split or any(a != b for a, b in zip(first, lead, strict=True)):
             raise fail(ValueError, f"argument `{name}` has leading dims {lead}, but *{tensor.rows}={first}.")
     for dim, size in zip(names, shape[split:], strict=True):
-        first = dims.setdefault(dim, size)
-        if first != size:
-            raise fail(ValueError, f"argument `{name}` has {dim}={size}, but {dim}={first}.")
+        if dim.factor != 1 and size % dim.factor != 0:
+            problem = f"argument `{name}` has {dim}={size}, expected a multiple of {dim.factor}."
+            raise fail(ValueError, problem)
+        first = dims.setdefault(dim.name, size if dim.factor == 1 else size // dim.factor)
+        if dim.of(dims) != size:
+            raise fail(ValueError, f"argument `{name}` has {dim}={size}, but {dim.name}={first}.")
+
+
+def _check_broadcast(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
+    """Its leading dims are the last ones of the op's. Known once all other inputs are bound."""
+    whole = dims[tensor.rows or ""]
+    lead = own_lead(tensor, array)
+    if len(lead) > len(whole) or any(a != b for a, b in zip(lead, whole[len(whole) - len(lead) :], strict=True)):
+        came = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
+        problem = f"argument `{name}` has leading dims {came}, expected the last ones of *{tensor.rows}={whole}."
+        raise fail(ValueError, problem)
+
+
+def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
+    """The leading dims that a tensor has itself: ones in front broadcast like missing dims."""
+    lead = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
+    if tensor.broadcast:
+        while lead and lead[0] == 1:
+            lead = lead[1:]
+    return lead
 
 
 def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
@@ -129,6 +154,9 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
         ok = isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
         if not ok:
             raise fail(TypeError, f"attribute `{name}` must be {kind.__name__}, got {value!r}.")
+        if name in op.choices and value not in op.choices[name]:
+            values = _one_of(tuple(repr(v) for v in op.choices[name]))
+            raise fail(ValueError, f"attribute `{name}` must be {values}, got {value!r}.")
         full[name] = kind(value)
     return full
 

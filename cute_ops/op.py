@@ -7,6 +7,7 @@ tests, benchmarks and documentation.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,10 @@ ITEMSIZE = {
 }  # fmt: skip
 
 
+_DIM = re.compile(r"([1-9]\d*)?([A-Za-z_]\w*)")
+_LEADING = re.compile(r"\*(#?)([A-Za-z_]\w*)")
+
+
 class Array(NamedTuple):
     """Shape and dtype name of an array: all that binding needs to know of one."""
 
@@ -26,13 +31,38 @@ class Array(NamedTuple):
     dtype: str
 
 
+class Dim(NamedTuple):
+    """One dim of a declared shape, ``factor`` times the size that its name binds: ``n``, ``2n``."""
+
+    factor: int
+    name: str
+
+    def of(self, dims: Mapping[str, Any]) -> Any:
+        """The size, None where the name's is not known."""
+        size = dims.get(self.name)
+        return None if size is None else size if self.factor == 1 else self.factor * size
+
+    def __str__(self) -> str:
+        return self.name if self.factor == 1 else f"{self.factor}{self.name}"
+
+
+class OneOf:
+    """The values that an attribute may take, the default first: ``attrs={"approximate": OneOf("tanh", "none")}``."""
+
+    def __init__(self, *values: Any) -> None:
+        if len({type(v) for v in values}) != 1:
+            raise ValueError(f"OneOf needs values of one type, got {values}")
+        self.values = values
+
+
 @dataclass(frozen=True)
 class Tensor:
     """One input or output of an op.
 
     Args:
-        shape: dims separated by blanks, ``"*m n"``. A name binds a dim; one leading ``*name`` binds any
-            number of leading dims. The empty string is a scalar.
+        shape: dims separated by blanks, ``"*m n"``. A name binds a dim, ``2n`` is twice that size; one leading
+            ``*name`` binds any number of leading dims. The empty string is a scalar. An input with ``*#name`` has
+            only the last few of these leading dims, or all, and is shared by (broadcasts over) the others.
         dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``).
         optional: the input may be ``None``.
         given: for outputs: it exists only when this input was passed.
@@ -47,15 +77,25 @@ class Tensor:
     same_as: str | None = None
 
     @cached_property
-    def dims(self) -> tuple[str, ...]:
+    def dims(self) -> tuple[Dim, ...]:
         """The dims after the leading ones."""
-        return tuple(d for d in self.shape.split() if not d.startswith("*"))
+        found = [_DIM.fullmatch(d) for d in self.shape.split() if not d.startswith("*")]
+        return tuple(Dim(int(match[1] or 1), match[2]) for match in found if match)
 
     @cached_property
     def rows(self) -> str | None:
         """The name that binds the leading dims, or None."""
-        names = [d[1:] for d in self.shape.split() if d.startswith("*")]
-        return names[0] if names else None
+        match = _LEADING.match(self.shape)
+        return match[2] if match else None
+
+    @cached_property
+    def broadcast(self) -> bool:
+        """Whether some of the leading dims may be missing."""
+        return self.shape.startswith("*#")
+
+    def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The shape for these sizes, with all leading dims."""
+        return (*(dims[self.rows] if self.rows else ()), *(dim.of(dims) for dim in self.dims))
 
     @property
     def declared(self) -> str:
@@ -72,6 +112,7 @@ class Case:
         dtypes: dtype variables that the case fixes; the others follow the first one.
         absent: optional inputs left out.
         attrs: attributes that differ from the default.
+        leading: number of leading dims of inputs that broadcast, all of them where not said.
     """
 
     name: str
@@ -79,6 +120,7 @@ class Case:
     dtypes: Mapping[str, str] = field(default_factory=dict)
     absent: tuple[str, ...] = ()
     attrs: Mapping[str, Any] = field(default_factory=dict)
+    leading: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -103,7 +145,8 @@ class Op:
         inputs: tensors by argument name, in call order. Optional ones come last.
         outputs: tensors by name, in return order.
         dtypes: the dtype names that each dtype variable may take.
-        attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``.
+        attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``; or the values that an attribute
+            may take, ``OneOf("tanh", "none")``.
         static: dims that are compile-time constants. All attributes are.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
@@ -112,7 +155,7 @@ class Op:
         workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
-            ``d<input>`` are the gradients; attributes pass by name.
+            ``d<input>`` are the gradients, and inputs without one have none; attributes pass by name.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
         moves: ``moves(dims) -> (extra_bytes, flops)`` beyond one pass over inputs and outputs, for benchmarks.
         cases: named problems.
@@ -143,7 +186,8 @@ class Op:
         self.dtypes = {k: tuple(v) for k, v in dtypes.items()}
         self.reference = reference
         self.kernel = kernel
-        self.attrs = dict(attrs or {})
+        self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
+        self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
         self.static = tuple(static)
         self.tile = tile or (lambda problem: {})
         self.workspace = workspace or (lambda problem, tile: {})
@@ -161,6 +205,17 @@ class Op:
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
         return self.dtypes.get(tensor.dtype, (tensor.dtype,))
 
+    @property
+    def differentiable(self) -> tuple[str, ...]:
+        """The inputs that have a gradient."""
+        return tuple(name for name in self.inputs if self.grad and f"d{name}" in self.grad.outputs)
+
+    def example(self, lead: tuple[int, ...], n: int) -> dict[str, Any]:
+        """Sizes of a problem: these leading dims, ``n`` for the dim of that name, others as in the first case."""
+        tensors = [*self.inputs.values(), *self.outputs.values()]
+        known = {"n": n} if self.static == ("n",) else {**(self.cases[0].dims if self.cases else {}), "n": n}
+        return {d.name: known[d.name] for t in tensors for d in t.dims} | {t.rows: lead for t in tensors if t.rows}
+
     def _validate(self) -> None:
         if not self.name.isidentifier():
             raise ValueError(f"op name {self.name!r} is not an identifier")
@@ -177,8 +232,16 @@ class Op:
         for name, t in [*self.inputs.items(), *self.outputs.items()]:
             if t.dtype not in self.dtypes and t.dtype not in ITEMSIZE:
                 raise ValueError(f"op {self.name}: {name} has dtype {t.dtype!r}, neither a variable nor a dtype")
-            if "*" in t.shape and not t.shape.startswith("*"):
+            first, *rest = t.shape.split() or [""]
+            if any("*" in d for d in rest):
                 raise ValueError(f"op {self.name}: {name}: leading dims must come first, got {t.shape!r}")
+            wrong = [d for d in rest if not _DIM.fullmatch(d)]
+            if wrong or (first and not (_LEADING if first.startswith("*") else _DIM).fullmatch(first)):
+                raise ValueError(f"op {self.name}: {name}: {t.shape!r} is not a shape like '*m n' or '*#m 2n'")
+        whole = {t.rows for t in self.inputs.values() if t.rows and not t.broadcast}
+        for name, t in [*self.inputs.items(), *self.outputs.items()]:
+            if t.broadcast and (name in self.outputs or t.rows not in whole):
+                raise ValueError(f"op {self.name}: {name} cannot broadcast: no input has all of *{t.rows}")
         if self.grad is not None:
             known = self.inputs.keys() | self.outputs.keys() | {f"d{o}" for o in self.outputs}
             unknown = self.grad.inputs.keys() - known

@@ -10,10 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from cute_ops import sources, toolchain
-from cute_ops.binding import Binding
+from cute_ops.binding import Binding, own_lead
 from cute_ops.errors import message
 from cute_ops.op import ITEMSIZE, Array, Problem, Tensor
 from cute_ops.target import Target
@@ -81,8 +82,7 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan
         shape = view.shape if view else array.shape
         where = memory.get(name, Memory(compact(shape)))
         strides = view.strides if view else where.strides
-        names = (None,) * (len(shape) - len(tensor.dims)) + tensor.dims
-        known = tuple(static.get(d) if d else None for d in names)
+        known = (None,) * (len(shape) - len(tensor.dims)) + tuple(d.of(static) for d in tensor.dims)
         keys[name] = _tensor_key(name, array.dtype, shape, known, Memory(strides, where.address))
     dtypes = {name: key.dtype for name, key in keys.items() if key}
     aligns = {name: min(key.align, key.row_align) for name, key in keys.items() if key}
@@ -148,10 +148,47 @@ def _tensor_key(name: str, dtype: str, shape: tuple, known: tuple, where: Memory
     )  # fmt: skip
 
 
+def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
+    """The shapes of inputs that are compact with leading dims folded: into one, or where an input is shared by the
+    outer ones, into outer and inner ones.
+    """
+    given = {n: (t, a) for n, t in binding.op.inputs.items() if (a := binding.inputs[n]) is not None}
+    whole = max((len(binding.dims[t.rows]) for t, _ in given.values() if t.rows), default=0)
+    # Counted from the last leading dim: where to cut.
+    cuts = sorted({k for t, a in given.values() if t.broadcast and 0 < (k := len(own_lead(t, a))) < whole} | {whole})
+
+    def lead(tensor: Tensor, array: Array) -> tuple[int, ...]:
+        own = own_lead(tensor, array)
+        edges = [0, *(k for k in cuts if k <= len(own))] if own or not tensor.broadcast else [0]
+        return tuple(math.prod(own[len(own) - b : len(own) - a]) for a, b in pairwise(edges))[::-1]
+
+    return {n: (*(lead(t, a) if t.rows else ()), *a.shape[len(a.shape) - len(t.dims) :]) for n, (t, a) in given.items()}
+
+
 def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
-    """Views that merge leading dims where every row-wise input allows it; none where all are compact."""
+    """Views that merge leading dims where every row-wise input allows it; none where all are compact.
+
+    Inputs that broadcast have leading dims of their own: they only lose ones in front.
+    """
     op = binding.op
-    rows = {n: t for n, t in op.inputs.items() if t.rows and n in memory and binding.inputs[n] is not None}
+    views = {}
+    for name, tensor in op.inputs.items():
+        array = binding.inputs[name]
+        if tensor.broadcast and array is not None:
+            skip = len(array.shape) - len(tensor.dims) - len(own_lead(tensor, array))
+            if skip:
+                shape = tuple(array.shape[skip:])
+                views[name] = View(shape, memory[name].strides[skip:] if name in memory else compact(shape))
+    return {**views, **_merge_whole(binding, memory)}
+
+
+def _merge_whole(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
+    op = binding.op
+    rows = {
+        n: t
+        for n, t in op.inputs.items()
+        if t.rows and not t.broadcast and n in memory and binding.inputs[n] is not None
+    }
     if not any(_uneven(binding.inputs[n].shape, memory[n].strides) for n in rows):  # type: ignore[union-attr]
         return {}
     lead = binding.dims[next(t.rows for t in rows.values() if t.rows)]
@@ -176,7 +213,7 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, 
     views = {}
     for name, tensor in {**op.inputs, **op.outputs}.items():
         array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
-        if array is not None and tensor.rows:
+        if array is not None and tensor.rows and not tensor.broadcast:
             strides = memory[name].strides if name in memory else compact(array.shape)
             views[name] = view(tensor, tuple(array.shape), tuple(strides))
     return views

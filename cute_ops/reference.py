@@ -2,9 +2,28 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from typing import Any
 
 
 def widen(xp: Any, *arrays: Any) -> tuple[Any, ...]:
     """The arrays in the accumulation dtype: float64 stays, everything else becomes float32; None stays."""
     return tuple(None if a is None else a if a.dtype == xp.float64 else xp.astype(a, xp.float32) for a in arrays)
+
+
+def sigmoid(xp: Any, x: Any) -> Any:
+    """Both branches of the logistic function, so that neither exponential overflows."""
+    e = xp.exp(-xp.abs(x))
+    return xp.where(x >= 0, 1 / (1 + e), e / (1 + e))
+
+
+def erf(xp: Any, x: Any) -> Any:
+    """The error function, which the array API lacks: the framework's own, or Python's on NumPy arrays."""
+    if hasattr(xp, "erf"):
+        return xp.erf(x)
+    # jax.numpy has none, jax.lax has. Whoever hands over a namespace has imported it.
+    lax = getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
+    if lax is not None:
+        return lax.erf(x)
+    return xp.reshape(xp.asarray([math.erf(v) for v in xp.reshape(x, (-1,)).tolist()], dtype=x.dtype), x.shape)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import ml_dtypes
@@ -39,11 +40,12 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
         if name in case.absent:
             made[name] = None
             continue
-        rows = tuple(case.dims[tensor.rows]) if tensor.rows else ()
-        shape = (*rows, *(case.dims[d] for d in tensor.dims))
+        shape = tensor.of(case.dims)
+        if name in case.leading:
+            shape = shape[len(shape) - len(tensor.dims) - case.leading[name] :]
         rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{name}".encode())])
         normal = rng.standard_normal(shape, dtype=np.float32)
-        values = 1 + normal / 4 if name == "weight" else normal
+        values = 1 + normal / 4 if name.endswith("weight") else normal
         concrete = case.dtypes.get(tensor.dtype, dtype) if tensor.dtype in op.dtypes else tensor.dtype
         made[name] = values.astype(numpy_dtype(concrete))
     return made
@@ -105,6 +107,14 @@ def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], outputs: tuple[np.nd
                 f"{op.name}: output {name}: error {abs(wide[worst] - exact[worst]):.3g} exceeds {tolerance[worst]:.3g} "
                 f"at {tuple(map(int, worst))}: got {wide[worst]:.8g}, expected {exact[worst]:.8g}"
             )
+
+
+def small(case: Case, most: int = 65) -> Case:
+    """The case at a size for a CPU: its last dims shrink in proportion, so that they still fit together."""
+    largest = max((v for v in case.dims.values() if not isinstance(v, tuple)), default=1)
+    shrink = lambda v: max(v * most // largest, 1) if largest > most else v  # noqa: E731
+    dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else shrink(v) for k, v in case.dims.items()}
+    return replace(case, dims=dims)
 
 
 def elements(case: Case) -> int:

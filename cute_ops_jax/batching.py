@@ -40,11 +40,23 @@ def batch(
         return [result for result in stage({**shared, **inputs}, dict(attrs)).values() if result is not None]
 
     example = {name: Array(a.shape[1:], spec(a).dtype) for name, a in batched.items()}
-    outputs = bind(op, {**{name: spec(a) for name, a in shared.items()}, **example}, dict(attrs)).outputs
+    one = bind(op, {**{name: spec(a) for name, a in shared.items()}, **example}, dict(attrs))
+    outputs, dims = one.outputs, one.dims
     folds = all(op.inputs[name].rows for name in batched)
     folds &= all(op.outputs[name].rows for name, out in outputs.items() if out is not None)
     if folds:
-        rows = {n: jnp.broadcast_to(a, (size, *a.shape)) for n, a in shared.items() if op.inputs[n].rows}
+        # What broadcasts over leading dims broadcasts over one more, unless it is batched: then it needs them all.
+        rows = {
+            n: jnp.broadcast_to(a, (size, *a.shape))
+            for n, a in shared.items()
+            if op.inputs[n].rows and not op.inputs[n].broadcast
+        }
+        for n, a in batched.items():
+            declared = op.inputs[n]
+            if declared.broadcast:
+                whole = declared.of(dims)
+                ones = (1,) * (len(whole) + 1 - a.ndim)
+                rows[n] = jnp.broadcast_to(a.reshape(size, *ones, *a.shape[1:]), (size, *whole))
         results = run({**batched, **rows})
     else:
         results = jax.lax.map(run, batched)

@@ -6,7 +6,6 @@ that calls it exists.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,8 @@ import jax.numpy as jnp
 
 from cute_ops.binding import bind
 from cute_ops.errors import message
-from cute_ops.op import Array, Op, Tensor
-from cute_ops.plan import plan
+from cute_ops.op import Array, Op
+from cute_ops.plan import folded, plan
 from cute_ops_jax import targets
 from cute_ops_jax.arrays import spec, specs
 
@@ -44,7 +43,8 @@ def reference(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[
 def kernel(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]]) -> list[jax.Array]:
     """The compiled kernel, called by its target's name on row-major arrays.
 
-    XLA hands over compact arrays, so all leading dims fold into one and a single variant serves every rank.
+    XLA hands over compact arrays, so leading dims fold: into one, or where an input is shared by the outer
+    ones, into outer and inner ones. A single variant serves every rank.
     Scratch arrays are results that nobody reads: XLA places them with its own temporaries.
 
     Raises:
@@ -56,23 +56,17 @@ def kernel(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tup
     if any(not isinstance(size, int) for array in arrays for size in array.shape):
         problem = "on CUDA it needs concrete sizes, but some are symbolic."
         raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
-    folded = {name: a.reshape(_folded(op.inputs[name], a.shape)) for name, a in given.items()}
-    binding = bind(op, specs(folded), dict(attrs))
+    shapes = folded(whole)
+    views = {name: a.reshape(shapes[name]) for name, a in given.items()}
+    binding = bind(op, specs(views), dict(attrs))
     chosen = plan(binding, {}, targets.device_target())
     targets.ensure(chosen.variant)
     outputs = [out for out in binding.outputs.values() if out is not None]
     results = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in (*outputs, *chosen.workspaces.values())]
     # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
-    flat = jax.ffi.ffi_call(chosen.variant.symbol, results)(*folded.values())
-    shapes = [out.shape for out in whole.outputs.values() if out is not None]
-    return [array.reshape(shape) for array, shape in zip(flat[: len(shapes)], shapes, strict=True)]
-
-
-def _folded(tensor: Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if tensor.rows is None:
-        return shape
-    split = len(shape) - len(tensor.dims)
-    return (math.prod(shape[:split]), *shape[split:])
+    flat = jax.ffi.ffi_call(chosen.variant.symbol, results)(*views.values())
+    wanted = [out.shape for out in whole.outputs.values() if out is not None]
+    return [array.reshape(shape) for array, shape in zip(flat[: len(wanted)], wanted, strict=True)]
 
 
 def _text(array: Array | None) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from cute_ops.op import Op
 from cute_ops.ops import OPS
@@ -24,9 +25,13 @@ def text(ops: Iterable[Op] = OPS) -> str:
     return _HEADER + "\n" + "".join(f"{_function(op)}\n" for op in ops)
 
 
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
 def _function(op: Op) -> str:
     arguments = [f"{n}: ArrayLike{' | None = None' if t.optional else ''}" for n, t in op.inputs.items()]
-    arguments += [f"{n}: {type(value).__name__} = {value!r}" for n, value in op.attrs.items()]
+    arguments += [f"{n}: {type(value).__name__} = {_literal(value)}" for n, value in op.attrs.items()]
     outputs = [f"Array{' | None' if t.given else ''}" for t in op.outputs.values()]
     returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
     head = f"def {op.name}({', '.join(arguments)}) -> {returns}: ..."

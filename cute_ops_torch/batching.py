@@ -6,12 +6,12 @@ folding would mix examples: there the op runs once per example.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 from cute_ops_torch.schema import filler, resolver
 
 
@@ -30,8 +30,9 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
         folds = all(t.rows for t, b in zip(declared, batched, strict=True) if b)
         folds &= all(o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given)
         if folds:
+            lead = _lead(tensors, declared, batched)
             whole = [
-                t.expand(info.batch_size, *t.shape) if d.rows and t is not None and not b else t
+                t if t is None or not d.rows else _with_batch(t, d, b, info.batch_size, lead)
                 for t, d, b in zip(tensors, declared, batched, strict=True)
             ]
             raw = overload(*map(_readable, whole), *args[arity:])
@@ -48,6 +49,25 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
         return torch.stack(rows), 0
 
     return rule
+
+
+def _lead(tensors: Sequence[Any], declared: Sequence[Tensor], batched: Sequence[bool]) -> tuple[int, ...]:
+    """The leading dims of one example."""
+    for t, d, b in zip(tensors, declared, batched, strict=True):
+        if t is not None and d.rows and not d.broadcast:
+            return tuple(t.shape[b : t.ndim - len(d.dims)])
+    return ()
+
+
+def _with_batch(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[int, ...]) -> Any:
+    """The batch dim in front, as a view. What broadcasts does so over one more dim, or then has them all."""
+    if not declared.broadcast:
+        return tensor if batched else tensor.expand(size, *tensor.shape)
+    if not batched:
+        return tensor
+    tail = tensor.shape[tensor.ndim - len(declared.dims) :]
+    ones = (None,) * (1 + len(lead) + len(tail) - tensor.ndim)
+    return tensor[(slice(None), *ones)].expand(size, *lead, *tail)
 
 
 def _readable(tensor: Any) -> Any:

@@ -32,7 +32,9 @@ def parameters(op: Op, annotated: bool = False) -> str:
     """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``, with types for the stubs."""
     optional, required = (": Tensor | None = None", ": Tensor") if annotated else ("=None", "")
     inputs = [name + (optional if t.optional else required) for name, t in op.inputs.items()]
-    attrs = [f"{n}: {type(v).__name__} = {v!r}" if annotated else f"{n}={v!r}" for n, v in op.attrs.items()]
+    attrs = [
+        f"{n}: {type(v).__name__} = {_literal(v)}" if annotated else f"{n}={_literal(v)}" for n, v in op.attrs.items()
+    ]
     return ", ".join(inputs + attrs)
 
 

@@ -1,46 +1,69 @@
 """One pass over ``[m, n]``, element by element."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
-from cute_ops.kernels._rows import ITEMSIZE, present, row_address, row_count
-from cute_ops.kernels._vectors import fragment, load_if, narrow, store_masked
+from cute_ops.kernels._rows import ITEMSIZE, row_address, row_count
+from cute_ops.kernels._vectors import fragment, load_if, store_masked
 
 VECTOR_BYTES = 16
+
+
+class Part(NamedTuple):
+    """The ``index``-th of ``count`` equal parts of a tensor's rows, each ``n`` elements long."""
+
+    name: str
+    index: int = 0
+    count: int = 1
 
 
 class Pointwise:
     """Computes ``outputs = compute(*inputs)`` in fp32.
 
-    Compact tensors are one long row, whatever n; others go row by row. Tile: a CTA of ``threads`` takes ``unroll``
-    vectors per thread, ``threads`` apart, and all loads of a thread are in flight together. No shared memory.
-    Bytes moved per element: every tensor once.
+    Where all tensors are compact and whole, they are one long row, whatever n; others go row by row. Tile: a CTA of
+    ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more of them where alignment makes vectors
+    shorter than 16 bytes. All loads of a thread are in flight together. No shared memory. Bytes moved per element:
+    every tensor once.
 
     Args:
         variant: the kernel's variant.
-        inputs, outputs: names of the tensors.
-        compute: fp32 vectors to a tuple of fp32 vectors.
+        inputs, outputs: names of tensors, or parts of them.
+        compute: fp32 elements to a tuple of fp32 elements.
     """
 
     def __init__(self, variant, inputs, outputs, compute):
-        self.inputs = [variant.tensors[name] for name in inputs]
-        self.outputs = [variant.tensors[name] for name in outputs]
+        self.inputs, self.outputs = _parts(inputs), _parts(outputs)
+        self.keys = variant.tensors
         self.compute = compute
         self.n = variant.dims["n"]
-        keys = present(variant, (*inputs, *outputs))
-        self.one_row = all(key.layout == "flat" for key in keys)
-        starts = [key.align if self.one_row else min(key.align, key.row_align) for key in keys]
-        self.vec = min(min(a, VECTOR_BYTES) // ITEMSIZE[key.dtype] for a, key in zip(starts, keys))
+        parts = (*self.inputs, *self.outputs)
+        self.one_row = all(p.count == 1 and self.keys[p.name].layout == "flat" for p in parts)
+        sizes = [ITEMSIZE[self.keys[p.name].dtype] for p in parts]
+        self.vec = min(min(self._start(p), VECTOR_BYTES) // size for p, size in zip(parts, sizes))
         self.threads = variant.tile.get("threads", 256)
-        self.unroll = variant.tile.get("unroll", 2)
+        self.unroll = variant.tile.get("unroll", 1) * max(VECTOR_BYTES // max(sizes) // self.vec, 1)
         self.block = self.threads * self.unroll
         self.chained = can_chain(variant.arch)
 
+    def _start(self, part):
+        """Bytes, a power of two, that divide the address of every row of a part."""
+        key = self.keys[part.name]
+        if self.one_row:
+            return key.align
+        start = min(key.align, key.row_align)
+        if part.count > 1:
+            # Of rows whose length is not known, only the whole row's alignment is.
+            step = self.n * ITEMSIZE[key.dtype] if self.n is not None else ITEMSIZE[key.dtype]
+            start = min(start, step & -step)
+        return start
+
     @cute.jit
     def __call__(self, inputs, outputs, stream):
-        rows, n = self._shape(inputs[0])
+        rows, n = self._shape(outputs[0])
         vectors = rows * ((n + (self.vec - 1)) // self.vec)
         self.kernel(inputs, outputs).launch(
             grid=[Int32((vectors + (self.block - 1)) // self.block), 1, 1],
@@ -49,17 +72,19 @@ class Pointwise:
             use_pdl=self.chained,
         )
 
-    def _shape(self, mX):
-        """(rows, elements of a row) as the kernel walks them, in 64 bits."""
-        rows = row_count(mX)
-        n = Int64(mX.shape[len(mX.shape) - 1]) if self.n is None else self.n
+    def _shape(self, mOut):
+        """(rows, elements of a row's part) as the kernel walks them, in 64 bits."""
+        rows = row_count(mOut)
+        n = self.n
+        if n is None:
+            n = Int64(mOut.shape[len(mOut.shape) - 1]) // self.outputs[0].count
         return (Int64(1), rows * n) if self.one_row else (rows, n)
 
     @cute.kernel
     def kernel(self, inputs, outputs):
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
-        rows, n = self._shape(inputs[0])
+        rows, n = self._shape(outputs[0])
         start = Int64(bidx) * self.block
         places = []
         for u in cutlass.range_constexpr(self.unroll):
@@ -67,12 +92,20 @@ class Pointwise:
         wait_for_previous(self.chained)
         loaded = []
         for u in cutlass.range_constexpr(self.unroll):
-            loaded.append([self._load(mX, key, *places[u]) for mX, key in zip(inputs, self.inputs)])
+            loaded.append([self._load(mX, part, n, *places[u]) for mX, part in zip(inputs, self.inputs)])
         let_next_start(self.chained)
         for u in cutlass.range_constexpr(self.unroll):
-            results = self.compute(*(rX.load().to(cutlass.Float32) for rX in loaded[u]))
-            for mX, key, x in zip(outputs, self.outputs, results):
-                self._store(x, mX, key, *places[u])
+            results = self._computed([rX.load().to(Float32) for rX in loaded[u]])
+            for mX, part, rX in zip(outputs, self.outputs, results):
+                self._store(rX, mX, part, n, *places[u])
+
+    def _computed(self, given):
+        """fp32 fragments of the outputs."""
+        results = [fragment(Float32, self.vec) for _ in self.outputs]
+        for j in range(self.vec):
+            for rX, x in zip(results, self.compute(*(g[j] for g in given))):
+                rX[j] = x
+        return results
 
     def _place(self, start, index, rows, n):
         """Where a vector lies: (its row, the element of the row it starts at, elements left in that row)."""
@@ -89,17 +122,23 @@ class Pointwise:
         row = above + below
         return row, Int64(first), cutlass.select_(row < rows, Int32(n) - first, Int32(0))
 
-    def _address(self, mX, key, row, first):
+    def _address(self, mX, part, n, row, first):
         itemsize = mX.element_type.width // 8
         if self.one_row:
             return mX.iterator.toint() + first * itemsize
-        return row_address(mX, key, row, mX.shape[len(mX.shape) - 1]) + first * itemsize
+        first = first + part.index * Int64(n)
+        return row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1]) + first * itemsize
 
-    def _load(self, mX, key, row, first, left):
+    def _load(self, mX, part, n, row, first, left):
         rX = fragment(mX.element_type, self.vec)
-        load_if(left > 0, rX, self._address(mX, key, row, first))
+        load_if(left > 0, rX, self._address(mX, part, n, row, first))
         return rX
 
-    def _store(self, x, mX, key, row, first, left):
-        rX = narrow(x, mX.element_type, self.vec)
-        store_masked(rX, self._address(mX, key, row, first), Int32(0), left, True)
+    def _store(self, rX, mX, part, n, row, first, left):
+        rOut = fragment(mX.element_type, self.vec)
+        rOut.store(rX.load().to(mX.element_type))
+        store_masked(rOut, self._address(mX, part, n, row, first), Int32(0), left, True)
+
+
+def _parts(names):
+    return tuple(name if isinstance(name, Part) else Part(name) for name in names)

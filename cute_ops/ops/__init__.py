@@ -1,8 +1,11 @@
 """The declarations. Tests, benchmarks, documentation, stubs and both adapters iterate ``OPS``."""
 
 from cute_ops.op import Op
+from cute_ops.ops.activations import gelu, relu2, silu
 from cute_ops.ops.add_rmsnorm import add_rmsnorm
+from cute_ops.ops.gelu_mul import gelu_mul
+from cute_ops.ops.glu import geglu, swiglu
 from cute_ops.ops.rmsnorm import rmsnorm
 from cute_ops.ops.silu_mul import silu_mul
 
-OPS: tuple[Op, ...] = (rmsnorm, add_rmsnorm, silu_mul)
+OPS: tuple[Op, ...] = (rmsnorm, add_rmsnorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2)

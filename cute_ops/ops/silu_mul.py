@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._activations import silu
 from cute_ops.ops._tiles import pointwise
 from cute_ops.reference import widen
 
@@ -19,22 +20,15 @@ CASES = (
 )
 
 
-def _sigmoid(xp: Any, x: Any) -> Any:
-    # Both branches of the logistic function, so that neither exponential overflows.
-    e = xp.exp(-xp.abs(x))
-    return xp.where(x >= 0, 1 / (1 + e), e / (1 + e))
-
-
 def reference(xp: Any, gate: Any, up: Any) -> Any:
     g, u = widen(xp, gate, up)
-    return xp.astype(g * _sigmoid(xp, g) * u, gate.dtype)
+    return xp.astype(silu(xp, g)[0] * u, gate.dtype)
 
 
 def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
     g, u, dy = widen(xp, gate, up, dout)
-    s = _sigmoid(xp, g)
-    silu = g * s
-    return xp.astype(dy * u * (s + silu * (1 - s)), gate.dtype), xp.astype(dy * silu, up.dtype)
+    y, slope = silu(xp, g)
+    return xp.astype(dy * u * slope, gate.dtype), xp.astype(dy * y, up.dtype)
 
 
 silu_mul_bwd = Op(

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor
+from cute_ops import FLOATS, Array, OneOf, Op, Tensor
 from cute_ops.binding import bind
-from cute_ops.ops import OPS, add_rmsnorm, rmsnorm, silu_mul
+from cute_ops.ops import OPS, add_rmsnorm, gelu, rmsnorm, silu_mul, swiglu
 
 X = Array((3, 5, 64), "float32")
 W = Array((64,), "float32")
@@ -130,6 +130,61 @@ def test_error_text(name: str) -> None:
     assert str(caught.value) == text
 
 
+def table_op(**changes: object) -> Op:
+    """A table of values per position, shared by or given per batch."""
+    fields: dict = {
+        "inputs": {"table": Tensor("*#m r", "T"), "x": Tensor("*m h 2r", "T")}, "dtypes": {"T": FLOATS},
+        "outputs": {"out": Tensor("*m h r", "T")}, "reference": lambda xp, table, x: x, "kernel": "a:B",
+        "static": ("h", "r"),
+    }  # fmt: skip
+    return Op("table", **{**fields, **changes})
+
+
+def test_an_attribute_takes_one_of_its_values() -> None:
+    assert bind(gelu, {"x": X}).attrs == {"approximate": "tanh"}
+    assert bind(gelu, {"x": X}, {"approximate": "none"}).attrs == {"approximate": "none"}
+    with pytest.raises(ValueError, match=r"^cute.gelu: attribute `approximate` must be 'tanh' or 'none', got 'erf'\."):
+        bind(gelu, {"x": X}, {"approximate": "erf"})
+    with pytest.raises(TypeError, match=r"attribute `approximate` must be str, got True\."):
+        bind(gelu, {"x": X}, {"approximate": True})
+    with pytest.raises(ValueError, match="values of one type"):
+        OneOf("tanh", 1)
+
+
+def test_multiples_of_a_dim() -> None:
+    bound = bind(swiglu, {"x": X})
+    assert bound.dims == {"m": (3, 5), "n": 32}
+    assert bound.outputs == {"out": Array((3, 5, 32), "float32")}
+    with pytest.raises(ValueError) as caught:
+        bind(swiglu, {"x": Array((3, 7), "float32")})
+    assert str(caught.value) == (
+        "cute.swiglu: argument `x` has 2n=7, expected a multiple of 2.\n"
+        "  x: float32[3, 7]   declared T[*m 2n]\n"
+        "  bound so far: *m=(3,), T=float32"
+    )
+    backward = swiglu.grad
+    assert backward is not None
+    with pytest.raises(ValueError, match="argument `dout` has n=64, but n=32"):
+        bind(backward, {"x": X, "dout": X})
+
+
+@pytest.mark.parametrize("lead", [(), (5,), (1, 5), (3, 5), (1, 1, 5)])
+def test_leading_dims_that_broadcast(lead: tuple[int, ...]) -> None:
+    x = Array((3, 5, 2, 8), "float32")
+    bound = bind(table_op(), {"table": Array((*lead, 4), "float32"), "x": x})
+    assert bound.dims == {"m": (3, 5), "h": 2, "r": 4}
+    assert bound.outputs == {"out": Array((3, 5, 2, 4), "float32")}
+
+
+@pytest.mark.parametrize("lead", [(3,), (3, 1), (5, 5), (2, 3, 5)])
+def test_leading_dims_that_do_not_broadcast(lead: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError) as caught:
+        bind(table_op(), {"table": Array((*lead, 4), "float32"), "x": Array((3, 5, 2, 8), "float32")})
+    assert str(caught.value).startswith(
+        f"cute.table: argument `table` has leading dims {lead}, expected the last ones of *m=(3, 5).\n"
+    )
+
+
 def test_leading_dims_must_agree() -> None:
     with pytest.raises(
         ValueError, match=r"^cute.silu_mul: argument `up` has leading dims \(5, 3\), but \*m=\(3, 5\)\."
@@ -163,6 +218,11 @@ def test_declarations_are_checked() -> None:
         declare(inputs={"x": Tensor("*m n", "U")})
     with pytest.raises(ValueError, match="leading dims must come first"):
         declare(inputs={"x": Tensor("n *m", "T")})
+    for shape in ("*m n-1", "n *m", "0n", "* n", "*#m n"):
+        with pytest.raises(ValueError, match=r"leading dims must come first|not a shape like|cannot broadcast"):
+            declare(outputs={"out": Tensor(shape, "T")})
+    with pytest.raises(ValueError, match=r"x cannot broadcast: no input has all of \*m"):
+        declare(inputs={"x": Tensor("*#m n", "T")})
     with pytest.raises(ValueError, match="comes after an optional one"):
         declare(inputs={"x": Tensor("n", "T", optional=True), "y": Tensor("n", "T")})
     with pytest.raises(ValueError, match="'module:Class'"):

@@ -6,11 +6,11 @@ import dataclasses
 
 import pytest
 
-from cute_ops import Array
+from cute_ops import FLOATS, Array, Op, Tensor
 from cute_ops import plan as planning
 from cute_ops.binding import bind
 from cute_ops.ops import rmsnorm
-from cute_ops.plan import Memory, Plan, compact, plan
+from cute_ops.plan import Memory, Plan, compact, folded, plan
 from cute_ops.target import parse
 from cute_ops.variant import Variant
 
@@ -113,3 +113,34 @@ def test_every_field_changes_the_name() -> None:
     assert set(other) == {f.name for f in dataclasses.fields(variant)}
     names = {dataclasses.replace(variant, **{field: value}).symbol for field, value in other.items()}
     assert len(names | {variant.symbol}) == len(other) + 1
+
+
+TABLE = Op(
+    "table", inputs={"table": Tensor("*#m r", "T"), "x": Tensor("*m r", "T")}, outputs={"out": Tensor("*m r", "T")},
+    dtypes={"T": FLOATS}, static=("r",), reference=lambda xp, table, x: x, kernel="cute_ops.kernels.rmsnorm:RMSNorm",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("lead", "own", "shapes"),
+    [
+        ((), (), {"table": (4,), "x": (1, 4)}),
+        ((2, 3, 5), (), {"table": (4,), "x": (30, 4)}),
+        ((2, 3, 5), (5,), {"table": (5, 4), "x": (6, 5, 4)}),
+        ((2, 3, 5), (1, 3, 5), {"table": (15, 4), "x": (2, 15, 4)}),
+        ((2, 3, 5), (2, 3, 5), {"table": (30, 4), "x": (30, 4)}),
+    ],
+)
+def test_compact_leading_dims_fold(lead: tuple[int, ...], own: tuple[int, ...], shapes: dict) -> None:
+    bound = bind(TABLE, {"table": Array((*own, 4), "float32"), "x": Array((*lead, 4), "float32")})
+    assert folded(bound) == shapes
+    again = bind(TABLE, {name: Array(shape, "float32") for name, shape in shapes.items()})
+    assert again.rows == bound.rows
+
+
+def test_what_broadcasts_keeps_its_own_leading_dims() -> None:
+    bound = bind(TABLE, {"table": Array((1, 5, 4), "float32"), "x": Array((3, 5, 4), "float32")})
+    found = plan(bound, {"table": Memory((40, 8, 1)), "x": Memory((5 * 12, 12, 1))}, SM90)
+    assert found.views == {"table": ((5, 4), (8, 1)), "x": ((15, 4), (12, 1)), "out": ((15, 4), (4, 1))}
+    table = found.variant.tensors["table"]
+    assert table is not None and (table.layout, table.shape) == ("strided", (None, 4))

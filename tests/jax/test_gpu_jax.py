@@ -33,7 +33,7 @@ def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any
 
 def test_a_compiled_program_calls_the_kernel(op: Op) -> None:
     for one in (op, op.grad):
-        given = {n: jnp.ones((33, 256) if t.rows else 256, jnp.bfloat16) for n, t in one.inputs.items()}
+        given = {n: jnp.ones(t.of(one.example((33,), 256)), jnp.bfloat16) for n, t in one.inputs.items()}
         text = jax.jit(lambda arrays, one=one: stage(one)(arrays, {})).lower(given).compile().as_text()
         assert f'custom_call_target="cute_{one.name}_' in text
 
@@ -46,7 +46,7 @@ def widened(a: Any) -> Any:
     return a if a.dtype == jnp.float64 else a.astype(jnp.float32)
 
 
-def programs(op: Op, function: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
+def programs(op: Op, function: Callable[..., Any], again: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
     everything = tuple(range(len(op.inputs)))
     rows = tuple(0 if t.rows else None for t in op.inputs.values())
 
@@ -54,7 +54,7 @@ def programs(op: Op, function: Callable[..., Any]) -> dict[str, Callable[..., An
         return sum(jnp.sum(jnp.sin(widened(o))) for o in jax.tree.leaves(function(*given)))
 
     def scanned(first: Any, *others: Any) -> Any:
-        step = jax.checkpoint(lambda carry: jax.tree.leaves(function(carry, *others))[0])
+        step = jax.checkpoint(lambda carry: again(function)(carry, *others))
         last = jax.lax.scan(lambda carry, _: (step(carry), None), first, None, length=3)[0]
         return jnp.sum(jnp.sin(widened(last)))
 
@@ -78,23 +78,23 @@ def programs(op: Op, function: Callable[..., Any]) -> dict[str, Callable[..., An
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("n", [64, 1000, 4097])
-def test_transformations_against_float64(op: Op, dtype: str, n: int) -> None:
+def test_transformations_against_float64(op: Op, dtype: str, n: int, again: Callable[..., Any]) -> None:
     """By the rule of :mod:`cute_ops.testing`, for whole programs: at most twice what the same program loses on the
     CPU, where every op is the reference and rounds its outputs, or with the reference inlined on the GPU."""
     rng = np.random.default_rng(2)
     arrays = [
-        rng.standard_normal((3, 5, n) if t.rows else n, np.float32).astype(testing.numpy_dtype(dtype))
+        rng.standard_normal(t.of(op.example((3, 5), n)), np.float32).astype(testing.numpy_dtype(dtype))
         for t in op.inputs.values()
     ]
     ours = cute_ops_jax.register(op)
-    results = {name: leaves(program(*arrays)) for name, program in programs(op, ours).items()}
+    results = {name: leaves(program(*arrays)) for name, program in programs(op, ours, again).items()}
     reference = partial(op.reference, jnp, **op.attrs)
-    inlined = {name: leaves(program(*arrays)) for name, program in programs(op, reference).items()}
+    inlined = {name: leaves(program(*arrays)) for name, program in programs(op, reference, again).items()}
     with jax.default_device(jax.devices("cpu")[0]):
-        called = {name: leaves(program(*arrays)) for name, program in programs(op, ours).items()}
+        called = {name: leaves(program(*arrays)) for name, program in programs(op, ours, again).items()}
         with jax.enable_x64(True):
             wide = [a.astype(np.float64) for a in arrays]
-            exacts = {name: leaves(program(*wide)) for name, program in programs(op, reference).items()}
+            exacts = {name: leaves(program(*wide)) for name, program in programs(op, reference, again).items()}
     for name, mine in results.items():
         for got, low, other, exact in zip(mine, called[name], inlined[name], exacts[name], strict=True):
             assert (got.shape, got.dtype) == (low.shape, low.dtype), name
@@ -108,7 +108,7 @@ def test_transformations_against_float64(op: Op, dtype: str, n: int) -> None:
 
 def test_per_example_gradients_are_those_of_single_calls(op: Op) -> None:
     rng = np.random.default_rng(4)
-    arrays = [rng.standard_normal((3, 37, 512) if t.rows else (3, 512), np.float32) for t in op.inputs.values()]
+    arrays = [rng.standard_normal((3, *t.of(op.example((37,), 512))), np.float32) for t in op.inputs.values()]
     function = cute_ops_jax.register(op)
     gradient = jax.jit(
         jax.grad(

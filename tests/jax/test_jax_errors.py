@@ -76,7 +76,7 @@ def test_missing_and_unknown_arguments_read_as_in_python() -> None:
 
 
 def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
-    arrays = [np.ones((2, 6) if t.rows else 6, np.float32) for t in op.inputs.values()]
+    arrays = [np.ones(t.of(op.example((2,), 6)), np.float32) for t in op.inputs.values()]
 
     def loss(*given: Any) -> Any:
         return sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(cute_ops_jax.register(op)(*given)))
@@ -94,17 +94,17 @@ def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
 
 def test_derivative_of_a_backward_op(op: Op) -> None:
     backward = cute_ops_jax.register(op.grad)
-    arrays = [np.ones((2, 6) if t.rows else 6, np.float32) for t in op.grad.inputs.values()]
+    arrays = [np.ones(t.of(op.grad.example((2,), 6)), np.float32) for t in op.grad.inputs.values()]
     with pytest.raises(NotImplementedError, match=f"^cute.{op.grad.name}: no gradient is declared for it; "):
         jax.grad(lambda first: jnp.sum(jax.tree.leaves(backward(first, *arrays[1:]))[0]))(arrays[0])
 
 
 def test_symbolic_sizes_on_cuda(op: Op) -> None:
     (rows,) = jax.export.symbolic_shape("rows")
-    shaped = [jax.ShapeDtypeStruct((rows, 6) if t.rows else (6,), jnp.float32) for t in op.inputs.values()]
+    shaped = [jax.ShapeDtypeStruct(t.of(op.example((rows,), 6)), jnp.float32) for t in op.inputs.values()]
     with pytest.raises(NotImplementedError, match=f"^cute.{op.name}: on CUDA it needs concrete sizes") as caught:
         jax.export.export(jax.jit(cute_ops_jax.register(op)), platforms=["cuda"])(*shaped)
-    assert "float32[rows, 6]" in str(caught.value)
+    assert "float32[rows, " in str(caught.value)
 
 
 def test_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,12 @@ from cute_ops_jax.primitive import stage
 
 
 def shaped(op: Op, lead: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
-    return {n: jax.ShapeDtypeStruct((*lead, 64) if t.rows else (64,), dtype) for n, t in op.inputs.items()}
+    return {n: jax.ShapeDtypeStruct(t.of(op.example(lead, 64)), dtype) for n, t in op.inputs.items()}
+
+
+def text_of(tensor: Tensor, op: Op, rows: int) -> str:
+    """``tensor<15x64xf32>``: with leading dims folded."""
+    return f"tensor<{'x'.join(map(str, tensor.of(op.example((rows,), 64))))}xf32>"
 
 
 def cuda_text(function: Callable[..., Any], *args: Any) -> str:
@@ -41,7 +46,7 @@ def test_one_call_on_rows_named_after_its_variant(op: Op, fake_kernels: Any) -> 
         assert re.fullmatch(rf"cute_{one.name}_[0-9a-f]{{24}}", variant.symbol)
         types = re.search(r": \((.*?)\) -> (.*)", call)
         assert types
-        expected = ["tensor<15x64xf32>" if t.rows else "tensor<64xf32>" for t in one.inputs.values()]
+        expected = [text_of(t, one, 15) for t in one.inputs.values()]
         assert types[1].split(", ") == expected
         # Outputs, then workspaces, all of them known to the kernel.
         present = [k for k in variant.args if k]
@@ -50,8 +55,8 @@ def test_one_call_on_rows_named_after_its_variant(op: Op, fake_kernels: Any) -> 
         assert "mhlo.backend_config = {}" in call
         layouts = re.findall(r"dense<([^>]*)> : tensor<\dxindex>", call)
         assert layouts
-        assert set(layouts) <= {"[1, 0]", "0"}
-        assert {k.rank for k in present if k.name in one.inputs and one.inputs[k.name].rows} == {2}
+        assert set(layouts) <= {"[2, 1, 0]", "[1, 0]", "0"}
+        assert all(k.rank == len(t.dims) + bool(t.rows) for k in present if (t := one.inputs.get(k.name)))
         assert all(k.layout == "flat" and k.align == 16 for k in present)
 
 
@@ -101,12 +106,13 @@ def test_other_platforms_take_the_reference(op: Op, fake_kernels: Any) -> None:
 
 def test_vmap_on_cuda_folds_into_rows(op: Op, fake_kernels: Any) -> None:
     inputs = {
-        n: a if op.inputs[n].rows is None else jax.ShapeDtypeStruct((2, 5, 64), a.dtype)
+        n: a if op.inputs[n].rows is None else jax.ShapeDtypeStruct((2, *a.shape), a.dtype)
         for n, a in shaped(op, (5,)).items()
     }
     axes = tuple(0 if t.rows else None for t in op.inputs.values())
     (call,) = custom_calls(cuda_text(jax.vmap(cute_ops_jax.register(op), axes), *inputs.values()))
-    assert call.count("tensor<10x64xf32>") == len(op.outputs) + sum(t.rows is not None for t in op.inputs.values())
+    for tensor in (*op.inputs.values(), *op.outputs.values()):
+        assert text_of(tensor, op, 10) in call
 
 
 def test_scan_holds_one_call(fake_kernels: Any) -> None:
@@ -196,18 +202,18 @@ def test_ffi_values_against_float64(stage_problem: Any, through_ffi: Any, fake_k
     for (name, tensor), shape in zip(
         ((n, op.inputs[n]) for n, a in arrays.items() if a is not None), shapes, strict=False
     ):
-        assert len(shape) == (2 if tensor.rows else 1), name
+        assert len(shape) == len(tensor.dims) + bool(tensor.rows), name
 
 
 def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given)))
 
 
-def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
+def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, close: Any, again: Any) -> None:
     """What runs through the FFI agrees with what the reference's own lowering gives."""
     ours, plain = through_ffi(op), cute_ops_jax.register(op)
     rng = np.random.default_rng(5)
-    arrays = [rng.standard_normal((3, 2, 6) if t.rows else 6, np.float32) for t in op.inputs.values()]
+    arrays = [rng.standard_normal(t.of(op.example((3, 2), 6)), np.float32) for t in op.inputs.values()]
     axes = tuple(1 if t.rows else None for t in op.inputs.values())
     everything = tuple(range(len(arrays)))
 
@@ -215,7 +221,7 @@ def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, 
         gradient = jax.grad(loss_of(function), everything)
 
         def scanned(first: Any, *others: Any) -> Any:
-            step = jax.checkpoint(lambda carry: jax.tree.leaves(function(carry, *others))[0])
+            step = jax.checkpoint(lambda carry: again(function)(carry, *others))
             return jnp.sum(jnp.sin(jax.lax.scan(lambda carry, _: (step(carry), None), first, None, length=2)[0]))
 
         return {

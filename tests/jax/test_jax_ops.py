@@ -71,32 +71,31 @@ def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., An
     (rows,) = jax.export.symbolic_shape("rows")
 
     def shaped(tensor: Tensor) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct((2, rows, 6) if tensor.rows else (6,), jnp.float32)
+        return jax.ShapeDtypeStruct(tensor.of(op.example((2, rows), 6)), jnp.float32)
 
     function = cute_ops_jax.register(op)
     exported = jax.export.export(jax.jit(function), platforms=["cpu"])(*map(shaped, op.inputs.values()))
     for count in (1, 5):
         rng = np.random.default_rng(count)
-        arrays = [rng.standard_normal((2, count, 6) if t.rows else 6, np.float32) for t in op.inputs.values()]
+        arrays = [rng.standard_normal(t.of(op.example((2, count), 6)), np.float32) for t in op.inputs.values()]
         close(exported.call(*arrays), function(*arrays))
 
 
 def test_one_dim_is_one_row(op: Op) -> None:
     rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(6, np.float32) for _ in op.inputs]
+    arrays = [rng.standard_normal(t.of(op.example((), 6)), np.float32) for t in op.inputs.values()]
     one = cute_ops_jax.register(op)(*arrays)
     two = cute_ops_jax.register(op)(
         *(a[None] if t.rows else a for a, t in zip(arrays, op.inputs.values(), strict=True))
     )
+    assert [a.shape for a in jax.tree.leaves(one)] == [t.of(op.example((), 6)) for t in op.outputs.values()]
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
-        assert a.shape == (6,)
         np.testing.assert_array_equal(a, b[0])
 
 
 @pytest.mark.parametrize("lead", [(0,), (3, 0), (0, 2)])
 def test_zero_rows_need_no_kernel(op: Op, lead: tuple[int, ...]) -> None:
-    shapes = [(*lead, 6) if t.rows else (6,) for t in op.inputs.values()]
-    arrays = [np.ones(shape, np.float32) for shape in shapes]
+    arrays = [np.ones(t.of(op.example(lead, 6)), np.float32) for t in op.inputs.values()]
     function = cute_ops_jax.register(op)
 
     def loss(*given: Any) -> Any:
@@ -104,7 +103,8 @@ def test_zero_rows_need_no_kernel(op: Op, lead: tuple[int, ...]) -> None:
 
     differentiate = jax.grad(loss, tuple(range(len(arrays))))
     assert "cute_" not in str(jax.make_jaxpr(differentiate)(*arrays))
-    assert all(o.shape == (*lead, 6) for o in jax.tree.leaves(function(*arrays)))
+    shapes = [t.of(op.example(lead, 6)) for t in op.outputs.values()]
+    assert [o.shape for o in jax.tree.leaves(function(*arrays))] == shapes
     for gradient, array in zip(differentiate(*arrays), arrays, strict=True):
         assert gradient.dtype == array.dtype
         np.testing.assert_array_equal(gradient, np.zeros_like(array))

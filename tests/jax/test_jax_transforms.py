@@ -22,7 +22,8 @@ Close = Callable[[Any, Any], None]
 def examples(op: Op, count: int = SIZE) -> list[np.ndarray]:
     """Per input ``count`` stacked examples, batch in axis 0."""
     rng = np.random.default_rng(7)
-    return [rng.standard_normal((count, ROWS, N) if t.rows else (count, N), np.float32) for t in op.inputs.values()]
+    sizes = op.example((ROWS,), N)
+    return [rng.standard_normal((count, *t.of(sizes)), np.float32) for t in op.inputs.values()]
 
 
 def subsets(op: Op) -> list[tuple[str, ...]]:
@@ -124,57 +125,55 @@ def test_jit_changes_nothing(op: Op, close: Close) -> None:
         close(gradient(*arrays), jax.jit(gradient)(*arrays))
 
 
-def chain(op: Op) -> Callable[..., Any]:
+def chain(function: Callable[..., Any]) -> Callable[..., Any]:
     """Three calls in a row, the output fed to the first input."""
-    function = cute_ops_jax.register(op)
 
     def run(first: Any, *others: Any) -> Any:
         for _ in range(3):
-            first = jax.tree.leaves(function(first, *others))[0]
+            first = function(first, *others)
         return jnp.sum(jnp.sin(first))
 
     return run
 
 
-def test_scan_and_its_gradient(op: Op, close: Close) -> None:
+def test_scan_and_its_gradient(op: Op, close: Close, again: Callable[..., Any]) -> None:
     arrays = [a[0] for a in examples(op)]
-    function = cute_ops_jax.register(op)
+    function = again(cute_ops_jax.register(op))
 
     def scanned(first: Any, *others: Any) -> Any:
         def step(carry: Any, _: Any) -> tuple[Any, Any]:
-            new = jax.tree.leaves(function(carry, *others))[0]
-            return new, None
+            return function(carry, *others), None
 
         return jnp.sum(jnp.sin(jax.lax.scan(step, first, None, length=3)[0]))
 
     everything = tuple(range(len(arrays)))
-    close(jax.jit(jax.value_and_grad(scanned, everything))(*arrays), jax.value_and_grad(chain(op), everything)(*arrays))
+    expected = jax.value_and_grad(chain(function), everything)(*arrays)
+    close(jax.jit(jax.value_and_grad(scanned, everything))(*arrays), expected)
 
 
-def test_checkpoint_recomputes_and_agrees(op: Op, close: Close) -> None:
+def test_checkpoint_recomputes_and_agrees(op: Op, close: Close, again: Callable[..., Any]) -> None:
     arrays = [a[0] for a in examples(op)]
     everything = tuple(range(len(arrays)))
-    plain, saved = jax.grad(chain(op), everything), jax.grad(jax.checkpoint(chain(op)), everything)
+    chained = chain(again(cute_ops_jax.register(op)))
+    plain, saved = jax.grad(chained, everything), jax.grad(jax.checkpoint(chained), everything)
     close(jax.jit(saved)(*arrays), plain(*arrays))
     name = f"cute_{op.name}["
     # The last call's output is only summed, so its input suffices; how many come back is JAX's choice.
     assert str(jax.make_jaxpr(saved)(*arrays)).count(name) > str(jax.make_jaxpr(plain)(*arrays)).count(name)
 
 
-def test_cond_and_while(op: Op, close: Close) -> None:
-    function, arrays = cute_ops_jax.register(op), [a[0] for a in examples(op)]
-    first = jax.tree.leaves(function(*arrays))[0]
-    got = jax.jit(
-        lambda flag, *given: jax.lax.cond(flag, lambda: jax.tree.leaves(function(*given))[0], lambda: given[0])
-    )
+def test_cond_and_while(op: Op, close: Close, again: Callable[..., Any]) -> None:
+    function, arrays = again(cute_ops_jax.register(op)), [a[0] for a in examples(op)]
+    first = function(*arrays)
+    got = jax.jit(lambda flag, *given: jax.lax.cond(flag, lambda: function(*given), lambda: given[0]))
     close(got(True, *arrays), first)
     close(got(False, *arrays), arrays[0])
     looped = jax.lax.while_loop(
         lambda state: state[0] < 2,
-        lambda state: (state[0] + 1, jax.tree.leaves(function(state[1], *arrays[1:]))[0]),
+        lambda state: (state[0] + 1, function(state[1], *arrays[1:])),
         (0, arrays[0]),
     )[1]
-    close(looped, jax.tree.leaves(function(first, *arrays[1:]))[0])
+    close(looped, function(first, *arrays[1:]))
 
 
 def test_an_op_inside_a_users_custom_vjp(op: Op, close: Close) -> None:

@@ -70,12 +70,6 @@ class Problem(NamedTuple):
         testing.check(self.op, arrays, self.attrs, present)
 
 
-def small(case: Case) -> Case:
-    """The case at a size for the CPU."""
-    dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else min(v, 65) for k, v in case.dims.items()}
-    return dataclasses.replace(case, dims=dims)
-
-
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     gpu = next(metafunc.definition.iter_markers("gpu"), None) is not None
     # Structure depends on the size of a dtype, not on its kind: float16 shows nothing that bfloat16 does not.
@@ -84,7 +78,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             continue
         problems, seen = [], set()
         for op, dtype in itertools.product(STAGES, dtypes):
-            for case in op.cases if gpu else map(small, op.cases):
+            for case in op.cases if gpu else map(testing.small, op.cases):
                 look = (op.name, dtype, str(dataclasses.replace(case, name="")))
                 if look not in seen:
                     seen.add(look)
@@ -102,8 +96,8 @@ def make_inputs() -> Callable[..., list[torch.Tensor]]:
         op: Op, rows: tuple[int, ...] = (3, 5), n: int = 64, dtype: torch.dtype = torch.float32, device: str = "cpu"
     ) -> list[torch.Tensor]:
         torch.manual_seed(len(op.name))
-        shapes = [(*rows, n) if t.rows else (n,) for t in op.inputs.values()]
-        return [torch.randn(s, device=device).to(dtype) for s in shapes]
+        sizes = op.example(rows, n)
+        return [torch.randn(t.of(sizes), device=device).to(dtype) for t in op.inputs.values()]
 
     return make
 

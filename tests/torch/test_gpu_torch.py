@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -90,9 +91,10 @@ def test_q_and_k_of_a_fused_qkv(dtype: str) -> None:
 
 
 def test_zero_rows_and_empty_batches(op: Op, make_inputs: Callable[..., Any]) -> None:
-    tensors = [t.requires_grad_() for t in make_inputs(op, (2, 0, 3), device="cuda")]
-    outs = as_tuple(getattr(torch.ops.cute, op.name)(*tensors))
-    assert all(o.shape == (2, 0, 3, 64) and o.is_cuda for o in outs)
+    given = dict(zip(op.inputs, make_inputs(op, (2, 0, 3), device="cuda"), strict=True))
+    tensors = [given[name].requires_grad_() for name in op.differentiable]
+    outs = as_tuple(getattr(torch.ops.cute, op.name)(*given.values()))
+    assert all(o.shape[:3] == (2, 0, 3) and o.is_cuda for o in outs)
     grads = torch.autograd.grad(outs, tensors, [torch.ones_like(o) for o in outs])
     assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, tensors, strict=True))
 
@@ -101,7 +103,8 @@ def test_nan_and_infinity_stay_in_their_row(op: Op, make_inputs: Callable[..., A
     for n in (64, 4096, 65536):
         clean = make_inputs(op, (6,), n, torch.bfloat16, "cuda")
         dirty = [t.clone() for t in clean]
-        dirty[0][1, n // 2], dirty[0][3, 0], dirty[0][4, -1] = torch.nan, torch.inf, -torch.inf
+        width = dirty[0].shape[-1]
+        dirty[0][1, ..., width // 2], dirty[0][3, ..., 0], dirty[0][4, ..., -1] = torch.nan, torch.inf, -torch.inf
         raw = getattr(torch.ops.cute, op.name)
         on_cpu = as_tuple(raw(*[t.cpu() for t in dirty]))
         for got, reference, untouched in zip(as_tuple(raw(*dirty)), on_cpu, as_tuple(raw(*clean)), strict=True):
@@ -112,11 +115,12 @@ def test_nan_and_infinity_stay_in_their_row(op: Op, make_inputs: Callable[..., A
 def test_gradients_match_the_cpu(op: Op, make_inputs: Callable[..., Any]) -> None:
     raw, function = getattr(torch.ops.cute, op.name), getattr(cute_ops_torch, op.name)
     tensors = make_inputs(op, (33,), 257)
-    douts = [torch.randn(33, 257) for _ in op.outputs]
+    douts = [torch.randn(t.of(op.example((33,), 257))) for t in op.outputs.values()]
     expected = None
     for call, device in ((raw, "cpu"), (raw, "cuda"), (function, "cuda")):
-        leaves = [t.to(device).requires_grad_() for t in tensors]
-        grads = torch.autograd.grad(as_tuple(call(*leaves)), leaves, [d.to(device) for d in douts])
+        given = dict(zip(op.inputs, [t.to(device) for t in tensors], strict=True))
+        leaves = [given[name].requires_grad_() for name in op.differentiable]
+        grads = torch.autograd.grad(as_tuple(call(*given.values())), leaves, [d.to(device) for d in douts])
         expected = expected or grads
         torch.testing.assert_close([g.cpu() for g in grads], list(expected), rtol=1e-4, atol=1e-4)
 
@@ -155,10 +159,9 @@ def test_errors_on_a_gpu() -> None:
 
 
 def test_current_stream_is_used(op: Op, make_inputs: Callable[..., Any]) -> None:
-    tensors = make_inputs(op, (4096,), 4096, device="cuda")
-    for name, raw in both(op):
-        declared = (op if name == op.name else op.grad).inputs
-        given = [tensors[0] if t.rows else torch.ones(4096, device="cuda") for t in declared.values()]
+    for declared in (op, op.grad):
+        raw = getattr(torch.ops.cute, declared.name)
+        given = make_inputs(declared, (4096,), 4096, device="cuda")
         expected = as_tuple(raw(*given))
         stream = torch.cuda.Stream()
         late = [torch.zeros_like(t) for t in given]
@@ -195,11 +198,12 @@ def test_cuda_graph(op: Op, make_inputs: Callable[..., Any], warm: bool) -> None
 
 
 def test_training_step_in_a_cuda_graph(op: Op, make_inputs: Callable[..., Any]) -> None:
-    leaves = [t.requires_grad_() for t in make_inputs(op, (64,), 512, torch.float32, "cuda")]
+    given = dict(zip(op.inputs, make_inputs(op, (64,), 512, torch.float32, "cuda"), strict=True))
+    leaves = [given[name].requires_grad_() for name in op.differentiable]
     function = getattr(cute_ops_torch, op.name)
 
     def step() -> tuple[torch.Tensor, ...]:
-        return torch.autograd.grad(sum(o.sin().sum() for o in as_tuple(function(*leaves))), leaves)
+        return torch.autograd.grad(sum(o.sin().sum() for o in as_tuple(function(*given.values()))), leaves)
 
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
@@ -215,12 +219,15 @@ def test_training_step_in_a_cuda_graph(op: Op, make_inputs: Callable[..., Any]) 
 def check_some_rows(op: Op, name: str, m: int, n: int, dtype: torch.dtype) -> None:
     """A problem of more than 2^31 elements: rows at both ends and around element 2^31 as a small problem has them."""
     declared = op if name == op.name else op.grad
-    row = [t for t in declared.inputs.values() if t.rows]
-    if torch.cuda.mem_get_info()[0] < (len(row) + len(declared.outputs) + 1) * m * n * dtype.itemsize:
+    sizes = declared.example((m,), n)
+    every = [t.of(sizes) for t in (*declared.inputs.values(), *declared.outputs.values())]
+    if torch.cuda.mem_get_info()[0] < sum(map(math.prod, every)) * dtype.itemsize + 8 * m * n:
         pytest.skip("not enough free GPU memory for 2^31 elements")
     raw = getattr(torch.ops.cute, name)
-    shared = torch.randn(m, n, device="cuda", dtype=dtype)
-    tensors = [shared if t.rows else torch.randn(n, device="cuda") for t in declared.inputs.values()]
+    shared: dict[Any, torch.Tensor] = {}
+    for t in declared.inputs.values():
+        shared.setdefault(t.of(sizes), torch.randn(t.of(sizes), device="cuda", dtype=dtype))
+    tensors = [shared[t.of(sizes)] for t in declared.inputs.values()]
     outs = as_tuple(raw(*tensors))
     around = 2**31 // n
     picked = torch.tensor([0, 1, around - 1, around, around + 1, m - 2, m - 1], device="cuda")
@@ -244,16 +251,17 @@ def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], m
     function = getattr(cute_ops_torch, op.name)
 
     def model(*tensors: torch.Tensor) -> torch.Tensor:
-        return sum(o.sin() for o in as_tuple(function(tensors[0] * 2, *tensors[1:])))
+        return sum(o.sin().sum() for o in as_tuple(function(tensors[0] * 2, *tensors[1:])))
 
     compiled = torch.compile(model, fullgraph=True, dynamic=True, mode=mode)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (8, 5, 64):
-            leaves = [t.requires_grad_() for t in make_inputs(op, (m, 3), 256, torch.float32, "cuda")]
-            out = compiled(*leaves)
-            torch.testing.assert_close(out, model(*leaves), rtol=1e-4, atol=1e-4)
+            given = dict(zip(op.inputs, make_inputs(op, (m, 3), 256, torch.float32, "cuda"), strict=True))
+            leaves = [given[name].requires_grad_() for name in op.differentiable]
+            out, expected = compiled(*given.values()), model(*given.values())
+            torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
             got = torch.autograd.grad(out.sum(), leaves)
-            torch.testing.assert_close(got, torch.autograd.grad(model(*leaves).sum(), leaves), rtol=1e-3, atol=1e-3)
+            torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), leaves), rtol=1e-3, atol=1e-3)
 
 
 def test_every_device(op: Op, make_inputs: Callable[..., Any]) -> None:

@@ -1,0 +1,24 @@
+"""Gated products of packed rows."""
+
+from cute_ops.kernels._activations import GELU, silu
+from cute_ops.kernels._gated import Packed, PackedBackward
+
+
+class SwiGLU(Packed):
+    def __init__(self, variant):
+        super().__init__(variant, silu)
+
+
+class SwiGLUBackward(PackedBackward):
+    def __init__(self, variant):
+        super().__init__(variant, silu)
+
+
+class GEGLU(Packed):
+    def __init__(self, variant):
+        super().__init__(variant, GELU[variant.attrs["approximate"]])
+
+
+class GEGLUBackward(PackedBackward):
+    def __init__(self, variant):
+        super().__init__(variant, GELU[variant.attrs["approximate"]])

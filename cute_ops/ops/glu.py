@@ -1,0 +1,127 @@
+"""SwiGLU and GEGLU of packed halves, as a fused gate-up projection leaves them: declarations, maths, cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.ops._activations import gelu, silu
+from cute_ops.ops._tiles import pointwise
+from cute_ops.reference import widen
+
+X, OUT = Tensor("*m 2n", "T"), Tensor("*m n", "T")
+SWIGLU_CASES = (
+    Case("one-element", {"m": (1,), "n": 1}),
+    Case("odd", {"m": (37,), "n": 4097}),
+    Case("phi3-mini", {"m": (2, 33), "n": 8192}),
+    Case("qwen3-moe-expert", {"m": (129,), "n": 768}),
+)
+GEGLU_CASES = (
+    Case("odd", {"m": (3, 5), "n": 999}),
+    Case("gemma3-4b", {"m": (67,), "n": 10240}),
+    Case("modernbert-base", {"m": (129,), "n": 1152}, attrs={"approximate": "none"}),
+)
+_DOC = """{what}
+
+    ``out = {formula}`` with ``gate, up = x[..., :n], x[..., n:]``
+
+    Args:
+        x: ``T[*m 2n]``, gate then up; float32, float16 or bfloat16; any leading shape, any row stride.{attributes}
+
+    Returns:
+        ``T[*m n]``, compact. Computed in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a last dim that is odd or not contiguous{errors}.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+
+
+def _halves(x: Any) -> tuple[Any, Any]:
+    n = x.shape[-1] // 2
+    return x[..., :n], x[..., n:]
+
+
+def _swiglu(xp: Any, x: Any) -> Any:
+    gate, up = _halves(widen(xp, x)[0])
+    return xp.astype(silu(xp, gate)[0] * up, x.dtype)
+
+
+def _swiglu_bwd(xp: Any, x: Any, dout: Any) -> tuple[Any]:
+    wide, dy = widen(xp, x, dout)
+    gate, up = _halves(wide)
+    y, slope = silu(xp, gate)
+    return (xp.astype(xp.concat([dy * up * slope, dy * y], axis=-1), x.dtype),)
+
+
+def _geglu(xp: Any, x: Any, *, approximate: str) -> Any:
+    gate, up = _halves(widen(xp, x)[0])
+    return xp.astype(gelu(xp, gate, approximate)[0] * up, x.dtype)
+
+
+def _geglu_bwd(xp: Any, x: Any, dout: Any, *, approximate: str) -> tuple[Any]:
+    wide, dy = widen(xp, x, dout)
+    gate, up = _halves(wide)
+    y, slope = gelu(xp, gate, approximate)
+    return (xp.astype(xp.concat([dy * up * slope, dy * y], axis=-1), x.dtype),)
+
+
+swiglu = Op(
+    "swiglu",
+    inputs={"x": X},
+    outputs={"out": OUT},
+    dtypes={"T": FLOATS},
+    reference=_swiglu,
+    kernel="cute_ops.kernels.glu:SwiGLU",
+    tile=pointwise,
+    grad=Op(
+        "swiglu_bwd",
+        inputs={"x": X, "dout": OUT},
+        outputs={"dx": X},
+        dtypes={"T": FLOATS},
+        reference=_swiglu_bwd,
+        kernel="cute_ops.kernels.glu:SwiGLUBackward",
+        tile=pointwise,
+        cases=SWIGLU_CASES,
+        doc="Gradient of :func:`swiglu`: those of gate and up side by side, as in x.",
+    ),
+    cases=SWIGLU_CASES,
+    doc=_DOC.format(
+        what="SiLU of the first half of each row times the second.",
+        formula="gate * sigmoid(gate) * up",
+        attributes="",
+        errors="",
+    ),
+)
+
+geglu = Op(
+    "geglu",
+    inputs={"x": X},
+    outputs={"out": OUT},
+    dtypes={"T": FLOATS},
+    attrs={"approximate": OneOf("tanh", "none")},
+    reference=_geglu,
+    kernel="cute_ops.kernels.glu:GEGLU",
+    tile=pointwise,
+    grad=Op(
+        "geglu_bwd",
+        inputs={"x": X, "dout": OUT},
+        outputs={"dx": X},
+        dtypes={"T": FLOATS},
+        attrs={"approximate": OneOf("tanh", "none")},
+        reference=_geglu_bwd,
+        kernel="cute_ops.kernels.glu:GEGLUBackward",
+        tile=pointwise,
+        cases=GEGLU_CASES,
+        doc="Gradient of :func:`geglu`: those of gate and up side by side, as in x.",
+    ),
+    cases=GEGLU_CASES,
+    doc=_DOC.format(
+        what="GELU of the first half of each row times the second.",
+        formula="gelu(gate) * up",
+        attributes="\n        approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.",
+        errors=", another ``approximate``",
+    ),
+)
