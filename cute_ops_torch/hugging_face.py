@@ -10,7 +10,7 @@ import inspect
 import textwrap
 import types
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,11 +29,13 @@ class Form(NamedTuple):
         op: the op that it then runs on.
         fits: ``fits(module, model)``: is the module of this form?
         forward: the new ``forward`` for a class of modules.
+        unused: the name of a submodule that the new ``forward`` does not call.
     """
 
     op: str
     fits: Callable[[nn.Module, nn.Module], bool]
     forward: Callable[[type[nn.Module]], Callable[..., Any]]
+    unused: str = ""
 
 
 @cache
@@ -58,13 +60,14 @@ def _written(
     form: Callable[..., Any],
     ours: Callable[..., Any],
     also: Callable[[nn.Module], bool] = lambda module: True,
+    unused: str = "",
 ) -> Form:
     """The form of modules whose ``forward`` is written as ``form``."""
 
     def fits(module: nn.Module, model: nn.Module) -> bool:
         return _code(type(module).forward) == _code(form) and also(module)
 
-    return Form(op, fits, lambda original: ours)
+    return Form(op, fits, lambda original: ours, unused)
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -117,8 +120,49 @@ def _silu_mlp(self, x: torch.Tensor) -> torch.Tensor:
     return self.down_proj(functions.silu_mul(self.gate_proj(x), self.up_proj(x)))
 
 
-def _is_silu(module: nn.Module) -> bool:
-    return type(module.act_fn).__name__ in ("SiLU", "SiLUActivation")
+def _gelu_mlp(approximate: str) -> Callable[..., torch.Tensor]:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(functions.gelu_mul(self.gate_proj(x), self.up_proj(x), approximate))
+
+    return forward
+
+
+def _is_silu(activation: Any) -> bool:
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")
+
+
+# Activations
+
+
+def _form_activation(self, input):
+    return self.act(input)
+
+
+def _gelu(approximate: str) -> Callable[..., torch.Tensor]:
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return functions.gelu(input, approximate)
+
+    return forward
+
+
+def _is_gelu(activation: Any, approximate: str) -> bool:
+    """Whether a module is torch's or Hugging Face's GELU in this approximation."""
+    if type(activation) is nn.GELU:
+        return activation.approximate == approximate
+    act = getattr(activation, "act", None)
+    if _code(type(activation).forward) != _code(_form_activation):
+        return False
+    if isinstance(act, partial):
+        return act.func is nn.functional.gelu and not act.args and act.keywords == {"approximate": approximate}
+    return act is nn.functional.gelu and approximate == "none"
+
+
+def _gelus(approximate: str) -> tuple[Form, Form]:
+    """GELU in one approximation: gating an MLP, and alone."""
+    return (
+        _written("gelu_mul", _form_mlp, _gelu_mlp(approximate), lambda m: _is_gelu(m.act_fn, approximate), "act_fn"),
+        Form("gelu", lambda m, _: _is_gelu(m, approximate), lambda original: _gelu(approximate)),
+    )
 
 
 # The residual add before a norm
@@ -400,6 +444,8 @@ def _loss_of_hidden(
 FORMS = (
     _written("rmsnorm", _form_norm, _norm),
     _written("rmsnorm", _form_gemma_norm, _gemma_norm, lambda m: _code(type(m)._norm) == _code(_form_gemma_inner_norm)),
-    _written("silu_mul", _form_mlp, _silu_mlp, _is_silu),
+    _written("silu_mul", _form_mlp, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn"),
+    *_gelus("tanh"),
+    *_gelus("none"),
     _written("add_rmsnorm", _form_layer, _layer, _llama_norm_follows),
 )

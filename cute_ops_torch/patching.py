@@ -48,6 +48,8 @@ def patch(model: nn.Module) -> list[Replaced]:
             else f"cute_ops_torch.patch: {type(model).__name__} has no module that is known: no norm, gated MLP, "
             "attention or decoder layer whose forward is that of Hugging Face's Llama or a relative"
         )
+    unused = {f"{name}.{form.unused}" for name, _, form in found if form.unused}
+    found = [each for each in found if each[0] not in unused]
     for _, module, form in found:
         module.__class__ = _subclass(type(module), form)  # type: ignore[assignment, arg-type]
     return [Replaced(name, form.op) for name, _, form in found]

@@ -1,18 +1,11 @@
-"""Modules, and a Hugging Face Llama on our ops."""
+"""Modules over the functions."""
 
 from __future__ import annotations
 
-import copy
-from functools import partial
-from typing import Any
-
-import pytest
 import torch
 from torch import nn
 
 import cute_ops_torch
-
-transformers = pytest.importorskip("transformers")
 
 
 def test_rmsnorm_module() -> None:
@@ -39,134 +32,3 @@ def test_gemma_weights_start_at_zero() -> None:
 def test_silu_mul_module() -> None:
     gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     torch.testing.assert_close(cute_ops_torch.nn.SiluMul()(gate, up), nn.functional.silu(gate) * up)
-
-
-def llama(kind: str = "Llama", **changes: Any) -> nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "head_dim": 16,
-             "num_attention_heads": 4, "num_key_value_heads": 2}  # fmt: skip
-    config = getattr(transformers, f"{kind}Config")(**sizes | changes)
-    return getattr(transformers, f"{kind}ForCausalLM")(config)
-
-
-def logits_and_gradients(model: nn.Module, device: str = "cpu") -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    tokens = torch.randint(0, 97, (2, 19)).to(device)
-    model.zero_grad()
-    out = model(tokens, labels=tokens)
-    out.loss.backward()
-    return {"logits": out.logits.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
-
-
-def compare(model: nn.Module, device: str = "cpu") -> list[tuple[str, str]]:
-    expected = logits_and_gradients(model, device)
-    state, replaced = model.state_dict(), cute_ops_torch.patch(model)
-    assert list(model.state_dict()) == list(state)
-    assert all(now.data_ptr() == state[name].data_ptr() for name, now in model.state_dict().items())
-    got = logits_and_gradients(model, device)
-    for name, e in expected.items():
-        assert (got[name] - e).abs().max() <= 1e-5 * max(1.0, e.abs().max()), name
-    return [tuple(r) for r in replaced]
-
-
-LAYER = [
-    ("", "add_rmsnorm"),
-    (".mlp", "silu_mul"),
-    (".input_layernorm", "rmsnorm"),
-    (".post_attention_layernorm", "rmsnorm"),
-]
-
-
-def count_calls(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    from cute_ops_torch import functions
-
-    calls: dict[str, int] = {}
-    for name in functions.__all__:
-
-        def counted(name: str, function: Any, *args: Any) -> Any:
-            calls[name] = calls.get(name, 0) + 1
-            return function(*args)
-
-        monkeypatch.setattr(functions, name, partial(counted, name, getattr(functions, name)))
-    return calls
-
-
-def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = llama()
-    classes = [type(m) for m in model.modules()]
-    calls = count_calls(monkeypatch)
-    replaced = compare(model)
-    assert replaced == [
-        *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
-    ]  # fmt: skip
-    assert calls == {"rmsnorm": 3, "add_rmsnorm": 2, "silu_mul": 2}
-    with pytest.raises(ValueError, match=r"cute_ops_torch\.patch: LlamaForCausalLM is patched already"):
-        cute_ops_torch.patch(model)
-    cute_ops_torch.unpatch(model)
-    assert [type(m) for m in model.modules()] == classes
-    with pytest.raises(ValueError, match="is not patched"):
-        cute_ops_torch.unpatch(model)
-
-
-@pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
-def test_models_built_alike(kind: str) -> None:
-    assert {op for _, op in compare(llama(kind))} == {"rmsnorm", "add_rmsnorm", "silu_mul"}
-
-
-def test_another_activation_is_left_alone() -> None:
-    replaced = compare(llama(hidden_act="gelu"))
-    assert {op for _, op in replaced} == {"rmsnorm", "add_rmsnorm"}
-
-
-def test_gradient_checkpointing_autocast_and_wide_weights() -> None:
-    plain = llama()
-    model = copy.deepcopy(plain)
-    cute_ops_torch.patch(model)
-    for m in (plain, model):
-        m.train()
-        m.gradient_checkpointing_enable()
-    expected, got = logits_and_gradients(plain), logits_and_gradients(model)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-    with torch.autocast("cpu", torch.bfloat16):
-        expected, got = logits_and_gradients(plain), logits_and_gradients(model)
-    for name, e in expected.items():
-        assert got[name].dtype == e.dtype
-        assert (got[name] - e).abs().max() <= 0.05 * max(1.0, e.abs().max()), name
-    norm, x = model.model.norm, torch.randn(2, 64).bfloat16()
-    assert norm(x).dtype == plain.model.norm(x).dtype == torch.float32
-
-
-def test_a_hook_on_a_fused_norm_still_runs() -> None:
-    model = llama()
-    cute_ops_torch.patch(model)
-    seen = []
-    model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *a: seen.append(a[2].shape))
-    logits_and_gradients(model)
-    assert seen == [(2, 19, 64)]
-
-
-def test_a_patched_model_compiles_without_a_break() -> None:
-    torch._dynamo.reset()
-    model = llama()
-    tokens = torch.randint(0, 97, (2, 11))
-    expected = model(tokens).logits
-    cute_ops_torch.patch(model)
-    got = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).logits
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
-
-
-def test_unknown_models_are_refused() -> None:
-    class LlamaRMSNorm(nn.Module):  # the name alone does not count
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return 2 * x
-
-    for model in (nn.Linear(2, 2), LlamaRMSNorm()):
-        with pytest.raises(
-            ValueError, match=rf"^cute_ops_torch\.patch: {type(model).__name__} has no module that is kn"
-        ):
-            cute_ops_torch.patch(model)
-
-
-@pytest.mark.gpu
-def test_llama_on_a_gpu() -> None:
-    assert len(compare(llama().cuda(), "cuda")) == 9
