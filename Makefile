@@ -3,7 +3,7 @@
 # Which Python: PYTHON= where given; else an active virtual environment, then ./.venv, then the system's
 # python3, whichever first has all packages (a GPU host keeps its own torch and JAX); else ./.venv is made.
 
-NEEDED = torch jax cutlass tvm_ffi jax_tvm_ffi array_api_compat filelock platformdirs ml_dtypes rich matplotlib pytest
+NEEDED = torch jax cutlass tvm_ffi jax_tvm_ffi array_api_compat platformdirs ml_dtypes rich matplotlib pytest
 HAS_ALL = import sys, importlib.util as u; sys.exit(any(u.find_spec(n) is None for n in '$(NEEDED)'.split()) or sys.version_info < (3, 11))
 VENV = .venv
 

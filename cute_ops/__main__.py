@@ -1,4 +1,4 @@
-"""Command line: ``python -m cute_ops doctor | compile | cache``."""
+"""Kernels of cute_ops: look whether all is there, compile them ahead, ship them, write your own."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
-from cute_ops import cache, doctor, target
+from cute_ops import cache, declarations, doctor
 from cute_ops.binding import bind
+from cute_ops.commands import Arches, bundles, console, fail, targets
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import FLOATS, Array, Op
-from cute_ops.ops import OPS
 from cute_ops.plan import plan
 from cute_ops.worker import worker
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kernels: CUTE_OPS_CACHE_DIR sets it.")
 app.add_typer(cache_app, name="cache")
-console = Console(soft_wrap=True)
+bundle_app = typer.Typer(no_args_is_help=True, help="Folders of compiled kernels that are shipped; see build.")
+app.add_typer(bundle_app, name="bundle")
+app.command("record")(bundles.record)
+app.command("manifest")(bundles.model)
+app.command("build")(bundles.build)
+app.command("warm-up")(bundles.warm_up)
+bundle_app.command("check")(bundles.show)
 
-BY_NAME: dict[str, Op] = {op.name: op for forward in OPS for op in (forward, forward.grad) if op}
-OpName = StrEnum("OpName", {name: name for name in BY_NAME})  # type: ignore[misc]
+OpName = StrEnum("OpName", {name: name for name in declarations.ours()})  # type: ignore[misc]
 Dtype = StrEnum("Dtype", {name: name for name in FLOATS})  # type: ignore[misc]
 
 
@@ -51,9 +55,7 @@ def compile_command(
     op: Annotated[OpName, typer.Argument(help="Which op; a backward op ends in _bwd.")],
     dtype: Annotated[list[Dtype] | None, typer.Option(help="Dtype of all tensors; repeat for more.")] = None,
     n: Annotated[list[int] | None, typer.Option(help="Size of the last dim; repeat for more.")] = None,
-    arch: Annotated[
-        list[str] | None, typer.Option(help="sm_80, sm_90a, ...; repeat. Default: this GPU, or sm_90a.")
-    ] = None,
+    arch: Arches = None,
     rows: Annotated[int, typer.Option(help="Number of rows; only its class (few or many) matters.")] = 4096,
     without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
     dump: Annotated[Path | None, typer.Option(help="Folder for PTX and cubin.")] = None,
@@ -62,15 +64,10 @@ def compile_command(
 
     Example: python -m cute_ops compile rmsnorm --dtype bfloat16 --n 4096 --n 8192 --arch sm_90a
     """
-    declaration = BY_NAME[op.value]
+    declaration = declarations.find(op.value)
     dtypes = dtype or [Dtype("bfloat16")]
-    default = target.of_device().arch if target.device_count() else "sm_90a"
     table = Table("kernel", "seconds", "file")
-    for name in arch or [default]:
-        try:
-            where = target.parse(name)
-        except ValueError as error:
-            raise typer.BadParameter(str(error)) from error
+    for where in targets(arch):
         for kind in dtypes:
             for size in n or [4096]:
                 variant = plan(
@@ -83,8 +80,7 @@ def compile_command(
                     else:
                         seconds, path = cache.build(variant), cache.folder()
                 except (CompileError, CacheError) as error:
-                    console.print(str(error), style="red", highlight=False, markup=False)
-                    raise typer.Exit(1) from error
+                    fail(error)
                 table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
     console.print(table)
 
@@ -122,8 +118,7 @@ def cache_clear() -> None:
     try:
         console.print(f"deleted {cache.clear()} kernels from {cache.folder()}")
     except CacheError as error:
-        console.print(str(error), style="red", highlight=False)
-        raise typer.Exit(1) from error
+        fail(error)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Where compiled kernels live: memory, then disk, then the compiler.
+"""Where compiled kernels live: memory, then bundles, then disk, then the compiler.
 
 The folder holds native code, so it is private to the user: a folder that others can write is refused.
 A kernel is two files, ``<symbol>.so`` and ``<symbol>.json`` with the variant and the object's checksum,
@@ -17,14 +17,18 @@ import shutil
 import stat
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from cute_ops import loader
-from cute_ops.errors import CacheError
+from cute_ops import bundle, loader, locks, toolchain
+from cute_ops import worker as workers
+from cute_ops.errors import CacheError, CompileError
 from cute_ops.variant import Variant
 from cute_ops.worker import worker
 
@@ -38,13 +42,22 @@ _guard = threading.Lock()
 
 @dataclass
 class Counters:
-    """What this process did: hits on disk, compiles."""
+    """What this process did: loads from bundles and from disk, compiles."""
 
+    bundled: int = 0
     disk: int = 0
     compiled: int = 0
 
 
 counters = Counters()
+
+
+class Built(NamedTuple):
+    """One variant of :func:`build_all`: 0.0 seconds where it was there, the error where it does not compile."""
+
+    variant: Variant
+    seconds: float
+    error: CompileError | CacheError | None = None
 
 
 def folder() -> Path:
@@ -58,13 +71,13 @@ def folder() -> Path:
 
 
 def get(variant: Variant) -> Callable[..., Any]:
-    """The compiled function of a variant; compiles it when no cache holds it.
+    """The compiled function of a variant; compiles it when no bundle and no cache holds it.
 
     However many threads and processes ask, one compiles.
 
     Raises:
-        CompileError: the kernel does not compile.
-        CacheError: the cache folder cannot be trusted.
+        CompileError: the kernel does not compile, or there is no compiler.
+        CacheError: the cache folder cannot be trusted, or a bundle does not fit.
     """
     function = _functions.get(variant.symbol)
     if function is not None:
@@ -72,7 +85,7 @@ def get(variant: Variant) -> Callable[..., Any]:
     with _guard:
         lock = _building.setdefault(variant.symbol, threading.Lock())
     with lock:
-        function = _functions.get(variant.symbol) or _from_disk(variant) or _build(variant)
+        function = _functions.get(variant.symbol) or _from_bundles(variant) or _from_disk(variant) or _build(variant)
         _functions[variant.symbol] = function
     return function
 
@@ -90,6 +103,7 @@ def build(variant: Variant) -> float:
             raise CacheError(f"cute_ops: cache folder {folder()} cannot be written")
         if _verified(variant):
             return 0.0
+        _require_compiler(variant)
         with tempfile.TemporaryDirectory(prefix="cute_ops-") as staging:
             built = Path(staging, f"{variant.symbol}.so")
             seconds = worker.compile(variant, built)
@@ -98,9 +112,41 @@ def build(variant: Variant) -> float:
         return seconds
 
 
+def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None = None) -> list[Built]:
+    """Put many variants on disk, as many at a time as there are cores; one that fails keeps none from the others.
+
+    Args:
+        done: called after each of them, from the caller's thread.
+
+    Returns:
+        One entry a variant, in order, without doubles.
+    """
+    unique = list({variant.symbol: variant for variant in variants}.values())
+
+    def attempt(variant: Variant) -> Built:
+        try:
+            return Built(variant, build(variant))
+        except (CompileError, CacheError) as error:
+            return Built(variant, 0.0, error)
+
+    with ThreadPoolExecutor(worker.size, thread_name_prefix="cute_ops-build") as threads:
+        futures = [threads.submit(attempt, variant) for variant in unique]
+        for future in as_completed(futures):
+            if done:
+                done(future.result())
+        return [future.result() for future in futures]
+
+
+def read(variant: Variant) -> bytes | None:
+    """A cached variant's object, checked; None where the folder does not hold it."""
+    path = _verified(variant)
+    return path.read_bytes() if path else None
+
+
 def forget() -> None:
     """Drop the functions held in memory (the disk keeps them)."""
     _functions.clear()
+    bundle.forget()
 
 
 def clear() -> int:
@@ -110,8 +156,9 @@ def clear() -> int:
         return 0
     check_trusted(where)
     kernels = list(where.glob("cute_*.so"))
-    for path in [*where.glob("cute_*"), *where.glob("*.lock")]:
-        path.unlink(missing_ok=True)
+    for path in where.glob("cute_*"):
+        if not path.name.startswith("cute_use-"):
+            path.unlink(missing_ok=True)
     return len(kernels)
 
 
@@ -149,7 +196,26 @@ def check_trusted(where: Path) -> None:
     )
 
 
+def _from_bundles(variant: Variant) -> Callable[..., Any] | None:
+    """From the bundles of ``CUTE_OPS_BUNDLE``."""
+    path = bundle.find(variant)
+    if path is None:
+        return None
+    counters.bundled += 1
+    return loader.load(path, variant.symbol)
+
+
+def _from_installed(variant: Variant) -> Callable[..., Any] | None:
+    """From the bundles of installed packages. Looking for those takes longer than a look at the disk."""
+    path = bundle.find_installed(variant)
+    if path is None:
+        return None
+    counters.bundled += 1
+    return loader.load(path, variant.symbol)
+
+
 def _from_disk(variant: Variant) -> Callable[..., Any] | None:
+    _use.add(variant.symbol)
     path = _verified(variant)
     if path is None:
         return None
@@ -167,11 +233,13 @@ def _verified(variant: Variant) -> Path | None:
     """The variant's object on disk, its checksum and variant compared; a bad one is deleted."""
     where = folder()
     path = where / f"{variant.symbol}.so"
-    if not path.exists():
+    if not path.exists() and not path.is_symlink():
         return None
     check_trusted(where)
     try:
         record = json.loads(path.with_suffix(".json").read_text())
+        if path.is_symlink():
+            raise ValueError("it is a link")
         if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
             raise ValueError("checksum does not match")
         if Variant.from_json(json.dumps(record["variant"])).digest != variant.digest:
@@ -187,13 +255,25 @@ def _reject(path: Path, why: Exception) -> None:
     _remove(path)
 
 
+def _require_compiler(variant: Variant) -> None:
+    if find_spec("cutlass") is None:
+        raise CompileError(
+            f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not installed: "
+            f"add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
+        )
+
+
 def _build(variant: Variant) -> Callable[..., Any]:
     """Compile, under a lock that other processes respect, and keep the result on disk where that works."""
+    shipped = _from_installed(variant)
+    if shipped is not None:
+        return shipped
     with _process_lock(variant.symbol) as usable:
         if usable:
             function = _from_disk(variant)
             if function is not None:
                 return function  # another process built it while we waited
+        _require_compiler(variant)
         staging = Path(tempfile.mkdtemp(prefix="cute_ops-"))
         built = staging / f"{variant.symbol}.so"
         try:
@@ -218,6 +298,7 @@ def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
     data = built.read_bytes()
     record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
+        _sweep(where)
         _write(path, data)
         _write(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
         _evict(keep=path)
@@ -230,30 +311,88 @@ def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
 
 def _write(path: Path, data: bytes) -> None:
     """Write aside, flush and rename: a reader sees all of it or nothing."""
-    handle, temporary = tempfile.mkstemp(prefix="cute_tmp-", dir=path.parent)
+    handle, temporary = locks.new_file(path.parent, "cute_tmp-")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        Path(temporary).replace(path)
+            temporary.replace(path)
     except BaseException:
-        Path(temporary).unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
         raise
 
 
+def _sweep(where: Path) -> None:
+    """Delete what processes left that were killed."""
+    for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
+        if locks.abandoned(path):
+            path.unlink(missing_ok=True)
+
+
 def _evict(keep: Path) -> None:
-    """Delete the least recently used kernels until the folder is within its bound."""
-    sized = sorted(
-        ((p.stat().st_mtime, p.stat().st_size, p) for p in keep.parent.glob("cute_*.so")), key=lambda e: e[0]
-    )
-    total = sum(size for _, size, _ in sized)
-    for _, size, path in sized:
+    """Delete the least recently used kernels until the folder is within its bound; none that a process uses."""
+    now = time.time()
+    found = []
+    for path in keep.parent.glob("cute_*.so"):
+        status = path.stat()
+        # A time to come is of a clock that was set back since: it must not last until that time.
+        found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, path))
+    total = sum(size for _, size, _ in found)
+    if total <= MAX_BYTES:
+        return
+    used = _use.everywhere(keep.parent) | {keep.stem}
+    for _, size, path in sorted(found):
         if total <= MAX_BYTES:
             return
-        if path != keep:
+        if path.stem not in used:
             _remove(path)
             total -= size
+
+
+class _Use:
+    """Which kernels of a folder are in use: one file a process, locked while it lives, one symbol a line.
+
+    Deleting a file that is mapped does no harm on a local disk, but over NFS the mapping dies with it.
+    """
+
+    def __init__(self) -> None:
+        self._file: tuple[int, Path] | None = None
+        self._owner = 0
+
+    def add(self, symbol: str) -> None:
+        where = folder()
+        if self._file is None or self._file[1].parent != where:
+            self.close()
+            try:
+                check_trusted(where)
+                self._file = locks.new_file(where, "cute_use-")
+            except OSError:
+                return  # a folder that is not there yet, or a read-only one: nothing is evicted there
+            self._owner = os.getpid()
+        try:
+            os.write(self._file[0], f"{symbol}\n".encode())
+        except OSError:
+            pass  # a full disk: at worst a kernel is compiled again
+
+    def everywhere(self, where: Path) -> set[str]:
+        """What living processes use."""
+        _sweep(where)
+        symbols: set[str] = set()
+        for path in where.glob("cute_use-*"):
+            symbols.update(path.read_text().split())
+        return symbols
+
+    def close(self) -> None:
+        # A forked child shares the file with its parent.
+        if self._file is not None and self._owner == os.getpid():
+            self._file[1].unlink(missing_ok=True)
+            os.close(self._file[0])
+        self._file = None
+
+
+_use = _Use()
+atexit.register(_use.close)
 
 
 def _remove(path: Path) -> None:
@@ -274,19 +413,19 @@ def _touch(path: Path) -> None:
 @contextmanager
 def _process_lock(symbol: str) -> Iterator[bool]:
     """Hold the variant's lock across processes; yields False where the folder cannot be written."""
-    from filelock import FileLock
-
     where = folder()
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(where)
-        lock = FileLock(where / f"{symbol}.lock")
-        lock.acquire()
+        lock = locks.exclusive(where / f"{symbol}.lock", workers.TIMEOUT_SECONDS + 30)
+        held = lock.__enter__()
     except OSError as error:
         log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)
         yield False
         return
+    if not held:
+        log.warning("the lock of %s is not to be had in %s: compiling without it", symbol, where)
     try:
         yield True
     finally:
-        lock.release()
+        lock.__exit__(None, None, None)

@@ -8,9 +8,12 @@ that ``qkv[:, :, :h]`` costs no more than what its strides force.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_ops import sources, toolchain
@@ -54,12 +57,13 @@ def compact(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan:
+def plan(binding: Binding, memory: Mapping[str, Memory], target: Target, *, fixed: bool | None = None) -> Plan:
     """Choose the variant for a binding.
 
     Args:
         binding: a checked call with concrete sizes.
         memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
+        fixed: whether static dims are compile-time constants; by default until there were too many of them.
 
     Raises:
         ValueError: a last dim that is not contiguous.
@@ -67,7 +71,7 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan
     op = binding.op
     check_last_dim(binding, memory)
     static = {d: binding.dims[d] for d in op.static}
-    if not _static_allowed(op.name, tuple(static.values())):
+    if not (_static_allowed(op.name, tuple(static.values())) if fixed is None else fixed):
         static = dict.fromkeys(static)
     views = _merge_leading(binding, memory)
     tensors = {**op.inputs, **op.outputs}
@@ -103,7 +107,20 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Plan
         static=tuple(static.items()), attributes=tuple(binding.attrs.items()), config=tuple(sorted(tile.items())),
         toolchain=toolchain.versions(), sources=sources.digest(op.kernel),
     )  # fmt: skip
+    if fixed is None and (record := _recorder()):
+        record(binding, memory, variant)
     return Plan(variant, workspaces, views)
+
+
+@cache
+def _recorder() -> Callable[..., None] | None:
+    """Writes what is planned to the manifest that ``CUTE_OPS_RECORD`` names."""
+    path = os.environ.get("CUTE_OPS_RECORD")
+    if not path:
+        return None
+    from cute_ops.manifest import Recorder
+
+    return Recorder(Path(path))
 
 
 def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:

@@ -22,16 +22,22 @@ class Target:
     arch: str
     sm_count: int
 
+    def __str__(self) -> str:
+        return f"{self.arch}:{self.sm_count}"
+
 
 def parse(arch: str) -> Target:
-    """The target of an architecture name, with the SM count of its usual part.
+    """The target of an architecture name: ``sm_90a`` is its usual part, ``sm_90a:114`` one with so many SMs.
 
     Raises:
-        ValueError: no such architecture.
+        ValueError: no such architecture, or no number of SMs.
     """
-    if arch not in _ARCHES:
-        raise ValueError(f"unknown architecture {arch!r}; known: {', '.join(_ARCHES)}")
-    return Target(arch, _ARCHES[arch])
+    name, colon, count = arch.partition(":")
+    if name not in _ARCHES:
+        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(_ARCHES)}")
+    if colon and not (count.isdecimal() and int(count)):
+        raise ValueError(f"{count!r} in {arch!r} is no number of SMs")
+    return Target(name, int(count) if colon else _ARCHES[name])
 
 
 @cache

@@ -10,6 +10,7 @@ from pathlib import Path
 from cute_ops import target
 
 DSL = "nvidia-cutlass-dsl"
+RUNTIMES = ("nvidia-cutlass-dsl-libs-cu13", "nvidia-cutlass-dsl-libs-cu12")
 TVM_FFI = "apache-tvm-ffi"
 DSL_TESTED = "4.8"
 
@@ -24,8 +25,11 @@ def version(distribution: str) -> str | None:
 
 @cache
 def versions() -> tuple[str, str]:
-    """Versions of the DSL and of TVM-FFI: part of every variant. Empty where not installed."""
-    return version(DSL) or "", version(TVM_FFI) or ""
+    """Versions of the DSL and of TVM-FFI: part of every variant. Empty where not installed.
+
+    The DSL's runtime comes in packages of its own, of the same version: they are enough to run what is compiled.
+    """
+    return next(filter(None, map(version, (DSL, *RUNTIMES))), ""), version(TVM_FFI) or ""
 
 
 @cache

@@ -1,0 +1,311 @@
+"""Bundles: compiled kernels that are shipped, for several targets, read-only, without a compiler.
+
+A bundle is a folder: ``bundle.json`` says what was built for what with which versions, and holds a checksum of every
+other file; ``kernels/`` the objects; ``manifest.txt`` the calls; ``licenses/`` those of what is in the objects. The
+same manifest, targets and versions give the same bytes. It is served where ``CUTE_OPS_BUNDLE`` names it, or from an
+installed package with an entry point in the group ``cute_ops.bundles`` that names the package that holds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import stat
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cute_ops import toolchain
+from cute_ops.errors import CacheError
+from cute_ops.variant import Variant
+
+if TYPE_CHECKING:
+    from cute_ops.cache import Built
+    from cute_ops.manifest import Call
+    from cute_ops.target import Target
+
+log = logging.getLogger("cute_ops")
+FORMAT = 1
+GROUP = "cute_ops.bundles"
+_EPOCH = 315_532_800  # 1980, the first time that a zip file knows
+
+_lock = threading.Lock()
+_open: dict[str, list[Bundle | CacheError]] = {}
+
+
+class Bundle:
+    """A bundle's folder, its record read and checked.
+
+    Raises:
+        CacheError: it is no bundle, others can write it, or it was built for another machine or other versions.
+    """
+
+    def __init__(self, where: Path) -> None:
+        self.where = where
+        try:
+            self._check_trusted(where)
+            self._check_trusted(where / "bundle.json")
+            record = json.loads((where / "bundle.json").read_bytes())
+            self.format, self.platform = record["format"], record["platform"]
+            self.versions: Mapping[str, str] = record["versions"]
+            self.targets: Sequence[str] = record["targets"]
+            self.kernels: Mapping[str, Any] = record["kernels"]
+            self.files: Mapping[str, str] = record["files"]
+        except FileNotFoundError:
+            raise self._refusal("has no bundle.json") from None
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise self._refusal(f"has a bundle.json that cannot be read ({error})") from error
+        if self.format != FORMAT:
+            raise self._refusal(f"has format {self.format}, this version of cute_ops reads {FORMAT}")
+        if self.platform != _platform():
+            raise self._refusal(f"was built for {self.platform}, this is {_platform()}")
+        for name, here in _versions().items():
+            built = self.versions.get(name)
+            if name != "cute-ops" and built != here:
+                raise self._refusal(f"was built with {name} {built}, here is {here or 'none'}: build it again")
+
+    def find(self, variant: Variant) -> Path | None:
+        """A variant's object, its checksum compared; None where the bundle has none for such a call.
+
+        Raises:
+            CacheError: the object is damaged, or the bundle is of another target or of other kernel sources.
+        """
+        record = self.kernels.get(variant.symbol)
+        if record is None:
+            self._check_fits(variant)
+            return None
+        if record["variant"] != json.loads(variant.to_json()):
+            raise self._refusal(f"holds another kernel under the name {variant.symbol}")
+        path = self.where / "kernels" / f"{variant.symbol}.so"
+        self._verify(path, record["sha256"])
+        return path
+
+    def verify(self) -> int:
+        """Compare every checksum; returns the number of kernels.
+
+        Raises:
+            CacheError: a file is damaged or missing.
+        """
+        for name, digest in self.files.items():
+            self._verify(self.where / name, digest)
+        for symbol, record in self.kernels.items():
+            self._verify(self.where / "kernels" / f"{symbol}.so", record["sha256"])
+        return len(self.kernels)
+
+    def _check_fits(self, variant: Variant) -> None:
+        arches = {target.partition(":")[0] for target in self.targets}
+        if variant.arch not in arches:
+            raise self._refusal(
+                f"was built for {', '.join(self.targets)}, this GPU is {variant.arch}: build it again with "
+                f"--arch {variant.arch}"
+            )
+        known = self._sources.get((variant.kernel, variant.arch))
+        if known is not None and known != variant.sources:
+            raise self._refusal(f"was built from other sources of {variant.kernel} than are here: build it again")
+
+    @cached_property
+    def _sources(self) -> dict[tuple[str, str], str]:
+        variants = (record["variant"] for record in self.kernels.values())
+        return {(v["kernel"], v["arch"]): v["sources"] for v in variants}
+
+    def _verify(self, path: Path, digest: str) -> None:
+        try:
+            self._check_trusted(path)
+            data = path.read_bytes()
+        except OSError as error:
+            raise self._refusal(f"is damaged: {path.name}: {error.strerror}") from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise self._refusal(f"is damaged: the checksum of {path.name} does not match")
+
+    def _check_trusted(self, path: Path) -> None:
+        status = os.lstat(path)
+        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
+            mode = f"{stat.S_IMODE(status.st_mode):o}"
+            raise self._refusal(
+                f"holds native code, but others can write {path.name} (mode {mode}): chmod -R go-w {self.where}"
+            )
+        if path != self.where and not stat.S_ISREG(status.st_mode):
+            raise self._refusal(f"is damaged: {path.name} is not a file")
+
+    def _refusal(self, problem: str) -> CacheError:
+        return CacheError(f"cute_ops: bundle {self.where} {problem}")
+
+
+def variant_of(record: Mapping[str, Any]) -> Variant:
+    """The variant of one of a bundle's kernels."""
+    return Variant.from_json(json.dumps(record["variant"]))
+
+
+def find(variant: Variant) -> Path | None:
+    """The variant's object in the bundles that ``CUTE_OPS_BUNDLE`` names.
+
+    Raises:
+        CacheError: none of them fits.
+    """
+    named = os.environ.get("CUTE_OPS_BUNDLE")
+    if not named:
+        return None
+    path, refusals = _search(named, lambda: [Path(part) for part in named.split(os.pathsep) if part], variant)
+    # One of several may be of another target; where none serves, the reason is worth an error.
+    if path is None and refusals and len(refusals) == len(named.split(os.pathsep)):
+        raise refusals[0]
+    if path is None:
+        log.warning("%s does not hold %s: it is looked for in the cache, then compiled", named, variant.describe())
+    return path
+
+
+def find_installed(variant: Variant) -> Path | None:
+    """The variant's object in the bundles of installed packages; those that do not fit say so in the log."""
+    path, refusals = _search("", installed, variant)
+    if path is None:
+        for refusal in refusals:
+            log.warning("%s", refusal)
+    return path
+
+
+def installed() -> list[Path]:
+    """The folders of installed packages that are bundles; none of them is imported."""
+    found = []
+    for entry in metadata.entry_points(group=GROUP):
+        package, *rest = entry.value.split(".")
+        spec = find_spec(package)
+        found += [Path(where, *rest) for where in (spec.submodule_search_locations or ())] if spec else []
+    return found
+
+
+def forget() -> None:
+    """Open bundles anew when they are next asked for."""
+    _open.clear()
+
+
+def _search(name: str, folders: Callable[[], Iterable[Path]], variant: Variant) -> tuple[Path | None, list[CacheError]]:
+    """The object, and why bundles were refused."""
+    with _lock:
+        if name not in _open:
+            _open[name] = [_opened(where) for where in folders()]
+    refusals = []
+    for bundle in _open[name]:
+        try:
+            if isinstance(bundle, CacheError):
+                raise bundle
+            path = bundle.find(variant)
+        except CacheError as error:
+            refusals.append(error)
+            continue
+        if path is not None:
+            return path, refusals
+    return None, refusals
+
+
+def _opened(where: Path) -> Bundle | CacheError:
+    try:
+        return Bundle(where)
+    except CacheError as error:
+        return error
+
+
+def build(
+    calls: Sequence[Call],
+    targets: Sequence[Target],
+    where: Path,
+    done: Callable[[Built], None] | None = None,
+) -> list[Built]:
+    """Compile calls for targets, without a GPU, and write the bundle; nothing is written where one fails.
+
+    Returns:
+        One entry a kernel; those with an error did not compile.
+
+    Raises:
+        CacheError: the folder holds something else, or the compile cache cannot be used.
+        ValueError, TypeError: an op does not take such a call.
+    """
+    from cute_ops import cache, manifest
+
+    if where.exists() and any(where.iterdir()) and not (where / "bundle.json").exists():
+        raise CacheError(f"cute_ops: {where} is not empty and no bundle: name another folder")
+    built = cache.build_all(manifest.variants(calls, targets), done)
+    if any(one.error for one in built):
+        return built
+    where.parent.mkdir(parents=True, exist_ok=True)
+    staging = Path(tempfile.mkdtemp(prefix=f".{where.name}-", dir=where.parent))
+    try:
+        _fill(staging, calls, targets, [one.variant for one in built])
+        if where.exists():
+            shutil.rmtree(where)
+        staging.replace(where)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    forget()
+    return built
+
+
+def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variants: Sequence[Variant]) -> None:
+    from cute_ops import cache, manifest
+
+    (where / "kernels").mkdir()
+    (where / "licenses").mkdir()
+    kernels = {}
+    for variant in sorted(variants, key=lambda v: v.symbol):
+        data = cache.read(variant)
+        if data is None:
+            raise CacheError(f"cute_ops: {variant.symbol}.so has left the cache folder while the bundle was built")
+        (where / "kernels" / f"{variant.symbol}.so").write_bytes(data)
+        kernels[variant.symbol] = {
+            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.to_json()),
+        }  # fmt: skip
+    manifest.write(where / "manifest.txt", calls)
+    for name, text in _licenses().items():
+        (where / "licenses" / f"{name}.txt").write_bytes(text)
+    others = sorted(p for p in where.rglob("*") if p.is_file() and p.parent.name != "kernels")
+    record = {
+        "format": FORMAT,
+        "platform": _platform(),
+        "versions": _versions(),
+        "targets": sorted({str(target) for target in targets}),
+        "kernels": kernels,
+        "files": {str(p.relative_to(where)): hashlib.sha256(p.read_bytes()).hexdigest() for p in others},
+    }
+    (where / "bundle.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for path in [*where.rglob("*"), where]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        os.utime(path, (_EPOCH, _EPOCH))
+
+
+def _licenses() -> dict[str, bytes]:
+    """Of our kernels, of the compiler that made the code around them, and of TVM-FFI, whose interface they have."""
+    found = {}
+    for distribution in ("cute-ops", toolchain.DSL, toolchain.TVM_FFI):
+        try:
+            files = metadata.distribution(distribution).files or []
+        except metadata.PackageNotFoundError:
+            files = []
+        for file in files:
+            if "license" in file.name.lower() or file.name == "NOTICE":
+                text = Path(str(file.locate()))
+                if text.is_file() and "dist-info" in str(file):
+                    found[f"{distribution}-{file.name}"] = text.read_bytes()
+    ours = Path(__file__).parents[1] / "LICENSE"  # a checkout
+    if ours.exists():
+        found.setdefault("cute-ops-LICENSE", ours.read_bytes())
+    return dict(sorted(found.items()))
+
+
+def _versions() -> dict[str, str]:
+    from cute_ops import __version__
+
+    return {"cute-ops": __version__} | dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
+
+
+def _platform() -> str:
+    return f"{sys.platform}-{platform.machine()}"

@@ -1,0 +1,104 @@
+"""Declarations by name: ours, and those of a user's module or file.
+
+``rmsnorm`` is one of ours; ``package.module:name`` and ``path/to/file.py:name`` are what a module binds to
+that name; ``.grad`` after it is its gradient.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from functools import cache
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+from cute_ops.op import Op
+
+
+@cache
+def ours() -> dict[str, Op]:
+    """Every op of this package by name, gradients included."""
+    from cute_ops.ops import OPS
+
+    return {op.name: op for forward in OPS for op in (forward, forward.grad) if op}
+
+
+def find(name: str) -> Op:
+    """The declaration of a name.
+
+    Raises:
+        ValueError: there is none; says which there are.
+    """
+    if ":" not in name:
+        if name not in ours():
+            raise ValueError(f"no op {name!r}; there are {', '.join(ours())}, and yours as module:name or file.py:name")
+        return ours()[name]
+    place, _, attribute = name.rpartition(":")
+    module, (first, *rest) = load(place), attribute.split(".")
+    found = getattr(module, first, None)
+    for _ in rest:
+        found = found.grad if isinstance(found, Op) else None
+    if not isinstance(found, Op) or any(step != "grad" for step in rest):
+        raise ValueError(f"{place} has no op {attribute!r}; it has {', '.join(of_module(module)) or 'none'}")
+    return found
+
+
+def find_all(name: str) -> list[Op]:
+    """The op of a name and its gradient, or every op of a module or file.
+
+    Raises:
+        ValueError: there is none.
+    """
+    if ":" in name or not _is_place(name):
+        op = find(name)
+        return [o for o in (op, op.grad) if o is not None]
+    ops = of_module(load(name))
+    if not ops:
+        raise ValueError(f"{name} declares no op")
+    return list({id(o): o for op in ops.values() for o in (op, op.grad) if o is not None}.values())
+
+
+def of_module(module: ModuleType) -> dict[str, Op]:
+    """What a module binds to names of its own."""
+    return {name: value for name, value in vars(module).items() if isinstance(value, Op)}
+
+
+def place(op: Op) -> str | None:
+    """The name that :func:`find` finds an op by; None where no module holds it."""
+    if ours().get(op.name) is op:
+        return op.name
+    for module in list(sys.modules.values()):
+        for name, value in list(getattr(module, "__dict__", {}).items()):
+            if isinstance(value, Op) and op in (value, value.grad):
+                here = getattr(module, "__file__", None) if module.__name__ == "__main__" else module.__name__
+                return f"{here}:{name}{'' if value is op else '.grad'}" if here else None
+    return None
+
+
+def load(place: str) -> ModuleType:
+    """A module by name or by file; a file's folder becomes importable, as for a script.
+
+    Raises:
+        ValueError: it cannot be imported.
+    """
+    try:
+        if not place.endswith(".py"):
+            return importlib.import_module(place)
+        path = Path(place).resolve()
+        loaded = sys.modules.get(path.stem)
+        if loaded is not None and getattr(loaded, "__file__", None) == str(path):
+            return loaded
+        sys.path.insert(0, str(path.parent))
+        spec = spec_from_file_location(path.stem, path)
+        if spec is None or spec.loader is None:
+            raise ImportError(f"{path} is not a module")
+        module = sys.modules[path.stem] = module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+    except (ImportError, OSError) as error:
+        raise ValueError(f"cannot import {place}: {error}") from error
+
+
+def _is_place(name: str) -> bool:
+    return name.endswith(".py") or (name not in ours() and "." in name)

@@ -1,0 +1,92 @@
+"""Locks on files, kept by the operating system: a holder that dies, by whatever, has let go.
+
+``flock`` works across processes and threads, and over NFS. Nothing here looks at a clock.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+
+@contextmanager
+def exclusive(path: Path, timeout: float) -> Iterator[bool]:
+    """Hold the lock named by a file, which is gone afterwards.
+
+    Yields:
+        False where there is no such lock: another holds it for longer than ``timeout`` seconds, or the file
+        system has none. Work goes on without it; what a lock saves is doing it twice.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    handle = None
+    deadline, pause = time.monotonic() + timeout, 0.01
+    while handle is None:
+        trial = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        if not acquire(trial):
+            os.close(trial)
+            if time.monotonic() > deadline:
+                break
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+        elif _is(trial, path):
+            handle = trial
+        else:
+            os.close(trial)  # its last holder has deleted it: this lock excludes nobody
+    if handle is None:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def new_file(where: Path, prefix: str) -> tuple[int, Path]:
+    """A new file in a folder, open and locked: :func:`abandoned` once this process is dead.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+    while True:
+        handle, name = tempfile.mkstemp(prefix=prefix, dir=where)
+        acquire(handle)
+        if _is(handle, Path(name)):
+            return handle, Path(name)
+        os.close(handle)  # someone took it for abandoned before it was locked
+
+
+def acquire(handle: int) -> bool:
+    """Lock an open file for this process, without waiting."""
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def abandoned(path: Path) -> bool:
+    """Whether nobody holds the file's lock: whoever made it has died."""
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return False
+    try:
+        return acquire(handle)
+    finally:
+        os.close(handle)
+
+
+def _is(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False

@@ -1,0 +1,182 @@
+"""Manifests: the calls that a program makes, one a line, as text that people read and write.
+
+    rmsnorm x:bfloat16[*,4096] weight:float32[4096] eps=1e-05
+    silu_mul gate:bfloat16[8,2048,1024]/strides=4194304,2048,1/align=16 up:bfloat16[8,2048,1024]
+    softcap:softcap x:float16[2,7] cap=30.0
+
+A line is the op, its inputs with dtype and shape, and attributes that differ from their defaults. ``*`` is any
+number of rows. After a shape come strides where the array is not compact and the bytes that divide its address where
+these are not 16. ``dynamic`` at the end asks for the kernel whose dims are all dynamic. A line is planned again for
+every target: tiles are not in it. ``#`` begins a comment.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cute_ops import declarations
+from cute_ops.binding import Binding, bind
+from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.plan import Memory, compact, plan
+from cute_ops.target import Target
+from cute_ops.variant import VECTOR, Variant
+
+log = logging.getLogger("cute_ops")
+ROWS = 4096  # what ``*`` stands for
+HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One a line: op, inputs, attributes.\n"
+_INPUT = re.compile(r"(\w+):(\w+)\[([*\d,]*)\](?:/strides=([\d,]+))?(?:/align=(\d+))?")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One line: an op and what a call of it looks like. ``memory`` holds the inputs that are not just compact."""
+
+    name: str
+    inputs: Mapping[str, Array]
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
+
+    @property
+    def op(self) -> Op:
+        return declarations.find(self.name)
+
+    def variant(self, target: Target) -> Variant:
+        """What this call runs on a target.
+
+        Raises:
+            ValueError, TypeError: the op does not take such a call.
+        """
+        return plan(bind(self.op, self.inputs, self.attrs), self.memory, target, fixed=not self.dynamic).variant
+
+    def __str__(self) -> str:
+        words = [self.name]
+        for name, array in self.inputs.items():
+            where = self.memory.get(name)
+            word = f"{name}:{array.dtype}[{','.join(map(str, array.shape))}]"
+            if where is not None and where.strides != compact(array.shape):
+                word += f"/strides={','.join(map(str, where.strides))}"
+            if where is not None and where.address % VECTOR:
+                word += f"/align={math.gcd(where.address, VECTOR)}"
+            words.append(word)
+        # Blanks separate words, so those inside of a string are escaped.
+        words += [f"{name}={json.dumps(value)}".replace(" ", "\\u0020") for name, value in self.attrs.items()]
+        return " ".join(words + ["dynamic"] * self.dynamic)
+
+
+def parse(text: str, source: str = "manifest") -> list[Call]:
+    """The calls of a manifest, without doubles.
+
+    Raises:
+        ValueError: says which line is wrong, and how.
+    """
+    calls: dict[str, Call] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            call = _call(words)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{source}, line {number}: {error}") from error
+        calls.setdefault(str(call), call)
+    return list(calls.values())
+
+
+def read(path: Path) -> list[Call]:
+    """The calls of a manifest file.
+
+    Raises:
+        ValueError: a line is wrong.
+        OSError: the file cannot be read.
+    """
+    return parse(path.read_text(), str(path))
+
+
+def write(path: Path, calls: Iterable[Call]) -> int:
+    """Write a manifest, sorted and without doubles; returns its number of calls."""
+    lines = sorted({str(call) for call in calls})
+    path.write_text(HEADER + "".join(f"{line}\n" for line in lines))
+    return len(lines)
+
+
+def variants(calls: Iterable[Call], targets: Iterable[Target]) -> list[Variant]:
+    """What the calls run on the targets, without doubles.
+
+    Raises:
+        ValueError, TypeError: an op does not take such a call.
+    """
+    targets = list(targets)
+    return list({v.symbol: v for call in calls for target in targets for v in [call.variant(target)]}.values())
+
+
+def _call(words: list[str]) -> Call:
+    name, *rest = words
+    op = declarations.find(name)
+    inputs, memory, attrs = {}, {}, {}
+    dynamic = bool(rest) and rest[-1] == "dynamic"
+    for word in rest[: len(rest) - dynamic]:
+        match = _INPUT.fullmatch(word)
+        if match:
+            key, dtype, shape, strides, align = match.groups()
+            if dtype not in ITEMSIZE:
+                raise ValueError(f"unknown dtype {dtype!r} in {word!r}")
+            sizes = tuple(ROWS if size == "*" else int(size) for size in shape.split(",") if size)
+            inputs[key] = Array(sizes, dtype)
+            if strides or align:
+                steps = tuple(map(int, strides.split(","))) if strides else compact(sizes)
+                if len(steps) != len(sizes):
+                    raise ValueError(f"{word!r} has {len(steps)} strides for {len(sizes)} dims")
+                memory[key] = Memory(steps, int(align) if align else 0)
+        elif "=" in word:
+            key, _, value = word.partition("=")
+            attrs[key] = json.loads(value)
+        else:
+            raise ValueError(f"{word!r} is neither an input, like x:bfloat16[*,4096], nor an attribute, like eps=1e-5")
+    call = Call(name, inputs, memory, _differing(op, attrs), dynamic)
+    bind(op, inputs, attrs)
+    return call
+
+
+def _differing(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attrs.items() if name not in op.attrs or value != op.attrs[name]}
+
+
+class Recorder:
+    """Appends every new kind of call to a manifest, as soon as it is planned, so that a crash loses none.
+
+    Processes may share the file: a line is one write to its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: set[str] = set()
+
+    def __call__(self, binding: Binding, memory: Mapping[str, Memory], variant: Variant) -> None:
+        if variant.symbol in self._seen:
+            return
+        self._seen.add(variant.symbol)
+        name = declarations.place(binding.op)
+        if name is None:
+            log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
+            return
+        arrays = {n: Array(tuple(map(int, a.shape)), a.dtype) for n, a in binding.inputs.items() if a is not None}
+        odd = {n: m for n, m in memory.items() if n in arrays}
+        dynamic = bool(variant.static) and all(size is None for _, size in variant.static)
+        call = Call(name, arrays, odd, _differing(binding.op, binding.attrs), dynamic)
+        try:
+            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                os.write(handle, f"{call}\n".encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            log.warning("cannot record into %s: %s", self._path, error)

@@ -1,0 +1,65 @@
+"""A Hugging Face configuration -> the calls that a model of it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cute_ops import declarations
+from cute_ops.manifest import ROWS, Call
+from cute_ops.op import FLOATS, Array, Op
+
+_SILU = ("silu", "swish")
+
+
+def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
+    """Norms and gates of a decoder, as :func:`cute_ops_torch.patch` would have it call them.
+
+    Args:
+        config: what is in ``config.json``; of a model with parts, its ``text_config`` is read.
+        dtype: of the activations; by default what the configuration says.
+        train: gradients, too.
+
+    Raises:
+        ValueError: it says too little.
+    """
+    config = config.get("text_config") or config
+    kind = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if kind not in FLOATS:
+        raise ValueError(f"dtype {kind!r} is not one of {', '.join(FLOATS)}")
+    if "hidden_size" not in config:
+        raise ValueError("it has no hidden_size")
+    return list(_calls(config, kind, train))
+
+
+def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
+    hidden, name = config["hidden_size"], str(config.get("model_type", ""))
+    eps = config.get("rms_norm_eps")
+    if eps is not None:
+        attrs = {"eps": float(eps)} | ({"weight_offset": 1.0} if name.startswith("gemma") else {})
+        heads = config.get("head_dim") or hidden // config.get("num_attention_heads", 1)
+        for n in (hidden, *([heads] if name.startswith(("qwen3", "gemma3")) else [])):
+            yield from _rows("rmsnorm", {"x": n, "weight": n}, dtype, attrs, train)
+        yield from _rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train)
+    activation = config.get("hidden_activation") or config.get("hidden_act")
+    if activation in _SILU and "intermediate_size" in config:
+        for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
+            yield from _rows("silu_mul", {"gate": size, "up": size}, dtype, {}, train)
+
+
+def _rows(name: str, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any], train: bool) -> Iterator[Call]:
+    op = declarations.find(name)
+
+    def arrays(of: Op, names: Mapping[str, int]) -> dict[str, Array]:
+        return {n: Array((*((ROWS,) if of.inputs[n].rows else ()), size), dtype) for n, size in names.items()}
+
+    full = {key: value for key, value in attrs.items() if op.attrs.get(key) != value}
+    yield Call(name, arrays(op, sizes), attrs=full)
+    if train and op.grad is not None:
+        first = next(iter(sizes.values()))
+        known = {
+            n: sizes.get(n, first)
+            for n, t in op.grad.inputs.items()
+            if n in sizes or n.startswith("d") or not t.optional
+        }
+        yield Call(op.grad.name, arrays(op.grad, known), attrs=full)

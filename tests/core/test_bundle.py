@@ -1,0 +1,296 @@
+"""Bundles: built without a GPU, the same bytes every time, served without a compiler, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cute_ops import CacheError, bundle, cache, manifest, toolchain
+from cute_ops.bundle import Bundle
+from cute_ops.target import parse
+from cute_ops.variant import Variant
+
+LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*,7] up:float32[*,7]\n"
+TARGETS = [parse("sm_80"), parse("sm_90a")]
+CALLS = manifest.parse(LINES)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A bundle, compiled once."""
+    where = tmp_path_factory.mktemp("made")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTE_OPS_CACHE_DIR", str(where / "cache"))
+        built = bundle.build(CALLS, TARGETS, where / "bundle")
+    assert len(built) == 4 and not any(one.error for one in built)
+    return where / "bundle"
+
+
+@pytest.fixture
+def served(made: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A copy of it that ``CUTE_OPS_BUNDLE`` names, beside an empty cache."""
+    copy = Path(shutil.copytree(made, tmp_path / "bundle"))
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", str(copy))
+    return copy
+
+
+def edit(where: Path, change: Callable[[dict], object]) -> None:
+    record = json.loads((where / "bundle.json").read_text())
+    change(record)
+    (where / "bundle.json").write_text(json.dumps(record))
+    bundle.forget()
+
+
+def wanted(arch: str = "sm_90a") -> Variant:
+    return CALLS[0].variant(parse(arch))
+
+
+def test_a_bundle_serves_and_nothing_is_compiled_or_written(served: Path, cache_folder: Path) -> None:
+    before = cache.counters.bundled, cache.counters.compiled
+    for target in TARGETS:
+        for call in CALLS:
+            assert callable(cache.get(call.variant(target)))
+    assert (cache.counters.bundled, cache.counters.compiled) == (before[0] + 4, before[1])
+    assert not cache_folder.exists()
+
+
+def test_the_same_bytes_every_time(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From an empty cache, in a folder of another name, with calls and targets in another order."""
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path / "another-cache"))
+    bundle.build(CALLS[::-1], TARGETS[::-1], tmp_path / "elsewhere")
+
+    def content(where: Path) -> dict[str, tuple[bytes, int, float]]:
+        files = [p for p in where.rglob("*") if p.is_file()]
+        return {str(p.relative_to(where)): (p.read_bytes(), p.stat().st_mode, p.stat().st_mtime) for p in files}
+
+    assert content(made) == content(tmp_path / "elsewhere")
+    assert len(content(made)) >= 4 + 2 + 3
+
+
+def test_it_carries_versions_digests_and_licences(made: Path) -> None:
+    record = json.loads((made / "bundle.json").read_text())
+    assert record["versions"] == {
+        "cute-ops": "0.1.0", "nvidia-cutlass-dsl": toolchain.versions()[0], "apache-tvm-ffi": toolchain.versions()[1],
+    }  # fmt: skip
+    assert record["targets"] == ["sm_80:108", "sm_90a:132"]
+    assert {p.name for p in (made / "licenses").iterdir()} >= {
+        "cute-ops-LICENSE.txt", "nvidia-cutlass-dsl-LICENSE.txt", "apache-tvm-ffi-LICENSE.txt",
+    }  # fmt: skip
+    assert manifest.read(made / "manifest.txt") == sorted(CALLS, key=str)
+    assert Bundle(made).verify() == 4
+
+
+def change_version(record: dict) -> None:
+    record["versions"]["nvidia-cutlass-dsl"] = "4.7.0"
+
+
+def change_sources(record: dict) -> None:
+    for kernel in record["kernels"].values():
+        kernel["variant"]["sources"] = "0" * 64
+    record["kernels"] = {name + "x": kernel for name, kernel in record["kernels"].items()}
+
+
+def flip_a_bit(where: Path) -> None:
+    path = where / "kernels" / f"{wanted().symbol}.so"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def truncate(where: Path) -> None:
+    path = where / "kernels" / f"{wanted().symbol}.so"
+    path.write_bytes(path.read_bytes()[:1000])
+
+
+def link(where: Path) -> None:
+    path = where / "kernels" / f"{wanted().symbol}.so"
+    path.rename(where / "elsewhere.so")
+    path.symlink_to(where / "elsewhere.so")
+
+
+@pytest.mark.parametrize(
+    ("damage", "sentence"),
+    [
+        (lambda where: (where / "bundle.json").unlink(), "has no bundle.json"),
+        (lambda where: (where / "bundle.json").write_text("{"), "has a bundle.json that cannot be read"),
+        (lambda where: shutil.rmtree(where), "has no bundle.json"),
+        (lambda where: edit(where, lambda r: r.update(format=9)), "has format 9, this version of cute_ops reads 1"),
+        (lambda where: edit(where, lambda r: r.update(platform="linux-sparc")), "was built for linux-sparc, this is "),
+        (lambda where: edit(where, change_version), "was built with nvidia-cutlass-dsl 4.7.0, here is 4.8"),
+        (lambda where: edit(where, change_sources), "was built from other sources of cute_ops.kernels.silu_mul:Silu"),
+        (flip_a_bit, "is damaged: the checksum of cute_silu_mul_"),
+        (truncate, "is damaged: the checksum of cute_silu_mul_"),
+        (link, "is not a file"),
+        (lambda where: (where / "kernels" / f"{wanted().symbol}.so").unlink(), ".so: No such file or directory"),
+        (lambda where: where.chmod(0o777), "holds native code, but others can write bundle (mode 777)"),
+        (lambda where: (where / "bundle.json").chmod(0o666), "others can write bundle.json (mode 666)"),
+    ],
+    ids=[
+        "no record", "broken record", "no folder", "format", "platform", "version", "sources", "flipped bit",
+        "truncated", "link", "missing", "open folder", "open record",
+    ],
+)  # fmt: skip
+def test_a_bundle_that_does_not_fit_is_refused(
+    served: Path, cache_folder: Path, damage: Callable[[Path], object], sentence: str
+) -> None:
+    damage(served)
+    with pytest.raises(CacheError) as caught:
+        cache.get(wanted())
+    text = str(caught.value)
+    assert text.startswith(f"cute_ops: bundle {served} ") and sentence in text and "\n" not in text
+
+
+def test_another_gpu_is_told_which_one_it_was_built_for(served: Path, cache_folder: Path) -> None:
+    sentence = "was built for sm_80:108, sm_90a:132, this GPU is sm_100a: build it again with --arch sm_100a"
+    with pytest.raises(CacheError, match=sentence):
+        cache.get(wanted("sm_100a"))
+
+
+def test_what_a_bundle_does_not_hold_is_compiled_and_said(
+    served: Path, cache_folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (call,) = manifest.parse("silu_mul gate:bfloat16[*,96] up:bfloat16[*,96]")
+    before = cache.counters.compiled
+    with caplog.at_level(logging.WARNING, "cute_ops"):
+        cache.get(call.variant(parse("sm_90a")))
+    assert cache.counters.compiled == before + 1
+    assert f"{served} does not hold silu_mul sm_90a gate:bfloat16[?,96]" in caplog.text
+
+
+def test_several_bundles(served: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One for each target; the first one does not fit."""
+    (call,) = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
+    bundle.build([call], [parse("sm_120a")], tmp_path / "other")
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", f"{served}{os.pathsep}{tmp_path / 'other'}")
+    before = cache.counters.compiled
+    for arch in ("sm_120a", "sm_80"):
+        assert callable(cache.get(call.variant(parse(arch))))
+    assert cache.counters.compiled == before
+
+
+BARE = """
+import sys
+sys.path[:0] = {path!r}
+import importlib.util
+assert importlib.util.find_spec("cutlass") is None and importlib.util.find_spec("torch") is None
+from cute_ops import CompileError, cache, manifest, toolchain
+from cute_ops.target import parse
+calls = manifest.parse({lines!r})
+print(all(callable(cache.get(call.variant(parse("sm_90a")))) for call in calls))
+other, = manifest.parse("silu_mul gate:bfloat16[*,96] up:bfloat16[*,96]")
+try:
+    cache.get(other.variant(parse("sm_90a")))
+except CompileError as error:
+    print(error)
+"""
+
+
+def test_a_bundle_runs_where_the_compiler_is_not_installed(served: Path, tmp_path: Path) -> None:
+    """Python without its packages, given the DSL's runtime and TVM-FFI only."""
+    site, packages = tmp_path / "site", Path(toolchain.runtime_library()).parents[3]  # type: ignore[arg-type]
+    library = site / "nvidia_cutlass_dsl" / "cu13" / "lib"
+    library.mkdir(parents=True)
+    (library / "libcute_dsl_runtime.so").symlink_to(packages / "nvidia_cutlass_dsl/cu13/lib/libcute_dsl_runtime.so")
+    for pattern in ("nvidia_cutlass_dsl_libs_cu13-*", "apache_tvm_ffi-*", "tvm_ffi", "typing_extensions.py"):
+        (found,) = packages.glob(pattern)
+        (site / found.name).symlink_to(found)
+    code = BARE.format(path=[str(site), str(ROOT)], lines=LINES)
+    command = [sys.executable, "-S", "-c", code]
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert result.returncode == 0, result.stderr
+    first, second = result.stdout.splitlines()
+    assert first == "True"
+    assert second.startswith("cute.silu_mul: no bundle and no cache holds silu_mul sm_90a gate:bfloat16[?,96]")
+    assert "the compiler is not installed: add the call to the manifest" in second
+
+
+def test_an_installed_package_serves_its_bundle(
+    made: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An entry point names the folder; nothing of the package is imported. One that does not fit is passed over."""
+    site = tmp_path / "site"
+    for name in ("shipped", "stale"):
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").write_text("raise RuntimeError('imported')\n")
+        shutil.copytree(made, site / name / "kernels_of_it")
+        information = site / f"{name}-1.0.dist-info"
+        information.mkdir()
+        (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (information / "entry_points.txt").write_text(f"[cute_ops.bundles]\nany = {name}.kernels_of_it\n")
+    edit(site / "stale" / "kernels_of_it", change_version)
+    monkeypatch.syspath_prepend(str(site))
+    before = cache.counters.bundled, cache.counters.compiled
+    with caplog.at_level(logging.WARNING, "cute_ops"):
+        assert callable(cache.get(wanted()))
+        assert (cache.counters.bundled, cache.counters.compiled) == (before[0] + 1, before[1])
+        cache.get(manifest.parse("silu_mul gate:float16[*,32] up:float16[*,32]")[0].variant(parse("sm_90a")))
+    assert caplog.text.count("was built with nvidia-cutlass-dsl 4.7.0") == 1
+    assert cache.counters.compiled == before[1] + 1
+
+
+def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path, cache_folder: Path) -> None:
+    where = tmp_path / "precious"
+    where.mkdir()
+    (where / "thesis.txt").write_text("years of work")
+    with pytest.raises(CacheError, match="is not empty and no bundle: name another folder"):
+        bundle.build(CALLS[:1], TARGETS[:1], where)
+    assert (where / "thesis.txt").exists()
+    again = Path(shutil.copytree(made, tmp_path / "again"))
+    bundle.build(CALLS[:1], TARGETS[:1], again)
+    assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again-*"))
+
+
+def test_where_one_kernel_fails_nothing_is_written(
+    tmp_path: Path, cache_folder: Path, variant: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(manifest, "variants", lambda *_: [variant("Aborting"), variant("Copy"), variant("Broken")])
+    built = bundle.build(CALLS, TARGETS, tmp_path / "bundle")
+    texts = [str(one.error) for one in built]
+    assert "died with signal 6" in texts[0] and texts[1] == "None" and "broken on purpose" in texts[2]
+    assert not (tmp_path / "bundle").exists()
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cute_ops", *arguments]
+    env = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+
+
+def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_folder: Path) -> None:
+    program = (
+        "from cute_ops import Array, cache, declarations; from cute_ops.binding import bind\n"
+        "from cute_ops.plan import plan; from cute_ops.target import parse\n"
+        "arrays = dict.fromkeys(('gate', 'up'), Array((4, 64), 'bfloat16'))\n"
+        "cache.get(plan(bind(declarations.find('silu_mul'), arrays), {}, parse('sm_90a')).variant)\n"
+        "print(cache.counters); raise SystemExit(3)\n"
+    )
+    (tmp_path / "train.py").write_text(program)
+    train, text, where = str(tmp_path / "train.py"), str(tmp_path / "m.txt"), str(tmp_path / "bundle")
+    recorded = run("record", "-o", text, "--", sys.executable, train, PYTHONPATH=str(ROOT))
+    assert recorded.returncode == 3, "the program's own exit code"
+    assert f"{text}: 1 kinds of calls" in recorded.stdout, recorded.stderr
+    warmed = run("warm-up", text, "--arch", "sm_90a")
+    assert warmed.returncode == 0 and "1 were there" in warmed.stdout, warmed.stdout
+    built = run("build", text, "-o", where, "--arch", "sm_80,sm_90a")
+    assert "2 kernels for sm_80:108, sm_90a:132" in built.stdout, built.stdout + built.stderr
+    checked = run("bundle", "check", where)
+    assert checked.returncode == 0 and "sound" in checked.stdout
+    cache.clear()
+    environment = {**os.environ, "CUTE_OPS_BUNDLE": where, "PYTHONPATH": str(ROOT)}
+    served = subprocess.run([sys.executable, train], capture_output=True, text=True, env=environment, check=False)
+    assert served.stdout.strip() == "Counters(bundled=1, disk=0, compiled=0)"
+    (Path(where) / "kernels" / f"{wanted().symbol}.so").write_bytes(b"")
+    checked = run("bundle", "check", where)
+    assert checked.returncode == 1 and "is damaged: the checksum of" in checked.stdout
+    wrong = run("build", str(tmp_path / "train.py"), "-o", where)
+    assert wrong.returncode == 1 and "train.py, line 1: no op 'from'" in wrong.stdout

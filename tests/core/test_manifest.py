@@ -1,0 +1,195 @@
+"""Manifests: what a program calls, as text, and back to the very same kernels."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from cute_ops import FLOATS, Array, declarations, manifest
+from cute_ops import plan as planning
+from cute_ops.binding import bind
+from cute_ops.models import calls_of_model
+from cute_ops.ops import OPS
+from cute_ops.plan import Memory, plan
+from cute_ops.target import Target, parse
+
+HERE = Path(__file__).parent
+SM90 = parse("sm_90a")
+LINES = [
+    "rmsnorm x:bfloat16[4096,4096] weight:float32[4096] eps=1e-05",
+    "rmsnorm x:float16[2,3,1000]/strides=6003,2001,1/align=2",
+    "silu_mul gate:float32[7]/align=4 up:float32[7]",
+    "rmsnorm x:float32[8,64] weight:float32[64] bias:float32[64] weight_offset=1.0 dynamic",
+]
+
+
+def recorded(path: Path, action: object, monkeypatch: pytest.MonkeyPatch) -> list[manifest.Call]:
+    monkeypatch.setenv("CUTE_OPS_RECORD", str(path))
+    planning._recorder.cache_clear()
+    try:
+        action()  # type: ignore[operator]
+    finally:
+        monkeypatch.delenv("CUTE_OPS_RECORD")
+        planning._recorder.cache_clear()
+    return manifest.read(path)
+
+
+@pytest.mark.parametrize("line", LINES)
+def test_a_line_reads_back_as_itself(line: str) -> None:
+    (call,) = manifest.parse(line)
+    assert str(call) == line
+    call.variant(SM90)
+
+
+@pytest.mark.parametrize("memory", [{}, {"x": Memory((2001, 1), address=1026)}, {"x": Memory((4096, 1), address=48)}])
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_what_was_recorded_is_what_ran(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: dict[str, Memory], dtype: str
+) -> None:
+    (rmsnorm,) = (op for op in OPS if op.name == "rmsnorm")
+    arrays = {"x": Array((5, 1000), dtype), "weight": Array((1000,), "float32")}
+    ran = []
+
+    def program() -> None:
+        for rows in (5, 5, 17):
+            binding = bind(rmsnorm, arrays | {"x": Array((rows, 1000), dtype)}, {"eps": 1e-5})
+            ran.append(plan(binding, memory, SM90).variant)
+
+    (call,) = recorded(tmp_path / "m.txt", program, monkeypatch)
+    assert {v.symbol for v in ran} == {call.variant(SM90).symbol}
+    # The same line is other kernels elsewhere.
+    assert call.variant(parse("sm_100a")).arch == "sm_100a"
+    assert call.attrs == {"eps": 1e-5}, "only what differs from the declaration"
+
+
+def test_a_dynamic_kernel_is_recorded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "STATIC_LIMIT", 0)
+    monkeypatch.setattr(planning, "_static_seen", {})
+    binding = bind(declarations.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
+    (call,) = recorded(tmp_path / "m.txt", lambda: plan(binding, {}, SM90), monkeypatch)
+    assert str(call).endswith(" dynamic") and call.variant(SM90).dims == {"n": None}
+
+
+def test_planning_from_a_manifest_uses_up_no_static_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(planning, "STATIC_LIMIT", 2)
+    monkeypatch.setattr(planning, "_static_seen", {})
+    lines = "\n".join(f"silu_mul gate:float16[*,{n}] up:float16[*,{n}]" for n in range(8, 80, 8))
+    assert {v.dims["n"] for v in manifest.variants(manifest.parse(lines), [SM90])} == set(range(8, 80, 8))
+
+
+def test_processes_record_into_one_file(tmp_path: Path) -> None:
+    code = textwrap.dedent("""
+        import sys
+        from cute_ops import Array, declarations
+        from cute_ops.binding import bind
+        from cute_ops.plan import plan
+        from cute_ops.target import parse
+        for n in range(16, 16 * 41, 16):
+            plan(bind(declarations.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((3, n), "float32"))), {},
+                 parse("sm_90a"))
+    """)
+    environment = {**os.environ, "CUTE_OPS_RECORD": str(tmp_path / "m.txt")}
+    processes = [subprocess.Popen([sys.executable, "-c", code], env=environment) for _ in range(4)]
+    assert not any(p.wait(60) for p in processes)
+    assert len((tmp_path / "m.txt").read_text().splitlines()) == 160, "a line was torn"
+    assert len(manifest.read(tmp_path / "m.txt")) == 40
+
+
+def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
+    """Also when it is declared in the script that runs."""
+    (tmp_path / "mine.py").write_text(
+        textwrap.dedent("""
+        from cute_ops import Array, Op, Tensor
+        from cute_ops.binding import bind
+        from cute_ops.plan import plan
+        from cute_ops.target import parse
+        X = {"x": Tensor("*m n", "float32")}
+        mine_bwd = Op("mine_bwd", inputs={"dout": Tensor("*m n", "float32")}, outputs={"dx": Tensor("*m n", "float32")},
+                      dtypes={}, reference=None, kernel="copying:Copy")
+        mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=None, kernel="copying:Copy",
+                  grad=mine_bwd)
+        del mine_bwd
+        if __name__ == "__main__":
+            for op, name in ((mine, "x"), (mine.grad, "dout")):
+                plan(bind(op, {name: Array((4, 64), "float32")}), {}, parse("sm_90a"))
+        """)
+    )
+    path = os.pathsep.join([str(HERE / "kernels"), *sys.path])
+    environment = {**os.environ, "CUTE_OPS_RECORD": str(tmp_path / "m.txt"), "PYTHONPATH": path}
+    subprocess.run([sys.executable, "mine.py"], cwd=tmp_path, env=environment, check=True)
+    file = tmp_path / "mine.py"
+    lines = [f"{file}:mine x:float32[4,64]", f"{file}:mine.grad dout:float32[4,64]"]
+    assert (tmp_path / "m.txt").read_text().splitlines() == lines
+    calls = manifest.read(tmp_path / "m.txt")
+    assert [call.op.name for call in calls] == ["mine", "mine_bwd"]
+
+
+def test_a_manifest_that_cannot_be_written_costs_only_the_record(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    binding = bind(declarations.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
+    with pytest.raises(FileNotFoundError):
+        recorded(tmp_path / "no" / "m.txt", lambda: plan(binding, {}, SM90), monkeypatch)
+    assert "cannot record into" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("nothing x:float32[4]", "m.txt, line 2: no op 'nothing'; there are rmsnorm"),
+        ("rmsnorm x:float33[4]", "unknown dtype 'float33' in 'x:float33[4]'"),
+        ("rmsnorm x=bfloat16", "Expecting value"),
+        ("rmsnorm x", "'x' is neither an input, like x:bfloat16[*,4096], nor an attribute"),
+        ("rmsnorm x:float32[4,8]/strides=8", "has 1 strides for 2 dims"),
+        ("rmsnorm x:float32[4,8] weight:float32[9]", "argument `weight` has n=9, but n=8"),
+        ("rmsnorm x:float32[4,8] epsilon=1", "unknown attribute `epsilon`"),
+        ("nowhere.at.all:op x:float32[4]", "cannot import nowhere.at.all"),
+        ("json:dumps x:float32[4]", "json has no op 'dumps'; it has none"),
+    ],
+)
+def test_a_wrong_line_is_explained(tmp_path: Path, line: str, text: str) -> None:
+    (tmp_path / "m.txt").write_text(f"# a comment\n{line}\n")
+    with pytest.raises(ValueError) as caught:
+        manifest.read(tmp_path / "m.txt")
+    assert text in str(caught.value) and "m.txt, line 2: " in str(caught.value)
+
+
+def test_blanks_in_an_attribute_survive() -> None:
+    call = manifest.Call("rmsnorm", {}, attrs={"mode": "a b"})
+    assert json.loads(str(call).partition("mode=")[2]) == "a b" and len(str(call).split()) == 2
+
+
+LLAMA = {
+    "model_type": "llama", "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32,
+    "rms_norm_eps": 1e-5, "hidden_act": "silu", "torch_dtype": "bfloat16",
+}  # fmt: skip
+
+
+def test_a_model_is_planned_from_its_configuration() -> None:
+    calls = calls_of_model(LLAMA, train=True)
+    names = [op.name for op in OPS if op.name in ("rmsnorm", "add_rmsnorm", "silu_mul")]
+    assert {call.name for call in calls} == {*names, *(f"{name}_bwd" for name in names)}
+    assert all(call.variant(SM90).attrs.get("eps", 1e-5) == 1e-5 for call in calls)
+    (gradient,) = (call for call in calls if call.name == "add_rmsnorm_bwd")
+    assert "dresidual_out" in gradient.inputs
+    gemma = calls_of_model({"text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 256}}, "float16")
+    assert {(c.inputs["x"].shape[-1], c.attrs["weight_offset"]) for c in gemma if c.name == "rmsnorm"} == {
+        (4096, 1.0), (256, 1.0),
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="it has no hidden_size"):
+        calls_of_model({})
+    with pytest.raises(ValueError, match="dtype 'float64' is not one of float32"):
+        calls_of_model(LLAMA, "float64")
+
+
+def test_targets() -> None:
+    assert parse("sm_90a:114") == Target("sm_90a", 114) and str(parse("sm_80")) == "sm_80:108"
+    for wrong in ("sm_90a:", "sm_90a:x", "sm_90a:0"):
+        with pytest.raises(ValueError, match="is no number of SMs"):
+            parse(wrong)
