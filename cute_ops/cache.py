@@ -34,6 +34,8 @@ from cute_ops.worker import worker
 
 log = logging.getLogger("cute_ops")
 MAX_BYTES = int(os.environ.get("CUTE_OPS_CACHE_MAX_BYTES", str(1 << 30)))
+# Whoever holds a lock for longer than a compile may take has stopped: to wait is worse than to compile twice.
+LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
 
 _functions: dict[str, Callable[..., Any]] = {}
 _building: dict[str, threading.Lock] = {}
@@ -417,7 +419,7 @@ def _process_lock(symbol: str) -> Iterator[bool]:
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(where)
-        lock = locks.exclusive(where / f"{symbol}.lock", workers.TIMEOUT_SECONDS + 30)
+        lock = locks.exclusive(where / f"{symbol}.lock", LOCK_SECONDS)
         held = lock.__enter__()
     except OSError as error:
         log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)

@@ -117,6 +117,11 @@ def link(where: Path) -> None:
     path.symlink_to(where / "elsewhere.so")
 
 
+@pytest.mark.fault(
+    "a bundle that is damaged, open to others, or of other versions, sources or another machine",
+    "one sentence says what does not fit",
+    "nothing",
+)
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -149,12 +154,14 @@ def test_a_bundle_that_does_not_fit_is_refused(
     assert text.startswith(f"cute_ops: bundle {served} ") and sentence in text and "\n" not in text
 
 
+@pytest.mark.fault("a bundle without this GPU", "one sentence says how to build it", "nothing")
 def test_another_gpu_is_told_which_one_it_was_built_for(served: Path, cache_folder: Path) -> None:
     sentence = "was built for sm_80:108, sm_90a:132, this GPU is sm_100a: build it again with --arch sm_100a"
     with pytest.raises(CacheError, match=sentence):
         cache.get(wanted("sm_100a"))
 
 
+@pytest.mark.fault("a kernel that the bundle does not hold", "it is compiled, with a warning", "a compile")
 def test_what_a_bundle_does_not_hold_is_compiled_and_said(
     served: Path, cache_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -194,6 +201,7 @@ except CompileError as error:
 """
 
 
+@pytest.mark.fault("no compiler installed", "bundles run; of what they do not hold an error says so", "nothing")
 def test_a_bundle_runs_where_the_compiler_is_not_installed(served: Path, tmp_path: Path) -> None:
     """Python without its packages, given the DSL's runtime and TVM-FFI only."""
     site, packages = tmp_path / "site", Path(toolchain.runtime_library()).parents[3]  # type: ignore[arg-type]
@@ -250,6 +258,11 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path,
     assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again-*"))
 
 
+@pytest.mark.fault(
+    "one kernel of a bundle crashes the compiler",
+    "the others compile, all errors are told, no bundle is written",
+    "nothing",
+)
 def test_where_one_kernel_fails_nothing_is_written(
     tmp_path: Path, cache_folder: Path, variant: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -22,6 +22,7 @@ from cute_ops.variant import Variant
 Make = Callable[..., Variant]
 HERE = Path(__file__).parent
 GET = """
+{before}
 import sys; sys.path.insert(0, {kernels!r}); sys.path.insert(0, {here!r})
 from conftest import copying_variant
 from cute_ops import cache
@@ -30,8 +31,8 @@ print(cache.counters.compiled, cache.counters.disk, "cutlass" in sys.modules, fl
 """
 
 
-def process_getting(where: Path, kernel: str = "Copy") -> subprocess.Popen[str]:
-    code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel=kernel)
+def process_getting(where: Path, kernel: str = "Copy", before: str = "", after: str = "") -> subprocess.Popen[str]:
+    code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel=kernel, before=before) + after
     environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(where), "PYTHONPATH": os.pathsep.join(sys.path)}
     return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
 
@@ -58,10 +59,12 @@ def test_memory_then_disk_then_compiler(cache_folder: Path, variant: Make) -> No
     assert not list(cache_folder.glob("cute_tmp-*"))
 
 
-def test_two_processes_one_compile(cache_folder: Path) -> None:
-    processes = [process_getting(cache_folder) for _ in range(2)]
+@pytest.mark.fault("16 processes ask for one kernel that nobody has", "one compiles, 15 wait and load it", "nothing")
+def test_sixteen_processes_one_compile(cache_folder: Path) -> None:
+    processes = [process_getting(cache_folder) for _ in range(16)]
     counts = [p.communicate(timeout=120)[0].split() for p in processes]
-    assert sorted(c[0] for c in counts) == ["0", "1"]
+    assert sorted(c[0] for c in counts) == ["0"] * 15 + ["1"]
+    assert not list(cache_folder.glob("*.lock")), "locks are left"
     assert all(c[2] == "False" for c in counts), "the compiler was imported into the caller's process"
 
 
@@ -95,10 +98,16 @@ def of_another_variant(path: Path) -> None:
     path.with_suffix(".json").write_text(json.dumps(record))
 
 
+@pytest.mark.fault(
+    "a bit of a kernel flips; it is cut short, emptied, or its record is missing, broken or of another kernel",
+    "it is refused, deleted and built again, with a warning",
+    "a compile",
+)
 @pytest.mark.parametrize(
     "damage",
     [
         flip_a_bit,
+        lambda path: (path.rename(path.with_suffix(".moved")), path.symlink_to(path.with_suffix(".moved"))),
         truncate,
         of_another_variant,
         lambda path: path.with_suffix(".json").unlink(),
@@ -106,7 +115,7 @@ def of_another_variant(path: Path) -> None:
         lambda path: path.with_suffix(".json").write_text("[1, 2]"),
         lambda path: replace(path, b""),
     ],
-    ids=["flipped bit", "truncated", "other variant", "no record", "broken record", "foreign record", "empty"],
+    ids=["flipped bit", "link", "truncated", "other variant", "no record", "broken record", "foreign record", "empty"],
 )
 def test_a_damaged_entry_is_built_again(
     cache_folder: Path, variant: Make, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
@@ -122,6 +131,11 @@ def test_a_damaged_entry_is_built_again(
     assert compiles(lambda: cache.get(wanted)) == 0
 
 
+@pytest.mark.fault(
+    "a folder that others can write",
+    "an error that says what to do; nothing is read or written",
+    "nothing",
+)
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_folder_that_others_can_write_is_refused(cache_folder: Path, variant: Make, mode: int) -> None:
     cache_folder.mkdir()
@@ -131,6 +145,7 @@ def test_a_folder_that_others_can_write_is_refused(cache_folder: Path, variant: 
     assert not list(cache_folder.iterdir())
 
 
+@pytest.mark.fault("the folder is opened to others while a program runs", "an error at the next kernel", "nothing")
 def test_a_folder_opened_later_is_refused(cache_folder: Path, variant: Make) -> None:
     wanted = variant()
     cache.get(wanted)
@@ -140,6 +155,7 @@ def test_a_folder_opened_later_is_refused(cache_folder: Path, variant: Make) -> 
         cache.get(wanted)
 
 
+@pytest.mark.fault("a link in place of the folder", "an error", "nothing")
 def test_a_link_is_refused(cache_folder: Path, variant: Make, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache_folder.symlink_to(tmp_path / "elsewhere")
@@ -147,6 +163,7 @@ def test_a_link_is_refused(cache_folder: Path, variant: Make, tmp_path: Path) ->
         cache.get(variant())
 
 
+@pytest.mark.fault("a folder of another user", "an error", "nothing")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused(cache_folder: Path, variant: Make) -> None:
     cache_folder.mkdir(mode=0o700)
@@ -155,6 +172,7 @@ def test_a_folder_of_another_user_is_refused(cache_folder: Path, variant: Make) 
         cache.get(variant())
 
 
+@pytest.mark.fault("a folder that cannot be made", "a warning; the program runs", "a compile per process")
 def test_a_folder_that_cannot_be_made_costs_only_the_cache(
     tmp_path: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -180,25 +198,21 @@ def test_a_full_disk_costs_only_the_cache(
     assert not list(cache_folder.glob("cute_*"))[1:], "only the lock remains"
 
 
+@pytest.mark.fault("a full disk", "a warning; the program runs, nothing half is left", "a compile per process")
 def test_a_really_full_disk(tmp_path: Path) -> None:
-    """On a file system of one page, in a mount namespace of the test's own."""
+    """On a file system of two pages."""
     where = tmp_path / "small"
-    where.mkdir(mode=0o700)
-    mount = f"mount -t tmpfs -o size=8k,mode=700 tmpfs {where}"
-    if subprocess.run(["unshare", "-m", "sh", "-c", mount], capture_output=True, check=False).returncode:
-        pytest.skip("this machine lets nobody mount")
-    code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel="Copy")
-    script = (
-        f"{mount} && CUTE_OPS_CACHE_DIR={where} {sys.executable} -c '{code.replace(chr(39), chr(34))}' && ls {where}"
-    )
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = ["unshare", "-m", "sh", "-c", script]
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    result = in_namespace(where, "mount -t tmpfs -o size=8k,mode=700 tmpfs {where}", f"ls {where}")
     assert result.returncode == 0, result.stderr
     assert "No space left on device" in result.stderr
     assert result.stdout.startswith("1 0 False") and ".so" not in result.stdout
 
 
+@pytest.mark.fault(
+    "kill -9 of a process that compiles and holds the lock",
+    "the lock is free at once, the next process compiles",
+    "a compile",
+)
 def test_a_process_killed_while_it_compiles(cache_folder: Path, variant: Make) -> None:
     victim = process_getting(cache_folder, "Slow")
     deadline = time.monotonic() + 60
@@ -213,6 +227,85 @@ def test_a_process_killed_while_it_compiles(cache_folder: Path, variant: Make) -
     assert follower.communicate(timeout=60)[0].split()[:2] == ["1", "0"]
 
 
+WRITING = """
+import os, time
+def stuck(_):
+    print("writing", flush=True)
+    time.sleep(600)
+os.fsync = stuck
+"""
+
+
+@pytest.mark.fault(
+    "kill -9 in the middle of a write", "readers never see the file; the next process compiles and clears it away",
+    "a compile",
+)  # fmt: skip
+def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
+    victim = process_getting(cache_folder, before=WRITING)
+    assert victim.stdout is not None and victim.stdout.readline() == "writing\n"
+    (half,) = cache_folder.glob("cute_tmp-*")
+    # While it lives, nobody takes its file away.
+    cache._sweep(cache_folder)
+    assert half.exists() and not list(cache_folder.glob("cute_*.so"))
+    victim.kill()
+    victim.wait()
+    follower = process_getting(cache_folder)
+    assert follower.communicate(timeout=60)[0].split()[:2] == ["1", "0"]
+    assert not half.exists() and not list(cache_folder.glob("cute_use-*"))
+
+
+@pytest.mark.fault(
+    "a process stops (SIGSTOP) while it holds the lock", "after the time of the longest compile others go on without",
+    "a compile",
+)  # fmt: skip
+def test_a_lock_holder_that_has_stopped(
+    cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "LOCK_SECONDS", 0.3)
+    stopped = process_getting(cache_folder, before=WRITING)
+    assert stopped.stdout is not None and stopped.stdout.readline() == "writing\n"
+    stopped.send_signal(signal.SIGSTOP)
+    with caplog.at_level(logging.WARNING, "cute_ops"):
+        assert compiles(lambda: cache.get(variant())) == 1
+    assert "is not to be had" in caplog.text and "compiling without it" in caplog.text
+    assert object_file(cache_folder)
+    stopped.kill()
+    stopped.communicate()
+
+
+IN_NAMESPACE = "mkdir -p {where} && chmod 700 {where} && {mount}"
+
+
+def in_namespace(where: Path, mount: str, after: str = "true") -> subprocess.CompletedProcess[str]:
+    """Get a kernel in a mount namespace of the test's own."""
+    prepare = IN_NAMESPACE.format(where=where, mount=mount.format(where=where))
+    if subprocess.run(["unshare", "-m", "sh", "-c", prepare], capture_output=True, check=False).returncode:
+        pytest.skip("this machine lets nobody mount")
+    code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel="Copy", before="")
+    quoted = code.replace(chr(39), chr(34))
+    script = f"{prepare} && CUTE_OPS_CACHE_DIR={where} {sys.executable} -c '{quoted}' && {after}"
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    command = ["unshare", "-m", "sh", "-c", script]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+@pytest.mark.fault("a read-only home", "a warning; what is in the cache is used", "a compile per process of the rest")
+def test_a_read_only_home(tmp_path: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, mount = tmp_path / "home", "mount --bind {where} {where} && mount -o remount,bind,ro {where}"
+    cold = in_namespace(where, mount)
+    assert cold.returncode == 0, cold.stderr
+    assert cold.stdout.startswith("1 0 False") and "kernels stay in memory" in cold.stderr
+    monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(where))
+    cache.build(variant())
+    warm = in_namespace(where, mount)
+    assert warm.stdout.startswith("0 1 False") and not warm.stderr, warm.stderr
+
+
+@pytest.mark.fault(
+    "a kernel that does not compile",
+    "its error, with the compiler's output; nothing is kept",
+    "nothing",
+)
 def test_a_kernel_that_does_not_compile_leaves_nothing(cache_folder: Path, variant: Make) -> None:
     for _ in range(2):
         with pytest.raises(CompileError, match="broken on purpose"):
@@ -220,6 +313,7 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(cache_folder: Path, varia
     assert not list(cache_folder.glob("cute_*.so")) and not list(cache_folder.glob("cute_*.json"))
 
 
+@pytest.mark.fault("the folder outgrows its bound", "the least recently used kernels go", "a compile")
 def test_least_recently_used_kernels_go_first(
     cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,6 +326,43 @@ def test_least_recently_used_kernels_go_first(
     cache.build(variant(n=sizes[2]))
     kept = {v.dims["n"] for v, _, _ in cache.entries()}
     assert kept == {32, 96}
+
+
+@pytest.mark.fault(
+    "the folder outgrows its bound while programs run", "kernels that a living process has loaded stay",
+    "nothing",
+)  # fmt: skip
+def test_what_is_in_use_is_not_evicted(cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = process_getting(cache_folder, after="\nimport time; time.sleep(600)")
+    assert user.stdout is not None and user.stdout.readline().startswith("1 0")
+    used = object_file(cache_folder)
+    os.utime(used, (1e9, 1e9))
+    monkeypatch.setattr(cache, "MAX_BYTES", 1)
+    for n in (32, 96):
+        cache.build(variant(n=n))
+    assert {v.dims["n"] for v, _, _ in cache.entries()} == {64, 96}
+    user.kill()  # it has no time to say goodbye
+    user.communicate()
+    cache.build(variant(n=128))
+    assert {v.dims["n"] for v, _, _ in cache.entries()} == {128}
+
+
+@pytest.mark.fault(
+    "the clock jumps, back or ahead", "everything loads; a time that has yet to come does not keep a kernel for ever",
+    "at most a compile",
+)  # fmt: skip
+def test_a_clock_that_jumps(cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    for n, when in ((32, 0.0), (64, 4e9), (96, time.time())):
+        cache.build(variant(n=n))
+        os.utime(cache_folder / f"{variant(n=n).symbol}.so", (when, when))
+    assert compiles(lambda: [cache.get(variant(n=n)) for n in (32, 64, 96)]) == 0
+    cache.forget()
+    cache._use.close()
+    path = cache_folder / f"{variant(n=64).symbol}.so"
+    os.utime(path, (4e9, 4e9))
+    monkeypatch.setattr(cache, "MAX_BYTES", path.stat().st_size * 7 // 2)
+    cache.build(variant(n=128))
+    assert {v.dims["n"] for v, _, _ in cache.entries()} == {32, 96, 128}
 
 
 def test_clear(cache_folder: Path, variant: Make) -> None:

@@ -51,12 +51,18 @@ def test_a_failing_kernel_is_reported(worker: Worker, variant: Make, tmp_path: P
     assert works(worker, variant(), tmp_path)
 
 
+@pytest.mark.fault(
+    "the compiler aborts",
+    "that variant's error, with the compiler's output; the next compile starts another worker",
+    "nothing",
+)
 def test_a_crash_is_reported_with_the_log(worker: Worker, variant: Make, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"(?s)the compiler died with signal 6.*about to abort"):
         worker.compile(variant("Aborting"), tmp_path / "a.so")
     assert works(worker, variant(), tmp_path)
 
 
+@pytest.mark.fault("kill -9 of the compiler", "that variant's error", "nothing")
 def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
     worker = Worker()
     works(worker, variant(), tmp_path)
@@ -70,6 +76,7 @@ def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
     worker.close()
 
 
+@pytest.mark.fault("the compiler hangs", "it is ended after CUTE_OPS_COMPILE_TIMEOUT, an error says so", "nothing")
 def test_a_compile_that_hangs_is_ended(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
     works(worker, variant(), tmp_path)
@@ -94,6 +101,11 @@ def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> N
     worker.close()
 
 
+@pytest.mark.fault(
+    "a kernel's file is edited under a running program",
+    "an error asks for a restart: nothing goes under the old name",
+    "nothing",
+)
 def test_sources_edited_under_a_running_program_are_refused(worker: Worker, variant: Make, tmp_path: Path) -> None:
     stale = dataclasses.replace(variant(), sources="0" * 64)
     with pytest.raises(CompileError, match="the sources of copying:Copy have changed since this program started"):
@@ -141,6 +153,7 @@ def test_a_crash_in_a_pool_is_its_variants_error_only(pool: Pool, variant: Make,
     assert copied == again == "compiled"
 
 
+@pytest.mark.fault("a process forks while it has a compiler running", "the child starts its own", "nothing")
 def test_a_forked_child_has_workers_of_its_own(variant: Make, tmp_path: Path) -> None:
     workers.worker.compile(variant(), tmp_path / "parent.so")
     child = os.fork()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -133,3 +137,29 @@ def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None
     for index in (0, 1):
         assert launch._on_device(lambda value: value, torch.device("cuda", index))(5) == 5
     assert entered == [torch.device("cuda", 1)]
+
+
+RANK = """
+import os, sys
+sys.path[:0] = {paths!r}
+from conftest import copying_variant
+from cute_ops import cache
+cache.get(copying_variant())
+print("rank", os.environ["RANK"], "compiled", cache.counters.compiled, flush=True)
+"""
+
+
+def test_ranks_under_torchrun_share_one_compile_and_need_none_when_warm(tmp_path: Path) -> None:
+    core = Path(__file__).parents[1] / "core"
+    (tmp_path / "rank.py").write_text(RANK.format(paths=[str(core), str(core / "kernels")]))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    environment = {
+        **os.environ, "CUTE_OPS_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    for expected in (["0", "1"], ["0", "0"]):
+        done = subprocess.run(
+            [*command, str(tmp_path / "rank.py")], capture_output=True, text=True, env=environment, check=False
+        )
+        assert done.returncode == 0, done.stderr
+        assert sorted(line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank")) == expected

@@ -1,0 +1,40 @@
+"""docs/faults.md is made of the tests: every line is one that causes the fault for real.
+
+python tests/core/test_fault_table.py writes it
+"""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+HERE = Path(__file__).parent
+DOCUMENT = HERE.parents[1] / "docs" / "faults.md"
+HEAD = """# Faults
+
+Each line is a test that causes the fault for real and fails when what happens is anything else. Made by
+`python tests/core/test_fault_table.py`.
+
+| injected | what happens | lost | test |
+|---|---|---|---|
+"""
+
+
+def lines() -> list[str]:
+    found = []
+    for path in sorted(HERE.glob("test_*.py")):
+        for node in ast.parse(path.read_text()).body:
+            for mark in getattr(node, "decorator_list", ()):
+                if isinstance(mark, ast.Call) and ast.unparse(mark.func) == "pytest.mark.fault":
+                    injected, happens, lost = map(ast.literal_eval, mark.args)
+                    found.append(f"| {injected} | {happens} | {lost} | `{path.name}::{node.name}` |\n")  # type: ignore[attr-defined]
+    return found
+
+
+def test_the_table_is_of_these_tests() -> None:
+    assert len(lines()) > 20
+    assert DOCUMENT.read_text() == HEAD + "".join(lines()), f"run: python {Path(__file__).name}"
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(HEAD + "".join(lines()))
