@@ -26,7 +26,7 @@ ARGS ?=
 # Without a GPU tests share the cores, one thread each; on a GPU they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto)
 
-.PHONY: help demo test lint bench clean
+.PHONY: help demo test lint generate bench clean
 help:  ## this text
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
@@ -42,6 +42,11 @@ lint: $(READY)  ## ruff and mypy
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+
+generate: $(READY)  ## stubs and the pages on the ops, from the declarations
+	$(PYTHON) -m cute_ops_torch.stubs
+	$(PYTHON) -m cute_ops_jax.stubs
+	$(PYTHON) docs/make_ops.py
 
 bench: $(READY)  ## device, host and start-up time and a training step on this machine's GPU, into out/benchmarks/
 	$(PYTHON) benchmarks/device_time.py --out out/benchmarks $(ARGS)

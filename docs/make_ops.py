@@ -1,0 +1,56 @@
+"""The list of ops in the README and their page, ``docs/ops.md``, from the declarations: ``python docs/make_ops.py``."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+from cute_ops.op import Op
+from cute_ops.ops import OPS
+
+ROOT = Path(__file__).parents[1]
+PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
+BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end -->"
+_INTRODUCTION = """# The ops
+
+Made from the declarations by `python docs/make_ops.py`. Every op below is `torch.ops.cute.<name>`,
+`cute_ops_torch.<name>` and `cute_ops_jax.<name>`; `*m` stands for any leading dims.
+"""
+
+
+def signature(op: Op) -> str:
+    inputs = [f"{name}=None" if t.optional else name for name, t in op.inputs.items()]
+    return f"{op.name}({', '.join([*inputs, *(f'{name}={value!r}' for name, value in op.attrs.items())])})"
+
+
+def summary(op: Op) -> str:
+    return inspect.cleandoc(op.doc).partition("\n")[0]
+
+
+def table() -> str:
+    """One line per op, for the README."""
+    lines = [f"| [`{op.name}`](docs/ops.md#{op.name}) | {summary(op)} |" for op in OPS]
+    return "\n".join(["| op | computes |", "|---|---|", *lines])
+
+
+def page() -> str:
+    """The documentation of every op and its gradient."""
+    parts = [_INTRODUCTION]
+    for op in OPS:
+        parts.append(f"## {op.name}\n\n```text\n{signature(op)}\n\n{inspect.cleandoc(op.doc)}\n```\n")
+        tensors = [*op.inputs.items(), *op.outputs.items()]
+        parts.append("Declared: " + ", ".join(f"`{name}: {t.declared}`" for name, t in tensors) + ".\n")
+        if op.grad:
+            parts.append(f"Gradient: `{signature(op.grad)}`\n\n```text\n{inspect.cleandoc(op.grad.doc)}\n```\n")
+    return "\n".join(parts)
+
+
+def readme() -> str:
+    """The README with its table made anew."""
+    before, _, rest = README.read_text().partition(BEGIN)
+    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())
+    README.write_text(readme())
