@@ -93,6 +93,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
     problem = op.check(binding)
     if problem:
         raise fail(ValueError, problem)
+    dims |= {name: size(dims, full_attrs) for name, size in op.derived.items()}
     outputs: dict[str, Array | None] = {}
     for name, tensor in op.outputs.items():
         absent = tensor.given is not None and given[tensor.given] is None

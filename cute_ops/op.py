@@ -156,6 +156,10 @@ class Op:
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
             ``d<input>`` are the gradients, and inputs without one have none; attributes pass by name.
+        derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
+            symbolic.
+        least_sm: the oldest SM that the kernels run on, ``89`` for 8.9.
+        inference_only: for an op that has no gradient on purpose: what to do instead, for the error message.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
         moves: ``moves(dims) -> (extra_bytes, flops)`` beyond one pass over inputs and outputs, for benchmarks.
         cases: named problems.
@@ -176,6 +180,9 @@ class Op:
         tile: Callable[[Problem], Mapping[str, int]] | None = None,
         workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array | None]] | None = None,
         grad: Op | None = None,
+        derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
+        least_sm: int = 80,
+        inference_only: str = "",
         check: Callable[[Any], str | None] | None = None,
         cases: tuple[Case, ...] = (),
         doc: str = "",
@@ -192,6 +199,9 @@ class Op:
         self.tile = tile or (lambda problem: {})
         self.workspace = workspace or (lambda problem, tile: {})
         self.grad = grad
+        self.derived = dict(derived or {})
+        self.least_sm = least_sm
+        self.inference_only = inference_only
         self.check = check or (lambda binding: None)
         self.cases = cases
         self.doc = doc
@@ -211,9 +221,12 @@ class Op:
         return tuple(name for name in self.inputs if self.grad and f"d{name}" in self.grad.outputs)
 
     def example(self, lead: tuple[int, ...], n: int) -> dict[str, Any]:
-        """Sizes of a problem: these leading dims, ``n`` for the dim of that name, others as in the first case."""
+        """Sizes of a problem: these leading dims, ``n`` for the dim of that name, others as in the first case; derived
+        ones with the default attributes.
+        """
         tensors = [*self.inputs.values(), *self.outputs.values()]
         known = {"n": n} if self.static == ("n",) else {**(self.cases[0].dims if self.cases else {}), "n": n}
+        known |= {name: size(known, self.attrs) for name, size in self.derived.items()}
         return {d.name: known[d.name] for t in tensors for d in t.dims} | {t.rows: lead for t in tensors if t.rows}
 
     def _validate(self) -> None:
@@ -242,6 +255,13 @@ class Op:
         for name, t in [*self.inputs.items(), *self.outputs.items()]:
             if t.broadcast and (name in self.outputs or t.rows not in whole):
                 raise ValueError(f"op {self.name}: {name} cannot broadcast: no input has all of *{t.rows}")
+        bound = {d.name for t in self.inputs.values() for d in t.dims} | self.derived.keys()
+        for name, t in self.outputs.items():
+            unknown = [d.name for d in t.dims if d.name not in bound]
+            if unknown:
+                raise ValueError(f"op {self.name}: {name} has dim {unknown[0]}, neither an input's nor in `derived`")
+        if self.inference_only and self.grad is not None:
+            raise ValueError(f"op {self.name}: it is for inference only, yet declares a gradient")
         if self.grad is not None:
             known = self.inputs.keys() | self.outputs.keys() | {f"d{o}" for o in self.outputs}
             unknown = self.grad.inputs.keys() - known

@@ -20,7 +20,7 @@ from cute_ops import sources, toolchain
 from cute_ops.binding import Binding, own_lead
 from cute_ops.errors import message
 from cute_ops.op import ITEMSIZE, Array, Problem, Tensor
-from cute_ops.target import Target
+from cute_ops.target import Target, sm
 from cute_ops.variant import VECTOR, TensorKey, Variant
 
 # Every distinct value of a static dim is one more compile; from this many on, an op uses one kernel in
@@ -67,8 +67,12 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target, *, fixe
 
     Raises:
         ValueError: a last dim that is not contiguous.
+        NotImplementedError: the target is older than the op's kernels.
     """
     op = binding.op
+    if sm(target.arch) < op.least_sm:
+        old = f"its kernels need SM {_version(op.least_sm)} or newer, this GPU is SM {_version(sm(target.arch))}."
+        raise NotImplementedError(message(op, old, binding.inputs, binding.dims, binding.dtypes))
     check_last_dim(binding, memory)
     static = {d: binding.dims[d] for d in op.static}
     if not (_static_allowed(op.name, tuple(static.values())) if fixed is None else fixed):
@@ -140,6 +144,11 @@ def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
                     binding.dtypes,
                 )
             )
+
+
+def _version(number: int) -> str:
+    """``89`` -> ``8.9``."""
+    return f"{number // 10}.{number % 10}"
 
 
 def _static_allowed(op: str, values: tuple[int, ...]) -> bool:

@@ -27,3 +27,14 @@ def erf(xp: Any, x: Any) -> Any:
     if lax is not None:
         return lax.erf(x)
     return xp.reshape(xp.asarray([math.erf(v) for v in xp.reshape(x, (-1,)).tolist()], dtype=x.dtype), x.shape)
+
+
+def cast(xp: Any, x: Any, dtype: str, like: Any) -> Any:
+    """``x`` in a dtype that only ml_dtypes gives NumPy; float64 where ``like`` is, for exact values."""
+    if like.dtype == xp.float64:
+        return x
+    if hasattr(xp, dtype):
+        return xp.astype(x, getattr(xp, dtype))
+    import ml_dtypes
+
+    return xp.astype(x, getattr(ml_dtypes, dtype))

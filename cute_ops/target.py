@@ -26,6 +26,11 @@ class Target:
         return f"{self.arch}:{self.sm_count}"
 
 
+def sm(arch: str) -> int:
+    """``sm_90a`` -> ``90``."""
+    return int(arch.removeprefix("sm_").rstrip("af"))
+
+
 def parse(arch: str) -> Target:
     """The target of an architecture name: ``sm_90a`` is its usual part, ``sm_90a:114`` one with so many SMs.
 

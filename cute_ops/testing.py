@@ -19,7 +19,7 @@ import numpy as np
 
 from cute_ops.op import Case, Op
 
-EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52}
+EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "float8_e4m3fn": 2.0**-3}
 Arrays = Mapping[str, np.ndarray | None]
 
 

@@ -70,6 +70,11 @@ class Stage:
 
     def _differentiate(self, primals: Any, tangents: Any, **params: Any) -> Any:
         """Reached by a second derivative, and by any derivative of an op without a gradient."""
+        if self.op.inference_only:
+            problem = f"is for inference only, it has no gradient; {self.op.inference_only}."
+            raise NotImplementedError(
+                message(self.op, problem, specs(dict(zip(params["names"], primals, strict=True))))
+            )
         what = "only its first derivative exists, in reverse mode" if self.op.grad else "no gradient is declared for it"
         raise NotImplementedError(
             f"cute.{self.op.name}: {what}; for other derivatives differentiate its reference, "

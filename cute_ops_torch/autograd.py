@@ -187,7 +187,9 @@ def _without_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[s
 
     def backward(ctx: Any, *given: Any) -> Any:
         problem = "has no gradient of its own"
-        if op.name.endswith("_bwd"):
+        if op.inference_only:
+            problem = f"is for inference only, it has no gradient; {op.inference_only}"
+        elif op.name.endswith("_bwd"):
             problem += ", so there is no double backward"
         raise NotImplementedError(message(op, f"{problem}.", ctx.given))
 

@@ -2,7 +2,21 @@
 
 from torch import Tensor
 
-__all__ = ["add_rmsnorm", "geglu", "gelu", "gelu_mul", "relu2", "rmsnorm", "silu", "silu_mul", "swiglu"]
+__all__ = [
+    "add_rmsnorm",
+    "add_rmsnorm_fp8",
+    "geglu",
+    "gelu",
+    "gelu_mul",
+    "quantize_fp8",
+    "relu2",
+    "rmsnorm",
+    "rmsnorm_fp8",
+    "silu",
+    "silu_mul",
+    "silu_mul_fp8",
+    "swiglu",
+]
 
 def rmsnorm(
     x: Tensor,
@@ -26,3 +40,22 @@ def geglu(x: Tensor, approximate: str = "tanh") -> Tensor: ...
 def silu(x: Tensor) -> Tensor: ...
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor: ...
 def relu2(x: Tensor) -> Tensor: ...
+def quantize_fp8(x: Tensor, block: int = 0) -> tuple[Tensor, Tensor]: ...
+def rmsnorm_fp8(
+    x: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-06,
+    weight_offset: float = 0.0,
+    block: int = 0,
+) -> tuple[Tensor, Tensor]: ...
+def add_rmsnorm_fp8(
+    x: Tensor,
+    residual: Tensor,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float = 1e-06,
+    weight_offset: float = 0.0,
+    block: int = 0,
+) -> tuple[Tensor, Tensor, Tensor]: ...
+def silu_mul_fp8(gate: Tensor, up: Tensor, block: int = 0) -> tuple[Tensor, Tensor]: ...

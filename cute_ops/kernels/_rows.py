@@ -14,7 +14,7 @@ the columns ``v * vec - shift + j``, ``j < vec``. Three ways to lay vectors over
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2}
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 VECTOR_BYTES = 16
 
 

@@ -21,6 +21,8 @@ SHARED_BYTES = {80: 160_000, 90: 220_000, 100: 220_000, 103: 220_000, 120: 96_00
 LINE, SECTOR, SHORT = 8, 2, 1024
 # Elements of the widest vector: shifted rows repeat their place after at most ``unit`` times as many rows.
 VECTOR_ELEMENTS = 8
+# Elements of a row that a CTA holds in fp32.
+HELD = 16384
 # Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
 STAGED_BYTES = 165_000
 
@@ -196,3 +198,24 @@ def backward_parts(problem: Any, tile: dict[str, int]) -> int:
         period = VECTOR_ELEMENTS * tile.get("unit", 1)
         parts = period * max(min(-(-parts // period), tile["parts"] // period), 1)
     return parts
+
+
+def rows_quantize(problem: Any) -> dict[str, int]:
+    """As the forward, for rows held in fp32; ``long`` where they outgrow the registers of a cluster."""
+    if problem.n is None:
+        return {"threads": 512}
+    rows = [name for name in (*ROWS, "gate", "up") if name in problem.dtypes]
+    widest = max(ITEMSIZE[problem.dtypes[name]] for name in rows)
+    vec = VECTOR_BYTES // widest
+    starts = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows)
+    vectors = -(-problem.n // vec)
+    unaligned = starts < vec
+    if vectors <= WARP:
+        row = _threads(problem.n, 4) if unaligned and vectors <= 8 else _threads(vectors, 1)
+        return {"threads": max(256, row), "threads_per_row": row}
+    cluster = _doubled(vectors, HELD // vec, _most_ctas(problem))
+    part = -(-vectors // cluster)
+    if part > HELD // vec or (unaligned and cluster > 1):
+        return {"threads": 1024, "long": 1}
+    row = _threads(part, 2 if part <= 1024 else 4)
+    return {"threads": max(row, 128), "threads_per_row": row, "cluster": cluster}

@@ -21,6 +21,13 @@ def test_binds_dims_dtypes_and_outputs() -> None:
     assert bound.rows == 15
 
 
+def test_derived_dims() -> None:
+    quantize = next(op for op in OPS if op.name == "quantize_fp8")
+    for block, blocks in ((0, 1), (128, 3)):
+        bound = bind(quantize, {"x": Array((2, 5, 300), "bfloat16")}, {"block": block})
+        assert bound.outputs == {"out": Array((2, 5, 300), "float8_e4m3fn"), "scale": Array((2, 5, blocks), "float32")}
+
+
 def test_no_leading_dims_is_one_row() -> None:
     bound = bind(rmsnorm, {"x": Array((64,), "float32")})
     assert bound.dims == {"m": (), "n": 64} and bound.rows == 1
@@ -227,6 +234,10 @@ def test_declarations_are_checked() -> None:
         declare(inputs={"x": Tensor("n", "T", optional=True), "y": Tensor("n", "T")})
     with pytest.raises(ValueError, match="'module:Class'"):
         declare(kernel="a.B")
+    with pytest.raises(ValueError, match="out has dim k, neither an input's nor in `derived`"):
+        declare(outputs={"out": Tensor("*m k", "T")})
+    with pytest.raises(ValueError, match="for inference only, yet declares a gradient"):
+        declare(grad=rmsnorm.grad, inference_only="train something else")
     with pytest.raises(ValueError, match=r"gradient rmsnorm_bwd asks for"):
         declare(grad=rmsnorm.grad)
 

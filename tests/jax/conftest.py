@@ -32,6 +32,9 @@ from cute_ops_jax.primitive import Stage, stage
 STAGES = {op.name: op for op in itertools.chain(OPS, (op.grad for op in OPS if op.grad))}
 
 
+DIFFERENTIABLE = tuple(op for op in OPS if op.grad)
+
+
 class Problem(NamedTuple):
     """One declared case of an op in one dtype."""
 
@@ -59,8 +62,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = next(metafunc.definition.iter_markers("gpu"), None) is not None
     select = list if full else small
     if "op" in metafunc.fixturenames:
-        metafunc.parametrize("op", OPS, ids=lambda op: op.name)
-    for name, ops in (("problem", OPS), ("stage_problem", STAGES.values())):
+        metafunc.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
+    for name, ops in (("problem", DIFFERENTIABLE), ("stage_problem", STAGES.values())):
         if name in metafunc.fixturenames:
             problems = [Problem(op, case, dtype) for op in ops for case in select(op.cases) for dtype in FLOATS]
             metafunc.parametrize(name, problems, ids=[f"{p.op.name}-{p.case.name}-{p.dtype}" for p in problems])
@@ -199,6 +202,8 @@ class TorchArrays:
         tensor = tensor.detach().cpu()
         if tensor.dtype == torch.bfloat16:
             return tensor.view(torch.int16).numpy().view(jnp.bfloat16)
+        if tensor.dtype == torch.float8_e4m3fn:
+            return tensor.view(torch.uint8).numpy().view(jnp.float8_e4m3fn)
         return tensor.numpy()
 
 

@@ -134,3 +134,12 @@ def test_targets_run_out_with_a_warning_first(
     with pytest.raises(RuntimeError, match="has registered 1024 FFI targets and jax-tvm-ffi holds no more"):
         lower(32)
     lower(8)  # what is registered still runs
+
+
+def test_inference_only_ops_say_so() -> None:
+    with pytest.raises(NotImplementedError) as caught:
+        jax.grad(lambda x: cute_ops_jax.quantize_fp8(x)[1].sum())(jnp.ones((3, 64)))
+    assert str(caught.value).startswith(
+        "cute.quantize_fp8: is for inference only, it has no gradient; quantise where none is needed "
+        "(torch.no_grad, jax.lax.stop_gradient).\n  x: float32[3, 64]   declared T[*m n]"
+    )

@@ -94,3 +94,18 @@ def test_a_gpu_without_a_kernel_says_so(compiled: Any, monkeypatch: pytest.Monke
     monkeypatch.setattr(target, "of_device", refuse)
     with pytest.raises(NotImplementedError, match=r"compute capability 7\.5"):
         launcher(OPS[0]).launch(x)
+
+
+def test_inference_only_ops_say_so() -> None:
+    x = torch.randn(3, 64, requires_grad=True)
+    for call in (cute_ops_torch.rmsnorm_fp8, torch.ops.cute.rmsnorm_fp8):
+        out, scale = call(x)
+        assert out.dtype == torch.float8_e4m3fn
+        with pytest.raises(NotImplementedError) as caught:
+            scale.sum().backward()
+        assert str(caught.value) == (
+            "cute.rmsnorm_fp8: is for inference only, it has no gradient; rmsnorm has one.\n"
+            "  x: float32[3, 64]   declared T[*m n]"
+        )
+    with pytest.raises(ValueError, match=r"^cute.quantize_fp8: attribute `block` must be 0 or 128, got 64\."):
+        cute_ops_torch.quantize_fp8(x, 64)

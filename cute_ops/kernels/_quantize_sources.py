@@ -1,0 +1,43 @@
+"""What is quantised: a function of the vectors of a row."""
+
+from cutlass import Float32
+
+from cute_ops.kernels._columns import scale
+from cute_ops.kernels.silu_mul import silu_mul
+
+
+class Plain:
+    """``y = x``."""
+
+    names = ("x",)
+    normed, eps = False, 0.0
+
+    def __call__(self, x, rstd, rWeight, rBias):
+        return x
+
+
+class Gated:
+    """``y = silu(gate) * up``."""
+
+    names = ("gate", "up")
+    normed, eps = False, 0.0
+
+    def __call__(self, gate, up, rstd, rWeight, rBias):
+        return silu_mul(gate, up)[0]
+
+
+class Normed:
+    """``y = h * rstd * (weight_offset + weight) + bias``."""
+
+    names = ("x", "residual")
+    normed = True
+
+    def __init__(self, variant):
+        self.eps = variant.attrs["eps"]
+        self.weight_offset = variant.attrs["weight_offset"]
+
+    def __call__(self, h, rstd, rWeight, rBias):
+        y = h * rstd
+        if rWeight is not None:
+            y = y * scale(rWeight, self.weight_offset)
+        return y if rBias is None else y + rBias.load().to(Float32)

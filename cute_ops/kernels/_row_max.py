@@ -1,0 +1,54 @@
+"""Largest number over the threads of a row; see :mod:`cute_ops.kernels._reduce` for how it travels."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_ops.kernels._reduce import WARP, RowSum
+
+
+def lanes_max(value, lanes):
+    """Largest non-negative number of a group of lanes: their bits order as integers do."""
+    if lanes == WARP:
+        return cute.arch.warp_redux_sync(value.bitcast(Int32), "max").bitcast(Float32)
+    return cute.arch.warp_reduction(value, cute.arch.fmax, threads_in_group=lanes)
+
+
+class RowMax(RowSum):
+    """The largest of one non-negative fp32 number per thread, over the threads of each row of a tile.
+
+    Shared memory: as :class:`RowSum`.
+    """
+
+    def __init__(self, tile, stages):
+        super().__init__(tile, values=1, stages=stages)
+
+    @cute.jit
+    def start(self, mbar):
+        """Initialise the mbarriers; another's :meth:`RowSum.prepare` tells the cluster."""
+        if const_expr(self.tile.cluster > 1):
+            if cute.arch.thread_idx()[0] == 0:
+                for stage in cutlass.range_constexpr(self.stages):
+                    cute.arch.mbarrier_init(mbar + stage, 1)
+
+    @cute.jit
+    def give(self, values: cutlass.Constexpr, sMax, mbar, step: Int32):
+        values = (lanes_max(values[0], min(self.tile.threads_per_row, WARP)),)
+        if const_expr(not self.alone):
+            tidx = cute.arch.thread_idx()[0]
+            warp = tidx // WARP
+            self._share(values, sMax, mbar, step % self.stages, tidx % WARP, warp // self.warps, warp % self.warps)
+        return values
+
+    @cute.jit
+    def _combine(self, sMax, stage, lane, row):
+        found = Float32(0.0)
+        if const_expr(self.parts <= 8):
+            for p in cutlass.range_constexpr(self.parts):
+                found = cute.arch.fmax(found, sMax[0, p, row, stage])
+            return (found,)
+        for p in cutlass.range_constexpr(0, self.parts, WARP):
+            # Lanes past the last part repeat it.
+            place = cutlass.min(p + lane, self.parts - 1)
+            found = cute.arch.fmax(found, sMax[0, place, row, stage])
+        return (lanes_max(found, WARP),)
