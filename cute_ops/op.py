@@ -257,9 +257,9 @@ class Op:
                 raise ValueError(f"op {self.name}: {name} cannot broadcast: no input has all of *{t.rows}")
         bound = {d.name for t in self.inputs.values() for d in t.dims} | self.derived.keys()
         for name, t in self.outputs.items():
-            unknown = [d.name for d in t.dims if d.name not in bound]
-            if unknown:
-                raise ValueError(f"op {self.name}: {name} has dim {unknown[0]}, neither an input's nor in `derived`")
+            free = [d.name for d in t.dims if d.name not in bound]
+            if free:
+                raise ValueError(f"op {self.name}: {name} has dim {free[0]}, neither an input's nor in `derived`")
         if self.inference_only and self.grad is not None:
             raise ValueError(f"op {self.name}: it is for inference only, yet declares a gradient")
         if self.grad is not None:

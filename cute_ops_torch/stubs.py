@@ -14,7 +14,8 @@ _HEADER = '''"""Made by ``python -m cute_ops_torch.stubs``; edit the declaration
 
 from torch import Tensor
 
-__all__ = [{names}]
+__all__ = [
+{names}]
 
 '''
 
@@ -22,7 +23,7 @@ __all__ = [{names}]
 def text(ops: Iterable[Op] = OPS) -> str:
     """The stub file's text."""
     ops = tuple(ops)
-    names = ", ".join(f'"{name}"' for name in sorted(op.name for op in ops))
+    names = "".join(f'    "{name}",\n' for name in sorted(op.name for op in ops))
     return _HEADER.format(names=names) + "".join(_function(op) for op in ops)
 
 
