@@ -179,36 +179,32 @@ def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
     outer ones, into outer and inner ones.
     """
     given = {n: (t, a) for n, t in binding.op.inputs.items() if (a := binding.inputs[n]) is not None}
-    whole = max((len(binding.dims[t.rows]) for t, _ in given.values() if t.rows), default=0)
-    # Counted from the last leading dim: where to cut.
-    cuts = sorted({k for t, a in given.values() if t.broadcast and 0 < (k := len(own_lead(t, a))) < whole} | {whole})
+    whole = next((binding.dims[t.rows] for t, _ in given.values() if t.rows), ())
 
-    def lead(tensor: Tensor, array: Array) -> tuple[int, ...]:
-        own = own_lead(tensor, array)
-        edges = [0, *(k for k in cuts if k <= len(own))] if own or not tensor.broadcast else [0]
-        return tuple(math.prod(own[len(own) - b : len(own) - a]) for a, b in pairwise(edges))[::-1]
+    def reach(tensor: Tensor, array: Array) -> int:
+        """How many of the last leading dims the array has; all of them where the others are ones."""
+        own = len(own_lead(tensor, array))
+        return len(whole) if math.prod(whole[: len(whole) - own]) == 1 else own
 
-    return {n: (*(lead(t, a) if t.rows else ()), *a.shape[len(a.shape) - len(t.dims) :]) for n, (t, a) in given.items()}
+    reached = {n: reach(t, a) for n, (t, a) in given.items() if t.rows}
+    cuts = sorted({k for k in reached.values() if k})
+
+    def lead(own: int) -> tuple[int, ...]:
+        edges = [0, *([k for k in cuts if k <= own] or [0])]
+        sizes = [math.prod(whole[len(whole) - b : len(whole) - a]) for a, b in pairwise(edges)]
+        return tuple(reversed(sizes))
+
+    return {
+        n: (*(lead(reached[n]) if t.rows else ()), *a.shape[len(a.shape) - len(t.dims) :])
+        for n, (t, a) in given.items()
+    }
 
 
 def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
     """Views that merge leading dims where every row-wise input allows it; none where all are compact.
 
-    Inputs that broadcast have leading dims of their own: they only lose ones in front.
+    Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo how many they have.
     """
-    op = binding.op
-    views = {}
-    for name, tensor in op.inputs.items():
-        array = binding.inputs[name]
-        if tensor.broadcast and array is not None:
-            skip = len(array.shape) - len(tensor.dims) - len(own_lead(tensor, array))
-            if skip:
-                shape = tuple(array.shape[skip:])
-                views[name] = View(shape, memory[name].strides[skip:] if name in memory else compact(shape))
-    return {**views, **_merge_whole(binding, memory)}
-
-
-def _merge_whole(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
     op = binding.op
     rows = {
         n: t

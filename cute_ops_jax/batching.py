@@ -45,19 +45,20 @@ def batch(
     folds = all(op.inputs[name].rows for name in batched)
     folds &= all(op.outputs[name].rows for name, out in outputs.items() if out is not None)
     if folds:
-        # What broadcasts over leading dims broadcasts over one more, unless it is batched: then it needs them all.
-        rows = {
-            n: jnp.broadcast_to(a, (size, *a.shape))
-            for n, a in shared.items()
-            if op.inputs[n].rows and not op.inputs[n].broadcast
-        }
-        for n, a in batched.items():
-            declared = op.inputs[n]
-            if declared.broadcast:
-                whole = declared.of(dims)
-                ones = (1,) * (len(whole) + 1 - a.ndim)
-                rows[n] = jnp.broadcast_to(a.reshape(size, *ones, *a.shape[1:]), (size, *whole))
-        results = run({**batched, **rows})
+        # What broadcasts over leading dims does so over one more, unless one such input is batched: then all of them
+        # get all leading dims.
+        kept = not any(op.inputs[n].broadcast for n in batched)
+        rows = {n: a for n, a in given.items() if op.inputs[n].rows and not (op.inputs[n].broadcast and kept)}
+        whole = {n: _whole(*a, size, op.inputs[n].of(dims)) for n, a in rows.items()}
+        results = run({**batched, **whole})
     else:
         results = jax.lax.map(run, batched)
     return results, [0] * len(results)
+
+
+def _whole(array: jax.Array, axis: int | None, size: int, shape: tuple[int, ...]) -> jax.Array:
+    """The array with the batch in axis 0 and all leading dims."""
+    batch = 1 if axis is None else size
+    one = array[None] if axis is None else jnp.moveaxis(array, axis, 0)
+    ones = (1,) * (len(shape) + 1 - one.ndim)
+    return jnp.broadcast_to(one.reshape(batch, *ones, *one.shape[1:]), (size, *shape))

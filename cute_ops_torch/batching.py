@@ -31,8 +31,11 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
         folds &= all(o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given)
         if folds:
             lead = _lead(tensors, declared, batched)
+            # What broadcasts over leading dims does so over one more, unless one such input is batched: then all of
+            # them get all leading dims.
+            shared = not any(d.broadcast and b for d, b in zip(declared, batched, strict=True))
             whole = [
-                t if t is None or not d.rows else _with_batch(t, d, b, info.batch_size, lead)
+                t if t is None or not d.rows or (d.broadcast and shared) else _whole(t, d, b, info.batch_size, lead)
                 for t, d, b in zip(tensors, declared, batched, strict=True)
             ]
             raw = overload(*map(_readable, whole), *args[arity:])
@@ -59,15 +62,11 @@ def _lead(tensors: Sequence[Any], declared: Sequence[Tensor], batched: Sequence[
     return ()
 
 
-def _with_batch(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[int, ...]) -> Any:
-    """The batch dim in front, as a view. What broadcasts does so over one more dim, or then has them all."""
-    if not declared.broadcast:
-        return tensor if batched else tensor.expand(size, *tensor.shape)
-    if not batched:
-        return tensor
+def _whole(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[int, ...]) -> Any:
+    """A view with the batch dim and all leading dims."""
     tail = tensor.shape[tensor.ndim - len(declared.dims) :]
-    ones = (None,) * (1 + len(lead) + len(tail) - tensor.ndim)
-    return tensor[(slice(None), *ones)].expand(size, *lead, *tail)
+    ones = (None,) * (batched + len(lead) + len(tail) - tensor.ndim)
+    return tensor[(*[slice(None)] * batched, *ones)].expand(size, *lead, *tail)
 
 
 def _readable(tensor: Any) -> Any:

@@ -9,10 +9,11 @@ from cute_ops.ops.glu import geglu, swiglu
 from cute_ops.ops.quantize_fp8 import quantize_fp8
 from cute_ops.ops.rmsnorm import rmsnorm
 from cute_ops.ops.rmsnorm_fp8 import rmsnorm_fp8
+from cute_ops.ops.rope import rope
 from cute_ops.ops.silu_mul import silu_mul
 from cute_ops.ops.silu_mul_fp8 import silu_mul_fp8
 
 OPS: tuple[Op, ...] = (
-    rmsnorm, add_rmsnorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2,
+    rmsnorm, add_rmsnorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
 )  # fmt: skip

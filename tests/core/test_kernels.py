@@ -15,7 +15,7 @@ from cute_ops import FLOATS, Array, Op, machine, target
 from cute_ops.binding import bind
 from cute_ops.op import ITEMSIZE
 from cute_ops.ops import OPS
-from cute_ops.plan import Memory, plan
+from cute_ops.plan import Memory, compact, plan
 from cute_ops.target import parse
 from cute_ops.variant import Variant
 from cute_ops.worker import worker
@@ -121,7 +121,8 @@ def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatc
     if target.sm(arch) < op.least_sm:
         return
     rows = [name for name, t in op.inputs.items() if t.rows]
-    strided = {name: Memory((2 * 1000 + 1, 1), address=2) for name in rows}
+    shapes = {name: op.inputs[name].of(op.example((4096,), 1000)) for name in rows}
+    strided = {n: Memory(compact((*shape[:-1], 2 * shape[-1] + 1)), address=2) for n, shape in shapes.items()}
     compiled(variant_of(op, "float16", 1000, arch, strided))
     monkeypatch.setattr(planning, "STATIC_LIMIT", 0)
     monkeypatch.setattr(planning, "_static_seen", {})

@@ -52,6 +52,9 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
         zip(op.grad.outputs, testing.tolerances(op.grad, {n: pool[n] for n in op.grad.inputs}, attrs), strict=True)
     )
     for name, gradient in got.items():
+        if name not in op.differentiable:
+            assert not np.any(gradient), f"{name} has no gradient"
+            continue
         declared = op.grad.outputs[f"d{name}"]
         limit = limits[f"d{name}"] if limits[f"d{name}"] is not None else limits[declared.same_as]
         assert gradient.dtype == present[name].dtype

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -141,6 +142,16 @@ def _run(op: Op, variant: Variant, given: Sequence[torch.Tensor]) -> None:
         _fits(key, tensor)
     by_name = {key.name: t for key, t in zip(present, given, strict=True)}
     arrays = {n: to_numpy(by_name.get(n)) for n in op.inputs}
+    lead = next(
+        a.shape[: a.ndim - len(t.dims)] for n, t in op.inputs.items() if t.rows and (a := arrays[n]) is not None
+    )
+    for name, tensor in op.inputs.items():
+        array = arrays[name]
+        if tensor.broadcast and array is not None:
+            # Row i of the op reads its row i modulo their number, however leading dims were merged.
+            rows = array.reshape(-1, *array.shape[array.ndim - len(tensor.dims) :])
+            rows = np.concatenate([rows] * (math.prod(lead) // len(rows)))
+            arrays[name] = rows.reshape(*lead, *rows.shape[1:])
     results = testing.run_reference(op, arrays, variant.attrs)
     for name, result in zip(op.outputs, results, strict=True):
         assert (result is None) == (name not in by_name)

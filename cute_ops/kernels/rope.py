@@ -1,0 +1,91 @@
+"""Rotary position embedding kernels."""
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels._rotary import VECTOR_BYTES, Rotary, head_address, head_count, token_count
+from cute_ops.kernels._rows import ITEMSIZE
+
+
+class Rope:
+    """``out[j], out[j + r] = x[j] * cos[j] - x[j + r] * sin[j], x[j + r] * cos[j] + x[j] * sin[j]``.
+
+    Tile: a thread holds one chunk (two vectors) of ``per_thread`` heads of a token, two where vectors have 16 bytes,
+    for which it finds its place and reads cosines and sines once. Neighbouring threads hold neighbouring chunks, then
+    heads, then tokens. No shared memory. Bytes moved per element: x and out once; the tables come from L2.
+
+    Args:
+        variant: the kernel's variant.
+        x, out: names of the tensor to rotate and of the rotated one.
+        sign: -1 rotates back.
+    """
+
+    def __init__(self, variant, x="x", out="out", sign=1.0):
+        self.x, self.out = variant.tensors[x], variant.tensors[out]
+        self.rotary = Rotary(variant, (x, out), variant.attrs["interleaved"])
+        self.sign = sign
+        self.threads = variant.tile.get("threads", 256)
+        most = VECTOR_BYTES // ITEMSIZE[self.x.dtype] // self.rotary.vec
+        self.per_thread = min(2 * max(most, 1), variant.dims["h"] or 1)
+        self.chained = can_chain(variant.arch)
+
+    @cute.jit
+    def __call__(self, mX, mCos, mSin, mOut, stream):
+        d, r = self.rotary.sizes(mX, mCos)
+        items = token_count(mX) * self._items(mX, d, r)
+        self.kernel(mX, mCos, mSin, mOut).launch(
+            grid=[Int32((items + (self.threads - 1)) // self.threads), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    def _groups(self, mX):
+        return (head_count(mX) + (self.per_thread - 1)) // self.per_thread
+
+    def _items(self, mX, d, r):
+        """Threads of a token."""
+        return self._groups(mX) * self.rotary.chunks(d, r)
+
+    @cute.kernel
+    def kernel(self, mX, mCos, mSin, mOut):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        rotary = self.rotary
+        d, r = rotary.sizes(mX, mCos)
+        items, chunks, groups = self._items(mX, d, r), rotary.chunks(d, r), self._groups(mX)
+        # One division in 64 bits per CTA, the rest in 32.
+        start = Int64(bidx) * self.threads
+        above = start // Int64(items)
+        local = Int32(start - above * Int64(items)) + tidx
+        below = local // items
+        token = above + Int64(below)
+        item = local - below * items
+        group = item // chunks
+        chunk = item - group * chunks
+        rotated, first, second = rotary.place(chunk, d, r)
+        valid = token < token_count(mX)
+        turned = valid & rotated
+        heads = [group + u * groups for u in range(self.per_thread)]
+        inside = [valid & (head < head_count(mX)) for head in heads]
+        wait_for_previous(self.chained)
+        loaded = []
+        for head, here in zip(heads, inside):
+            address = head_address(mX, self.x, token, head, d)
+            loaded.append(rotary.load(mX.element_type, address, here, first, second, d))
+        row = rotary.row(mCos, token)
+        rCos = rotary.table(mCos, 0, row, chunk, turned)
+        rSin = rotary.table(mSin, 1, row, chunk, turned)
+        let_next_start(self.chained)
+        for rX, head, here in zip(loaded, heads, inside):
+            rotary.rotate(rX, rCos, rSin, rotated, self.sign)
+            address = head_address(mOut, self.out, token, head, d)
+            rotary.store(rX, mOut.element_type, address, here, first, second, d)
+
+
+class RopeBackward(Rope):
+    """The rotation back: ``dx`` is ``dout`` turned by the negative angles."""
+
+    def __init__(self, variant):
+        super().__init__(variant, "dout", "dx", -1.0)
