@@ -9,6 +9,7 @@ device outside of the timed region, and divides. Samples of all entries are inte
 from __future__ import annotations
 
 import argparse
+import re
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,7 @@ def sampler(call: Call, wait: Callable[[Any], None], calls: int) -> Callable[[],
     return sample
 
 
-def measure(table: Table, device: torch.device, rounds: int, calls: int, console: Console) -> None:
+def measure(table: Table, device: torch.device, rounds: int, calls: int, only: str, console: Console) -> None:
     def wait_torch(last: Any) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize()
@@ -143,7 +144,10 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, console
     except ImportError:
         console.print("JAX is not installed")
     entries: dict[tuple[str, str], tuple[Callable[[], Call], Callable[[Any], None]]] = {
-        (name, grad): (make, wait) for grad, makers, wait in groups for name, make in makers.items()
+        (name, grad): (make, wait)
+        for grad, makers, wait in groups
+        for name, make in makers.items()
+        if name == YARDSTICK or re.search(only, name)
     }
     status: dict[tuple[str, str], str] = {}
     samplers = {}
@@ -183,13 +187,14 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for host_time.csv")
     parser.add_argument("--rounds", type=int, default=25, help="samples per entry")
     parser.add_argument("--cpu-smoke", action="store_true", help="few calls on the CPU: checks this file only")
+    parser.add_argument("--only", default="", help="regular expression of names; the yardstick is always there")
     options = parser.parse_args(arguments)
     console = Console(width=110)
     if not options.cpu_smoke and not torch.cuda.is_available():
         parser.error("no GPU here; --cpu-smoke checks the code paths")
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     rounds, calls = (3, 5) if options.cpu_smoke else (options.rounds, CALLS)
-    measure(Table(options.out / "host_time.csv", COLUMNS), device, rounds, calls, console)
+    measure(Table(options.out / "host_time.csv", COLUMNS), device, rounds, calls, options.only, console)
 
 
 if __name__ == "__main__":

@@ -186,11 +186,14 @@ def _without_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[s
         return run(*args)
 
     def backward(ctx: Any, *given: Any) -> Any:
-        problem = "has no gradient of its own"
-        if op.inference_only:
-            problem = f"is for inference only, it has no gradient; {op.inference_only}"
-        elif op.name.endswith("_bwd"):
-            problem += ", so there is no double backward"
-        raise NotImplementedError(message(op, f"{problem}.", ctx.given))
+        raise NotImplementedError(message(op, without_gradient_text(op), ctx.given))
 
     return {"forward": forward, "backward": backward}
+
+
+def without_gradient_text(op: Op) -> str:
+    """Why an op cannot be differentiated."""
+    if op.inference_only:
+        return f"is for inference only, it has no gradient; {op.inference_only}."
+    also = ", so there is no double backward" if op.name.endswith("_bwd") else ""
+    return f"has no gradient of its own{also}."

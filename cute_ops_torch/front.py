@@ -36,6 +36,15 @@ def make(_compiling, _watched, _exact, _grad_enabled, _requires_grad, _overload,
 """
 
 
+_NATIVE_SOURCE = """
+def make(_compiling, _overload, _call):
+    def {name}({parameters}):
+        _out = _overload({arguments}) if _compiling() else _call({arguments})
+        return {returned}
+    return {name}
+"""
+
+
 def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: Any, raw: bool = False) -> Any:
     """``cute_ops_torch.<op>``: the declaration's signature and docstring.
 
@@ -47,22 +56,35 @@ def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: A
         raw: return what the raw op returns: an empty tensor for an absent output.
     """
     exotic = "type({0}) not in _exact or not {0}.is_cuda or {0}.is_neg()"
-    outputs = ["_out"] if len(op.outputs) == 1 else [f"_out[{k}]" for k, _ in enumerate(op.outputs)]
-    returned = ", ".join(resolved(op, outputs))
-    source = _SOURCE.format(
-        name=op.name, parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)),
-        tensors=", ".join(op.inputs), returned="_out" if raw or returned == ", ".join(outputs) else returned,
-        dispatched=" or ".join(
-            f"({name} is not None and ({exotic.format(name)}))" if t.optional else exotic.format(name)
-            for name, t in op.inputs.items()
-        ),
-    )  # fmt: skip
-    make = define(source, op.name, __name__=__name__)["make"]
+    dispatched = " or ".join(
+        f"({name} is not None and ({exotic.format(name)}))" if t.optional else exotic.format(name)
+        for name, t in op.inputs.items()
+    )
+    make = _maker(op, _SOURCE, raw, tensors=", ".join(op.inputs), dispatched=dispatched)
     node = graph_node(op, launch, gradient).apply
     function = make(
         torch.compiler.is_compiling, _watched, _EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
         node,
     )  # fmt: skip
+    return _dressed(function, op)
+
+
+def make_native_function(op: Op, overload: Any, call: Callable[..., Any]) -> Any:
+    """The same in front of the C++ extension, which looks for itself whether anybody watches."""
+    return _dressed(_maker(op, _NATIVE_SOURCE, False)(torch.compiler.is_compiling, overload, call), op)
+
+
+def _maker(op: Op, source: str, raw: bool, **more: str) -> Callable[..., Any]:
+    outputs = ["_out"] if len(op.outputs) == 1 else [f"_out[{k}]" for k, _ in enumerate(op.outputs)]
+    returned = ", ".join(resolved(op, outputs))
+    text = source.format(
+        name=op.name, parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)),
+        returned="_out" if raw or returned == ", ".join(outputs) else returned, **more,
+    )  # fmt: skip
+    return define(text, op.name, __name__=__name__)["make"]
+
+
+def _dressed(function: Any, op: Op) -> Any:
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
     return function
 

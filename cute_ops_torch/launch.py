@@ -108,6 +108,41 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:
     return ready
 
 
+def describe(op: Op, *args: Any) -> dict[str, Any]:
+    """The same as :func:`prepare` for the C++ extension: what it needs to launch calls like this one.
+
+    ``arguments`` of the compiled function: input, output or scratch (0, 1, 2), which of them, and the shape and strides
+    of its view, None where it has none. New tensors as (shape, strides, dtype).
+    """
+    from cute_ops_torch.extension import runtime
+
+    tensors, attrs = args[: len(op.inputs)], args[len(op.inputs) :]
+    binding = bind_tensors(op, tensors, attrs)
+    check_strides(binding, tensors)
+    if binding.empty:
+        return {"run": _nothing_to_launch(binding).run, "handle": None}
+    device = next(t.device for t in tensors if t is not None)
+    chosen = plan(binding, memory(op, tensors), target.of_device(device.index or 0))
+    function = cache.get(chosen.variant)
+    handle = function.__chandle__()  # type: ignore[attr-defined]  # a TVM-FFI function
+    present = (
+        [(name, (0, i)) for i, name in enumerate(op.inputs) if tensors[i] is not None],
+        [(name, (1, k)) for k, name in enumerate(op.outputs) if binding.outputs[name] is not None],
+        [(name, (2, k)) for k, name in enumerate(chosen.workspaces)],
+    )
+    views = [(*place, *(chosen.views.get(name) or (None, None))) for part in present for name, place in part]
+    outputs = [
+        ((0,), absent_dtype(binding, declared)) if array is None else (tuple(array.shape), DTYPES[array.dtype])
+        for array, declared in zip(map(binding.outputs.get, op.outputs), op.outputs.values(), strict=True)
+    ]
+    scratch = [(tuple(array.shape), DTYPES[array.dtype]) for array in chosen.workspaces.values()]
+    return {
+        "run": None, "function": function, "handle": handle, "runtime": runtime(), "arguments": views,
+        "outputs": [(shape, compact(shape), dtype) for shape, dtype in outputs],
+        "scratch": [(shape, compact(shape), dtype) for shape, dtype in scratch],
+    }  # fmt: skip
+
+
 def _nothing_to_launch(binding: Binding) -> Ready:
     """Kernels cannot be launched on nothing; the reference knows what a sum over no rows is."""
     arity = len(binding.op.inputs)

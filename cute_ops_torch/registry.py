@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from cute_ops.op import Op
+from cute_ops_torch import extension
 from cute_ops_torch.autograd import autograd_kernel
 from cute_ops_torch.batching import vmap_rule
-from cute_ops_torch.front import make_function
-from cute_ops_torch.launch import launcher
+from cute_ops_torch.front import make_function, make_native_function
+from cute_ops_torch.launch import describe, launcher
 from cute_ops_torch.reference import cpu_kernel, fake_kernel
 from cute_ops_torch.schema import schema
 
 _libraries: dict[str, torch.library.Library] = {}
 _lowerings: dict[tuple[str, str], _Lowering] = {}
 _registered: dict[tuple[str, str], tuple[Op, Callable[..., Any]]] = {}
+_natives: dict[tuple[str, str], extension.Native] = {}
 _raw: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -51,9 +54,13 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     overload, cuda = _overload(namespace, op.name), launcher(op)
 
-    library.impl(op.name, cuda.launch, "CUDA")
+    native = _bind_native(op, namespace, overload)
+    if native:
+        cuda = cuda._replace(into=native.into)
+    else:
+        library.impl(op.name, cuda.launch, "CUDA")
+        library.impl(op.name, autograd_kernel(op, overload, cuda.launch, gradient), "Autograd", with_keyset=True)
     library.impl(op.name, cpu_kernel(op), "CPU")
-    library.impl(op.name, autograd_kernel(op, overload, cuda.launch, gradient), "Autograd", with_keyset=True)
     for autocast in ("AutocastCPU", "AutocastCUDA"):
         library.impl(op.name, torch.library.fallthrough_kernel, autocast)
     name = f"{namespace}::{op.name}"
@@ -61,10 +68,23 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     torch.library.register_fake(name, fake_kernel(op, lowering), lib=library)
     torch.library.register_vmap(name, vmap_rule(op, overload), lib=library)
 
-    function = make_function(op, overload, cuda.launch, gradient)
+    function = (
+        make_native_function(op, overload, native.call) if native
+        else make_function(op, overload, cuda.launch, gradient)
+    )  # fmt: skip
     _raw[key] = make_function(op, overload, cuda.launch, gradient, raw=True)
     _registered[key] = op, function
     return function
+
+
+def _bind_native(op: Op, namespace: str, overload: Any) -> extension.Native | None:
+    """The op in C++ where the extension is there, together with its gradient."""
+    if extension.loaded() is None:
+        return None
+    gradient = _natives[namespace, op.grad.name] if op.grad else None
+    made = extension.bind(op, overload, partial(describe, op), gradient)
+    _natives[namespace, op.name] = made
+    return made
 
 
 class _Lowering:
