@@ -5,8 +5,20 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 """
 
 from cute_ops.errors import CacheError, CompileError
-from cute_ops.op import FLOATS, Array, Case, OneOf, Op, Problem, Tensor
+from cute_ops.op import FLOATS, Array, Case, Finish, OneOf, Op, Problem, Tensor
 from cute_ops.reference import widen
 
 __version__ = "0.1.0"
-__all__ = ["FLOATS", "Array", "CacheError", "Case", "CompileError", "OneOf", "Op", "Problem", "Tensor", "widen"]
+__all__ = [
+    "FLOATS",
+    "Array",
+    "CacheError",
+    "Case",
+    "CompileError",
+    "Finish",
+    "OneOf",
+    "Op",
+    "Problem",
+    "Tensor",
+    "widen",
+]

@@ -92,8 +92,7 @@ def _inputs(op: Op, dtype: str, rows: int, n: int, without: list[str]) -> dict[s
     made: dict[str, Array | None] = {}
     for name, tensor in op.inputs.items():
         shape = tensor.of(op.example((rows,), n))
-        kind = dtype if tensor.dtype in op.dtypes else tensor.dtype
-        made[name] = None if name in without else Array(shape, kind)
+        made[name] = None if name in without else Array(shape, op.dtype_near(tensor, dtype))
     return made
 
 

@@ -82,6 +82,9 @@ def _fake(key: TensorKey) -> Any:
     if key.layout == "flat":
         order = tuple(reversed(range(key.rank)))
         return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=key.align)
+    if key.layout == "scattered":
+        free = tuple(cute.sym_int64() for _ in shape)
+        return cute.runtime.make_fake_tensor(dtype, shape, free, assumed_align=key.align)
     step = max(key.row_align // key.itemsize, 1)
     strides = tuple(cute.sym_int64(divisibility=step) for _ in shape[:-1])
     return cute.runtime.make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=key.align)

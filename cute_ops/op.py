@@ -68,6 +68,12 @@ class Tensor:
         given: for outputs: it exists only when this input was passed.
         same_as: for outputs: when the named output has the same dtype, that one serves for this one too
             and nothing is written twice.
+        below: for integer inputs: the dim that bounds its values, ``[0, dim)``. Kernels still check.
+        unread: for inputs: only its shape is used.
+        hidden: for outputs: kept for the gradient. The raw op returns it, the Python function does not; it has
+            no cotangent.
+        reuses: for outputs: an input of this shape and dtype whose memory this output may take, since nothing
+            is read after it was written. It happens where the caller asks for it.
     """
 
     shape: str
@@ -75,6 +81,10 @@ class Tensor:
     optional: bool = False
     given: str | None = None
     same_as: str | None = None
+    below: str | None = None
+    unread: bool = False
+    hidden: bool = False
+    reuses: str | None = None
 
     @cached_property
     def dims(self) -> tuple[Dim, ...]:
@@ -124,6 +134,25 @@ class Case:
 
 
 @dataclass(frozen=True)
+class Finish:
+    """What the Python functions do after an op, in array-API style: the framework differentiates it.
+
+    Args:
+        apply: ``apply(xp, inputs, outputs, attrs, **options) -> outputs``; the first three are mappings by name.
+        options: the values that each option may take, its default first.
+        plain: option values with which the outputs come back as they are.
+    """
+
+    apply: Callable[..., Mapping[str, Any]]
+    options: Mapping[str, tuple[Any, ...]]
+    plain: Mapping[str, Any]
+
+    @property
+    def defaults(self) -> dict[str, Any]:
+        return {name: choices[0] for name, choices in self.options.items()}
+
+
+@dataclass(frozen=True)
 class Problem:
     """What a tile heuristic may look at: sizes, dtypes and alignments by tensor name, and the target."""
 
@@ -160,6 +189,7 @@ class Op:
             symbolic.
         least_sm: the oldest SM that the kernels run on, ``89`` for 8.9.
         inference_only: for an op that has no gradient on purpose: what to do instead, for the error message.
+        finish: what the Python functions do after the op; it adds keyword arguments to them.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
         moves: ``moves(dims) -> (extra_bytes, flops)`` beyond one pass over inputs and outputs, for benchmarks.
         cases: named problems.
@@ -183,6 +213,7 @@ class Op:
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
         least_sm: int = 80,
         inference_only: str = "",
+        finish: Finish | None = None,
         check: Callable[[Any], str | None] | None = None,
         cases: tuple[Case, ...] = (),
         doc: str = "",
@@ -202,6 +233,7 @@ class Op:
         self.derived = dict(derived or {})
         self.least_sm = least_sm
         self.inference_only = inference_only
+        self.finish = finish
         self.check = check or (lambda binding: None)
         self.cases = cases
         self.doc = doc
@@ -214,6 +246,11 @@ class Op:
 
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
         return self.dtypes.get(tensor.dtype, (tensor.dtype,))
+
+    def dtype_near(self, tensor: Tensor, dtype: str) -> str:
+        """This dtype where the tensor may have it, else the first that it may."""
+        choices = self.dtype_choices(tensor)
+        return dtype if dtype in choices else choices[0]
 
     @property
     def differentiable(self) -> tuple[str, ...]:
@@ -228,6 +265,25 @@ class Op:
         known = {"n": n} if self.static == ("n",) else {**(self.cases[0].dims if self.cases else {}), "n": n}
         known |= {name: size(known, self.attrs) for name, size in self.derived.items()}
         return {d.name: known[d.name] for t in tensors for d in t.dims} | {t.rows: lead for t in tensors if t.rows}
+
+    @cached_property
+    def shown(self) -> tuple[str, ...]:
+        """The outputs that a Python function returns."""
+        return tuple(name for name, t in self.outputs.items() if not t.hidden)
+
+    @cached_property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of the Python functions beyond inputs and attributes, with their defaults."""
+        found = self.finish.defaults if self.finish else {}
+        reuses = self.grad is not None and any(t.reuses for t in self.grad.outputs.values())
+        return {**found, "inplace_backward": False} if reuses else found
+
+    def check_options(self, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for a value that an option does not take."""
+        for name, choices in self.finish.options.items() if self.finish else ():
+            if options[name] not in choices:
+                known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+                raise ValueError(f"cute.{self.name}: option `{name}` is {options[name]!r}, expected {known}.")
 
     def _validate(self) -> None:
         if not self.name.isidentifier():
@@ -245,6 +301,10 @@ class Op:
         for name, t in [*self.inputs.items(), *self.outputs.items()]:
             if t.dtype not in self.dtypes and t.dtype not in ITEMSIZE:
                 raise ValueError(f"op {self.name}: {name} has dtype {t.dtype!r}, neither a variable nor a dtype")
+            if t.reuses and (t.reuses not in self.inputs or self.inputs[t.reuses].declared != t.declared):
+                raise ValueError(
+                    f"op {self.name}: {name} reuses {t.reuses!r}, which is no input of its shape and dtype"
+                )
             first, *rest = t.shape.split() or [""]
             if any("*" in d for d in rest):
                 raise ValueError(f"op {self.name}: {name}: leading dims must come first, got {t.shape!r}")

@@ -91,9 +91,13 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target, *, fixe
         where = memory.get(name, Memory(compact(shape)))
         strides = view.strides if view else where.strides
         known = (None,) * (len(shape) - len(tensor.dims)) + tuple(d.of(static) for d in tensor.dims)
-        keys[name] = _tensor_key(name, array.dtype, shape, known, Memory(strides, where.address))
+        place = Memory(strides, where.address)
+        keys[name] = _tensor_key(name, array.dtype, shape, known, place, per_row=not tensor.dims)
     dtypes = {name: key.dtype for name, key in keys.items() if key}
-    aligns = {name: min(key.align, key.row_align) for name, key in keys.items() if key}
+    # What a row has one of limits no vector.
+    aligns = {
+        name: min(key.align, key.row_align) if tensors[name].dims else VECTOR for name, key in keys.items() if key
+    }
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes=dtypes, aligns=aligns, attrs=binding.attrs,
         arch=target.arch, sm_count=target.sm_count,
@@ -131,7 +135,7 @@ def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
     """Raise unless every input's last dim is contiguous."""
     for name, where in memory.items():
         array = binding.inputs[name]
-        if array is None or not array.shape:
+        if array is None or not binding.op.inputs[name].dims:
             continue
         if array.shape[-1] > 1 and math.prod(array.shape) and where.strides[-1] != 1:
             raise ValueError(
@@ -159,8 +163,14 @@ def _static_allowed(op: str, values: tuple[int, ...]) -> bool:
     return True
 
 
-def _tensor_key(name: str, dtype: str, shape: tuple, known: tuple, where: Memory) -> TensorKey:
+def _tensor_key(
+    name: str, dtype: str, shape: tuple, known: tuple, where: Memory, per_row: bool = False
+) -> TensorKey:  # fmt: skip
     itemsize = ITEMSIZE[dtype]
+    if per_row:
+        # One number per row, read alone: any stride, and alignment says nothing.
+        layout: Any = "flat" if not _uneven(shape, where.strides) else "scattered"
+        return TensorKey(name, dtype, known, layout, align=itemsize, row_align=itemsize)
     # A dim of size 1 (or 0) is never stepped over: its stride says nothing.
     stepped = [s for size, s in zip(shape[:-1], where.strides[:-1], strict=True) if size > 1]
     flat = all(
@@ -211,7 +221,9 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, 
         for n, t in op.inputs.items()
         if t.rows and not t.broadcast and n in memory and binding.inputs[n] is not None
     }
-    if not any(_uneven(binding.inputs[n].shape, memory[n].strides) for n in rows):  # type: ignore[union-attr]
+    # A kernel's tensors have dims: one number for the one row of a vector becomes a row of one.
+    alone = any(not binding.inputs[n].shape for n in rows)  # type: ignore[union-attr]
+    if not alone and not any(_uneven(binding.inputs[n].shape, memory[n].strides) for n in rows):  # type: ignore[union-attr]
         return {}
     lead = binding.dims[next(t.rows for t in rows.values() if t.rows)]
     kept = [i for i, size in enumerate(lead) if size != 1]

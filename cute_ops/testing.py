@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -44,11 +45,47 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
         if name in case.leading:
             shape = shape[len(shape) - len(tensor.dims) - case.leading[name] :]
         rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{name}".encode())])
+        if tensor.below:
+            # Every dtype variable of integers takes its first choice where the case fixes none.
+            kind = case.dtypes.get(tensor.dtype, op.dtype_choices(tensor)[0])
+            made[name] = rng.integers(0, case.dims[tensor.below], shape).astype(kind)
+            continue
         normal = rng.standard_normal(shape, dtype=np.float32)
         values = 1 + normal / 4 if name.endswith("weight") else normal
         concrete = case.dtypes.get(tensor.dtype, dtype) if tensor.dtype in op.dtypes else tensor.dtype
         made[name] = values.astype(numpy_dtype(concrete))
     return made
+
+
+def sample(
+    op: Op, lead: tuple[int, ...], n: int, rng: np.random.Generator, dtype: str = "float32", count: int | None = None
+) -> list[np.ndarray]:
+    """Random values for every input of :meth:`Op.example`, optional ones too; ``count`` of each, stacked."""
+    made = []
+    for tensor in op.inputs.values():
+        shape = (*(() if count is None else (count,)), *tensor.of(op.example(lead, n)))
+        if tensor.below:
+            made.append(rng.integers(0, n, shape).astype(op.dtype_choices(tensor)[-1]))
+        else:
+            kind = numpy_dtype(op.dtype_near(tensor, dtype))
+            made.append(rng.standard_normal(shape, dtype=np.float32).astype(kind))
+    return made
+
+
+def argnums(op: Op) -> tuple[int, ...]:
+    """Where the inputs are that have a gradient."""
+    return tuple(i for i, name in enumerate(op.inputs) if name in op.differentiable)
+
+
+def plain(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    """An adapter's function of an op, without what follows the op itself."""
+    return partial(function, **op.finish.plain) if op.finish else function
+
+
+def shown(op: Op, raw: Any) -> tuple[Any, ...]:
+    """Those of an op's outputs that are not hidden."""
+    named = dict(zip(op.outputs, raw if isinstance(raw, tuple | list) else (raw,), strict=True))
+    return tuple(named[name] for name in op.shown)
 
 
 def run_reference(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
@@ -59,7 +96,7 @@ def run_reference(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.
 
 def expected(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
     """The reference in float64 on the same values; outputs stay float64."""
-    wide = {n: None if a is None else a.astype(np.float64) for n, a in arrays.items()}
+    wide = {n: a if a is None or a.dtype.kind == "i" else a.astype(np.float64) for n, a in arrays.items()}
     exact = dict(zip(op.outputs, run_reference(op, wide, attrs), strict=True))
     lows = dict(zip(op.outputs, run_reference(op, arrays, attrs), strict=True))
     # In float64 all dtypes are equal, so an output that shares another's array is missing here.
@@ -70,7 +107,8 @@ def expected(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarr
 def tolerances(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
     """The largest absolute error allowed, per element of each output."""
     result: list[np.ndarray | None] = []
-    largest = max(float(np.max(np.abs(a), initial=0.0, where=np.isfinite(a))) for a in arrays.values() if a is not None)
+    numbers = [a for a in arrays.values() if a is not None and a.dtype.kind != "i"]
+    largest = max(float(np.max(np.abs(a), initial=0.0, where=np.isfinite(a))) for a in numbers)
     for low, exact in zip(run_reference(op, arrays, attrs), expected(op, arrays, attrs), strict=True):
         if low is None or exact is None:
             result.append(None)

@@ -27,7 +27,7 @@ class TensorKey:
         dtype: dtype name.
         shape: one entry per dim as passed: an int where static, None where dynamic.
         layout: ``flat`` is compact row-major; ``strided`` has free strides on all dims but the last, which
-            is contiguous.
+            is contiguous; ``scattered``, one number per row, has free strides on all of them.
         align: bytes that divide the base address, at most 16.
         row_align: bytes that divide every stride but the last, at most 16.
     """
@@ -35,7 +35,7 @@ class TensorKey:
     name: str
     dtype: str
     shape: tuple[int | None, ...]
-    layout: Literal["flat", "strided"]
+    layout: Literal["flat", "strided", "scattered"]
     align: int
     row_align: int
 

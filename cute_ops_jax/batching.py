@@ -28,6 +28,7 @@ def batch(
     *,
     names: tuple[str, ...],
     attrs: Attributes,
+    inplace: bool,
 ) -> tuple[list[jax.Array], list[int]]:
     """The batching rule of a stage's primitive: every result is batched in axis 0."""
     op = stage.op
@@ -37,7 +38,7 @@ def batch(
     size = next(iter(batched.values())).shape[0]
 
     def run(inputs: dict[str, Any]) -> list[jax.Array]:
-        return [result for result in stage({**shared, **inputs}, dict(attrs)).values() if result is not None]
+        return [result for result in stage({**shared, **inputs}, dict(attrs), inplace).values() if result is not None]
 
     example = {name: Array(a.shape[1:], spec(a).dtype) for name, a in batched.items()}
     one = bind(op, {**{name: spec(a) for name, a in shared.items()}, **example}, dict(attrs))

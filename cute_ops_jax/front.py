@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from cute_ops.op import Op
 from cute_ops_jax.gradient import Call, differentiable
@@ -36,8 +37,16 @@ def register(op: Op) -> Callable[..., Any]:
         bound.apply_defaults()
         present = {name: bound.arguments[name] for name in op.inputs if bound.arguments[name] is not None}
         attrs = tuple((name, bound.arguments[name]) for name in op.attrs)
-        found = run(Call(tuple(present), attrs), present)
-        results = [found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items()]
+        options = {name: bound.arguments[name] for name in op.options}
+        inplace = options.pop("inplace_backward", False)
+        op.check_options(options)
+        found = run(Call(tuple(present), attrs, inplace), present)
+        results = [
+            found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items() if not t.hidden
+        ]
+        if op.finish is not None:
+            shown = dict(zip(op.shown, results, strict=True))
+            results = list(op.finish.apply(jnp, bound.arguments, shown, dict(attrs), **options).values())
         return results[0] if len(results) == 1 else tuple(results)
 
     call.__name__ = call.__qualname__ = op.name
@@ -45,7 +54,7 @@ def register(op: Op) -> Callable[..., Any]:
     call.__doc__ = op.doc
     call.__signature__ = header  # type: ignore[attr-defined]
     # Traced once per shape, so that a call outside of jit does not pay for custom_vjp every time.
-    return jax.jit(call, static_argnames=tuple(op.attrs), inline=True)
+    return jax.jit(call, static_argnames=(*op.attrs, *op.options), inline=True)
 
 
 def signature(op: Op) -> inspect.Signature:
@@ -55,8 +64,8 @@ def signature(op: Op) -> inspect.Signature:
     for name, tensor in op.inputs.items():
         default, annotation = (None, "ArrayLike | None") if tensor.optional else (required, "ArrayLike")
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-    for name, value in op.attrs.items():
+    for name, value in {**op.attrs, **op.options}.items():
         parameters.append(inspect.Parameter(name, kind, default=value, annotation=type(value).__name__))
-    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.outputs.values()]
+    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.outputs.values() if not tensor.hidden]
     returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
     return inspect.Signature(parameters, return_annotation=returns)

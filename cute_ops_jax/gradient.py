@@ -20,10 +20,13 @@ Arrays = dict[str, jax.Array]
 
 
 class Call(NamedTuple):
-    """What is static in a call: the inputs that are present, and the attributes."""
+    """What is static in a call: the inputs that are present, the attributes, and whether gradients may take the memory
+    of the inputs that they reuse.
+    """
 
     names: tuple[str, ...]
     attrs: Attributes
+    inplace: bool = False
 
 
 def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
@@ -51,7 +54,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
             zero = isinstance(cotangent, SymbolicZero)
             # An output that nobody used: leave its cotangent out where that is allowed, it saves reading zeros.
             given[f"d{name}"] = (None if wanted.optional else jnp.zeros_like(cotangent)) if zero else cotangent
-        results = backward(given, {name: value for name, value in call.attrs if name in grad.attrs})
+        results = backward(given, {name: value for name, value in call.attrs if name in grad.attrs}, call.inplace)
         for name, tensor in grad.outputs.items():
             if results[name] is None and tensor.same_as is not None:
                 results[name] = results[tensor.same_as]

@@ -20,7 +20,9 @@ from cute_ops_jax import targets
 from cute_ops_jax.arrays import spec, specs
 
 
-def reference(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]]) -> list[jax.Array]:
+def reference(
+    op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]], inplace: bool = False
+) -> list[jax.Array]:
     """The declared reference through jax.numpy: every platform but CUDA.
 
     Raises:
@@ -40,7 +42,9 @@ def reference(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[
     return [array for array in results if array is not None]
 
 
-def kernel(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]]) -> list[jax.Array]:
+def kernel(
+    op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]], inplace: bool = False
+) -> list[jax.Array]:
     """The compiled kernel, called by its target's name on row-major arrays.
 
     XLA hands over compact arrays, so leading dims fold: into one, or where an input is shared by the outer
@@ -64,7 +68,11 @@ def kernel(op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tup
     outputs = [out for out in binding.outputs.values() if out is not None]
     results = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in (*outputs, *chosen.workspaces.values())]
     # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
-    flat = jax.ffi.ffi_call(chosen.variant.symbol, results)(*views.values())
+    made = [name for name, out in binding.outputs.items() if out is not None]
+    sources = {op.outputs[name].reuses: i for i, name in enumerate(made)} if inplace else {}
+    # XLA copies an aliased operand that is read later.
+    aliases = {i: sources[name] for i, name in enumerate(views) if name in sources}
+    flat = jax.ffi.ffi_call(chosen.variant.symbol, results, input_output_aliases=aliases)(*views.values())
     wanted = [out.shape for out in whole.outputs.values() if out is not None]
     return [array.reshape(shape) for array, shape in zip(flat[: len(wanted)], wanted, strict=True)]
 

@@ -36,8 +36,10 @@ class Stage:
         _compat.register_lowering(self.primitive, partial(lowering.reference, op))
         _compat.register_lowering(self.primitive, partial(lowering.kernel, op), platform="cuda")
 
-    def __call__(self, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, jax.Array | None]:
-        """Check the call and bind the primitive.
+    def __call__(
+        self, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False
+    ) -> dict[str, jax.Array | None]:
+        """Check the call and bind the primitive. ``inplace``: outputs take the memory of the inputs that they reuse.
 
         Raises:
             TypeError: unknown or missing argument, wrong dtype.
@@ -55,10 +57,12 @@ class Stage:
         else:
             names = tuple(name for name in self.op.inputs if name in present)
             operands = [present[name] for name in names]
-            results = self.primitive.bind(*operands, names=names, attrs=tuple(binding.attrs.items()))
+            results = self.primitive.bind(*operands, names=names, attrs=tuple(binding.attrs.items()), inplace=inplace)
         return dict.fromkeys(self.op.outputs) | dict(zip(wanted, results, strict=True))
 
-    def _abstract(self, *avals: Any, names: tuple[str, ...], attrs: Attributes) -> list[_compat.ShapedArray]:
+    def _abstract(
+        self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
+    ) -> list[_compat.ShapedArray]:
         axes = frozenset[str]().union(*map(_compat.varying_axes, avals))
         if axes:
             raise NotImplementedError(

@@ -31,8 +31,8 @@ def _literal(value: Any) -> str:
 
 def _function(op: Op) -> str:
     arguments = [f"{n}: ArrayLike{' | None = None' if t.optional else ''}" for n, t in op.inputs.items()]
-    arguments += [f"{n}: {type(value).__name__} = {_literal(value)}" for n, value in op.attrs.items()]
-    outputs = [f"Array{' | None' if t.given else ''}" for t in op.outputs.values()]
+    arguments += [f"{n}: {type(value).__name__} = {_literal(value)}" for n, value in {**op.attrs, **op.options}.items()]
+    outputs = [f"Array{' | None' if t.given else ''}" for t in op.outputs.values() if not t.hidden]
     returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
     head = f"def {op.name}({', '.join(arguments)}) -> {returns}: ..."
     if len(head) <= 120:

@@ -125,7 +125,7 @@ def _with_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str,
     names = dict(zip(grad.inputs, given, strict=True))
     results = dict(zip(grad.outputs, resolved(grad, raw, names), strict=True))
     remember, replace = "", ""
-    if any(t.given or t.same_as for t in op.outputs.values()):
+    if any(t.given or t.same_as or t.hidden for t in op.outputs.values()):
         remember += f"\n    _mark(ctx, ({', '.join(op.inputs)},), _out)"
     if required:
         remember += f"\n    ctx.required = ({''.join(f'({outputs[n]}.shape, {outputs[n]}.dtype), ' for n in required)})"
@@ -141,7 +141,7 @@ def _with_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str,
         saved_names=", ".join(local[name] for name in saved) or "_", replace=replace,
         row_major="".join(
             f"    if {c} is not None and {c}.stride()[-1:] != (1,):\n        {c} = _row_major({c})\n"
-            for n, c in cotangents.items() if n in grad.inputs
+            for n, c in cotangents.items() if n in grad.inputs and grad.inputs[n].dims
         ),
         given=", ".join(given),
         gradients="".join(
@@ -156,15 +156,46 @@ def _with_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str,
 
 
 def _marker(op: Op) -> Call:
-    """Absent and shared outputs have no gradient."""
+    """Absent, shared and hidden outputs have no gradient."""
+    hidden = [t.hidden for t in op.outputs.values()]
     resolve = resolver(op)
 
     def mark(ctx: Any, tensors: tuple[Any, ...], result: Any) -> None:
         results = result if isinstance(result, tuple) else (result,)
         real = resolve(tensors, results)
-        ctx.mark_non_differentiable(*[r for r, used in zip(results, real, strict=True) if r is not used])
+        idle = [r for r, used, kept in zip(results, real, hidden, strict=True) if r is not used or kept]
+        ctx.mark_non_differentiable(*idle)
 
     return mark
+
+
+def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
+    """The backward op with its outputs in the memory of the inputs that they reuse, where those are compact.
+
+    Args:
+        grad: the backward op.
+        gradient: its function, raw.
+        into: its CUDA implementation with outputs given.
+    """
+    names = list(grad.inputs)
+    sources = [names.index(t.reuses) if t.reuses else None for t in grad.outputs.values()]
+
+    def run(*args: Any) -> Any:
+        reused = [None if k is None else args[k].detach() for k in sources]
+        results = tuple(t for t in reused if t is not None)
+        whole = all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results)
+        if whole and len(results) == len(reused):
+            if all(t.numel() for t in results):
+                into(*args, *results)
+                # Whoever else has saved this memory for a backward of his own gets autograd's error, not other numbers.
+                torch.autograd.graph.increment_version(results)
+        else:
+            made = gradient(*args)
+            made = made if isinstance(made, tuple) else (made,)
+            results = tuple(r if t is None else t.copy_(r) for r, t in zip(made, reused, strict=True))
+        return results[0] if len(results) == 1 else results
+
+    return run
 
 
 def _zeros(like: tuple[torch.Size, torch.dtype], cotangents: tuple[torch.Tensor | None, ...]) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_ops.op import Op
-from cute_ops_torch.autograd import graph_node
+from cute_ops_torch.autograd import graph_node, inplace_gradient
 from cute_ops_torch.schema import define, parameters, resolved
 
 _C = torch._C
@@ -87,6 +87,68 @@ def _maker(op: Op, source: str, raw: bool, **more: str) -> Callable[..., Any]:
 def _dressed(function: Any, op: Op) -> Any:
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
     return function
+
+
+_FINISHED = """
+def make(_plain, _inplace, _finish):
+    def {name}({parameters}):
+        return _finish({call}({arguments}), ({tensors},), ({attributes}), {options})
+    return {name}
+"""
+
+
+def finished(op: Op, plain: Callable[..., Any], inplace: Callable[..., Any] | None) -> Any:
+    """The function of an op that has options or hidden outputs.
+
+    Args:
+        op: the declaration.
+        plain: its function, raw.
+        inplace: the same with a gradient that takes the memory of what it reuses.
+    """
+    finish, shown = op.finish, [list(op.outputs).index(name) for name in op.shown]
+    own = [name for name in op.options if name != "inplace_backward"]
+
+    def after(raw: Any, tensors: tuple[Any, ...], attributes: tuple[Any, ...], *values: Any) -> Any:
+        options = dict(zip(own, values, strict=True))
+        op.check_options(options)
+        outputs = raw if isinstance(raw, tuple) else (raw,)
+        results = {name: outputs[k] for name, k in zip(op.shown, shown, strict=True)}
+        if finish is not None and options != finish.plain:
+            from array_api_compat import torch as xp  # lazily: not every call has a use for it
+
+            inputs, attrs = dict(zip(op.inputs, tensors, strict=True)), dict(zip(op.attrs, attributes, strict=True))
+            results = dict(finish.apply(xp, inputs, results, attrs, **options))
+        values = tuple(results.values())
+        return values[0] if len(values) == 1 else values
+
+    source = _FINISHED.format(
+        name=op.name, parameters=parameters(op, options=True), arguments=", ".join((*op.inputs, *op.attrs)),
+        call="(_inplace if inplace_backward else _plain)" if inplace else "_plain", tensors=", ".join(op.inputs),
+        attributes="".join(f"{name}, " for name in op.attrs), options="".join(f"{name}, " for name in own),
+    )  # fmt: skip
+    function = define(source, op.name, __name__=__name__)["make"](plain, inplace, after)
+    function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
+    return function
+
+
+def make_inplace(
+    op: Op, overload: Any, launch: Callable[..., Any], gradient: Callable[..., Any], into: Callable[..., Any]
+) -> Any:
+    """As :func:`make_function`, raw, with a gradient that takes the memory of the inputs that it reuses.
+
+    Where somebody watches it is the op itself: a compiler plans memory on its own.
+    """
+    assert op.grad is not None
+    inplace = inplace_gradient(op.grad, gradient, into)
+    node, arity = graph_node(op, overload, inplace).apply, len(op.inputs)
+
+    def elsewhere(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or _watched():
+            return overload(*args)
+        exact = all(t is None or type(t) in _EXACT for t in args[:arity])
+        return node(*args) if exact and torch.is_grad_enabled() else overload(*args)
+
+    return make_function(op, elsewhere, launch, inplace, raw=True)
 
 
 def _watched() -> bool:

@@ -5,9 +5,12 @@ from torch import Tensor
 __all__ = [
     "add_rmsnorm",
     "add_rmsnorm_fp8",
+    "cross_entropy",
     "geglu",
     "gelu",
     "gelu_mul",
+    "log_softmax",
+    "mean",
     "quantize_fp8",
     "relu2",
     "rmsnorm",
@@ -16,6 +19,8 @@ __all__ = [
     "silu",
     "silu_mul",
     "silu_mul_fp8",
+    "softmax",
+    "sum",
     "swiglu",
 ]
 
@@ -42,6 +47,19 @@ def silu(x: Tensor) -> Tensor: ...
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor: ...
 def relu2(x: Tensor) -> Tensor: ...
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor: ...
+def cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    inplace_backward: bool = False,
+) -> Tensor: ...
+def softmax(x: Tensor) -> Tensor: ...
+def log_softmax(x: Tensor) -> Tensor: ...
+def sum(x: Tensor) -> Tensor: ...
+def mean(x: Tensor) -> Tensor: ...
 def quantize_fp8(x: Tensor, block: int = 0) -> tuple[Tensor, Tensor]: ...
 def rmsnorm_fp8(
     x: Tensor,

@@ -13,8 +13,8 @@ from cute_ops.op import Op
 from cute_ops_torch import extension
 from cute_ops_torch.autograd import autograd_kernel
 from cute_ops_torch.batching import vmap_rule
-from cute_ops_torch.front import make_function, make_native_function
-from cute_ops_torch.launch import describe, launcher
+from cute_ops_torch.front import finished, make_function, make_inplace, make_native_function
+from cute_ops_torch.launch import Launcher, describe, launcher
 from cute_ops_torch.reference import cpu_kernel, fake_kernel
 from cute_ops_torch.schema import schema
 
@@ -22,6 +22,7 @@ _libraries: dict[str, torch.library.Library] = {}
 _lowerings: dict[tuple[str, str], _Lowering] = {}
 _registered: dict[tuple[str, str], tuple[Op, Callable[..., Any]]] = {}
 _natives: dict[tuple[str, str], extension.Native] = {}
+_launchers: dict[tuple[str, str], Launcher] = {}
 _raw: dict[tuple[str, str], Callable[..., Any]] = {}
 
 
@@ -52,7 +53,8 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
     # Exact strides: Inductor must not hand over a layout that eager would have refused.
     library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    overload, cuda = _overload(namespace, op.name), launcher(op)
+    overload = _overload(namespace, op.name)
+    cuda = _launchers[key] = launcher(op)
 
     native = _bind_native(op, namespace, overload)
     if native:
@@ -68,23 +70,36 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     torch.library.register_fake(name, fake_kernel(op, lowering), lib=library)
     torch.library.register_vmap(name, vmap_rule(op, overload), lib=library)
 
-    function = (
-        make_native_function(op, overload, native.call) if native
-        else make_function(op, overload, cuda.launch, gradient)
-    )  # fmt: skip
-    _raw[key] = make_function(op, overload, cuda.launch, gradient, raw=True)
+    raw = _raw[key] = make_function(op, overload, cuda.launch, gradient, raw=True)
+    if op.options or len(op.shown) < len(op.outputs):
+        inplace = None
+        if op.grad is not None and "inplace_backward" in op.options:
+            into = _launchers[namespace, op.grad.name].into
+            inplace = make_inplace(op, overload, cuda.launch, _raw[namespace, op.grad.name], into)
+        function = finished(op, raw, inplace)
+    elif native:
+        function = make_native_function(op, overload, native.call)
+    else:
+        function = make_function(op, overload, cuda.launch, gradient)
     _registered[key] = op, function
     return function
 
 
 def _bind_native(op: Op, namespace: str, overload: Any) -> extension.Native | None:
     """The op in C++ where the extension is there, together with its gradient."""
-    if extension.loaded() is None:
+    if extension.loaded() is None or not _native_knows(op):
         return None
     gradient = _natives[namespace, op.grad.name] if op.grad else None
     made = extension.bind(op, overload, partial(describe, op), gradient)
     _natives[namespace, op.name] = made
     return made
+
+
+def _native_knows(op: Op) -> bool:
+    """Numbers per row and hidden outputs are Python's, forward and backward."""
+    family = (op, op.grad) if op.grad else (op,)
+    tensors = [t for one in family for t in (*one.inputs.values(), *one.outputs.values())]
+    return not any(t.hidden or t.below or (t.rows and not t.dims) for t in tensors)
 
 
 class _Lowering:

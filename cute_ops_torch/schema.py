@@ -28,12 +28,15 @@ def _literal(value: Any) -> str:
     return f'"{value}"' if isinstance(value, str) else str(value)
 
 
-def parameters(op: Op, annotated: bool = False) -> str:
-    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``, with types for the stubs."""
+def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
+    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``, with types for the stubs, and with the options that
+    only Python functions have.
+    """
     optional, required = (": Tensor | None = None", ": Tensor") if annotated else ("=None", "")
     inputs = [name + (optional if t.optional else required) for name, t in op.inputs.items()]
+    named = {**op.attrs, **(op.options if options else {})}
     attrs = [
-        f"{n}: {type(v).__name__} = {_literal(v)}" if annotated else f"{n}={_literal(v)}" for n, v in op.attrs.items()
+        f"{n}: {type(v).__name__} = {_literal(v)}" if annotated else f"{n}={_literal(v)}" for n, v in named.items()
     ]
     return ", ".join(inputs + attrs)
 

@@ -48,7 +48,8 @@ def arrays(op: Op, tensors: Tensors) -> dict[str, Array | None]:
 def check_strides(binding: Binding, tensors: Tensors) -> None:
     """Raise ValueError unless every last dim is contiguous, on any device."""
     # Asked of the strides first, so that the usual case puts no guard on a symbolic size.
-    if any(t is not None and t.ndim and t.stride(-1) != 1 for t in tensors):
+    declared = binding.op.inputs.values()
+    if any(t is not None and d.dims and t.ndim and t.stride(-1) != 1 for t, d in zip(tensors, declared, strict=True)):
         check_last_dim(binding, memory(binding.op, tensors, addresses=False))
 
 

@@ -20,7 +20,8 @@ Made from the declarations by `python docs/make_ops.py`. Every op below is `torc
 
 def signature(op: Op) -> str:
     inputs = [f"{name}=None" if t.optional else name for name, t in op.inputs.items()]
-    return f"{op.name}({', '.join([*inputs, *(f'{name}={value!r}' for name, value in op.attrs.items())])})"
+    arguments = ", ".join([*inputs, *(f"{name}={value!r}" for name, value in {**op.attrs, **op.options}.items())])
+    return f"{op.name}({arguments})"
 
 
 def summary(op: Op) -> str:

@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_ops.kernels._rows import ITEMSIZE
-from cute_ops.kernels._vectors import access_bits, fragment, gmem_vector, load, zero_outside
+from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load
 
 
 class RowRing:
@@ -76,7 +76,7 @@ class RowRing:
         if first < 0 or first + self.tile.vec > self.tile.n:
             for sX in slots:
                 sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
-                zero_outside(cute.make_tensor(sV.iterator, cute.coalesce(sV.layout)), first, Int32(self.tile.n))
+                fill_outside(cute.make_tensor(sV.iterator, cute.coalesce(sV.layout)), first, Int32(self.tile.n))
 
     def read(self, sX, k, stage):
         """This thread's k-th vector of a slot, in registers."""

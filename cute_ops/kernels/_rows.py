@@ -125,3 +125,18 @@ def row_address(mX, key, row, n):
     if len(mX.shape) > 1:
         offset = offset + rest * Int64(mX.stride[0])
     return base + offset * itemsize
+
+
+def element_address(mX, key, row):
+    """Byte address of a row's element in a tensor that holds one number per row, in 64 bits throughout."""
+    itemsize = mX.element_type.width // 8
+    base = mX.iterator.toint()
+    if key.layout == "flat":
+        return base + row * Int64(itemsize)
+    offset, rest = Int64(0), row
+    for i in reversed(range(1, len(mX.shape))):
+        size = extent(mX, i)
+        above = rest // size
+        offset = offset + (rest - above * size) * Int64(mX.stride[i])
+        rest = above
+    return base + (offset + rest * Int64(mX.stride[0])) * itemsize

@@ -99,18 +99,18 @@ def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, stream
 
 
 @cute.jit
-def zero_outside(tX: cute.Tensor, first: Int32, n: Int32):
-    """Zero the elements whose columns ``first + j`` fall outside the row; they may be a neighbour's NaN."""
+def fill_outside(tX: cute.Tensor, first: Int32, n: Int32, value: cutlass.Constexpr = 0):
+    """Overwrite the elements whose columns ``first + j`` fall outside the row; they may be a neighbour's NaN."""
     for j in cutlass.range_constexpr(cute.size(tX)):
         if first + j < 0 or first + j >= n:
-            tX[j] = tX.element_type(0)
+            tX[j] = tX.element_type(value)
 
 
 @cute.jit
-def trim(rX: cute.Tensor, first: Int32, n: Int32):
-    """:func:`zero_outside` by the few threads at a row's edges."""
+def trim(rX: cute.Tensor, first: Int32, n: Int32, value: cutlass.Constexpr = 0):
+    """:func:`fill_outside` by the few threads at a row's edges."""
     if first < 0 or first + cute.size(rX) > n:
-        zero_outside(rX, first, n)
+        fill_outside(rX, first, n, value)
 
 
 def forget(rX):

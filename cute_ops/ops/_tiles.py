@@ -12,7 +12,9 @@ from cute_ops.op import ITEMSIZE
 
 WARP = 32
 VECTOR_BYTES = 16
-ROWS = ("x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "dresidual")
+ROWS = (
+    "x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "dresidual", "logits", "dlogits",
+)  # fmt: skip
 BACKWARD_INPUTS = ("x", "residual_out", "dout", "dresidual_out")
 # Shared memory of an SM that rings may fill, by architecture; more than a CTA gets nowhere.
 SHARED_BYTES = {80: 160_000, 90: 220_000, 100: 220_000, 103: 220_000, 120: 96_000}
@@ -219,3 +221,43 @@ def rows_quantize(problem: Any) -> dict[str, int]:
         return {"threads": 1024, "long": 1}
     row = _threads(part, 2 if part <= 1024 else 4)
     return {"threads": max(row, 128), "threads_per_row": row, "cluster": cluster}
+
+
+def rows_reduced(problem: Any, inputs: int = 1) -> dict[str, int]:
+    """A reduction over rows held in registers: threads, those of a row, CTAs of a cluster, CTAs ``resident`` on an SM;
+    ``long`` where a row fits no cluster's registers.
+    """
+    if problem.n is None:
+        return {"threads": 512}
+    vectors, most = _vectors(problem), _most_ctas(problem)
+    unit = LINE if problem.n >= SHORT else 1
+    # Vectors of 16 bytes that a thread has room for.
+    room = 8 // inputs
+    if vectors <= 1024:
+        row = _forward_row(problem, vectors)
+        return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
+    cluster = _doubled(vectors, 256 * room, most)
+    part = -(-(vectors + unit * _unaligned(problem)) // cluster)
+    row = _threads(part, room)
+    # Registers beside those of the row.
+    if part * 4 > row * (4 * room if row <= 800 else 3 * room):
+        return {"threads": 1024, "long": 1}
+    return {"threads": row, "threads_per_row": row, "cluster": cluster, "unit": unit, "resident": max(1, 800 // row)}
+
+
+def pairs_reduced(problem: Any) -> dict[str, int]:
+    """As :func:`rows_reduced`, of two inputs."""
+    return rows_reduced(problem, 2)
+
+
+def rows_apart(problem: Any) -> dict[str, int]:
+    """No reduction: threads, those of a row, parts of a row that go to different CTAs."""
+    if problem.n is None:
+        return {"threads": 512}
+    vectors = _vectors(problem)
+    unit = LINE if problem.n >= SHORT else 1
+    if vectors <= 1024:
+        row = _forward_row(problem, vectors)
+        return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
+    segments = -(-(vectors + unit * _unaligned(problem)) // 1024)
+    return {"threads": 256, "threads_per_row": 256, "segments": segments, "unit": unit}

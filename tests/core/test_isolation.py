@@ -35,7 +35,7 @@ from cute_ops.ops import OPS
 from cute_ops.plan import plan
 from cute_ops.target import parse
 for op in OPS:
-    shapes = {name: Array(t.of(op.example((4,), 64)), "bfloat16") for name, t in op.inputs.items()}
+    shapes = {name: Array(t.of(op.example((4,), 64)), op.dtype_near(t, "bfloat16")) for name, t in op.inputs.items()}
     print(plan(bind(op, shapes), {}, parse("sm_90a")).variant.symbol)
 """
 

@@ -7,7 +7,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,8 @@ def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any
 
 def test_a_compiled_program_calls_the_kernel(op: Op) -> None:
     for one in (op, op.grad):
-        given = {n: jnp.ones(t.of(one.example((33,), 256)), jnp.bfloat16) for n, t in one.inputs.items()}
+        some = testing.sample(one, (33,), 256, np.random.default_rng(0), "bfloat16")
+        given = dict(zip(one.inputs, some, strict=True))
         text = jax.jit(lambda arrays, one=one: stage(one)(arrays, {})).lower(given).compile().as_text()
         assert f'custom_call_target="cute_{one.name}_' in text
 
@@ -47,7 +47,7 @@ def widened(a: Any) -> Any:
 
 
 def programs(op: Op, function: Callable[..., Any], again: Callable[..., Any]) -> dict[str, Callable[..., Any]]:
-    everything = tuple(range(len(op.inputs)))
+    everything = testing.argnums(op)
     rows = tuple(0 if t.rows else None for t in op.inputs.values())
 
     def loss(*given: Any) -> Any:
@@ -68,7 +68,7 @@ def programs(op: Op, function: Callable[..., Any], again: Callable[..., Any]) ->
         "jit of grad": jax.jit(jax.grad(loss, everything)),
         "eager grad": jax.grad(loss, everything),
         "vmap": jax.jit(jax.vmap(function, rows)),
-        "vmap of every input": jax.jit(jax.vmap(lambda *given: function(*(a * 2 for a in given)), rows)),
+        "vmap of every input": jax.jit(jax.vmap(lambda *given: function(given[0] * 2, *given[1:]), rows)),
         "vmap over axis 1": jax.jit(jax.vmap(function, tuple(1 if r == 0 else None for r in rows), 1)),
         "vmap of grad": jax.jit(jax.vmap(jax.grad(loss, everything), rows)),
         "grad of scan of checkpoint": jax.jit(jax.grad(scanned, everything)),
@@ -82,23 +82,24 @@ def test_transformations_against_float64(op: Op, dtype: str, n: int, again: Call
     """By the rule of :mod:`cute_ops.testing`, for whole programs: at most twice what the same program loses on the
     CPU, where every op is the reference and rounds its outputs, or with the reference inlined on the GPU."""
     rng = np.random.default_rng(2)
-    arrays = [
-        rng.standard_normal(t.of(op.example((3, 5), n)), np.float32).astype(testing.numpy_dtype(dtype))
-        for t in op.inputs.values()
-    ]
-    ours = cute_ops_jax.register(op)
+    arrays = testing.sample(op, (3, 5), n, rng, dtype)
+    ours = testing.plain(op, cute_ops_jax.register(op))
     results = {name: leaves(program(*arrays)) for name, program in programs(op, ours, again).items()}
-    reference = partial(op.reference, jnp, **op.attrs)
+
+    def reference(*given: Any) -> Any:
+        results = testing.shown(op, op.reference(jnp, *given, **op.attrs))
+        return results if len(results) > 1 else results[0]
+
     inlined = {name: leaves(program(*arrays)) for name, program in programs(op, reference, again).items()}
     with jax.default_device(jax.devices("cpu")[0]):
         called = {name: leaves(program(*arrays)) for name, program in programs(op, ours, again).items()}
         with jax.enable_x64(True):
-            wide = [a.astype(np.float64) for a in arrays]
+            wide = [a if a.dtype.kind == "i" else a.astype(np.float64) for a in arrays]
             exacts = {name: leaves(program(*wide)) for name, program in programs(op, reference, again).items()}
     for name, mine in results.items():
         for got, low, other, exact in zip(mine, called[name], inlined[name], exacts[name], strict=True):
             assert (got.shape, got.dtype) == (low.shape, low.dtype), name
-            unit = testing.EPS[dtype] * np.abs(exact)
+            unit = testing.EPS[str(low.dtype)] * np.abs(exact)
             losses = [np.max(np.abs(a.astype(np.float64) - exact) - unit, initial=0.0) for a in (low, other)]
             beyond = max(losses)
             floor = testing.EPS["float32"] * np.max(np.abs(exact), initial=1.0)
@@ -108,12 +109,12 @@ def test_transformations_against_float64(op: Op, dtype: str, n: int, again: Call
 
 def test_per_example_gradients_are_those_of_single_calls(op: Op) -> None:
     rng = np.random.default_rng(4)
-    arrays = [rng.standard_normal((3, *t.of(op.example((37,), 512))), np.float32) for t in op.inputs.values()]
-    function = cute_ops_jax.register(op)
+    arrays = testing.sample(op, (37,), 512, rng, count=3)
+    function = testing.plain(op, cute_ops_jax.register(op))
     gradient = jax.jit(
         jax.grad(
             lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given))),
-            tuple(range(len(arrays))),
+            testing.argnums(op),
         )
     )
     together = jax.vmap(gradient)(*arrays)

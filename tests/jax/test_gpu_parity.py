@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
+from cute_ops import testing
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.gpu
@@ -41,8 +42,10 @@ def test_same_bits_from_each_op(stage_problem: Any, run_stage: Callable[..., Any
 
 def test_same_bits_through_autograd_and_vjp(problem: Any, torch_arrays: Any) -> None:
     op, arrays, attrs = problem.op, problem.inputs(), problem.attrs
-    present = {name: a for name, a in arrays.items() if a is not None}
-    outputs, pull = jax.vjp(lambda given: cute_ops_jax.register(op)(**given, **attrs), present)
+    fixed = {name: a for name, a in arrays.items() if name not in op.differentiable}
+    present = {name: a for name, a in arrays.items() if a is not None and name not in fixed}
+    function = testing.plain(op, cute_ops_jax.register(op))
+    outputs, pull = jax.vjp(lambda given: function(**given, **fixed, **attrs), present)
     rng = np.random.default_rng(11)
     cotangents = jax.tree.map(lambda o: rng.standard_normal(o.shape, np.float32).astype(o.dtype), outputs)
     (ours,) = jax.jit(pull)(cotangents)
@@ -52,7 +55,8 @@ def test_same_bits_through_autograd_and_vjp(problem: Any, torch_arrays: Any) -> 
         t.requires_grad_() for n, t in zip(arrays, given, strict=True) if n in op.differentiable and t is not None
     ]
     raw = getattr(torch.ops.cute, op.name)(*given, *attrs.values())
-    results = raw if isinstance(raw, tuple) else (raw,)
+    named = dict(zip(op.outputs, raw if isinstance(raw, tuple) else (raw,), strict=True))
+    results = [named[name] for name in op.shown]
     wanted = torch_arrays.to_torch(dict(enumerate(jax.tree.leaves(cotangents))), "cuda")
     theirs = torch.autograd.grad(results, leaves, wanted)
     for mine, other in zip(jax.tree.leaves(outputs), results, strict=True):

@@ -15,6 +15,7 @@ import cute_ops_jax
 from cute_ops import Op, Tensor, testing
 from cute_ops.ops import OPS
 from cute_ops_jax import stubs
+from cute_ops_jax.primitive import stage
 
 
 def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any]) -> None:
@@ -33,8 +34,10 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
         for n, a in problem.inputs().items()
     }
     present = {n: a for n, a in arrays.items() if a is not None}
-    function = cute_ops_jax.register(op)
-    outputs, pull = jax.vjp(lambda given: function(**given, **attrs), present)
+    fixed = {n: a for n, a in present.items() if n not in op.differentiable}
+    present = {n: a for n, a in present.items() if n not in fixed}
+    function = testing.plain(op, cute_ops_jax.register(op))
+    outputs, pull = jax.vjp(lambda given: function(**given, **fixed, **attrs), present)
     rng = np.random.default_rng(3)
     cotangents = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), outputs)
     (got,) = pull(cotangents)
@@ -42,31 +45,44 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(a.astype(np.float64)) for n, a in present.items()}
         wide_cotangents = jax.tree.map(lambda a: jnp.asarray(np.asarray(a, np.float64)), cotangents)
-        _, pull = jax.vjp(lambda given: op.reference(jnp, *(given.get(n) for n in op.inputs), **attrs), wide)
+
+        def reference(given: Any) -> Any:
+            results = testing.shown(op, op.reference(jnp, *({**given, **fixed}.get(n) for n in op.inputs), **attrs))
+            return results if len(results) > 1 else results[0]
+
+        _, pull = jax.vjp(reference, wide)
         (exact,) = pull(wide_cotangents)
 
-    named_outputs = dict(zip(op.outputs, jax.tree.leaves(outputs), strict=True))
-    named_cotangents = dict(zip((f"d{n}" for n in op.outputs), jax.tree.leaves(cotangents), strict=True))
-    pool = {**arrays, **{n: np.asarray(a) for n, a in named_outputs.items()}, **named_cotangents}
+    named_outputs = stage(op)({**present, **fixed}, attrs)
+    named_cotangents = dict(zip((f"d{n}" for n in op.shown), jax.tree.leaves(cotangents), strict=True))
+    pool = {**arrays, **{n: np.asarray(a) for n, a in named_outputs.items() if a is not None}, **named_cotangents}
     limits = dict(
         zip(op.grad.outputs, testing.tolerances(op.grad, {n: pool[n] for n in op.grad.inputs}, attrs), strict=True)
     )
+    # A gradient from a rounded output, as frameworks save it, carries that rounding; by how much, float64 says.
+    saved = {n: pool[n] for n in op.grad.inputs}
+    drift: dict[str, Any] = {}
+    if any(n in op.shown and saved[n].dtype.itemsize < 4 for n in saved):
+        pairs = zip(op.grad.outputs, testing.expected(op.grad, saved, attrs), strict=True)
+        drift = {n: np.abs(d - np.asarray(exact[n[1:]])) for n, d in pairs if d is not None}
     for name, gradient in got.items():
         if name not in op.differentiable:
             assert not np.any(gradient), f"{name} has no gradient"
             continue
         declared = op.grad.outputs[f"d{name}"]
+        unit = testing.EPS[problem.dtype] * max(1, np.abs(exact[name]).max())
+        assert np.all(drift.get(f"d{name}", 0) <= 8 * unit)
         limit = limits[f"d{name}"] if limits[f"d{name}"] is not None else limits[declared.same_as]
         assert gradient.dtype == present[name].dtype
         error = np.abs(np.asarray(gradient, np.float64) - np.asarray(exact[name]))
-        assert np.all(error <= limit), f"d{name}: {error.max():.3g} > {np.max(limit):.3g}"
+        assert np.all(error <= limit + drift.get(f"d{name}", 0)), f"d{name}: {error.max():.3g} > {np.max(limit):.3g}"
 
 
 def test_shapes_without_values(problem: Any) -> None:
     shaped = {n: None if a is None else jax.ShapeDtypeStruct(a.shape, a.dtype) for n, a in problem.inputs().items()}
-    function = cute_ops_jax.register(problem.op)
+    function = testing.plain(problem.op, cute_ops_jax.register(problem.op))
     outputs = jax.eval_shape(lambda given: function(**given, **problem.attrs), shaped)
-    exact = testing.run_reference(problem.op, problem.inputs(), problem.attrs)
+    exact = testing.shown(problem.op, testing.run_reference(problem.op, problem.inputs(), problem.attrs))
     assert [(o.shape, o.dtype) for o in jax.tree.leaves(outputs)] == [(e.shape, e.dtype) for e in exact]
 
 
@@ -74,41 +90,41 @@ def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., An
     (rows,) = jax.export.symbolic_shape("rows")
 
     def shaped(tensor: Tensor) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tensor.of(op.example((2, rows), 6)), jnp.float32)
+        return jax.ShapeDtypeStruct(tensor.of(op.example((2, rows), 6)), jnp.int32 if tensor.below else jnp.float32)
 
-    function = cute_ops_jax.register(op)
+    function = testing.plain(op, cute_ops_jax.register(op))
     exported = jax.export.export(jax.jit(function), platforms=["cpu"])(*map(shaped, op.inputs.values()))
     for count in (1, 5):
         rng = np.random.default_rng(count)
-        arrays = [rng.standard_normal(t.of(op.example((2, count), 6)), np.float32) for t in op.inputs.values()]
+        arrays = testing.sample(op, (2, count), 6, rng)
         close(exported.call(*arrays), function(*arrays))
 
 
 def test_one_dim_is_one_row(op: Op) -> None:
-    rng = np.random.default_rng(0)
-    arrays = [rng.standard_normal(t.of(op.example((), 6)), np.float32) for t in op.inputs.values()]
-    one = cute_ops_jax.register(op)(*arrays)
-    two = cute_ops_jax.register(op)(
-        *(a[None] if t.rows else a for a, t in zip(arrays, op.inputs.values(), strict=True))
-    )
-    assert [a.shape for a in jax.tree.leaves(one)] == [t.of(op.example((), 6)) for t in op.outputs.values()]
+    arrays, function = (
+        testing.sample(op, (), 6, np.random.default_rng(0)), testing.plain(op, cute_ops_jax.register(op))
+    )  # fmt: skip
+    one = function(*arrays)
+    two = function(*(a[None] if t.rows else a for a, t in zip(arrays, op.inputs.values(), strict=True)))
+    assert [a.shape for a in jax.tree.leaves(one)] == [op.outputs[n].of(op.example((), 6)) for n in op.shown]
     for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(two), strict=True):
         np.testing.assert_array_equal(a, b[0])
 
 
 @pytest.mark.parametrize("lead", [(0,), (3, 0), (0, 2)])
 def test_zero_rows_need_no_kernel(op: Op, lead: tuple[int, ...]) -> None:
-    arrays = [np.ones(t.of(op.example(lead, 6)), np.float32) for t in op.inputs.values()]
-    function = cute_ops_jax.register(op)
+    arrays = testing.sample(op, lead, 6, np.random.default_rng(0))
+    function = testing.plain(op, cute_ops_jax.register(op))
 
     def loss(*given: Any) -> Any:
         return sum(jnp.sum(o) for o in jax.tree.leaves(function(*given)))
 
-    differentiate = jax.grad(loss, tuple(range(len(arrays))))
+    differentiate = jax.grad(loss, testing.argnums(op))
     assert "cute_" not in str(jax.make_jaxpr(differentiate)(*arrays))
-    shapes = [t.of(op.example(lead, 6)) for t in op.outputs.values()]
+    shapes = [op.outputs[n].of(op.example(lead, 6)) for n in op.shown]
     assert [o.shape for o in jax.tree.leaves(function(*arrays))] == shapes
-    for gradient, array in zip(differentiate(*arrays), arrays, strict=True):
+    wanted = [arrays[i] for i in testing.argnums(op)]
+    for gradient, array in zip(differentiate(*arrays), wanted, strict=True):
         assert gradient.dtype == array.dtype
         np.testing.assert_array_equal(gradient, np.zeros_like(array))
 
@@ -116,9 +132,9 @@ def test_zero_rows_need_no_kernel(op: Op, lead: tuple[int, ...]) -> None:
 def test_function_looks_like_its_declaration(op: Op) -> None:
     function = getattr(cute_ops_jax, op.name)
     parameters = inspect.signature(function).parameters
-    assert list(parameters) == [*op.inputs, *op.attrs]
+    assert list(parameters) == [*op.inputs, *op.attrs, *op.options]
     assert [p.default for p in parameters.values() if p.default is not p.empty] == [
-        *(None for t in op.inputs.values() if t.optional), *op.attrs.values(),
+        *(None for t in op.inputs.values() if t.optional), *op.attrs.values(), *op.options.values(),
     ]  # fmt: skip
     assert function.__name__ == op.name
     assert function.__doc__ == op.doc

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op
+from cute_ops import Op, testing
 from cute_ops_jax.primitive import stage
 
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
@@ -21,9 +21,11 @@ Close = Callable[[Any, Any], None]
 
 def examples(op: Op, count: int = SIZE) -> list[np.ndarray]:
     """Per input ``count`` stacked examples, batch in axis 0."""
-    rng = np.random.default_rng(7)
-    sizes = op.example((ROWS,), N)
-    return [rng.standard_normal((count, *t.of(sizes)), np.float32) for t in op.inputs.values()]
+    return testing.sample(op, (ROWS,), N, np.random.default_rng(7), count=count)
+
+
+def function_of(op: Op) -> Callable[..., Any]:
+    return testing.plain(op, cute_ops_jax.register(op))
 
 
 def subsets(op: Op) -> list[tuple[str, ...]]:
@@ -31,7 +33,7 @@ def subsets(op: Op) -> list[tuple[str, ...]]:
 
 
 def loss(op: Op) -> Callable[..., Any]:
-    function = cute_ops_jax.register(op)
+    function = function_of(op)
 
     def run(*arrays: Any) -> Any:
         outputs = jax.tree.leaves(function(*arrays))
@@ -48,7 +50,7 @@ def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: lis
 
 def test_vmap_of_some_inputs_only(op: Op, close: Close) -> None:
     """Every subset of the inputs, the batch dim somewhere else each time."""
-    function, arrays = cute_ops_jax.register(op), examples(op)
+    function, arrays = function_of(op), examples(op)
     for turn, subset in enumerate(subsets(op)):
         batched = [name in subset for name in op.inputs]
         axes = [(turn + k) % a.ndim if b else None for k, (a, b) in enumerate(zip(arrays, batched, strict=True))]
@@ -59,10 +61,11 @@ def test_vmap_of_some_inputs_only(op: Op, close: Close) -> None:
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 @pytest.mark.parametrize("out_axis", [0, 1, -1])
 def test_vmap_in_every_axis(op: Op, axis: int, out_axis: int, close: Close) -> None:
-    function, arrays = cute_ops_jax.register(op), examples(op)
+    function, arrays = function_of(op), examples(op)
     rows = [t.rows is not None for t in op.inputs.values()]
-    moved = [np.moveaxis(a, 0, axis) if row else a[0] for a, row in zip(arrays, rows, strict=True)]
-    got = jax.vmap(function, tuple(axis if row else None for row in rows), out_axis)(*moved)
+    axes = [min(axis, a.ndim - 1) if row else None for a, row in zip(arrays, rows, strict=True)]
+    moved = [a[0] if at is None else np.moveaxis(a, 0, at) for a, at in zip(arrays, axes, strict=True)]
+    got = jax.vmap(function, tuple(axes), out_axis)(*moved)
     expected = jax.tree.map(lambda a: np.moveaxis(a, 0, out_axis), by_hand(function, arrays, rows))
     close(got, expected)
 
@@ -71,21 +74,21 @@ def test_vmap_over_rows_is_one_call_without_a_loop(op: Op) -> None:
     arrays = examples(op)
     axes = tuple(0 if t.rows else None for t in op.inputs.values())
     moved = [a if axis == 0 else a[0] for a, axis in zip(arrays, axes, strict=True)]
-    jaxpr = str(jax.make_jaxpr(jax.vmap(cute_ops_jax.register(op), axes))(*moved))
+    jaxpr = str(jax.make_jaxpr(jax.vmap(function_of(op), axes))(*moved))
     assert jaxpr.count(f"cute_{op.name}[") == 1
     assert "scan" not in jaxpr
 
 
 def test_nested_vmap(op: Op, close: Close) -> None:
-    function, arrays = cute_ops_jax.register(op), examples(op)
-    twice = [np.stack([a, 2 * a]) for a in arrays]
+    function, arrays = function_of(op), examples(op)
+    twice = [np.stack([a, a[::-1]]) for a in arrays]
     got = jax.vmap(jax.vmap(function))(*twice)
-    close(jax.tree.map(lambda a: a[1], got), jax.vmap(function)(*(2 * a for a in arrays)))
+    close(jax.tree.map(lambda a: a[1], got), jax.vmap(function)(*(a[::-1] for a in arrays)))
 
 
 def test_vmap_of_no_example(op: Op) -> None:
-    outputs = jax.vmap(cute_ops_jax.register(op))(*(a[:0] for a in examples(op)))
-    shapes = [(0, *t.of(op.example((ROWS,), N))) for t in op.outputs.values()]
+    outputs = jax.vmap(function_of(op))(*(a[:0] for a in examples(op)))
+    shapes = [(0, *op.outputs[n].of(op.example((ROWS,), N))) for n in op.shown]
     assert [o.shape for o in jax.tree.leaves(outputs)] == shapes
 
 
@@ -93,7 +96,7 @@ def test_vmap_of_no_example(op: Op) -> None:
 def test_vmap_of_grad_gives_a_gradient_per_example(op: Op, share_weights: bool, close: Close) -> None:
     arrays = examples(op)
     batched = [t.rows is not None or not share_weights for t in op.inputs.values()]
-    gradient = jax.grad(loss(op), tuple(range(len(arrays))))
+    gradient = jax.grad(loss(op), testing.argnums(op))
     given = [a if b else a[0] for a, b in zip(arrays, batched, strict=True)]
     got = jax.vmap(gradient, tuple(0 if b else None for b in batched))(*given)
     close(got, by_hand(gradient, arrays, batched))
@@ -102,7 +105,13 @@ def test_vmap_of_grad_gives_a_gradient_per_example(op: Op, share_weights: bool, 
 def test_vmap_of_vjp_with_shared_primals(op: Op, close: Close) -> None:
     """Many cotangents of one point, as a Jacobian asks for: only ``d<output>`` is batched in the backward op."""
     arrays = [a[0] for a in examples(op)]
-    outputs, pull = jax.vjp(cute_ops_jax.register(op), *arrays)
+    function, at = function_of(op), testing.argnums(op)
+
+    def differentiated(*given: Any) -> Any:
+        chosen = dict(zip(at, given, strict=True))
+        return function(*(chosen.get(i, a) for i, a in enumerate(arrays)))
+
+    outputs, pull = jax.vjp(differentiated, *(arrays[i] for i in at))
     rng = np.random.default_rng(1)
     cotangents = jax.tree.map(lambda o: rng.standard_normal((SIZE, *o.shape), np.float32), outputs)
     calls = [pull(jax.tree.map(lambda c, i=i: c[i], cotangents)) for i in range(SIZE)]
@@ -113,14 +122,14 @@ def test_grad_of_vmap_sums_over_examples(op: Op, close: Close) -> None:
     arrays = examples(op)
     shared = [a if t.rows else a[0] for a, t in zip(arrays, op.inputs.values(), strict=True)]
     axes = tuple(0 if t.rows else None for t in op.inputs.values())
-    everything = tuple(range(len(arrays)))
+    everything = testing.argnums(op)
     got = jax.grad(lambda *given: jnp.sum(jax.vmap(loss(op), axes)(*given)), everything)(*shared)
     close(got, jax.grad(loss(op), everything)(*shared))
 
 
 def test_jit_changes_nothing(op: Op, close: Close) -> None:
     arrays = [a[0] for a in examples(op)]
-    gradient = jax.value_and_grad(loss(op), tuple(range(len(arrays))))
+    gradient = jax.value_and_grad(loss(op), testing.argnums(op))
     close(jax.jit(gradient)(*arrays), gradient(*arrays))
     with jax.disable_jit():
         close(gradient(*arrays), jax.jit(gradient)(*arrays))
@@ -139,7 +148,7 @@ def chain(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def test_scan_and_its_gradient(op: Op, close: Close, again: Callable[..., Any]) -> None:
     arrays = [a[0] for a in examples(op)]
-    function = again(cute_ops_jax.register(op))
+    function = again(function_of(op))
 
     def scanned(first: Any, *others: Any) -> Any:
         def step(carry: Any, _: Any) -> tuple[Any, Any]:
@@ -147,15 +156,15 @@ def test_scan_and_its_gradient(op: Op, close: Close, again: Callable[..., Any]) 
 
         return jnp.sum(jnp.sin(jax.lax.scan(step, first, None, length=3)[0]))
 
-    everything = tuple(range(len(arrays)))
+    everything = testing.argnums(op)
     expected = jax.value_and_grad(chain(function), everything)(*arrays)
     close(jax.jit(jax.value_and_grad(scanned, everything))(*arrays), expected)
 
 
 def test_checkpoint_recomputes_and_agrees(op: Op, close: Close, again: Callable[..., Any]) -> None:
     arrays = [a[0] for a in examples(op)]
-    everything = tuple(range(len(arrays)))
-    chained = chain(again(cute_ops_jax.register(op)))
+    everything = testing.argnums(op)
+    chained = chain(again(function_of(op)))
     plain, saved = jax.grad(chained, everything), jax.grad(jax.checkpoint(chained), everything)
     close(jax.jit(saved)(*arrays), plain(*arrays))
     name = f"cute_{op.name}["
@@ -164,7 +173,7 @@ def test_checkpoint_recomputes_and_agrees(op: Op, close: Close, again: Callable[
 
 
 def test_cond_and_while(op: Op, close: Close, again: Callable[..., Any]) -> None:
-    function, arrays = again(cute_ops_jax.register(op)), [a[0] for a in examples(op)]
+    function, arrays = again(function_of(op)), [a[0] for a in examples(op)]
     first = function(*arrays)
     got = jax.jit(lambda flag, *given: jax.lax.cond(flag, lambda: function(*given), lambda: given[0]))
     close(got(True, *arrays), first)
@@ -182,13 +191,13 @@ def test_an_op_inside_a_users_custom_vjp(op: Op, close: Close) -> None:
     plain = loss(op)
     wrapped = jax.custom_vjp(plain)
     wrapped.defvjp(lambda *given: jax.vjp(plain, *given), lambda pull, cotangent: pull(cotangent))
-    everything = tuple(range(len(arrays)))
+    everything = testing.argnums(op)
     close(jax.grad(wrapped, everything)(*arrays), jax.grad(plain, everything)(*arrays))
 
 
 def test_ahead_of_time(op: Op, close: Close) -> None:
     arrays = [a[0] for a in examples(op)]
-    function = cute_ops_jax.register(op)
+    function = function_of(op)
     close(jax.jit(lambda *given: function(*given)).lower(*arrays).compile()(*arrays), function(*arrays))
 
 
@@ -231,15 +240,15 @@ def test_shard_map_without_replication_checks(op: Op, close: Close) -> None:
     mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1])
     specs = tuple(jax.P("rows") if t.rows else jax.P() for t in op.inputs.values())
     arrays = [a[0] for a in examples(op)]
-    gradient = jax.value_and_grad(lambda *given: loss(op)(*given), tuple(range(len(arrays))))
+    gradient = jax.value_and_grad(lambda *given: loss(op)(*given), testing.argnums(op))
 
     def sharded(check: bool) -> Any:
-        function = cute_ops_jax.register(op)
+        function = function_of(op)
         body = jax.shard_map(lambda *given: jax.tree.leaves(function(*given)), mesh=mesh, in_specs=specs,
                              out_specs=jax.P("rows"), check_vma=check)  # fmt: skip
         return jax.value_and_grad(
             lambda *given: sum(jnp.sum(jnp.sin(o) * (i + 1)) for i, o in enumerate(body(*given))),
-            tuple(range(len(arrays))),
+            testing.argnums(op),
         )(*arrays)
 
     close(sharded(check=False), gradient(*arrays))

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from cute_ops import cache, target, testing
-from cute_ops.op import FLOATS, ITEMSIZE, Case, Op
+from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
 from cute_ops.ops import OPS as ALL
 from cute_ops.variant import TensorKey, Variant
 from cute_ops_torch import launch
@@ -31,12 +31,16 @@ def to_torch(array: np.ndarray | None, device: str = "cpu") -> torch.Tensor | No
     if array is None:
         return None
     # Through float32, which holds every float dtype of the ops exactly: NumPy has no bfloat16 that torch knows.
+    if array.dtype.kind == "i":
+        return torch.from_numpy(array).to(device)
     return torch.from_numpy(array.astype(np.float32)).to(DTYPES[str(array.dtype)]).to(device)
 
 
 def to_numpy(tensor: torch.Tensor | None) -> np.ndarray | None:
     if tensor is None:
         return None
+    if not tensor.is_floating_point():
+        return tensor.cpu().numpy()
     return tensor.detach().cpu().float().numpy().astype(testing.numpy_dtype(NAMES[tensor.dtype]))
 
 
@@ -101,7 +105,13 @@ def make_inputs() -> Callable[..., list[torch.Tensor]]:
     ) -> list[torch.Tensor]:
         torch.manual_seed(len(op.name))
         sizes = op.example(rows, n)
-        return [torch.randn(t.of(sizes), device=device).to(dtype) for t in op.inputs.values()]
+
+        def one(t: Tensor) -> torch.Tensor:
+            if t.below:
+                return torch.randint(n, t.of(sizes), device=device)
+            return torch.randn(t.of(sizes), device=device).to(dtype if t.dtype in op.dtypes else DTYPES[t.dtype])
+
+        return [one(t) for t in op.inputs.values()]
 
     return make
 
@@ -169,6 +179,6 @@ def _fits(key: TensorKey, tensor: torch.Tensor) -> None:
     if key.layout == "flat":
         assert tensor.is_contiguous()
     else:
-        assert tensor.stride(-1) == 1
+        assert key.layout == "scattered" or tensor.stride(-1) == 1
         stepped = [s for size, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
         assert all(s * ITEMSIZE[key.dtype] % key.row_align == 0 for s in stepped)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op
+from cute_ops import FLOATS, Op, testing
 from cute_ops.ops import OPS
 
 pytestmark = pytest.mark.gpu
@@ -61,7 +61,11 @@ def test_slices_of_a_wider_buffer(problem: Any, shift: int) -> None:
     """Rows with a stride and, shifted by one element, a base address that no vector load can use."""
     tensors = []
     for t, declared in zip(problem.tensors("cuda"), problem.op.inputs.values(), strict=True):
-        if t is not None and declared.rows:
+        if t is not None and declared.rows and not declared.dims:
+            view = torch.full((*t.shape, 3), -1, dtype=t.dtype, device="cuda")[..., 1]
+            view.copy_(t)
+            t = view
+        elif t is not None and declared.rows:
             n = t.shape[-1]
             view = torch.full((*t.shape[:-1], n + 8 - n % 8 + 8), torch.nan, dtype=t.dtype, device="cuda")
             view = view[..., shift : shift + n]
@@ -93,7 +97,7 @@ def test_q_and_k_of_a_fused_qkv(dtype: str) -> None:
 def test_zero_rows_and_empty_batches(op: Op, make_inputs: Callable[..., Any]) -> None:
     given = dict(zip(op.inputs, make_inputs(op, (2, 0, 3), device="cuda"), strict=True))
     tensors = [given[name].requires_grad_() for name in op.differentiable]
-    outs = as_tuple(getattr(torch.ops.cute, op.name)(*given.values()))
+    outs = testing.shown(op, getattr(torch.ops.cute, op.name)(*given.values()))
     assert all(o.shape[:3] == (2, 0, 3) and o.is_cuda for o in outs)
     grads = torch.autograd.grad(outs, tensors, [torch.ones_like(o) for o in outs])
     assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, tensors, strict=True))
@@ -113,9 +117,10 @@ def test_nan_and_infinity_stay_in_their_row(op: Op, make_inputs: Callable[..., A
 
 
 def test_gradients_match_the_cpu(op: Op, make_inputs: Callable[..., Any]) -> None:
-    raw, function = getattr(torch.ops.cute, op.name), getattr(cute_ops_torch, op.name)
+    raw = lambda *args: testing.shown(op, getattr(torch.ops.cute, op.name)(*args))  # noqa: E731
+    function = testing.plain(op, getattr(cute_ops_torch, op.name))
     tensors = make_inputs(op, (33,), 257)
-    douts = [torch.randn(t.of(op.example((33,), 257))) for t in op.outputs.values()]
+    douts = [torch.randn(op.outputs[n].of(op.example((33,), 257))) for n in op.shown]
     expected = None
     for call, device in ((raw, "cpu"), (raw, "cuda"), (function, "cuda")):
         given = dict(zip(op.inputs, [t.to(device) for t in tensors], strict=True))
@@ -126,9 +131,9 @@ def test_gradients_match_the_cpu(op: Op, make_inputs: Callable[..., Any]) -> Non
 
 
 def test_function_and_raw_op_agree_bitwise(op: Op, make_inputs: Callable[..., Any]) -> None:
-    raw, function, tensors = getattr(torch.ops.cute, op.name), getattr(cute_ops_torch, op.name), make_inputs(
-        op, (33,), 257, torch.bfloat16, "cuda"
-    )  # fmt: skip
+    raw = lambda *args: testing.shown(op, getattr(torch.ops.cute, op.name)(*args))  # noqa: E731
+    function = testing.plain(op, getattr(cute_ops_torch, op.name))
+    tensors = make_inputs(op, (33,), 257, torch.bfloat16, "cuda")
     with torch.profiler.profile() as profile:
         watched = as_tuple(function(*tensors))
     assert any(event.key == f"cute::{op.name}" for event in profile.key_averages())
@@ -190,7 +195,8 @@ def test_cuda_graph(op: Op, make_inputs: Callable[..., Any], warm: bool) -> None
     for seed in range(3):
         torch.manual_seed(seed)
         for t in tensors:
-            t.copy_(torch.randn_like(t))
+            if t.is_floating_point():
+                t.copy_(torch.randn_like(t))
         for o in outs:
             o.fill_(torch.nan)
         graph.replay()
@@ -200,7 +206,7 @@ def test_cuda_graph(op: Op, make_inputs: Callable[..., Any], warm: bool) -> None
 def test_training_step_in_a_cuda_graph(op: Op, make_inputs: Callable[..., Any]) -> None:
     given = dict(zip(op.inputs, make_inputs(op, (64,), 512, torch.float32, "cuda"), strict=True))
     leaves = [given[name].requires_grad_() for name in op.differentiable]
-    function = getattr(cute_ops_torch, op.name)
+    function = testing.plain(op, getattr(cute_ops_torch, op.name))
 
     def step() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(sum(o.sin().sum() for o in as_tuple(function(*given.values()))), leaves)
@@ -226,8 +232,13 @@ def check_some_rows(op: Op, name: str, m: int, n: int, dtype: torch.dtype) -> No
     raw = getattr(torch.ops.cute, name)
     shared: dict[Any, torch.Tensor] = {}
     for t in declared.inputs.values():
-        shared.setdefault(t.of(sizes), torch.randn(t.of(sizes), device="cuda", dtype=dtype))
-    tensors = [shared[t.of(sizes)] for t in declared.inputs.values()]
+        if t.below:
+            shared[t.shape, t.dtype] = torch.randint(n, t.of(sizes), device="cuda")
+        else:
+            kind = dtype if t.dtype in declared.dtypes else getattr(torch, t.dtype)
+            if (t.shape, t.dtype) not in shared:
+                shared[t.shape, t.dtype] = torch.randn(t.of(sizes), device="cuda", dtype=kind)
+    tensors = [shared[t.shape, t.dtype] for t in declared.inputs.values()]
     outs = as_tuple(raw(*tensors))
     around = 2**31 // n
     picked = torch.tensor([0, 1, around - 1, around, around + 1, m - 2, m - 1], device="cuda")
@@ -248,7 +259,7 @@ def test_more_than_2_31_elements(op: Op, m: int, n: int) -> None:
 @pytest.mark.parametrize("mode", [None, "reduce-overhead"])
 def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], mode: str | None) -> None:
     torch._dynamo.reset()
-    function = getattr(cute_ops_torch, op.name)
+    function = testing.plain(op, getattr(cute_ops_torch, op.name))
 
     def model(*tensors: torch.Tensor) -> torch.Tensor:
         return sum(o.sin().sum() for o in as_tuple(function(tensors[0] * 2, *tensors[1:])))

@@ -11,11 +11,20 @@ from array_api_compat import torch as xp
 from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
 import cute_ops_torch
-from cute_ops import Op
+from cute_ops import Op, testing
 
 
 def leaves(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    return [None if t is None else t.detach().clone().requires_grad_() for t in tensors]
+    return [None if t is None else t.detach().clone().requires_grad_(t.is_floating_point()) for t in tensors]
+
+
+def raw_of(op: Op) -> Callable[..., Any]:
+    """The registered op without its hidden outputs."""
+    return lambda *args, **attrs: testing.shown(op, getattr(torch.ops.cute, op.name)(*args, **attrs))
+
+
+def function_of(op: Op) -> Callable[..., Any]:
+    return testing.plain(op, getattr(cute_ops_torch, op.name))
 
 
 def as_tuple(value: Any) -> tuple[Any, ...]:
@@ -40,13 +49,15 @@ def test_against_float64_autograd_of_the_reference(problem: Any) -> None:
         return  # a backward op: test_double_backward_raises
     tensors = leaves(problem.tensors())
     torch.manual_seed(0)
-    douts = [torch.randn(o.shape) for o in as_tuple(problem.raw(*tensors, **problem.attrs))]
-    exact_inputs = [None if t is None else t.detach().double().requires_grad_() for t in tensors]
+    douts = [torch.randn(o.shape) for o in raw_of(op)(*tensors, **problem.attrs)]
+    exact_inputs = [
+        t.detach().double().requires_grad_() if t is not None and t.is_floating_point() else t for t in tensors
+    ]
 
     def exact(*inputs: Any, **attrs: Any) -> Any:
-        return op.reference(xp, *inputs, **attrs)
+        return testing.shown(op, op.reference(xp, *inputs, **attrs))
 
-    functions = (problem.raw, getattr(cute_ops_torch, op.name))
+    functions = (raw_of(op), function_of(op))
     masks = [[True] * len(douts), *([i == k for i in range(len(douts))] for k in range(len(douts)) if len(douts) > 1)]
     for mask in masks:
         chosen = [d if used else None for d, used in zip(douts, mask, strict=True)]
@@ -65,7 +76,7 @@ def test_against_float64_autograd_of_the_reference(problem: Any) -> None:
 
 
 def test_expanded_cotangent(op: Op, make_inputs: Callable[..., Any]) -> None:
-    tensors, raw = leaves(make_inputs(op)), getattr(torch.ops.cute, op.name)
+    tensors, raw = leaves(make_inputs(op)), raw_of(op)
     outs = as_tuple(raw(*tensors))
     expected = gradients(op, raw, tensors, {}, [torch.ones_like(o) for o in outs])
     sum(o.sum() for o in as_tuple(raw(*tensors))).backward()
@@ -74,8 +85,8 @@ def test_expanded_cotangent(op: Op, make_inputs: Callable[..., Any]) -> None:
 
 
 def test_only_what_is_needed_gets_a_gradient(op: Op, make_inputs: Callable[..., Any]) -> None:
-    raw = getattr(torch.ops.cute, op.name)
-    for needed in range(len(op.inputs)):
+    raw = raw_of(op)
+    for needed in testing.argnums(op):
         tensors = [t.requires_grad_(i == needed) for i, t in enumerate(make_inputs(op))]
         sum(o.sum() for o in as_tuple(raw(*tensors))).backward()
         has = [i == needed and name in op.differentiable for i, name in enumerate(op.inputs)]
@@ -83,7 +94,7 @@ def test_only_what_is_needed_gets_a_gradient(op: Op, make_inputs: Callable[..., 
 
 
 def test_no_graph_without_need(op: Op, make_inputs: Callable[..., Any]) -> None:
-    raw, tensors = getattr(torch.ops.cute, op.name), make_inputs(op)
+    raw, tensors = raw_of(op), make_inputs(op)
     assert not any(o.requires_grad for o in as_tuple(raw(*tensors)))
     tensors[0].requires_grad_()
     with torch.no_grad():
@@ -96,7 +107,7 @@ def test_no_graph_without_need(op: Op, make_inputs: Callable[..., Any]) -> None:
 def test_checkpoint_and_saved_tensor_hooks(op: Op, make_inputs: Callable[..., Any]) -> None:
     from torch.utils.checkpoint import checkpoint
 
-    raw, tensors = getattr(torch.ops.cute, op.name), leaves(make_inputs(op))
+    raw, tensors = raw_of(op), leaves(make_inputs(op))
     expected = torch.autograd.grad(sum(o.sin().sum() for o in as_tuple(raw(*tensors))), wanted(op, tensors))
     outs = as_tuple(checkpoint(raw, *tensors, use_reentrant=False))
     torch.testing.assert_close(torch.autograd.grad(sum(o.sin().sum() for o in outs), wanted(op, tensors)), expected)
@@ -104,7 +115,7 @@ def test_checkpoint_and_saved_tensor_hooks(op: Op, make_inputs: Callable[..., An
 
 def test_double_backward_raises(op: Op, make_inputs: Callable[..., Any]) -> None:
     tensors = leaves(make_inputs(op))
-    loss = sum(o.sin().sum() for o in as_tuple(getattr(torch.ops.cute, op.name)(*tensors)))
+    loss = sum(o.sin().sum() for o in raw_of(op)(*tensors))
     first = torch.autograd.grad(loss, wanted(op, tensors), create_graph=True)
     with pytest.raises(
         NotImplementedError, match=rf"^cute\.{op.grad.name}: has no gradient of its own, so there is no"
@@ -117,31 +128,35 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
 
 
 def test_func_grad_vjp_jacrev(op: Op, make_inputs: Callable[..., Any]) -> None:
-    function, tensors = getattr(cute_ops_torch, op.name), make_inputs(op)
-    everything = tuple(range(len(tensors)))
-    loss = loss_of(function)(*leaves_of(tensors))
-    expected = torch.autograd.grad(loss, _last, allow_unused=True, materialize_grads=True)
+    function, tensors = function_of(op), make_inputs(op)
+    everything = tuple(i for i, t in enumerate(tensors) if t.is_floating_point())
+    given = leaves(tensors)
+    at = [given[i] for i in everything]
+    expected = torch.autograd.grad(loss_of(function)(*given), at, allow_unused=True, materialize_grads=True)
+
+    def loss(*some: torch.Tensor) -> torch.Tensor:
+        chosen = dict(zip(everything, some, strict=True))
+        return loss_of(function)(*(chosen.get(i, t) for i, t in enumerate(tensors)))
+
     torch.testing.assert_close(grad(loss_of(function), everything)(*tensors), expected)
     torch.testing.assert_close(jacrev(loss_of(function), everything)(*tensors), expected)
-    torch.testing.assert_close(vjp(loss_of(function), *tensors)[1](torch.tensor(1.0)), expected)
+    torch.testing.assert_close(vjp(loss, *(tensors[i] for i in everything))[1](torch.tensor(1.0)), expected)
 
 
-_last: list[torch.Tensor] = []
-
-
-def leaves_of(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    _last[:] = [t.clone().requires_grad_() for t in tensors]
-    return _last
+def varied(t: torch.Tensor) -> list[torch.Tensor]:
+    """Three different examples; of classes, valid ones."""
+    return [t, t + 1, t - 2] if t.is_floating_point() else [t, t.flip(0), t]
 
 
 def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any]) -> None:
-    function, tensors = getattr(cute_ops_torch, op.name), make_inputs(op)
+    function, tensors = function_of(op), make_inputs(op)
     everything = tuple(range(len(tensors)))
+    floats = tuple(i for i, t in enumerate(tensors) if t.is_floating_point())
     for batched in range(1, 2 ** len(tensors)):
         dims = tuple((i % 2 and -1) if batched >> i & 1 else None for i in everything)
-        many = [t if d is None else torch.stack([t, t + 1, t - 2], d) for t, d in zip(tensors, dims, strict=True)]
+        many = [t if d is None else torch.stack(varied(t), d) for t, d in zip(tensors, dims, strict=True)]
         one = lambda i: [t if d is None else t.select(d, i).contiguous() for t, d in zip(many, dims, strict=True)]  # noqa: B023, E731
-        for transformed in (function, grad(loss_of(function), everything)):
+        for transformed in (function, grad(loss_of(function), floats)):
             got = as_tuple(vmap(transformed, dims)(*many))
             looped = zip(*[as_tuple(transformed(*one(i))) for i in range(3)], strict=True)
             for g, rows in zip(got, looped, strict=True):
@@ -149,7 +164,7 @@ def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any])
 
 
 def test_forward_mode_and_second_order_raise(op: Op, make_inputs: Callable[..., Any]) -> None:
-    function, (first, *others) = getattr(cute_ops_torch, op.name), make_inputs(op, (2,), 4)
+    function, (first, *others) = function_of(op), make_inputs(op, (2,), 4)
     loss = lambda x: loss_of(function)(x, *others)  # noqa: E731
     for transformed in (
         lambda: jvp(loss, (first,), (first,)),

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor
+from cute_ops import FLOATS, Op, Tensor, testing
 from cute_ops.ops import OPS
 from cute_ops_torch import schema, stubs
 
@@ -22,7 +22,7 @@ def test_values_against_float64(problem: Any) -> None:
 def test_opcheck(structure: Any) -> None:
     tensors = structure.tensors()
     if structure.op.grad:
-        tensors = [t if t is None else t.requires_grad_() for t in tensors]
+        tensors = [t if t is None else t.requires_grad_(t.is_floating_point()) for t in tensors]
     torch.library.opcheck(structure.raw, tuple(tensors), structure.attrs)
 
 
@@ -39,10 +39,12 @@ def test_fake_tells_shape_dtype_and_strides(structure: Any) -> None:
 
 
 def test_function_is_the_raw_op(op: Op, make_inputs: Callable[..., Any]) -> None:
-    tensors, function = make_inputs(op), getattr(cute_ops_torch, op.name)
-    torch.testing.assert_close(function(*tensors), getattr(torch.ops.cute, op.name)(*tensors), rtol=0, atol=0)
-    assert function.__doc__ == op.doc
-    assert list(inspect.signature(function).parameters) == [*op.inputs, *op.attrs]
+    tensors, function = make_inputs(op), testing.plain(op, getattr(cute_ops_torch, op.name))
+    out, raw = function(*tensors), getattr(torch.ops.cute, op.name)(*tensors)
+    torch.testing.assert_close(out if isinstance(out, tuple) else (out,), testing.shown(op, raw), rtol=0, atol=0)
+    assert getattr(cute_ops_torch, op.name).__doc__ == op.doc
+    signature = inspect.signature(getattr(cute_ops_torch, op.name))
+    assert list(signature.parameters) == [*op.inputs, *op.attrs, *op.options]
     by_name = dict(zip(op.inputs, tensors, strict=True))
     torch.testing.assert_close(function(**by_name, **op.attrs), function(*tensors), rtol=0, atol=0)
 
@@ -64,8 +66,8 @@ def test_zero_rows(op: Op, make_inputs: Callable[..., Any], rows: tuple[int, ...
     by_name = dict(zip(op.inputs, make_inputs(op, rows), strict=True))
     tensors = [by_name[name].requires_grad_() for name in op.differentiable]
     out = getattr(torch.ops.cute, op.name)(*by_name.values())
-    outs = out if isinstance(out, tuple) else (out,)
-    assert [o.shape for o in outs] == [t.of(op.example(rows, 64)) for t in op.outputs.values()]
+    outs = testing.shown(op, out)
+    assert [o.shape for o in outs] == [op.outputs[n].of(op.example(rows, 64)) for n in op.shown]
     grads = torch.autograd.grad(outs, tensors, [torch.ones_like(o) for o in outs])
     for t, g in zip(tensors, grads, strict=True):
         assert g.shape == t.shape
@@ -75,9 +77,10 @@ def test_zero_rows(op: Op, make_inputs: Callable[..., Any], rows: tuple[int, ...
 def test_strided_rows(op: Op, make_inputs: Callable[..., Any]) -> None:
     tensors = make_inputs(op, (4, 6))
     wide = [
-        torch.cat([t.transpose(0, 1)] * 3, -1)[..., t.shape[-1] : 2 * t.shape[-1]].transpose(0, 1) if d.rows else t
+        t if not d.rows else t.T.contiguous().T if not d.dims
+        else torch.cat([t.transpose(0, 1)] * 3, -1)[..., t.shape[-1] : 2 * t.shape[-1]].transpose(0, 1)
         for t, d in zip(tensors, op.inputs.values(), strict=True)
-    ]
+    ]  # fmt: skip
     raw = getattr(torch.ops.cute, op.name)
     torch.testing.assert_close(raw(*wide), raw(*tensors))
     outs = raw(*wide)

@@ -1,0 +1,151 @@
+"""A reduction over each row and what follows from it, rows held in registers between the two."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels._access import RowAccess
+from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels._reduce import RowSum
+from cute_ops.kernels._rows import RowTile, Vectors, row_count
+from cute_ops.kernels._vectors import fill_outside, forget, fragment, narrow
+
+# Enough for the sums and what the system keeps of any number of CTAs.
+SMEM_PERCENT = 50
+
+
+class Sum:
+    """The sum of ``term(*inputs)`` over a row."""
+
+    empty = 0
+
+    def __init__(self, term):
+        self.term = term
+
+    def across(self, tile, stages):
+        return RowSum(tile, 1, stages)
+
+    def start(self):
+        return (Float32(0.0),)
+
+    def add(self, state, get, inside):
+        return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
+
+    def gather(self, gets, insides):
+        state = self.start()
+        for get in gets:
+            state = self.add(state, get, None)
+        return state
+
+
+class RowFunction:
+    """What a kernel computes of each row; :class:`HeldRows` and :class:`WalkedRows` run it.
+
+    Attributes:
+        inputs, outputs: names of the row tensors.
+        reduction: :class:`Sum` or :class:`~cute_ops.kernels._log_sum.LogSum`.
+    """
+
+    inputs: tuple
+    outputs: tuple
+    reduction: object
+
+    def begin(self, variant, numbers, row, there):
+        """Loads from the tensors of one number per row, and whether the row must be read."""
+        return None, there
+
+    def emit(self, values, results, context):
+        """Output vectors from input vectors and the row's results, in fp32."""
+        return ()
+
+    def finish(self, variant, numbers, rows, results, context, row):
+        """By one thread of each row."""
+
+
+class HeldRows:
+    """One pass: rows stay in registers, in their own dtype, between their reduction and their output.
+
+    Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
+    ``threads`` holds ``threads / threads_per_row`` rows. All loads of a thread are in flight together.
+    Shared memory: 4 bytes per value, warp and CTA of the cluster; none where a row fits a warp.
+    Bytes moved per element: every input and output once.
+    """
+
+    def __init__(self, variant, function):
+        self.variant = variant
+        self.function = function
+        self.n = variant.dims["n"]
+        tile = RowTile(Vectors(variant, (*function.inputs, *function.outputs), self.n), variant.tile)
+        self.tile = tile
+        self.access = RowAccess(variant, tile, function.reduction.empty)
+        self.sum = function.reduction.across(tile, 1)
+        self.resident = variant.tile.get("resident", 1)
+        self.chained = can_chain(variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, outputs, numbers, stream):
+        cluster, rows = self.tile.cluster, self.tile.rows
+        self.kernel(inputs, outputs, numbers).launch(
+            grid=[Int32((row_count(inputs[0]) + (rows - 1)) // rows), cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.resident > 1) else None,
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, outputs, numbers):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = self.sum.allocate(smem)
+        self.sum.prepare(mbar)
+
+        t = tidx % self.tile.threads_per_row
+        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
+        there = row < row_count(inputs[0])
+        first = self.access.first(t, rank, row)
+        wait_for_previous(self.chained)
+        context, wanted = self.function.begin(self.variant, numbers, row, there)
+        held = []
+        for mX, name in zip(inputs, self.function.inputs):
+            held.append(self.access.load(mX, name, row, first, wanted))
+        let_next_start(self.chained)
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            for rX in held:
+                self.access.trim(rX[k], k, first)
+        gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
+        insides = [lambda k=k: self._inside(held, k, first) for k in range(self.tile.per_thread)]
+        values = self.function.reduction.gather(gets, insides)
+        self.sum.ready()
+        results = self.sum(values, sSum, mbar, Int32(0))
+        if t == 0 and rank == 0 and there:
+            self.function.finish(self.variant, numbers, inputs, results, context, row)
+        if const_expr(len(outputs) > 0):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                emitted = self.function.emit(self._read(held, k), results, context)
+                for x, mX, name in zip(emitted, outputs, self.function.outputs):
+                    rOut = narrow(x, mX.element_type, self.tile.vec)
+                    self.access.store(mX, name, rOut, row, first, k, there)
+
+    def _read(self, held, k):
+        if self.tile.vec * held[0][k].element_type.width >= 32:
+            for rX in held:
+                forget(rX[k])
+        return tuple(rX[k].load().to(Float32) for rX in held)
+
+    def _inside(self, held, k, first):
+        """The k-th vectors with zeros outside the row."""
+        if self.function.reduction.empty == 0 or not (self.access.ragged(k) or self.tile.ends_outside(k)):
+            return self._read(held, k)
+        copies = []
+        for rX in held:
+            copy = fragment(rX[k].element_type, self.tile.vec)
+            copy.store(rX[k].load())
+            fill_outside(copy, first[k], Int32(self.n))
+            copies.append(copy.load().to(Float32))
+        return tuple(copies)

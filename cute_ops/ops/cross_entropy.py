@@ -1,0 +1,149 @@
+"""Cross entropy of logits with a target class per row: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cute_ops.binding import Binding
+from cute_ops.op import FLOATS, Case, Finish, Op, Tensor
+from cute_ops.ops._tiles import rows_apart, rows_reduced
+from cute_ops.reference import widen
+
+CASES = (
+    Case("one-element", {"m": (1,), "n": 1}),
+    Case("odd-small", {"m": (3, 5), "n": 7}, {"I": "int32"}, attrs={"label_smoothing": 0.1, "z_loss": 1e-3}),
+    Case("classes", {"m": (33,), "n": 1000}, attrs={"label_smoothing": 0.1, "ignore_index": 3}),
+    Case("bert-base", {"m": (2, 5), "n": 30522}),
+    Case("llama2-7b-padded", {"m": (17,), "n": 32001}, attrs={"z_loss": 1e-4}),
+    Case("gpt2", {"m": (5,), "n": 50257}, attrs={"label_smoothing": 0.1}),
+    Case("llama3-8b", {"m": (2, 3), "n": 128256}),
+    Case("gemma3", {"m": (3,), "n": 262144}, attrs={"z_loss": 1e-4}),
+)
+
+
+def _terms(xp: Any, x: Any, target: Any, ignore_index: int) -> tuple[Any, Any, Any]:
+    """Whether a row counts, whether its target is a class, and where that is."""
+    n = x.shape[-1]
+    known = (target >= 0) & (target < n)
+    columns = xp.cumulative_sum(xp.ones_like(x), axis=-1) - 1  # on the device of x, and exact
+    return target != ignore_index, known, columns == xp.astype(target, x.dtype)[..., None]
+
+
+def reference(
+    xp: Any, logits: Any, target: Any, *, ignore_index: int, label_smoothing: float, z_loss: float
+) -> tuple[Any, Any]:
+    (x,) = widen(xp, logits)
+    kept, known, at_target = _terms(xp, x, target, ignore_index)
+    m = xp.max(x, axis=-1, keepdims=True)
+    m = xp.where(m > -xp.inf, m, xp.zeros_like(m))
+    lse = m[..., 0] + xp.log(xp.sum(xp.exp(x - m), axis=-1))
+    loss = lse - (1 - label_smoothing) * xp.sum(xp.where(at_target, x, xp.zeros_like(x)), axis=-1)
+    if label_smoothing:
+        loss = loss - label_smoothing * xp.mean(x, axis=-1)
+    if z_loss:
+        loss = loss + z_loss * lse * lse
+    zero = xp.zeros_like(lse)
+    return xp.where(kept, xp.where(known, loss, zero + xp.nan), zero), xp.where(kept, lse, zero)
+
+
+def reference_bwd(
+    xp: Any, logits: Any, target: Any, lse: Any, dloss: Any,
+    *, ignore_index: int, label_smoothing: float, z_loss: float,
+) -> Any:  # fmt: skip
+    x, s, d = widen(xp, logits, lse, dloss)
+    kept, known, at_target = _terms(xp, x, target, ignore_index)
+    slope = xp.exp(x - s[..., None]) * (1 + 2 * z_loss * s)[..., None]
+    slope = slope - xp.where(at_target, xp.ones_like(x), xp.zeros_like(x)) * (1 - label_smoothing)
+    dx = (slope - label_smoothing / x.shape[-1]) * xp.where(known, d, d * 0 + xp.nan)[..., None]
+    return xp.astype(xp.where(kept[..., None], dx, xp.zeros_like(dx)), logits.dtype)
+
+
+def check(binding: Binding) -> str | None:
+    n = binding.dims["n"]
+    return f"argument `logits` has n={n}, expected at least 1." if isinstance(n, int) and n < 1 else None
+
+
+def reduce_rows(
+    xp: Any, inputs: Mapping[str, Any], outputs: Mapping[str, Any], attrs: Mapping[str, Any], *, reduction: str
+) -> Mapping[str, Any]:
+    """The losses, their sum, or their mean over the rows that are not ignored."""
+    loss = outputs["loss"]
+    if reduction == "none":
+        return outputs
+    total = xp.sum(loss)
+    if reduction == "mean":
+        total = total / xp.sum(xp.astype(inputs["target"] != attrs["ignore_index"], loss.dtype))
+    return {"loss": total}
+
+
+FINISH = Finish(reduce_rows, {"reduction": ("mean", "sum", "none")}, {"reduction": "none"})
+ATTRS = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0}
+DTYPES = {"T": FLOATS, "I": ("int64", "int32")}
+
+cross_entropy_bwd = Op(
+    "cross_entropy_bwd",
+    inputs={
+        "logits": Tensor("*m n", "T"),
+        "target": Tensor("*m", "I", below="n"),
+        "lse": Tensor("*m", "float32"),
+        "dloss": Tensor("*m", "float32"),
+    },
+    outputs={"dlogits": Tensor("*m n", "T", reuses="logits")},
+    dtypes=DTYPES,
+    attrs=ATTRS,
+    reference=reference_bwd,
+    kernel="cute_ops.kernels.cross_entropy:CrossEntropyBackward",
+    tile=rows_apart,
+    check=check,
+    cases=CASES,
+    doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave.
+
+    ``dlogits = dloss * (exp(logits - lse) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * onehot(target)
+    - label_smoothing / n)``; zero in ignored rows, whatever their logits are. One read, one write.
+    """,
+)
+
+cross_entropy = Op(
+    "cross_entropy",
+    inputs={"logits": Tensor("*m n", "T"), "target": Tensor("*m", "I", below="n")},
+    outputs={"loss": Tensor("*m", "float32"), "lse": Tensor("*m", "float32", hidden=True)},
+    dtypes=DTYPES,
+    attrs=ATTRS,
+    reference=reference,
+    kernel="cute_ops.kernels.cross_entropy:CrossEntropy",
+    tile=rows_reduced,
+    grad=cross_entropy_bwd,
+    finish=FINISH,
+    check=check,
+    cases=CASES,
+    doc="""Cross entropy of logits with a target class per row.
+
+    ``lse = log(sum(exp(logits)))``
+    ``loss = lse - (1 - label_smoothing) * logits[target] - label_smoothing * mean(logits) + z_loss * lse^2``
+
+    Args:
+        logits: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n.
+        target: ``I[*m]``, int64 or int32, the class of each row; any strides.
+        ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are, and are not read;
+            a compile-time constant, as the next two.
+        label_smoothing: part of the target that is spread evenly over all n classes.
+        z_loss: weight of ``lse^2``, which keeps logits from drifting.
+        reduction: ``"mean"`` over the rows that are not ignored (NaN where there are none, as in PyTorch), ``"sum"``,
+            or ``"none"``, the loss of each row. ``torch.ops.cute.cross_entropy`` has no such argument: it returns the
+            losses and the lse of each row.
+        inplace_backward: overwrite the logits with their gradient, so that no second (rows x n) buffer exists. The
+            logits must not be read afterwards: PyTorch raises where autograd would, XLA copies them first.
+
+    Returns:
+        float32: a scalar, or ``[*m]``. Accumulated in float32, deterministic. As torch's: -inf logits are classes of
+        no probability, a row of nothing but -inf, or with a NaN or +inf, is NaN. A target that is neither a class nor
+        ``ignore_index`` gives NaN, loss and gradient, and reads nothing out of bounds (PyTorch's aborts the context).
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, n = 0, a last dim that is not contiguous, an unknown reduction.
+
+    Source: z-loss: Chowdhery et al., PaLM, 2022; label smoothing: Szegedy et al., 2015.
+    """,
+)

@@ -1,0 +1,126 @@
+"""Sum and mean over the last dim: declarations, reference maths, cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.binding import Binding
+from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._tiles import rows_apart, rows_reduced
+from cute_ops.reference import widen
+
+CASES = (
+    Case("one-element", {"m": (1,), "n": 1}),
+    Case("odd-small", {"m": (3, 5), "n": 7}),
+    Case("odd", {"m": (37,), "n": 4097}),
+    Case("llama3-8b", {"m": (2, 67), "n": 4096}),
+    Case("longest", {"m": (3,), "n": 262144}),
+)
+DTYPES = {"T": FLOATS}
+ROWS, ROW = Tensor("*m n", "T"), Tensor("*m", "T")
+
+
+def reference(xp: Any, x: Any) -> Any:
+    return xp.astype(xp.sum(widen(xp, x)[0], axis=-1), x.dtype)
+
+
+def reference_mean(xp: Any, x: Any) -> Any:
+    return xp.astype(xp.mean(widen(xp, x)[0], axis=-1), x.dtype)
+
+
+def reference_bwd(xp: Any, x: Any, dout: Any) -> Any:
+    return xp.zeros_like(x) + dout[..., None]
+
+
+def reference_mean_bwd(xp: Any, x: Any, dout: Any) -> Any:
+    return xp.astype(widen(xp, xp.zeros_like(x) + dout[..., None])[0] / x.shape[-1], x.dtype)
+
+
+def check(binding: Binding) -> str | None:
+    n = binding.dims["n"]
+    return f"argument `x` has n={n}, expected at least 1." if isinstance(n, int) and n < 1 else None
+
+
+sum_bwd = Op(
+    "sum_bwd",
+    inputs={"x": Tensor("*m n", "T", unread=True), "dout": ROW},
+    outputs={"dx": ROWS},
+    dtypes=DTYPES,
+    reference=reference_bwd,
+    kernel="cute_ops.kernels.row_sums:RowTotalBackward",
+    tile=rows_apart,
+    check=check,
+    cases=CASES,
+    doc="""Gradient of :func:`sum`: ``dx = dout`` in every column. Of x only the shape is used; it is not read.""",
+)
+
+mean_bwd = Op(
+    "mean_bwd",
+    inputs={"x": Tensor("*m n", "T", unread=True), "dout": ROW},
+    outputs={"dx": ROWS},
+    dtypes=DTYPES,
+    reference=reference_mean_bwd,
+    kernel="cute_ops.kernels.row_sums:RowMeanBackward",
+    tile=rows_apart,
+    check=check,
+    cases=CASES,
+    doc="""Gradient of :func:`mean`: ``dx = dout / n`` in every column. Of x only the shape is used; it is not read.""",
+)
+
+row_sum = Op(
+    "sum",
+    inputs={"x": ROWS},
+    outputs={"out": ROW},
+    dtypes=DTYPES,
+    reference=reference,
+    kernel="cute_ops.kernels.row_sums:RowTotal",
+    tile=rows_reduced,
+    grad=sum_bwd,
+    check=check,
+    cases=CASES,
+    doc="""Sum over the last dim.
+
+    ``out = sum(x)``
+
+    Args:
+        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n of 1 or more.
+
+    Returns:
+        ``T[*m]``. Accumulated in float32 in a fixed order, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: n = 0, a last dim that is not contiguous.
+
+    Source: the running example of the CuTe DSL introduction.
+    """,
+)
+
+row_mean = Op(
+    "mean",
+    inputs={"x": ROWS},
+    outputs={"out": ROW},
+    dtypes=DTYPES,
+    reference=reference_mean,
+    kernel="cute_ops.kernels.row_sums:RowMean",
+    tile=rows_reduced,
+    grad=mean_bwd,
+    check=check,
+    cases=CASES,
+    doc="""Mean over the last dim.
+
+    ``out = sum(x) / n``
+
+    Args:
+        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n of 1 or more.
+
+    Returns:
+        ``T[*m]``. Accumulated in float32 in a fixed order, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: n = 0, a last dim that is not contiguous.
+
+    Source: the running example of the CuTe DSL introduction.
+    """,
+)
