@@ -2,8 +2,9 @@
 
 from cutlass import Float32
 
+from cute_ops.kernels._activations import silu
 from cute_ops.kernels._columns import scale
-from cute_ops.kernels.silu_mul import silu_mul
+from cute_ops.kernels._gated import gated
 
 
 class Plain:
@@ -23,7 +24,7 @@ class Gated:
     normed, eps = False, 0.0
 
     def __call__(self, gate, up, rstd, rWeight, rBias):
-        return silu_mul(gate, up)[0]
+        return gated(silu)(gate, up)[0]
 
 
 class Normed:
