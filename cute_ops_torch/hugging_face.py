@@ -448,4 +448,5 @@ FORMS = (
     *_gelus("tanh"),
     *_gelus("none"),
     _written("add_rmsnorm", _form_layer, _layer, _llama_norm_follows),
+    Form("rope", _rotates, _rotating),
 )

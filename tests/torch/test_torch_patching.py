@@ -45,6 +45,7 @@ def compare(model: nn.Module, device: str = "cpu") -> list[tuple[str, str]]:
 
 LAYER = [
     ("", "add_rmsnorm"),
+    (".self_attn", "rope"),
     (".mlp", "silu_mul"),
     (".input_layernorm", "rmsnorm"),
     (".post_attention_layernorm", "rmsnorm"),
@@ -73,7 +74,7 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     assert replaced == [
         *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
     ]  # fmt: skip
-    assert calls == {"rmsnorm": 3, "add_rmsnorm": 2, "silu_mul": 2}
+    assert calls == {"rmsnorm": 3, "add_rmsnorm": 2, "silu_mul": 2, "rope": 4}
     with pytest.raises(ValueError, match=r"cute_ops_torch\.patch: LlamaForCausalLM is patched already"):
         cute_ops_torch.patch(model)
     cute_ops_torch.unpatch(model)
@@ -84,7 +85,7 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
 def test_models_built_alike(kind: str) -> None:
-    assert {op for _, op in compare(llama(kind))} == {"rmsnorm", "add_rmsnorm", "silu_mul"}
+    assert {op for _, op in compare(llama(kind))} == {"rmsnorm", "add_rmsnorm", "silu_mul", "rope"}
 
 
 @pytest.mark.parametrize("kind", ["Gemma", "Gemma3"])
@@ -152,4 +153,4 @@ def test_unknown_models_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_llama_on_a_gpu() -> None:
-    assert len(compare(llama().cuda(), "cuda")) == 9
+    assert len(compare(llama().cuda(), "cuda")) == 11
