@@ -5,7 +5,7 @@ A contender that is not installed, or that has no such op, is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -18,8 +18,12 @@ JAX = ("XLA (jit)", "ours (JAX)")
 ALL = TORCH + JAX
 
 
-def make(contender: str, op: str) -> Call | None:
-    """The contender's function for an op: tensors in declaration order to an output or a tuple of them."""
+def make(contender: str, op: str, attrs: Mapping[str, Any] | None = None) -> Call | None:
+    """The contender's function for an op: tensors in declaration order to an output or a tuple of them.
+
+    Args:
+        attrs: attributes that differ from the declaration's defaults.
+    """
     makers = {
         "torch eager": _eager,
         "torch.compile": _compiled,
@@ -30,12 +34,12 @@ def make(contender: str, op: str) -> Call | None:
         "ours (JAX)": _ours_jax,
     }
     try:
-        return makers[contender](op)
+        return makers[contender](op, attrs or {})
     except ImportError:
         return None
 
 
-def _eager(op: str) -> Call:
+def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
     def rmsnorm(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         if weight.dtype != x.dtype:  # F.rms_norm wants one dtype
             return (F.rms_norm(x.float(), x.shape[-1:], None, EPS) * weight.float()).to(x.dtype)
@@ -48,14 +52,37 @@ def _eager(op: str) -> Call:
     def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
 
-    return {"rmsnorm": rmsnorm, "add_rmsnorm": add_rmsnorm, "silu_mul": silu_mul}[op]
+    def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        return gelu(gate) * up
+
+    def gelu(x: torch.Tensor) -> torch.Tensor:
+        return F.gelu(x, approximate=attrs.get("approximate", "tanh"))
+
+    def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        r = cos.shape[-1]
+        a, b, rest = x[..., :r].float(), x[..., r : 2 * r].float(), x[..., 2 * r :]
+        c, s = cos[..., None, :].float(), sin[..., None, :].float()
+        return torch.cat([(a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype), rest], -1)
+
+    return {
+        "rmsnorm": rmsnorm,
+        "add_rmsnorm": add_rmsnorm,
+        "silu_mul": silu_mul,
+        "gelu_mul": gelu_mul,
+        "swiglu": lambda x: silu_mul(*x.chunk(2, -1)),
+        "geglu": lambda x: gelu_mul(*x.chunk(2, -1)),
+        "silu": F.silu,
+        "gelu": gelu,
+        "relu2": lambda x: F.relu(x).square(),
+        "rope": rope,
+    }[op]
 
 
-def _compiled(op: str) -> Call:
-    return torch.compile(_eager(op), fullgraph=True, dynamic=False)
+def _compiled(op: str, attrs: Mapping[str, Any]) -> Call:
+    return torch.compile(_eager(op, attrs), fullgraph=True, dynamic=False)
 
 
-def _quack(op: str) -> Call | None:
+def _quack(op: str, attrs: Mapping[str, Any]) -> Call | None:
     from quack import rmsnorm
 
     def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -65,41 +92,60 @@ def _quack(op: str) -> Call | None:
     return calls.get(op)
 
 
-def _liger(op: str) -> Call:
+def _liger(op: str, attrs: Mapping[str, Any]) -> Call | None:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
+    from liger_kernel.ops.geglu import LigerGELUMulFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+    from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
+
+    def gelu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        if attrs.get("approximate", "tanh") != "tanh":
+            raise NotImplementedError("Liger has the tanh approximation only")
+        return LigerGELUMulFunction.apply(gate, up)
+
+    def rope(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        if x.shape[-1] != 2 * cos.shape[-1]:
+            raise NotImplementedError("Liger turns whole heads")
+        # It wants a k as well, and (batch, heads, positions, elements); it reads the first half of its tables.
+        k = x.new_empty(x.shape[0], 1, x.shape[1], x.shape[3])
+        return LigerRopeFunction.apply(x.transpose(1, 2), k, cos[None], sin[None])[0].transpose(1, 2)
 
     # in_place=False: its default overwrites the incoming gradient, which others read after it.
     return {
         "rmsnorm": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False),
         "add_rmsnorm": lambda x, r, weight: LigerFusedAddRMSNormFunction.apply(x, r, weight, EPS, 0.0, "llama", False),
-        "silu_mul": lambda gate, up: LigerSiLUMulFunction.apply(gate, up),
-    }[op]
+        "silu_mul": LigerSiLUMulFunction.apply,
+        "gelu_mul": gelu_mul,
+        "swiglu": lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1)),
+        "geglu": lambda x: gelu_mul(*x.chunk(2, -1)),
+        "rope": rope,
+    }.get(op)
 
 
-def overwrites_inputs(contender: str, op: str) -> bool:
-    """Liger's SwiGLU writes its gradients over its inputs: it needs copies of its own."""
-    return contender == "Liger" and op == "silu_mul"
+def overwrites_inputs(contender: str, op: str, direction: str) -> bool:
+    """Liger's gated products write their gradients over their inputs, and its rope its output: they need copies."""
+    return contender == "Liger" and (op == "rope" or (direction == "bwd" and "norm" not in op))
 
 
-def _ours_torch(op: str) -> Call:
+def _ours_torch(op: str, attrs: Mapping[str, Any]) -> Call:
     import cute_ops_torch
 
-    return _with_eps(getattr(cute_ops_torch, op), op)
+    return _with_attributes(getattr(cute_ops_torch, op), op, attrs)
 
 
-def _ours_jax(op: str) -> Call:
+def _ours_jax(op: str, attrs: Mapping[str, Any]) -> Call:
     import cute_ops_jax
 
-    return _with_eps(getattr(cute_ops_jax, op), op)
+    return _with_attributes(getattr(cute_ops_jax, op), op, attrs)
 
 
-def _with_eps(function: Call, op: str) -> Call:
-    return function if op == "silu_mul" else lambda *tensors: function(*tensors, eps=EPS)
+def _with_attributes(function: Call, op: str, attrs: Mapping[str, Any]) -> Call:
+    full = {"eps": EPS, **attrs} if "norm" in op else dict(attrs)
+    return (lambda *tensors: function(*tensors, **full)) if full else function
 
 
-def _xla(op: str) -> Call:
+def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
     import jax
     import jax.numpy as jnp
 
@@ -116,4 +162,28 @@ def _xla(op: str) -> Call:
         wide = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         return wide.astype(gate.dtype)
 
-    return {"rmsnorm": rmsnorm, "add_rmsnorm": add_rmsnorm, "silu_mul": silu_mul}[op]
+    def gelu_mul(gate: Any, up: Any) -> Any:
+        return (gelu32(gate) * up.astype(jnp.float32)).astype(gate.dtype)
+
+    def gelu32(x: Any) -> Any:
+        return jax.nn.gelu(x.astype(jnp.float32), approximate=attrs.get("approximate", "tanh") == "tanh")
+
+    def rope(x: Any, cos: Any, sin: Any) -> Any:
+        r = cos.shape[-1]
+        a, b = x[..., :r].astype(jnp.float32), x[..., r : 2 * r].astype(jnp.float32)
+        c, s = cos[..., None, :].astype(jnp.float32), sin[..., None, :].astype(jnp.float32)
+        turned = jnp.concatenate([a * c - b * s, b * c + a * s], -1).astype(x.dtype)
+        return jnp.concatenate([turned, x[..., 2 * r :]], -1)
+
+    return {
+        "rmsnorm": rmsnorm,
+        "add_rmsnorm": add_rmsnorm,
+        "silu_mul": silu_mul,
+        "gelu_mul": gelu_mul,
+        "swiglu": lambda x: silu_mul(*jnp.split(x, 2, -1)),
+        "geglu": lambda x: gelu_mul(*jnp.split(x, 2, -1)),
+        "silu": lambda x: jax.nn.silu(x.astype(jnp.float32)).astype(x.dtype),
+        "gelu": lambda x: gelu32(x).astype(x.dtype),
+        "relu2": lambda x: jnp.square(jax.nn.relu(x)),
+        "rope": rope,
+    }[op]

@@ -65,32 +65,50 @@ def as_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
 
 
-def torch_calls(function: Callable[..., Any], direction: str, sets: Sequence[Buffers]) -> list[Callable[[], Any]]:
-    """One closure per buffer set. A backward call goes through autograd, on a forward call made here."""
+def torch_calls(
+    function: Callable[..., Any], direction: str, sets: Sequence[Buffers], wanted: Sequence[bool]
+) -> list[Callable[[], Any]]:
+    """One closure per buffer set. A backward call goes through autograd, on a forward call made here.
+
+    Args:
+        wanted: per input, whether it has a gradient.
+    """
     calls = []
     for inputs, cotangents in sets:
         if direction == "fwd":
             calls.append(lambda inputs=inputs: as_tuple(function(*inputs)))
             continue
-        leaves = tuple(t.detach().requires_grad_() for t in inputs)
-        outputs = as_tuple(function(*leaves))
+        given = tuple(t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True))
+        outputs = as_tuple(function(*given))
+        leaves = tuple(t for t in given if t.requires_grad)
         calls.append(
             lambda o=outputs, x=leaves, g=cotangents: torch.autograd.grad(o, x, g, retain_graph=True)
         )  # fmt: skip
     return calls
 
 
-def jax_call(function: Callable[..., Any], direction: str) -> Callable[..., Any]:
+def jax_call(function: Callable[..., Any], direction: str, wanted: Sequence[bool]) -> Callable[..., Any]:
     """A traceable call: inputs, and for backward cotangents, to a tuple."""
     if direction == "fwd":
         return lambda inputs, cotangents: as_tuple(function(*inputs))
     import jax
 
     def backward(inputs: Any, cotangents: Any) -> Any:
-        outputs, pull = jax.vjp(function, *inputs)
+        of_wanted, some = only(function, inputs, wanted)
+        outputs, pull = jax.vjp(of_wanted, *some)
         return pull(cotangents if isinstance(outputs, tuple) else cotangents[0])
 
     return backward
+
+
+def only(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, list[Any]]:
+    """A function of those inputs that have a gradient, and these inputs."""
+
+    def of_wanted(*some: Any) -> Any:
+        given = iter(some)
+        return function(*(next(given) if w else a for a, w in zip(inputs, wanted, strict=True)))
+
+    return of_wanted, [a for a, w in zip(inputs, wanted, strict=True) if w]
 
 
 # --- sampling ------------------------------------------------------------------------------------------------------
@@ -147,8 +165,14 @@ def jax_sampler(function: Callable[..., Any], problem: Problem, direction: str, 
 
     else:
         made = problem.binding("bwd").outputs
-        wanted = [i for i, name in enumerate(problem.arrays()) if made[f"d{name}"] is not None]
-        pull_back = jax.jit(lambda inputs: jax.vjp(function, *inputs)[1])
+        names = [name for name, w in zip(problem.arrays(), problem.wanted, strict=True) if w]
+        wanted = [i for i, name in enumerate(names) if made[f"d{name}"] is not None]
+
+        def pull_of(inputs: Any) -> Any:
+            of_wanted, some = only(function, inputs, problem.wanted)
+            return jax.vjp(of_wanted, *some)[1]
+
+        pull_back = jax.jit(pull_of)
         arrays = [(pull_back(inputs), cotangents) for inputs, cotangents in arrays]
 
         def call(pull: Any, cotangents: Any) -> Any:
@@ -209,10 +233,10 @@ def copy_rate(device: torch.device, gigabytes: float) -> list[float]:
 def expected(problem: Problem, direction: str, buffers: Buffers) -> list[torch.Tensor]:
     """The eager result in float32 on the same values."""
     wide = Buffers(*(tuple(t.float() for t in part) for part in buffers))
-    eager = contenders.make("torch eager", problem.op)
+    eager = contenders.make("torch eager", problem.op, dict(problem.attrs))
     if eager is None:
         raise RuntimeError("PyTorch's own function is missing")
-    return list(torch_calls(eager, direction, [wide])[0]())
+    return list(torch_calls(eager, direction, [wide], problem.wanted)[0]())
 
 
 def error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
@@ -299,22 +323,22 @@ class Bench:
         self, name: str, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]
     ) -> tuple[Sampler, int] | str:
         """A checked contender's sampler and its calls per sample, or why there is none."""
-        function = contenders.make(name, problem.op)
+        function = contenders.make(name, problem.op, dict(problem.attrs))
         if function is None:
             return "not available"
         if name in contenders.JAX:
             return self.jax_sampler(function, problem, direction, sets, wanted)
-        if direction == "bwd" and contenders.overwrites_inputs(name, problem.op):
+        if contenders.overwrites_inputs(name, problem.op, direction):
             sets = [Buffers(tuple(t.clone() for t in inputs), cotangents) for inputs, cotangents in sets]
         count = len(sets) * math.ceil(CALLS / len(sets))
         with torch.set_grad_enabled(direction == "bwd"):
             if self.stream is None:
-                calls = torch_calls(function, direction, sets)
+                calls = torch_calls(function, direction, sets, problem.wanted)
                 wrong = self.wrong(calls[0](), wanted, problem, direction)
                 return wrong or (loop_sampler(calls, len(sets)), len(sets))
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                calls = torch_calls(function, direction, sets)
+                calls = torch_calls(function, direction, sets, problem.wanted)
                 wrong = self.wrong(calls[0](), wanted, problem, direction)
                 if wrong:
                     return wrong
@@ -331,7 +355,7 @@ class Bench:
         if problem.strided or problem.hot:
             return "not available"  # XLA's buffers are compact; one set would make one call, and time its dispatch
         self.synchronize()  # the arrays are imported without waiting for PyTorch's stream
-        call = jax_call(function, direction)
+        call = jax_call(function, direction, problem.wanted)
         first = tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in sets[0])
         got = [torch.from_dlpack(a) for a in jax.block_until_ready(jax.jit(call)(*first))]
         wrong = self.wrong(got, wanted, problem, direction)
@@ -348,7 +372,10 @@ class Bench:
         found = error(got, wanted)
         if found > (1e-4 if problem.dtype == "float32" else 3e-2):
             return f"wrong: relative error {found:.2g}"
-        arrays = problem.binding("fwd").outputs if direction == "fwd" else problem.arrays()
+        if direction == "fwd":
+            arrays = problem.binding("fwd").outputs
+        else:
+            arrays = {n: a for n, a in problem.arrays().items() if n in problem.declaration.differentiable}
         dtypes = [a.dtype for a in arrays.values() if a]
         if [str(g.dtype).removeprefix("torch.") for g in got] != dtypes:
             return f"wrong: outputs are {', '.join(str(g.dtype) for g in got)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -23,12 +24,15 @@ class Problem:
     Args:
         op: name of the op.
         rows: number of rows.
-        n: size of a row.
+        n: size of a row; where a row has several dims, their product.
         dtype: dtype of activations.
         weight: dtype of the weight, that of the activations where None.
         residual: dtype of the residual, likewise.
         strided: rows are a slice of rows three times as long.
         hot: one buffer set only, so that what fits stays in L2.
+        lead: leading dims, one of them where not said. Inputs that broadcast have the last one only.
+        sizes: other dims by name.
+        attrs: attributes that differ from the default.
     """
 
     op: str
@@ -39,14 +43,23 @@ class Problem:
     residual: str | None = None
     strided: bool = False
     hot: bool = False
+    lead: tuple[int, ...] = ()
+    sizes: tuple[tuple[str, int], ...] = ()
+    attrs: tuple[tuple[str, str], ...] = ()
 
     @property
     def declaration(self) -> Op:
         return BY_NAME[self.op]
 
     @property
+    def wanted(self) -> list[bool]:
+        """Per input, whether it has a gradient."""
+        return [name in self.declaration.differentiable for name in self.arrays()]
+
+    @property
     def layout(self) -> str:
-        return ("strided" if self.strided else "flat") + (", hot" if self.hot else "")
+        more = [f"{k}={v}" for k, v in (*self.sizes, *self.attrs)] + ["hot"] * self.hot
+        return ", ".join(["strided" if self.strided else "flat", *more])
 
     @property
     def label(self) -> str:
@@ -56,23 +69,31 @@ class Problem:
 
     def arrays(self) -> dict[str, Array]:
         """The inputs: all that are declared but the bias."""
-        by_variable = {"T": self.dtype, "W": self.weight or self.dtype, "R": self.residual or self.dtype}
-        return {
-            name: Array(((self.rows,) if t.rows else ()) + (self.n,), by_variable[t.dtype])
-            for name, t in self.declaration.inputs.items()
-            if name != "bias"
+        by_variable = {
+            "T": self.dtype,
+            "W": self.weight or self.dtype,
+            "R": self.residual or self.dtype,
+            "C": "float32",
         }
+        lead = self.lead or (self.rows,)
+        sizes = {**self.declaration.example(lead, self.n), **dict(self.sizes)}
+        made = {}
+        for name, t in self.declaration.inputs.items():
+            shape = t.of(sizes)
+            if name != "bias":
+                made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, by_variable[t.dtype])
+        return made
 
     def binding(self, direction: str) -> Binding:
         """The forward or the backward call."""
-        forward = bind(self.declaration, self.arrays())
+        forward = bind(self.declaration, self.arrays(), dict(self.attrs))
         if direction == "fwd":
             return forward
         grad = self.declaration.grad
         if grad is None:
             raise ValueError(f"{self.op} has no gradient")
         known = {**forward.inputs, **forward.outputs, **{f"d{n}": a for n, a in forward.outputs.items()}}
-        return bind(grad, {name: known.get(name) for name in grad.inputs})
+        return bind(grad, {name: known.get(name) for name in grad.inputs}, dict(self.attrs))
 
     def bytes(self, direction: str) -> int:
         """The least bytes that must move: every input read once, every output written once."""
@@ -85,12 +106,15 @@ class Problem:
         generator = torch.Generator(device).manual_seed(seed)
         made = {}
         for name, (shape, dtype) in self.arrays().items():
-            stretch = 3 if self.strided and len(shape) > 1 else 1
-            full = (*shape[:-1], stretch * shape[-1])
+            tensor = self.declaration.inputs[name]
+            sliced = len(shape) - len(tensor.dims)  # the first dim of a row
+            stretch = 3 if self.strided and tensor.rows and not tensor.broadcast else 1
+            full = [size * stretch if i == sliced else size for i, size in enumerate(shape)]
             values = torch.randn(full, generator=generator, device=device, dtype=torch.float32)
-            if name == "weight":
+            if name.endswith("weight"):
                 values = 1 + values / 4
-            made[name] = values.to(getattr(torch, dtype))[..., : shape[-1]]
+            values = values.to(getattr(torch, dtype))
+            made[name] = values if stretch == 1 else values.narrow(sliced, 0, shape[sliced])
         return made
 
     def cotangents(self, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
@@ -111,6 +135,9 @@ def grid(ops: Sequence[str], quick: bool = False) -> list[Problem]:
         found += [Problem("add_rmsnorm", *s) for s in (_NORM[1:3] if quick else _NORM)]
     if "silu_mul" in ops:
         found += [Problem("silu_mul", *s) for s in (_GATED[:2] if quick else _GATED)]
+    for op, problems in _PROBLEMS.items():
+        if op in ops:
+            found += problems[:1] if quick else problems
     if not quick:
         found += [p for p in _SPECIAL if p.op in ops]
     return found
@@ -118,13 +145,48 @@ def grid(ops: Sequence[str], quick: bool = False) -> list[Problem]:
 
 def smoke(ops: Sequence[str]) -> list[Problem]:
     """Tiny problems that take every path, for machines without a GPU."""
-    return [Problem(op, 6, 64) for op in ops] + [Problem(op, 5, 33, dtype="float32", strided=True) for op in ops]
+    heads = (("h", 4), ("d", 16), ("r", 8))
+    found = []
+    for op in ops:
+        lead, sizes = ((2, 3), heads) if "h" in BY_NAME[op].static else ((), ())
+        found += [
+            Problem(op, 6, 64, lead=lead, sizes=sizes),
+            Problem(op, 6, 64 if sizes else 33, dtype="float32", strided=True, lead=lead, sizes=sizes),
+        ]
+    return found
 
 
 _NORM = (
     (32768, 4096), (32768, 1024), (16384, 8192), (4096, 32768), (65536, 128), (2048, 131072), (16384, 4097),
 )  # fmt: skip
 _GATED = ((32768, 4096), (16384, 14336), (131072, 768), (16384, 4097))
+
+
+def _heads(op: str, batch: int, seqlen: int, heads: int, headdim: int, pairs: int, **more: Any) -> Problem:
+    sizes = (("h", heads), ("d", headdim), ("r", pairs))
+    return Problem(op, batch * seqlen, heads * headdim, lead=(batch, seqlen), sizes=sizes, **more)
+
+
+_EXACT = (("approximate", "none"),)
+_PROBLEMS: dict[str, tuple[Problem, ...]] = {
+    "gelu_mul": (
+        Problem("gelu_mul", 32768, 4096), Problem("gelu_mul", 32768, 4096, attrs=_EXACT), Problem("gelu_mul", 64, 9216),
+    ),
+    "swiglu": (
+        Problem("swiglu", 32768, 4096), Problem("swiglu", 16384, 14336), Problem("swiglu", 131072, 768),
+        Problem("swiglu", 16384, 4097), Problem("swiglu", 64, 14336),
+    ),
+    "geglu": (
+        Problem("geglu", 32768, 4096), Problem("geglu", 32768, 4096, attrs=_EXACT), Problem("geglu", 16384, 4097),
+    ),
+    "silu": (Problem("silu", 32768, 4096),),
+    "gelu": (Problem("gelu", 32768, 4096), Problem("gelu", 32768, 4096, attrs=_EXACT), Problem("gelu", 64, 4096)),
+    "relu2": (Problem("relu2", 32768, 4096),),
+    "rope": (
+        _heads("rope", 4, 8192, 32, 128, 64), _heads("rope", 4, 8192, 32, 128, 64, strided=True),
+        _heads("rope", 4, 8192, 8, 128, 64), _heads("rope", 4, 8192, 64, 96, 12), _heads("rope", 64, 1, 32, 128, 64),
+    ),
+}  # fmt: skip
 _SPECIAL = (
     Problem("rmsnorm", 64, 4096, hot=True),
     Problem("rmsnorm", 64, 4096),

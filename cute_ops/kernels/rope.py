@@ -11,8 +11,8 @@ from cute_ops.kernels._rows import ITEMSIZE
 class Rope:
     """``out[j], out[j + r] = x[j] * cos[j] - x[j + r] * sin[j], x[j + r] * cos[j] + x[j] * sin[j]``.
 
-    Tile: a thread holds one chunk (two vectors) of ``per_thread`` heads of a token, two where vectors have 16 bytes,
-    for which it finds its place and reads cosines and sines once. Neighbouring threads hold neighbouring chunks, then
+    Tile: a thread holds one chunk (two vectors) of ``heads`` heads of a token, and of more where vectors have less than
+    16 bytes; it finds its place and reads cosines and sines once. Neighbouring threads hold neighbouring chunks, then
     heads, then tokens. No shared memory. Bytes moved per element: x and out once; the tables come from L2.
 
     Args:
@@ -25,9 +25,9 @@ class Rope:
         self.x, self.out = variant.tensors[x], variant.tensors[out]
         self.rotary = Rotary(variant, (x, out), variant.attrs["interleaved"])
         self.sign = sign
-        self.threads = variant.tile.get("threads", 256)
+        self.threads = variant.tile["threads"]
         most = VECTOR_BYTES // ITEMSIZE[self.x.dtype] // self.rotary.vec
-        self.per_thread = min(2 * max(most, 1), variant.dims["h"] or 1)
+        self.per_thread = min(variant.tile["heads"] * max(most, 1), variant.dims["h"] or 1)
         self.chained = can_chain(variant.arch)
 
     @cute.jit
