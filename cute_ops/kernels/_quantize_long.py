@@ -83,6 +83,7 @@ class QuantizeLong:
                         h = rH.load().to(Float32)
                         squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
                 else:
+                    read, read_bases = inputs[:1], bases[:1]
                     for i in cutlass.range(walk, unroll=4):
                         h = self._read(inputs[0], bases[0], i * stride + start, n)
                         squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)

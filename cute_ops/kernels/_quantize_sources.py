@@ -1,10 +1,12 @@
 """What is quantised: a function of the vectors of a row."""
 
+import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_ops.kernels._activations import silu
 from cute_ops.kernels._columns import scale
 from cute_ops.kernels._gated import gated
+from cute_ops.kernels._vectors import fragment
 
 
 class Plain:
@@ -22,9 +24,13 @@ class Gated:
 
     names = ("gate", "up")
     normed, eps = False, 0.0
+    compute = staticmethod(gated(silu))
 
     def __call__(self, gate, up, rstd, rWeight, rBias):
-        return gated(silu)(gate, up)[0]
+        rY = fragment(Float32, cute.size(gate.shape))
+        for j in range(cute.size(rY)):
+            (rY[j],) = self.compute(gate[j], up[j])
+        return rY.load()
 
 
 class Normed:
