@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import fp8
 import torch
 import torch.nn.functional as F
 
@@ -75,6 +76,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         "gelu": gelu,
         "relu2": lambda x: F.relu(x).square(),
         "rope": rope,
+        **fp8.in_torch(attrs, EPS),
     }[op]
 
 
@@ -186,4 +188,5 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         "gelu": lambda x: gelu32(x).astype(x.dtype),
         "relu2": lambda x: jnp.square(jax.nn.relu(x)),
         "rope": rope,
+        **fp8.in_jax(attrs, EPS),
     }[op]

@@ -45,7 +45,7 @@ class Problem:
     hot: bool = False
     lead: tuple[int, ...] = ()
     sizes: tuple[tuple[str, int], ...] = ()
-    attrs: tuple[tuple[str, str], ...] = ()
+    attrs: tuple[tuple[str, Any], ...] = ()
 
     @property
     def declaration(self) -> Op:
@@ -55,6 +55,10 @@ class Problem:
     def wanted(self) -> list[bool]:
         """Per input, whether it has a gradient."""
         return [name in self.declaration.differentiable for name in self.arrays()]
+
+    @property
+    def directions(self) -> tuple[str, ...]:
+        return DIRECTIONS if self.declaration.grad else DIRECTIONS[:1]
 
     @property
     def layout(self) -> str:
@@ -118,7 +122,9 @@ class Problem:
         return made
 
     def cotangents(self, device: torch.device, seed: int) -> tuple[torch.Tensor, ...]:
-        """Random gradients of the outputs."""
+        """Random gradients of the outputs; none for an op without a gradient."""
+        if self.declaration.grad is None:
+            return ()
         generator = torch.Generator(device).manual_seed(1000 + seed)
         outputs = [a for a in self.binding("fwd").outputs.values() if a]
         return tuple(
@@ -167,6 +173,12 @@ def _heads(op: str, batch: int, seqlen: int, heads: int, headdim: int, pairs: in
     return Problem(op, batch * seqlen, heads * headdim, lead=(batch, seqlen), sizes=sizes, **more)
 
 
+def _scaled(op: str, *shapes: tuple[int, int]) -> tuple[Problem, ...]:
+    """With a scale per row, and per block of 128 columns."""
+    whole = tuple(Problem(op, *s) for s in shapes)
+    return whole + tuple(Problem(op, *s, attrs=(("block", 128),)) for s in shapes if s[1] % 128 == 0)
+
+
 _EXACT = (("approximate", "none"),)
 _PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "gelu_mul": (
@@ -182,6 +194,13 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "silu": (Problem("silu", 32768, 4096),),
     "gelu": (Problem("gelu", 32768, 4096), Problem("gelu", 32768, 4096, attrs=_EXACT), Problem("gelu", 64, 4096)),
     "relu2": (Problem("relu2", 32768, 4096),),
+    "rmsnorm_fp8": _scaled(
+        "rmsnorm_fp8", (16384, 4096), (16384, 8192), (32768, 1024), (16384, 7168), (4096, 32768), (16384, 4097),
+        (64, 4096),
+    ),
+    "add_rmsnorm_fp8": _scaled("add_rmsnorm_fp8", (16384, 4096), (16384, 8192), (64, 4096)),
+    "quantize_fp8": _scaled("quantize_fp8", (16384, 8192), (16384, 14336), (64, 4096)),
+    "silu_mul_fp8": _scaled("silu_mul_fp8", (16384, 4096), (16384, 14336), (32768, 2048), (64, 14336)),
     "rope": (
         _heads("rope", 4, 8192, 32, 128, 64), _heads("rope", 4, 8192, 32, 128, 64, strided=True),
         _heads("rope", 4, 8192, 8, 128, 64), _heads("rope", 4, 8192, 64, 96, 12), _heads("rope", 64, 1, 32, 128, 64),

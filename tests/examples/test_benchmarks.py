@@ -16,7 +16,7 @@ import host_time
 import llama_step
 import plot
 import startup
-from problems import DIRECTIONS, Problem, grid
+from problems import Problem, grid
 
 
 def test_spread() -> None:
@@ -35,12 +35,14 @@ def test_least_bytes() -> None:
     assert wide.bytes("bwd") == (4 + 2 + 4 + 2 + 4) * whole + 2 * 2 * n  # dx and dresidual are two arrays
     assert Problem("silu_mul", rows, n).bytes("fwd") == 2 * 3 * whole
     assert Problem("silu_mul", rows, n).bytes("bwd") == 2 * 5 * whole
+    blocks = Problem("quantize_fp8", rows, 3 * n, attrs=(("block", 128),))
+    assert blocks.bytes("fwd") == (2 + 1) * 3 * whole + 4 * 2 * rows
 
 
 def test_grid_has_no_problem_twice_and_all_bind() -> None:
-    problems = grid(["rmsnorm", "add_rmsnorm", "silu_mul"])
+    problems = grid(["rmsnorm", "add_rmsnorm", "silu_mul", "rmsnorm_fp8"])
     assert len(set(problems)) == len(problems)
-    assert all(p.bytes(d) > 0 for p in problems for d in DIRECTIONS)
+    assert all(p.bytes(d) > 0 for p in problems for d in p.directions)
 
 
 def test_training_step_smoke() -> None:
@@ -51,13 +53,14 @@ def test_training_step_smoke() -> None:
 
 def test_device_time_smoke(tmp_path: Path) -> None:
     names = ["torch eager", "ours (torch)", "XLA (jit)", "ours (JAX)"]
-    device_time.main(["--cpu-smoke", "--ops", "rmsnorm", "add_rmsnorm", "--contenders", *names, "--out", str(tmp_path)])
+    ops = ["rmsnorm", "add_rmsnorm", "add_rmsnorm_fp8"]
+    device_time.main(["--cpu-smoke", "--ops", *ops, "--contenders", *names, "--out", str(tmp_path)])
     rows = common.read(tmp_path / "device_time.csv")
     strided = {(r["contender"], r["status"]) for r in rows if r["layout"] == "strided"}
     assert ("ours (torch)", "ok") in strided
     assert ("ours (JAX)", "not available") in strided
     flat = [r for r in rows if r["layout"] == "flat"]
-    assert len(flat) == 2 * 2 * len(names)
+    assert len(flat) == (2 + 2 + 1) * len(names)
     assert {r["status"] for r in flat} == {"ok"}
     assert all(float(r["us_min"]) <= float(r["us"]) <= float(r["us_max"]) for r in flat)
 
@@ -69,7 +72,7 @@ def test_wrong_and_failing_contenders_are_recorded(tmp_path: Path, monkeypatch: 
     made = device_time.contenders.make
     eager = made("torch eager", "rmsnorm")
     wrong = {"quack": lambda x, w: x, "Liger": fails, "torch.compile": lambda x, w: eager(x, w).float()}
-    monkeypatch.setattr(device_time.contenders, "make", lambda name, op: wrong.get(name) or made(name, op))
+    monkeypatch.setattr(device_time.contenders, "make", lambda name, op, attrs: wrong.get(name) or made(name, op))
     arguments = ["--cpu-smoke", "--ops", "rmsnorm", "--directions", "fwd", "--only", "bfloat16", "--out", str(tmp_path)]
     device_time.main([*arguments, "--contenders", *wrong, "torch eager"])
     status = {r["contender"]: r["status"] for r in common.read(tmp_path / "device_time.csv")}
