@@ -1,9 +1,11 @@
-"""Time from a fresh process to the first result: nothing cached, the disk cache warm, and a second call in memory.
+"""Time from a fresh process to the first result: nothing cached, the disk cache warm, a bundle and no cache, and a
+second call in memory.
 
 Every figure is of a process of its own. It first imports its framework, makes the CUDA context and the inputs; only
 then the clock starts: our import, TVM-FFI's import as our loader makes it (without torch where torch is not in use),
-the first result. The process fails if the compiler was imported. ``own first result`` is the framework's own function
-in the same place, for comparison.
+the first result. The process fails if the compiler was imported; with a warm cache or a bundle it cannot be.
+``own first result`` is the framework's own function in the same place, for comparison; ``all of ours`` is what a
+program pays for these ops beside TVM-FFI: our import and the first result.
 
     python benchmarks/startup.py --out out/benchmarks
 """
@@ -22,12 +24,18 @@ from common import ROOT, Table, first_line, spread
 from rich.console import Console
 from rich.table import Table as View
 
-PHASES = ("import ours", "import tvm_ffi", "first result", "second result", "all to first result", "own first result")
+PHASES = (
+    "import ours", "import tvm_ffi", "first result", "second result", "all to first result", "own first result",
+    "all of ours",
+)  # fmt: skip
+CACHES = ("cold", "warm", "bundle")
 COLUMNS = ("framework", "cache", "phase", "status", "ms", "ms_min", "ms_max", "runs")
 SCENARIOS = ("torch", "jax")
 
 PRELUDE = """
-import json, sys, time
+import json, os, sys, time
+if os.environ.get("BLOCK_COMPILER"):
+    sys.modules["cutlass"] = None
 def clock(): return time.perf_counter() * 1e3
 """
 TORCH = """
@@ -70,11 +78,13 @@ t4 = clock()
 compiler = [name for name in sys.modules if name.partition(".")[0] == "cutlass"]
 own()
 t5 = clock()
-print(json.dumps({"ms": [t1 - t0, t2 - t1, t3 - t2, t4 - t3, t3 - t0, t5 - t4], "compiler": compiler}))
+compiler = [name for name in compiler if sys.modules[name]]
+ms = [t1 - t0, t2 - t1, t3 - t2, t4 - t3, t3 - t0, t5 - t4, t1 - t0 + t3 - t2]
+print(json.dumps({"ms": ms, "compiler": compiler}))
 """
 
 
-def run(scenario: str, cache: Path) -> list[float]:
+def run(scenario: str, cache: Path, **more: str) -> list[float]:
     """Milliseconds by phase, of one process.
 
     Raises:
@@ -82,7 +92,7 @@ def run(scenario: str, cache: Path) -> list[float]:
     """
     script = PRELUDE + (TORCH if scenario == "torch" else JAX) + MEASURE
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
-    environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(cache), "PYTHONPATH": path}
+    environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(cache), "PYTHONPATH": path, **more}
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
@@ -93,15 +103,22 @@ def run(scenario: str, cache: Path) -> list[float]:
     return answer["ms"]
 
 
-def measure(scenario: str, warm: bool, runs: int) -> list[list[float]]:
-    """One list of phases per run; a cold run has an empty cache folder, a warm one a filled one."""
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        if warm:
-            run(scenario, Path(folder, "cache"))
-        for i in range(runs):
-            found.append(run(scenario, Path(folder, "cache" if warm else f"cold{i}")))
-    return found
+def measure(scenario: str, cache: str, runs: int) -> list[list[float]]:
+    """One list of phases per run: with an empty cache, a filled one, or a bundle of what a first run recorded."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        if cache == "cold":
+            return [run(scenario, folder / f"cold{i}") for i in range(runs)]
+        manifest, bundle = folder / "manifest.txt", folder / "bundle"
+        run(scenario, folder / "cache", CUTE_OPS_RECORD=str(manifest))
+        if cache == "warm":
+            return [run(scenario, folder / "cache", BLOCK_COMPILER="1") for _ in range(runs)]
+        if manifest.exists():  # on a CPU no kernel runs
+            command = [sys.executable, "-m", "cute_ops", "build", str(manifest), "-o", str(bundle)]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT), "CUTE_OPS_CACHE_DIR": str(folder / "cache")}
+            subprocess.run(command, cwd=ROOT, env=environment, check=True, capture_output=True)
+        named = {"CUTE_OPS_BUNDLE": str(bundle)} if bundle.exists() else {}
+        return [run(scenario, folder / "none", BLOCK_COMPILER="1", **named) for _ in range(runs)]
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -114,10 +131,10 @@ def main(arguments: list[str] | None = None) -> None:
     table = Table(options.out / "startup.csv", COLUMNS)
     view = View("framework", "cache", "phase", "ms", "spread", title="fresh process, after the framework's own start")
     for scenario in options.scenarios:
-        for cache in ("cold", "warm"):
+        for cache in CACHES:
             row: dict[str, object] = {"framework": scenario, "cache": cache}
             try:
-                samples = measure(scenario, cache == "warm", options.runs if cache == "warm" else min(options.runs, 3))
+                samples = measure(scenario, cache, min(options.runs, 3) if cache == "cold" else options.runs)
             except RuntimeError as failure:
                 table.add(row | {"status": f"failed: {first_line(failure)}"})
                 view.add_row(scenario, cache, f"failed: {failure}", "", "")

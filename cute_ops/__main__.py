@@ -12,9 +12,9 @@ from rich.table import Table
 
 from cute_ops import cache, declarations, doctor
 from cute_ops.binding import bind
-from cute_ops.commands import Arches, bundles, console, fail, targets
+from cute_ops.commands import Arches, author, bundles, console, fail, targets
 from cute_ops.errors import CacheError, CompileError
-from cute_ops.op import FLOATS, Array, Op
+from cute_ops.op import FLOATS
 from cute_ops.plan import plan
 from cute_ops.worker import worker
 
@@ -23,6 +23,9 @@ cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kerne
 app.add_typer(cache_app, name="cache")
 bundle_app = typer.Typer(no_args_is_help=True, help="Folders of compiled kernels that are shipped; see build.")
 app.add_typer(bundle_app, name="bundle")
+app.command("verify")(author.verify)
+app.command("bench")(author.bench)
+app.command("inspect")(author.inspect)
 app.command("record")(bundles.record)
 app.command("manifest")(bundles.model)
 app.command("build")(bundles.build)
@@ -71,7 +74,7 @@ def compile_command(
         for kind in dtypes:
             for size in n or [4096]:
                 variant = plan(
-                    bind(declaration, _inputs(declaration, kind.value, rows, size, without or [])), {}, where
+                    bind(declaration, author.example(declaration, kind.value, rows, size, without or [])), {}, where
                 ).variant
                 try:
                     if dump:
@@ -83,17 +86,6 @@ def compile_command(
                     fail(error)
                 table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
     console.print(table)
-
-
-def _inputs(op: Op, dtype: str, rows: int, n: int, without: list[str]) -> dict[str, Array | None]:
-    unknown = [name for name in without if name not in op.inputs or not op.inputs[name].optional]
-    if unknown:
-        raise typer.BadParameter(f"{op.name} has no optional input {', '.join(unknown)}")
-    made: dict[str, Array | None] = {}
-    for name, tensor in op.inputs.items():
-        shape = tensor.of(op.example((rows,), n))
-        made[name] = None if name in without else Array(shape, op.dtype_near(tensor, dtype))
-    return made
 
 
 @cache_app.command("info")

@@ -8,7 +8,9 @@ variant's symbol name, which takes exactly the tensors that are present.
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import tempfile
@@ -31,7 +33,7 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
     the GPU's machine code alone, which takes a quarter less time.
 
     Args:
-        dump: folder for PTX and cubin.
+        dump: folder for PTX, cubin and the launches' dynamic shared memory.
 
     Raises:
         CompileError: the kernel does not compile, or no linker is there.
@@ -54,6 +56,8 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         entry = _entry(kernel, tuple(key is not None for key in variant.args))
         # What runs is the exported object: an engine that could run it here would be a quarter of the time.
         compiled = cute.compile(entry, *arguments, stream, options=options, no_jit_engine=True)
+        if dump:
+            (dump / "shared.json").write_text(json.dumps(_dynamic_shared(str(compiled.ir_module))))
         if only_cubin and keep:
             (cubin,) = keep.glob("*.cubin")
             cubin.replace(path)
@@ -65,6 +69,25 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
     if path != object_file:
         _link(object_file, path)
         object_file.unlink()
+
+
+# In the launch configuration of the driver, the field after the grid and the block.
+_CONFIG_SHARED = re.compile(r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] .*array<3 x i32>, array<3 x i32>, i64, ptr")
+
+
+def _dynamic_shared(module: str) -> list[int | None]:
+    """Dynamic shared memory of each launch in lowered host code, in order; None where it is not constant."""
+    found: list[int | None] = []
+    for field in _CONFIG_SHARED.finditer(module):
+        stored = re.compile(rf"llvm\.store (%\w+), {field[1]} :").search(module, field.end())
+        # Names are of a function: the last value of that name counts.
+        values = (
+            re.findall(rf"{stored[1]} = llvm\.mlir\.constant\((\d+) : i64\)", module[: stored.start()])
+            if stored
+            else []
+        )
+        found.append(int(values[-1]) if values else None)
+    return found
 
 
 def _entry(kernel: Any, present: tuple[bool, ...]) -> Any:

@@ -29,6 +29,58 @@ class Resources(NamedTuple):
     local: int
 
 
+class Access(NamedTuple):
+    """Instructions of one kind that move ``bytes`` at a time to or from global memory."""
+
+    kind: str
+    bytes: int
+    number: int
+
+
+# Of an SM: threads, CTAs, bytes of shared memory for CTAs.
+_LIMITS = {
+    80: (2048, 32, 167_936), 86: (1536, 16, 102_400), 89: (1536, 24, 102_400), 90: (2048, 32, 233_472),
+    100: (2048, 32, 233_472), 103: (2048, 32, 233_472), 120: (1536, 24, 102_400),
+}  # fmt: skip
+_REGISTERS, _REGISTER_UNIT, _RESERVED_SHARED = 65536, 256, 1024
+
+
+def occupancy(arch: str, threads: int, registers: int, shared: int) -> int:
+    """CTAs that an SM holds at once; ``shared`` is static and dynamic shared memory in bytes."""
+    most_threads, most_ctas, most_shared = _LIMITS[_sm(arch)]
+    warps = -(-threads // 32)
+    per_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
+    return min(
+        most_ctas, most_threads // (warps * 32), _REGISTERS // (per_warp * warps),
+        most_shared // (-(-shared // 128) * 128 + _RESERVED_SHARED),
+    )  # fmt: skip
+
+
+def own_shared(arch: str, resources: Resources) -> int:
+    """Static shared memory without what the system keeps for itself, which cubins count from Hopper on."""
+    return max(resources.shared - (_RESERVED_SHARED if _sm(arch) >= 90 else 0), 0)
+
+
+def _sm(arch: str) -> int:
+    return int(arch.removeprefix("sm_").rstrip("af"))
+
+
+def accesses(code: str) -> list[Access]:
+    """Loads and stores of global memory in SASS, by kind and width, the widest first."""
+    counts: dict[tuple[str, int], int] = {}
+    for kind, suffixes in re.findall(r"\b(LDGSTS|LDG|STG|UBLKCP|RED|ATOMG)((?:\.\w+)*)", code):
+        width = re.search(r"\.(?:U|S)?(8|16|64|128|256)\b", suffixes)
+        key = kind, int(width[1]) // 8 if width else 0 if kind == "UBLKCP" else 4
+        counts[key] = counts.get(key, 0) + 1
+    return sorted((Access(*key, number) for key, number in counts.items()), key=lambda a: (a.kind, -a.bytes))
+
+
+def threads_of(ptx: str) -> dict[str, int]:
+    """Threads of a CTA by kernel, as PTX demands them."""
+    found = re.findall(r"\.entry (\w+)\(.*?\.reqntid (\d+)(?:, (\d+))?(?:, (\d+))?", ptx, re.DOTALL)
+    return {name: int(x) * int(y or 1) * int(z or 1) for name, x, y, z in found}
+
+
 def cubins(data: bytes) -> Iterator[bytes]:
     """Every cubin inside an object, or the bytes themselves where they are one."""
     start = data.find(_MAGIC)

@@ -1,0 +1,236 @@
+"""For whoever writes kernels: is it right, how fast is it, what did the compiler make of it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import typer
+from rich.table import Table
+
+from cute_ops import declarations, machine
+from cute_ops.binding import bind
+from cute_ops.commands import Arches, console, fail, targets
+from cute_ops.errors import CompileError
+from cute_ops.op import FLOATS, Array, Op
+from cute_ops.plan import plan
+from cute_ops.variant import Variant
+from cute_ops.worker import worker
+
+Which = Annotated[
+    str,
+    typer.Argument(metavar="OP", help="rmsnorm, or yours: file.py, file.py:name, module:name; gradients come along."),
+]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}; repeat. Default: all.")]
+
+
+class Kernel(NamedTuple):
+    """One kernel of a variant, as the compiler made it."""
+
+    name: str
+    threads: int
+    resources: machine.Resources
+    dynamic: int | None
+    accesses: list[machine.Access]
+    sass: str
+
+
+def inspect(
+    op: Which,
+    dtype: Annotated[str, typer.Option(help="Dtype of all tensors.")] = "bfloat16",
+    n: Annotated[list[int] | None, typer.Option("--n", help="Size of the last dim; repeat. Default: 4096.")] = None,
+    arch: Arches = None,
+    rows: Annotated[int, typer.Option(help="Number of rows.")] = 4096,
+    without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for PTX, SASS and cubin.")] = None,
+) -> None:
+    """Show what kernels take and how they reach memory: registers, stack and spills, shared memory, occupancy, widths
+    of loads and stores. Needs no GPU.
+
+    Example: python -m cute_ops inspect rmsnorm --n 4096 --n 50257 --arch sm_80,sm_90a -o out/
+
+    Stack and local memory are spills or arrays that do not fit registers: both are slow and should be 0. Loads (LDG,
+    or LDGSTS to shared memory) and stores (STG) of 16 bytes are the widest; UBLKCP are bulk copies. CTAs/SM is how many
+    fit by registers, threads and shared memory.
+    """
+    table = Table("kernel", "threads", "registers", "stack", "local", "shared", "CTAs/SM", "to and from memory")
+    for declaration in _ops(op):
+        for target in targets(arch):
+            for size in n or [4096]:
+                given = example(declaration, dtype, rows, size, without or [])
+                variant = plan(bind(declaration, given), {}, target, fixed=True).variant
+                table.add_section()
+                for kernel in _kernels(variant, out):
+                    dynamic = kernel.dynamic
+                    shared = machine.own_shared(target.arch, kernel.resources) + (dynamic or 0)
+                    fits = machine.occupancy(target.arch, kernel.threads, kernel.resources.registers, shared)
+                    bad = "[red]" if kernel.resources.stack or kernel.resources.local else ""
+                    table.add_row(
+                        f"{kernel.name}\n{variant.describe()}", str(kernel.threads), str(kernel.resources.registers),
+                        f"{bad}{kernel.resources.stack}", f"{bad}{kernel.resources.local}",
+                        f"{shared}" + ("" if dynamic is not None else " + ?"), str(fits),
+                        "\n".join(f"{a.number} {a.kind} of {a.bytes or 'bulk'}" for a in kernel.accesses),
+                    )  # fmt: skip
+    console.print(table)
+    if out:
+        console.print(f"PTX, SASS and cubins are in {out}")
+
+
+def verify(
+    op: Which,
+    dtype: Dtypes = None,
+    framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
+    repeats: Annotated[int, typer.Option(help="Calls on a GPU, all of which must give the same bits.")] = 20,
+) -> None:
+    """Check every named case of an op in every dtype and installed framework against float64.
+
+    On a GPU kernels run: outputs and scratch arrays lie where memory was just filled with NaN, so that an element
+    which is not written shows; calls are repeated, since a race gives other bits sooner or later; both frameworks must
+    agree to the bit. On a CPU the declared reference runs. Exit code 1 when anything is wrong.
+
+    Example: python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
+    """
+    from cute_ops.verification import installed
+    from cute_ops.verification import verify as verdicts
+
+    ops, failed, calls, cases = _ops(op), 0, 0, 0
+    try:
+        runners = installed(framework or ())
+    except ValueError as error:
+        fail(error)
+    if not runners:
+        fail("no framework is installed: pip install 'cute-ops[torch]' or 'cute-ops[jax]'")
+    where = {name: runner.device() for name, runner in runners.items()}
+    console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
+    with console.status("") as status:
+        for found in verdicts(ops, runners, dtype or FLOATS, repeats):
+            cases, calls = cases + 1, calls + found.calls
+            line = f"{found.op} {found.case} {found.dtype} {found.framework}"
+            status.update(line)
+            if found.problem:
+                failed += 1
+                console.print(f"[red]BAD [/] {line}", highlight=False)
+                console.print(f"     {found.problem}", highlight=False, markup=False)
+    if not cases:
+        fail(f"{', '.join(o.name for o in ops)}: no cases are declared, so nothing was checked")
+    what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
+    console.print(f"{cases - failed} of {cases} right, {calls} calls ({what})", highlight=False)
+    raise typer.Exit(int(failed > 0))
+
+
+def bench(
+    op: Which,
+    dtype: Annotated[str, typer.Option(help="Dtype of all tensors.")] = "bfloat16",
+    n: Annotated[list[int] | None, typer.Option("--n", help="Sizes of the last dim; repeat.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the table and the picture.")] = Path("out/bench"),
+) -> None:
+    """Measure an op and its gradient on this GPU: GB/s by row length, with what a large copy reaches drawn beside it.
+
+    Calls take turns on buffers that together exceed three times the L2 cache, 64 or more in one CUDA graph; the median
+    of its replays counts. GB/s counts the least bytes: every input read once, every output written once.
+
+    Example: python -m cute_ops bench rmsnorm --n 1024 --n 4096 --n 50257
+    """
+    try:
+        measure = import_module("cute_ops_torch.measure")
+    except ImportError as error:
+        fail(f"bench measures through PyTorch, which cannot be imported: {error}")
+    if not measure.available():
+        fail("bench needs a GPU and a PyTorch that can use it")
+    ceiling = measure.copy_rate()
+    table, rows_found = Table("op", "rows", "n", "us", "spread", "GB/s", "of a copy"), []
+    for declaration in _ops(op):
+        for size in n or (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
+            rows = max((256 << 20) // (size * 4), 1)
+            try:
+                found = measure.measure(declaration, example(declaration, dtype, rows, size, ["bias"], strict=False))
+            except Exception as error:  # one length without a kernel should not hide the others
+                console.print(
+                    f"{declaration.name} n={size}: {type(error).__name__}: {error}", style="red", markup=False
+                )
+                continue
+            rows_found.append((declaration.name, rows, size, *found))
+            table.add_row(
+                declaration.name, str(rows), str(size), f"{found.us:.1f}", f"{found.low:.1f} to {found.high:.1f}",
+                f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}",
+            )  # fmt: skip
+    console.print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    header = "op,rows,n,us,us_min,us_max,gb_s,copy_gb_s\n"
+    lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in (*row, ceiling)) for row in rows_found]
+    (out / "bench.csv").write_text(header + "\n".join(lines) + "\n")
+    console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
+
+
+def example(op: Op, dtype: str, rows: int, n: int, without: list[str], strict: bool = True) -> dict[str, Array | None]:
+    """A call of an op: all inputs but some optional ones, with one dtype and one size."""
+    optional = [name for name, tensor in op.inputs.items() if tensor.optional]
+    unknown = [name for name in without if name not in optional]
+    if unknown and strict:
+        raise typer.BadParameter(f"{op.name} has no optional input {', '.join(unknown)}")
+    return {
+        name: None
+        if name in without and name in optional
+        else Array(tensor.of(op.example((rows,), n)), op.dtype_near(tensor, dtype))
+        for name, tensor in op.inputs.items()
+    }
+
+
+def _ops(name: str) -> list[Op]:
+    try:
+        return declarations.find_all(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _kernels(variant: Variant, out: Path | None) -> Iterator[Kernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        try:
+            worker.compile(variant, dump / "kernel.so", dump)
+            (ptx,) = (path.read_text() for path in dump.glob("*.ptx"))
+            resources = {r.kernel: r for r in machine.resources(dump / "kernel.so")}
+            code = machine.sass(dump / "kernel.so")
+        except (CompileError, FileNotFoundError) as error:
+            fail(error)
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / f"{variant.symbol}.ptx").write_text(ptx)
+            (out / f"{variant.symbol}.sass").write_text(code)
+            (cubin,) = machine.cubins((dump / "kernel.so").read_bytes())
+            (out / f"{variant.symbol}.cubin").write_bytes(cubin)
+        shared = json.loads((dump / "shared.json").read_text())
+        for order, (name, threads) in enumerate(machine.threads_of(ptx).items()):
+            _, _, part = code.partition(f"Function : {name}")
+            text = part.partition("Function : ")[0]
+            dynamic = shared[order] if order < len(shared) else None
+            yield Kernel(short(name), threads, resources[name], dynamic, machine.accesses(text), text)
+
+
+def short(name: str) -> str:
+    """``kernel_cutlass_kernel_cute_opskernels_backwardNormBackward_object_at_...`` -> ``backwardNormBackward``."""
+    return name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0].removeprefix("cute_opskernels_")[:40]
+
+
+def _picture(rows: list[tuple], ceiling: float, out: Path) -> str:
+    try:
+        import matplotlib
+    except ImportError:
+        return "; no picture without matplotlib"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in dict.fromkeys(row[0] for row in rows):
+        points = sorted((row[2], row[6]) for row in rows if row[0] == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.axhline(ceiling, color="gray", linestyle="--", label="a large copy")
+    axes.set(xscale="log", xlabel="row length", ylabel="GB/s", ylim=(0, None))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "bench.png", dpi=120)
+    return f", {out / 'bench.png'}"
