@@ -126,12 +126,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for startup.csv")
     parser.add_argument("--runs", type=int, default=7, help="processes per figure (3 for a cold cache)")
     parser.add_argument("--scenarios", nargs="+", default=list(SCENARIOS), choices=SCENARIOS)
+    parser.add_argument("--caches", nargs="+", default=list(CACHES), choices=CACHES)
     options = parser.parse_args(arguments)
     console = Console(width=110)
     table = Table(options.out / "startup.csv", COLUMNS)
     view = View("framework", "cache", "phase", "ms", "spread", title="fresh process, after the framework's own start")
     for scenario in options.scenarios:
-        for cache in CACHES:
+        for cache in options.caches:
             row: dict[str, object] = {"framework": scenario, "cache": cache}
             try:
                 samples = measure(scenario, cache, min(options.runs, 3) if cache == "cold" else options.runs)

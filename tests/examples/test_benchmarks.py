@@ -96,7 +96,7 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_startup_smoke(tmp_path: Path) -> None:
-    startup.main(["--runs", "1", "--scenarios", "torch", "jax", "--out", str(tmp_path)])
+    startup.main(["--runs", "1", "--caches", "cold", "bundle", "--out", str(tmp_path)])
     rows = common.read(tmp_path / "startup.csv")
     assert {r["status"] for r in rows} == {"ok"}
     assert {r["phase"] for r in rows} == set(startup.PHASES)
