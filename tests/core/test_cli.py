@@ -21,7 +21,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 def test_help_teaches() -> None:
-    for arguments in ((), ("compile",), ("cache",), ("doctor",)):
+    for arguments in ((), ("cache",), ("bundle",), ("doctor",)):
         text = run(*arguments, "--help").stdout
         assert "Usage: python -m cute_ops" in text
     assert "Example: python -m cute_ops compile rmsnorm" in run("compile", "--help").stdout
@@ -43,7 +43,7 @@ def test_compile_fills_the_cache(cache_folder: Path) -> None:
 def test_dump_keeps_what_the_compiler_made(cache_folder: Path, tmp_path: Path) -> None:
     result = run("compile", "silu_mul", "--n", "64", "--arch", "sm_90a", "--dump", str(tmp_path / "dump"))
     assert result.returncode == 0, result.stdout + result.stderr
-    assert {p.suffix for p in (tmp_path / "dump").iterdir()} == {".so", ".ptx", ".cubin"}
+    assert {p.suffix for p in (tmp_path / "dump").iterdir()} == {".so", ".ptx", ".cubin", ".json"}
 
 
 @pytest.mark.parametrize(

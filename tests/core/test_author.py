@@ -1,0 +1,185 @@
+"""What a kernel's author asks of the command line: verify, inspect, bench; of our ops and of a file of one's own."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from cute_ops import Op, declarations, machine, testing
+from cute_ops.binding import bind
+from cute_ops.commands import author
+from cute_ops.plan import plan
+from cute_ops.target import parse
+from cute_ops.verification import verify
+
+ROOT = Path(__file__).parents[2]
+SOFTCAP = "examples/custom_op/softcap.py"
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "cute_ops", *arguments]
+    env = {**os.environ, "COLUMNS": "160"}
+    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
+
+
+def test_a_file_of_ones_own_is_verified_in_every_framework() -> None:
+    result = run("verify", SOFTCAP, "--dtype", "bfloat16", "--repeats", "2")
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "torch on " in result.stdout and "jax on " in result.stdout and "4 of 4 right" in result.stdout
+    assert ("references, no kernel" in result.stdout) == ("torch on cpu" in result.stdout)
+
+
+WRONG = """
+from cute_ops import FLOATS, Case, Op, Tensor
+def reference(xp, x):
+    return x if xp.__name__ == "numpy" else x * 1.01
+X = Tensor("*m n", "T")
+wrong = Op("wrong", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=reference,
+           kernel="copying:Copy", cases=(Case("small", {"m": (3,), "n": 8}),))
+idle = Op("idle", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=reference, kernel="copying:Copy")
+"""
+
+
+def test_what_is_wrong_is_shown_and_fails(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(WRONG)
+    result = run("verify", str(tmp_path / "mine.py"), "--framework", "jax", "--dtype", "float32")
+    assert result.returncode == 1
+    assert "BAD  wrong small float32 jax" in result.stdout and "exceeds" in result.stdout
+    assert "0 of 1 right" in result.stdout
+    idle = run("verify", f"{tmp_path / 'mine.py'}:idle", "--framework", "jax")
+    assert idle.returncode == 1 and "idle: no cases are declared, so nothing was checked" in idle.stdout
+
+
+class FakeGPU:
+    """A runner whose kernel is what the test says; ``calls`` counts."""
+
+    def __init__(self, spoil: Any = lambda out, call: None) -> None:
+        self.spoil, self.calls = spoil, 0
+
+    def device(self) -> str:
+        return "cuda"
+
+    def run(self, op: Op, arrays: testing.Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+        outputs = testing.run_reference(op, arrays, attrs)
+        self.calls += 1
+        self.spoil(outputs[0], self.calls)
+        return outputs
+
+
+def last_bit(out: np.ndarray, call: int) -> None:
+    if call % 7 == 6:
+        out.view(np.uint16)[..., 0] ^= 1
+
+
+def test_a_race_shows_in_repeated_calls_and_a_hole_in_poison() -> None:
+    op = declarations.find("silu_mul")
+    op = Op(**{**_arguments(op), "cases": op.cases[:1]})
+
+    def problems(**runners: FakeGPU) -> list[str]:
+        return [v.problem for v in verify([op], runners, ("bfloat16",), repeats=10)]
+
+    good = FakeGPU()
+    assert problems(torch=good, jax=FakeGPU()) == ["", ""] and good.calls == 10
+    (race,) = problems(torch=FakeGPU(last_bit))
+    assert "differs from a repeated call" in race and race.endswith("a race?")
+    (hole,) = problems(torch=FakeGPU(lambda out, call: out.reshape(-1).__setitem__(-1, np.nan)))
+    assert "has NaN where the reference has none" in hole
+    one_bit = FakeGPU(lambda out, call: last_bit(out, 6))
+    assert "differs from torch on the same GPU" in problems(torch=FakeGPU(), jax=one_bit)[1]
+
+
+def _arguments(op: Op) -> dict[str, Any]:
+    names = ("name", "inputs", "outputs", "dtypes", "reference", "kernel", "attrs", "static", "tile")
+    return {name: getattr(op, name) for name in names}
+
+
+def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
+    result = run("inspect", SOFTCAP, "--n", "256", "--arch", "sm_80,sm_100a", "-o", str(tmp_path))
+    assert result.returncode == 0, result.stdout + result.stderr
+    rows = [line.split("│") for line in result.stdout.splitlines() if "softcap_kernelSoftCap " in line]
+    assert len(rows) == 2 and all(row[2].strip() == "128" and row[4].strip() == row[5].strip() == "0" for row in rows)
+    assert all("1 LDG of 16" in row[8] for row in rows)
+    assert {p.suffix for p in tmp_path.iterdir()} == {".ptx", ".sass", ".cubin"} and len(list(tmp_path.iterdir())) == 12
+    assert "st.global.v4" in next(tmp_path.glob("cute_softcap_*.ptx")).read_text()
+
+
+def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
+    op = declarations.find("rmsnorm_bwd")
+    variant = plan(bind(op, author.example(op, "bfloat16", 4096, 4096, ["bias"])), {}, parse("sm_90a")).variant
+    kernels = list(author._kernels(variant, None))
+    assert kernels[0].threads == variant.tile["threads"]
+    # The ring of rows: stages of x and dout.
+    ring = variant.tile["stages"] * 2 * 4096 * 2
+    assert kernels[0].dynamic is not None and ring <= kernels[0].dynamic < ring + 2048
+    assert any(access.kind == "LDGSTS" and access.bytes == 16 for access in kernels[0].accesses)
+
+
+def test_occupancy() -> None:
+    assert machine.occupancy("sm_90a", 256, 32, 0) == 8  # threads
+    assert machine.occupancy("sm_90a", 256, 128, 0) == 2  # registers
+    assert machine.occupancy("sm_90a", 128, 32, 100_000) == 2  # shared memory
+    assert machine.occupancy("sm_90a", 32, 16, 0) == 32  # CTAs
+    assert machine.occupancy("sm_89", 256, 32, 0) == 6
+    assert machine.occupancy("sm_80", 1024, 64, 0) == 1
+
+
+def test_widths_of_accesses() -> None:
+    code = (
+        "LDG.E.128.CONSTANT R4\nLDG.E.U16 R2\n@P0 STG.E R1\nLDGSTS.E.BYPASS.LTC128B.128 [R1]\nUBLKCP [R2]\nSTG.E.64 R9"
+    )
+    found = {(a.kind, a.bytes): a.number for a in machine.accesses(code)}
+    assert found == {
+        ("LDG", 16): 1, ("LDG", 2): 1, ("STG", 4): 1, ("STG", 8): 1, ("LDGSTS", 16): 1, ("UBLKCP", 0): 1,
+    }  # fmt: skip
+
+
+def test_bench_writes_a_table_and_a_picture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a GPU's figures made up."""
+
+    class Measured(SimpleNamespace):
+        def __iter__(self) -> Any:
+            return iter((self.us, self.low, self.high, self.rate))
+
+    def measure(op: Op, arrays: Any) -> Measured:
+        if op.name.endswith("_bwd"):
+            raise RuntimeError("no kernel for this")
+        return Measured(us=10.0, low=9.0, high=12.0, rate=2000.0)
+
+    fake = SimpleNamespace(available=lambda: True, copy_rate=lambda: 4000.0, measure=measure)
+    monkeypatch.setattr(author, "import_module", lambda name: fake)
+    author.bench("silu_mul", n=[128, 4096], out=tmp_path)
+    text = capsys.readouterr().out
+    assert "50%" in text and "RuntimeError: no kernel for this" in text and "a large copy: 4000 GB/s" in text
+    lines = (tmp_path / "bench.csv").read_text().splitlines()
+    assert len(lines) == 3 and lines[1].startswith("silu_mul,") and lines[1].endswith(",2000,4000")
+    assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    fake.available = lambda: False
+    with pytest.raises(typer.Exit):
+        author.bench("silu_mul", out=tmp_path)
+
+
+def test_mistakes_are_explained() -> None:
+    for arguments, text in (
+        (("verify", "nothing"), "no op 'nothing'; there are rmsnorm"),
+        (("inspect", "no/such/file.py"), "cannot import no/such/file.py"),
+        (("inspect", "rmsnorm", "--without", "x"), "rmsnorm has no optional input x"),
+    ):
+        result = run(*arguments)
+        assert result.returncode == 2 and text in " ".join(result.stderr.replace("│", " ").split()), result.stderr
+
+
+def test_help_teaches() -> None:
+    for command in ("verify", "inspect", "bench", "record", "build", "warm-up", "manifest"):
+        result = run(command, "--help")
+        assert result.returncode == 0 and "Example: python -m cute_ops" in result.stdout
