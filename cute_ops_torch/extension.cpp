@@ -88,6 +88,7 @@ struct Entry {
 // How an output of a raw op is understood: absent, or served for by another.
 struct Output {
   int64_t given, same_as, mine, theirs;  // an input; an output; the inputs whose dtypes decide; -1 where not so
+  bool hidden;                           // kept for the gradient, without one of its own
 };
 
 // Where a backward op's input comes from.
@@ -95,6 +96,7 @@ struct Source {
   enum Kind { input, output, cotangent } kind;
   size_t index;
   bool optional;
+  bool rows;  // its last dim must be contiguous
 };
 
 struct Op {
@@ -435,7 +437,7 @@ struct Gradient : Node {
         d = any->new_zeros_symint(likes[source.index].size, any->options().dtype(likes[source.index].dtype));
       }
       // Kernels read rows; the caller never chose a cotangent's strides: `sum` makes expanded ones.
-      if (d.defined() && d.dim() && d.sym_strides().back() != 1) d = d.contiguous();
+      if (d.defined() && source.rows && d.dim() && d.sym_strides().back() != 1) d = d.contiguous();
       inputs.push_back(std::move(d));
     }
     Op& grad = *op->grad;
@@ -490,7 +492,7 @@ template <class P>
 void connect(Op& op, const P& node, const Tensors& inputs, Tensors& outputs) {
   NodePtr base = node;
   for (size_t k = 0; k < outputs.size(); ++k) {
-    bool real = resolve(op.outputs[k], k, inputs) == int64_t(k) &&
+    bool real = !op.outputs[k].hidden && resolve(op.outputs[k], k, inputs) == int64_t(k) &&
         torch::autograd::isDifferentiableType(outputs[k].scalar_type());
     torch::autograd::set_history(real ? outputs[k] : at::Tensor(), base);
   }
@@ -693,8 +695,8 @@ py::tuple define(const py::dict& table) {
                                    cuda ? c10::DispatchKey::AutogradCUDA : c10::DispatchKey::AutogradCPU,
                                    c10::DispatchKey::ADInplaceOrView});
   for (auto item : table["outputs"]) {
-    auto o = item.cast<std::array<int64_t, 4>>();
-    op->outputs.push_back({o[0], o[1], o[2], o[3]});
+    auto o = item.cast<std::array<int64_t, 5>>();
+    op->outputs.push_back({o[0], o[1], o[2], o[3], o[4] != 0});
   }
   for (const char* part : {"overload", "prepare", "refuse", "describe", "fail"}) {
     auto& member = part == std::string("overload") ? op->overload : part == std::string("prepare") ? op->prepare
@@ -707,7 +709,8 @@ py::tuple define(const py::dict& table) {
     op->grad = &self(grad.ptr());
     for (auto item : table["sources"]) {
       auto part = item.cast<py::tuple>();
-      op->sources.push_back({Source::Kind(part[0].cast<int>()), part[1].cast<size_t>(), part[2].cast<bool>()});
+      op->sources.push_back({Source::Kind(part[0].cast<int>()), part[1].cast<size_t>(), part[2].cast<bool>(),
+                             part[3].cast<bool>()});
     }
     op->passed = table["passed"].cast<std::vector<size_t>>();
     op->results = table["results"].cast<std::vector<int64_t>>();

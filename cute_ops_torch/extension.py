@@ -27,7 +27,7 @@ import torch
 
 from cute_ops import __version__, cache, toolchain
 from cute_ops.errors import CacheError, CompileError, message
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 from cute_ops_torch.autograd import without_gradient_text
 from cute_ops_torch.tensors import arrays
 
@@ -185,6 +185,7 @@ def bind(
                 outputs.index(t.same_as) if t.same_as else -1,
                 source[t.dtype] if t.same_as else -1,
                 source[op.outputs[t.same_as].dtype] if t.same_as else -1,
+                int(t.hidden),
             )
             for t in op.outputs.values()
         ],
@@ -195,7 +196,7 @@ def bind(
         cotangents = [f"d{name}" for name in outputs]
         table |= {
             "grad": grad.handle,
-            "sources": [_source(name, t.optional, (inputs, outputs, cotangents)) for name, t in op.grad.inputs.items()],
+            "sources": [_source(name, t, (inputs, outputs, cotangents)) for name, t in op.grad.inputs.items()],
             "passed": [list(op.attrs).index(name) for name in op.grad.attrs],
             "results": [
                 list(op.grad.outputs).index(f"d{name}") if f"d{name}" in op.grad.outputs else -1 for name in inputs
@@ -204,10 +205,10 @@ def bind(
     return Native(*loaded().define(table))
 
 
-def _source(name: str, optional: bool, places: Sequence[list[str]]) -> tuple[int, int, bool]:
-    """Where a backward op's input comes from: which kind, which of them, and whether it may be absent."""
+def _source(name: str, tensor: Tensor, places: Sequence[list[str]]) -> tuple[int, int, bool, bool]:
+    """Where a backward op's input comes from: which kind, which of them; whether it may be absent and has rows."""
     kind = next(kind for kind, names in enumerate(places) if name in names)
-    return kind, places[kind].index(name), optional
+    return kind, places[kind].index(name), tensor.optional, bool(tensor.dims)
 
 
 @cache_forever

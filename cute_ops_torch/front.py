@@ -69,9 +69,9 @@ def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: A
     return _dressed(function, op)
 
 
-def make_native_function(op: Op, overload: Any, call: Callable[..., Any]) -> Any:
+def make_native_function(op: Op, overload: Any, call: Callable[..., Any], raw: bool = False) -> Any:
     """The same in front of the C++ extension, which looks for itself whether anybody watches."""
-    return _dressed(_maker(op, _NATIVE_SOURCE, False)(torch.compiler.is_compiling, overload, call), op)
+    return _dressed(_maker(op, _NATIVE_SOURCE, raw)(torch.compiler.is_compiling, overload, call), op)
 
 
 def _maker(op: Op, source: str, raw: bool, **more: str) -> Callable[..., Any]:

@@ -70,36 +70,32 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     torch.library.register_fake(name, fake_kernel(op, lowering), lib=library)
     torch.library.register_vmap(name, vmap_rule(op, overload), lib=library)
 
-    raw = _raw[key] = make_function(op, overload, cuda.launch, gradient, raw=True)
+    def front(raw: bool) -> Callable[..., Any]:
+        if native:
+            return make_native_function(op, overload, native.call, raw)
+        return make_function(op, overload, cuda.launch, gradient, raw)
+
+    _raw[key] = front(raw=True)
     if op.options or len(op.shown) < len(op.outputs):
         inplace = None
         if op.grad is not None and "inplace_backward" in op.options:
             into = _launchers[namespace, op.grad.name].into
             inplace = make_inplace(op, overload, cuda.launch, _raw[namespace, op.grad.name], into)
-        function = finished(op, raw, inplace)
-    elif native:
-        function = make_native_function(op, overload, native.call)
+        function = finished(op, _raw[key], inplace)
     else:
-        function = make_function(op, overload, cuda.launch, gradient)
+        function = front(raw=False)
     _registered[key] = op, function
     return function
 
 
 def _bind_native(op: Op, namespace: str, overload: Any) -> extension.Native | None:
     """The op in C++ where the extension is there, together with its gradient."""
-    if extension.loaded() is None or not _native_knows(op):
+    if extension.loaded() is None:
         return None
     gradient = _natives[namespace, op.grad.name] if op.grad else None
     made = extension.bind(op, overload, partial(describe, op), gradient)
     _natives[namespace, op.name] = made
     return made
-
-
-def _native_knows(op: Op) -> bool:
-    """Numbers per row and hidden outputs are Python's, forward and backward."""
-    family = (op, op.grad) if op.grad else (op,)
-    tensors = [t for one in family for t in (*one.inputs.values(), *one.outputs.values())]
-    return not any(t.hidden or t.below or (t.rows and not t.dims) for t in tensors)
 
 
 class _Lowering:

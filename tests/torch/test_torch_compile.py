@@ -114,7 +114,10 @@ def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., An
             results += [o for k, o in enumerate(outs) if read in (None, k)]
         return results
 
-    groups = [[t.requires_grad_(t.is_floating_point()) for t in make_inputs(op)] for _ in reads]
+    groups = [
+        [t.requires_grad_(n in op.differentiable) for n, t in zip(op.inputs, make_inputs(op), strict=True)]
+        for _ in reads
+    ]
     leaves = [t for group in groups for t in group if t.requires_grad]
     both = [torch.compile(step, fullgraph=True, dynamic=True)(groups), step(groups)]
     torch.testing.assert_close(*both, rtol=1e-5, atol=1e-5)
