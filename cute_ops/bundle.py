@@ -233,7 +233,7 @@ def build(
 
     if where.exists() and any(where.iterdir()) and not (where / "bundle.json").exists():
         raise CacheError(f"cute_ops: {where} is not empty and no bundle: name another folder")
-    built = cache.build_all(manifest.variants(calls, targets), done)
+    built = cache.build_all(manifest.variants(calls, targets, log.info), done)
     if any(one.error for one in built):
         return built
     where.parent.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ import logging
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -108,14 +108,33 @@ def write(path: Path, calls: Iterable[Call]) -> int:
     return len(lines)
 
 
-def variants(calls: Iterable[Call], targets: Iterable[Target]) -> list[Variant]:
+def variants(
+    calls: Iterable[Call], targets: Iterable[Target], skip: Callable[[str], None] = log.warning
+) -> list[Variant]:
     """What the calls run on the targets, without doubles.
 
+    Args:
+        skip: is told what is left out: calls that a target has no kernel for, but another one has.
+
     Raises:
+        NotImplementedError: no target has a kernel for a call.
         ValueError, TypeError: an op does not take such a call.
     """
-    targets = list(targets)
-    return list({v.symbol: v for call in calls for target in targets for v in [call.variant(target)]}.values())
+    targets, found = list(targets), {}
+    for call in calls:
+        refused: list[NotImplementedError] = []
+        for target in targets:
+            try:
+                variant = call.variant(target)
+            except NotImplementedError as error:
+                refused.append(error)
+                continue
+            found[variant.symbol] = variant
+        if refused and len(refused) == len(targets):
+            raise refused[0]
+        for refusal in refused:
+            skip(f"left out: {str(refusal).partition(chr(10))[0]}")
+    return list(found.values())
 
 
 def _call(words: list[str]) -> Call:

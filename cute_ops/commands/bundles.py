@@ -78,10 +78,10 @@ def build(
     """
     calls, wanted, start = _read(manifests), targets(arch), time.perf_counter()
     try:
-        total = len(manifest.variants(calls, wanted))
+        total = len(manifest.variants(calls, wanted, _skipped))
         with progress(total, f"{out}:") as done:
             built = bundle.build(calls, wanted, out, done)
-    except (CacheError, ValueError, TypeError) as error:
+    except (CacheError, ValueError, TypeError, NotImplementedError) as error:
         fail(error)
     _report(built, start)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
@@ -95,8 +95,8 @@ def warm_up(manifests: Manifests, arch: Arches = None) -> None:
     """
     calls, start = _read(manifests), time.perf_counter()
     try:
-        variants = manifest.variants(calls, targets(arch))
-    except (ValueError, TypeError) as error:
+        variants = manifest.variants(calls, targets(arch), _skipped)
+    except (ValueError, TypeError, NotImplementedError) as error:
         fail(error)
     with progress(len(variants), "warm-up:") as done:
         _report(cache.build_all(variants, done), start)
@@ -123,6 +123,10 @@ def _read(paths: list[Path]) -> list[manifest.Call]:
         return [call for path in paths for call in manifest.read(path)]
     except (OSError, ValueError) as error:
         fail(error)
+
+
+def _skipped(text: str) -> None:
+    console.print(text, style="yellow", highlight=False, markup=False)
 
 
 def _report(built: list[cache.Built], start: float) -> None:

@@ -188,6 +188,15 @@ def test_a_model_is_planned_from_its_configuration() -> None:
         calls_of_model(LLAMA, "float64")
 
 
+def test_a_target_without_a_kernel_for_a_call_is_left_out() -> None:
+    calls = manifest.parse("silu_mul_fp8 gate:bfloat16[*,1024] up:bfloat16[*,1024]")
+    told: list[str] = []
+    assert [v.arch for v in manifest.variants(calls, [parse("sm_80"), SM90], told.append)] == ["sm_90a"]
+    assert len(told) == 1 and "left out: cute.silu_mul_fp8: its kernels need SM 8.9 or newer" in told[0]
+    with pytest.raises(NotImplementedError, match="need SM"):
+        manifest.variants(calls, [parse("sm_80")])
+
+
 def test_targets() -> None:
     assert parse("sm_90a:114") == Target("sm_90a", 114) and str(parse("sm_80")) == "sm_80:108"
     for wrong in ("sm_90a:", "sm_90a:x", "sm_90a:0"):
