@@ -5,6 +5,7 @@ from jax.typing import ArrayLike
 
 from cute_ops_jax.bridge import probe as probe
 from cute_ops_jax.front import register as register
+from cute_ops_jax.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 
 def rmsnorm(
     x: ArrayLike,

@@ -8,7 +8,8 @@ True
 
 from cute_ops_torch import functions, nn
 from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
+from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.patching import patch, unpatch
 from cute_ops_torch.registry import register
 
-__all__ = ["nn", "patch", "register", "unpatch", *functions.__all__]
+__all__ = ["linear_cross_entropy", "nn", "patch", "register", "unpatch", *functions.__all__]

@@ -88,6 +88,12 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     return function
 
 
+def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:
+    """A registered op: its declaration, its function, raw, and its CUDA implementation with outputs given."""
+    key = (namespace, name)
+    return _registered[key][0], _raw[key], _launchers[key].into
+
+
 def _bind_native(op: Op, namespace: str, overload: Any) -> extension.Native | None:
     """The op in C++ where the extension is there, together with its gradient."""
     if extension.loaded() is None:

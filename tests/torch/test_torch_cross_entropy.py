@@ -1,0 +1,181 @@
+"""Cross entropy beyond what every op is tested for: against PyTorch's own, special values, memory; and its fusion with
+a linear layer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import cute_ops_torch
+from cute_ops import chunks
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def gradients(loss: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    torch.manual_seed(3)
+    return torch.autograd.grad(loss, leaves, torch.randn(loss.shape).to(loss))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_as_torch(reduction: str, smoothing: float, device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 1003, device=device)
+    target = torch.randint(1003, (6,), device=device)
+    target[2] = -100
+    for logits in (x, x * 1e4, x.masked_fill(torch.rand_like(x) < 0.5, -1e4)):
+        logits = logits.detach().requires_grad_()
+        options = {"label_smoothing": smoothing, "reduction": reduction}
+        ours, theirs = (f(logits, target, **options) for f in (cute_ops_torch.cross_entropy, F.cross_entropy))
+        torch.testing.assert_close(ours, theirs, rtol=2e-6, atol=2e-5)
+        torch.testing.assert_close(*(gradients(loss, logits)[0] for loss in (ours, theirs)), rtol=2e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_special_values(device: str) -> None:
+    inf, nan = torch.inf, torch.nan
+    x = torch.randn(9, 640, device=device)
+    x[0, 5:], x[1], x[2, 7], x[3, 7], x[4], x[5, 3] = -inf, -inf, inf, nan, nan, -inf
+    target = torch.tensor([1, 1, 1, 1, -100, 3, -100, 640, -1], device=device)
+    x.requires_grad_()
+    loss = cute_ops_torch.cross_entropy(x, target, reduction="none")
+    theirs = F.cross_entropy(x[:7], target[:7], reduction="none")
+    torch.testing.assert_close(loss[:7], theirs, equal_nan=True)
+    assert loss[7:].isnan().all()  # neither a class nor ignored
+    (dx,) = torch.autograd.grad(loss, x, torch.ones_like(loss))
+    (expected,) = torch.autograd.grad(theirs, x, torch.ones_like(theirs))
+    torch.testing.assert_close(dx[[0, 2, 3, 5, 6]], expected[[0, 2, 3, 5, 6]], equal_nan=True)
+    assert not dx[4].any()  # ignored: nothing, where torch passes the NaN on
+    assert dx[[1, 7, 8]].isnan().all()
+    assert cute_ops_torch.cross_entropy(x[4:5], target[4:5]).isnan()  # a mean over nothing, as torch
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [640, 641])
+def test_the_gradient_may_take_the_logits_memory(device: str, n: int) -> None:
+    x = torch.randn(8, n, device=device, requires_grad=True)
+    target = torch.randint(n, (8,), device=device)
+    (expected,) = torch.autograd.grad(cute_ops_torch.cross_entropy(x, target), x)
+    logits = x * 1
+    kept = logits.sin()  # has saved the logits for its own gradient
+    cute_ops_torch.cross_entropy(logits, target, inplace_backward=True).backward()
+    torch.testing.assert_close(x.grad, expected, rtol=0, atol=0)
+    torch.testing.assert_close(logits.detach(), expected, rtol=0, atol=0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        kept.sum().backward()
+
+
+@pytest.mark.gpu
+def test_in_place_needs_no_second_buffer() -> None:
+    x = torch.randn(1024, 50304, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    target = torch.randint(50304, (1024,), device="cuda")
+    for inplace, least, most in ((False, 2.0, 2.1), (True, 1.0, 1.1)):
+        logits = x * 1
+        loss = cute_ops_torch.cross_entropy(logits, target, inplace_backward=inplace)
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated() - x.nbytes
+        (dlogits,) = torch.autograd.grad(loss, logits)
+        assert least <= (torch.cuda.max_memory_allocated() - x.nbytes - before) / x.nbytes + 1 <= most
+        assert (dlogits.data_ptr() == logits.data_ptr()) == inplace
+        del logits, loss, dlogits
+
+
+def test_unknown_reduction() -> None:
+    with pytest.raises(ValueError, match="option `reduction` is 'max', expected 'mean', 'sum' or 'none'"):
+        cute_ops_torch.cross_entropy(torch.randn(2, 3), torch.tensor([0, 1]), reduction="max")
+
+
+# --- with a linear layer -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[1000, 4], ids=["one-chunk", "chunks"])
+def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: request.param)
+
+
+def linear(device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
+    torch.manual_seed(1)
+    leaves = [torch.randn(s, device=device, requires_grad=True) for s in ((3, 5, 16), (67, 16), (67,))]
+    target = torch.randint(67, (3, 5), device=device)
+    target[0, 1] = -100
+    return leaves, target
+
+
+def by_hand(hidden: Any, weight: Any, target: Any, bias: Any, **options: Any) -> torch.Tensor:
+    logits = F.linear(hidden, weight, bias)
+    return cute_ops_torch.cross_entropy(logits, target, **options)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_linear(chunked: None, reduction: str, device: str, compiled: bool) -> None:
+    (hidden, weight, bias), target = linear(device)
+    options: dict[str, Any] = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-2}
+    function: Callable[..., Any] = cute_ops_torch.linear_cross_entropy
+    if compiled:
+        torch._dynamo.reset()
+        function = torch.compile(function, fullgraph=True, backend="aot_eager")
+    ours, theirs = (f(hidden, weight, target, bias, **options) for f in (function, by_hand))
+    torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-4)
+    both = [gradients(loss, hidden, weight, bias) for loss in (ours, theirs)]
+    torch.testing.assert_close(*both, rtol=1e-2, atol=1e-3) if device == "cuda" else torch.testing.assert_close(*both)
+    with torch.no_grad():
+        torch.testing.assert_close(function(hidden, weight, target, bias, **options), theirs, rtol=1e-3, atol=1e-4)
+
+
+def test_linear_gives_only_the_gradients_that_are_wanted(chunked: None) -> None:
+    (hidden, weight, bias), target = linear("cpu")
+    expected = gradients(by_hand(hidden, weight, target, bias), hidden, weight, bias)
+    for k in range(3):
+        some = [t.detach().requires_grad_(i == k) for i, t in enumerate((hidden, weight, bias))]
+        loss = cute_ops_torch.linear_cross_entropy(some[0], some[1], target, some[2])
+        torch.testing.assert_close(gradients(loss, some[k])[0], expected[k])
+
+
+def test_linear_without_rows() -> None:
+    hidden, weight = torch.randn(0, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
+    loss = cute_ops_torch.linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.long), reduction="sum")
+    dhidden, dweight = torch.autograd.grad(loss, (hidden, weight))
+    assert dhidden.shape == (0, 16)
+    assert not loss and not dweight.any()
+
+
+def test_linear_errors() -> None:
+    hidden, weight, target = torch.randn(2, 3, 16), torch.randn(5, 16), torch.zeros(2, 3, dtype=torch.long)
+    call = cute_ops_torch.linear_cross_entropy
+    with pytest.raises(TypeError, match=r"argument `weight` has dtype torch\.float64, but `hidden` has torch\.float32"):
+        call(hidden, weight.double(), target)
+    with pytest.raises(ValueError, match=r"argument `weight` has shape \(5, 8\), expected \(n, h\)"):
+        call(hidden, weight[:, :8], target)
+    with pytest.raises(ValueError, match=r"argument `target` has shape \(2,\), expected \(2, 3\)"):
+        call(hidden, weight, target[:, 0])
+    with pytest.raises(ValueError, match="option `reduction` is 'max'"):
+        call(hidden, weight, target, reduction="max")
+
+
+@pytest.mark.gpu
+def test_linear_never_holds_all_logits() -> None:
+    hidden = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    weight = (torch.randn(64000, 512, device="cuda") / 23).bfloat16().requires_grad_()
+    target = torch.randint(64000, (8192,), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    cute_ops_torch.linear_cross_entropy(hidden, weight, target).backward()
+    logits = 8192 * 64000 * 2
+    assert torch.cuda.max_memory_allocated() - before < weight.nbytes + hidden.nbytes + logits / 16 + (64 << 20)
+
+
+def test_chunks_are_whole_tiles_and_few() -> None:
+    assert chunks.rows_per_chunk(16384, 2048, 128256, 2) % 128 == 0
+    for rows, hidden, vocab in ((16384, 2048, 128256), (1 << 20, 64, 262144), (4096, 4096, 32000), (1, 8, 3)):
+        size = chunks.rows_per_chunk(rows, hidden, vocab, 2)
+        assert 1 <= size <= rows
+        assert -(-rows // size) <= chunks.MOST
