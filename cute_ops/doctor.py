@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cute_ops import __version__, cache, compiler, target, toolchain
+from cute_ops import __version__, bundle, cache, compiler, target, toolchain
 from cute_ops.binding import bind
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import Array
@@ -38,6 +38,7 @@ def examine() -> Iterator[Finding]:
     yield from _versions()
     yield from _device()
     yield from _cache()
+    yield from _bundles()
     yield from _compiler()
     for framework, adapter in _FRAMEWORKS.items():
         yield from _framework(framework, adapter)
@@ -98,7 +99,23 @@ def _cache() -> Iterator[Finding]:
         yield Finding("ok", f"cache folder {where}: {len(entries)} kernels")
 
 
+def _bundles() -> Iterator[Finding]:
+    named = [Path(part) for part in os.environ.get("CUTE_OPS_BUNDLE", "").split(os.pathsep) if part]
+    for where in [*named, *bundle.installed()]:
+        try:
+            found = bundle.Bundle(where)
+            count = found.verify()
+        except CacheError as error:
+            yield Finding("bad", str(error), "build it again, or unset CUTE_OPS_BUNDLE")
+        else:
+            yield Finding("ok", f"bundle {where}: {count} kernels for {', '.join(found.targets)}, sound")
+
+
 def _compiler() -> Iterator[Finding]:
+    if find_spec("cutlass") is None:
+        text = "the compiler is not installed: only what bundles and the cache hold runs"
+        yield Finding("note", text, f"pip install {toolchain.DSL} where kernels shall be compiled")
+        return
     if compiler.linker() is None:
         yield Finding("bad", "no linker: compiled kernels cannot be kept", "install gcc, clang or lld")
         return

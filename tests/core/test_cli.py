@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import cache, doctor, target, toolchain
+from cute_ops import bundle, cache, doctor, manifest, target, toolchain
 
 ROOT = Path(__file__).parents[2]
 
@@ -79,6 +79,23 @@ def test_doctor_says_what_to_do(cache_folder: Path) -> None:
     result = run("doctor")
     assert result.returncode == 1
     assert "BAD  cute_ops: cache folder" in result.stdout and "do: set CUTE_OPS_CACHE_DIR" in result.stdout
+
+
+def test_doctor_looks_at_bundles(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
+    bundle.build(calls, [target.parse("sm_90a")], tmp_path / "bundle")
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "bundle"))
+    (good,) = doctor._bundles()
+    assert good == ("ok", f"bundle {tmp_path / 'bundle'}: 1 kernels for sm_90a:132, sound", "")
+    (tmp_path / "bundle" / "manifest.txt").write_text("changed")
+    (bad,) = doctor._bundles()
+    assert bad.level == "bad" and "the checksum of manifest.txt does not match" in bad.text and bad.remedy
+
+
+def test_doctor_where_only_the_runtime_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    (finding,) = doctor._compiler()
+    assert finding.level == "note" and "only what bundles and the cache hold runs" in finding.text
 
 
 def test_doctor_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
