@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
+from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
 
 # mypy: disable-error-code="attr-defined, no-untyped-def, has-type, name-defined"
 # ruff: noqa: F821
@@ -409,10 +410,15 @@ def _causal_lm(original: type[nn.Module]) -> Callable[..., Any]:
         if labels is None or not self.training or not whole or _hooked(self.lm_head):
             return plain(self, labels=labels, logits_to_keep=logits_to_keep, **common)
         outputs = self.model(**common)
-        loss = _loss_of_hidden(self.lm_head, outputs.last_hidden_state, labels, **kwargs)
+        hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
+        if hidden.dtype == head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            loss = _loss_of_hidden(head, hidden, labels, **kwargs)
+        else:  # the product is in another dtype
+            logits = head(hidden)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
-            logits=None,
+            logits=logits,
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -435,7 +441,7 @@ def _loss_of_hidden(
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     reduction = "mean" if num_items_in_batch is None else "sum"
     target = shift_labels.view(-1).to(hidden.device)
-    loss = functions.linear_cross_entropy(
+    loss = linear_cross_entropy(
         hidden.flatten(0, -2), head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction
     )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
@@ -449,4 +455,5 @@ FORMS = (
     *_gelus("none"),
     _written("add_rmsnorm", _form_layer, _layer, _llama_norm_follows),
     Form("rope", _rotates, _rotating),
+    Form("linear_cross_entropy", _next_token_loss, _causal_lm),
 )

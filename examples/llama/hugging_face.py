@@ -30,10 +30,12 @@ def small_llama() -> LlamaForCausalLM:
 
 def run(model: LlamaForCausalLM, tokens: torch.Tensor) -> dict[str, torch.Tensor]:
     """Logits, loss and the gradient of every weight."""
-    out = model(tokens, labels=tokens)
-    out.loss.backward()
+    loss = model(tokens, labels=tokens).loss  # from the hidden states, once patched: no logits exist
+    loss.backward()
+    with torch.no_grad():
+        logits = model(tokens).logits
     grads = {f"gradient of {name}": p.grad for name, p in model.named_parameters() if p.grad is not None}
-    return {"logits": out.logits, "loss": out.loss} | grads
+    return {"logits": logits, "loss": loss.detach()} | grads
 
 
 def relative_error(got: torch.Tensor, expected: torch.Tensor) -> float:

@@ -27,9 +27,11 @@ def logits_and_gradients(model: nn.Module, device: str = "cpu") -> dict[str, tor
     torch.manual_seed(1)
     tokens = torch.randint(0, 97, (2, 19)).to(device)
     model.zero_grad()
-    out = model(tokens, labels=tokens)
-    out.loss.backward()
-    return {"logits": out.logits.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
+    loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    with torch.no_grad():
+        logits = model(tokens).logits
+    return {"logits": logits, "loss": loss.detach()} | {n: p.grad.clone() for n, p in model.named_parameters()}
 
 
 def compare(model: nn.Module, device: str = "cpu") -> list[tuple[str, str]]:
@@ -72,9 +74,11 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch)
     replaced = compare(model)
     assert replaced == [
+        ("", "linear_cross_entropy"),
         *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
     ]  # fmt: skip
-    assert calls == {"rmsnorm": 3, "add_rmsnorm": 2, "silu_mul": 2, "rope": 4}
+    # Twice: with labels, and for the logits.
+    assert calls == {"rmsnorm": 6, "add_rmsnorm": 4, "silu_mul": 4, "rope": 8}
     with pytest.raises(ValueError, match=r"cute_ops_torch\.patch: LlamaForCausalLM is patched already"):
         cute_ops_torch.patch(model)
     cute_ops_torch.unpatch(model)
@@ -83,9 +87,30 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
         cute_ops_torch.unpatch(model)
 
 
+def test_the_loss_of_shifted_and_counted_labels() -> None:
+    """What a trainer passes: labels with holes, and how many of them count over all its micro-batches."""
+    tokens = torch.randint(0, 97, (2, 19))
+    labels = tokens.masked_fill(torch.rand(2, 19) < 0.3, -100)
+    plain, model = llama(), llama()
+    cute_ops_torch.patch(model)
+    for extra in ({}, {"num_items_in_batch": torch.tensor(11)}, {"shift_labels": labels.roll(-1, 1)}):
+        expected, got = (m(tokens, labels=labels, **extra).loss for m in (plain, model))
+        torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-6)
+    assert model(tokens, labels=labels).logits is None
+    assert model(tokens, labels=labels, return_dict=False)[0].shape == ()
+    for m in (plain.eval(), model.eval()):
+        assert m(tokens, labels=labels).logits.shape == (2, 19, 97)
+
+
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
 def test_models_built_alike(kind: str) -> None:
-    assert {op for _, op in compare(llama(kind))} == {"rmsnorm", "add_rmsnorm", "silu_mul", "rope"}
+    assert {op for _, op in compare(llama(kind))} == {
+        "rmsnorm",
+        "add_rmsnorm",
+        "silu_mul",
+        "rope",
+        "linear_cross_entropy",
+    }
 
 
 @pytest.mark.parametrize("kind", ["Gemma", "Gemma3"])
@@ -126,7 +151,7 @@ def test_a_hook_on_a_fused_norm_still_runs() -> None:
     seen = []
     model.model.layers[0].post_attention_layernorm.register_forward_hook(lambda *a: seen.append(a[2].shape))
     logits_and_gradients(model)
-    assert seen == [(2, 19, 64)]
+    assert seen == [(2, 19, 64)] * 2
 
 
 def test_a_patched_model_compiles_without_a_break() -> None:
@@ -153,4 +178,4 @@ def test_unknown_models_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_llama_on_a_gpu() -> None:
-    assert len(compare(llama().cuda(), "cuda")) == 11
+    assert len(compare(llama().cuda(), "cuda")) == 12
