@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import tempfile
@@ -29,9 +30,10 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
     deadline, pause = time.monotonic() + timeout, 0.01
     while handle is None:
         trial = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        if not acquire(trial):
+        free = acquire(trial)
+        if not free:
             os.close(trial)
-            if time.monotonic() > deadline:
+            if free is None or time.monotonic() > deadline:
                 break
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
@@ -64,12 +66,12 @@ def new_file(where: Path, prefix: str) -> tuple[int, Path]:
         os.close(handle)  # someone took it for abandoned before it was locked
 
 
-def acquire(handle: int) -> bool:
-    """Lock an open file for this process, without waiting."""
+def acquire(handle: int) -> bool | None:
+    """Lock an open file for this process, without waiting; False where another holds it, None without locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
+    except OSError as error:
+        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
     return True
 
 
@@ -80,7 +82,7 @@ def abandoned(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return acquire(handle)
+        return acquire(handle) is True
     finally:
         os.close(handle)
 

@@ -9,7 +9,14 @@ from cute_ops import declarations
 from cute_ops.manifest import ROWS, Call
 from cute_ops.op import FLOATS, Array, Op
 
-_SILU = ("silu", "swish")
+# The gated product of each activation, and its attributes.
+_GATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "silu": ("silu_mul", {}),
+    "swish": ("silu_mul", {}),
+    "gelu": ("gelu_mul", {"approximate": "none"}),
+    "gelu_new": ("gelu_mul", {"approximate": "tanh"}),
+    "gelu_pytorch_tanh": ("gelu_mul", {"approximate": "tanh"}),
+}
 
 
 def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
@@ -42,9 +49,10 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
             yield from _rows("rmsnorm", {"x": n, "weight": n}, dtype, attrs, train)
         yield from _rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train)
     activation = config.get("hidden_activation") or config.get("hidden_act")
-    if activation in _SILU and "intermediate_size" in config:
+    if activation in _GATED and "intermediate_size" in config:
+        gated, attrs = _GATED[activation]
         for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
-            yield from _rows("silu_mul", {"gate": size, "up": size}, dtype, {}, train)
+            yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train)
 
 
 def _rows(name: str, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any], train: bool) -> Iterator[Call]:

@@ -126,7 +126,7 @@ class Pool:
     @property
     def size(self) -> int:
         """``CUTE_OPS_COMPILE_WORKERS``, or the cores this process may use."""
-        return self._size or int(os.environ.get("CUTE_OPS_COMPILE_WORKERS") or len(os.sched_getaffinity(0)))
+        return self._size or max(int(os.environ.get("CUTE_OPS_COMPILE_WORKERS") or len(os.sched_getaffinity(0))), 1)
 
     def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
         """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a worker.

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, CompileError, cache
+from cute_ops import CacheError, CompileError, cache, locks
 from cute_ops.variant import Variant
 
 Make = Callable[..., Variant]
@@ -271,6 +271,23 @@ def test_a_lock_holder_that_has_stopped(
     assert object_file(cache_folder)
     stopped.kill()
     stopped.communicate()
+
+
+@pytest.mark.fault(
+    "a file system without locks", "processes go on without waiting for each other", "a compile per process"
+)
+def test_a_file_system_without_locks(
+    cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def none(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(locks.fcntl, "flock", none)
+    with caplog.at_level(logging.WARNING, "cute_ops"):
+        assert compiles(lambda: cache.get(variant())) == 1
+    assert "compiling without it" in caplog.text and object_file(cache_folder)
+    cache.forget()
+    assert compiles(lambda: cache.get(variant())) == 0
 
 
 IN_NAMESPACE = "mkdir -p {where} && chmod 700 {where} && {mount}"

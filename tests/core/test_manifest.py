@@ -182,6 +182,8 @@ def test_a_model_is_planned_from_its_configuration() -> None:
     assert {(c.inputs["x"].shape[-1], c.attrs["weight_offset"]) for c in gemma if c.name == "rmsnorm"} == {
         (4096, 1.0), (256, 1.0),
     }  # fmt: skip
+    activation = {"hidden_activation": "gelu_pytorch_tanh"}
+    assert [c.name for c in calls_of_model(LLAMA | activation)][-1] == "gelu_mul"
     with pytest.raises(ValueError, match="it has no hidden_size"):
         calls_of_model({})
     with pytest.raises(ValueError, match="dtype 'float64' is not one of float32"):

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ops import FLOATS, Op, Tensor
+from cute_ops import FLOATS, Op, Tensor, manifest
+from cute_ops import plan as planning
 from cute_ops.ops import OPS
+from cute_ops.target import parse
 from cute_ops_torch import launch
 from cute_ops_torch.launch import launcher
 from cute_ops_torch.registry import register
@@ -142,6 +144,27 @@ def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None
     for index in (0, 1):
         assert launch._on_device(lambda value: value, torch.device("cuda", index))(5) == 5
     assert entered == [torch.device("cuda", 1)]
+
+
+def test_what_is_recorded_plans_what_ran(
+    op: Op, compiled: Any, make_inputs: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows off by one element of a wider tensor: strides and alignment are part of a call."""
+    monkeypatch.setenv("CUTE_OPS_RECORD", str(tmp_path / "m.txt"))
+    planning._recorder.cache_clear()
+    tensors = make_inputs(op, dtype=torch.bfloat16)
+    for inputs in (tensors, [shifted(t) for t in tensors]):
+        launcher(op).launch(*inputs)
+    planning._recorder.cache_clear()
+    ran = {variant.symbol for variant in compiled.variants}
+    assert {call.variant(parse("sm_90a")).symbol for call in manifest.read(tmp_path / "m.txt")} == ran and len(ran) == 2
+
+
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
+    wide = torch.zeros((*tensor.shape[:-1], tensor.shape[-1] + 3), dtype=tensor.dtype)
+    inner = wide[..., 1 : 1 + tensor.shape[-1]]
+    inner.copy_(tensor)
+    return inner
 
 
 RANK = """
