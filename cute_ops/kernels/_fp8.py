@@ -31,12 +31,17 @@ def to_fp8(x, vec):
         for i in range(vec // 4):
             four = [rX[4 * i + j] for j in range(4)]
             rWords[i] = cute.arch.inline_ptx(_FOUR, write_only_types=[Int32], read_only_args=four)
-        return cute.recast_tensor(rWords, Uint8)
+        return _bytes(rWords, vec)
     rPairs = cute.make_rmem_tensor(((vec + 1) // 2,), Int16)
     for i in range((vec + 1) // 2):
         two = [rX[2 * i], rX[min(2 * i + 1, vec - 1)]]
         rPairs[i] = cute.arch.inline_ptx(_PAIR, write_only_types=[Int16], read_only_args=two)
-    return cute.make_tensor(cute.recast_tensor(rPairs, Uint8).iterator, cute.make_layout(vec))
+    return _bytes(rPairs, vec)
+
+
+def _bytes(rX, vec):
+    """A fragment's bytes. The layout is made anew: that of a single word would have no stride."""
+    return cute.make_tensor(cute.recast_ptr(rX.iterator, dtype=Uint8), cute.make_layout(vec))
 
 
 def largest_finite(rX, found):

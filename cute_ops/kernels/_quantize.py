@@ -32,11 +32,15 @@ class QuantizeRows(NormForward):
         self.source = source
         self.eps = source.eps
         self.n = variant.dims["n"]
-        self.tile = RowTile(Vectors(variant, (*source.names, "out", "residual_out"), self.n), variant.tile)
+        v = Vectors(variant, (*source.names, "out", "residual_out"), self.n)
+        if variant.tile.get("wide", 0) and not v.masked and v.vec == 8:
+            v.vec = v.unit = 16
+        self.tile = RowTile(v, variant.tile)
         self.resident = variant.tile.get("resident", 1)
         self.late = bool(variant.tile.get("late", 0))
         self.chained = can_chain(variant.arch)
-        self.by_row = not variant.attrs["block"]
+        # A row within one block is one.
+        self.by_row = not variant.attrs["block"] or self.n <= BLOCK
         self.blocks = 1 if self.by_row else -(-self.n // BLOCK)
         self.lanes = min(BLOCK // self.tile.vec, self.tile.threads_per_row)
         self.straddling = not self.by_row and (self.tile.v.shifted or self.lanes > WARP)
@@ -163,7 +167,7 @@ class QuantizeRows(NormForward):
         """Vectors may straddle two blocks."""
         sRow = sMax[None, cute.arch.thread_idx()[0] // self.tile.threads_per_row]
         for rY, start in zip(values, first):
-            _give_blocks(rY, sRow, start, self.n)
+            _give_blocks(rY, sRow, start, self.n, self.tile.threads_per_row >= WARP)
         cute.arch.barrier()
         _store_scales(sRow, base, t, self.tile.threads_per_row, self.blocks, row < count)
         for rY, start in zip(values, first):
@@ -179,17 +183,34 @@ def _blocks(first, vec, n):
 
 
 @cute.jit
-def _give_blocks(rY: cute.Tensor, sRow: cute.Tensor, first: Int32, n: cutlass.Constexpr):
+def _give_blocks(
+    rY: cute.Tensor, sRow: cute.Tensor, first: Int32, n: cutlass.Constexpr, whole_warps: cutlass.Constexpr
+):
     low, high, border = _blocks(first, cute.size(rY), n)
     halves = [fragment(Float32, cute.size(rY)) for _ in range(2)]
     for j in cutlass.range_constexpr(cute.size(rY)):
         below = first + j < border
         halves[0][j] = cutlass.select_(below, rY[j], Float32(0.0))
         halves[1][j] = cutlass.select_(below, Float32(0.0), rY[j])
-    for half, block in zip(halves, (low, high)):
-        largest = largest_finite(half, Float32(0.0))
-        if largest > 0.0:
-            cute.arch.atomic_max(sRow.iterator + block, largest.bitcast(Int32), sem="relaxed", scope="cta")
+    found = [largest_finite(half, Float32(0.0)) for half in halves]
+    if const_expr(whole_warps):
+        # The vectors of a warp lie in three blocks at most; one lane speaks for each.
+        lane, start = cute.arch.lane_idx(), cute.arch.shuffle_sync(low, 0)
+        mine = Float32(0.0)
+        for i in cutlass.range_constexpr(3):
+            below = cutlass.select_(low == start + i, found[0], Float32(0.0))
+            above = cutlass.select_(high == start + i, found[1], Float32(0.0))
+            mine = cutlass.select_(lane == i, lanes_max(cute.arch.fmax(below, above), WARP), mine)
+        _raise_to(sRow, start + lane, mine)
+    else:
+        for largest, block in zip(found, (low, high)):
+            _raise_to(sRow, block, largest)
+
+
+@cute.jit
+def _raise_to(sRow: cute.Tensor, block: Int32, largest: Float32):
+    if largest > 0.0:
+        cute.arch.atomic_max(sRow.iterator + block, largest.bitcast(Int32), sem="relaxed", scope="cta")
 
 
 @cute.jit

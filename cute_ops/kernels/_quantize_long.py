@@ -102,11 +102,15 @@ class QuantizeLong:
                 first = i * stride + start
                 rY = self._value(read, read_bases, rstd, columns, first, n)
                 if const_expr(not self.by_row):
-                    largest = lanes_max(largest_finite(rY, Float32(0.0)), self.lanes)
-                    factor, inverse = scale_of(largest)
-                    here = (first % BLOCK == 0) & (first < n)
-                    store_number(here, factor, scale_base + Int64(first // BLOCK) * 4)
-                self._write(to_fp8(rY.load() * inverse, self.vec), out_base, first, n)
+                    self._scale_block(rY, scale_base, first, n)
+                else:
+                    rY.store(rY.load() * inverse)
+                self._write(to_fp8(rY.load(), self.vec), out_base, first, n)
+
+    def _scale_block(self, rY, base, first, n):
+        factor, inverse = scale_of(lanes_max(largest_finite(rY, Float32(0.0)), self.lanes))
+        store_number((first % BLOCK == 0) & (first < n), factor, base + Int64(first // BLOCK) * 4)
+        rY.store(rY.load() * inverse)
 
     def _base(self, mX, name, row):
         if mX is None:

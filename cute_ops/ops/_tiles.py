@@ -203,24 +203,31 @@ def backward_parts(problem: Any, tile: dict[str, int]) -> int:
 
 
 def rows_quantize(problem: Any) -> dict[str, int]:
-    """As the forward, for rows held in fp32; ``long`` where they outgrow the registers of a cluster."""
+    """As the forward, for rows held in fp32; ``long`` where they outgrow the registers of a cluster.
+
+    Four vectors to a thread, and registers capped so that about 1024 threads of an SM have theirs on the way.
+    """
     if problem.n is None:
         return {"threads": 512}
     rows = [name for name in (*ROWS, "gate", "up") if name in problem.dtypes]
-    widest = max(ITEMSIZE[problem.dtypes[name]] for name in rows)
-    vec = VECTOR_BYTES // widest
-    starts = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows)
+    vec = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[name]] for name in rows)
     vectors = -(-problem.n // vec)
-    unaligned = starts < vec
+    unaligned = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows) < vec
     if vectors <= WARP:
         row = _threads(problem.n, 4) if unaligned and vectors <= 8 else _threads(vectors, 1)
-        return {"threads": max(256, row), "threads_per_row": row}
+        return {"threads": max(256, row), "threads_per_row": row, "unroll": 1 if unaligned else 4}
     cluster = _doubled(vectors, HELD // vec, _most_ctas(problem))
     part = -(-vectors // cluster)
     if part > HELD // vec or (unaligned and cluster > 1):
         return {"threads": 1024, "long": 1}
-    row = _threads(part, 2 if part <= 1024 else 4)
-    return {"threads": max(row, 128), "threads_per_row": row, "cluster": cluster}
+    row = _threads(part, 3 if unaligned else 4)
+    threads = max(row, 128)
+    room = 896 if "up" in problem.dtypes else 768 if "bias" in problem.dtypes else 1024
+    columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
+    return {
+        "threads": threads, "threads_per_row": row, "cluster": cluster, "resident": max(1, room // threads),
+        "late": int(columns > 2), "unit": LINE if unaligned and problem.n >= SHORT else 1,
+    }  # fmt: skip
 
 
 def rows_reduced(problem: Any, inputs: int = 1) -> dict[str, int]:
