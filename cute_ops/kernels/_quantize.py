@@ -21,9 +21,9 @@ class QuantizeRows(NormForward):
     """One pass: a row stays in fp32 registers between its largest element and its output.
 
     Tile: as in :class:`~cute_ops.kernels._forward.NormForward`. The largest of a row travels like its sum. A block's is
-    found by the lanes that hold it where vectors do not straddle blocks; elsewhere by maxima in shared memory, which
-    come out the same in any order.
-    Shared memory: 4 bytes per warp and CTA of the cluster; where vectors straddle, 4 bytes per block.
+    found by the lanes that hold it where a block is one vector each of neighbouring lanes; elsewhere by maxima in
+    shared memory, which come out the same in any order.
+    Shared memory: 4 bytes per warp and CTA of the cluster; elsewhere, 4 bytes per block.
     Bytes moved per element: every tensor once.
     """
 
@@ -42,8 +42,10 @@ class QuantizeRows(NormForward):
         # A row within one block is one.
         self.by_row = not variant.attrs["block"] or self.n <= BLOCK
         self.blocks = 1 if self.by_row else -(-self.n // BLOCK)
-        self.lanes = min(BLOCK // self.tile.vec, self.tile.threads_per_row)
-        self.straddling = not self.by_row and (self.tile.v.shifted or self.lanes > WARP)
+        # Lanes that hold a block with one vector each.
+        self.lanes = BLOCK // self.tile.vec
+        apart = self.tile.v.shifted or self.lanes > WARP or self.tile.threads_per_row % self.lanes != 0
+        self.straddling = not self.by_row and apart
         self.unroll = 1 if self.straddling else variant.tile.get("unroll", 1)
         stages = min(self.unroll, 2)
         self.sum = RowSum(self.tile, values=1, stages=stages)

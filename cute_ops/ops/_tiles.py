@@ -211,8 +211,10 @@ def rows_quantize(problem: Any) -> dict[str, int]:
         return {"threads": 512}
     rows = [name for name in (*ROWS, "gate", "up") if name in problem.dtypes]
     vec = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[name]] for name in rows)
-    vectors = -(-problem.n // vec)
-    unaligned = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows) < vec
+    start = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows)
+    # Half vectors, but no narrower ones, beat whole ones that are masked.
+    vec = start if 2 * start == vec else vec
+    vectors, unaligned = -(-problem.n // vec), start < vec
     if vectors <= WARP:
         row = _threads(problem.n, 4) if unaligned and vectors <= 8 else _threads(vectors, 1)
         return {"threads": max(256, row), "threads_per_row": row, "unroll": 1 if unaligned else 4}
