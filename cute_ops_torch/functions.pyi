@@ -11,6 +11,7 @@ __all__ = [
     "gelu_mul",
     "log_softmax",
     "mean",
+    "qk_norm_rope",
     "quantize_fp8",
     "relu2",
     "rmsnorm",
@@ -47,6 +48,15 @@ def silu(x: Tensor) -> Tensor: ...
 def gelu(x: Tensor, approximate: str = "tanh") -> Tensor: ...
 def relu2(x: Tensor) -> Tensor: ...
 def rope(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor: ...
+def qk_norm_rope(
+    q: Tensor,
+    k: Tensor,
+    q_weight: Tensor,
+    k_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float = 1e-06,
+) -> tuple[Tensor, Tensor]: ...
 def cross_entropy(
     logits: Tensor,
     target: Tensor,

@@ -95,6 +95,22 @@ class Rotary:
         rWide.store(rX.load().to(Float32))
         return rWide
 
+    def column(self, mWeight, key, valid, first, second, d):
+        """Weights of a chunk's elements, in fp32; zeros past the head."""
+        rWeight = cute.make_rmem_tensor((2 * self.vec,), mWeight.element_type)
+        rWeight.fill(0)
+        itemsize = ITEMSIZE[key.dtype]
+        aligned = key.align >= access_bits(mWeight.element_type, self.vec) // 8
+        for rHalf, start in zip(self._halves(rWeight), (first, second)):
+            address = mWeight.iterator.toint() + Int64(start) * itemsize
+            if aligned:
+                load_if(valid & (start < d), rHalf, address)
+            else:
+                _elements_if(valid & (start < d), rHalf, address)
+        rWide = fragment(Float32, 2 * self.vec)
+        rWide.store(rWeight.load().to(Float32))
+        return rWide
+
     def store(self, rWide, dtype, address, valid, first, second, d):
         rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
         rX.store(rWide.load().to(dtype))

@@ -184,8 +184,12 @@ def _clusters(problem: Any, cluster: int) -> int:
 
 
 def pointwise(problem: Any) -> dict[str, int]:
-    """Smaller CTAs in the backward: with five streams they keep in step with the pages of memory."""
-    return {"threads": 128 if "dout" in problem.dtypes else 256, "unroll": 1}
+    """Small CTAs, which keep step with the pages of memory. Two vectors to a thread where there is one input: too few
+    bytes would be on their way.
+    """
+    if "dout" in problem.dtypes:
+        return {"threads": 128, "unroll": 1}
+    return {"threads": 128, "unroll": 2} if "x" in problem.dtypes else {"threads": 256, "unroll": 1}
 
 
 def backward_parts(problem: Any, tile: dict[str, int]) -> int:

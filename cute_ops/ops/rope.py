@@ -54,7 +54,7 @@ def check(binding: Any) -> str | None:
 
 def tile(problem: Any) -> dict[str, int]:
     """Threads, and heads of one of them."""
-    return {"threads": 256, "heads": 2}
+    return {"threads": 128, "heads": 1}
 
 
 HEADS, TABLE = Tensor("*m h d", "T"), Tensor("*#m r", "C")
