@@ -177,6 +177,8 @@ class Op:
         attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``; or the values that an attribute
             may take, ``OneOf("tanh", "none")``.
         static: dims that are compile-time constants. All attributes are.
+        parallel: dims that several devices may share like rows: on a slice of them the op gives that slice of its
+            outputs.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
         kernel: ``"module:Class"``, imported only where it is compiled.
@@ -207,6 +209,7 @@ class Op:
         kernel: str,
         attrs: Mapping[str, Any] | None = None,
         static: tuple[str, ...] = ("n",),
+        parallel: tuple[str, ...] = (),
         tile: Callable[[Problem], Mapping[str, int]] | None = None,
         workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array | None]] | None = None,
         grad: Op | None = None,
@@ -227,6 +230,7 @@ class Op:
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
         self.static = tuple(static)
+        self.parallel = tuple(parallel)
         self.tile = tile or (lambda problem: {})
         self.workspace = workspace or (lambda problem, tile: {})
         self.grad = grad

@@ -9,12 +9,23 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax._src.dispatch import apply_primitive
+from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
+from jax._src.sharding_impls import ShardingContext
 from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
+from jax.sharding import NamedSharding, PartitionSpec
 
-__all__ = ["Primitive", "ShapedArray", "new_primitive", "register_lowering", "varying_axes"]
+__all__ = [
+    "Primitive",
+    "ShapedArray",
+    "aval_like",
+    "needs_devices",
+    "new_primitive",
+    "register_lowering",
+    "vary",
+    "varying_axes",
+]
 
 
 def new_primitive(
@@ -36,9 +47,30 @@ def new_primitive(
     return primitive
 
 
-def register_lowering(primitive: Primitive, body: Callable[..., Sequence[Any]], platform: str | None = None) -> None:
-    """Lower a primitive to what tracing ``body(*arrays, **params)`` gives; on every platform where none is named."""
-    mlir.register_lowering(primitive, mlir.lower_fun(body, multiple_results=True), platform=platform)
+def register_lowering(
+    primitive: Primitive,
+    body: Callable[..., Sequence[Any]],
+    platform: str | None = None,
+    spread: Callable[..., Sequence[Any]] | None = None,
+) -> None:
+    """Lower a primitive to what tracing ``body(*arrays, **params)`` gives; on every platform where none is named.
+
+    Args:
+        spread: the body to trace instead where XLA partitions the program over several devices.
+    """
+
+    def rule(context: Any, *operands: Any, **params: Any) -> Any:
+        axes = context.module_context.axis_context
+        many = spread is not None and isinstance(axes, ShardingContext) and axes.num_devices > 1
+        chosen = spread if spread is not None and many else body
+        return mlir.lower_fun(chosen, multiple_results=True)(context, *operands, **params)
+
+    mlir.register_lowering(primitive, rule, platform=platform)
+
+
+def needs_devices(primitive: Primitive) -> None:
+    """Have the devices and the mesh of a program known when the primitive is lowered; ``custom_partitioning`` asks."""
+    prim_requires_devices_during_lowering.add(primitive)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:
@@ -46,6 +78,21 @@ def varying_axes(aval: Any) -> frozenset[str]:
     manual = getattr(aval, "manual_axis_type", None)  # jax >= 0.10
     found = manual.varying if manual is not None else getattr(aval, "vma", ())
     return frozenset(found)
+
+
+def vary(array: Any, axes: frozenset[str]) -> Any:
+    """The array as one that varies over these axes too."""
+    return jax.lax.pcast(array, tuple(sorted(axes)), to="varying")
+
+
+def aval_like(first: Any, shape: Sequence[Any], dtype: Any) -> ShapedArray:
+    """An abstract value that varies over the axes that ``first`` varies over."""
+    manual = getattr(first, "manual_axis_type", None)
+    known = {"manual_axis_type": manual} if manual is not None else {"vma": first.vma}
+    if not varying_axes(first):
+        return ShapedArray(tuple(shape), dtype)
+    sharding = NamedSharding(first.sharding.mesh, PartitionSpec(*(None,) * len(shape)))
+    return ShapedArray(tuple(shape), dtype, sharding=sharding, **known)
 
 
 def jax_version() -> tuple[int, ...]:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.op import Op
+from cute_ops_jax import sharding
 from cute_ops_jax.gradient import Call, differentiable
 
 
@@ -40,6 +41,8 @@ def register(op: Op) -> Callable[..., Any]:
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
         op.check_options(options)
+        # Before the op is differentiated: so a weight that shards share gets the sum of what they give.
+        present = dict(zip(present, sharding.alike(list(present.values())), strict=True))
         found = run(Call(tuple(present), attrs, inplace), present)
         results = [
             found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items() if not t.hidden

@@ -6,16 +6,16 @@ that calls it exists.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from cute_ops.binding import bind
+from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.op import Array, Op
-from cute_ops.plan import folded, plan
+from cute_ops.plan import Plan, folded, plan
 from cute_ops_jax import targets
 from cute_ops_jax.arrays import spec, specs
 
@@ -42,6 +42,29 @@ def reference(
     return [array for array in results if array is not None]
 
 
+class Chosen(NamedTuple):
+    """A call as it is, the same with leading dims folded, and how that runs."""
+
+    whole: Binding
+    folded: Binding
+    plan: Plan
+
+
+def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str, Any]]) -> Chosen:
+    """The kernel for a call of compact arrays.
+
+    Raises:
+        NotImplementedError: symbolic sizes, or a GPU that no kernel is built for.
+    """
+    whole = bind(op, given, dict(attrs))
+    if any(not isinstance(size, int) for array in given.values() if array for size in array.shape):
+        problem = "on CUDA it needs concrete sizes, but some are symbolic."
+        raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
+    shapes = folded(whole)
+    binding = bind(op, {n: Array(shapes[n], a.dtype) for n, a in given.items() if a}, dict(attrs))
+    return Chosen(whole, binding, plan(binding, {}, targets.device_target()))
+
+
 def kernel(
     op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]], inplace: bool = False
 ) -> list[jax.Array]:
@@ -56,14 +79,8 @@ def kernel(
         CompileError: the kernel does not compile.
     """
     given = dict(zip(names, arrays, strict=True))
-    whole = bind(op, specs(given), dict(attrs))
-    if any(not isinstance(size, int) for array in arrays for size in array.shape):
-        problem = "on CUDA it needs concrete sizes, but some are symbolic."
-        raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
-    shapes = folded(whole)
-    views = {name: a.reshape(shapes[name]) for name, a in given.items()}
-    binding = bind(op, specs(views), dict(attrs))
-    chosen = plan(binding, {}, targets.device_target())
+    whole, binding, chosen = choose(op, specs(given), attrs)
+    views = {n: a.reshape(binding.inputs[n].shape) for n, a in given.items()}  # type: ignore[union-attr]
     targets.ensure(chosen.variant)
     outputs = [out for out in binding.outputs.values() if out is not None]
     results = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in (*outputs, *chosen.workspaces.values())]

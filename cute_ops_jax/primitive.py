@@ -13,10 +13,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from cute_ops.binding import bind
+from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.op import Op
-from cute_ops_jax import _compat, batching, lowering
+from cute_ops_jax import _compat, batching, lowering, sharding
 from cute_ops_jax.arrays import specs
 
 Attributes = tuple[tuple[str, Any], ...]
@@ -30,11 +30,25 @@ class Stage:
 
     def __init__(self, op: Op) -> None:
         self.op = op
-        self.primitive = _compat.new_primitive(
-            f"cute_{op.name}", self._abstract, partial(batching.batch, self), self._differentiate
+        self.primitive = self._new()
+        # The twin that XLA may partition: JAX must then know the devices when it lowers.
+        self.partitioned = self._new()
+        _compat.needs_devices(self.partitioned)
+        self.run_kernels_on("cuda")
+
+    def run_kernels_on(self, platform: str) -> None:
+        """Lower to the kernel on this platform."""
+        kernel = partial(lowering.kernel, self.op)
+        _compat.register_lowering(self.primitive, kernel, platform)
+        spread = partial(sharding.by_partitioner, self.op)
+        _compat.register_lowering(self.partitioned, kernel, platform, spread)
+
+    def _new(self) -> _compat.Primitive:
+        primitive = _compat.new_primitive(
+            f"cute_{self.op.name}", self._abstract, partial(batching.batch, self), self._differentiate
         )
-        _compat.register_lowering(self.primitive, partial(lowering.reference, op))
-        _compat.register_lowering(self.primitive, partial(lowering.kernel, op), platform="cuda")
+        _compat.register_lowering(primitive, partial(lowering.reference, self.op))
+        return primitive
 
     def __call__(
         self, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False
@@ -55,22 +69,24 @@ class Stage:
             # A kernel cannot launch on nothing; a sum over no rows is zero.
             results: Sequence[Any] = [jnp.zeros(out.shape, out.dtype) for out in wanted.values()]
         else:
-            names = tuple(name for name in self.op.inputs if name in present)
-            operands = [present[name] for name in names]
-            results = self.primitive.bind(*operands, names=names, attrs=tuple(binding.attrs.items()), inplace=inplace)
+            results = self._bind({name: present[name] for name in self.op.inputs if name in present}, binding, inplace)
         return dict.fromkeys(self.op.outputs) | dict(zip(wanted, results, strict=True))
+
+    def _bind(self, given: Mapping[str, Any], binding: Binding, inplace: bool) -> Sequence[Any]:
+        params = {"names": tuple(given), "attrs": tuple(binding.attrs.items()), "inplace": inplace}
+
+        def local(*arrays: Any) -> Sequence[Any]:
+            return self.primitive.bind(*sharding.alike(arrays), **params)
+
+        if sharding.automatic():
+            return self.partitioned.bind(*given.values(), **params)
+        return sharding.by_type(local, given, binding)
 
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
     ) -> list[_compat.ShapedArray]:
-        axes = frozenset[str]().union(*map(_compat.varying_axes, avals))
-        if axes:
-            raise NotImplementedError(
-                f"cute.{self.op.name}: no rule for the replication checks of shard_map (an argument varies over "
-                f"{', '.join(sorted(axes))}); pass check_vma=False to jax.shard_map."
-            )
         outputs = bind(self.op, specs(dict(zip(names, avals, strict=True))), dict(attrs)).outputs.values()
-        return [_compat.ShapedArray(out.shape, jnp.dtype(out.dtype)) for out in outputs if out is not None]
+        return [_compat.aval_like(avals[0], out.shape, jnp.dtype(out.dtype)) for out in outputs if out is not None]
 
     def _differentiate(self, primals: Any, tangents: Any, **params: Any) -> Any:
         """Reached by a second derivative, and by any derivative of an op without a gradient."""

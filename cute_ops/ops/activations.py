@@ -47,7 +47,9 @@ def _declare(
 
     kernel = f"cute_ops.kernels.activations:{name.capitalize()}"
     rows = Tensor("*m n", "T")
-    common: dict[str, Any] = {"dtypes": {"T": FLOATS}, "attrs": attrs, "tile": pointwise, "cases": cases}
+    common: dict[str, Any] = {
+        "dtypes": {"T": FLOATS}, "parallel": ("n",), "attrs": attrs, "tile": pointwise, "cases": cases,
+    }  # fmt: skip
     backward = Op(
         f"{name}_bwd", inputs={"x": rows, "dout": rows}, outputs={"dx": rows}, reference=reference_bwd,
         kernel=f"{kernel}Backward", doc=f"Gradient of :func:`{name}`: ``dx = dout * {derivative}``.", **common,

@@ -26,8 +26,11 @@ from cute_ops import cache, testing, toolchain
 from cute_ops.op import FLOATS, Case, Op
 from cute_ops.ops import OPS
 from cute_ops.variant import Variant
-from cute_ops_jax import _compat, front, gradient, lowering, targets
+from cute_ops_jax import front, gradient, targets
 from cute_ops_jax.primitive import Stage, stage
+
+# For programs on several devices; the first one runs everything else.
+jax.config.update("jax_num_cpu_devices", 8)
 
 STAGES = {op.name: op for op in itertools.chain(OPS, (op.grad for op in OPS if op.grad))}
 
@@ -162,7 +165,7 @@ def through_ffi(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> C
     def ffi_stage(op: Op) -> Stage:
         if op not in stages:
             stages[op] = Stage(op)
-            _compat.register_lowering(stages[op].primitive, partial(lowering.kernel, op), platform="cpu")
+            stages[op].run_kernels_on("cpu")
         return stages[op]
 
     monkeypatch.setattr(gradient, "stage", ffi_stage)

@@ -236,25 +236,5 @@ def test_threads_may_trace_at_once(op: Op, device: jax.Device, close: Close) -> 
         close(result, gradient(*arrays))
 
 
-def test_shard_map_without_replication_checks(op: Op, close: Close) -> None:
-    mesh = jax.make_mesh((1,), ("rows",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:1])
-    specs = tuple(jax.P("rows") if t.rows else jax.P() for t in op.inputs.values())
-    arrays = [a[0] for a in examples(op)]
-    gradient = jax.value_and_grad(lambda *given: loss(op)(*given), testing.argnums(op))
-
-    def sharded(check: bool) -> Any:
-        function = function_of(op)
-        body = jax.shard_map(lambda *given: jax.tree.leaves(function(*given)), mesh=mesh, in_specs=specs,
-                             out_specs=jax.P("rows"), check_vma=check)  # fmt: skip
-        return jax.value_and_grad(
-            lambda *given: sum(jnp.sum(jnp.sin(o) * (i + 1)) for i, o in enumerate(body(*given))),
-            testing.argnums(op),
-        )(*arrays)
-
-    close(sharded(check=False), gradient(*arrays))
-    with pytest.raises(NotImplementedError, match=r"pass check_vma=False to jax\.shard_map"):
-        sharded(check=True)
-
-
 def test_primitives_are_named_after_their_ops(op: Op) -> None:
     assert stage(op).primitive.name == f"cute_{op.name}"

@@ -1,0 +1,240 @@
+"""Programs on several devices: every device runs the kernel on its own rows, and sums over rows are added up.
+
+A *factor* is a dim that may be cut: a leading dim, or one that the declaration calls ``parallel``. All other dims come
+whole to every device. What a declaration says is enough: an input without a factor is shared by its slices, and the
+gradient of such an input is the sum of what the slices give, a ``psum``.
+
+Who cuts depends on the mesh. With explicit axes, and inside of a ``shard_map`` that leaves axes, shardings are types:
+the op runs in a ``shard_map`` of its own, made while a program is traced. With automatic axes XLA decides, and asks
+when it partitions a program: that is ``custom_partitioning``. Inside of a ``shard_map`` over all axes there is nothing
+to do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from cute_ops.binding import Binding, bind
+from cute_ops.errors import message
+from cute_ops.op import Array, Op, Tensor
+from cute_ops_jax import _compat, lowering
+from cute_ops_jax.arrays import specs
+
+Factors = Mapping[str, tuple[str | None, ...]]
+Axes = tuple[str, ...]
+Local = Callable[..., Sequence[Any]]
+
+
+def factors(binding: Binding) -> Factors:
+    """The factor of every dim of every array that is there, None where it must come whole."""
+    op = binding.op
+    arrays = {**binding.inputs, **binding.outputs}
+    found = {n: _names(op, t, a) for n, t in {**op.inputs, **op.outputs}.items() if (a := arrays[n]) is not None}
+    missing = {f for n in op.outputs if n in found and not _sums(op, n) for f in _all(found) - set(found[n])}
+    return {n: tuple(None if f in missing else f for f in dims) for n, dims in found.items()}
+
+
+def _names(op: Op, tensor: Tensor, array: Array) -> tuple[str | None, ...]:
+    lead = len(array.shape) - len(tensor.dims)
+    # Counted from the last one: what broadcasts has the last few. A dim of one element is not cut.
+    rows = [f"{tensor.rows}{lead - i}" if array.shape[i] != 1 else None for i in range(lead)]
+    return (*rows, *(d.name if d.factor == 1 and d.name in op.parallel else None for d in tensor.dims))
+
+
+def _all(found: Factors) -> set[str]:
+    return {f for dims in found.values() for f in dims if f is not None}
+
+
+def _sums(op: Op, output: str) -> bool:
+    """Whether an output is the gradient of an input that rows share, so that slices of rows give parts of a sum."""
+    source = op.inputs.get(output.removeprefix("d"))
+    return output.startswith("d") and source is not None and source.rows is None
+
+
+def assign(binding: Binding, wanted: Sequence[tuple[str, Any]], sizes: Mapping[str, int]) -> dict[str, Axes]:
+    """The mesh axes that cut each factor.
+
+    Args:
+        wanted: arrays by name with the sharding's spec that they have or should get, those that matter most first.
+        sizes: of the mesh's axes. An axis that is not here is not used.
+    """
+    cuts: dict[str, Axes] = {}
+    used: set[str] = set()
+    named, arrays = factors(binding), {**binding.inputs, **binding.outputs}
+    for name, spec in wanted:
+        array = arrays[name]
+        if array is None:
+            continue
+        for factor, size, entry in zip(named[name], array.shape, _entries(spec, len(array.shape)), strict=True):
+            axes = tuple(a for a in entry if a in sizes)
+            # Uneven slices would be padded, and what lies in the padding would get into sums.
+            if factor is None or factor in cuts or not axes or used & set(axes):
+                continue
+            if size % math.prod(sizes[a] for a in axes) == 0:
+                cuts[factor] = axes
+                used |= set(axes)
+    return cuts
+
+
+def _entries(spec: Any, rank: int) -> list[Axes]:
+    entries = [*spec, *[None] * (rank - len(spec))]
+    return [(e,) if isinstance(e, str) else e if isinstance(e, tuple) else () for e in entries]
+
+
+def spec_of(names: Sequence[str | None], cuts: Mapping[str, Axes]) -> PartitionSpec:
+    """The sharding's spec of an array with these factors."""
+    return PartitionSpec(*(cuts.get(f) if f else None for f in names))
+
+
+def widened(op: Op, arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays, float32 those whose gradient is a sum over rows: parts of a sum are rounded once they are added.
+
+    Only where a declaration lets them: where no other tensor's dtype would change with them.
+    """
+    return {n: a.astype(jnp.float32) if _widens(op, n) else a for n, a in arrays.items()}
+
+
+def _widens(op: Op, name: str) -> bool:
+    gradient, variable = f"d{name}", op.inputs[name].dtype
+    if gradient not in op.outputs or not _sums(op, gradient) or "float32" not in op.dtypes.get(variable, ()):
+        return False
+    return {n for n, t in {**op.inputs, **op.outputs}.items() if t.dtype == variable} == {name, gradient}
+
+
+def added(binding: Binding, local: Local, cuts: Mapping[str, Axes]) -> Local:
+    """``local`` on one device's slices, with what is a sum over slices added up over the devices."""
+    op, named = binding.op, factors(binding)
+    names = [n for n, a in binding.inputs.items() if a is not None]
+    outputs = {n: out for n, out in binding.outputs.items() if out is not None}
+
+    def run(*arrays: Any) -> list[Any]:
+        results = local(*widened(op, dict(zip(names, arrays, strict=True))).values())
+        totals = []
+        for (name, out), result in zip(outputs.items(), results, strict=True):
+            over = tuple(a for f, axes in cuts.items() if f not in named[name] for a in axes)
+            totals.append((jax.lax.psum(result, over) if over else result).astype(out.dtype))
+        return totals
+
+    return run
+
+
+def by_type(local: Local, arrays: Mapping[str, Any], binding: Binding) -> Sequence[Any]:
+    """Run ``local`` where shardings are known while tracing: in a ``shard_map`` over the axes that are left.
+
+    Axes that XLA would decide on inside of another ``shard_map``, or beside explicit ones, cut nothing: every device
+    along them does the same.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    left = {a for a, kind in kinds.items() if kind != AxisType.Manual}
+    explicit = {a for a, kind in kinds.items() if kind == AxisType.Explicit}
+    if not left:
+        return local(*arrays.values())
+    named = factors(binding)
+    sizes = {a: mesh.shape[a] for a in explicit}
+    # Row-wise inputs say how rows are cut, the widest of them first.
+    order = sorted(arrays, key=lambda n: -len(arrays[n].shape))
+    cuts = assign(binding, [(n, jax.typeof(arrays[n]).sharding.spec) for n in order], sizes)
+    outputs = [n for n, out in binding.outputs.items() if out is not None]
+    return jax.shard_map(
+        added(binding, local, cuts),
+        in_specs=tuple(spec_of(named[n], cuts) for n in arrays),
+        out_specs=[spec_of(named[n], cuts) for n in outputs],
+        axis_names=left,
+    )(*(_resharded(a, spec_of(named[n], cuts), explicit) for n, a in arrays.items()))
+
+
+def _resharded(array: Any, spec: PartitionSpec, explicit: set[str]) -> Any:
+    """With explicit axes an array must already be cut as ``shard_map`` takes it."""
+    here = jax.typeof(array).sharding
+    same = _entries(here.spec, array.ndim) == _entries(spec, array.ndim)
+    return array if same or not explicit else jax.reshard(array, NamedSharding(here.mesh, spec))
+
+
+def by_partitioner(
+    op: Op, *arrays: Any, names: tuple[str, ...], attrs: Sequence[tuple[str, Any]], inplace: bool
+) -> list[Any]:
+    """The kernel as something that XLA's partitioner cuts: it asks, when it compiles, for the program of one device.
+
+    Raises:
+        NotImplementedError: when XLA compiles shardings that do not name the axes of one mesh.
+    """
+    given = dict(zip(names, arrays, strict=True))
+    binding = bind(op, specs(given), dict(attrs))
+    named = factors(binding)
+    outputs = [n for n, out in binding.outputs.items() if out is not None]
+
+    def local(*slices: Any) -> list[Any]:
+        return lowering.kernel(op, *slices, names=names, attrs=attrs, inplace=inplace)
+
+    def cut(mesh: Any, known: Mapping[str, Any]) -> dict[str, Axes]:
+        if any(not isinstance(a.sharding, NamedSharding) for a in known.values()):
+            problem = "its arguments have shardings of several meshes, or of none; use NamedShardings of one mesh."
+            raise NotImplementedError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
+        # Row-wise arrays say how rows are cut, arguments first.
+        order = sorted(known, key=lambda n: -len(known[n].shape))
+        return assign(binding, [(n, known[n].sharding.spec) for n in order], dict(mesh.shape))
+
+    def shardings(mesh: Any, which: Sequence[str], cuts: Mapping[str, Axes]) -> list[NamedSharding]:
+        return [NamedSharding(mesh, spec_of(named[n], cuts)) for n in which]
+
+    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        cuts = cut(mesh, dict(zip((*names, *outputs), (*arguments, *results), strict=True)))
+        return mesh, added(binding, local, cuts), shardings(mesh, outputs, cuts), tuple(shardings(mesh, names, cuts))
+
+    def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
+        return shardings(mesh, outputs, cut(mesh, dict(zip(names, arguments, strict=True))))
+
+    cutting = custom_partitioning(added(binding, local, {}))
+    rule, whole = _rule(names, outputs, named)
+    # In the order of their first use, as Shardy wants them.
+    every = dict.fromkeys(f for n in names for f in named[n] if f is not None)
+    cutting.def_partition(
+        partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=whole,
+        reduction_factors=tuple(f for f in every if all(f not in named[n] for n in outputs)),
+    )  # fmt: skip
+    # The kernel's name, for the key of XLA's persistent cache: a callback says nothing.
+    symbol = lowering.choose(op, specs(widened(op, given)), attrs).plan.variant.symbol
+    with set_xla_metadata(cute_ops_kernel=symbol):
+        return list(cutting(*arrays))
+
+
+def _rule(inputs: Sequence[str], outputs: Sequence[str], named: Factors) -> tuple[str, tuple[str, ...]]:
+    """Shardy's rule as text, ``m2 m1 whole0, whole1 -> m2 m1 whole2``, and its factors that are never cut."""
+    wholes: list[str] = []
+
+    def text(name: str) -> str:
+        words = []
+        for factor in named[name]:
+            if factor is None:
+                factor = f"whole{len(wholes)}"
+                wholes.append(factor)
+            words.append(factor)
+        return " ".join(words)
+
+    left = ", ".join(map(text, inputs))
+    return f"{left} -> {', '.join(map(text, outputs))}", tuple(wholes)
+
+
+def automatic() -> bool:
+    """Whether XLA decides how arrays are cut, if at all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
+
+
+def alike(arrays: Sequence[Any]) -> list[Any]:
+    """The arrays, each made to vary over all axes of a ``shard_map`` that any of them varies over.
+
+    Differentiating this sums over devices, which is how replicated weights get their gradient.
+    """
+    axes = [_compat.varying_axes(getattr(a, "aval", None)) for a in arrays]
+    union = frozenset[str]().union(*axes)
+    return [_compat.vary(a, union - own) if union - own else a for a, own in zip(arrays, axes, strict=True)]

@@ -1,0 +1,298 @@
+"""Programs on eight devices: the CUDA lowering on the CPU, with the reference as the kernel, against one device.
+
+What XLA compiled is read: no all-gather, and a sum over rows is added up once.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import cute_ops_jax
+from cute_ops import Op, Tensor, testing
+from cute_ops.binding import bind
+from cute_ops.ops import OPS
+from cute_ops_jax import sharding
+from cute_ops_jax.arrays import specs
+from cute_ops_jax.primitive import stage
+
+LEAD, N = (8, 4), 6
+MESH = (4, 2), ("data", "seq")
+COLLECTIVES = ("all-gather", "all-reduce", "all-to-all", "collective-permute")
+Close = Callable[[Any, Any], None]
+RMSNORM = next(op for op in OPS if op.name == "rmsnorm")
+SILU_MUL = next(op for op in OPS if op.name == "silu_mul")
+
+
+def mesh_of(kind: AxisType) -> Any:
+    return jax.make_mesh(*MESH, (kind, kind), devices=jax.devices("cpu"))
+
+
+def collectives(text: str) -> dict[str, int]:
+    found = {name: len(re.findall(rf"\b{name}(?:-start)?\(", text)) for name in COLLECTIVES}
+    return {name: count for name, count in found.items() if count}
+
+
+def inputs(op: Op, lead: tuple[int, ...] = LEAD) -> list[np.ndarray]:
+    return testing.sample(op, lead, N, np.random.default_rng(3))
+
+
+def row_specs(op: Op, *axes: Any) -> list[Any]:
+    return [jax.P(*axes) if t.rows else jax.P() for t in op.inputs.values()]
+
+
+def gradient(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Values and gradients for fixed cotangents, so that no collective comes from a loss."""
+
+    def run(*arrays: Any) -> Any:
+        outputs, pull = jax.vjp(
+            lambda *given: function(*merged(given, arrays)), *(arrays[i] for i in testing.argnums(op))
+        )
+        return outputs, pull(jax.tree.map(jnp.cos, outputs))
+
+    def merged(given: Any, arrays: Any) -> list[Any]:
+        chosen = dict(zip(testing.argnums(op), given, strict=True))
+        return [chosen.get(i, a) for i, a in enumerate(arrays)]
+
+    return run
+
+
+def sums(op: Op) -> int:
+    return sum(t.rows is None for t in op.grad.outputs.values())
+
+
+def rows_seen(op: Op, fake_kernels: Any) -> set[int]:
+    """Of the first inputs of all calls of an op and its backward."""
+    tail = len(next(iter(op.inputs.values())).dims)
+    return {math.prod(shapes[0][: len(shapes[0]) - tail]) for _, shapes in fake_kernels.calls}
+
+
+def placed(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
+    return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_each_device_takes_its_rows(op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
+    """No all-gather whichever leading dim is cut; one all-reduce for each dim cut where weights have a gradient."""
+    function, arrays = testing.plain(op, through_ffi(op)), inputs(op)
+    expected = gradient(op, testing.plain(op, cute_ops_jax.register(op)))(*arrays)
+    mesh = mesh_of(kind)
+    for axes, rows in ((("data",), 8), (("data", "seq"), 4), ((None, "seq"), 16)):
+        with jax.set_mesh(mesh):
+            given = placed(mesh, arrays, row_specs(op, *axes))
+            compiled = jax.jit(gradient(op, function)).lower(*given).compile()
+            fake_kernels.calls.clear()
+            got = jax.block_until_ready(compiled(*given))
+        close(jax.device_get(got), jax.device_get(expected))
+        assert len(fake_kernels.calls) == 16
+        assert rows_seen(op, fake_kernels) == {rows}
+        found = collectives(compiled.as_text())
+        assert found.keys() <= {"all-reduce"}
+        assert found.get("all-reduce", 0) <= sums(op) * sum(a is not None for a in axes)
+        assert bool(found) == bool(sums(op))
+        outputs, gradients = got
+        for leaf in jax.tree.leaves((outputs, gradients[0])):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, jax.P(*axes)), leaf.ndim)
+
+
+def test_one_all_reduce_of_one_weight(through_ffi: Any) -> None:
+    function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
+    x, w = placed(mesh, inputs(RMSNORM)[:2], (jax.P(("data", "seq")), jax.P()))
+
+    def run(x: Any, w: Any) -> Any:
+        out, pull = jax.vjp(function, x, w)
+        return pull(out)
+
+    text = jax.jit(run).lower(x, w).compile().as_text()
+    assert collectives(text) == {"all-reduce": 1}
+    assert re.search(r"f32\[6\]\S* all-reduce\(", text)
+
+
+@pytest.mark.parametrize("check", [True, False])
+def test_inside_of_shard_map(op: Op, check: bool, through_ffi: Any, close: Close) -> None:
+    """With replication checks, gradients of what shards share come out summed."""
+    function, arrays, mesh = testing.plain(op, through_ffi(op)), inputs(op), mesh_of(AxisType.Auto)
+    expected = gradient(op, testing.plain(op, cute_ops_jax.register(op)))(*arrays)
+    rows = jax.P("data", "seq")
+    whole = row_specs(op, "data", "seq")
+    shared = [i for i, spec in enumerate(whole) if spec == jax.P()]
+
+    def body(*given: Any) -> Any:
+        outputs, grads = gradient(op, function)(*given)
+        if not check:
+            grads = tuple(jax.lax.psum(g, ("data", "seq")) if i in shared else g
+                          for i, g in zip(testing.argnums(op), grads, strict=True))  # fmt: skip
+        return outputs, grads
+
+    mapped = jax.shard_map(
+        body, mesh=mesh, in_specs=tuple(whole), check_vma=check,
+        out_specs=(rows, tuple(whole[i] for i in testing.argnums(op))),
+    )  # fmt: skip
+    compiled = jax.jit(mapped).lower(*placed(mesh, arrays, whole)).compile()
+    close(jax.device_get(compiled(*placed(mesh, arrays, whole))), jax.device_get(expected))
+    assert collectives(compiled.as_text()).keys() <= {"all-reduce"}
+
+
+def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> None:
+    """A backward op called by itself gives each shard's part of a sum, which varies over the mesh."""
+    backward, mesh = op.grad, mesh_of(AxisType.Auto)
+    arrays, whole = inputs(backward), row_specs(backward, "data")
+    results = stage(backward)(dict(zip(backward.inputs, arrays, strict=True)), {})
+    served = {
+        n: results[t.same_as] if results[n] is None and t.same_as else results[n] for n, t in backward.outputs.items()
+    }
+    expected = [a for a in served.values() if a is not None]
+    rows = [bool(backward.outputs[n].rows) for n, a in served.items() if a is not None]
+
+    def body(*given: Any) -> Any:
+        results = jax.tree.leaves(through_ffi(backward)(*given))
+        return tuple(r if row else jax.lax.psum(r, "data") for r, row in zip(results, rows, strict=True))
+
+    mapped = jax.shard_map(body, mesh=mesh, in_specs=tuple(whole), axis_names={"data"}, out_specs=tuple(
+        jax.P("data") if row else jax.P() for row in rows))  # fmt: skip
+    close(jax.tree.leaves(jax.jit(mapped)(*arrays)), expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_partly_manual(op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
+    """A shard_map over some axes; explicit ones of the others cut rows, automatic ones cut none."""
+    function, arrays, mesh = testing.plain(op, through_ffi(op)), inputs(op), mesh_of(kind)
+    expected = gradient(op, testing.plain(op, cute_ops_jax.register(op)))(*arrays)
+    outer = row_specs(op, "data")
+
+    def run(*given: Any) -> Any:
+        mapped = jax.shard_map(function, in_specs=tuple(outer), out_specs=jax.P("data"), axis_names={"data"})
+        return gradient(op, mapped)(*given)
+
+    with jax.set_mesh(mesh):
+        given = placed(mesh, arrays, row_specs(op, "data", "seq" if kind == AxisType.Explicit else None))
+        compiled = jax.jit(run).lower(*given).compile()
+        fake_kernels.calls.clear()
+        close(jax.device_get(jax.block_until_ready(compiled(*given))), jax.device_get(expected))
+    assert rows_seen(op, fake_kernels) == {4 if kind == AxisType.Explicit else 8}
+    if kind == AxisType.Auto:  # explicit ones, JAX's own shard_map gathers at its border
+        assert "all-gather" not in collectives(compiled.as_text())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_dims_called_parallel_are_cut_too(kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
+    """The MLP of a tensor-parallel model: its hidden dim stays where it is."""
+    function, arrays, mesh = through_ffi(SILU_MUL), inputs(SILU_MUL), mesh_of(kind)
+    expected = gradient(SILU_MUL, cute_ops_jax.silu_mul)(*arrays)
+    with jax.set_mesh(mesh):
+        given = placed(mesh, arrays, [jax.P("data", None, "seq")] * 2)
+        compiled = jax.jit(gradient(SILU_MUL, function)).lower(*given).compile()
+        fake_kernels.calls.clear()
+        close(jax.device_get(jax.block_until_ready(compiled(*given))), jax.device_get(expected))
+    assert collectives(compiled.as_text()) == {}
+    assert {shapes[0] for _, shapes in fake_kernels.calls} == {(8, 3)}
+
+
+def test_what_is_parallel_gives_slices_of_outputs(op: Op) -> None:
+    """Holds declarations to what they say: an op on slices gives slices."""
+    for one in (op, op.grad):
+        for dim in one.parallel:
+            sizes = {**one.example((3,), 8), dim: 8}
+            rng = np.random.default_rng(1)
+            arrays = [rng.standard_normal(t.of(sizes)).astype(np.float32) for t in one.inputs.values()]
+            function = cute_ops_jax.register(one)
+
+            def halves(tensors: Any, arrays: Any, dim: str = dim) -> tuple[list[Any], list[Any]]:
+                cuts = [cut(t, a, dim) for t, a in zip(tensors, arrays, strict=True)]
+                return [c[0] for c in cuts], [c[1] for c in cuts]
+
+            whole = jax.tree.leaves(function(*arrays))
+            for given, wanted in zip(
+                halves(one.inputs.values(), arrays), halves(one.outputs.values(), whole), strict=True
+            ):
+                for a, b in zip(jax.tree.leaves(function(*given)), wanted, strict=True):
+                    np.testing.assert_array_equal(a, b)
+
+
+def cut(tensor: Tensor, array: Any, dim: str) -> tuple[Any, Any]:
+    """Halves along a dim; the same array twice where it has none of that name."""
+    names = [d.name for d in tensor.dims]
+    if dim not in names:
+        return array, array
+    axis = array.ndim - len(names) + names.index(dim)
+    first, second = np.split(np.asarray(array), 2, axis)
+    return first, second
+
+
+def test_a_row_that_is_cut_comes_together(through_ffi: Any, close: Close) -> None:
+    """A norm needs whole rows: XLA gathers them, and the rows themselves stay where they are."""
+    function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
+    x, w = inputs(RMSNORM)[:2]
+    given = placed(mesh, (x, w), (jax.P("data", None, "seq"), jax.P("seq")))
+    compiled = jax.jit(function).lower(*given).compile()
+    close(jax.device_get(jax.block_until_ready(compiled(*given))), cute_ops_jax.rmsnorm(x, w))
+    assert set(collectives(compiled.as_text())) == {"all-gather"}
+
+
+@pytest.mark.parametrize("rows", [6, 12, 3])
+def test_rows_that_do_not_divide(rows: int, through_ffi: Any, close: Close) -> None:
+    """What XLA pads an uneven cut with never gets into a sum."""
+    function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
+    x, w = inputs(RMSNORM, (rows, 4))[:2]
+    whole = NamedSharding(mesh, jax.P(("data", "seq")))
+
+    def run(function: Any, constrain: Any) -> Any:
+        def program(x: Any, w: Any) -> Any:
+            out, pull = jax.vjp(lambda x, w: constrain(function(constrain(x), w)), x, w)
+            return out, pull(jnp.cos(out))
+
+        return program
+
+    got = jax.jit(run(function, lambda a: jax.lax.with_sharding_constraint(a, whole)))(x, w)
+    close(jax.device_get(got), jax.device_get(run(cute_ops_jax.rmsnorm, lambda a: a)(x, w)))
+
+
+def test_parts_of_a_sum_are_rounded_once(through_ffi: Any, fake_kernels: Any) -> None:
+    """bfloat16 weights: eight parts are added in float32."""
+    function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
+    x, w = (a.astype(jnp.bfloat16) for a in inputs(RMSNORM)[:2])
+
+    def run(x: Any, w: Any) -> Any:
+        out, pull = jax.vjp(function, x, w)
+        return pull(out)[1]
+
+    one = run(x, w)
+    eight = jax.jit(run)(*placed(mesh, (x, w), (jax.P(("data", "seq")), jax.P())))
+    assert eight.dtype == jnp.bfloat16
+    np.testing.assert_array_equal(np.asarray(eight), np.asarray(one))
+    assert fake_kernels.variants[-1].tensors["dweight"].dtype == "float32"
+
+
+def test_kernels_of_a_partitioned_program_are_known_when_it_is_lowered(through_ffi: Any, fake_kernels: Any) -> None:
+    """XLA's persistent cache skips the partitioner, so nothing may wait for it; and the program names its kernels."""
+    function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
+    given = placed(mesh, inputs(RMSNORM)[:2], (jax.P("data"), jax.P()))
+    lowered = jax.jit(lambda x, w: jax.vjp(function, x, w)[1](x)).lower(*given)
+    known = {v.symbol for v in fake_kernels.variants}
+    assert all(symbol in lowered.as_text() for symbol in known if "bwd" in symbol)
+    jax.block_until_ready(lowered.compile()(*given))
+    assert {symbol for symbol, _ in fake_kernels.calls} <= known
+
+
+def test_other_platforms_are_partitioned_by_xla(op: Op, close: Close) -> None:
+    """The reference on eight devices, without anything of ours."""
+    function, arrays, mesh = testing.plain(op, cute_ops_jax.register(op)), inputs(op), mesh_of(AxisType.Auto)
+    compiled = jax.jit(gradient(op, function)).lower(*placed(mesh, arrays, row_specs(op, "data"))).compile()
+    got = compiled(*placed(mesh, arrays, row_specs(op, "data")))
+    close(jax.device_get(got), jax.device_get(gradient(op, function)(*arrays)))
+    assert "custom_call" not in compiled.as_text()
+
+
+def test_factors_of_a_backward() -> None:
+    given = dict(zip(RMSNORM.grad.inputs, inputs(RMSNORM.grad), strict=True))
+    named = sharding.factors(bind(RMSNORM.grad, specs(given)))
+    assert named["x"] == named["dx"] == ("m2", "m1", None)
+    assert named["weight"] == named["dweight"] == (None,)
