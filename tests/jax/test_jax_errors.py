@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op
+from cute_ops import Op, testing
 from cute_ops_jax import targets
 
 X, W = np.ones((3, 5, 64), np.float32), np.ones(64, np.float32)
@@ -75,17 +75,23 @@ def test_missing_and_unknown_arguments_read_as_in_python() -> None:
         cute_ops_jax.rmsnorm(X, epsilon=1.0)
 
 
+def some(op: Op) -> list[np.ndarray]:
+    return testing.sample(op, (2,), 6, np.random.default_rng(0))
+
+
 def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
-    arrays = [np.ones(t.of(op.example((2,), 6)), np.float32) for t in op.inputs.values()]
+    arrays, wrt = some(op), testing.argnums(op)
 
     def loss(*given: Any) -> Any:
-        return sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(cute_ops_jax.register(op)(*given)))
+        filled = {**dict(enumerate(arrays)), **dict(zip(wrt, given, strict=True))}
+        return sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(cute_ops_jax.register(op)(*filled.values())))
 
+    given = [arrays[i] for i in wrt]
     with pytest.raises(TypeError, match="forward-mode autodiff"):
-        jax.jvp(loss, arrays, arrays)
+        jax.jvp(loss, given, given)
     for second in (jax.hessian(loss), jax.grad(lambda *given: jnp.sum(jax.grad(loss)(*given)))):
         with pytest.raises(NotImplementedError) as caught:
-            second(*arrays)
+            second(*given)
         assert str(caught.value) == (
             f"cute.{op.name}: only its first derivative exists, in reverse mode; for other derivatives differentiate "
             "its reference, op.reference(jax.numpy, ...)."
@@ -93,17 +99,21 @@ def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
 
 
 def test_derivative_of_a_backward_op(op: Op) -> None:
-    backward = cute_ops_jax.register(op.grad)
-    arrays = [np.ones(t.of(op.grad.example((2,), 6)), np.float32) for t in op.grad.inputs.values()]
+    backward, arrays = cute_ops_jax.register(op.grad), some(op.grad)
     with pytest.raises(NotImplementedError, match=f"^cute.{op.grad.name}: no gradient is declared for it; "):
         jax.grad(lambda first: jnp.sum(jax.tree.leaves(backward(first, *arrays[1:]))[0]))(arrays[0])
 
 
 def test_symbolic_sizes_on_cuda(op: Op) -> None:
     (rows,) = jax.export.symbolic_shape("rows")
-    shaped = [jax.ShapeDtypeStruct(t.of(op.example((rows,), 6)), jnp.float32) for t in op.inputs.values()]
+    kinds = [a.dtype for a in some(op)]
+    shaped = [
+        jax.ShapeDtypeStruct(t.of(op.example((rows,), 6)), kind)
+        for t, kind in zip(op.inputs.values(), kinds, strict=True)
+    ]
+    function = testing.plain(op, cute_ops_jax.register(op))
     with pytest.raises(NotImplementedError, match=f"^cute.{op.name}: on CUDA it needs concrete sizes") as caught:
-        jax.export.export(jax.jit(cute_ops_jax.register(op)), platforms=["cuda"])(*shaped)
+        jax.export.export(jax.jit(function), platforms=["cuda"])(*shaped)
     assert "float32[rows, " in str(caught.value)
 
 
