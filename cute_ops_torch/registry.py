@@ -104,6 +104,14 @@ def _bind_native(op: Op, namespace: str, overload: Any) -> extension.Native | No
     return made
 
 
+def register_lowerings() -> None:
+    """Teach Inductor every op now. Imports Inductor."""
+    import torch._inductor.lowering  # noqa: F401
+
+    for lowering in list(_lowerings.values()):
+        lowering()
+
+
 class _Lowering:
     """Teaches Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
 

@@ -1,0 +1,273 @@
+"""The graph pass: what it finds in models as they are written, what it leaves alone, and what comes out."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from cute_ops_torch import inductor
+
+
+@pytest.fixture(autouse=True)
+def _enabled() -> Iterator[None]:
+    torch._dynamo.reset()
+    inductor.replaced.clear()
+    inductor.enable(devices=("cpu",))
+    yield
+    inductor.disable()
+    assert torch._inductor.config.pre_grad_custom_pass is None
+
+
+def only_the_pass(module: torch.fx.GraphModule, inputs: Any) -> Any:
+    """A compiler that does nothing else."""
+    torch._inductor.config.pre_grad_custom_pass(module.graph)
+    module.recompile()
+    return module
+
+
+def check(function: Callable[..., Any], *tensors: torch.Tensor, found: dict[str, int]) -> None:
+    """After the pass, forward and backward are as they were, and these ops were put in."""
+    leaves = [t.requires_grad_(t.is_floating_point()) for t in tensors]
+    wanted = [t for t in leaves if t.requires_grad]
+    results = []
+    for call in (torch.compile(function, fullgraph=True, dynamic=True, backend=only_the_pass), function):
+        outs = call(*leaves)
+        outs = outs if isinstance(outs, tuple) else (outs,)
+        grads = torch.autograd.grad(sum(o.float().cos().sum() for o in outs), wanted)
+        results.append([*outs, *grads])
+    assert dict(inductor.replaced) == found
+    for got, expected in zip(*results, strict=True):
+        assert got.dtype == expected.dtype
+        eps = max(torch.finfo(t.dtype).eps for t in (got, tensors[0]))
+        torch.testing.assert_close(got, expected, rtol=0, atol=16 * eps * max(1.0, expected.abs().max().item()))
+
+
+class Llama(nn.Module):
+    def __init__(self, n: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight, self.variance_epsilon = nn.Parameter(torch.rand(n)), eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        input_dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(input_dtype)
+
+
+def llama(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    normed = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)
+    return weight * normed.to(x.dtype)
+
+
+def gemma(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.float()
+    out = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return (out * (1.0 + weight.float())).type_as(x)
+
+
+def block(norm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    def function(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        residual = residual + x * 2
+        return residual + norm(residual, weight).sin()
+
+    return function
+
+
+def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms(dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    for norm in (llama, gemma):
+        inductor.replaced.clear()
+        check(
+            lambda x, w, norm=norm: norm(x.sin(), w),
+            rand(3, 5, 64, dtype=dtype),
+            rand(64, dtype=dtype),
+            found={"rmsnorm": 1},
+        )
+    inductor.replaced.clear()
+    check(lambda x, w: llama(x.sin(), w), rand(3, 64, dtype=dtype), rand(64), found={"rmsnorm": 1})  # a wide weight
+
+
+def test_residual_add_before_a_norm() -> None:
+    for norm in (llama, gemma):
+        inductor.replaced.clear()
+        check(block(norm), rand(4, 64), rand(4, 64), rand(64), found={"rmsnorm": 1, "add_rmsnorm": 1})
+    inductor.replaced.clear()  # a sum that broadcasts is not the op's
+    check(block(llama), rand(64), rand(4, 64), rand(64), found={"rmsnorm": 1})
+
+
+def test_functional_norms() -> None:
+    check(lambda x, w: F.rms_norm(x.sin(), (64,), w, 1e-5), rand(4, 64), rand(64), found={"rmsnorm": 1})
+    inductor.replaced.clear()
+    check(lambda x: F.rms_norm(x.sin(), (64,)), rand(4, 64), found={"rmsnorm": 1})
+    inductor.replaced.clear()
+    check(lambda x, w: F.rms_norm(x.sin(), (4, 64), w), rand(3, 4, 64), rand(4, 64), found={})
+
+
+def test_layernorm() -> None:
+    known = {"layernorm": 1} if inductor._exists("layernorm") else {}
+    check(lambda x, w, b: F.layer_norm(x.sin(), (64,), w, b, 1e-6), rand(4, 64), rand(64), rand(64), found=known)
+
+
+def test_gated() -> None:
+    check(lambda g, u: F.silu(g.sin()) * u.cos(), rand(4, 64), rand(4, 64), found={"silu_mul": 1})
+    inductor.replaced.clear()
+    tanh = lambda g, u: u.cos() * F.gelu(g.sin(), approximate="tanh")  # noqa: E731
+    check(tanh, rand(4, 64), rand(4, 64), found={"gelu_mul": 1})
+    inductor.replaced.clear()
+    check(lambda g, u: F.gelu(g.sin()) * u, rand(4, 64), rand(4, 64), found={"gelu_mul": 1})
+    inductor.replaced.clear()  # broadcast; read elsewhere; in place
+    check(lambda g, u: F.silu(g.sin()) * u, rand(4, 64), rand(64), found={})
+    check(lambda g, u: (lambda a: a * u + a)(F.silu(g.sin())), rand(4, 64), rand(4, 64), found={})
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_cross_entropy(reduction: str) -> None:
+    target = torch.tensor([3, -100, 5, 0])
+    loss = lambda x: F.cross_entropy(x.sin(), target, reduction=reduction, label_smoothing=0.1)  # noqa: E731
+    check(loss, rand(4, 33), found={"cross_entropy": 1})
+    inductor.replaced.clear()
+    check(lambda x: F.cross_entropy(x.sin(), target.clamp(0), torch.ones(33)), rand(4, 33), found={})
+
+
+def test_cross_entropy_reads_logits_before_their_cast() -> None:
+    target, seen = torch.tensor([3, -100, 5, 0]), []
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(x.sin().float().view(-1, 33), target)
+
+    def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        seen.append(only_the_pass(module, inputs))
+        return seen[-1]
+
+    x = rand(2, 2, 33, dtype=torch.bfloat16).requires_grad_()
+    got, expected = torch.compile(loss, backend=compiler)(x), loss(x)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(*[torch.autograd.grad(v, x) for v in (got, expected)], rtol=1e-2, atol=1e-3)
+    assert "float" not in [node.target for node in seen[0].graph.nodes]
+
+
+def test_what_is_no_pattern_stays() -> None:
+    def inplace(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        x = x.sin()
+        wide = x.to(torch.float32)
+        variance = wide.pow(2).mean(-1, keepdim=True)
+        x.mul_(2)
+        return w * (wide * torch.rsqrt(variance + 1e-5)).to(x.dtype)
+
+    def other_mean(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return w * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-5))
+
+    def other_power(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return w * (x * torch.rsqrt(x.pow(4).mean(-1, keepdim=True) + 1e-5))
+
+    def other_base(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return w * (x * torch.rsqrt(x.sin().pow(2).mean(-1, keepdim=True) + 1e-5))
+
+    def transposed(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return llama(x.sin().t(), w[:3])
+
+    for function in (other_mean, other_power, other_base, transposed):
+        check(function, rand(3, 64), rand(64), found={})
+    with torch.no_grad():  # autograd refuses it anyhow
+        x, w = rand(3, 64), rand(64)
+        torch.testing.assert_close(torch.compile(inplace, backend=only_the_pass)(x, w), inplace(x, w))
+    assert not inductor.replaced
+
+
+def test_only_the_ops_and_devices_asked_for(caplog: pytest.LogCaptureFixture) -> None:
+    x, w = rand(4, 64), rand(64)
+    inductor.enable()  # cuda only
+    torch.compile(llama)(x, w)
+    assert not inductor.replaced
+    inductor.enable(("silu_mul",), ("cpu",))
+    torch._dynamo.reset()
+    torch.compile(llama)(x, w)
+    assert not inductor.replaced
+    inductor.enable(devices=("cpu",))
+    torch._dynamo.reset()
+    with caplog.at_level(logging.INFO, "cute_ops"):
+        torch.compile(llama)(x, w)
+    assert "torch.compile: replaced by cute ops: rmsnorm x 1" in caplog.text
+    with pytest.raises(ValueError, match=r"softmax replaces nothing; known are rmsnorm, add_rmsnorm, "):
+        inductor.enable(("softmax",))
+
+
+def test_a_pass_that_was_there_stays() -> None:
+    seen: list[Any] = []
+    inductor.disable()
+    with torch._inductor.config.patch(pre_grad_custom_pass=seen.append):
+        inductor.enable(devices=("cpu",))
+        torch.compile(llama)(rand(4, 64), rand(64))
+        assert len(seen) == 1
+        assert inductor.replaced["rmsnorm"] == 1
+        assert torch._inductor.config.pre_grad_custom_pass.uuid() is None
+        inductor.disable()
+        assert torch._inductor.config.pre_grad_custom_pass == seen.append
+    inductor.enable(devices=("cpu",))
+    first = torch._inductor.config.pre_grad_custom_pass.uuid()
+    inductor.enable(("rmsnorm",), ("cpu",))
+    assert first
+    assert first != torch._inductor.config.pre_grad_custom_pass.uuid()
+
+
+def test_an_untouched_llama() -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=97,
+    )  # fmt: skip
+    model, tokens = LlamaForCausalLM(config), torch.randint(0, 97, (2, 9))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    expected.backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    loss = torch.compile(model)(input_ids=tokens, labels=tokens).loss
+    loss.backward()
+    assert dict(inductor.replaced) == {"rmsnorm": 5, "add_rmsnorm": 4, "silu_mul": 2, "cross_entropy": 1}
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=1e-4, atol=1e-5)
+
+
+PROGRAM = """
+import torch, cute_ops_torch.inductor as inductor
+from torch._dynamo.utils import counters
+inductor.enable(devices=("cpu",))
+def f(x, w):
+    wide = x.float()
+    return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
+x, w = torch.randn(4, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+out = torch.compile(f)(x, w)
+out.sum().backward()
+torch.testing.assert_close(out, f(x, w))
+print(counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_a_fresh_process_runs_what_another_compiled(tmp_path: Path) -> None:
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    hits = []
+    for _ in range(2):
+        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+        assert done.returncode == 0, done.stderr
+        hits.append(int(done.stdout.split()[-1]))
+    assert hits[0] == 0
+    assert hits[1] > 0
