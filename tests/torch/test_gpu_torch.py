@@ -103,6 +103,7 @@ def test_zero_rows_and_empty_batches(op: Op, make_inputs: Callable[..., Any]) ->
     assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, tensors, strict=True))
 
 
+@pytest.mark.inference
 def test_nan_and_infinity_stay_in_their_row(op: Op, make_inputs: Callable[..., Any]) -> None:
     for n in (64, 4096, 65536):
         clean = make_inputs(op, (6,), n, torch.bfloat16, "cuda")
@@ -130,6 +131,7 @@ def test_gradients_match_the_cpu(op: Op, make_inputs: Callable[..., Any]) -> Non
         torch.testing.assert_close([g.cpu() for g in grads], list(expected), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.inference
 def test_function_and_raw_op_agree_bitwise(op: Op, make_inputs: Callable[..., Any]) -> None:
     raw = lambda *args: testing.shown(op, getattr(torch.ops.cute, op.name)(*args))  # noqa: E731
     function = testing.plain(op, getattr(cute_ops_torch, op.name))
@@ -163,8 +165,9 @@ def test_errors_on_a_gpu() -> None:
             call(x, torch.ones(32, device="cuda"))
 
 
+@pytest.mark.inference
 def test_current_stream_is_used(op: Op, make_inputs: Callable[..., Any]) -> None:
-    for declared in (op, op.grad):
+    for declared in filter(None, (op, op.grad)):
         raw = getattr(torch.ops.cute, declared.name)
         given = make_inputs(declared, (4096,), 4096, device="cuda")
         expected = as_tuple(raw(*given))
@@ -180,6 +183,7 @@ def test_current_stream_is_used(op: Op, make_inputs: Callable[..., Any]) -> None
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.inference
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first-call-in-capture"])
 def test_cuda_graph(op: Op, make_inputs: Callable[..., Any], warm: bool) -> None:
     # Sizes that no other test uses, so that the kernel is loaded for the first time inside the capture.
@@ -250,6 +254,7 @@ def check_some_rows(op: Op, name: str, n: int, dtype: torch.dtype) -> None:
             assert not torch.isnan(o[:: max(m // 4096, 1)]).any()
 
 
+@pytest.mark.inference
 @pytest.mark.parametrize("n", [4096, 262144])
 def test_more_than_2_31_elements(op: Op, n: int) -> None:
     for name, _ in both(op):
@@ -276,6 +281,7 @@ def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], m
             torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), leaves), rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.inference
 def test_every_device(op: Op, make_inputs: Callable[..., Any]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
