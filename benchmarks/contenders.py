@@ -50,6 +50,9 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         total = x + residual
         return rmsnorm(total, weight).to(x.dtype), total
 
+    def layernorm(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, x.shape[-1:], weight, bias, EPS)
+
     def silu_mul(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         return F.silu(gate) * up
 
@@ -68,6 +71,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
     return {
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,
+        "layernorm": layernorm,
         "silu_mul": silu_mul,
         "gelu_mul": gelu_mul,
         "swiglu": lambda x: silu_mul(*x.chunk(2, -1)),
@@ -97,6 +101,7 @@ def _quack(op: str, attrs: Mapping[str, Any]) -> Call | None:
 def _liger(op: str, attrs: Mapping[str, Any]) -> Call | None:
     from liger_kernel.ops.fused_add_rms_norm import LigerFusedAddRMSNormFunction
     from liger_kernel.ops.geglu import LigerGELUMulFunction
+    from liger_kernel.ops.layer_norm import LigerLayerNormFunction
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
     from liger_kernel.ops.rope import LigerRopeFunction
     from liger_kernel.ops.swiglu import LigerSiLUMulFunction
@@ -117,6 +122,7 @@ def _liger(op: str, attrs: Mapping[str, Any]) -> Call | None:
     return {
         "rmsnorm": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False),
         "add_rmsnorm": lambda x, r, weight: LigerFusedAddRMSNormFunction.apply(x, r, weight, EPS, 0.0, "llama", False),
+        "layernorm": lambda x, weight, bias: LigerLayerNormFunction.apply(x, weight, bias, EPS),
         "silu_mul": LigerSiLUMulFunction.apply,
         "gelu_mul": gelu_mul,
         "swiglu": lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1)),
@@ -160,6 +166,12 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(residual.dtype)
         return rmsnorm(total, weight).astype(x.dtype), total
 
+    def layernorm(x: Any, weight: Any, bias: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+        out = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
+        return (out * weight.astype(jnp.float32) + bias.astype(jnp.float32)).astype(x.dtype)
+
     def silu_mul(gate: Any, up: Any) -> Any:
         wide = jax.nn.silu(gate.astype(jnp.float32)) * up.astype(jnp.float32)
         return wide.astype(gate.dtype)
@@ -180,6 +192,7 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
     return {
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,
+        "layernorm": layernorm,
         "silu_mul": silu_mul,
         "gelu_mul": gelu_mul,
         "swiglu": lambda x: silu_mul(*jnp.split(x, 2, -1)),

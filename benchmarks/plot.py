@@ -128,8 +128,7 @@ def startup_table(rows: list[Row]) -> str:
     by_key: dict[tuple[str, str], dict[str, str]] = {}
     for r in ok:
         by_key.setdefault((r["framework"], r["cache"]), {})[r["phase"]] = f"{float(r['ms']):.1f}"
-    named = {"bundle": "a bundle, no compiler"}
-    cells = ([f"{f}, " + named.get(c, f"{c} cache"), *(v.get(p, "") for p in phases)] for (f, c), v in by_key.items())
+    cells = ([f"{f}, {c} cache", *(v.get(p, "") for p in phases)] for (f, c), v in by_key.items())
     return markdown(["fresh process, ms", *phases], cells)
 
 

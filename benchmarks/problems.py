@@ -72,10 +72,11 @@ class Problem:
         return f"{self.rows}x{self.n} {self.dtype}{extra}" + ("" if self.layout == "flat" else f" {self.layout}")
 
     def arrays(self) -> dict[str, Array]:
-        """The inputs: all that are declared but the bias."""
+        """The inputs: all that are declared but of the biases only the layer norm's."""
         by_variable = {
             "T": self.dtype,
             "W": self.weight or self.dtype,
+            "B": self.weight or self.dtype,
             "R": self.residual or self.dtype,
             "C": "float32",
         }
@@ -84,7 +85,7 @@ class Problem:
         made = {}
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
-            if name != "bias":
+            if name != "bias" or self.op == "layernorm":
                 made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, by_variable[t.dtype])
         return made
 
@@ -181,6 +182,12 @@ def _scaled(op: str, *shapes: tuple[int, int]) -> tuple[Problem, ...]:
 
 _EXACT = (("approximate", "none"),)
 _PROBLEMS: dict[str, tuple[Problem, ...]] = {
+    "layernorm": (
+        Problem("layernorm", 65536, 768), Problem("layernorm", 65536, 1024), Problem("layernorm", 32768, 4096),
+        Problem("layernorm", 4096, 32768), Problem("layernorm", 16384, 4097), Problem("layernorm", 64, 1024),
+        Problem("layernorm", 65536, 384, dtype="float32"), Problem("layernorm", 32768, 1280, dtype="float16"),
+        Problem("layernorm", 4096, 50257),
+    ),
     "gelu_mul": (
         Problem("gelu_mul", 32768, 4096), Problem("gelu_mul", 32768, 4096, attrs=_EXACT), Problem("gelu_mul", 64, 9216),
     ),

@@ -56,6 +56,44 @@ class AddRMSNorm(RMSNorm):
         return functions.add_rmsnorm(x, residual, self.weight, self.bias, self.eps, self.weight_offset)
 
 
+class LayerNorm(nn.Module):
+    """:func:`cute_ops_torch.layernorm` with a learned weight and bias.
+
+    Args:
+        n: size of the last dim.
+        eps: added to the variance.
+        bias: learn a bias.
+        device: where the parameters are.
+        dtype: a float dtype; it need not be that of the input.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.n, self.eps = n, eps
+        self.weight = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start as the plain norm: scale one, bias zero."""
+        nn.init.ones_(self.weight)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        return f"{self.n}, eps={self.eps}, bias={self.bias is not None}"
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functions.layernorm(x, self.weight, self.bias, self.eps)
+
+
 class SiluMul(nn.Module):
     """:func:`cute_ops_torch.silu_mul`: ``(gate, up) -> silu(gate) * up``."""
 

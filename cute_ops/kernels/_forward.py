@@ -1,7 +1,7 @@
-"""Forward of the RMS norms, rows held in registers.
+"""Forward of the norms, rows held in registers.
 
 ``out = h * rsqrt(mean(h^2) + eps) * (weight_offset + weight) + bias``, where ``h`` is ``x``, or ``x + residual``
-rounded to the residual's dtype, which is stored too.
+rounded to the residual's dtype, which is stored too; in a layer norm, ``x`` less its mean.
 """
 
 import cutlass
@@ -10,8 +10,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._columns import column_vector, scale
-from cute_ops.kernels._reduce import RowSum
 from cute_ops.kernels._rows import RowTile, Vectors, row_address, row_count
+from cute_ops.kernels._statistics import centre, row_statistics
 from cute_ops.kernels._vectors import forget, fragment, load, load_if, narrow, store, store_if, store_masked, trim
 
 # Enough for the sums and what the system keeps of any number of CTAs.
@@ -24,24 +24,27 @@ class NormForward:
 
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows, ``unroll`` times. All loads of a thread are in flight
-    together; the weight's too, except where registers are short. The sum of squares crosses a warp by shuffles, a CTA
-    by shared memory, a cluster by distributed shared memory.
-    Shared memory: 4 bytes per warp and CTA of the cluster; none where a row fits a warp.
+    together; the weight's too, except where registers are short. The sums cross a warp by shuffles, a CTA by shared
+    memory, a cluster by distributed shared memory.
+    Shared memory: 4 bytes per sum, warp and CTA of the cluster; none where a row fits a warp.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
+
+    Args:
+        variant: the kernel's variant.
+        centred: whether the row's mean is subtracted.
     """
 
-    def __init__(self, variant):
+    def __init__(self, variant, centred):
         self.variant = variant
         self.n = variant.dims["n"]
-        self.eps = variant.attrs["eps"]
-        self.weight_offset = variant.attrs["weight_offset"]
+        self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n), variant.tile)
         self.resident = variant.tile.get("resident", 1)
         # Long rows would fill the registers with fp32: keep them in their own dtype meanwhile.
         self.packed = bool(variant.tile.get("packed", 0)) and self.tile.vec > 1
         self.late = bool(variant.tile.get("late", 0))
         self.unroll = variant.tile.get("unroll", 1)
-        self.sum = RowSum(self.tile, values=1, stages=min(self.unroll, 2))
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward=False, stages=min(self.unroll, 2))
         self.carveout = SMEM_PERCENT
         self.chained = can_chain(variant.arch)
 
@@ -86,10 +89,10 @@ class NormForward:
         self.sum.ready()
         for u in cutlass.range_constexpr(self.unroll):
             row, first = rows[u], firsts[u]
-            rH, rstd = self._normalise(*held[u], mResidualOut, row, count, first, sSum, mbar, u)
+            rH, mean, rstd = self._statistics(*held[u], mResidualOut, row, count, first, sSum, mbar, u)
             if const_expr(self.late):
                 columns = self._load_weights(mWeight, mBias, firsts)
-            self._finish(rH, rstd, *columns[u], mOut, row, count, first)
+            self._finish(rH, mean, rstd, *columns[u], mOut, row, count, first)
 
     def _first(self, t, rank, row):
         """First columns of this thread's vectors of a row."""
@@ -105,31 +108,27 @@ class NormForward:
         ]
         return loaded * (len(firsts) // len(different))
 
-    def _normalise(self, rX, rResidual, mResidualOut, row, count, first, sSum, mbar, step):
-        """The row's h, stored where there is a residual, and its rstd."""
-        squares = Float32(0.0)
+    def _statistics(self, rX, rResidual, mResidualOut, row, count, first, sSum, mbar, step):
+        """The row's h, stored where there is a residual, its mean and rstd."""
         rH = list(rX)
         for k in range(self.tile.per_thread):
             if self._ragged(k):
                 trim(rX[k], first[k], Int32(self.n))
-            h = rX[k].load().to(Float32)
             if rResidual is not None:
                 if self._ragged(k):
                     trim(rResidual[k], first[k], Int32(self.n))
-                h = h + rResidual[k].load().to(Float32)
+                h = rX[k].load().to(Float32) + rResidual[k].load().to(Float32)
                 rRounded = narrow(h, mResidualOut.element_type, self.tile.vec)
                 self._store_row(mResidualOut, "residual_out", rRounded, row, count, first[k], k)
                 rH[k] = rRounded
-                h = rRounded.load().to(Float32)
-            squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        (total,) = self.sum((squares,), sSum, mbar, Int32(step))
-        return rH, cute.math.rsqrt(total * (1.0 / self.n) + self.eps, fastmath=True)
+        given = self.sum.thread(lambda k: (rH[k].load().to(Float32),), first, self.sum.counts(first))
+        return rH, *self.sum.forward_terms(self.sum(given, sSum, mbar, Int32(step)), 1.0 / self.n)
 
-    def _finish(self, rH, rstd, rWeight, rBias, mOut, row, count, first):
+    def _finish(self, rH, mean, rstd, rWeight, rBias, mOut, row, count, first):
         for k in range(self.tile.per_thread):
             if self.packed:
                 forget(rH[k])
-            y = rH[k].load().to(Float32) * rstd
+            y = centre(rH[k].load().to(Float32), mean) * rstd
             if rWeight is not None:
                 y = y * scale(rWeight[k], self.weight_offset)
             if rBias is not None:

@@ -1,4 +1,4 @@
-"""Forward of the RMS norms, rows held in shared memory; see :mod:`cute_ops.kernels._forward` for the maths."""
+"""Forward of the norms, rows held in shared memory; see :mod:`cute_ops.kernels._forward` for the maths."""
 
 import cutlass
 import cutlass.cute as cute
@@ -9,6 +9,7 @@ from cute_ops.kernels._columns import column_vector, scale
 from cute_ops.kernels._forward import NormForward
 from cute_ops.kernels._ring import RowRing
 from cute_ops.kernels._rows import present, row_address, row_count
+from cute_ops.kernels._statistics import centre
 from cute_ops.kernels._vectors import forget, narrow
 
 
@@ -18,12 +19,12 @@ class NormForwardStaged(NormForward):
     For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Each
     thread copies, and later reads, its own vectors.
     Tile: as in :class:`NormForward`.
-    Shared memory: the CTA's part of the row; 4 bytes per warp and CTA of the cluster.
+    Shared memory: the CTA's part of the row; 4 bytes per sum, warp and CTA of the cluster.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
 
-    def __init__(self, variant):
-        super().__init__(variant)
+    def __init__(self, variant, centred):
+        super().__init__(variant, centred)
         self.names = ("x", "residual")
         self.ring = RowRing(self.tile, present(variant, self.names), 1)
         self.carveout = 100
@@ -59,12 +60,12 @@ class NormForwardStaged(NormForward):
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
-        rstd = self._rstd(slots, mResidualOut, first, sSum, mbar)
+        mean, rstd = self._staged_statistics(slots, mResidualOut, first, sSum, mbar)
         for k in cutlass.range_constexpr(self.tile.per_thread):
             rH = self._hidden(slots, mResidualOut, k)
             if const_expr(mResidual is not None):
                 self._store_row(mResidualOut, "residual_out", rH, row, count, first[k], k)
-            y = rH.load().to(Float32) * rstd
+            y = centre(rH.load().to(Float32), mean) * rstd
             rWeight, rBias = self._columns(mWeight, mBias, first, k) if const_expr(self.late) else columns[k]
             if const_expr(rWeight is not None):
                 # Kept in its own dtype until here.
@@ -83,15 +84,14 @@ class NormForwardStaged(NormForward):
             for m, name in named
         )
 
-    def _rstd(self, slots, mResidualOut, first, sSum, mbar):
-        squares = Float32(0.0)
+    def _staged_statistics(self, slots, mResidualOut, first, sSum, mbar):
         for k in range(self.tile.per_thread):
             if self._ragged(k):
                 self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), first[k])
-            h = self._hidden(slots, mResidualOut, k).load().to(Float32)
-            squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        (total,) = self.sum((squares,), sSum, mbar, Int32(0))
-        return cute.math.rsqrt(total * (1.0 / self.n) + self.eps, fastmath=True)
+        given = self.sum.thread(
+            lambda k: (self._hidden(slots, mResidualOut, k).load().to(Float32),), first, self.sum.counts(first)
+        )
+        return self.sum.forward_terms(self.sum(given, sSum, mbar, Int32(0)), 1.0 / self.n)
 
     def _hidden(self, slots, mResidualOut, k):
         """This thread's k-th vector of h."""

@@ -1,6 +1,6 @@
-"""The RMS norms for rows of any length: rows too long for the registers of a cluster, or of a length not known before.
+"""The norms for rows of any length: rows too long for the registers of a cluster, or of a length not known before.
 
-A CTA walks a row twice, once for its sum and once for its output; the second walk reads from L2 what it can.
+A CTA walks a row twice, once for its sums and once for its output; the second walk reads from L2 what it can.
 """
 
 import cutlass
@@ -10,8 +10,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._column_sum import ColumnSum
 from cute_ops.kernels._columns import column_elements, scale
-from cute_ops.kernels._reduce import RowSum
 from cute_ops.kernels._rows import Vectors, row_address, row_count
+from cute_ops.kernels._statistics import centre, row_statistics
 from cute_ops.kernels._vectors import (
     fragment,
     load,
@@ -35,6 +35,8 @@ class LongTile:
         self.vec = vectors.vec
         self.cluster = 1
         self.rows = 1
+        self.n = vectors.n
+        self.even = False
         self.threads = self.threads_per_row = tile.get("threads", 512)
 
 
@@ -44,13 +46,12 @@ class LongRows:
     Vector ``i`` of thread ``t`` is ``i * threads + t``.
     """
 
-    def __init__(self, variant, names, values):
+    def __init__(self, variant, names, centred, backward):
         self.variant = variant
         self.static_n = variant.dims["n"]
-        self.eps = variant.attrs["eps"]
-        self.weight_offset = variant.attrs["weight_offset"]
+        self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.tile = LongTile(Vectors(variant, names, self.static_n), variant.tile)
-        self.sum = RowSum(self.tile, values=values, stages=2)
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2)
         self.chained = can_chain(variant.arch)
 
     def length(self, mX):
@@ -94,12 +95,12 @@ class LongRows:
 class NormForwardLong(LongRows):
     """Forward of the norms; see :class:`~cute_ops.kernels._forward.NormForward` for the maths.
 
-    Shared memory: 4 bytes per warp, twice. Bytes moved per element: x twice (the second time from L2 where the row
-    fits), out once; with a residual also residual and residual_out once each.
+    Shared memory: 4 bytes per sum and warp, twice. Bytes moved per element: x twice (the second time from L2 where the
+    row fits), out once; with a residual also residual and residual_out once each.
     """
 
-    def __init__(self, variant):
-        super().__init__(variant, ("x", "residual", "out", "residual_out"), values=1)
+    def __init__(self, variant, centred):
+        super().__init__(variant, ("x", "residual", "out", "residual_out"), centred, backward=False)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
@@ -127,11 +128,11 @@ class NormForwardLong(LongRows):
             shift = self.tile.v.shift(row, mX.shape[len(mX.shape) - 1])
             count = self.vectors(n, shift)
             x_base, out_base = self.row_base(mX, "x", row), self.row_base(mOut, "out", row)
-            squares = Float32(0.0)
+            sums = self.sum.begin()
             if const_expr(mResidual is None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
-                    h = self.read(mX, x_base, v * vec - shift, n)
-                    squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                    first = v * vec - shift
+                    sums = self.sum.add(sums, (self.read(mX, x_base, first, n),), first, n)
             else:
                 residual_base = self.row_base(mResidual, "residual", row)
                 sum_base = self.row_base(mResidualOut, "residual_out", row)
@@ -140,16 +141,17 @@ class NormForwardLong(LongRows):
                     h = self.read(mX, x_base, first, n) + self.read(mResidual, residual_base, first, n)
                     self.write(h, mResidualOut, sum_base, first, n)
                     h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
-                    squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            (total,) = self.sum((squares,), sSum, mbar, step)
-            rstd = cute.math.rsqrt(total / Float32(n) + self.eps, fastmath=True)
+                    sums = self.sum.add(sums, (h,), first, n)
+            sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
+            mean, rstd = self.sum.forward_terms(sums, 1.0 / Float32(n))
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
                 first = v * vec - shift
                 # With a residual, this thread's own stores are read back.
                 if const_expr(mResidual is None):
-                    y = self.read(mX, x_base, first, n) * rstd
+                    h = self.read(mX, x_base, first, n)
                 else:
-                    y = self.read(mResidualOut, self.row_base(mResidualOut, "residual_out", row), first, n) * rstd
+                    h = self.read(mResidualOut, self.row_base(mResidualOut, "residual_out", row), first, n)
+                y = centre(h, mean) * rstd
                 if const_expr(mWeight is not None):
                     y = y * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
                 if const_expr(mBias is not None):
@@ -162,14 +164,14 @@ class NormBackwardLong(LongRows):
 
     Persistent: CTA ``c`` of ``parts`` takes the rows ``c, c + parts, ...`` and keeps its column sums in its row of the
     workspace. A thread always holds the same columns, so that no other touches its part of that row.
-    Shared memory: 8 bytes per warp, twice. Bytes moved per element: x and dout twice (the second time from L2 where
-    the row fits), dx once, the workspace's row read and written per row.
+    Shared memory: 4 bytes per sum and warp, twice. Bytes moved per element: x and dout twice (the second time from L2
+    where the row fits), dx once, the workspace's row read and written per row.
     """
 
-    def __init__(self, variant, x, dx):
+    def __init__(self, variant, x, dx, centred):
         self.names = (x, "dout", "dresidual_out")
         self.dx_names = dx
-        super().__init__(variant, (*self.names, *dx), values=2)
+        super().__init__(variant, (*self.names, *dx), centred, backward=True)
         self.column_sum = ColumnSum(self.static_n, variant.arch)
 
     @cute.jit
@@ -210,18 +212,20 @@ class NormBackwardLong(LongRows):
             row = Int64(group) + Int64(step) * Int64(groups)
             bases = [self.row_base(m, name, row) for m, name in zip(inputs, self.names)]
             targets = [self.row_base(m, name, row) for m, name in zip(outputs, self.dx_names)]
-            squares, products = Float32(0.0), Float32(0.0)
+            sums = self.sum.begin()
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
-                x, _, g = self._terms(mX, mDout, mWeight, bases, v * vec - shift, n)
-                squares = squares + (x * x).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-                products = products + (x * g).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            squares, products = self.sum((squares, products), sSum, mbar, step)
-            rstd = cute.math.rsqrt(squares / Float32(n) + self.eps, fastmath=True)
-            pull = rstd * rstd * rstd * (products / Float32(n))
+                first = v * vec - shift
+                x, _, g = self._terms(mX, mDout, mWeight, bases, first, n)
+                sums = self.sum.add(sums, (x, g), first, n)
+            sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
+            mean, rstd, pull, push = self.sum.backward_terms(sums, 1.0 / Float32(n))
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
                 first = v * vec - shift
                 x, dout, g = self._terms(mX, mDout, mWeight, bases, first, n)
+                x = centre(x, mean)
                 dx = g * rstd - x * pull
+                if const_expr(push is not None):
+                    dx = dx - push
                 if const_expr(mDres is not None):
                     dx = dx + self.read(mDres, bases[2], first, n)
                 for mDx, base in zip(outputs, targets):

@@ -1,6 +1,7 @@
 """Which form of a norm's kernel a variant gets."""
 
 from cute_ops.kernels._backward import NormBackward
+from cute_ops.kernels._backward_few import NormBackwardFew
 from cute_ops.kernels._forward import NormForward
 from cute_ops.kernels._forward_staged import NormForwardStaged
 from cute_ops.kernels._long import NormBackwardLong, NormForwardLong
@@ -11,11 +12,13 @@ def is_long(variant):
     return variant.dims["n"] is None or bool(variant.tile.get("long", 0))
 
 
-def forward_form(variant):
+def forward_form(variant, centred=False):
     if is_long(variant):
-        return NormForwardLong(variant)
-    return NormForwardStaged(variant) if variant.tile.get("staged", 0) else NormForward(variant)
+        return NormForwardLong(variant, centred)
+    return (NormForwardStaged if variant.tile.get("staged", 0) else NormForward)(variant, centred)
 
 
-def backward_form(variant, x, dx):
-    return NormBackwardLong(variant, x, dx) if is_long(variant) else NormBackward(variant, x, dx)
+def backward_form(variant, x, dx, centred=False):
+    if is_long(variant):
+        return NormBackwardLong(variant, x, dx, centred)
+    return (NormBackwardFew if variant.tile.get("few", 0) else NormBackward)(variant, x, dx, centred)

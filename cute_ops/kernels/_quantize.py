@@ -11,9 +11,10 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._forward import SMEM_PERCENT, NormForward
 from cute_ops.kernels._fp8 import BLOCK, largest_finite, scale_of, to_fp8
-from cute_ops.kernels._reduce import WARP, RowSum
+from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._row_max import RowMax, lanes_max
 from cute_ops.kernels._rows import RowTile, Vectors, row_address, row_count
+from cute_ops.kernels._statistics import row_statistics
 from cute_ops.kernels._vectors import fragment, gmem_elements, trim
 
 
@@ -30,7 +31,6 @@ class QuantizeRows(NormForward):
     def __init__(self, variant, source):
         self.variant = variant
         self.source = source
-        self.eps = source.eps
         self.n = variant.dims["n"]
         v = Vectors(variant, (*source.names, "out", "residual_out"), self.n)
         if variant.tile.get("wide", 0) and not v.masked and v.vec == 8:
@@ -48,7 +48,7 @@ class QuantizeRows(NormForward):
         self.straddling = not self.by_row and apart
         self.unroll = 1 if self.straddling else variant.tile.get("unroll", 1)
         stages = min(self.unroll, 2)
-        self.sum = RowSum(self.tile, values=1, stages=stages)
+        self.sum = row_statistics(False, self.tile, source.eps, backward=False, stages=stages)
         self.max = RowMax(self.tile, stages)
         self.clustered = self.tile.cluster > 1 and (source.normed or self.by_row)
 
@@ -97,7 +97,7 @@ class QuantizeRows(NormForward):
             row, first = rows[u], firsts[u]
             vectors, rstd = held[u], None
             if const_expr(self.source.normed):
-                rH, rstd = self._normalise(*held[u], mResidualOut, row, count, first, *sums, u)
+                rH, _, rstd = self._statistics(*held[u], mResidualOut, row, count, first, *sums, u)
                 vectors = [rH]
             if const_expr(self.late):
                 loaded = self._load_weights(*columns, firsts)

@@ -13,7 +13,7 @@ WARP = 32
 
 
 class RowSum:
-    """Sums one or two fp32 numbers per thread over the threads of each row of a tile.
+    """Sums a few fp32 numbers per thread over the threads of each row of a tile.
 
     Shared memory: ``stages * rows * warps per row * cluster * values`` floats, plus one mbarrier per stage in a
     cluster. Stages let successive sums follow each other with one barrier each. Two are enough where a thread takes a
@@ -28,8 +28,8 @@ class RowSum:
         self.warps = max(tile.threads_per_row // WARP, 1)
         self.parts = self.warps * tile.cluster
         self.alone = tile.threads_per_row <= WARP and tile.cluster == 1
-        # Half a warp finishes the first number, the other half the second.
-        self.halved = values == 2 and tile.threads_per_row >= WARP
+        # Half a warp finishes the first number of a pair, the other half the second.
+        self.halved = values % 2 == 0 and tile.threads_per_row >= WARP
 
     def allocate(self, smem):
         """Shared memory of the sums, and the mbarriers, or None."""
@@ -64,11 +64,21 @@ class RowSum:
     @cute.jit
     def give(self, values: cutlass.Constexpr, sSum, mbar, step: Int32):
         """Add this thread's values to the sums of a step. Returns what :meth:`take` needs."""
-        group = min(self.tile.threads_per_row, WARP)
-        if const_expr(self.halved):
-            values = (self._halve(*values),)
-        else:
-            values = tuple(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in values)
+        return self.send(self.warp_sums(values), sSum, mbar, step)
+
+    def warp_sums(self, values):
+        """Sums over those threads of a row that share a warp, pairs in half a warp each where :attr:`halved`."""
+        if self.halved:
+            return tuple(self._halve(*values[i : i + 2]) for i in range(0, len(values), 2))
+        return tuple(self.warp_sum(v) for v in values)
+
+    def warp_sum(self, value):
+        """The same of one value, in every lane."""
+        return cute.arch.warp_reduction(value, operator.add, threads_in_group=min(self.tile.threads_per_row, WARP))
+
+    @cute.jit
+    def send(self, values: cutlass.Constexpr, sSum, mbar, step: Int32):
+        """Give what a warp has found."""
         if const_expr(not self.alone):
             tidx = cute.arch.thread_idx()[0]
             warp = tidx // WARP
@@ -88,11 +98,11 @@ class RowSum:
     def _share(self, values: cutlass.Constexpr, sSum, mbar, stage, lane, row, part):
         half = WARP // 2 if const_expr(self.halved) else WARP
         # Which of the numbers a lane holds; lanes of one half hold the same.
-        which = lane // half
+        which, stride = lane // half, WARP // half
         if const_expr(self.tile.cluster == 1):
             if lane % half == 0:
                 for i in cutlass.range_constexpr(len(values)):
-                    sSum[which + i, part, row, stage] = values[i]
+                    sSum[which + i * stride, part, row, stage] = values[i]
         else:
             if cute.arch.thread_idx()[0] == 0:
                 size = self.values * self.parts * self.tile.rows * 4
@@ -106,7 +116,7 @@ class RowSum:
                 for i in cutlass.range_constexpr(len(values)):
                     cute.arch.inline_ptx(
                         "st.async.shared::cluster.mbarrier::complete_tx::bytes.f32 [{$r0}], {$r1}, [{$r2}];",
-                        read_only_args=[Int32(sTarget + 4 * i), values[i], Int32(sBarrier)],
+                        read_only_args=[Int32(sTarget + 4 * stride * i), values[i], Int32(sBarrier)],
                     )
 
     @cute.jit
@@ -114,7 +124,7 @@ class RowSum:
         """The sums of a step, once every thread of the row has given its values."""
         if const_expr(self.alone):
             if const_expr(self.halved):
-                return tuple(cute.arch.shuffle_sync(given[0], offset=i * (WARP // 2)) for i in range(2))
+                return tuple(cute.arch.shuffle_sync(v, offset=i * (WARP // 2)) for v in given for i in range(2))
             return given
         stage = step % self.stages
         if const_expr(self.tile.cluster == 1):

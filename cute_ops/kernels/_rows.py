@@ -76,6 +76,11 @@ class RowTile:
         self.count = -(-longest // self.vec)
         self.per_thread = -(-self.count // (self.threads_per_row * self.cluster))
 
+    @property
+    def even(self):
+        """Whether every thread holds as many elements of a row."""
+        return not self.v.masked and self.n == self.cluster * self.per_thread * self.threads_per_row * self.vec
+
     def vector(self, t, rank, k):
         """Index of this thread's k-th vector in its row."""
         return (rank * self.per_thread + k) * self.threads_per_row + t

@@ -7,6 +7,7 @@ from cute_ops.ops.add_rmsnorm_fp8 import add_rmsnorm_fp8
 from cute_ops.ops.cross_entropy import cross_entropy
 from cute_ops.ops.gelu_mul import gelu_mul
 from cute_ops.ops.glu import geglu, swiglu
+from cute_ops.ops.layernorm import layernorm
 from cute_ops.ops.qk_norm_rope import qk_norm_rope
 from cute_ops.ops.quantize_fp8 import quantize_fp8
 from cute_ops.ops.rmsnorm import rmsnorm
@@ -18,7 +19,7 @@ from cute_ops.ops.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.softmax import log_softmax, softmax
 
 OPS: tuple[Op, ...] = (
-    rmsnorm, add_rmsnorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
+    rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
     cross_entropy, softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
 )  # fmt: skip

@@ -6,9 +6,7 @@ tiles do not depend on the number of rows, so that a row's bits do not either.
 
 from __future__ import annotations
 
-from typing import Any
-
-from cute_ops.op import ITEMSIZE
+from cute_ops.op import ITEMSIZE, Problem
 
 WARP = 32
 VECTOR_BYTES = 16
@@ -18,13 +16,15 @@ ROWS = (
 BACKWARD_INPUTS = ("x", "residual_out", "dout", "dresidual_out")
 # Shared memory of an SM that rings may fill, by architecture; more than a CTA gets nowhere.
 SHARED_BYTES = {80: 160_000, 90: 220_000, 100: 220_000, 103: 220_000, 120: 96_000}
-# Rows that start off a vector are read from a multiple of a ``unit`` of so many vectors: a cache line, or a sector of
-# one. Rows of fewer elements than these would mind the idle threads.
-LINE, SECTOR, SHORT = 8, 2, 1024
+# Rows that start off a vector are read from a multiple of a ``unit`` of so many vectors, a cache line. Rows of fewer
+# elements than these would mind the idle threads.
+LINE, SHORT = 8, 1024
 # Elements of the widest vector: shifted rows repeat their place after at most ``unit`` times as many rows.
 VECTOR_ELEMENTS = 8
 # Elements of a row that a CTA holds in fp32.
 HELD = 16384
+# Bytes of rows that each CTA of a cluster takes alone; from there on more CTAs and a second kernel are faster.
+FEW_BYTES = 98_304
 # Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
 STAGED_BYTES = 165_000
 
@@ -33,13 +33,18 @@ def _sm(arch: str) -> int:
     return int(arch.removeprefix("sm_").rstrip("af"))
 
 
-def _vectors(problem: Any) -> int:
+def _vectors(problem: Problem) -> int:
     """16-byte vectors of a row in the widest dtype of the row tensors."""
     widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
-    return -(-problem.n * widest // VECTOR_BYTES)
+    return -(-problem.dims["n"] * widest // VECTOR_BYTES)
 
 
-def _unaligned(problem: Any) -> bool:
+def _wide(problem: Problem) -> bool:
+    """Whether a vector has the fewest elements."""
+    return max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes) == 4
+
+
+def _unaligned(problem: Problem) -> bool:
     return min(problem.aligns[name] for name in ROWS if name in problem.dtypes) < VECTOR_BYTES
 
 
@@ -51,7 +56,7 @@ def _threads(vectors: int, per_thread: int, most: int = 1024) -> int:
     return min(-(-wanted // WARP) * WARP, most)
 
 
-def _most_ctas(problem: Any) -> int:
+def _most_ctas(problem: Problem) -> int:
     """CTAs that a cluster may have: 16 where the chip has groups of SMs that large."""
     sm = _sm(problem.arch)
     return 1 if sm < 90 else 16 if sm < 120 else 8
@@ -65,9 +70,10 @@ def _doubled(vectors: int, span: int, most: int) -> int:
     return ctas
 
 
-def rows_forward(problem: Any) -> dict[str, int]:
+def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     """Threads, those of a row, CTAs of a cluster.
 
+    ``centred``: the row's mean is subtracted, which takes more instructions per thread and more registers.
     ``unroll``: row groups of a CTA. ``unit``: vectors that a shifted row's start is rounded down to.
     Long rows: CTAs resident on an SM (a cap on registers), rows ``packed`` in their own dtype between their sum and
     their output or ``staged`` in shared memory, the weight loaded ``late``; ``long`` where a row fits neither.
@@ -77,6 +83,12 @@ def rows_forward(problem: Any) -> dict[str, int]:
     vectors, most = _vectors(problem), _most_ctas(problem)
     unit = LINE if problem.n >= SHORT else 1
     if vectors <= 1024:
+        if centred and vectors > WARP:
+            if _unaligned(problem):
+                row = _threads(vectors, 3)
+                return {"threads": row, "threads_per_row": row, "resident": max(1, 768 // row), "unit": unit}
+            row = WARP if vectors <= 5 * WARP else _threads(vectors, 4)
+            return {"threads": max(128, row), "threads_per_row": row, "late": 1, "unit": unit}
         row = _forward_row(problem, vectors)
         # Four rows to a thread where a CTA would be over before the next one has started.
         tiny = vectors <= 8 and not _unaligned(problem)
@@ -93,14 +105,14 @@ def rows_forward(problem: Any) -> dict[str, int]:
     row = _threads(part, 4)
     # Two halves of 16 bits each, widened to add them, need more registers than three CTAs leave.
     halves = "residual" in problem.dtypes and max(ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual")) == 2
-    threads = 1024 if halves else 1536
+    threads = 1024 if halves or centred else 1536
     return {
         "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1, "unit": unit,
         "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row),
     }  # fmt: skip
 
 
-def _staged(problem: Any, vectors: int, most: int) -> dict[str, int]:
+def _staged(problem: Problem, vectors: int, most: int) -> dict[str, int]:
     """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit."""
     cluster = _doubled(vectors, 4096 + LINE, most)
     part = -(-vectors // cluster)
@@ -118,40 +130,45 @@ def _staged(problem: Any, vectors: int, most: int) -> dict[str, int]:
     return {"threads": row, "threads_per_row": row, "cluster": cluster, "staged": 1, "late": late, "resident": resident}
 
 
-def _forward_row(problem: Any, vectors: int) -> int:
+def _forward_row(problem: Problem, vectors: int) -> int:
     """Threads of a row that one CTA holds."""
     if vectors <= WARP:
         # Rows of a few elements off a vector are read one by one, about four to a thread.
-        return _threads(problem.n, 4) if _unaligned(problem) and vectors <= 8 else _threads(vectors, 1)
+        return _threads(problem.dims["n"], 4) if _unaligned(problem) and vectors <= 8 else _threads(vectors, 1)
     if _unaligned(problem):
         return _threads(vectors, 3)
     if WARP * 2 < vectors <= WARP * 3:
         return WARP
-    return _threads(vectors, 2 if vectors <= 512 else 4)
+    return _threads(vectors, 2 if vectors <= 512 or _wide(problem) else 4)
 
 
-def rows_backward(problem: Any) -> dict[str, int]:
-    """As the forward, and: ring slots, CTAs resident on an SM, clusters altogether."""
+def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
+    """As the forward, and: ring slots, CTAs resident on an SM, clusters altogether.
+
+    ``few``: each of ``replicas`` clusters takes all rows. ``sorted_by``: rows that start at the same place of a vector
+    are neighbours.
+    """
     long = {"threads": 512, "parts": 2 * problem.sm_count}
     if problem.n is None:
         return long
     vectors, most = _vectors(problem), _most_ctas(problem)
     shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
     slot = problem.n * sum(ITEMSIZE[problem.dtypes[name]] for name in BACKWARD_INPUTS if name in problem.dtypes)
+    few = _few(problem, vectors, slot, most)
+    if few:
+        return few
     # Registers for the column sums of so many vectors leave room for so many threads on an SM.
     sums = max(sum(name in problem.dtypes for name in ("dweight", "dbias")), 1)
     # Two vectors per thread as far as clusters of 4 reach, then four.
-    cluster = (
-        1 if vectors <= 1024 else max(min(4, _doubled(vectors, 1024, most)), _doubled(vectors, 2048 // sums, most))
-    )
-    unit = LINE if SHORT <= problem.n <= 16 * SHORT else 1
-    if _unaligned(problem) and most > 1 and sums == 1 and 5184 < vectors <= 8192:
-        # Rows read from whole sectors need a multiple of 16 clusters: 16 of six CTAs find room.
-        cluster, unit = 6, SECTOR
-    part = -(-vectors // cluster)
-    if unit == SECTOR:
-        per_thread, room = 3 if part <= 1056 else 4, 512
-    elif _unaligned(problem) and part <= 1024:
+    unit = LINE if problem.n >= SHORT and (vectors <= 2048 or problem.m >= SHORT) else 1
+    held = vectors + (unit if _unaligned(problem) else 0)
+    cluster = 1 if vectors <= 1024 else max(min(4, _doubled(held, 1024, most)), _doubled(held, 2048 // sums, most))
+    part = -(-held // cluster)
+    if vectors > WARP and (sums == 2 or (centred and _unaligned(problem))):
+        # Many columns per thread: what two column sums cost in threads, fewer partial sums of a row give back.
+        per_thread = -(-vectors // WARP) if vectors <= 5 * WARP else 4
+        room = 768 if problem.n <= 12 * WARP or _wide(problem) else 576 if _unaligned(problem) else 384
+    elif _unaligned(problem) and part <= 1024 and cluster <= 2:
         per_thread, room = 1, 1152
     elif part <= 384:
         per_thread, room = 1, 1024
@@ -160,30 +177,59 @@ def rows_backward(problem: Any) -> dict[str, int]:
     else:
         per_thread, room = 4, 512
     row = _threads(part, per_thread, 512 if per_thread > 1 else 1024)
-    threads, room = max(256, row), room * 2 // (1 + sums)
+    threads, room = max(256, row) if sums == 1 else max(256 // row, 1) * row, room * 2 // (1 + sums)
     slot_bytes = -(-slot // cluster) * (threads // row) + 64 * VECTOR_BYTES
-    if part > 4 * row or 2 * slot_bytes > shared:
+    if part > max(4, per_thread) * row or 2 * slot_bytes > shared:
         return {**long, "long": 1}
-    deepest = 4 if unit == SECTOR else 3
-    stages = deepest if cluster > 1 and deepest * slot_bytes <= shared else 2
+    stages = 3 if cluster > 1 and 3 * slot_bytes <= shared else 2
     resident = max(1, min(shared // (stages * slot_bytes + 2048), room // threads))
-    return {
+    tile = {
         "threads": threads, "threads_per_row": row, "cluster": cluster, "stages": stages, "resident": resident,
         "parts": _clusters(problem, cluster) * resident, "unit": unit,
     }  # fmt: skip
+    # So few clusters that no multiple of the places where rows may start fills the chip. Few rows have few places.
+    return {**tile, "sorted_by": VECTOR_ELEMENTS * unit} if _unaligned(problem) and cluster > 2 else tile
 
 
-def _clusters(problem: Any, cluster: int) -> int:
+def _few(problem: Problem, vectors: int, slot: int, most: int) -> dict[str, int]:
+    """Tile of so few rows that every cluster takes them all; nothing where they are more, or start off a vector.
+
+    It looks at the number of rows in powers of two.
+    """
+    cluster = _doubled(vectors, WARP, most)
+    if problem.m * slot > cluster * FEW_BYTES or _unaligned(problem):
+        return {}
+    row = _threads(-(-vectors // cluster), 1)
+    rows = min(1024 // row, _power(problem.m))
+    stages = _power(-(-problem.m // rows))
+    part = row * -(-vectors // (cluster * row))
+    shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
+    if stages * rows * (part * -(-slot // vectors) + 8) > shared - 48 * 1024:
+        return {}
+    # As many clusters of the largest size as surely find room.
+    replicas = min(4 * most // cluster, 16, row)
+    return {
+        "threads": rows * row, "threads_per_row": row, "cluster": cluster, "stages": stages, "few": 1,
+        "replicas": replicas,
+    }  # fmt: skip
+
+
+def _power(count: int) -> int:
+    """The next power of two."""
+    return 1 << max(count - 1, 0).bit_length()
+
+
+def _clusters(problem: Problem, cluster: int) -> int:
     """Clusters that are on the chip at once, one CTA to an SM.
 
     SMs come in groups that no cluster straddles, and every group may leave a rest. Asking for one cluster too many
     doubles the time: it runs when all others are done.
     """
-    rest = {1: 0, 2: 2, 4: 3, 6: 4, 8: 2, 16: 1}[cluster]
+    rest = {1: 0, 2: 2, 4: 3, 8: 2, 16: 1}[cluster]
     return max(problem.sm_count // cluster - rest, 1)
 
 
-def pointwise(problem: Any) -> dict[str, int]:
+def pointwise(problem: Problem) -> dict[str, int]:
     """Small CTAs, which keep step with the pages of memory. Two vectors to a thread where there is one input: too few
     bytes would be on their way.
     """
@@ -192,13 +238,18 @@ def pointwise(problem: Any) -> dict[str, int]:
     return {"threads": 128, "unroll": 2} if "x" in problem.dtypes else {"threads": 256, "unroll": 1}
 
 
-def backward_parts(problem: Any, tile: dict[str, int]) -> int:
+def backward_parts(problem: Problem, tile: dict[str, int]) -> int:
     """Rows of the workspace: persistent clusters, as many as fit the chip at once or have rows to work on."""
+    if "few" in tile:
+        return 0
     rows = tile["threads"] // tile["threads_per_row"] if "threads_per_row" in tile else 1
     groups = -(-problem.m // rows)
     # Four steps each before there are more of them than SMs, and no more of them than that many steps need.
     parts = min(tile["parts"], max(-(-groups // 4), min(groups, problem.sm_count)))
     parts = -(-groups // -(-groups // parts))
+    if "sorted_by" in tile:
+        # A walk for every cluster and one more wherever a cluster goes on to the next remainder.
+        return parts + tile["sorted_by"] - 1
     if _unaligned(problem):
         # A cluster meets rows of one shift only.
         period = VECTOR_ELEMENTS * tile.get("unit", 1)
@@ -206,7 +257,7 @@ def backward_parts(problem: Any, tile: dict[str, int]) -> int:
     return parts
 
 
-def rows_quantize(problem: Any) -> dict[str, int]:
+def rows_quantize(problem: Problem) -> dict[str, int]:
     """As the forward, for rows held in fp32; ``long`` where they outgrow the registers of a cluster.
 
     Four vectors to a thread, and registers capped so that about 1024 threads of an SM have theirs on the way.
@@ -236,7 +287,7 @@ def rows_quantize(problem: Any) -> dict[str, int]:
     }  # fmt: skip
 
 
-def rows_reduced(problem: Any, inputs: int = 1) -> dict[str, int]:
+def rows_reduced(problem: Problem, inputs: int = 1) -> dict[str, int]:
     """A reduction over rows held in registers: threads, those of a row, CTAs of a cluster, CTAs ``resident`` on an SM;
     ``long`` where a row fits no cluster's registers.
     """
@@ -258,12 +309,12 @@ def rows_reduced(problem: Any, inputs: int = 1) -> dict[str, int]:
     return {"threads": row, "threads_per_row": row, "cluster": cluster, "unit": unit, "resident": max(1, 800 // row)}
 
 
-def pairs_reduced(problem: Any) -> dict[str, int]:
+def pairs_reduced(problem: Problem) -> dict[str, int]:
     """As :func:`rows_reduced`, of two inputs."""
     return rows_reduced(problem, 2)
 
 
-def rows_apart(problem: Any) -> dict[str, int]:
+def rows_apart(problem: Problem) -> dict[str, int]:
     """No reduction: threads, those of a row, parts of a row that go to different CTAs."""
     if problem.n is None:
         return {"threads": 512}

@@ -59,7 +59,7 @@ def reference_bwd(
 def parts_workspace(problem: Problem, tile: Any) -> dict[str, Array | None]:
     """Partial weight gradients, one row per persistent CTA, summed by the kernel's second stage."""
     shape = (backward_parts(problem, tile), problem.dims["n"])
-    wanted = {d: d in problem.dtypes for d in ("dweight", "dbias")}
+    wanted = {d: d in problem.dtypes and "few" not in tile for d in ("dweight", "dbias")}
     return {f"{d}_parts": Array(shape, "float32") if here else None for d, here in wanted.items()}
 
 

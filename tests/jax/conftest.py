@@ -65,8 +65,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = next(metafunc.definition.iter_markers("gpu"), None) is not None
     select = list if full else small
     if "op" in metafunc.fixturenames:
-        inference = next(metafunc.definition.iter_markers("inference"), None) is not None
-        metafunc.parametrize("op", OPS if inference else DIFFERENTIABLE, ids=lambda op: op.name)
+        metafunc.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
     for name, ops in (("problem", DIFFERENTIABLE), ("stage_problem", STAGES.values())):
         if name in metafunc.fixturenames:
             problems = [Problem(op, case, dtype) for op in ops for case in select(op.cases) for dtype in FLOATS]

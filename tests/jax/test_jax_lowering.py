@@ -83,7 +83,6 @@ def shaped_pair() -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     return jax.ShapeDtypeStruct((300, 64), jnp.bfloat16), jax.ShapeDtypeStruct((64,), jnp.float32)
 
 
-@pytest.mark.inference
 def test_every_rank_and_row_count_of_small_problems_shares_a_forward_kernel(op: Op, fake_kernels: Any) -> None:
     symbols = set()
     for lead in ((), (7,), (7, 1), (1, 7, 1)):
@@ -104,7 +103,6 @@ def test_zero_rows_launch_nothing(op: Op, fake_kernels: Any) -> None:
     assert not fake_kernels.variants
 
 
-@pytest.mark.inference
 def test_other_platforms_take_the_reference(op: Op, fake_kernels: Any) -> None:
     lowered = jax.jit(cute_ops_jax.register(op)).trace(*shaped(op, (2,)).values())
     for platform in ("cpu", "tpu"):
@@ -112,7 +110,6 @@ def test_other_platforms_take_the_reference(op: Op, fake_kernels: Any) -> None:
     assert not fake_kernels.variants
 
 
-@pytest.mark.inference
 def test_vmap_on_cuda_folds_into_rows(op: Op, fake_kernels: Any) -> None:
     inputs = {
         n: a if op.inputs[n].rows is None else jax.ShapeDtypeStruct((2, *a.shape), a.dtype)

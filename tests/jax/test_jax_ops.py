@@ -86,7 +86,6 @@ def test_shapes_without_values(problem: Any) -> None:
     assert [(o.shape, o.dtype) for o in jax.tree.leaves(outputs)] == [(e.shape, e.dtype) for e in exact]
 
 
-@pytest.mark.inference
 def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., Any]) -> None:
     (rows,) = jax.export.symbolic_shape("rows")
 
@@ -101,7 +100,6 @@ def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., An
         close(exported.call(*arrays), function(*arrays))
 
 
-@pytest.mark.inference
 def test_one_dim_is_one_row(op: Op) -> None:
     arrays, function = (
         testing.sample(op, (), 6, np.random.default_rng(0)), testing.plain(op, cute_ops_jax.register(op))
@@ -131,7 +129,6 @@ def test_zero_rows_need_no_kernel(op: Op, lead: tuple[int, ...]) -> None:
         np.testing.assert_array_equal(gradient, np.zeros_like(array))
 
 
-@pytest.mark.inference
 def test_function_looks_like_its_declaration(op: Op) -> None:
     function = getattr(cute_ops_jax, op.name)
     parameters = inspect.signature(function).parameters

@@ -70,7 +70,6 @@ def test_vmap_in_every_axis(op: Op, axis: int, out_axis: int, close: Close) -> N
     close(got, expected)
 
 
-@pytest.mark.inference
 def test_vmap_over_rows_is_one_call_without_a_loop(op: Op) -> None:
     arrays = examples(op)
     axes = tuple(0 if t.rows else None for t in op.inputs.values())
@@ -80,7 +79,6 @@ def test_vmap_over_rows_is_one_call_without_a_loop(op: Op) -> None:
     assert "scan" not in jaxpr
 
 
-@pytest.mark.inference
 def test_nested_vmap(op: Op, close: Close) -> None:
     function, arrays = function_of(op), examples(op)
     twice = [np.stack([a, a[::-1]]) for a in arrays]
@@ -238,6 +236,5 @@ def test_threads_may_trace_at_once(op: Op, device: jax.Device, close: Close) -> 
         close(result, gradient(*arrays))
 
 
-@pytest.mark.inference
 def test_primitives_are_named_after_their_ops(op: Op) -> None:
     assert stage(op).primitive.name == f"cute_{op.name}"

@@ -93,8 +93,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
                     problems.append(pytest.param(Problem(op, case, dtype), id=f"{op.name}-{dtype}-{case.name}"))
         metafunc.parametrize(fixture, problems)
     if "op" in metafunc.fixturenames:
-        inference = next(metafunc.definition.iter_markers("inference"), None) is not None
-        metafunc.parametrize("op", [op for op in OPS if op.grad or inference], ids=lambda op: op.name)
+        metafunc.parametrize("op", [op for op in OPS if op.grad], ids=lambda op: op.name)
 
 
 @pytest.fixture

@@ -29,6 +29,16 @@ def test_gemma_weights_start_at_zero() -> None:
     assert repr(norm) == "AddRMSNorm(8, eps=1e-06, weight_offset=1.0, bias=True)"
 
 
+def test_layernorm_module() -> None:
+    norm = cute_ops_torch.nn.LayerNorm(64)
+    weight, bias, x = norm.weight.data.uniform_(), norm.bias.data.uniform_(), torch.randn(3, 64)
+    torch.testing.assert_close(norm(x), nn.functional.layer_norm(x, (64,), weight, bias, 1e-5))
+    assert repr(norm) == "LayerNorm(64, eps=1e-05, bias=True)"
+    norm.reset_parameters()
+    torch.testing.assert_close(norm(x), nn.functional.layer_norm(x, (64,)))
+    assert cute_ops_torch.nn.LayerNorm(64, bias=False).bias is None
+
+
 def test_silu_mul_module() -> None:
     gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
     torch.testing.assert_close(cute_ops_torch.nn.SiluMul()(gate, up), nn.functional.silu(gate) * up)

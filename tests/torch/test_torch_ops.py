@@ -38,7 +38,6 @@ def test_fake_tells_shape_dtype_and_strides(structure: Any) -> None:
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
 
 
-@pytest.mark.inference
 def test_function_is_the_raw_op(op: Op, make_inputs: Callable[..., Any]) -> None:
     tensors, function = make_inputs(op), testing.plain(op, getattr(cute_ops_torch, op.name))
     out, raw = function(*tensors), getattr(torch.ops.cute, op.name)(*tensors)
@@ -75,7 +74,6 @@ def test_zero_rows(op: Op, make_inputs: Callable[..., Any], rows: tuple[int, ...
         assert not g.any()
 
 
-@pytest.mark.inference
 def test_strided_rows(op: Op, make_inputs: Callable[..., Any]) -> None:
     tensors = make_inputs(op, (4, 6))
     wide = [
@@ -89,7 +87,6 @@ def test_strided_rows(op: Op, make_inputs: Callable[..., Any]) -> None:
     assert all(o.is_contiguous() for o in (outs if isinstance(outs, tuple) else (outs,)))
 
 
-@pytest.mark.inference
 def test_meta_device(op: Op, make_inputs: Callable[..., Any]) -> None:
     out = getattr(torch.ops.cute, op.name)(*make_inputs(op, device="meta"))
     outs = out if isinstance(out, tuple) else (out,)
@@ -97,7 +94,6 @@ def test_meta_device(op: Op, make_inputs: Callable[..., Any]) -> None:
     assert [o.shape for o in outs] == [t.of(op.example((3, 5), 64)) for t in op.outputs.values()]
 
 
-@pytest.mark.inference
 def test_autocast_leaves_dtypes_alone(op: Op, make_inputs: Callable[..., Any]) -> None:
     raw, tensors = getattr(torch.ops.cute, op.name), make_inputs(op)
     with torch.autocast("cpu", torch.bfloat16):

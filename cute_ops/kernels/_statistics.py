@@ -1,0 +1,272 @@
+"""What the norms know of a row, and the sums that it comes from.
+
+Each class sums over the threads of a row and tells what its sums mean: to the forward, what to subtract from the row
+and what to multiply it by; to the backward, with ``x`` the row and ``g`` the gradient of the normalised row, the terms
+of ``dx = g * rstd - (x - mean) * pull - push``.
+"""
+
+import math
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_ops.kernels._reduce import WARP, RowSum
+from cute_ops.kernels._vectors import fragment, trim
+
+
+def row_statistics(centred, tile, eps, backward, stages):
+    return (Moments if centred else MeanSquare)(tile, eps, backward, stages)
+
+
+def centre(x, mean):
+    """A vector less the row's mean, where that is None the vector."""
+    return x if mean is None else x - mean
+
+
+def total(x):
+    """Sum of a thread's vector."""
+    return x.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+
+class MeanSquare(RowSum):
+    """RMS norms: ``rstd = rsqrt(mean(x^2) + eps)``; nothing is subtracted."""
+
+    centred = False
+
+    def __init__(self, tile, eps, backward, stages):
+        super().__init__(tile, values=2 if backward else 1, stages=stages)
+        self.eps = eps
+
+    def counts(self, first):
+        """What a thread knows of its place before it sees the row."""
+        return None
+
+    def thread(self, read, first, counts):
+        """A thread's sums.
+
+        Args:
+            read: from k to the thread's k-th vectors, zero outside the row: (x,) or (x, g).
+            first: first column of each of these vectors.
+            counts: from :meth:`counts`.
+        """
+        sums = self.begin()
+        for k in range(self.tile.per_thread):
+            sums = self.add(sums, read(k), None, None)
+        return sums
+
+    def begin(self):
+        return (Float32(0.0),) * self.values
+
+    def without_counts(self, sums):
+        """The sums that differ from row to row; :meth:`with_counts` puts the others back."""
+        return sums
+
+    def with_counts(self, sums, counts):
+        return sums
+
+    def add(self, sums, vectors, first, n):
+        """A thread's sums after one more vector, whose first column is ``first``, of a row of n elements."""
+        x = vectors[0]
+        return (*(s + total(x * v) for s, v in zip(sums, vectors)), *sums[len(vectors) :])
+
+    def whole(self, sums):
+        """What :meth:`add` has summed as :meth:`thread` gives it."""
+        return sums
+
+    def forward_terms(self, sums, inverse):
+        """(mean, rstd) of a row of ``1 / inverse`` elements."""
+        return None, cute.math.rsqrt(sums[0] * inverse + self.eps, fastmath=True)
+
+    def backward_terms(self, sums, inverse):
+        """(mean, rstd, pull, push)."""
+        mean, rstd = self.forward_terms(sums, inverse)
+        return mean, rstd, rstd * rstd * rstd * (sums[1] * inverse), None
+
+
+class Moments(RowSum):
+    """Layer norm: mean and ``rstd = rsqrt(mean((x - mean)^2) + eps)``.
+
+    A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added: vectors, then
+    threads, warps and rows take the deviations from their own mean and correct them for the difference to the mean of
+    all (Chan, Golub and LeVeque). One exchange suffices: what a warp sends is its mean, its sum of squared deviations,
+    in the backward the sums of g and of g times the deviations, and its number of elements where warps differ in it.
+    """
+
+    centred = True
+
+    def __init__(self, tile, eps, backward, stages):
+        # Without counts where all are equal; in the backward, they come as a pair.
+        counts = 0 if tile.even else 2 if backward else 1
+        super().__init__(tile, values=(4 if backward else 2) + counts, stages=stages)
+        self.backward = backward
+        self.eps = eps
+        self.halved = self.halved and backward
+
+    def counts(self, first):
+        """Elements of the row that this thread and its warp hold, and one over that."""
+        tile = self.tile
+        if tile.even:
+            count = float(tile.per_thread * tile.vec)
+            together = count * min(tile.threads_per_row, WARP)
+            return (count, 1.0 / count), (together, 1.0 / together)
+        held = Int32(0)
+        for f in first:
+            held = held + self._inside(f, tile.n)
+        count = Float32(held)
+        together = self.warp_sum(count)
+        return (count, _reciprocal(count)), (together, _reciprocal(together))
+
+    def _inside(self, first, n):
+        """Elements of a vector that lie inside the row."""
+        return cutlass.max(cutlass.min(first + self.tile.vec, n) - cutlass.max(first, 0), 0)
+
+    def thread(self, read, first, counts):
+        """As :meth:`MeanSquare.thread`, with the counts."""
+        tile, ((count, inverse), _) = self.tile, counts
+        mean, gradients = Float32(0.0), Float32(0.0)
+        for k in range(tile.per_thread):
+            mean = mean + total(read(k)[0])
+        mean = _quotient(mean, count, inverse)
+        if tile.per_thread > 4:
+            # So many vectors are read again, not kept.
+            cute.arch.sync_warp()
+        squares, products = Float32(0.0), Float32(0.0)
+        for k in range(tile.per_thread):
+            vectors = read(k)
+            apart = vectors[0] - mean
+            if tile.starts_outside(k) or tile.ends_outside(k):
+                apart = self._trimmed(apart, first[k], tile.n)
+            squares = squares + total(apart * apart)
+            if len(vectors) > 1:
+                gradients = gradients + total(vectors[1])
+                products = products + total(apart * vectors[1])
+        return counts, mean, squares, gradients, products
+
+    def begin(self):
+        return (Float32(0.0),) * 5
+
+    def without_counts(self, sums):
+        return sums[1:]
+
+    def with_counts(self, sums, counts):
+        return counts, *sums
+
+    def add(self, sums, vectors, first, n):
+        """As :meth:`MeanSquare.add`."""
+        count, mean, squares, gradients, products = sums
+        inside = Float32(self._inside(first, n))
+        after = count + inside
+        own = _quotient(total(vectors[0]), inside, _reciprocal(inside))
+        apart = self._trimmed(vectors[0] - own, first, n)
+        step = (own - mean) * (inside * _reciprocal(after))
+        squares = squares + total(apart * apart) + (own - mean) * step * count
+        if self.backward:
+            g = total(vectors[1])
+            products = products - step * gradients + total(apart * vectors[1]) + (own - mean - step) * g
+            gradients = gradients + g
+        return after, mean + step, squares, gradients, products
+
+    def _trimmed(self, apart, first, n):
+        """Deviations from a mean, zero again outside the row."""
+        rD = fragment(Float32, self.tile.vec)
+        rD.store(apart)
+        trim(rD, first, n)
+        return rD.load()
+
+    def whole(self, sums):
+        """As :meth:`MeanSquare.whole`."""
+        together = self.warp_sum(sums[0])
+        return ((sums[0], None), (together, _reciprocal(together))), *sums[1:]
+
+    def give(self, values, sSum, mbar, step):
+        ((count, _), (together, inverse)), mean, squares, gradients, products = values
+        if not self.backward:
+            middle = _quotient(self.warp_sum(mean * count), together, inverse)
+            apart = mean - middle
+            found = [middle, self.warp_sum(squares + apart * apart * count)]
+        elif self.halved:
+            (sums,) = self.warp_sums((mean * count, gradients))
+            middle = _quotient(cute.arch.shuffle_sync(sums, offset=0), together, inverse)
+            apart = mean - middle
+            (others,) = self.warp_sums((squares + apart * apart * count, products + apart * gradients))
+            found = [cutlass.select_(cute.arch.lane_idx() < WARP // 2, middle, sums), others]
+        else:
+            middle = _quotient(self.warp_sum(mean * count), together, inverse)
+            apart = mean - middle
+            found = [middle, self.warp_sum(gradients), self.warp_sum(squares + apart * apart * count)]
+            found.append(self.warp_sum(products + apart * gradients))
+        if not self.tile.even:
+            found += [Float32(together)] * (2 if self.backward and not self.halved else 1)
+        return self.send(tuple(found), sSum, mbar, step)
+
+    @cute.jit
+    def _combine(self, sSum, stage, lane, row):
+        if const_expr(self.parts <= 8):
+            parts = [self._part(sSum, p, row, stage) for p in range(self.parts)]
+            return self._merge(parts, parts[0][1], lambda v: v)
+        parts, pivot = [], sSum[0, 0, row, stage]
+        for p in cutlass.range_constexpr(0, self.parts, WARP):
+            inside = p + lane < self.parts
+            part = self._part(sSum, cutlass.select_(inside, p + lane, Int32(0)), row, stage)
+            if const_expr(p + WARP > self.parts):
+                part = [cutlass.select_(inside, Float32(v), Float32(0.0)) for v in part]
+            parts.append(part)
+        return self._merge(parts, pivot, lambda v: cute.arch.warp_reduction(v, operator.add))
+
+    def _part(self, sSum, p, row, stage):
+        """(count, mean, gradients, squares, products) of a warp; (count, mean, squares) in the forward."""
+        values = [sSum[i, p, row, stage] for i in range(self.values)]
+        count = float(self.tile.per_thread * self.tile.vec * WARP) if self.tile.even else values[-1]
+        return [count, *values[: 4 if self.backward else 2]]
+
+    def _merge(self, parts, pivot, across):
+        """The row's mean and sums from those of its parts, which ``across`` adds up over the lanes."""
+        if self.tile.n is not None:
+            inverse = 1.0 / self.tile.n
+        else:
+            count = Float32(0.0)
+            for part in parts:
+                count = count + part[0]
+            inverse = _reciprocal(across(count))
+        mean = Float32(0.0)
+        for part in parts:
+            mean = mean + (part[1] - pivot) * part[0]
+        mean = pivot + across(mean) * inverse
+        gradients, squares, products = Float32(0.0), Float32(0.0), Float32(0.0)
+        for part in parts:
+            apart = part[1] - mean
+            if self.backward:
+                gradients = gradients + part[2]
+                products = products + part[4] + apart * part[2]
+            squares = squares + part[3 if self.backward else 2] + apart * apart * part[0]
+        if not self.backward:
+            return mean, across(squares)
+        return mean, across(gradients), across(squares), across(products)
+
+    def take(self, given, sSum, mbar, step):
+        """The row's (mean, squares), in the backward (mean, gradients, squares, products)."""
+        sums = super().take(given, sSum, mbar, step)
+        return sums[: 4 if self.backward else 2]
+
+    def forward_terms(self, sums, inverse):
+        return sums[0], cute.math.rsqrt(sums[1] * inverse + self.eps, fastmath=True)
+
+    def backward_terms(self, sums, inverse):
+        mean, gradients, squares, products = sums
+        _, rstd = self.forward_terms((mean, squares), inverse)
+        return mean, rstd, rstd * rstd * rstd * (products * inverse), rstd * (gradients * inverse)
+
+
+def _reciprocal(count):
+    """About one over a number of elements; anything where it is zero."""
+    return 1.0 / count if isinstance(count, float) else cute.arch.rcp_approx(cutlass.max(count, Float32(1.0)))
+
+
+def _quotient(value, count, inverse):
+    """``value / count``: without its error, which all parts would share, a mean would move."""
+    if isinstance(count, float) and math.frexp(count)[0] == 0.5:
+        return value * inverse
+    quotient = value * inverse
+    return quotient + (value - quotient * count) * inverse
