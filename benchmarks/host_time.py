@@ -1,7 +1,8 @@
 """Host time per call: what Python, the framework and the adapter cost before the kernel starts.
 
 Tensors are tiny, so the device is never the limit. A sample times 200 calls that are only enqueued, waits for the
-device outside of the timed region, and divides. Samples of all entries are interleaved; the median counts.
+device outside of the timed region, and divides. Samples of all entries are interleaved; the median counts. Entries
+"in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take.
 
     python benchmarks/host_time.py --out out/benchmarks
 """
@@ -13,7 +14,7 @@ import re
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,14 +23,38 @@ from contenders import EPS
 from rich.console import Console
 from rich.table import Table as View
 
-COLUMNS = ("call", "grad", "status", "us", "us_min", "us_max", "of_rms_norm")
+COLUMNS = ("call", "grad", "extension", "status", "us", "us_min", "us_max", "of_rms_norm")
 SHAPE = (16, 1024)
 CALLS = 200
 YARDSTICK = "F.rms_norm"
 Call = Callable[[], Any]
+CHAINS = (5, 25)
 
 
-def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call]]:
+class Chain(NamedTuple):
+    """Two calls, of which the second runs so many ops more."""
+
+    short: Call
+    long: Call
+    ops: int
+
+
+def in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> Chain:
+    """The cost of one more op in a compiled graph."""
+
+    def chain(length: int) -> Call:
+        def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            for _ in range(length):
+                x = op(x, weight)
+            return x
+
+        compiled = torch.compile(function, fullgraph=True)
+        return lambda: compiled(x, weight)
+
+    return Chain(*map(chain, CHAINS), CHAINS[1] - CHAINS[0])
+
+
+def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call | Chain]]:
     """Makers of calls by name; a maker may raise where its package is missing."""
     x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16).requires_grad_(grad)
     weight = torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16).requires_grad_(grad)
@@ -75,7 +100,39 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
         return lambda: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False)
 
-    return {
+    def user_kernel() -> Call:
+        from triton_rmsnorm import rmsnorm
+
+        return lambda: rmsnorm(x, weight, EPS)
+
+    def graph_of_ours() -> Chain:
+        from cute_ops_torch import rmsnorm
+
+        return in_graph(lambda x, weight: rmsnorm(x, weight, eps=EPS), x, weight)
+
+    def graph_of_two_outputs() -> Chain:
+        from cute_ops_torch import add_rmsnorm
+
+        return in_graph(lambda x, weight: add_rmsnorm(x, x, weight, eps=EPS)[0], x, weight)
+
+    def graph_of_user_kernel() -> Chain:
+        from triton_rmsnorm import rmsnorm
+
+        return in_graph(lambda x, weight: rmsnorm(x, weight, EPS), x, weight)
+
+    def graph_of_quack() -> Chain:
+        from quack import rmsnorm
+
+        return in_graph(lambda x, weight: rmsnorm(x, weight, eps=EPS), x, weight)
+
+    only_forward: dict[str, Callable[[], Call | Chain]] = {
+        "Triton kernel": user_kernel,
+        "in a graph: cute_ops_torch.rmsnorm": graph_of_ours,
+        "in a graph: cute_ops_torch.add_rmsnorm": graph_of_two_outputs,
+        "in a graph: Triton kernel": graph_of_user_kernel,
+        "in a graph: quack.rmsnorm": graph_of_quack,
+    }
+    return ({} if grad else only_forward) | {
         "torch.add": lambda: lambda: torch.add(x, x),
         YARDSTICK: lambda: lambda: F.rms_norm(x, x.shape[-1:], weight, EPS),
         "torch.nn.RMSNorm": own_module,
@@ -118,7 +175,12 @@ def jax_entries() -> dict[str, Callable[[], Call]]:
     }
 
 
-def sampler(call: Call, wait: Callable[[Any], None], calls: int) -> Callable[[], float]:
+def sampler(call: Call | Chain, wait: Callable[[Any], None], calls: int) -> Callable[[], float]:
+    if isinstance(call, Chain):
+        # Few calls: a launch queue that is full would be timed.
+        short, long = (sampler(one, wait, max(calls // 10, 1)) for one in call[:2])
+        return lambda: (long() - short()) / call.ops
+
     def sample() -> float:
         begin = time.perf_counter()
         for _ in range(calls):
@@ -143,19 +205,23 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
         groups.append(("no", jax_entries(), wait_jax))
     except ImportError:
         console.print("JAX is not installed")
-    entries: dict[tuple[str, str], tuple[Callable[[], Call], Callable[[Any], None]]] = {
+    entries: dict[tuple[str, str], tuple[Callable[[], Call | Chain], Callable[[Any], None]]] = {
         (name, grad): (make, wait)
         for grad, makers, wait in groups
         for name, make in makers.items()
         if name == YARDSTICK or re.search(only, name)
     }
+    from cute_ops_torch.extension import loaded
+
+    extension = "no" if loaded() is None else "yes"
     status: dict[tuple[str, str], str] = {}
     samplers = {}
     for key, (make, wait) in entries.items():
         try:
             call = make()
             for _ in range(3):
-                wait(call())
+                for one in call[:2] if isinstance(call, Chain) else (call,):
+                    wait(one())
         except Exception as failure:  # a contender's failure is a result
             status[key] = "not available" if isinstance(failure, ImportError) else f"failed: {first_line(failure)}"
             continue
@@ -167,7 +233,7 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
             samples[key].append(sample())
     view = View("call", "grad", "us", "spread", f"x {YARDSTICK}", title=f"host time per call, bfloat16 {list(SHAPE)}")
     for key, state in status.items():
-        row: dict[str, Any] = {"call": key[0], "grad": key[1], "status": state}
+        row: dict[str, Any] = {"call": key[0], "grad": key[1], "extension": extension, "status": state}
         cells = [state, "", ""]
         if key in samples:
             us = spread(samples[key])
@@ -187,6 +253,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for host_time.csv")
     parser.add_argument("--rounds", type=int, default=25, help="samples per entry")
     parser.add_argument("--cpu-smoke", action="store_true", help="few calls on the CPU: checks this file only")
+    parser.add_argument("--append", action="store_true", help="add to the file: with the C++ extension, and without")
     parser.add_argument("--only", default="", help="regular expression of names; the yardstick is always there")
     options = parser.parse_args(arguments)
     console = Console(width=110)
@@ -194,7 +261,8 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("no GPU here; --cpu-smoke checks the code paths")
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     rounds, calls = (3, 5) if options.cpu_smoke else (options.rounds, CALLS)
-    measure(Table(options.out / "host_time.csv", COLUMNS), device, rounds, calls, options.only, console)
+    table = Table(options.out / "host_time.csv", COLUMNS, options.append)
+    measure(table, device, rounds, calls, options.only, console)
 
 
 if __name__ == "__main__":
