@@ -48,8 +48,7 @@ def inspect(
     without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for PTX, SASS and cubin.")] = None,
 ) -> None:
-    """Show what kernels take and how they reach memory: registers, stack and spills, shared memory, occupancy, widths
-    of loads and stores. Needs no GPU.
+    """Show what kernels take and how they reach memory; needs no GPU.
 
     Example: python -m cute_ops inspect rmsnorm --n 4096 --n 50257 --arch sm_80,sm_90a -o out/
 

@@ -73,8 +73,8 @@ def build(
 
     Example: python -m cute_ops build manifest.txt -o bundle/ --arch sm_80,sm_90a,sm_100a
 
-    A program started with CUTE_OPS_BUNDLE=bundle/ compiles nothing of it. A package ships a bundle as a folder of its
-    own with the entry point [project.entry-points."cute_ops.bundles"] any-name = "package.folder".
+    A program started with CUTE_OPS_BUNDLE=bundle/ compiles nothing of it. A package ships a bundle as a folder inside
+    it that an entry point of the group cute_ops.bundles names: any-name = "package.folder".
     """
     calls, wanted, start = _read(manifests), targets(arch), time.perf_counter()
     try:

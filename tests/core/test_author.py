@@ -183,3 +183,4 @@ def test_help_teaches() -> None:
     for command in ("verify", "inspect", "bench", "record", "build", "warm-up", "manifest"):
         result = run(command, "--help")
         assert result.returncode == 0 and "Example: python -m cute_ops" in result.stdout
+    assert "the group cute_ops.bundles" in run("build", "--help").stdout
