@@ -73,16 +73,16 @@ def compile_command(
     for where in targets(arch):
         for kind in dtypes:
             for size in n or [4096]:
-                variant = plan(
-                    bind(declaration, author.example(declaration, kind.value, rows, size, without or [])), {}, where
-                ).variant
                 try:
+                    variant = plan(
+                        bind(declaration, author.example(declaration, kind.value, rows, size, without or [])), {}, where
+                    ).variant
                     if dump:
                         dump.mkdir(parents=True, exist_ok=True)
                         seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
                     else:
                         seconds, path = cache.build(variant), cache.folder()
-                except (CompileError, CacheError) as error:
+                except (CompileError, CacheError, NotImplementedError) as error:
                     fail(error)
                 table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
     console.print(table)

@@ -71,7 +71,7 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target, *, fixe
     """
     op = binding.op
     if sm(target.arch) < op.least_sm:
-        old = f"its kernels need SM {_version(op.least_sm)} or newer, this GPU is SM {_version(sm(target.arch))}."
+        old = f"its kernels need SM {_version(op.least_sm)} or newer, the target is SM {_version(sm(target.arch))}."
         raise NotImplementedError(message(op, old, binding.inputs, binding.dims, binding.dtypes))
     check_last_dim(binding, memory)
     static = {d: binding.dims[d] for d in op.static}

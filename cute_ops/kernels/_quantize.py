@@ -32,10 +32,7 @@ class QuantizeRows(NormForward):
         self.variant = variant
         self.source = source
         self.n = variant.dims["n"]
-        v = Vectors(variant, (*source.names, "out", "residual_out"), self.n)
-        if variant.tile.get("wide", 0) and not v.masked and v.vec == 8:
-            v.vec = v.unit = 16
-        self.tile = RowTile(v, variant.tile)
+        self.tile = RowTile(Vectors(variant, (*source.names, "out", "residual_out"), self.n), variant.tile)
         self.resident = variant.tile.get("resident", 1)
         self.late = bool(variant.tile.get("late", 0))
         self.chained = can_chain(variant.arch)

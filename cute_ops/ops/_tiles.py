@@ -273,7 +273,10 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     if vectors <= WARP:
         row = _threads(problem.n, 4) if unaligned and vectors <= 8 else _threads(vectors, 1)
         return {"threads": max(256, row), "threads_per_row": row, "unroll": 1 if unaligned else 4}
-    cluster = _doubled(vectors, HELD // vec, _most_ctas(problem))
+    most = _most_ctas(problem)
+    cluster = _doubled(vectors, HELD // vec, most)
+    if cluster > 1:  # small CTAs as far as clusters of 4 reach
+        cluster = max(cluster, _doubled(vectors, HELD // 2 // vec, min(most, 4)))
     part = -(-vectors // cluster)
     if part > HELD // vec or (unaligned and cluster > 1):
         return {"threads": 1024, "long": 1}
