@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,12 +28,18 @@ Compiled = Callable[[Variant], Path]
 
 
 def variant_of(
-    op: Op, dtype: str, n: int, arch: str, memory: dict[str, Memory] | None = None, absent: tuple[str, ...] = ()
+    op: Op,
+    dtype: str,
+    n: int,
+    arch: str,
+    memory: dict[str, Memory] | None = None,
+    absent: tuple[str, ...] = (),
+    **attrs: Any,
 ) -> Variant:
     given = {name: t for name, t in op.inputs.items() if name not in absent}
     sizes = op.example((4096,), n)
     arrays: dict[str, Array | None] = {n: Array(t.of(sizes), op.dtype_near(t, dtype)) for n, t in given.items()}
-    return plan(bind(op, arrays), memory or {}, parse(arch)).variant
+    return plan(bind(op, arrays, attrs), memory or {}, parse(arch)).variant
 
 
 @pytest.fixture(scope="session")
@@ -113,6 +120,19 @@ def test_every_length_compiles(op: Op, n: int, compiled: Compiled) -> None:
     assert max(kernel.stack for kernel in kernels) <= 16, kernels
     if "bias" in op.inputs:
         compiled(variant_of(op, "bfloat16", n, "sm_90a"))
+
+
+CHOICES = [
+    pytest.param(op, {name: value}, id=f"{op.name}-{name}-{value}")
+    for op in OPS for name, values in op.choices.items() for value in values[1:]
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("n", [1001, 4096])
+@pytest.mark.parametrize(("op", "attrs"), CHOICES)
+def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compiled: Compiled) -> None:
+    kernels = machine.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", **attrs)))
+    assert all((kernel.stack, kernel.local) == (0, 0) for kernel in kernels), kernels
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
