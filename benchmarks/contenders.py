@@ -68,6 +68,13 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         c, s = cos[..., None, :].float(), sin[..., None, :].float()
         return torch.cat([(a * c - b * s).to(x.dtype), (b * c + a * s).to(x.dtype), rest], -1)
 
+    def qk_norm_rope(
+        q: torch.Tensor, k: torch.Tensor, q_weight: torch.Tensor, k_weight: torch.Tensor, *tables: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        # Rounded once, at the end.
+        q_out = rope(rmsnorm(q.float(), q_weight.float()), *tables)
+        return q_out.to(q.dtype), rope(rmsnorm(k.float(), k_weight.float()), *tables).to(k.dtype)
+
     return {
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,
@@ -80,6 +87,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         "gelu": gelu,
         "relu2": lambda x: F.relu(x).square(),
         "rope": rope,
+        "qk_norm_rope": qk_norm_rope,
         **fp8.in_torch(attrs, EPS),
     }[op]
 
@@ -189,6 +197,10 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         turned = jnp.concatenate([a * c - b * s, b * c + a * s], -1).astype(x.dtype)
         return jnp.concatenate([turned, x[..., 2 * r :]], -1)
 
+    def qk_norm_rope(q: Any, k: Any, q_weight: Any, k_weight: Any, *tables: Any) -> tuple[Any, Any]:
+        q_out = rope(rmsnorm(q.astype(jnp.float32), q_weight), *tables)
+        return q_out.astype(q.dtype), rope(rmsnorm(k.astype(jnp.float32), k_weight), *tables).astype(k.dtype)
+
     return {
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,
@@ -201,5 +213,6 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         "gelu": lambda x: gelu32(x).astype(x.dtype),
         "relu2": lambda x: jnp.square(jax.nn.relu(x)),
         "rope": rope,
+        "qk_norm_rope": qk_norm_rope,
         **fp8.in_jax(attrs, EPS),
     }[op]

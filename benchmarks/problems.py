@@ -152,10 +152,10 @@ def grid(ops: Sequence[str], quick: bool = False) -> list[Problem]:
 
 def smoke(ops: Sequence[str]) -> list[Problem]:
     """Tiny problems that take every path, for machines without a GPU."""
-    heads = (("h", 4), ("d", 16), ("r", 8))
     found = []
     for op in ops:
-        lead, sizes = ((2, 3), heads) if "h" in BY_NAME[op].static else ((), ())
+        heads = tuple((dim, 4) for dim in BY_NAME[op].static if dim.startswith("h"))
+        lead, sizes = ((2, 3), (*heads, ("d", 16), ("r", 8))) if heads else ((), ())
         found += [
             Problem(op, 6, 64, lead=lead, sizes=sizes),
             Problem(op, 6, 64 if sizes else 33, dtype="float32", strided=True, lead=lead, sizes=sizes),
@@ -178,6 +178,12 @@ def _scaled(op: str, *shapes: tuple[int, int]) -> tuple[Problem, ...]:
     """With a scale per row, and per block of 128 columns."""
     whole = tuple(Problem(op, *s) for s in shapes)
     return whole + tuple(Problem(op, *s, attrs=(("block", 128),)) for s in shapes if s[1] % 128 == 0)
+
+
+def _qk(batch: int, seqlen: int, heads: int, kv_heads: int, **more: Any) -> Problem:
+    sizes = (("hq", heads), ("hk", kv_heads), ("d", 128), ("r", 64))
+    n = (heads + kv_heads) * 128
+    return Problem("qk_norm_rope", batch * seqlen, n, lead=(batch, seqlen), sizes=sizes, **more)
 
 
 _EXACT = (("approximate", "none"),)
@@ -212,6 +218,7 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         _heads("rope", 4, 8192, 32, 128, 64), _heads("rope", 4, 8192, 32, 128, 64, strided=True),
         _heads("rope", 4, 8192, 8, 128, 64), _heads("rope", 4, 8192, 64, 96, 12), _heads("rope", 64, 1, 32, 128, 64),
     ),
+    "qk_norm_rope": (_qk(4, 4096, 32, 8), _qk(4, 4096, 32, 8, strided=True), _qk(4, 8192, 16, 8), _qk(64, 1, 32, 8)),
 }  # fmt: skip
 _SPECIAL = (
     Problem("rmsnorm", 64, 4096, hot=True),

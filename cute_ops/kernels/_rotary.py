@@ -69,12 +69,16 @@ class Rotary:
         return token % row_count(mCos)
 
     def table(self, mTable, which, row, chunk, rotated):
-        """The cosines or sines of a chunk's pairs, in fp32; anything where it is not rotated."""
+        """The cosines or sines of a chunk's pairs, in fp32; zeros where it is not rotated.
+
+        Not anything: what a token that is not there adds to a sum is multiplied by them.
+        """
         key = self.tables[which]
         n = mTable.shape[len(mTable.shape) - 1]
         address = row_address(mTable, key, row, n)
         address = address + Int64(chunk * self.vec) * ITEMSIZE[key.dtype]
         rTable = fragment(mTable.element_type, self.vec)
+        rTable.fill(0)
         if min(key.align, key.row_align) >= access_bits(mTable.element_type, self.vec) // 8:
             load_if(rotated, rTable, address)
         else:

@@ -29,7 +29,10 @@ def function_of(op: Op) -> Callable[..., Any]:
 
 
 def subsets(op: Op) -> list[tuple[str, ...]]:
-    return [s for k in range(1, len(op.inputs) + 1) for s in itertools.combinations(op.inputs, k)]
+    """Of many inputs one, two and all of them: there are too many subsets."""
+    count = len(op.inputs)
+    sizes = range(1, count + 1) if count <= 4 else (1, 2, count)
+    return [s for k in sizes for s in itertools.combinations(op.inputs, k)]
 
 
 def loss(op: Op) -> Callable[..., Any]:

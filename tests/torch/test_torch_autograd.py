@@ -152,7 +152,10 @@ def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any])
     function, tensors = function_of(op), make_inputs(op)
     everything = tuple(range(len(tensors)))
     floats = tuple(i for i, t in enumerate(tensors) if t.is_floating_point())
-    for batched in range(1, 2 ** len(tensors)):
+    subsets = range(1, 2 ** len(tensors))
+    if len(tensors) > 4:  # too many: one, two and all of them
+        subsets = [b for b in subsets if b.bit_count() in (1, 2, len(tensors))]
+    for batched in subsets:
         dims = tuple((i % 2 and -1) if batched >> i & 1 else None for i in everything)
         many = [t if d is None else torch.stack(varied(t), d) for t, d in zip(tensors, dims, strict=True)]
         one = lambda i: [t if d is None else t.select(d, i).contiguous() for t, d in zip(many, dims, strict=True)]  # noqa: B023, E731
