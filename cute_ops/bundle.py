@@ -231,15 +231,24 @@ def build(
     """
     from cute_ops import cache, manifest
 
-    if where.exists() and any(where.iterdir()) and not (where / "bundle.json").exists():
-        raise CacheError(f"cute_ops: {where} is not empty and no bundle: name another folder")
-    built = cache.build_all(manifest.variants(calls, targets, log.info), done)
-    if any(one.error for one in built):
-        return built
+    _check_replaceable(where)
+    built = cache.build_all(manifest.variants(calls, targets), done)
+    if not any(one.error for one in built):
+        write([one.variant for one in built], targets, where, calls)
+    return built
+
+
+def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, calls: Sequence[Call] = ()) -> None:
+    """Write a bundle of kernels that are in the compile cache, all or nothing.
+
+    Raises:
+        CacheError: the folder holds something else, or the cache does not hold a kernel.
+    """
+    _check_replaceable(where)
     where.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{where.name}-", dir=where.parent))
     try:
-        _fill(staging, calls, targets, [one.variant for one in built])
+        _fill(staging, calls, targets, variants)
         if where.exists():
             shutil.rmtree(where)
         staging.replace(where)
@@ -247,7 +256,11 @@ def build(
         shutil.rmtree(staging, ignore_errors=True)
         raise
     forget()
-    return built
+
+
+def _check_replaceable(where: Path) -> None:
+    if where.exists() and any(where.iterdir()) and not (where / "bundle.json").exists():
+        raise CacheError(f"cute_ops: {where} is not empty and no bundle: name another folder")
 
 
 def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variants: Sequence[Variant]) -> None:

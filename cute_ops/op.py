@@ -183,7 +183,8 @@ class Op:
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
         kernel: ``"module:Class"``, imported only where it is compiled.
         tile: ``tile(problem) -> {name: int}``, the kernel's compile-time configuration.
-        workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel.
+        workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel. One that
+            does not grow with the rows must serve fewer rows too: programs exported for any number share it.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
             ``d<input>`` are the gradients, and inputs without one have none; attributes pass by name.

@@ -6,6 +6,7 @@ that calls it exists.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -42,6 +43,10 @@ def reference(
     return [array for array in results if array is not None]
 
 
+# Enough to keep a GPU busy.
+MANY_ROWS = 1 << 20
+
+
 class Chosen(NamedTuple):
     """A call as it is, the same with leading dims folded, and how that runs."""
 
@@ -51,18 +56,45 @@ class Chosen(NamedTuple):
 
 
 def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str, Any]]) -> Chosen:
-    """The kernel for a call of compact arrays.
+    """The kernel for a call of compact arrays, whose leading dims may be symbolic.
 
     Raises:
-        NotImplementedError: symbolic sizes, or a GPU that no kernel is built for.
+        NotImplementedError: other symbolic sizes, or a GPU that no kernel is built for.
     """
     whole = bind(op, given, dict(attrs))
-    if any(not isinstance(size, int) for array in given.values() if array for size in array.shape):
-        problem = "on CUDA it needs concrete sizes, but some are symbolic."
-        raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
     shapes = folded(whole)
     binding = bind(op, {n: Array(shapes[n], a.dtype) for n, a in given.items() if a}, dict(attrs))
-    return Chosen(whole, binding, plan(binding, {}, targets.device_target()))
+    target = targets.device_target()
+    if not any(_symbolic(size) for array in binding.inputs.values() if array for size in array.shape):
+        return Chosen(whole, binding, plan(binding, {}, target))
+    inner = {n: a.shape[len(a.shape) - len(op.inputs[n].dims) :] for n, a in binding.inputs.items() if a}
+    problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
+    if not problem:
+        # A kernel does not depend on the number of rows, and scratch arrays that serve many serve fewer.
+        fixed, larger = (plan(_with_rows(binding, rows), {}, target) for rows in (MANY_ROWS, 2 * MANY_ROWS))
+        if _elements(larger) > 1.5 * _elements(fixed):
+            problem = "its scratch arrays grow with the rows"
+    if problem:
+        problem = f"on CUDA only leading dims may be symbolic, but {problem}."
+        raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
+    return Chosen(whole, binding, fixed)
+
+
+def _elements(chosen: Plan) -> int:
+    return sum(math.prod(scratch.shape) for scratch in chosen.workspaces.values())
+
+
+def _symbolic(size: Any) -> bool:
+    return not isinstance(size, int)
+
+
+def _with_rows(binding: Binding, rows: int) -> Binding:
+    """The binding with a number in place of everything symbolic."""
+    arrays = {
+        n: a and Array(tuple(rows if _symbolic(size) else size for size in a.shape), a.dtype)
+        for n, a in binding.inputs.items()
+    }
+    return bind(binding.op, arrays, binding.attrs)
 
 
 def kernel(

@@ -9,6 +9,10 @@ from __future__ import annotations
 import logging
 import os
 import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
 
 import jax
 
@@ -19,14 +23,35 @@ from cute_ops_jax import bridge
 log = logging.getLogger("cute_ops")
 WARN_AT, LIMIT = 900, 1024
 
-_known: set[str] = set()
+_known: dict[str, Variant] = {}
 _lock = threading.Lock()
+_lowering_for: ContextVar[target.Target | None] = ContextVar("lowering_for", default=None)
 
 
 def device_target() -> target.Target:
-    """The architecture to lower for: ``CUTE_OPS_ARCH`` (lowering on a machine without that GPU), or device 0's."""
+    """The architecture to lower for: :func:`lowering_for`'s, ``CUTE_OPS_ARCH``'s (lowering on a machine without that
+    GPU), or device 0's.
+    """
+    named = _lowering_for.get()
+    if named is not None:
+        return named
     chosen = os.environ.get("CUTE_OPS_ARCH")
     return target.parse(chosen) if chosen else target.of_device(0)
+
+
+@contextmanager
+def lowering_for(chosen: target.Target) -> Iterator[None]:
+    """Lower for this architecture, whatever is here."""
+    token = _lowering_for.set(chosen)
+    try:
+        yield
+    finally:
+        _lowering_for.reset(token)
+
+
+def known() -> dict[str, Variant]:
+    """The kernels that this process has registered, by target name."""
+    return dict(_known)
 
 
 def cuda_devices() -> list[int]:
@@ -37,8 +62,11 @@ def cuda_devices() -> list[int]:
         return []
 
 
-def ensure(variant: Variant) -> None:
+def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | None = None) -> None:
     """Compile and load a variant and register it under its symbol; once per process.
+
+    Args:
+        load: gets the function; by default from caches or the compiler.
 
     Raises:
         RuntimeError: jax-tvm-ffi is missing or does not fit, or its 1024 targets are used up.
@@ -47,7 +75,7 @@ def ensure(variant: Variant) -> None:
     if variant.symbol in _known:
         return
     bridge.require()
-    function = cache.get(variant)
+    function = (load or cache.get)(variant)
     import jax_tvm_ffi  # after TVM-FFI, which the loader has imported without torch
 
     with _lock:
@@ -69,4 +97,4 @@ def ensure(variant: Variant) -> None:
         jax_tvm_ffi.register_ffi_target(
             variant.symbol, function, arg_spec=["args", "rets"], platform="gpu", allow_cuda_graph=True
         )
-        _known.add(variant.symbol)
+        _known[variant.symbol] = variant

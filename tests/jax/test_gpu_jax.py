@@ -183,3 +183,37 @@ def test_persistent_compilation_cache_in_a_fresh_process(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith("-cache")) == [
         p.name for p in entries if p.name.endswith("-cache")
     ]
+
+
+LOADED = """
+import sys
+sys.modules["torch"] = sys.modules["cutlass"] = None
+import jax, jax.numpy as jnp, numpy as np
+import cute_ops_jax
+program = cute_ops_jax.load(sys.argv[1])
+with np.load(sys.argv[2]) as given:
+    x, w = given["x"], given["w"]
+dx, dw = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(program(x, w))), (0, 1)))(x, w)
+np.savez(sys.argv[3], out=program(x, w), dx=dx, dw=dw)
+"""
+
+
+@pytest.mark.parametrize("lead", [(1, 1), (37, 129)])
+def test_an_exported_program_runs_in_a_process_without_the_compiler(lead: tuple[int, int], tmp_path: Path) -> None:
+    pytest.importorskip("flatbuffers")
+    b, s = jax.export.symbolic_shape("b, s")
+    shapes = jax.ShapeDtypeStruct((b, s, 512), jnp.float32), jax.ShapeDtypeStruct((512,), jnp.float32)
+    cute_ops_jax.export(tmp_path / "program", lambda x, w: cute_ops_jax.rmsnorm(x, w), *shapes, vjp_order=1)
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((*lead, 512), np.float32), rng.standard_normal(512, np.float32)
+    np.savez(tmp_path / "in.npz", x=x, w=w)
+    files = [str(tmp_path / name) for name in ("program", "in.npz", "out.npz")]
+    done = subprocess.run([sys.executable, "-c", LOADED, *files], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    gradient = jax.jit(jax.grad(lambda x, w: jnp.sum(jnp.sin(cute_ops_jax.rmsnorm(x, w))), (0, 1)))
+    dx, dw = gradient(x, w)
+    with np.load(tmp_path / "out.npz") as got:
+        np.testing.assert_array_equal(got["out"], cute_ops_jax.rmsnorm(x, w))
+        np.testing.assert_array_equal(got["dx"], dx)
+        # Rows meet in another order: scratch arrays are as large as for very many.
+        np.testing.assert_allclose(got["dw"], dw, rtol=1e-5, atol=1e-4)

@@ -104,17 +104,19 @@ def test_derivative_of_a_backward_op(op: Op) -> None:
         jax.grad(lambda first: jnp.sum(jax.tree.leaves(backward(first, *arrays[1:]))[0]))(arrays[0])
 
 
-def test_symbolic_sizes_on_cuda(op: Op) -> None:
-    (rows,) = jax.export.symbolic_shape("rows")
-    kinds = [a.dtype for a in some(op)]
-    shaped = [
-        jax.ShapeDtypeStruct(t.of(op.example((rows,), 6)), kind)
-        for t, kind in zip(op.inputs.values(), kinds, strict=True)
-    ]
-    function = testing.plain(op, cute_ops_jax.register(op))
-    with pytest.raises(NotImplementedError, match=f"^cute.{op.name}: on CUDA it needs concrete sizes") as caught:
-        jax.export.export(jax.jit(function), platforms=["cuda"])(*shaped)
-    assert "float32[rows, " in str(caught.value)
+SYMBOLIC_N = """\
+cute.rmsnorm: on CUDA only leading dims may be symbolic, but argument `x` has others.
+  x: float32[2, n]   declared T[*m n]
+  bound so far: *m=(2,), n=n, T=float32"""
+
+
+def test_a_symbolic_last_dim_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90a")
+    (n,) = jax.export.symbolic_shape("n")
+    x = jax.ShapeDtypeStruct((2, n), jnp.float32)
+    with pytest.raises(NotImplementedError) as caught:
+        jax.export.export(jax.jit(lambda x: cute_ops_jax.rmsnorm(x)), platforms=["cuda"])(x)
+    assert str(caught.value).startswith(SYMBOLIC_N)
 
 
 def test_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,139 @@
+"""Programs that travel with their kernels: ``export`` writes a folder, ``load`` runs it in another process.
+
+The folder holds one serialised program per architecture and a bundle with every kernel that they call. Exporting
+needs the compiler but no GPU; loading needs neither the compiler nor the declarations, nor the function's code.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from cute_ops import bundle, loader, target
+from cute_ops.errors import CacheError
+from cute_ops.variant import Variant
+from cute_ops_jax import targets
+
+FORMAT = 1
+_TARGET = re.compile(r"\bcute_\w+_[0-9a-f]{24}\b")
+
+
+def export(
+    path: str | Path,
+    function: Callable[..., Any],
+    *args: Any,
+    platforms: Sequence[str] = ("cuda", "cpu"),
+    arch: str | Sequence[str] | None = None,
+    vjp_order: int = 0,
+    **kwargs: Any,
+) -> None:
+    """Write a program and the kernels that it calls into a folder.
+
+    Args:
+        path: the folder; a former export is replaced.
+        function: a function of JAX arrays, jitted or not.
+        args, kwargs: arrays, or ``jax.ShapeDtypeStruct``; leading dims may be symbolic (``jax.export.symbolic_shape``),
+            then at least one row.
+        platforms: what the program is to run on. On ``cpu`` it is the reference.
+        arch: the GPUs to build for, ``"sm_90a"``; by default the one of this machine.
+        vjp_order: 1 for a program that can be differentiated.
+
+    Raises:
+        CompileError: a kernel does not compile.
+        CacheError: the folder holds something else.
+        NotImplementedError: a symbolic size that a kernel must know.
+    """
+    where = Path(path)
+    chosen = (
+        [target.parse(a) for a in ([arch] if isinstance(arch, str) else arch)] if arch else [targets.device_target()]
+    )
+    if where.exists() and any(where.iterdir()) and not (where / "program.json").exists():
+        raise CacheError(f"cute_ops: {where} is not empty and no exported program: name another folder")
+    programs, variants = {}, dict[str, Variant]()
+    for one in chosen if "cuda" in platforms else chosen[:1]:
+        with targets.lowering_for(one):
+            data, text = _serialized(function, platforms, vjp_order, args, kwargs)
+        known = targets.known()
+        symbols = sorted({s for s in _TARGET.findall(text) if s in known})
+        variants |= {s: known[s] for s in symbols}
+        programs[str(one)] = (data, symbols)
+    where.mkdir(parents=True, exist_ok=True)
+    bundle.write(list(variants.values()), chosen, where / "kernels")
+    for name, (data, _) in programs.items():
+        (where / f"{name.replace(':', '-')}.jax").write_bytes(data)
+    record = {
+        "format": FORMAT,
+        "platforms": list(platforms),
+        "programs": {n: {"file": f"{n.replace(':', '-')}.jax", "kernels": s} for n, (_, s) in programs.items()},
+    }
+    (where / "program.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+
+
+def load(path: str | Path) -> Callable[..., Any]:
+    """The function of an exported program, its kernels loaded on every GPU of this process.
+
+    It may be called inside of ``jit``, and differentiated where it was exported with ``vjp_order=1``.
+
+    Raises:
+        CacheError: no program is there, it is for other GPUs or other versions, or an object is damaged.
+        RuntimeError: jax-tvm-ffi is missing or does not fit.
+    """
+    where = Path(path)
+    try:
+        record = json.loads((where / "program.json").read_bytes())
+        if record["format"] != FORMAT:
+            raise ValueError(f"format {record['format']}, this version of cute_ops reads {FORMAT}")
+        programs = record["programs"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CacheError(f"cute_ops: {where} holds no exported program: {error}") from error
+    chosen = next(iter(programs))
+    if jax.default_backend() == "gpu":
+        here = targets.device_target()
+        fitting = [name for name in programs if name.partition(":")[0] == here.arch]
+        if not fitting:
+            raise CacheError(
+                f"cute_ops: {where} was exported for {', '.join(programs)}, this GPU is {here.arch}: export it again "
+                f"with arch={here.arch!r}"
+            )
+        # Any of an architecture runs; one for as many SMs runs best.
+        chosen = str(here) if str(here) in fitting else fitting[0]
+        _register(bundle.Bundle(where / "kernels"), programs[chosen]["kernels"])
+    exported = jax.export.deserialize(bytearray((where / programs[chosen]["file"]).read_bytes()))
+    return exported.call
+
+
+def _register(kernels: bundle.Bundle, symbols: Sequence[str]) -> None:
+    def get(variant: Variant) -> Callable[..., Any]:
+        path = kernels.find(variant)
+        if path is None:
+            raise CacheError(f"cute_ops: bundle {kernels.where} does not hold {variant.symbol}")
+        return loader.load(path, variant.symbol)
+
+    for symbol in symbols:
+        if symbol not in kernels.kernels:
+            raise CacheError(f"cute_ops: bundle {kernels.where} does not hold {symbol}")
+        targets.ensure(bundle.variant_of(kernels.kernels[symbol]), get)
+
+
+def _serialized(
+    function: Callable[..., Any], platforms: Sequence[str], vjp_order: int, args: Any, kwargs: Any
+) -> tuple[bytes, str]:
+    """The serialised program, and the text of all that is in it."""
+    # A function of its own, so that no lowering for another architecture is taken from JAX's caches.
+    program = jax.jit(lambda *a, **k: function(*a, **k))
+    while True:
+        # jax.export wants the names of custom calls that its promises do not cover; ours are known once it has lowered.
+        names = set(targets.known())
+        checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
+        try:
+            made = jax.export.export(program, platforms=list(platforms), disabled_checks=checks)(*args, **kwargs)
+            data = made.serialize(vjp_order=vjp_order)
+            return bytes(data), made.mlir_module() + (made.vjp().mlir_module() if vjp_order else "")
+        except ValueError:
+            if names == set(targets.known()):
+                raise
