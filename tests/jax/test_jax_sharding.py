@@ -103,6 +103,25 @@ def test_each_device_takes_its_rows(op: Op, kind: AxisType, through_ffi: Any, fa
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, jax.P(*axes)), leaf.ndim)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_an_op_without_a_gradient_takes_its_rows(kind: AxisType, through_ffi: Any, fake_kernels: Any) -> None:
+    """Its scales, in a dim that no input has, stay whole."""
+    op = next(op for op in OPS if op.name == "add_rmsnorm_fp8")
+    function, arrays = through_ffi(op), testing.sample(op, LEAD, 200, np.random.default_rng(3))
+    # What stands for the kernel computes the same.
+    expected = testing.run_reference(op, dict(zip(op.inputs, arrays, strict=True)), {**op.attrs, "block": 128})
+    mesh = mesh_of(kind)
+    with jax.set_mesh(mesh):
+        given = placed(mesh, arrays, row_specs(op, "data", "seq"))
+        compiled = jax.jit(lambda *a: function(*a, block=128)).lower(*given).compile()
+        got = jax.block_until_ready(compiled(*given))
+    assert rows_seen(op, fake_kernels) == {4}
+    assert not collectives(compiled.as_text())
+    for g, e in zip(got, expected, strict=True):
+        assert g.sharding.is_equivalent_to(NamedSharding(mesh, jax.P("data", "seq")), g.ndim)
+        np.testing.assert_array_equal(np.asarray(g), np.asarray(e))
+
+
 def test_one_all_reduce_of_one_weight(through_ffi: Any) -> None:
     function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
     x, w = placed(mesh, inputs(RMSNORM)[:2], (jax.P(("data", "seq")), jax.P()))
