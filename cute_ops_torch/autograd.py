@@ -52,15 +52,18 @@ def autograd_kernel(op: Op, overload: Any, launch: Call, gradient: Call | None) 
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return run(keyset, args)
 
-    direct = graph_node(op, launch, gradient).apply
-    node = graph_node(op, run_in_node, gradient, context=True).apply
+    direct = node = None  # made when they are needed: written-out code takes a while to compile
 
     def kernel(keyset: Any, *args: Any) -> Any:
+        nonlocal direct, node
         if forward_ad._current_level >= 0:
             refuse_tangents(op, fill(args))
         if not (_is_grad_enabled() and _any_requires_grad(*args)):
             # `run` without the call, which is a tenth of a microsecond
             return launch(*args) if keyset.raw_repr() == _PLAIN_CUDA else run(keyset, args)
+        if node is None:
+            direct = graph_node(op, launch, gradient).apply
+            node = graph_node(op, run_in_node, gradient, context=True).apply
         if _C._are_functorch_transforms_active():
             # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
             # on that level is right here, but torch wants to be told.

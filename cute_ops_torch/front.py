@@ -23,11 +23,15 @@ _EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
 # All that it uses is in its closure: a global of a module that does not exist would confuse torch.compile.
 # A negated view has the memory of its base: only the dispatcher's fallback resolves it.
 _SOURCE = """
-def make(_compiling, _watched, _exact, _grad_enabled, _requires_grad, _overload, _launch, _node):
+def make(_compiling, _watched, _exact, _grad_enabled, _requires_grad, _overload, _launch, _make_node):
+    _node = None
     def {name}({parameters}):
+        nonlocal _node
         if _compiling() or _watched() or {dispatched}:
             _out = _overload({arguments})
         elif _grad_enabled() and _requires_grad({tensors}):
+            if _node is None:
+                _node = _make_node()
             _out = _node({arguments})
         else:
             _out = _launch({arguments})
@@ -61,10 +65,9 @@ def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: A
         for name, t in op.inputs.items()
     )
     make = _maker(op, _SOURCE, raw, tensors=", ".join(op.inputs), dispatched=dispatched)
-    node = graph_node(op, launch, gradient).apply
     function = make(
         torch.compiler.is_compiling, _watched, _EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
-        node,
+        lambda: graph_node(op, launch, gradient).apply,
     )  # fmt: skip
     return _dressed(function, op)
 
