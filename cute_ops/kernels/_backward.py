@@ -93,13 +93,9 @@ class NormBackward:
         if const_expr(self.tile.cluster == 1):
             rank = 0
         smem = cutlass.utils.SmemAllocator()
-        base = smem.allocate(self.ring.bytes, 16)
-        slots = [self.ring.view(base, m, name) if m is not None else None for m, name in zip(inputs, self.names)]
+        base, slots = self.ring.allocate(smem, inputs, self.names)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
-        for sX in slots:
-            if const_expr(sX is not None):
-                self.ring.clear(sX)
 
         wait_for_previous(self.chained)
         self.sum.ready()

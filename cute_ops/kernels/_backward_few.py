@@ -56,13 +56,9 @@ class NormBackwardFew(NormBackward):
             rank = 0
         stages, rows = self.ring.stages, self.tile.rows
         smem = cutlass.utils.SmemAllocator()
-        base = smem.allocate(self.ring.bytes, 16)
-        slots = [self.ring.view(base, m, name) if m is not None else None for m, name in zip(inputs, self.names)]
+        _, slots = self.ring.allocate(smem, inputs, self.names)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
-        for sX in slots:
-            if const_expr(sX is not None):
-                self.ring.clear(sX)
         sTerms = smem.allocate_tensor(Float32, cute.make_layout((2, stages * rows)), byte_alignment=16)
         width = self.share * self.tile.vec
         sColumns = smem.allocate_tensor(

@@ -36,14 +36,10 @@ class NormForwardStaged(NormForward):
         if const_expr(self.tile.cluster == 1):
             rank = 0
         smem = cutlass.utils.SmemAllocator()
-        base = smem.allocate(self.ring.bytes, 16)
         inputs = (mX, mResidual)
-        slots = [self.ring.view(base, m, name) if m is not None else None for m, name in zip(inputs, self.names)]
+        _, slots = self.ring.allocate(smem, inputs, self.names)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
-        for sX in slots:
-            if const_expr(sX is not None):
-                self.ring.clear(sX)
 
         count = row_count(mX)
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row

@@ -41,6 +41,15 @@ class RowRing:
         )
         return cute.make_tensor(cute.recast_ptr(base + self.offsets[name], dtype=dtype), layout)
 
+    def allocate(self, smem, tensors, names):
+        """The ring's memory, and the slots of each tensor, None where it is absent."""
+        base = smem.allocate(self.bytes, 16)
+        slots = [None if mX is None else self.view(base, mX, name) for mX, name in zip(tensors, names)]
+        for sX in slots:
+            if sX is not None:
+                self.clear(sX)
+        return base, slots
+
     @cute.jit
     def clear(self, sX: cute.Tensor):
         """Zero what no copy will ever write: vectors wholly past the row's end."""
