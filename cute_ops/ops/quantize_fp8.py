@@ -78,8 +78,9 @@ quantize_fp8 = Op(
 
     Args:
         x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
-        block: 0 for one scale per row, which is what ``torch._scaled_mm`` takes as it is; 128 for one per block of 128
-            columns. A compile-time constant.
+        block: 0 for one scale per row, which a rowwise ``torch._scaled_mm`` takes as it is; 128 for one per block of
+            128 columns, which its 1x128 blocks want transposed in memory: ``scale.t().contiguous().t()``. A
+            compile-time constant.
 
     Returns:
         {RETURNS}
