@@ -6,10 +6,27 @@
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from cute_ops_torch import functions, nn
-from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
-from cute_ops_torch.patching import patch, unpatch
 from cute_ops_torch.registry import register
 
+if TYPE_CHECKING:
+    from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
+    from cute_ops_torch.patching import patch, unpatch
+
 __all__ = ["linear_cross_entropy", "nn", "patch", "register", "unpatch", *functions.__all__]
+
+
+def __getattr__(name: str) -> Any:
+    if name in ("patch", "unpatch"):
+        from cute_ops_torch import patching
+
+        return getattr(patching, name)
+    value = globals()[name] = getattr(functions, name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

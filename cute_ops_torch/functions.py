@@ -1,9 +1,20 @@
-"""The one loop: every declaration of ``cute_ops.ops`` becomes an op of torch and a function here."""
+"""The one loop: every declaration of ``cute_ops.ops`` becomes an op of torch, its function here when first used."""
+
+from typing import Any
 
 from cute_ops.ops import OPS
-from cute_ops_torch.registry import register
+from cute_ops_torch.registry import define
 
-__all__ = [op.name for op in OPS]
+_DEFINED = {op.name: define(op) for op in OPS}
+__all__ = list(_DEFINED)
 
-for _op in OPS:
-    globals()[_op.name] = register(_op)
+
+def __getattr__(name: str) -> Any:
+    if name not in _DEFINED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = globals()[name] = _DEFINED[name].function
+    return function
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

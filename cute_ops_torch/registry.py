@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -19,11 +19,7 @@ from cute_ops_torch.reference import cpu_kernel, fake_kernel
 from cute_ops_torch.schema import schema
 
 _libraries: dict[str, torch.library.Library] = {}
-_lowerings: dict[tuple[str, str], _Lowering] = {}
-_registered: dict[tuple[str, str], tuple[Op, Callable[..., Any]]] = {}
-_natives: dict[tuple[str, str], extension.Native] = {}
-_launchers: dict[tuple[str, str], Launcher] = {}
-_raw: dict[tuple[str, str], Callable[..., Any]] = {}
+_registered: dict[tuple[str, str], Registered] = {}
 
 
 def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
@@ -39,100 +35,123 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     Raises:
         ValueError: another declaration has that name.
     """
+    return define(op, namespace).function
+
+
+def define(op: Op, namespace: str = "cute") -> Registered:
+    """What :func:`register` does, without the Python function: that is made when it is asked for."""
     key = (namespace, op.name)
     if key in _registered:
-        known, function = _registered[key]
-        if known is not op:
+        known = _registered[key]
+        if known.op is not op:
             raise ValueError(f"torch.ops.{namespace}.{op.name} is registered already, for another declaration")
-        return function
-    gradient = None
-    if op.grad is not None:
-        register(op.grad, namespace)
-        gradient = _raw[namespace, op.grad.name]
-
+        return known
+    gradient = None if op.grad is None else define(op.grad, namespace)
     library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
     # Exact strides: Inductor must not hand over a layout that eager would have refused.
     library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    overload = _overload(namespace, op.name)
-    cuda = _launchers[key] = launcher(op)
-
-    native = _bind_native(op, namespace, overload)
-    if native:
-        cuda = cuda._replace(into=native.into)
+    made = _registered[key] = Registered(op, getattr(getattr(torch.ops, namespace), op.name).default, gradient)
+    if extension.loaded() is not None:
+        made.native = extension.bind(op, made.overload, partial(describe, op), gradient.native if gradient else None)
     else:
-        library.impl(op.name, cuda.launch, "CUDA")
-        library.impl(op.name, autograd_kernel(op, overload, cuda.launch, gradient), "Autograd", with_keyset=True)
-    library.impl(op.name, cpu_kernel(op), "CPU")
+        library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
+        library.impl(op.name, _deferred(lambda: made.autograd), "Autograd", with_keyset=True)
+    library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
     for autocast in ("AutocastCPU", "AutocastCUDA"):
         library.impl(op.name, torch.library.fallthrough_kernel, autocast)
     name = f"{namespace}::{op.name}"
-    lowering = _lowerings[key] = _Lowering(_lowerings[namespace, op.grad.name] if op.grad else None, op, overload, cuda)
-    torch.library.register_fake(name, fake_kernel(op, lowering), lib=library)
-    torch.library.register_vmap(name, vmap_rule(op, overload), lib=library)
-
-    def front(raw: bool) -> Callable[..., Any]:
-        if native:
-            return make_native_function(op, overload, native.call, raw)
-        return make_function(op, overload, cuda.launch, gradient, raw)
-
-    _raw[key] = front(raw=True)
-    if op.options or len(op.shown) < len(op.outputs):
-        inplace = None
-        if op.grad is not None and "inplace_backward" in op.options:
-            into = _launchers[namespace, op.grad.name].into
-            inplace = make_inplace(op, overload, cuda.launch, _raw[namespace, op.grad.name], into)
-        function = finished(op, _raw[key], inplace)
-    else:
-        function = front(raw=False)
-    _registered[key] = op, function
-    return function
-
-
-def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:
-    """A registered op: its declaration, its function, raw, and its CUDA implementation with outputs given."""
-    key = (namespace, name)
-    return _registered[key][0], _raw[key], _launchers[key].into
-
-
-def _bind_native(op: Op, namespace: str, overload: Any) -> extension.Native | None:
-    """The op in C++ where the extension is there, together with its gradient."""
-    if extension.loaded() is None:
-        return None
-    gradient = _natives[namespace, op.grad.name] if op.grad else None
-    made = extension.bind(op, overload, partial(describe, op), gradient)
-    _natives[namespace, op.name] = made
+    torch.library.register_fake(name, _deferred(lambda: fake_kernel(op, made.lower)), lib=library)
+    torch.library.register_vmap(name, _deferred(lambda: vmap_rule(op, made.overload)), lib=library)
     return made
+
+
+def _deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """The function that ``make`` makes, made by its first call: a program uses few of the ops there are."""
+    made: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal made
+        if made is None:
+            made = make()
+        return made(*args)
+
+    return call
+
+
+class Registered:
+    """A declaration as an op of torch. Its parts are made when they are first used.
+
+    Attributes:
+        op: the declaration.
+        overload: the op.
+        gradient: the backward op.
+        native: the op in C++, where the extension is there.
+    """
+
+    def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
+        self.op, self.overload, self.gradient = op, overload, gradient
+        self.native: extension.Native | None = None
+        self._lowered = False
+
+    @cached_property
+    def cuda(self) -> Launcher:
+        """The CUDA implementation."""
+        made = launcher(self.op)
+        return made._replace(into=self.native.into) if self.native else made
+
+    @cached_property
+    def autograd(self) -> Callable[..., Any]:
+        """The Autograd kernel."""
+        return autograd_kernel(self.op, self.overload, self.cuda.launch, self.gradient.raw if self.gradient else None)
+
+    @cached_property
+    def raw(self) -> Callable[..., Any]:
+        """The Python function that returns what the raw op returns."""
+        return self._front(raw=True)
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The Python function."""
+        op = self.op
+        if not op.options and len(op.shown) == len(op.outputs):
+            return self._front(raw=False)
+        inplace = None
+        if self.gradient is not None and "inplace_backward" in op.options:
+            inplace = make_inplace(op, self.overload, self.cuda.launch, self.gradient.raw, self.gradient.cuda.into)
+        return finished(op, self.raw, inplace)
+
+    def _front(self, raw: bool) -> Callable[..., Any]:
+        if self.native:
+            return make_native_function(self.op, self.overload, self.native.call, raw)
+        return make_function(
+            self.op, self.overload, self.cuda.launch, self.gradient.raw if self.gradient else None, raw
+        )
+
+    def lower(self) -> None:
+        """Teach Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
+
+        Importing Inductor costs over a second, so nothing here asks for it. Dynamo runs the fake before Inductor
+        compiles, and also before it takes compiled code from its cache; but then only the forward's fake, so a
+        forward brings its gradient's lowering along.
+        """
+        if not self._lowered and "torch._inductor" in sys.modules:
+            self._lowered = True
+            from cute_ops_torch._inductor import register_lowering
+
+            register_lowering(self.op, self.overload, self.cuda)
+            if self.gradient:
+                self.gradient.lower()
 
 
 def register_lowerings() -> None:
     """Teach Inductor every op now. Imports Inductor."""
     import torch._inductor.lowering  # noqa: F401
 
-    for lowering in list(_lowerings.values()):
-        lowering()
+    for made in list(_registered.values()):
+        made.lower()
 
 
-class _Lowering:
-    """Teaches Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
-
-    Importing Inductor costs over a second, so nothing here asks for it. Dynamo runs the fake before Inductor
-    compiles, and also before it takes compiled code from its cache; but then only the forward's fake, so a forward
-    brings its gradient's lowering along.
-    """
-
-    def __init__(self, gradient: _Lowering | None, *what: Any) -> None:
-        self.gradient = gradient
-        self.what: tuple[Any, ...] | None = what
-
-    def __call__(self) -> None:
-        if self.what is not None and "torch._inductor" in sys.modules:
-            what, self.what = self.what, None
-            from cute_ops_torch._inductor import register_lowering
-
-            register_lowering(*what)
-            if self.gradient:
-                self.gradient()
-
-
-def _overload(namespace: str, name: str) -> Any:
-    return getattr(getattr(torch.ops, namespace), name).default
+def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:
+    """A registered op: its declaration, its function, raw, and its CUDA implementation with outputs given."""
+    made = _registered[namespace, name]
+    return made.op, made.raw, made.cuda.into
