@@ -3,13 +3,25 @@
 On CUDA the compiled kernels run on XLA's own buffers and stream; elsewhere the declared references.
 """
 
+from typing import Any
+
 from cute_ops.ops import OPS
 from cute_ops_jax.bridge import probe
 from cute_ops_jax.exporting import export, load
 from cute_ops_jax.front import register
 from cute_ops_jax.linear_cross_entropy import linear_cross_entropy
 
-__all__ = ["export", "linear_cross_entropy", "load", "probe", "register", *(op.name for op in OPS)]
+_DECLARED = {op.name: op for op in OPS}
+__all__ = ["export", "linear_cross_entropy", "load", "probe", "register", *_DECLARED]
 
-for _op in OPS:
-    globals()[_op.name] = register(_op)
+
+def __getattr__(name: str) -> Any:
+    """The function of an op, made when it is first asked for."""
+    if name not in _DECLARED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    function = globals()[name] = register(_DECLARED[name])
+    return function
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
