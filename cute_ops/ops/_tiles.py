@@ -231,9 +231,9 @@ def _clusters(problem: Problem, cluster: int) -> int:
 
 def pointwise(problem: Problem) -> dict[str, int]:
     """Small CTAs, which keep step with the pages of memory. Two vectors to a thread where there is one input: too few
-    bytes would be on their way.
+    bytes would be on their way; but not where its rows lie off a vector, which takes registers.
     """
-    if "dout" in problem.dtypes:
+    if "dout" in problem.dtypes or ("x" in problem.dtypes and _unaligned(problem)):
         return {"threads": 128, "unroll": 1}
     return {"threads": 128, "unroll": 2} if "x" in problem.dtypes else {"threads": 256, "unroll": 1}
 
