@@ -88,6 +88,12 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         "relu2": lambda x: F.relu(x).square(),
         "rope": rope,
         "qk_norm_rope": qk_norm_rope,
+        # In float32, as the softmax: what it gives for bfloat16 logits is a bfloat16 loss.
+        "cross_entropy": lambda x, target: F.cross_entropy(x.float(), target, reduction="none"),
+        "softmax": lambda x: F.softmax(x, -1),
+        "log_softmax": lambda x: F.log_softmax(x, -1),
+        "sum": lambda x: x.sum(-1),
+        "mean": lambda x: x.mean(-1),
         **fp8.in_torch(attrs, EPS),
     }[op]
 
@@ -102,7 +108,22 @@ def _quack(op: str, attrs: Mapping[str, Any]) -> Call | None:
     def add_rmsnorm(x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return rmsnorm(x, weight, residual=residual, prenorm=True, eps=EPS)
 
-    calls = {"rmsnorm": lambda x, weight: rmsnorm(x, weight, eps=EPS), "add_rmsnorm": add_rmsnorm}
+    def cross_entropy(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        from quack import cross_entropy
+
+        return cross_entropy(x, target, reduction="none")
+
+    def softmax(x: torch.Tensor) -> torch.Tensor:
+        from quack import softmax
+
+        return softmax(x)
+
+    calls = {
+        "rmsnorm": lambda x, weight: rmsnorm(x, weight, eps=EPS),
+        "add_rmsnorm": add_rmsnorm,
+        "cross_entropy": cross_entropy,
+        "softmax": softmax,
+    }
     return calls.get(op)
 
 
@@ -126,6 +147,17 @@ def _liger(op: str, attrs: Mapping[str, Any]) -> Call | None:
         k = x.new_empty(x.shape[0], 1, x.shape[1], x.shape[3])
         return LigerRopeFunction.apply(x.transpose(1, 2), k, cos[None], sin[None])[0].transpose(1, 2)
 
+    def cross_entropy(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        from liger_kernel.ops.cross_entropy import LigerCrossEntropyFunction
+
+        # ignore_index, lse_square_scale, label_smoothing, reduction
+        return LigerCrossEntropyFunction.apply(x, target, None, -100, 0.0, 0.0, "none")[0]
+
+    def softmax(x: torch.Tensor) -> torch.Tensor:
+        from liger_kernel.ops.softmax import LigerSoftmaxFunction
+
+        return LigerSoftmaxFunction.apply(x)
+
     # in_place=False: its default overwrites the incoming gradient, which others read after it.
     return {
         "rmsnorm": lambda x, weight: LigerRMSNormFunction.apply(x, weight, EPS, 0.0, "llama", False),
@@ -136,12 +168,16 @@ def _liger(op: str, attrs: Mapping[str, Any]) -> Call | None:
         "swiglu": lambda x: LigerSiLUMulFunction.apply(*x.chunk(2, -1)),
         "geglu": lambda x: gelu_mul(*x.chunk(2, -1)),
         "rope": rope,
+        "cross_entropy": cross_entropy,
+        "softmax": softmax,
     }.get(op)
 
 
 def overwrites_inputs(contender: str, op: str, direction: str) -> bool:
-    """Liger's gated products write their gradients over their inputs, and its rope its output: they need copies."""
-    return contender == "Liger" and (op == "rope" or (direction == "bwd" and "norm" not in op))
+    """Liger's gated products write their gradients over their inputs, its rope its output over its input, its cross
+    entropy the gradient in the forward: they need copies.
+    """
+    return contender == "Liger" and (op in ("rope", "cross_entropy") or (direction == "bwd" and "norm" not in op))
 
 
 def _ours_torch(op: str, attrs: Mapping[str, Any]) -> Call:
@@ -158,6 +194,8 @@ def _ours_jax(op: str, attrs: Mapping[str, Any]) -> Call:
 
 def _with_attributes(function: Call, op: str, attrs: Mapping[str, Any]) -> Call:
     full = {"eps": EPS, **attrs} if "norm" in op else dict(attrs)
+    if op == "cross_entropy":
+        full["reduction"] = "none"
     return (lambda *tensors: function(*tensors, **full)) if full else function
 
 
@@ -187,6 +225,11 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
     def gelu_mul(gate: Any, up: Any) -> Any:
         return (gelu32(gate) * up.astype(jnp.float32)).astype(gate.dtype)
 
+    def cross_entropy(x: Any, target: Any) -> Any:
+        wide = x.astype(jnp.float32)
+        picked = jnp.take_along_axis(wide, target[..., None].astype(jnp.int32), -1)[..., 0]
+        return jax.nn.logsumexp(wide, -1) - picked
+
     def gelu32(x: Any) -> Any:
         return jax.nn.gelu(x.astype(jnp.float32), approximate=attrs.get("approximate", "tanh") == "tanh")
 
@@ -214,5 +257,10 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         "relu2": lambda x: jnp.square(jax.nn.relu(x)),
         "rope": rope,
         "qk_norm_rope": qk_norm_rope,
+        "cross_entropy": cross_entropy,
+        "softmax": lambda x: jax.nn.softmax(x.astype(jnp.float32), -1).astype(x.dtype),
+        "log_softmax": lambda x: jax.nn.log_softmax(x.astype(jnp.float32), -1).astype(x.dtype),
+        "sum": lambda x: jnp.sum(x.astype(jnp.float32), -1).astype(x.dtype),
+        "mean": lambda x: jnp.mean(x.astype(jnp.float32), -1).astype(x.dtype),
         **fp8.in_jax(attrs, EPS),
     }[op]

@@ -79,6 +79,7 @@ class Problem:
             "B": self.weight or self.dtype,
             "R": self.residual or self.dtype,
             "C": "float32",
+            "I": "int64",
         }
         lead = self.lead or (self.rows,)
         sizes = {**self.declaration.example(lead, self.n), **dict(self.sizes)}
@@ -86,7 +87,8 @@ class Problem:
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
             if name != "bias" or self.op == "layernorm":
-                made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, by_variable[t.dtype])
+                kind = by_variable.get(t.dtype, t.dtype)
+                made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, kind)
         return made
 
     def binding(self, direction: str) -> Binding:
@@ -103,7 +105,8 @@ class Problem:
     def bytes(self, direction: str) -> int:
         """The least bytes that must move: every input read once, every output written once."""
         binding = self.binding(direction)
-        arrays = [a for a in (*binding.inputs.values(), *binding.outputs.values()) if a]
+        read = [a for name, a in binding.inputs.items() if not binding.op.inputs[name].unread]
+        arrays = [a for a in (*read, *binding.outputs.values()) if a]
         return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in arrays)
 
     def tensors(self, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
@@ -112,6 +115,9 @@ class Problem:
         made = {}
         for name, (shape, dtype) in self.arrays().items():
             tensor = self.declaration.inputs[name]
+            if tensor.below:
+                made[name] = torch.randint(self.n, shape, generator=generator, device=device)
+                continue
             sliced = len(shape) - len(tensor.dims)  # the first dim of a row
             stretch = 3 if self.strided and tensor.rows and not tensor.broadcast else 1
             full = [size * stretch if i == sliced else size for i, size in enumerate(shape)]
@@ -127,10 +133,9 @@ class Problem:
         if self.declaration.grad is None:
             return ()
         generator = torch.Generator(device).manual_seed(1000 + seed)
-        outputs = [a for a in self.binding("fwd").outputs.values() if a]
-        return tuple(
-            torch.randn(a.shape, generator=generator, device=device).to(getattr(torch, a.dtype)) for a in outputs
-        )
+        outputs = self.binding("fwd").outputs
+        made = [a for name in self.declaration.shown if (a := outputs[name])]
+        return tuple(torch.randn(a.shape, generator=generator, device=device).to(getattr(torch, a.dtype)) for a in made)
 
 
 def grid(ops: Sequence[str], quick: bool = False) -> list[Problem]:
@@ -214,6 +219,20 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "add_rmsnorm_fp8": _scaled("add_rmsnorm_fp8", (16384, 4096), (16384, 8192), (64, 4096)),
     "quantize_fp8": _scaled("quantize_fp8", (16384, 8192), (16384, 14336), (64, 4096)),
     "silu_mul_fp8": _scaled("silu_mul_fp8", (16384, 4096), (16384, 14336), (32768, 2048), (64, 14336)),
+    "cross_entropy": (
+        Problem("cross_entropy", 16384, 8192), Problem("cross_entropy", 32768, 1024),
+        Problem("cross_entropy", 8192, 32000), Problem("cross_entropy", 4096, 131072),
+        Problem("cross_entropy", 8192, 50257), Problem("cross_entropy", 2048, 262144),
+        Problem("cross_entropy", 4096, 32000, dtype="float32"), Problem("cross_entropy", 64, 32000),
+        Problem("cross_entropy", 8, 128256),
+    ),
+    "softmax": (
+        Problem("softmax", 16384, 8192), Problem("softmax", 32768, 1024), Problem("softmax", 4096, 131072),
+        Problem("softmax", 8192, 50257), Problem("softmax", 16384, 4096, dtype="float32"), Problem("softmax", 64, 4096),
+    ),
+    "log_softmax": (Problem("log_softmax", 16384, 8192), Problem("log_softmax", 4096, 131072)),
+    "sum": (Problem("sum", 16384, 8192), Problem("sum", 32768, 1024), Problem("sum", 64, 4096)),
+    "mean": (Problem("mean", 16384, 8192), Problem("mean", 2048, 131072)),
     "rope": (
         _heads("rope", 4, 8192, 32, 128, 64), _heads("rope", 4, 8192, 32, 128, 64, strided=True),
         _heads("rope", 4, 8192, 8, 128, 64), _heads("rope", 4, 8192, 64, 96, 12), _heads("rope", 64, 1, 32, 128, 64),

@@ -66,7 +66,7 @@ def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: A
     )
     make = _maker(op, _SOURCE, raw, tensors=", ".join(op.inputs), dispatched=dispatched)
     function = make(
-        torch.compiler.is_compiling, _watched, _EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
+        torch.compiler.is_compiling, watched, _EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
         lambda: graph_node(op, launch, gradient).apply,
     )  # fmt: skip
     return _dressed(function, op)
@@ -146,7 +146,7 @@ def make_inplace(
     node, arity = graph_node(op, overload, inplace).apply, len(op.inputs)
 
     def elsewhere(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or _watched():
+        if torch.compiler.is_compiling() or watched():
             return overload(*args)
         exact = all(t is None or type(t) in _EXACT for t in args[:arity])
         return node(*args) if exact and torch.is_grad_enabled() else overload(*args)
@@ -154,7 +154,7 @@ def make_inplace(
     return make_function(op, elsewhere, launch, inplace, raw=True)
 
 
-def _watched() -> bool:
+def watched() -> bool:
     return (
         _C._len_torch_dispatch_stack() > 0
         or _C._len_torch_function_stack() > 0

@@ -16,6 +16,7 @@ import torch
 from cute_ops import chunks
 from cute_ops.ops.cross_entropy import FINISH
 from cute_ops_torch.autograd import inplace_gradient
+from cute_ops_torch.front import watched
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
@@ -59,9 +60,18 @@ def linear_cross_entropy(
 
     Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
-    return torch.ops.cute.linear_cross_entropy(
-        hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction
-    )
+    arguments = (hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction)
+    inputs = (hidden, weight, bias)
+    wanted = [t is not None and t.requires_grad for t in inputs]
+    if (
+        torch.compiler.is_compiling()
+        or watched()
+        or reduction == "none"
+        or not (any(wanted) and torch.is_grad_enabled())
+    ):
+        return torch.ops.cute.linear_cross_entropy(*arguments)
+    _check(hidden, weight, target, bias, reduction)
+    return _Direct.apply(*arguments, wanted)
 
 
 def _composite(
@@ -97,6 +107,24 @@ def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, 
     if target.shape != hidden.shape[:-1]:
         problem = f"argument `target` has shape {tuple(target.shape)}, expected {tuple(hidden.shape[:-1])}"
         raise fail(ValueError, f"{problem}: the leading dims of `hidden`.")
+
+
+class _Direct(torch.autograd.Function):
+    """The same past the dispatcher, where gradients can be scaled in their own memory."""
+
+    @staticmethod
+    def forward(ctx: Any, *arguments: Any) -> Tensor:
+        loss, *gradients = _step(*arguments)
+        ctx.wanted = arguments[-1]
+        ctx.save_for_backward(*gradients)
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+        (dloss,) = cotangents
+        # No second buffer of the weight's size; another backward through this loss gets autograd's error.
+        found = [g.mul_(dloss.to(g.dtype)) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
+        return found[0], found[1], None, found[2], None, None, None, None, None
 
 
 # --- chunks --------------------------------------------------------------------------------------------------------
@@ -256,14 +284,8 @@ def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
 
 
 def _backward_step(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
-    def scaled(gradient: Tensor) -> Tensor:
-        factor = dloss.to(gradient.dtype)
-        if type(gradient) is not Tensor or type(dloss) is not Tensor or torch._C._are_functorch_transforms_active():
-            return gradient * factor  # traced: a compiler plans memory itself
-        # No second buffer of the weight's size; another backward through this loss gets autograd's error.
-        return gradient.detach().mul_(factor)
-
-    dhidden, dweight, dbias = (scaled(g) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True))
+    pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    dhidden, dweight, dbias = (g * dloss.to(g.dtype) if w else None for g, w in pairs)
     return dhidden, dweight, None, dbias, None, None, None, None, None
 
 

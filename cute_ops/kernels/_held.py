@@ -7,7 +7,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels._access import RowAccess
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._reduce import RowSum
-from cute_ops.kernels._rows import RowTile, Vectors, row_count
+from cute_ops.kernels._ring import RowRing
+from cute_ops.kernels._rows import RowTile, Vectors, present, row_address, row_count
 from cute_ops.kernels._vectors import fill_outside, forget, fragment, narrow
 
 # Enough for the sums and what the system keeps of any number of CTAs.
@@ -29,9 +30,11 @@ class Sum:
         return (Float32(0.0),)
 
     def add(self, state, get, inside):
+        """One more vector: ``get()`` reads the inputs', ``inside()`` reads them with zeros outside the row."""
         return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
 
     def gather(self, gets, insides):
+        """All vectors at once."""
         state = self.start()
         for get in gets:
             state = self.add(state, get, None)
@@ -65,6 +68,8 @@ class RowFunction:
 class HeldRows:
     """One pass: rows stay in registers, in their own dtype, between their reduction and their output.
 
+    Where the tile says ``staged`` they wait in shared memory instead: more bytes are on their way than registers could
+    receive. Each thread copies, and later reads, its own vectors.
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows. All loads of a thread are in flight together.
     Shared memory: 4 bytes per value, warp and CTA of the cluster; none where a row fits a warp.
@@ -79,7 +84,9 @@ class HeldRows:
         self.tile = tile
         self.access = RowAccess(variant, tile, function.reduction.empty)
         self.sum = function.reduction.across(tile, 1)
+        self.ring = RowRing(tile, present(variant, function.inputs), 1) if variant.tile.get("staged", 0) else None
         self.resident = variant.tile.get("resident", 1)
+        self.carveout = 100 if self.ring else SMEM_PERCENT
         self.chained = can_chain(variant.arch)
 
     @cute.jit
@@ -90,7 +97,7 @@ class HeldRows:
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
             min_blocks_per_mp=self.resident,
-            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.resident > 1) else None,
+            preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
             stream=stream,
             use_pdl=self.chained,
         )
@@ -102,6 +109,12 @@ class HeldRows:
         if const_expr(self.tile.cluster == 1):
             rank = 0
         smem = cutlass.utils.SmemAllocator()
+        slots = None
+        if const_expr(self.ring is not None):
+            base = smem.allocate(self.ring.bytes, 16)
+            slots = [self.ring.view(base, m, name) for m, name in zip(inputs, self.function.inputs)]
+            for sX in slots:
+                self.ring.clear(sX, self.function.reduction.empty)
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
 
@@ -111,16 +124,26 @@ class HeldRows:
         first = self.access.first(t, rank, row)
         wait_for_previous(self.chained)
         context, wanted = self.function.begin(self.variant, numbers, row, there)
-        held = []
-        for mX, name in zip(inputs, self.function.inputs):
-            held.append(self.access.load(mX, name, row, first, wanted))
-        let_next_start(self.chained)
-        for k in cutlass.range_constexpr(self.tile.per_thread):
-            for rX in held:
-                self.access.trim(rX[k], k, first)
+        held = slots
+        if const_expr(slots is None):
+            held = [self.access.load(mX, name, row, first, wanted) for mX, name in zip(inputs, self.function.inputs)]
+            let_next_start(self.chained)
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                for rX in held:
+                    self.access.trim(rX[k], k, first)
+        else:
+            for mX, sX, name in zip(inputs, slots, self.function.inputs):
+                address = row_address(mX, self.variant.tensors[name], row, self.n)
+                self.ring.fetch(sX, address, first, wanted, Int32(0))
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            let_next_start(self.chained)
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                if const_expr(self.access.ragged(k)):
+                    self.ring.trim(slots, k, Int32(0), first[k], self.function.reduction.empty)
         gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
         insides = [lambda k=k: self._inside(held, k, first) for k in range(self.tile.per_thread)]
-        values = self.function.reduction.gather(gets, insides)
+        values = self._gather(gets, insides)
         self.sum.ready()
         results = self.sum(values, sSum, mbar, Int32(0))
         if t == 0 and rank == 0 and there:
@@ -132,7 +155,18 @@ class HeldRows:
                     rOut = narrow(x, mX.element_type, self.tile.vec)
                     self.access.store(mX, name, rOut, row, first, k, there)
 
+    def _gather(self, gets, insides):
+        if self.ring is None:
+            return self.function.reduction.gather(gets, insides)
+        # One vector after another: all of them would not fit the registers.
+        state = self.function.reduction.start()
+        for get, inside in zip(gets, insides):
+            state = self.function.reduction.add(state, get, inside)
+        return state
+
     def _read(self, held, k):
+        if self.ring is not None:
+            return tuple(self.ring.read(sX, k, Int32(0)).load().to(Float32) for sX in held)
         if self.tile.vec * held[0][k].element_type.width >= 32:
             for rX in held:
                 forget(rX[k])
@@ -144,8 +178,11 @@ class HeldRows:
             return self._read(held, k)
         copies = []
         for rX in held:
-            copy = fragment(rX[k].element_type, self.tile.vec)
-            copy.store(rX[k].load())
+            if self.ring is not None:
+                copy = self.ring.read(rX, k, Int32(0))
+            else:
+                copy = fragment(rX[k].element_type, self.tile.vec)
+                copy.store(rX[k].load())
             fill_outside(copy, first[k], Int32(self.n))
             copies.append(copy.load().to(Float32))
         return tuple(copies)

@@ -34,15 +34,8 @@ class RowLogSum(RowSum):
         super().__init__(tile, values, stages)
         self.halved = False
 
-    @cute.jit
-    def give(self, values: cutlass.Constexpr, sSum, mbar, step: Int32):
-        group = min(self.tile.threads_per_row, WARP)
-        values = self._reduce(values, group)
-        if const_expr(not self.alone):
-            tidx = cute.arch.thread_idx()[0]
-            warp = tidx // WARP
-            self._share(values, sSum, mbar, step % self.stages, tidx % WARP, warp // self.warps, warp % self.warps)
-        return values
+    def warp_sums(self, values):
+        return self._reduce(values, min(self.tile.threads_per_row, WARP))
 
     def _reduce(self, values, group):
         """Across the lanes of a group."""

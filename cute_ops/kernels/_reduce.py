@@ -26,8 +26,9 @@ class RowSum:
         self.values = values
         self.stages = stages
         self.warps = max(tile.threads_per_row // WARP, 1)
-        self.parts = self.warps * tile.cluster
-        self.alone = tile.threads_per_row <= WARP and tile.cluster == 1
+        # A CTA may stand for several of a cluster: then it gives their parts one after another.
+        self.parts = self.warps * tile.cluster * getattr(tile, "local", 1)
+        self.alone = tile.threads_per_row <= WARP and self.parts == 1
         # Half a warp finishes the first number of a pair, the other half the second.
         self.halved = values % 2 == 0 and tile.threads_per_row >= WARP
 
@@ -62,9 +63,9 @@ class RowSum:
         return self.take(self.give(values, sSum, mbar, step), sSum, mbar, step)
 
     @cute.jit
-    def give(self, values: cutlass.Constexpr, sSum, mbar, step: Int32):
+    def give(self, values: cutlass.Constexpr, sSum, mbar, step: Int32, local=0):
         """Add this thread's values to the sums of a step. Returns what :meth:`take` needs."""
-        return self.send(self.warp_sums(values), sSum, mbar, step)
+        return self.send(self.warp_sums(values), sSum, mbar, step, local)
 
     def warp_sums(self, values):
         """Sums over those threads of a row that share a warp, pairs in half a warp each where :attr:`halved`."""
@@ -77,12 +78,13 @@ class RowSum:
         return cute.arch.warp_reduction(value, operator.add, threads_in_group=min(self.tile.threads_per_row, WARP))
 
     @cute.jit
-    def send(self, values: cutlass.Constexpr, sSum, mbar, step: Int32):
+    def send(self, values: cutlass.Constexpr, sSum, mbar, step: Int32, local=0):
         """Give what a warp has found."""
         if const_expr(not self.alone):
             tidx = cute.arch.thread_idx()[0]
             warp = tidx // WARP
-            self._share(values, sSum, mbar, step % self.stages, tidx % WARP, warp // self.warps, warp % self.warps)
+            part = local * self.warps + warp % self.warps
+            self._share(values, sSum, mbar, step % self.stages, tidx % WARP, warp // self.warps, part)
         return values
 
     @cute.jit

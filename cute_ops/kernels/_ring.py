@@ -51,13 +51,13 @@ class RowRing:
         return base, slots
 
     @cute.jit
-    def clear(self, sX: cute.Tensor):
-        """Zero what no copy will ever write: vectors wholly past the row's end."""
+    def clear(self, sX: cute.Tensor, value: cutlass.Constexpr = 0):
+        """Fill what no copy will ever write: vectors wholly past the row's end."""
         tidx = cute.arch.thread_idx()[0]
         for k in cutlass.range_constexpr(self.tile.per_thread):
             if const_expr(self.tile.ends_outside(k)):
                 for stage in cutlass.range_constexpr(self.stages):
-                    sX[None, None, tidx, k, stage].fill(0)
+                    sX[None, None, tidx, k, stage].fill(value)
 
     @cute.jit
     def fetch(self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, stage: Int32):
@@ -80,12 +80,14 @@ class RowRing:
                     cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
 
     @cute.jit
-    def trim(self, slots: cutlass.Constexpr, k: cutlass.Constexpr, stage: Int32, first: Int32):
-        """Zero what this thread's k-th vector of some tensors holds of the row's neighbours."""
+    def trim(
+        self, slots: cutlass.Constexpr, k: cutlass.Constexpr, stage: Int32, first: Int32, value: cutlass.Constexpr = 0
+    ):
+        """Overwrite what this thread's k-th vector of some tensors holds of the row's neighbours."""
         if first < 0 or first + self.tile.vec > self.tile.n:
             for sX in slots:
                 sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
-                fill_outside(cute.make_tensor(sV.iterator, cute.coalesce(sV.layout)), first, Int32(self.tile.n))
+                fill_outside(cute.make_tensor(sV.iterator, cute.coalesce(sV.layout)), first, Int32(self.tile.n), value)
 
     def read(self, sX, k, stage):
         """This thread's k-th vector of a slot, in registers."""

@@ -290,31 +290,63 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     }  # fmt: skip
 
 
-def rows_reduced(problem: Problem, inputs: int = 1) -> dict[str, int]:
-    """A reduction over rows held in registers: threads, those of a row, CTAs of a cluster, CTAs ``resident`` on an SM;
-    ``long`` where a row fits no cluster's registers.
+def rows_walked(problem: Problem) -> dict[str, int]:
+    """A reduction that leaves nothing of a row but a number.
+
+    Short rows wait in registers, longer ones in shared memory (``staged``), with as many bytes on their way as fit.
+    Long ones are cut into parts and walked: by a cluster's CTAs where rows are few, by one CTA where they are many,
+    which gives the same bits.
     """
     if problem.n is None:
         return {"threads": 512}
-    vectors, most = _vectors(problem), _most_ctas(problem)
-    unit = LINE if problem.n >= SHORT else 1
-    # Vectors of 16 bytes that a thread has room for.
-    room = 8 // inputs
-    if vectors <= 1024:
-        row = _forward_row(problem, vectors)
+    vectors, unit = _vectors(problem), LINE if problem.dims["n"] >= SHORT else 1
+    if vectors <= 256:
+        row = _forward_row(problem, vectors) if vectors <= WARP else _threads(vectors, 4)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
-    cluster = _doubled(vectors, 256 * room, most)
-    part = -(-(vectors + unit * _unaligned(problem)) // cluster)
-    row = _threads(part, room)
-    # Registers beside those of the row.
-    if part * 4 > row * (4 * room if row <= 800 else 3 * room):
-        return {"threads": 1024, "long": 1}
-    return {"threads": row, "threads_per_row": row, "cluster": cluster, "unit": unit, "resident": max(1, 800 // row)}
+    if vectors <= 2048:
+        row = _threads(vectors + unit * _unaligned(problem), 8)
+        slot = row * 8 * VECTOR_BYTES
+        shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
+        return {
+            "threads": row, "threads_per_row": row, "unit": unit, "staged": 1,
+            "resident": max(1, min((shared - 2048) // slot, 1536 // row)),
+        }  # fmt: skip
+    parts = _doubled(vectors, 2048, 8)
+    tile = {"threads": 256, "unit": unit, "long": 1}
+    if problem.m < 2 * problem.sm_count and 1 < parts <= _most_ctas(problem):
+        return {**tile, "cluster": parts}
+    # Of CTAs with few registers more are resident, and more loads on their way.
+    return {**tile, "parts": parts, "resident": 4 if _unaligned(problem) else 7}
+
+
+def rows_mapped(problem: Problem) -> dict[str, int]:
+    """A reduction and an output of the row's size: as the norms' forward, rows beyond 1024 vectors in shared memory."""
+    if problem.n is None:
+        return {"threads": 512}
+    vectors, unit = _vectors(problem), LINE if problem.dims["n"] >= SHORT else 1
+    if vectors > 1024:
+        staged = _staged(problem, vectors + unit * _unaligned(problem), _most_ctas(problem))
+        return {**staged, "unit": unit} if staged else {"threads": 1024, "long": 1}
+    row = _forward_row(problem, vectors)
+    return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
 
 
 def pairs_reduced(problem: Problem) -> dict[str, int]:
-    """As :func:`rows_reduced`, of two inputs."""
-    return rows_reduced(problem, 2)
+    """A reduction over rows of two inputs held in registers; ``long`` where a row fits no cluster's."""
+    if problem.n is None:
+        return {"threads": 512}
+    vectors, most = _vectors(problem), _most_ctas(problem)
+    unit = LINE if problem.dims["n"] >= SHORT else 1
+    if vectors <= 1024:
+        row = _forward_row(problem, vectors)
+        return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
+    # Four vectors of 16 bytes of each input have room in a thread.
+    cluster = _doubled(vectors, 1024, most)
+    part = -(-(vectors + unit * _unaligned(problem)) // cluster)
+    row = _threads(part, 4)
+    if part > row * (4 if row <= 800 else 3):
+        return {"threads": 1024, "long": 1}
+    return {"threads": row, "threads_per_row": row, "cluster": cluster, "unit": unit, "resident": max(1, 800 // row)}
 
 
 def rows_apart(problem: Problem) -> dict[str, int]:
@@ -322,9 +354,10 @@ def rows_apart(problem: Problem) -> dict[str, int]:
     if problem.n is None:
         return {"threads": 512}
     vectors = _vectors(problem)
-    unit = LINE if problem.n >= SHORT else 1
+    unit = LINE if problem.dims["n"] >= SHORT else 1
     if vectors <= 1024:
         row = _forward_row(problem, vectors)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
-    segments = -(-(vectors + unit * _unaligned(problem)) // 1024)
+    # Rows off a vector have edges to mask: fewer and longer parts.
+    segments = -(-(vectors + unit) // 2048) if _unaligned(problem) else -(-vectors // 1024)
     return {"threads": 256, "threads_per_row": 256, "segments": segments, "unit": unit}

@@ -7,7 +7,7 @@ from typing import Any
 
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Finish, Op, Tensor
-from cute_ops.ops._tiles import rows_apart, rows_reduced
+from cute_ops.ops._tiles import rows_apart, rows_walked
 from cute_ops.reference import widen
 
 CASES = (
@@ -112,7 +112,7 @@ cross_entropy = Op(
     attrs=ATTRS,
     reference=reference,
     kernel="cute_ops.kernels.cross_entropy:CrossEntropy",
-    tile=rows_reduced,
+    tile=rows_walked,
     grad=cross_entropy_bwd,
     finish=FINISH,
     check=check,

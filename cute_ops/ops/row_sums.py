@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Op, Tensor
-from cute_ops.ops._tiles import rows_apart, rows_reduced
+from cute_ops.ops._tiles import rows_apart, rows_walked
 from cute_ops.reference import widen
 
 CASES = (
@@ -74,7 +74,7 @@ row_sum = Op(
     dtypes=DTYPES,
     reference=reference,
     kernel="cute_ops.kernels.row_sums:RowTotal",
-    tile=rows_reduced,
+    tile=rows_walked,
     grad=sum_bwd,
     check=check,
     cases=CASES,
@@ -103,7 +103,7 @@ row_mean = Op(
     dtypes=DTYPES,
     reference=reference_mean,
     kernel="cute_ops.kernels.row_sums:RowMean",
-    tile=rows_reduced,
+    tile=rows_walked,
     grad=mean_bwd,
     check=check,
     cases=CASES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
-from cute_ops.ops._tiles import pairs_reduced, rows_reduced
+from cute_ops.ops._tiles import pairs_reduced, rows_mapped
 from cute_ops.reference import widen
 
 CASES = (
@@ -85,7 +85,7 @@ softmax = Op(
     dtypes=DTYPES,
     reference=reference,
     kernel="cute_ops.kernels.softmax:Softmax",
-    tile=rows_reduced,
+    tile=rows_mapped,
     grad=softmax_bwd,
     cases=CASES,
     doc="""Softmax over the last dim.
@@ -114,7 +114,7 @@ log_softmax = Op(
     dtypes=DTYPES,
     reference=reference_log,
     kernel="cute_ops.kernels.softmax:LogSoftmax",
-    tile=rows_reduced,
+    tile=rows_mapped,
     grad=log_softmax_bwd,
     cases=CASES,
     doc="""Logarithm of the softmax over the last dim.

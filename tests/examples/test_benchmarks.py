@@ -53,14 +53,14 @@ def test_training_step_smoke() -> None:
 
 def test_device_time_smoke(tmp_path: Path) -> None:
     names = ["torch eager", "ours (torch)", "XLA (jit)", "ours (JAX)"]
-    ops = ["rmsnorm", "add_rmsnorm", "add_rmsnorm_fp8"]
+    ops = ["rmsnorm", "add_rmsnorm", "add_rmsnorm_fp8", "cross_entropy", "sum"]
     device_time.main(["--cpu-smoke", "--ops", *ops, "--contenders", *names, "--out", str(tmp_path)])
     rows = common.read(tmp_path / "device_time.csv")
     strided = {(r["contender"], r["status"]) for r in rows if r["layout"] == "strided"}
     assert ("ours (torch)", "ok") in strided
     assert ("ours (JAX)", "not available") in strided
     flat = [r for r in rows if r["layout"] == "flat"]
-    assert len(flat) == (2 + 2 + 1) * len(names)
+    assert len(flat) == (2 + 2 + 1 + 2 + 2) * len(names)
     assert {r["status"] for r in flat} == {"ok"}
     assert all(float(r["us_min"]) <= float(r["us"]) <= float(r["us_max"]) for r in flat)
 

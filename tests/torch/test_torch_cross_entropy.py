@@ -179,3 +179,16 @@ def test_chunks_are_whole_tiles_and_few() -> None:
         size = chunks.rows_per_chunk(rows, hidden, vocab, 2)
         assert 1 <= size <= rows
         assert -(-rows // size) <= chunks.MOST
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("n", [32000, 50257, 262144])
+def test_a_row_has_the_same_bits_in_any_company(n: int) -> None:
+    """Few long rows are walked by clusters, many by single CTAs."""
+    x = torch.randn(600, n, device="cuda", dtype=torch.bfloat16)
+    target = torch.randint(n, (600,), device="cuda")
+    for attrs in ((-100, 0.0, 0.0), (-100, 0.1, 1e-3)):
+        many = torch.ops.cute.cross_entropy(x, target, *attrs)
+        few = torch.ops.cute.cross_entropy(x[:5], target[:5], *attrs)
+        assert all(torch.equal(a[:5], b) for a, b in zip(many, few, strict=True))
+    assert torch.equal(torch.ops.cute.sum(x)[:5], torch.ops.cute.sum(x[:5]))
