@@ -231,11 +231,16 @@ def _clusters(problem: Problem, cluster: int) -> int:
 
 def pointwise(problem: Problem) -> dict[str, int]:
     """Small CTAs, which keep step with the pages of memory. Two vectors to a thread where there is one input: too few
-    bytes would be on their way; but not where its rows lie off a vector, which takes registers.
+    bytes would be on their way.
     """
-    if "dout" in problem.dtypes or ("x" in problem.dtypes and _unaligned(problem)):
+    if "dout" in problem.dtypes:
         return {"threads": 128, "unroll": 1}
     return {"threads": 128, "unroll": 2} if "x" in problem.dtypes else {"threads": 256, "unroll": 1}
+
+
+def pointwise_halves(problem: Problem) -> dict[str, int]:
+    """As :func:`pointwise`, but one vector to a thread where halves lie off a vector, which takes registers."""
+    return pointwise(problem) | ({"unroll": 1} if _unaligned(problem) else {})
 
 
 def backward_parts(problem: Problem, tile: dict[str, int]) -> int:

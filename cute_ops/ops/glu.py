@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
 from cute_ops.ops._activations import gelu, silu
-from cute_ops.ops._tiles import pointwise
+from cute_ops.ops._tiles import pointwise_halves
 from cute_ops.reference import widen
 
 X, OUT = Tensor("*m 2n", "T"), Tensor("*m n", "T")
@@ -75,7 +75,7 @@ swiglu = Op(
     dtypes={"T": FLOATS},
     reference=_swiglu,
     kernel="cute_ops.kernels.glu:SwiGLU",
-    tile=pointwise,
+    tile=pointwise_halves,
     grad=Op(
         "swiglu_bwd",
         inputs={"x": X, "dout": OUT},
@@ -83,7 +83,7 @@ swiglu = Op(
         dtypes={"T": FLOATS},
         reference=_swiglu_bwd,
         kernel="cute_ops.kernels.glu:SwiGLUBackward",
-        tile=pointwise,
+        tile=pointwise_halves,
         cases=SWIGLU_CASES,
         doc="Gradient of :func:`swiglu`: those of gate and up side by side, as in x.",
     ),
@@ -104,7 +104,7 @@ geglu = Op(
     attrs={"approximate": OneOf("tanh", "none")},
     reference=_geglu,
     kernel="cute_ops.kernels.glu:GEGLU",
-    tile=pointwise,
+    tile=pointwise_halves,
     grad=Op(
         "geglu_bwd",
         inputs={"x": X, "dout": OUT},
@@ -113,7 +113,7 @@ geglu = Op(
         attrs={"approximate": OneOf("tanh", "none")},
         reference=_geglu_bwd,
         kernel="cute_ops.kernels.glu:GEGLUBackward",
-        tile=pointwise,
+        tile=pointwise_halves,
         cases=GEGLU_CASES,
         doc="Gradient of :func:`geglu`: those of gate and up side by side, as in x.",
     ),
