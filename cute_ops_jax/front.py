@@ -20,7 +20,8 @@ def register(op: Op) -> Callable[..., Any]:
     """Turn a declaration into a JAX function.
 
     The function takes the op's inputs, then its attributes; optional inputs default to None. It works
-    under ``jit``, ``grad``, ``vmap``, ``lax.scan`` and ``jax.checkpoint``. On CUDA it runs the kernel,
+    under ``jit``, ``grad``, ``vmap``, ``lax.scan``, ``jax.shard_map`` and ``jax.checkpoint``, whose policies know the
+    outputs as ``cute_<op>`` (``jax.checkpoint_policies.save_only_these_names``). On CUDA it runs the kernel,
     compiled when a program that calls it is lowered; on every other platform the declared reference.
 
     Args:

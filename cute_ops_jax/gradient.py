@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from cute_ops.op import Op
@@ -34,7 +35,9 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
     forward = stage(op)
 
     def run(call: Call, inputs: Arrays) -> Arrays:
-        return {name: a for name, a in forward(inputs, dict(call.attrs)).items() if a is not None}
+        # Policies of jax.checkpoint may name them, the saved ones included.
+        made = {name: a for name, a in forward(inputs, dict(call.attrs)).items() if a is not None}
+        return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in made.items()}
 
     if op.grad is None:
         return run

@@ -79,6 +79,7 @@ def some(op: Op) -> list[np.ndarray]:
     return testing.sample(op, (2,), 6, np.random.default_rng(0))
 
 
+@pytest.mark.feature("jvp and second order say what to do")
 def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
     arrays, wrt = some(op), testing.argnums(op)
 

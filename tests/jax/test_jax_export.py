@@ -135,6 +135,7 @@ def test_other_custom_calls_stay_forbidden(tmp_path: Path, fake_kernels: Any) ->
         exporting._serialized(lambda x: call(cute_ops_jax.rmsnorm(x)), ["cuda"], 0, (jnp.ones((2, 64)),), {})
 
 
+@pytest.mark.feature("FFI: export with symbolic rows, and its gradient")
 def test_symbolic_rows_reach_the_kernel(op: Op, through_ffi: Any, fake_kernels: Any, close: Callable[..., Any]) -> None:
     """Exported once for any number of rows, gradient included; the CUDA lowering with the reference as the kernel."""
     function = testing.plain(op, through_ffi(op))

@@ -214,6 +214,7 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *given: sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given)))
 
 
+@pytest.mark.feature("FFI: grad, vmap, scan, checkpoint")
 def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, close: Any, again: Any) -> None:
     """What runs through the FFI agrees with what the reference's own lowering gives."""
     ours, plain = (testing.plain(op, function) for function in (through_ffi(op), cute_ops_jax.register(op)))

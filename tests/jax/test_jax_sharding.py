@@ -79,6 +79,7 @@ def placed(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
     return [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
 
 
+@pytest.mark.feature("FFI: row-sharded jit, automatic and explicit mesh, no all-gather")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_each_device_takes_its_rows(op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
     """No all-gather whichever leading dim is cut; one all-reduce for each dim cut where weights have a gradient."""
@@ -135,6 +136,7 @@ def test_one_all_reduce_of_one_weight(through_ffi: Any) -> None:
     assert re.search(r"f32\[6\]\S* all-reduce\(", text)
 
 
+@pytest.mark.feature("FFI: shard_map, with and without replication checks")
 @pytest.mark.parametrize("check", [True, False])
 def test_inside_of_shard_map(op: Op, check: bool, through_ffi: Any, close: Close) -> None:
     """With replication checks, gradients of what shards share come out summed."""
@@ -180,6 +182,7 @@ def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> No
     close(jax.tree.leaves(jax.jit(mapped)(*arrays)), expected)
 
 
+@pytest.mark.feature("FFI: shard_map over some axes")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_partly_manual(op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
     """A shard_map over some axes; explicit ones of the others cut rows, automatic ones cut none."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,7 @@ def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: lis
     return jax.tree.map(lambda *leaves: np.stack(leaves), *calls)
 
 
+@pytest.mark.feature("vmap, any subset of inputs")
 def test_vmap_of_some_inputs_only(op: Op, close: Close) -> None:
     """Every subset of the inputs, the batch dim somewhere else each time."""
     function, arrays = function_of(op), examples(op)
@@ -61,6 +63,7 @@ def test_vmap_of_some_inputs_only(op: Op, close: Close) -> None:
         close(jax.vmap(function, tuple(axes))(*moved), by_hand(function, arrays, batched))
 
 
+@pytest.mark.feature("vmap, any axis in and out")
 @pytest.mark.parametrize("axis", [0, 1, 2, -1])
 @pytest.mark.parametrize("out_axis", [0, 1, -1])
 def test_vmap_in_every_axis(op: Op, axis: int, out_axis: int, close: Close) -> None:
@@ -82,6 +85,7 @@ def test_vmap_over_rows_is_one_call_without_a_loop(op: Op) -> None:
     assert "scan" not in jaxpr
 
 
+@pytest.mark.feature("vmap of vmap")
 def test_nested_vmap(op: Op, close: Close) -> None:
     function, arrays = function_of(op), examples(op)
     twice = [np.stack([a, a[::-1]]) for a in arrays]
@@ -95,6 +99,7 @@ def test_vmap_of_no_example(op: Op) -> None:
     assert [o.shape for o in jax.tree.leaves(outputs)] == shapes
 
 
+@pytest.mark.feature("vmap of grad")
 @pytest.mark.parametrize("share_weights", [True, False])
 def test_vmap_of_grad_gives_a_gradient_per_example(op: Op, share_weights: bool, close: Close) -> None:
     arrays = examples(op)
@@ -121,6 +126,7 @@ def test_vmap_of_vjp_with_shared_primals(op: Op, close: Close) -> None:
     close(jax.vmap(pull)(cotangents), jax.tree.map(lambda *leaves: np.stack(leaves), *calls))
 
 
+@pytest.mark.feature("grad of vmap")
 def test_grad_of_vmap_sums_over_examples(op: Op, close: Close) -> None:
     arrays = examples(op)
     shared = [a if t.rows else a[0] for a, t in zip(arrays, op.inputs.values(), strict=True)]
@@ -130,6 +136,7 @@ def test_grad_of_vmap_sums_over_examples(op: Op, close: Close) -> None:
     close(got, jax.grad(loss(op), everything)(*shared))
 
 
+@pytest.mark.feature("jit, grad, eager")
 def test_jit_changes_nothing(op: Op, close: Close) -> None:
     arrays = [a[0] for a in examples(op)]
     gradient = jax.value_and_grad(loss(op), testing.argnums(op))
@@ -149,6 +156,7 @@ def chain(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@pytest.mark.feature("scan and its gradient")
 def test_scan_and_its_gradient(op: Op, close: Close, again: Callable[..., Any]) -> None:
     arrays = [a[0] for a in examples(op)]
     function = again(function_of(op))
@@ -175,6 +183,7 @@ def test_checkpoint_recomputes_and_agrees(op: Op, close: Close, again: Callable[
     assert str(jax.make_jaxpr(saved)(*arrays)).count(name) > str(jax.make_jaxpr(plain)(*arrays)).count(name)
 
 
+@pytest.mark.feature("cond, while")
 def test_cond_and_while(op: Op, close: Close, again: Callable[..., Any]) -> None:
     function, arrays = again(function_of(op)), [a[0] for a in examples(op)]
     first = function(*arrays)
@@ -189,6 +198,7 @@ def test_cond_and_while(op: Op, close: Close, again: Callable[..., Any]) -> None
     close(looped, function(first, *arrays[1:]))
 
 
+@pytest.mark.feature("inside a custom_vjp")
 def test_an_op_inside_a_users_custom_vjp(op: Op, close: Close) -> None:
     arrays = [a[0] for a in examples(op)]
     plain = loss(op)
@@ -198,10 +208,64 @@ def test_an_op_inside_a_users_custom_vjp(op: Op, close: Close) -> None:
     close(jax.grad(wrapped, everything)(*arrays), jax.grad(plain, everything)(*arrays))
 
 
+@pytest.mark.feature("ahead of time: lower, compile")
 def test_ahead_of_time(op: Op, close: Close) -> None:
     arrays = [a[0] for a in examples(op)]
     function = function_of(op)
     close(jax.jit(lambda *given: function(*given)).lower(*arrays).compile()(*arrays), function(*arrays))
+
+
+def policies(op: Op) -> dict[str, Any]:
+    return {
+        "named": jax.checkpoint_policies.save_only_these_names(f"cute_{op.name}"),
+        "by primitive": lambda primitive, *_, **__: primitive.name == f"cute_{op.name}",
+        "none": jax.checkpoint_policies.nothing_saveable,
+    }
+
+
+@pytest.mark.feature("FFI: checkpoint, policies that name the op")
+def test_policies_of_checkpoint_know_the_op(op: Op, through_ffi: Any, close: Close) -> None:
+    """The forward runs once where its outputs are saved, twice where they are not."""
+    arrays, wrt = examples_of_one(op), testing.argnums(op)
+    function = testing.plain(op, through_ffi(op))
+
+    def run(*given: Any) -> Any:
+        return sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(function(*given)))
+
+    expected = jax.value_and_grad(run, wrt)(*arrays)
+    for name, policy in policies(op).items():
+        lowered = jax.jit(jax.value_and_grad(jax.checkpoint(run, policy=policy), wrt)).lower(*arrays)
+        close(lowered.compile()(*arrays), expected)
+        # As lowered: on CPUs, XLA merges equal calls again.
+        calls = re.findall(rf"custom_call @cute_{op.name}_[0-9a-f]{{24}}\(", lowered.as_text())
+        assert len(calls) == (2 if name == "none" else 1), name
+
+
+@pytest.mark.feature("eval_shape")
+def test_eval_shape_runs_nothing(op: Op) -> None:
+    function, arrays = testing.plain(op, cute_ops_jax.register(op)), examples_of_one(op)
+    shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
+    real = function(*arrays)
+    assert [(o.shape, o.dtype) for o in jax.tree.leaves(shapes)] == [(o.shape, o.dtype) for o in jax.tree.leaves(real)]
+
+
+@pytest.mark.feature("FFI: donated arguments")
+def test_donated_arguments_are_used_up(op: Op, through_ffi: Any, device: jax.Device, close: Close) -> None:
+    """What is donated may be overwritten, and still every result is right."""
+    function, arrays = testing.plain(op, through_ffi(op)), examples_of_one(op)
+
+    def step(first: Any, *others: Any) -> Any:
+        leaves = jax.tree.leaves(function(first, *others))
+        return (first + jnp.sum(leaves[0], dtype=jnp.float32).astype(first.dtype), *leaves)
+
+    expected = step(*arrays)
+    given = [jax.device_put(a, device) for a in arrays]
+    close(jax.jit(step, donate_argnums=0)(*given), expected)
+    assert given[0].is_deleted()
+
+
+def examples_of_one(op: Op) -> list[np.ndarray]:
+    return testing.sample(op, (ROWS,), N, np.random.default_rng(7))
 
 
 def test_an_unused_output_costs_no_zeros() -> None:
@@ -228,6 +292,7 @@ def test_shared_gradient_serves_both_inputs() -> None:
     assert (dx.dtype, dresidual.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.feature("many threads")
 def test_threads_may_trace_at_once(op: Op, device: jax.Device, close: Close) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
