@@ -162,6 +162,9 @@ def through_ffi(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> C
 
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", register_on_cpu)
     stages: dict[Op, Stage] = {}
+    # Functions are made when they are first asked for: all of them now, so that none is made of these stages.
+    for op in STAGES.values():
+        front.register(op)
 
     def ffi_stage(op: Op) -> Stage:
         if op not in stages:
