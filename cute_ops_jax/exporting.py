@@ -46,7 +46,7 @@ def export(
     Raises:
         CompileError: a kernel does not compile.
         CacheError: the folder holds something else.
-        NotImplementedError: a symbolic size that a kernel must know.
+        NotImplementedError: a symbolic size that a kernel must know; several devices with automatic axes.
     """
     where = Path(path)
     chosen = (
@@ -134,6 +134,13 @@ def _serialized(
             made = jax.export.export(program, platforms=list(platforms), disabled_checks=checks)(*args, **kwargs)
             data = made.serialize(vjp_order=vjp_order)
             return bytes(data), made.mlir_module() + (made.vjp().mlir_module() if vjp_order else "")
+        except NotImplementedError as error:
+            if "host_callbacks" not in str(error):
+                raise
+            raise NotImplementedError(
+                "cute_ops_jax.export: callbacks cannot be written to a file. On several devices with automatic axes "
+                "XLA asks this process how to cut kernels: use jax.shard_map or a mesh with explicit axes."
+            ) from error
         except ValueError:
             if names == set(targets.known()):
                 raise

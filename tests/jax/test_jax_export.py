@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
 from cute_ops import Op, bundle, testing
 from cute_ops.errors import CacheError
+from cute_ops.ops import OPS
 from cute_ops_jax import exporting, targets
 
 ROOT = Path(cute_ops_jax.__file__).parents[1]
@@ -161,3 +163,32 @@ def test_symbolic_rows_reach_the_kernel(op: Op, through_ffi: Any, fake_kernels: 
 
         close(values(program), values(testing.plain(op, cute_ops_jax.register(op))))
     assert len({s for s, _ in fake_kernels.calls}) == 2
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["shard_map", "explicit"])
+def test_a_program_of_eight_devices(kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
+    """Inside of shard_map, and with explicit axes, each device's kernel is in the program as it is exported."""
+    function = through_ffi(next(op for op in OPS if op.name == "rmsnorm"))
+    mesh = jax.make_mesh((8,), ("rows",), (kind,), devices=jax.devices("cpu"))
+    if kind == AxisType.Auto:
+        function = jax.shard_map(function, mesh=mesh, in_specs=(jax.P("rows"), jax.P()), out_specs=jax.P("rows"))
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((16, 6), np.float32), rng.standard_normal(6, np.float32)
+    given = jax.device_put(x, NamedSharding(mesh, jax.P("rows"))), jax.device_put(w, NamedSharding(mesh, jax.P()))
+    with jax.set_mesh(mesh):
+        data, text = exporting._serialized(function, ["cpu"], 0, given, {})
+        program = jax.export.deserialize(bytearray(data))
+        fake_kernels.calls.clear()
+        got = jax.block_until_ready(jax.jit(program.call)(*given))
+    assert "CustomSPMDPartitioning" not in text
+    assert program.nr_devices == 8
+    close(jax.device_get(got), forward(x, w))
+    assert [shapes[0] for _, shapes in fake_kernels.calls] == [(2, 6)] * 8
+
+
+def test_automatic_axes_cannot_be_exported(through_ffi: Any) -> None:
+    function = through_ffi(next(op for op in OPS if op.name == "rmsnorm"))
+    mesh = jax.make_mesh((8,), ("rows",), (AxisType.Auto,), devices=jax.devices("cpu"))
+    x = jax.device_put(np.ones((16, 6), np.float32), NamedSharding(mesh, jax.P("rows")))
+    with pytest.raises(NotImplementedError, match=r"use jax\.shard_map or a mesh with explicit axes\.$"):
+        exporting._serialized(function, ["cpu"], 0, (x,), {})
