@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import math
 import sys
 import threading
 from collections.abc import Callable
@@ -13,10 +14,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from cute_ops import toolchain
+from cute_ops import target, toolchain
 from cute_ops.errors import CacheError
-from cute_ops.op import ITEMSIZE
-from cute_ops.variant import Variant
+from cute_ops.variant import TensorKey, Variant
 
 _lock = threading.Lock()
 
@@ -76,11 +76,12 @@ def _load_runtime() -> None:
 def preload(function: Callable[..., Any], variant: Variant, device: int) -> None:
     """Load a kernel's module onto a CUDA device without launching it.
 
-    A module is otherwise loaded by its first call, which must not happen inside a CUDA graph capture or
-    while XLA runs several devices. The call made here has zero rows, for which nothing is launched.
+    A module is otherwise loaded by its first call, which must not happen while XLA runs several devices, and breaks
+    the capture of a CUDA graph in this or another thread where memory is allocated for it. The call made here has
+    zero rows, for which nothing is launched.
     """
-    empty = [_NullArray(tuple(size or 0 for size in key.shape), key.dtype, device) for key in variant.args if key]
-    with _lock:
+    empty = [_NullArray(key, device) for key in variant.args if key]
+    with _lock, target.relaxed_capture():
         function(*(tvm_ffi().from_dlpack(array) for array in empty))
 
 
@@ -101,12 +102,16 @@ class _NullArray:
     _CUDA = 2
     _CODES: ClassVar = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10}
 
-    def __init__(self, shape: tuple[int, ...], dtype: str, device: int) -> None:
-        kind = dtype if dtype in self._CODES else dtype.rstrip("0123456789")
-        self._shape = (ctypes.c_int64 * len(shape))(*shape)
+    def __init__(self, key: TensorKey, device: int) -> None:
+        kind = key.dtype if key.dtype in self._CODES else key.dtype.rstrip("0123456789")
+        shape = [size or 0 for size in key.shape]
+        # Strides that keep the alignment which the kernel was promised.
+        step = max(key.row_align // key.itemsize, 1) if key.layout == "strided" else 1
+        strides = [math.prod(-(-size // step) * step for size in shape[i + 1 :]) for i in range(len(shape))]
+        self._shape, self._strides = ((ctypes.c_int64 * len(shape))(*values) for values in (shape, strides))
         self._managed = _Managed(
             device_type=self._CUDA, device_id=device, ndim=len(shape), code=self._CODES[kind],
-            bits=8 * ITEMSIZE[dtype], lanes=1, shape=self._shape,
+            bits=8 * key.itemsize, lanes=1, shape=self._shape, strides=self._strides,
         )  # fmt: skip
 
     def __dlpack_device__(self) -> tuple[int, int]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 
@@ -13,6 +15,7 @@ _BY_CAPABILITY = {
     (12, 0): "sm_120a",
 }  # fmt: skip
 _MULTIPROCESSOR_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
+_CAPTURE_MODE_RELAXED = 2  # CUstreamCaptureMode
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,26 @@ def driver_version() -> tuple[int, int] | None:
     version = ctypes.c_int()
     cuda.cuDriverGetVersion(ctypes.byref(version))
     return version.value // 1000, version.value % 1000 // 10
+
+
+@contextmanager
+def relaxed_capture() -> Iterator[None]:
+    """Let this thread do what captures of CUDA graphs forbid, without breaking one that is under way.
+
+    Loading a kernel may allocate device memory. A capture in its usual mode refuses that to every thread and is
+    invalid from then on, though nothing of it would be part of the graph.
+    """
+    try:
+        cuda = _driver()
+    except RuntimeError:
+        yield
+        return
+    mode = ctypes.c_int(_CAPTURE_MODE_RELAXED)
+    cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # it now holds the mode before
+    try:
+        yield
+    finally:
+        cuda.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
 @cache

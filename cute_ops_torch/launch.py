@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ops import cache, target
+from cute_ops import cache, loader, target
 from cute_ops.binding import Binding
 from cute_ops.op import Op
 from cute_ops.plan import Plan, View, compact, plan
@@ -102,7 +102,7 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:
         return _nothing_to_launch(binding)
     device = next(t.device for t in tensors if t is not None)
     chosen = plan(binding, memory(op, tensors), target.of_device(device.index or 0))
-    ready = _ready(binding, chosen, cache.get(chosen.variant), tensors, device)
+    ready = _ready(binding, chosen, _loaded(chosen, device), tensors, device)
     if torch.cuda.device_count() > 1:
         ready = Ready(_on_device(ready.run, device), _on_device(ready.into, device))
     return ready
@@ -123,7 +123,7 @@ def describe(op: Op, *args: Any) -> dict[str, Any]:
         return {"run": _nothing_to_launch(binding).run, "handle": None}
     device = next(t.device for t in tensors if t is not None)
     chosen = plan(binding, memory(op, tensors), target.of_device(device.index or 0))
-    function = cache.get(chosen.variant)
+    function = _loaded(chosen, device)
     handle = function.__chandle__()  # type: ignore[attr-defined]  # a TVM-FFI function
     present = (
         [(name, (0, i)) for i, name in enumerate(op.inputs) if tensors[i] is not None],
@@ -141,6 +141,14 @@ def describe(op: Op, *args: Any) -> dict[str, Any]:
         "outputs": [(shape, compact(shape), dtype) for shape, dtype in outputs],
         "scratch": [(shape, compact(shape), dtype) for shape, dtype in scratch],
     }  # fmt: skip
+
+
+def _loaded(chosen: Plan, device: torch.device) -> Run:
+    """The compiled function, its module on the device: a first call may come while a CUDA graph is captured."""
+    function = cache.get(chosen.variant)
+    if device.type == "cuda":
+        loader.preload(function, chosen.variant, device.index or 0)
+    return function
 
 
 def _nothing_to_launch(binding: Binding) -> Ready:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor
 from cute_ops.binding import bind
-from cute_ops.plan import plan
+from cute_ops.plan import Memory, plan
 from cute_ops.target import parse
 from cute_ops.variant import Variant
 
 KERNELS = str(Path(__file__).parent / "kernels")
 
 
-def copying_variant(kernel: str = "Copy", n: int = 64) -> Variant:
+def copying_variant(kernel: str = "Copy", n: int = 64, memory: Mapping[str, Memory] | None = None) -> Variant:
     op = Op(
         "copying",
         inputs={"x": Tensor("*m n", "T")},
@@ -26,7 +26,7 @@ def copying_variant(kernel: str = "Copy", n: int = 64) -> Variant:
         reference=lambda xp, x: x,
         kernel=f"copying:{kernel}",
     )
-    return plan(bind(op, {"x": Array((4, n), "bfloat16")}), {}, parse("sm_90a")).variant
+    return plan(bind(op, {"x": Array((4, n), "bfloat16")}), memory or {}, parse("sm_90a")).variant
 
 
 @pytest.fixture

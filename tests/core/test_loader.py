@@ -10,14 +10,18 @@ from pathlib import Path
 import pytest
 
 from cute_ops import CacheError, cache, loader, target
+from cute_ops.plan import Memory
 from cute_ops.variant import Variant
 
 Make = Callable[..., Variant]
 
 
-def test_preload_reaches_the_driver_and_launches_nothing(cache_folder: Path, variant: Make) -> None:
+@pytest.mark.parametrize("memory", [{}, {"x": Memory((104, 1))}], ids=["compact", "strided"])
+def test_preload_reaches_the_driver_and_launches_nothing(
+    cache_folder: Path, variant: Make, memory: dict[str, Memory]
+) -> None:
     """Without a GPU the call passes TVM-FFI's argument checks and stops at the missing driver."""
-    wanted = variant()
+    wanted = variant(n=97, memory=memory)
     function = cache.get(wanted)
     if target.device_count():
         loader.preload(function, wanted, 0)

@@ -283,7 +283,7 @@ def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], m
 
     compiled = torch.compile(model, fullgraph=True, dynamic=True, mode=mode)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        for m in (8, 5, 64):
+        for m in (7, 5, 64):  # no other dim is 7: sizes that agree at first are taken for one
             given = dict(zip(op.inputs, make_inputs(op, (m, 3), 256, torch.float32, "cuda"), strict=True))
             leaves = [given[name].requires_grad_() for name in op.differentiable]
             out, expected = compiled(*given.values()), model(*given.values())
