@@ -26,7 +26,7 @@ STYLES = {
     "ours (torch)": ("#e53935", "o"),
     "ours (JAX)": ("#fb8c00", "o"),
 }
-COLUMNS = 6  # panels side by side: forward and backward of three ops
+COLUMNS = 4  # panels side by side: forward and backward of two ops
 TITLES = {"fwd": "forward", "bwd": "backward"}
 Row = dict[str, str]
 
