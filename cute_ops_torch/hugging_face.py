@@ -109,6 +109,16 @@ def _gemma_norm(self, x: torch.Tensor) -> torch.Tensor:
     return functions.rmsnorm(x, self.weight, None, self.eps, 1.0)
 
 
+def _is_layer_norm(module: nn.Module, model: nn.Module) -> bool:
+    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+
+
+def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled(input.device.type):
+        return nn.LayerNorm.forward(self, input)  # autocast makes it float32, its output too
+    return functions.layernorm(input, self.weight, self.bias, self.eps)
+
+
 # Gated MLPs
 
 
@@ -450,6 +460,7 @@ def _loss_of_hidden(
 FORMS = (
     _written("rmsnorm", _form_norm, _norm),
     _written("rmsnorm", _form_gemma_norm, _gemma_norm, lambda m: _code(type(m)._norm) == _code(_form_gemma_inner_norm)),
+    Form("layernorm", _is_layer_norm, lambda original: _layer_norm),
     _written("silu_mul", _form_mlp, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn"),
     *_gelus("tanh"),
     *_gelus("none"),

@@ -31,7 +31,8 @@ def patch(model: nn.Module) -> list[Replaced]:
     computes the loss straight from the hidden states and returns ``logits=None``: they never exist.
 
     Args:
-        model: a Hugging Face ``LlamaForCausalLM``, or a model whose modules are built alike (Mistral, Qwen, Gemma).
+        model: a Hugging Face ``LlamaForCausalLM``, or a model whose modules are built alike (Mistral, Qwen,
+            Gemma), or one with layer norms and GELUs (BERT).
 
     Returns:
         What was replaced, in the model's order.

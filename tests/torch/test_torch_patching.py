@@ -120,6 +120,20 @@ def test_gemma(kind: str) -> None:
     assert replaced["model.norm"] == "rmsnorm"
 
 
+def test_bert() -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    plain = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, **sizes)).eval()
+    model, tokens = copy.deepcopy(plain), torch.randint(0, 97, (2, 19))
+    replaced = dict(cute_ops_torch.patch(model))
+    assert set(replaced.values()) == {"layernorm", "gelu"}
+    assert replaced["encoder.layer.1.output.LayerNorm"] == "layernorm"
+    expected, got = (m(tokens).last_hidden_state for m in (plain, model))
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model.embeddings.LayerNorm(torch.ones(2, 64)).dtype == torch.float32
+
+
 def test_other_activations() -> None:
     replaced = dict(compare(llama(hidden_act="gelu")))
     assert replaced["model.layers.0.mlp"] == "gelu_mul"
