@@ -20,11 +20,16 @@ __all__ = ["linear_cross_entropy", "nn", "patch", "register", "unpatch", *functi
 
 
 def __getattr__(name: str) -> Any:
+    """What costs time to make or to import, when it is first asked for."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("patch", "unpatch"):
         from cute_ops_torch import patching
 
-        return getattr(patching, name)
-    value = globals()[name] = getattr(functions, name)
+        value = getattr(patching, name)
+    else:
+        value = getattr(functions, name)
+    globals()[name] = value
     return value
 
 
