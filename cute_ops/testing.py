@@ -113,11 +113,15 @@ def tolerances(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.nda
         if low is None or exact is None:
             result.append(None)
             continue
-        finite = np.isfinite(exact)
+        finite, overflows = np.isfinite(exact), np.isinf(low.astype(np.float64))
         unit = EPS[str(low.dtype)] * np.abs(exact)
-        beyond = np.max(np.abs(low.astype(np.float64) - exact) - unit, initial=0.0, where=finite)
+        with np.errstate(invalid="ignore"):
+            error = np.abs(low.astype(np.float64) - exact) - unit
+        beyond = np.max(error, initial=0.0, where=finite & ~overflows)
         floor = EPS["float32"] * np.max(np.abs(exact), initial=largest, where=finite)
-        result.append(2 * (unit + max(float(beyond), float(floor))))
+        tolerance = 2 * (unit + max(float(beyond), float(floor)))
+        # Only of an element that the reference's dtype has no room for nothing is asked.
+        result.append(np.where(finite & overflows, np.inf, tolerance))
     return tuple(result)
 
 
