@@ -27,6 +27,8 @@ REMEMBERED = 4096
 _new_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009 (stubs do not know it)
 
 Run = Callable[..., Any]
+# What has been loaded, by symbol and device.
+_on_devices: dict[tuple[str, int], Run] = {}
 
 
 class Ready(NamedTuple):
@@ -146,8 +148,11 @@ def describe(op: Op, *args: Any) -> dict[str, Any]:
 def _loaded(chosen: Plan, device: torch.device) -> Run:
     """The compiled function, its module on the device: a first call may come while a CUDA graph is captured."""
     function = cache.get(chosen.variant)
-    if device.type == "cuda":
-        loader.preload(function, chosen.variant, device.index or 0)
+    key = (chosen.variant.symbol, device.index or 0)
+    # Every new problem comes here, with a new number of rows for one; most of them run what is on the device already.
+    if device.type == "cuda" and _on_devices.get(key) is not function:
+        loader.preload(function, chosen.variant, key[1])
+        _on_devices[key] = function
     return function
 
 
