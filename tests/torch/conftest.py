@@ -65,6 +65,21 @@ class Problem(NamedTuple):
     def tensors(self, device: str = "cpu") -> list[torch.Tensor | None]:
         return [to_torch(a, device) for a in self.inputs().values()]
 
+    def strided(self) -> list[torch.Tensor | None]:
+        """The inputs as slices of wider rows, of NaN; numbers per row as every third of a row."""
+        strided = []
+        for t, declared in zip(self.tensors(), self.op.inputs.values(), strict=True):
+            if t is not None and declared.rows:
+                if declared.dims:
+                    wide = torch.full((*t.shape[:-1], 3 * t.shape[-1] + 5), torch.nan, dtype=t.dtype)
+                    view = wide[..., t.shape[-1] : 2 * t.shape[-1]]
+                else:
+                    view = torch.full((*t.shape, 3), -1, dtype=t.dtype)[..., 1]
+                view.copy_(t)
+                t = view
+            strided.append(t)
+        return strided
+
     def check(self, outputs: Any, tensors: Sequence[torch.Tensor | None] | None = None) -> None:
         """Raise unless raw outputs are within tolerance of float64, for these inputs or the case's own."""
         arrays = self.inputs()

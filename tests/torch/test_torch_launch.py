@@ -28,20 +28,7 @@ def test_values_against_float64(problem: Any, compiled: Any) -> None:
 
 
 def test_strided_rows_are_read_in_place(structure: Any, compiled: Any) -> None:
-    strided = []
-    for t, declared in zip(structure.tensors(), structure.op.inputs.values(), strict=True):
-        if t is not None and declared.rows and not declared.dims:
-            wide = torch.full((*t.shape, 3), -1, dtype=t.dtype)
-            view = wide[..., 1]
-            view.copy_(t)
-            t = view
-        elif t is not None and declared.rows:
-            wide = torch.full((*t.shape[:-1], 3 * t.shape[-1] + 5), torch.nan, dtype=t.dtype)
-            view = wide[..., t.shape[-1] : 2 * t.shape[-1]]
-            view.copy_(t)
-            t = view
-        strided.append(t)
-    structure.check(launcher(structure.op).launch(*strided, **structure.attrs))
+    structure.check(launcher(structure.op).launch(*structure.strided(), **structure.attrs))
 
 
 def test_into_given_outputs(problem: Any, compiled: Any) -> None:
