@@ -77,8 +77,8 @@ def preload(function: Callable[..., Any], variant: Variant, device: int) -> None
     """Load a kernel's module onto a CUDA device without launching it.
 
     A module is otherwise loaded by its first call, which must not happen while XLA runs several devices, and breaks
-    the capture of a CUDA graph in this or another thread where memory is allocated for it. The call made here has
-    zero rows, for which nothing is launched.
+    the capture of a CUDA graph in this or another thread where memory is allocated for it. The call made here passes
+    arrays without memory, for which nothing is launched.
     """
     empty = [_NullArray(key, device) for key in variant.args if key]
     with _lock, target.relaxed_capture():

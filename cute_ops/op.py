@@ -69,6 +69,7 @@ class Tensor:
         same_as: for outputs: when the named output has the same dtype, that one serves for this one too
             and nothing is written twice.
         below: for integer inputs: the dim that bounds its values, ``[0, dim)``. Kernels still check.
+        at_most: for floating inputs: what no valid value exceeds. Samples keep to it; kernels need not check.
         unread: for inputs: only its shape is used.
         hidden: for outputs: kept for the gradient. The raw op returns it, the Python function does not; it has
             no cotangent.
@@ -82,6 +83,7 @@ class Tensor:
     given: str | None = None
     same_as: str | None = None
     below: str | None = None
+    at_most: float | None = None
     unread: bool = False
     hidden: bool = False
     reuses: str | None = None

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cute_ops.op import Case, Op
+from cute_ops.op import Case, Op, Tensor
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "float8_e4m3fn": 2.0**-3}
 Arrays = Mapping[str, np.ndarray | None]
@@ -51,7 +51,7 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
             made[name] = rng.integers(0, case.dims[tensor.below], shape).astype(kind)
             continue
         normal = rng.standard_normal(shape, dtype=np.float32)
-        values = 1 + normal / 4 if name.endswith("weight") else normal
+        values = 1 + normal / 4 if name.endswith("weight") else _valid(tensor, normal)
         concrete = case.dtypes.get(tensor.dtype, dtype) if tensor.dtype in op.dtypes else tensor.dtype
         made[name] = values.astype(numpy_dtype(concrete))
     return made
@@ -68,8 +68,12 @@ def sample(
             made.append(rng.integers(0, n, shape).astype(op.dtype_choices(tensor)[-1]))
         else:
             kind = numpy_dtype(op.dtype_near(tensor, dtype))
-            made.append(rng.standard_normal(shape, dtype=np.float32).astype(kind))
+            made.append(_valid(tensor, rng.standard_normal(shape, dtype=np.float32)).astype(kind))
     return made
+
+
+def _valid(tensor: Tensor, normal: np.ndarray) -> np.ndarray:
+    return normal if tensor.at_most is None else tensor.at_most - np.abs(normal)
 
 
 def argnums(op: Op) -> tuple[int, ...]:

@@ -10,8 +10,8 @@ import cutlass.cute as cute
 class Entry:
     """Takes the tensors that are present plus the stream; hands the kernel None for the absent ones.
 
-    Where the first tensor has no element nothing is launched: a call like that only loads the module, which
-    is how :func:`cute_ops.loader.preload` gets it onto a device ahead of time.
+    Where the first tensor has no memory or no element nothing is launched: a call like that only loads the module,
+    which is how :func:`cute_ops.loader.preload` gets it onto a device ahead of time.
     """
 
     def __init__(self, kernel: Any, present: tuple[bool, ...]) -> None:
@@ -22,5 +22,6 @@ class Entry:
     def __call__(self, *arguments):
         given = iter(arguments[:-1])
         full = [next(given) if here else None for here in self.present]
-        if cute.size(arguments[0]) > 0:
+        # A problem without rows (a vector) has no size that could be zero: there only the address says so.
+        if arguments[0].iterator.toint() != 0 and cute.size(arguments[0]) > 0:
             self.kernel(*full, arguments[-1])

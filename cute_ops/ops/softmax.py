@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
@@ -65,7 +66,7 @@ softmax_bwd = Op(
 
 log_softmax_bwd = Op(
     "log_softmax_bwd",
-    inputs={"out": ROWS, "dout": ROWS},
+    inputs={"out": replace(ROWS, at_most=0.0), "dout": ROWS},
     outputs={"dx": ROWS},
     dtypes=DTYPES,
     reference=reference_log_bwd,

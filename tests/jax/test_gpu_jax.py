@@ -92,17 +92,21 @@ def test_transformations_against_float64(op: Op, dtype: str, n: int, again: Call
 
     inlined = {name: leaves(program(*arrays)) for name, program in programs(op, reference, again).items()}
     with jax.default_device(jax.devices("cpu")[0]):
-        called = {name: leaves(program(*arrays)) for name, program in programs(op, ours, again).items()}
+        # Op by op: in a jitted program XLA inlines the reference and may keep what it should round.
+        with jax.disable_jit():
+            called = {name: leaves(program(*arrays)) for name, program in programs(op, ours, again).items()}
         with jax.enable_x64(True):
             wide = [a if a.dtype.kind == "i" else a.astype(np.float64) for a in arrays]
             exacts = {name: leaves(program(*wide)) for name, program in programs(op, reference, again).items()}
+    # The programs take the sine of what the op returns: of a large argument they keep its rounding, not their own.
+    largest = max(float(np.max(np.abs(a), initial=1.0)) for a in exacts["eager"])
     for name, mine in results.items():
         for got, low, other, exact in zip(mine, called[name], inlined[name], exacts[name], strict=True):
             assert (got.shape, got.dtype) == (low.shape, low.dtype), name
             unit = testing.EPS[str(low.dtype)] * np.abs(exact)
             losses = [np.max(np.abs(a.astype(np.float64) - exact) - unit, initial=0.0) for a in (low, other)]
             beyond = max(losses)
-            floor = testing.EPS["float32"] * np.max(np.abs(exact), initial=1.0)
+            floor = testing.EPS["float32"] * np.max(np.abs(exact), initial=largest)
             excess = np.abs(got.astype(np.float64) - exact) - 2 * (unit + max(beyond, floor))
             assert np.all(excess <= 0), f"{name}: {np.max(excess, initial=0.0)}"
 
