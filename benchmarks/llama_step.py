@@ -23,7 +23,7 @@ from common import Table, read, spread
 from rich.console import Console
 from rich.table import Table as View
 
-CONTENDERS = ("eager", "torch.compile", "Liger", "Liger + compile", "ours", "ours + compile")
+CONTENDERS = ("eager", "torch.compile", "Liger", "Liger + compile", "ours", "ours + compile", "graph pass + compile")
 COLUMNS = (
     "contender", "batch", "seqlen", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "peak_gb",
     "loss_first", "loss_last",
@@ -61,6 +61,10 @@ def prepare(contender: str, model: Any) -> Any:
         import cute_ops_torch
 
         cute_ops_torch.patch(model)
+    elif who == "graph pass":  # the model as it is
+        from cute_ops_torch import inductor
+
+        inductor.enable(devices=(next(model.parameters()).device.type,))
     return torch.compile(model) if compiled or who == "torch.compile" else model
 
 
