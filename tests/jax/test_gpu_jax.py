@@ -76,6 +76,10 @@ def programs(op: Op, function: Callable[..., Any], again: Callable[..., Any]) ->
     }
 
 
+# How often a program applies the op or its gradient in a row: each may lose one float32 unit of the largest value.
+APPLIED = {"grad of scan of checkpoint": 6}
+
+
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("n", [64, 1000, 4097])
 def test_transformations_against_float64(op: Op, dtype: str, n: int, again: Callable[..., Any]) -> None:
@@ -106,9 +110,12 @@ def test_transformations_against_float64(op: Op, dtype: str, n: int, again: Call
             unit = testing.EPS[str(low.dtype)] * np.abs(exact)
             losses = [np.max(np.abs(a.astype(np.float64) - exact) - unit, initial=0.0) for a in (low, other)]
             beyond = max(losses)
-            floor = testing.EPS["float32"] * np.max(np.abs(exact), initial=largest)
+            floor = APPLIED.get(name, 1) * testing.EPS["float32"] * np.max(np.abs(exact), initial=largest)
             excess = np.abs(got.astype(np.float64) - exact) - 2 * (unit + max(beyond, floor))
-            assert np.all(excess <= 0), f"{name}: {np.max(excess, initial=0.0)}"
+            assert np.all(excess <= 0), (
+                f"{name}: {np.max(excess):.3g} beyond tolerance, of values up to {np.max(np.abs(exact)):.3g}; "
+                f"the reference loses {losses[0]:.3g} on the CPU and {losses[1]:.3g} on the GPU"
+            )
 
 
 def test_per_example_gradients_are_those_of_single_calls(op: Op) -> None:
