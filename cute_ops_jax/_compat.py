@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax._src.core import Primitive  # jax.extend.core has it too, but takes Pallas along: 20 ms
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
 from jax._src.sharding_impls import ShardingContext
 from jax.core import ShapedArray
-from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
