@@ -5,7 +5,7 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 """
 
 from cute_ops.errors import CacheError, CompileError
-from cute_ops.op import FLOATS, Array, Case, Finish, OneOf, Op, Problem, Tensor
+from cute_ops.op import FLOATS, Array, Case, Finish, OneOf, Op, Problem, Split, Tensor
 from cute_ops.reference import widen
 
 __version__ = "0.1.0"
@@ -19,6 +19,7 @@ __all__ = [
     "OneOf",
     "Op",
     "Problem",
+    "Split",
     "Tensor",
     "widen",
 ]

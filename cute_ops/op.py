@@ -155,6 +155,24 @@ class Finish:
 
 
 @dataclass(frozen=True)
+class Split:
+    """How devices with a slice each of one dim run an op together: each runs it on its slice, as a call of its own, and
+    what they get is combined. In array-API style.
+
+    Args:
+        dim: the name of the dim.
+        part: ``part(xp, inputs, attrs, start, size, whole) -> (inputs, attrs)``: the call for the slice ``[start,
+            start + size)`` of ``whole``; inputs with that dim are slices already. ``start`` may be an array.
+        merge: ``merge(xp, parts, inputs, attrs, whole) -> outputs``: the outputs without that dim, by name, from the
+            slices' ones, stacked in front, and the inputs and attributes of the call. Outputs with it are slices.
+    """
+
+    dim: str
+    part: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
+    merge: Callable[..., Mapping[str, Any]] | None = None
+
+
+@dataclass(frozen=True)
 class Problem:
     """What a tile heuristic may look at: sizes, dtypes and alignments by tensor name, and the target."""
 
@@ -181,6 +199,7 @@ class Op:
         static: dims that are compile-time constants. All attributes are.
         parallel: dims that several devices may share like rows: on a slice of them the op gives that slice of its
             outputs.
+        split: how devices share a dim that is not parallel.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
         kernel: ``"module:Class"``, imported only where it is compiled.
@@ -213,6 +232,7 @@ class Op:
         attrs: Mapping[str, Any] | None = None,
         static: tuple[str, ...] = ("n",),
         parallel: tuple[str, ...] = (),
+        split: Split | None = None,
         tile: Callable[[Problem], Mapping[str, int]] | None = None,
         workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array | None]] | None = None,
         grad: Op | None = None,
@@ -234,6 +254,7 @@ class Op:
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
         self.static = tuple(static)
         self.parallel = tuple(parallel)
+        self.split = split
         self.tile = tile or (lambda problem: {})
         self.workspace = workspace or (lambda problem, tile: {})
         self.grad = grad
@@ -322,11 +343,19 @@ class Op:
         for name, t in [*self.inputs.items(), *self.outputs.items()]:
             if t.broadcast and (name in self.outputs or t.rows not in whole):
                 raise ValueError(f"op {self.name}: {name} cannot broadcast: no input has all of *{t.rows}")
+        every = [*self.inputs.items(), *self.outputs.items()]
         bound = {d.name for t in self.inputs.values() for d in t.dims} | self.derived.keys()
         for name, t in self.outputs.items():
             free = [d.name for d in t.dims if d.name not in bound]
             if free:
                 raise ValueError(f"op {self.name}: {name} has dim {free[0]}, neither an input's nor in `derived`")
+        packed = [
+            f"{name}: {t.shape!r}" for name, t in every if any(d.factor > 1 and d.name in self.parallel for d in t.dims)
+        ]
+        if packed:
+            raise ValueError(f"op {self.name}: a slice of a parallel dim is no slice of {packed[0]}")
+        if self.split is not None and self.split.dim not in bound:
+            raise ValueError(f"op {self.name}: it splits {self.split.dim!r}, which is no dim of an input")
         if self.inference_only and self.grad is not None:
             raise ValueError(f"op {self.name}: it is for inference only, yet declares a gradient")
         if self.grad is not None:

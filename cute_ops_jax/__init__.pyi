@@ -53,6 +53,7 @@ def cross_entropy(
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    classes: int = 0,
     reduction: str = "mean",
     inplace_backward: bool = False,
 ) -> Array: ...

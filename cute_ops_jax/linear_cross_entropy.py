@@ -34,7 +34,7 @@ class Setting(NamedTuple):
 
     @property
     def attrs(self) -> dict[str, Any]:
-        return {name: getattr(self, name) for name in op.attrs}
+        return {name: getattr(self, name, default) for name, default in op.attrs.items()}
 
 
 @partial(jax.jit, static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction"), inline=True)

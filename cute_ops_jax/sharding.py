@@ -1,8 +1,6 @@
 """Programs on several devices: every device runs the kernel on its own rows, and sums over rows are added up.
 
-A *factor* is a dim that may be cut: a leading dim, or one that the declaration calls ``parallel``. All other dims come
-whole to every device. What a declaration says is enough: an input without a factor is shared by its slices, and the
-gradient of such an input is the sum of what the slices give, a ``psum``.
+:mod:`cute_ops.factors` says which dims may be cut; sums over slices are a ``psum``.
 
 Who cuts depends on the mesh. With explicit axes, and inside of a ``shard_map`` that leaves axes, shardings are types:
 the op runs in a ``shard_map`` of its own, made while a program is traced. With automatic axes XLA decides, and asks
@@ -24,39 +22,13 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
-from cute_ops.op import Array, Op, Tensor
+from cute_ops.factors import Factors, factors, sums
+from cute_ops.op import Op
 from cute_ops_jax import _compat, lowering
 from cute_ops_jax.arrays import specs
 
-Factors = Mapping[str, tuple[str | None, ...]]
 Axes = tuple[str, ...]
 Local = Callable[..., Sequence[Any]]
-
-
-def factors(binding: Binding) -> Factors:
-    """The factor of every dim of every array that is there, None where it must come whole."""
-    op = binding.op
-    arrays = {**binding.inputs, **binding.outputs}
-    found = {n: _names(op, t, a) for n, t in {**op.inputs, **op.outputs}.items() if (a := arrays[n]) is not None}
-    missing = {f for n in op.outputs if n in found and not _sums(op, n) for f in _all(found) - set(found[n])}
-    return {n: tuple(None if f in missing else f for f in dims) for n, dims in found.items()}
-
-
-def _names(op: Op, tensor: Tensor, array: Array) -> tuple[str | None, ...]:
-    lead = len(array.shape) - len(tensor.dims)
-    # Counted from the last one: what broadcasts has the last few. A dim of one element is not cut.
-    rows = [f"{tensor.rows}{lead - i}" if array.shape[i] != 1 else None for i in range(lead)]
-    return (*rows, *(d.name if d.factor == 1 and d.name in op.parallel else None for d in tensor.dims))
-
-
-def _all(found: Factors) -> set[str]:
-    return {f for dims in found.values() for f in dims if f is not None}
-
-
-def _sums(op: Op, output: str) -> bool:
-    """Whether an output is the gradient of an input that rows share, so that slices of rows give parts of a sum."""
-    source = op.inputs.get(output.removeprefix("d"))
-    return output.startswith("d") and source is not None and source.rows is None
 
 
 def assign(binding: Binding, wanted: Sequence[tuple[str, Any]], sizes: Mapping[str, int]) -> dict[str, Axes]:
@@ -104,7 +76,7 @@ def widened(op: Op, arrays: Mapping[str, Any]) -> dict[str, Any]:
 
 def _widens(op: Op, name: str) -> bool:
     gradient, variable = f"d{name}", op.inputs[name].dtype
-    if gradient not in op.outputs or not _sums(op, gradient) or "float32" not in op.dtypes.get(variable, ()):
+    if gradient not in op.outputs or not sums(op, gradient) or "float32" not in op.dtypes.get(variable, ()):
         return False
     return {n for n, t in {**op.inputs, **op.outputs}.items() if t.dtype == variable} == {name, gradient}
 

@@ -24,6 +24,7 @@ class Loss(RowFunction):
     def __init__(self, variant):
         attrs = variant.attrs
         self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
+        self.classes = attrs["classes"]
         self.reduction = LogSum(plain=self.smoothing != 0)
 
     def begin(self, variant, numbers, row, there):
@@ -41,18 +42,19 @@ class Loss(RowFunction):
         loss, lse = Float32(0.0), Float32(0.0)
         if target != self.ignored:
             lse = top + cute.math.log(total)
-            loss = Float32.nan
+            # Of a slice of the classes the target may be in another one, and adds nothing to this one's loss.
+            picked = Float32(0.0) if const_expr(self.classes) else Float32.nan
             if target >= 0 and target < n:
                 address = row_address(mLogits, variant.tensors["logits"], row, long_n)
                 address = address + target * (mLogits.element_type.width // 8)
                 picked = gmem_elements(mLogits.element_type, address, 1)[0].to(Float32)
-                if const_expr(self.smoothing == 0):
-                    loss = lse - picked
-                else:
-                    mean = results[2] / Float32(n)
-                    loss = lse - ((1.0 - self.smoothing) * picked + self.smoothing * mean)
-                if const_expr(self.z != 0):
-                    loss = loss + self.z * lse * lse
+            if const_expr(self.smoothing == 0):
+                loss = lse - picked
+            else:
+                mean = results[2] / Float32(self.classes or n)
+                loss = lse - ((1.0 - self.smoothing) * picked + self.smoothing * mean)
+            if const_expr(self.z != 0):
+                loss = loss + self.z * lse * lse
         store_number(loss, mLoss, variant.tensors["loss"], row)
         store_number(lse, mLse, variant.tensors["lse"], row)
 
@@ -76,6 +78,7 @@ class LossGradient:
     def __init__(self, variant):
         attrs = variant.attrs
         self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
+        self.classes = attrs["classes"]
 
     def begin(self, variant, numbers, row, there):
         mLogits, mTarget, mLse, mDloss = numbers
@@ -86,11 +89,12 @@ class LossGradient:
         dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
         kept = target != self.ignored
         known = (target >= 0) & (target < n)
-        dloss = cutlass.select_(known, dloss, Float32.nan)
+        if not self.classes:
+            dloss = cutlass.select_(known, dloss, Float32.nan)
         # -inf in place of the logits of rows that are not read, and 0 for their lse: exp is 0, not NaN.
         dloss = cutlass.select_(kept, dloss, Float32(0.0))
         column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
-        smoothing = dloss * (self.smoothing / Float32(n)) if self.smoothing else None
+        smoothing = dloss * (self.smoothing / Float32(self.classes or n)) if self.smoothing else None
         scale = dloss * (1.0 + 2.0 * self.z * lse) if self.z else dloss
         return (column, lse, dloss, scale, smoothing), there & kept
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.binding import Binding
-from cute_ops.op import FLOATS, Case, Finish, Op, Tensor
+from cute_ops.op import FLOATS, Case, Finish, Op, Split, Tensor
 from cute_ops.ops._tiles import rows_apart, rows_walked
 from cute_ops.reference import widen
 
@@ -19,28 +19,28 @@ CASES = (
     Case("gpt2", {"m": (5,), "n": 50257}, attrs={"label_smoothing": 0.1}),
     Case("llama3-8b", {"m": (2, 3), "n": 128256}),
     Case("gemma3", {"m": (3,), "n": 262144}, attrs={"z_loss": 1e-4}),
+    Case("llama3-8b-slice", {"m": (5,), "n": 16032}, attrs={"label_smoothing": 0.1, "classes": 128256}),
 )
 
 
-def _terms(xp: Any, x: Any, target: Any, ignore_index: int) -> tuple[Any, Any, Any]:
-    """Whether a row counts, whether its target is a class, and where that is."""
-    n = x.shape[-1]
-    known = (target >= 0) & (target < n)
+def _terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tuple[Any, Any, Any]:
+    """Whether a row counts, whether its target may be a class, and where that is."""
+    known = (target >= 0) & (target < x.shape[-1]) | bool(classes)
     columns = xp.cumulative_sum(xp.ones_like(x), axis=-1) - 1  # on the device of x, and exact
     return target != ignore_index, known, columns == xp.astype(target, x.dtype)[..., None]
 
 
 def reference(
-    xp: Any, logits: Any, target: Any, *, ignore_index: int, label_smoothing: float, z_loss: float
+    xp: Any, logits: Any, target: Any, *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int
 ) -> tuple[Any, Any]:
     (x,) = widen(xp, logits)
-    kept, known, at_target = _terms(xp, x, target, ignore_index)
+    kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
     m = xp.max(x, axis=-1, keepdims=True)
     m = xp.where(m > -xp.inf, m, xp.zeros_like(m))
     lse = m[..., 0] + xp.log(xp.sum(xp.exp(x - m), axis=-1))
     loss = lse - (1 - label_smoothing) * xp.sum(xp.where(at_target, x, xp.zeros_like(x)), axis=-1)
     if label_smoothing:
-        loss = loss - label_smoothing * xp.mean(x, axis=-1)
+        loss = loss - label_smoothing / (classes or x.shape[-1]) * xp.sum(x, axis=-1)
     if z_loss:
         loss = loss + z_loss * lse * lse
     zero = xp.zeros_like(lse)
@@ -49,19 +49,23 @@ def reference(
 
 def reference_bwd(
     xp: Any, logits: Any, target: Any, lse: Any, dloss: Any,
-    *, ignore_index: int, label_smoothing: float, z_loss: float,
+    *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int,
 ) -> Any:  # fmt: skip
     x, s, d = widen(xp, logits, lse, dloss)
-    kept, known, at_target = _terms(xp, x, target, ignore_index)
+    kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
     slope = xp.exp(x - s[..., None]) * (1 + 2 * z_loss * s)[..., None]
     slope = slope - xp.where(at_target, xp.ones_like(x), xp.zeros_like(x)) * (1 - label_smoothing)
-    dx = (slope - label_smoothing / x.shape[-1]) * xp.where(known, d, d * 0 + xp.nan)[..., None]
+    dx = (slope - label_smoothing / (classes or x.shape[-1])) * xp.where(known, d, d * 0 + xp.nan)[..., None]
     return xp.astype(xp.where(kept[..., None], dx, xp.zeros_like(dx)), logits.dtype)
 
 
 def check(binding: Binding) -> str | None:
-    n = binding.dims["n"]
-    return f"argument `logits` has n={n}, expected at least 1." if isinstance(n, int) and n < 1 else None
+    n, classes = binding.dims["n"], binding.attrs["classes"]
+    if isinstance(n, int) and n < 1:
+        return f"argument `logits` has n={n}, expected at least 1."
+    if classes and isinstance(n, int) and classes < n:
+        return f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
+    return None
 
 
 def reduce_rows(
@@ -77,8 +81,47 @@ def reduce_rows(
     return {"loss": total}
 
 
+def slice_of_classes(
+    xp: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any], start: Any, size: Any, whole: int
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Targets count from the slice's first class, those of other slices are -1; without z-loss, which needs the lse of
+    all slices, unless that is given.
+    """
+    target, ignored = inputs["target"], attrs["ignore_index"]
+    here = (target >= start) & (target < start + size)
+    kept = target != ignored
+    # Counted from the slice's start, a target could come to be the caller's ignore_index.
+    local = xp.where(kept, xp.where(here, target - start, -1), IGNORE_INDEX)
+    inputs, attrs = {**inputs, "target": local}, {**attrs, "ignore_index": IGNORE_INDEX, "classes": whole}
+    if "dloss" not in inputs:
+        return inputs, {**attrs, "z_loss": 0.0}
+    valid = (target >= 0) & (target < whole) | ~kept
+    return {**inputs, "dloss": xp.where(valid, inputs["dloss"], xp.nan)}, attrs
+
+
+def merge_slices(
+    xp: Any, parts: Mapping[str, Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any], whole: int
+) -> Mapping[str, Any]:
+    """The lse of all slices; their losses without their own lse add up."""
+    loss, lse, target = parts["loss"], parts["lse"], inputs["target"]
+    # Of a slice of nothing but -inf the difference is lost; its logits say what it is: nothing, or the target's.
+    zero = xp.zeros_like(lse)
+    empty = xp.where(loss == lse, zero, zero + xp.inf)
+    linear = xp.sum(xp.where(lse == -xp.inf, empty, loss - lse), axis=0)
+    m = xp.max(lse, axis=0)
+    m = xp.where(m > -xp.inf, m, 0.0)
+    lse = m + xp.log(xp.sum(xp.exp(lse - m), axis=0))
+    loss = lse + linear
+    if attrs["z_loss"]:
+        loss = loss + attrs["z_loss"] * lse * lse
+    loss = xp.where((target >= 0) & (target < whole), loss, xp.nan)
+    kept = target != attrs["ignore_index"]
+    return {"loss": xp.where(kept, loss, 0.0), "lse": xp.where(kept, lse, 0.0)}
+
+
 FINISH = Finish(reduce_rows, {"reduction": ("mean", "sum", "none")}, {"reduction": "none"})
-ATTRS = {"ignore_index": -100, "label_smoothing": 0.0, "z_loss": 0.0}
+IGNORE_INDEX = -100
+ATTRS = {"ignore_index": IGNORE_INDEX, "label_smoothing": 0.0, "z_loss": 0.0, "classes": 0}
 DTYPES = {"T": FLOATS, "I": ("int64", "int32")}
 
 cross_entropy_bwd = Op(
@@ -95,6 +138,7 @@ cross_entropy_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.cross_entropy:CrossEntropyBackward",
     tile=rows_apart,
+    split=Split("n", slice_of_classes),
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave.
@@ -115,6 +159,7 @@ cross_entropy = Op(
     tile=rows_walked,
     grad=cross_entropy_bwd,
     finish=FINISH,
+    split=Split("n", slice_of_classes, merge_slices),
     check=check,
     cases=CASES,
     doc="""Cross entropy of logits with a target class per row.
@@ -126,9 +171,12 @@ cross_entropy = Op(
         logits: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n.
         target: ``I[*m]``, int64 or int32, the class of each row; any strides.
         ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are, and are not read;
-            a compile-time constant, as the next two.
+            a compile-time constant, as the next three.
         label_smoothing: part of the target that is spread evenly over all n classes.
         z_loss: weight of ``lse^2``, which keeps logits from drifting.
+        classes: where the logits are a slice of so many classes (a vocabulary shard): a target that is not in it then
+            adds nothing and the mean is ``sum(logits) / classes``; what the slices give is yet to be combined. 0: these
+            are all classes.
         reduction: ``"mean"`` over the rows that are not ignored (NaN where there are none, as in PyTorch), ``"sum"``,
             or ``"none"``, the loss of each row. ``torch.ops.cute.cross_entropy`` has no such argument: it returns the
             losses and the lse of each row.

@@ -18,10 +18,7 @@ from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
 from cute_ops import Op, Tensor, testing
-from cute_ops.binding import bind
 from cute_ops.ops import OPS
-from cute_ops_jax import sharding
-from cute_ops_jax.arrays import specs
 from cute_ops_jax.primitive import stage
 
 LEAD, N = (8, 4), 6
@@ -313,10 +310,3 @@ def test_other_platforms_are_partitioned_by_xla(op: Op, close: Close) -> None:
     got = compiled(*placed(mesh, arrays, row_specs(op, "data")))
     close(jax.device_get(got), jax.device_get(gradient(op, function)(*arrays)))
     assert "custom_call" not in compiled.as_text()
-
-
-def test_factors_of_a_backward() -> None:
-    given = dict(zip(RMSNORM.grad.inputs, inputs(RMSNORM.grad), strict=True))
-    named = sharding.factors(bind(RMSNORM.grad, specs(given)))
-    assert named["x"] == named["dx"] == ("m2", "m1", None)
-    assert named["weight"] == named["dweight"] == (None,)

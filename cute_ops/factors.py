@@ -1,0 +1,41 @@
+"""Which dims of a call devices may share, from the declaration.
+
+A *factor* is a dim that may be cut: a leading dim, or one that the declaration calls ``parallel``. All other dims come
+whole to every device. What a declaration says is enough: an input without a factor is shared by its slices, and the
+gradient of such an input is the sum of what the slices give.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from cute_ops.binding import Binding
+from cute_ops.op import Array, Op, Tensor
+
+Factors = Mapping[str, tuple[str | None, ...]]
+
+
+def factors(binding: Binding) -> Factors:
+    """The factor of every dim of every array that is there, None where it must come whole."""
+    op = binding.op
+    arrays = {**binding.inputs, **binding.outputs}
+    found = {n: _names(op, t, a) for n, t in {**op.inputs, **op.outputs}.items() if (a := arrays[n]) is not None}
+    missing = {f for n in op.outputs if n in found and not sums(op, n) for f in _all(found) - set(found[n])}
+    return {n: tuple(None if f in missing else f for f in dims) for n, dims in found.items()}
+
+
+def sums(op: Op, output: str) -> bool:
+    """Whether an output is the gradient of an input that rows share, so that slices of rows give parts of a sum."""
+    source = op.inputs.get(output.removeprefix("d"))
+    return output.startswith("d") and source is not None and source.rows is None
+
+
+def _names(op: Op, tensor: Tensor, array: Array) -> tuple[str | None, ...]:
+    lead = len(array.shape) - len(tensor.dims)
+    # Counted from the last one: what broadcasts has the last few. A dim of one element is not cut.
+    rows = [f"{tensor.rows}{lead - i}" if array.shape[i] != 1 else None for i in range(lead)]
+    return (*rows, *(d.name if d.factor == 1 and d.name in op.parallel else None for d in tensor.dims))
+
+
+def _all(found: Factors) -> set[str]:
+    return {f for dims in found.values() for f in dims if f is not None}

@@ -1,0 +1,81 @@
+"""Ops on slices of a dim, combined, against the whole: what devices that share the dim do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import Op, Split, Tensor, testing
+from cute_ops.binding import bind
+from cute_ops.factors import factors
+from cute_ops.op import FLOATS, Array, Case
+from cute_ops.ops import OPS
+
+SPLIT = tuple(one for op in OPS for one in (op, op.grad) if one and one.split)
+ATTRS = ({}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}, {"label_smoothing": 0.3})
+
+
+def in_slices(op: Op, inputs: dict[str, Any], attrs: dict[str, Any], sizes: tuple[int, ...]) -> list[Any]:
+    split = op.split
+    assert split is not None
+    results: dict[str, list[Any]] = {name: [] for name in op.outputs}
+    start, last = 0, lambda name: split.dim in [d.name for d in {**op.inputs, **op.outputs}[name].dims]
+    for size in sizes:
+        own = {n: a[..., start : start + size] if last(n) else a for n, a in inputs.items()}
+        given, chosen = split.part(np, own, attrs, start, size, sum(sizes))
+        assert {n: a.dtype for n, a in given.items()} == {n: a.dtype for n, a in own.items()}
+        for name, value in zip(op.outputs, testing.run_reference(op, given, chosen), strict=True):
+            results[name].append(value)
+        start += size
+    parts = {n: np.stack(v) for n, v in results.items() if not last(n)}
+    merged = split.merge(np, parts, inputs, attrs, sum(sizes)) if split.merge else {}
+    return [np.concatenate(v, axis=-1) if last(n) else merged[n] for n, v in results.items()]
+
+
+@pytest.mark.parametrize("op", SPLIT, ids=lambda op: op.name)
+@pytest.mark.parametrize("changed", ATTRS, ids=str)
+@pytest.mark.parametrize("sizes", [(17, 17, 3), (37,)], ids=str)
+def test_slices_give_the_whole(op: Op, changed: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    case = Case("split", {"m": (3, 4), "n": 37})
+    arrays, attrs = testing.inputs(op, case, "float32"), {**op.attrs, **changed}
+    logits, target = arrays["logits"], arrays["target"]
+    assert logits is not None and target is not None
+    ignored = attrs["ignore_index"]
+    target[0] = [ignored, 20, -7, 37]  # ignored; fine; no classes
+    target[1] = [36, 19, 2, 36]
+    logits[1, 0, 17:34] = -np.inf  # a slice of nothing but -inf, without the target, ...
+    logits[1, 1, 17:34] = -np.inf  # ... and with it,
+    logits[1, 2, :] = -np.inf  # all of them;
+    logits[1, 3, 5] = np.inf
+    target[2] = [17, 16, 20, 33]
+    logits[2, 2, 0], logits[2, 3, 2] = np.nan, 90.0
+    with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
+        if "lse" in op.inputs:
+            forward = next(f for f in OPS if f.grad is op)
+            arrays["lse"] = testing.run_reference(forward, {"logits": logits, "target": target}, attrs)[1]
+        got = in_slices(op, arrays, attrs, sizes)
+        for name, value, whole in zip(op.outputs, got, testing.run_reference(op, arrays, attrs), strict=True):
+            np.testing.assert_allclose(value, whole, rtol=2e-6, atol=2e-6, err_msg=name)
+            assert value.dtype == whole.dtype
+
+
+def test_what_cannot_be_shared_is_refused() -> None:
+    declared: dict[str, Any] = {
+        "inputs": {"x": Tensor("*m 2n", "T")}, "outputs": {"out": Tensor("*m n", "T")}, "dtypes": {"T": FLOATS},
+        "reference": lambda xp, x: x, "kernel": "m:K",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match=r"a slice of a parallel dim is no slice of x: '\*m 2n'"):
+        Op("halves", parallel=("n",), **declared)
+    with pytest.raises(ValueError, match="it splits 'k', which is no dim of an input"):
+        Op("halves", split=Split("k", lambda *a: a), **declared)
+
+
+def test_factors_of_a_backward() -> None:
+    backward = OPS[0].grad
+    assert backward is not None
+    rows, weight = Array((8, 4, 6), "float32"), Array((6,), "float32")
+    named = factors(bind(backward, {"x": rows, "dout": rows, "weight": weight}))
+    assert named["x"] == named["dx"] == ("m2", "m1", None)
+    assert named["weight"] == named["dweight"] == (None,)
