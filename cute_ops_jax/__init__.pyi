@@ -8,6 +8,10 @@ from cute_ops_jax.exporting import export as export
 from cute_ops_jax.exporting import load as load
 from cute_ops_jax.front import register as register
 from cute_ops_jax.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from cute_ops_jax.linear_cross_entropy import (
+    vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
+)
+from cute_ops_jax.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 
 def rmsnorm(
     x: ArrayLike,

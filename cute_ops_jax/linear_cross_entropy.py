@@ -10,31 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cute_ops import chunks
-from cute_ops.ops.cross_entropy import FINISH
-from cute_ops.ops.cross_entropy import cross_entropy as op
-from cute_ops.ops.cross_entropy import cross_entropy_bwd as op_bwd
-from cute_ops_jax.primitive import stage
+from cute_ops_jax import sharding
+from cute_ops_jax.vocabulary import Axis, Setting, check_options, gradient, losses, reduced, spread, summed
 
 Array = jax.Array
-
-
-class Setting(NamedTuple):
-    """What is static in a call."""
-
-    ignore_index: int
-    label_smoothing: float
-    z_loss: float
-    reduction: str
-
-    @property
-    def attrs(self) -> dict[str, Any]:
-        return {name: getattr(self, name, default) for name, default in op.attrs.items()}
 
 
 @partial(jax.jit, static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction"), inline=True)
@@ -72,20 +57,63 @@ def linear_cross_entropy(
 
     Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
+    setting = Setting(ignore_index, label_smoothing, z_loss, reduction)
+    return _run("linear_cross_entropy", setting, hidden, weight, target, bias)
+
+
+@partial(jax.jit, static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction"), inline=True)
+def vocab_parallel_linear_cross_entropy(
+    hidden: Array,
+    weight: Array,
+    target: Array,
+    axis_name: Axis,
+    bias: Array | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+) -> Array:
+    """:func:`linear_cross_entropy` inside ``jax.shard_map``, each device with its share of the weight's rows.
+
+    Devices exchange two numbers per row; the gradient of hidden is the sum of what they give. Neither logits
+    nor weights are gathered, and no device holds more than a chunk of its own logits.
+
+    Args:
+        hidden: ``T[*m h]``, the same on all devices of the axis; float32, float16 or bfloat16.
+        weight: ``T[n h]``, the classes ``i * n`` to ``(i + 1) * n`` on device ``i`` of the axis.
+        target: integers ``[*m]``, counted over the classes of all devices; the same on all of them.
+        axis_name: the mesh axis that the classes are spread over, or several, the first one outermost.
+        bias: ``T[n]``, cut like the weight; -inf for classes that only fill up.
+        ignore_index, label_smoothing, z_loss: as in :func:`linear_cross_entropy`, over all classes.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has.
+
+    Returns:
+        float32: a scalar, or ``[*m]``, the same on all devices of the axis. Gradients are those of the written-out
+        program, with and without ``check_vma``.
+
+    Raises:
+        TypeError: dtypes that differ or are not listed.
+        ValueError: shapes that do not fit, an unknown reduction.
+        NameError: no such axis here.
+    """
+    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name)
+    return _run("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias)
+
+
+def _run(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
     hidden, weight, target = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(target)
     bias = None if bias is None else jnp.asarray(bias)
-    _check(hidden, weight, target, bias, reduction)
-    setting = Setting(ignore_index, label_smoothing, z_loss, reduction)
+    _check(what, hidden, weight, target, bias)
+    check_options(setting.reduction, what)
+    (hidden, weight, bias), target = spread((hidden, weight, bias), target, setting.axis)
     loss = _loss(setting, (hidden.reshape(-1, hidden.shape[-1]), weight, bias), target.reshape(-1))
-    return loss.reshape(target.shape) if reduction == "none" else loss
+    return loss.reshape(target.shape) if setting.reduction == "none" else loss
 
 
-def _check(hidden: Array, weight: Array, target: Array, bias: Array | None, reduction: str) -> None:
+def _check(what: str, hidden: Array, weight: Array, target: Array, bias: Array | None) -> None:
     def fail(kind: type[Exception], problem: str) -> Exception:
-        return kind(f"cute.linear_cross_entropy: {problem}")
+        return kind(f"cute.{what}: {problem}")
 
-    if reduction not in FINISH.options["reduction"]:
-        raise fail(ValueError, f"option `reduction` is {reduction!r}, expected 'mean', 'sum' or 'none'.")
     for name, a in (("weight", weight), ("bias", bias)):
         if a is not None and a.dtype != hidden.dtype:
             raise fail(TypeError, f"argument `{name}` has dtype {a.dtype}, but `hidden` has {hidden.dtype}.")
@@ -143,32 +171,30 @@ def _add(gradients: Inputs, inputs: Inputs, first: Any, rows: int, dlogits: Any)
 
 def _nothing(inputs: Inputs) -> Inputs:
     hidden, weight, bias = inputs
+    dhidden, dweight = (sharding.varying_like(jnp.zeros_like(a), a) for a in (hidden, weight))
     # A sum over rows, one rounding at the end.
-    dbias = None if bias is None else jnp.zeros(bias.shape, jnp.float32)
-    return jnp.zeros_like(hidden), jnp.zeros_like(weight), dbias
+    dbias = None if bias is None else sharding.varying_like(jnp.zeros(bias.shape, jnp.float32), bias)
+    return dhidden, dweight, dbias
+
+
+def _zeros(target: Array) -> Array:
+    return sharding.varying_like(jnp.zeros(target.shape, jnp.float32), target)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(setting: Setting, inputs: Inputs, target: Array) -> Array:
+    return reduced(setting, _rows(setting, inputs, target)[0], target)
 
 
 def _rows(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, Array]:
     """Loss and lse of each row."""
 
     def body(state: tuple[Array, Array], first: Any, rows: int) -> tuple[Array, Array]:
-        given: dict[str, Any] = {"logits": _logits(inputs, first, rows), "target": _cut(target, first, rows)}
-        found: dict[str, Any] = stage(op)(given, setting.attrs)
-        loss, lse = (_put(s, found[name], first) for s, name in zip(state, ("loss", "lse"), strict=True))
+        found = losses(setting, _logits(inputs, first, rows), _cut(target, first, rows))
+        loss, lse = (_put(s, a, first) for s, a in zip(state, found, strict=True))
         return loss, lse
 
-    zeros = jnp.zeros(target.shape, jnp.float32)
-    return _each(inputs, (zeros, zeros), body)
-
-
-def _reduced(setting: Setting, loss: Array, target: Array) -> Array:
-    found = FINISH.apply(jnp, {"target": target}, {"loss": loss}, setting.attrs, reduction=setting.reduction)
-    return found["loss"]
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(setting: Setting, inputs: Inputs, target: Array) -> Array:
-    return _reduced(setting, _rows(setting, inputs, target)[0], target)
+    return _each(inputs, (_zeros(target), _zeros(target)), body)
 
 
 def _forward(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, Any]:
@@ -180,18 +206,18 @@ def _forward(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, An
         share = share / jnp.sum(target != setting.ignore_index)
 
     def body(state: tuple[Array, Inputs], first: Any, rows: int) -> tuple[Array, Inputs]:
-        losses, gradients = state
-        given: dict[str, Any] = {"logits": _logits(inputs, first, rows), "target": _cut(target, first, rows)}
-        found: dict[str, Any] = stage(op)(given, setting.attrs)
-        given |= {"lse": found["lse"], "dloss": jnp.broadcast_to(share, (rows,))}
-        dlogits = stage(op_bwd)(given, setting.attrs, inplace=True)["dlogits"]
-        return _put(losses, found["loss"], first), _add(gradients, inputs, first, rows, dlogits)
+        total, gradients = state
+        logits, classes = _logits(inputs, first, rows), _cut(target, first, rows)
+        loss, lse = losses(setting, logits, classes)
+        dlogits = gradient(setting, logits, classes, lse, jnp.broadcast_to(share, (rows,)), inplace=True)
+        return _put(total, loss, first), _add(gradients, inputs, first, rows, dlogits)
 
-    losses, gradients = _each(inputs, (jnp.zeros(target.shape, jnp.float32), _nothing(inputs)), body)
-    return _reduced(setting, losses, target), gradients
+    found, gradients = _each(inputs, (_zeros(target), _nothing(inputs)), body)
+    return reduced(setting, found, target), gradients
 
 
 def _backward(setting: Setting, saved: Any, dloss: Array) -> tuple[Inputs, None]:
+    dloss = summed(setting, dloss)
     if setting.reduction != "none":
         scaled: list[Any] = [None if g is None else g * dloss.astype(g.dtype) for g in saved]
         dhidden, dweight, dbias = scaled
@@ -199,9 +225,8 @@ def _backward(setting: Setting, saved: Any, dloss: Array) -> tuple[Inputs, None]
     inputs, target, lse = saved
 
     def body(gradients: Inputs, first: Any, rows: int) -> Inputs:
-        given = {"logits": _logits(inputs, first, rows)}
-        given |= {n: _cut(a, first, rows) for n, a in (("target", target), ("lse", lse), ("dloss", dloss))}
-        dlogits = stage(op_bwd)(given, setting.attrs, inplace=True)["dlogits"]
+        classes, sums, share = (_cut(a, first, rows) for a in (target, lse, dloss))
+        dlogits = gradient(setting, _logits(inputs, first, rows), classes, sums, share, inplace=True)
         return _add(gradients, inputs, first, rows, dlogits)
 
     dhidden, dweight, dbias = _each(inputs, _nothing(inputs), body)

@@ -210,3 +210,16 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
     axes = [_compat.varying_axes(getattr(a, "aval", None)) for a in arrays]
     union = frozenset[str]().union(*axes)
     return [_compat.vary(a, union - own) if union - own else a for a, own in zip(arrays, axes, strict=True)]
+
+
+def varies(array: Any, axes: str | Axes | None) -> bool:
+    """Whether a value varies over one of these axes of a ``shard_map`` with replication checks."""
+    named = (axes,) if isinstance(axes, str) else axes or ()
+    return not _compat.varying_axes(getattr(array, "aval", None)).isdisjoint(named)
+
+
+def varying_like(array: Any, other: Any, but: str | Axes | None = None) -> Any:
+    """The array as one that varies over what ``other`` varies over, except for these axes."""
+    own, wanted = (_compat.varying_axes(getattr(a, "aval", None)) for a in (array, other))
+    wanted -= {but} if isinstance(but, str) else set(but or ())
+    return _compat.vary(array, wanted - own) if wanted - own else array

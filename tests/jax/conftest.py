@@ -157,8 +157,8 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 
 
 @pytest.fixture
-def through_ffi(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], Callable[..., Any]]:
-    """``through_ffi(op)``: the op's function, which takes the CUDA lowering on the CPU."""
+def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], Stage]:
+    """``ffi_stage(op)``: the op's stage, which takes the CUDA lowering on the CPU."""
     import jax_tvm_ffi
 
     real = jax_tvm_ffi.register_ffi_target
@@ -169,16 +169,24 @@ def through_ffi(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> C
 
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", register_on_cpu)
     stages: dict[Op, Stage] = {}
-    # Functions are made when they are first asked for: all of them now, so that none is made of these stages.
-    for op in STAGES.values():
-        front.register(op)
 
-    def ffi_stage(op: Op) -> Stage:
+    def made(op: Op) -> Stage:
         if op not in stages:
             stages[op] = Stage(op)
             stages[op].run_kernels_on("cpu")
         return stages[op]
 
+    return made
+
+
+@pytest.fixture
+def through_ffi(
+    ffi_stage: Callable[[Op], Stage], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[Op], Callable[..., Any]]:
+    """``through_ffi(op)``: the op's function, which takes the CUDA lowering on the CPU."""
+    # Functions are made when they are first asked for: all of them now, so that none is made of these stages.
+    for op in STAGES.values():
+        front.register(op)
     monkeypatch.setattr(gradient, "stage", ffi_stage)
     return front.register.__wrapped__
 

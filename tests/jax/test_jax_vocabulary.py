@@ -1,0 +1,269 @@
+"""Cross entropy of classes that eight devices share: against one device, and against the program written out.
+
+The CUDA lowering on the CPU, with the reference as the kernel; what XLA compiled is read.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+
+import cute_ops_jax
+from cute_ops import chunks
+from cute_ops_jax import vocabulary
+
+P = jax.P
+Close = Callable[[Any, Any], None]
+ROWS, N, H = 12, 320, 20
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {"reduction": "mean"},
+    "all": {"reduction": "mean", "label_smoothing": 0.1, "z_loss": 1e-2},
+    "sum": {"reduction": "sum", "z_loss": 1e-2},
+    "none": {"reduction": "none", "label_smoothing": 0.1},
+    "ignore-a-class": {"reduction": "mean", "ignore_index": 3},
+}
+
+
+@pytest.fixture(params=["reference", "kernel"])
+def lowered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """With the reference inlined, and as calls."""
+    jax.clear_caches()
+    if request.param == "kernel":
+        stages = request.getfixturevalue("ffi_stage")
+        monkeypatch.setattr(vocabulary, "stage", stages)
+    yield request.param
+    jax.clear_caches()
+
+
+def mesh_of(shape: tuple[int, ...], names: tuple[str, ...]) -> Any:
+    return jax.make_mesh(shape, names, (AxisType.Auto,) * len(names), devices=jax.devices("cpu"))
+
+
+def problem(ignore_index: int = -100, **_: Any) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    rng = np.random.default_rng(1)
+    shapes = {"logits": (ROWS, N), "hidden": (ROWS, H), "weight": (N, H), "bias": (N,)}
+    arrays = {n: rng.standard_normal(s, np.float32) for n, s in shapes.items()}
+    target = rng.integers(0, N, ROWS).astype(np.int32)
+    target[:4] = (ignore_index, 3, 0, N - 1)
+    return arrays, target
+
+
+def written_out(
+    logits: Any, target: Any, axis_name: Any, ignore_index: int = -100, label_smoothing: float = 0.0,
+    z_loss: float = 0.0, reduction: str = "mean",
+) -> Any:  # fmt: skip
+    """What a user would write, which JAX differentiates."""
+    n = logits.shape[-1]
+    classes = n * jax.lax.axis_size(axis_name)
+    top = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, -1)), axis_name)
+    lse = top + jnp.log(jax.lax.psum(jnp.sum(jnp.exp(logits - top[:, None]), -1), axis_name))
+    mine = (jax.lax.axis_index(axis_name) * n + jnp.arange(n)) == target[:, None]
+    picked = jax.lax.psum(jnp.sum(jnp.where(mine, logits, 0), -1), axis_name)
+    mean = jax.lax.psum(jnp.sum(logits, -1), axis_name) / classes
+    loss = lse - (1 - label_smoothing) * picked - label_smoothing * mean + z_loss * lse**2
+    kept = target != ignore_index
+    loss = jnp.where(kept, loss, 0)
+    return loss if reduction == "none" else jnp.sum(loss) / (jnp.sum(kept) if reduction == "mean" else 1)
+
+
+def value_and_gradients(function: Callable[..., Any], count: int) -> Callable[..., Any]:
+    def run(*given: Any) -> Any:
+        out, pull = jax.vjp(lambda *inputs: function(*inputs, *given[count:]), *given[:count])
+        return out, pull(jnp.cos(jnp.arange(out.size, dtype=jnp.float32)).reshape(out.shape))
+
+    return run
+
+
+def collectives(text: str) -> dict[str, list[int]]:
+    """Elements that each collective gives, by its name."""
+    found: dict[str, list[int]] = {}
+    names = r"(all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
+    for shape, name in re.findall(rf"= \(?\w+\[([\d,]*)\][^=]*? {names}", text):
+        found.setdefault(name, []).append(int(np.prod([int(s) for s in shape.split(",") if s])))
+    return found
+
+
+def on_one_device(hidden: Any, weight: Any, bias: Any, target: Any, **options: Any) -> Any:
+    return cute_ops_jax.cross_entropy(hidden @ weight.T + bias, target, **options)
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("check", [True, False], ids=["checked", "unchecked"])
+def test_logits(options: dict[str, Any], check: bool, lowered: str, close: Close) -> None:
+    """As on one device; differentiated inside of the shard_map too, as what is written out. No logits travel."""
+    arrays, target = problem(**options)
+    mesh, cut, logits = mesh_of((8,), ("model",)), P(None, "model"), arrays["logits"]
+    specs: Any = {"mesh": mesh, "check_vma": check, "in_specs": (cut, P())}
+    function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
+    outside = value_and_gradients(jax.shard_map(function, out_specs=P(), **specs), 1)
+    compiled = jax.jit(outside).lower(logits, target).compile()
+    whole = value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1)(logits, target)
+    close(compiled(logits, target), whole)
+    found = collectives(compiled.as_text())
+    assert found.keys() == {"all-reduce"}
+    assert max(found["all-reduce"]) <= 2 * 8 * ROWS
+
+    pair = function, partial(written_out, axis_name="model", **options)
+    inside = [jax.shard_map(value_and_gradients(f, 1), out_specs=(P(), (cut,)), **specs) for f in pair]
+    close(*(jax.jit(f)(logits, target) for f in inside))
+
+
+@pytest.mark.parametrize("lowered", ["kernel"], indirect=True)
+@pytest.mark.parametrize(
+    ("rows", "name", "check"),
+    [(1000, "all", True), (5, "all", True), (5, "none", True), (5, "sum", False), (1000, "none", False)],
+)
+def test_linear(rows: int, name: str, check: bool, lowered: str, monkeypatch: pytest.MonkeyPatch, close: Close) -> None:
+    """Only numbers per row and the gradient of hidden travel, and no device holds more than a chunk of its logits."""
+    options = OPTIONS[name]
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: rows)
+    arrays, target = problem(**options)
+    given = *(arrays[n] for n in ("hidden", "weight", "bias")), target
+    cuts = P(), P("model"), P("model")
+    specs: Any = {"mesh": mesh_of((8,), ("model",)), "check_vma": check, "in_specs": (*cuts, P())}
+
+    def function(h: Any, w: Any, b: Any, t: Any) -> Any:
+        return cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model", b, **options)
+
+    def by_hand(h: Any, w: Any, b: Any, t: Any) -> Any:
+        return written_out(h @ w.T + b, t, "model", **options)
+
+    outside = value_and_gradients(jax.shard_map(function, out_specs=P(), **specs), 3)
+    compiled = jax.jit(outside).lower(*given).compile()
+    close(compiled(*given), value_and_gradients(partial(on_one_device, **options), 3)(*given))
+    text = compiled.as_text()
+    found = collectives(text)
+    assert found.keys() == {"all-reduce"}
+    assert set(found["all-reduce"]) - {ROWS * H} <= set(range(2 * 8 * ROWS + 1))
+    assert ("f32[12,40]" in text) == (rows > ROWS)
+    assert "f32[12,320]" not in text
+
+    out = P(), (cuts if check else (P("model"), *cuts[1:]))  # unchecked, devices keep their parts of hidden's gradient
+    inside = [jax.shard_map(value_and_gradients(f, 3), out_specs=out, **specs) for f in (function, by_hand)]
+    close(*(jax.jit(f)(*given) for f in inside))
+
+
+def test_rows_and_classes_on_two_axes(close: Close) -> None:
+    """Data and tensor parallel: the weight's gradient is the sum over rows, of its own classes."""
+    arrays, target = problem()
+    hidden, weight = arrays["hidden"], arrays["weight"]
+
+    def function(h: Any, w: Any, t: Any) -> Any:
+        total = cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model", reduction="sum")
+        return jax.lax.psum(total, "data") / jax.lax.psum(jnp.sum(t != -100), "data")
+
+    specs = P("data"), P("model"), P("data")
+    mapped = jax.shard_map(function, mesh=mesh_of((2, 4), ("data", "model")), in_specs=specs, out_specs=P())
+    compiled = jax.jit(value_and_gradients(mapped, 2)).lower(hidden, weight, target).compile()
+    zero = np.zeros(N, np.float32)
+    one = value_and_gradients(partial(on_one_device, reduction="mean"), 3)
+    out, (dhidden, dweight, _) = one(hidden, weight, zero, target)
+    close(compiled(hidden, weight, target), (out, (dhidden, dweight)))
+    assert collectives(compiled.as_text()).keys() == {"all-reduce"}
+
+
+def test_classes_over_two_axes(close: Close) -> None:
+    """In the order of a PartitionSpec."""
+    arrays, target = problem()
+    axes = ("data", "model")
+    function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name=axes, reduction="none")
+    mapped = jax.shard_map(
+        function, mesh=mesh_of((2, 4), axes), in_specs=(P(None, axes), P()), out_specs=P()
+    )  # fmt: skip
+    whole = value_and_gradients(partial(cute_ops_jax.cross_entropy, reduction="none"), 1)
+    close(jax.jit(value_and_gradients(mapped, 1))(arrays["logits"], target), whole(arrays["logits"], target))
+
+
+def test_gathered_rows(close: Close) -> None:
+    """Sequence parallel: what ``all_gather`` gives is equal on all devices, which JAX does not know."""
+    arrays, target = problem()
+    rows = slice(0, 8)
+
+    def function(h: Any, w: Any, t: Any) -> Any:
+        h, t = (jax.lax.all_gather(a, "model", tiled=True) for a in (h, t))
+        return cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model")
+
+    cut = P("model")
+    mapped = jax.shard_map(function, mesh=mesh_of((8,), ("model",)), in_specs=(cut,) * 3, out_specs=P())
+    given = arrays["hidden"][rows], arrays["weight"], target[rows]
+    got = jax.jit(value_and_gradients(mapped, 2))(*given)
+    whole = value_and_gradients(lambda h, w, t: cute_ops_jax.linear_cross_entropy(h, w, t), 2)
+    close(got, whole(*given))
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+def test_infinities_and_targets_that_are_no_class(lowered: str) -> None:
+    """Where one device has NaN or an infinity, eight have it."""
+    arrays, target = problem()
+    logits = arrays["logits"]
+    logits[1], logits[2, 0], logits[3, 5], logits[5, 7] = -np.inf, -np.inf, np.inf, np.nan
+    logits[6, :40], target[6], target[7], target[8] = -np.inf, 20, N, -3
+    logits[9, : N - 1], target[9] = -np.inf, N - 1
+    logits[10, 0], target[10] = -np.inf, 50
+    mesh = mesh_of((8,), ("model",))
+    for options in (OPTIONS["none"], {"reduction": "none"}):  # with smoothing, and without
+        function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
+        mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P())
+        got = jax.jit(value_and_gradients(mapped, 1))(logits, target)
+        expected = value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1)(logits, target)
+        for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+def test_bfloat16_rounds_no_more_than_one_device() -> None:
+    arrays, target = problem()
+    logits = jnp.asarray(arrays["logits"], jnp.bfloat16)
+    options = OPTIONS["none"]
+    function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
+    mapped = jax.shard_map(function, mesh=mesh_of((8,), ("model",)), in_specs=(P(None, "model"), P()), out_specs=P())
+    (loss, (got,)), (expected_loss, (expected,)) = (
+        value_and_gradients(f, 1)(logits, target) for f in (mapped, partial(cute_ops_jax.cross_entropy, **options))
+    )
+    assert (loss.dtype, got.dtype) == (jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
+    # Where float32 rounding decides a tie, the next number.
+    np.testing.assert_allclose(*(np.asarray(a, np.float32) for a in (got, expected)), rtol=2**-7, atol=1e-9)
+
+
+@pytest.mark.parametrize("lowered", ["kernel"], indirect=True)
+def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any) -> None:
+    """One forward and one backward call each, of the same variants everywhere; the gradient over the logits."""
+    arrays, target = problem()
+
+    def function(h: Any, w: Any, t: Any) -> Any:
+        return cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model", label_smoothing=0.1)
+
+    mapped = jax.shard_map(
+        function, mesh=mesh_of((8,), ("model",)), in_specs=(P(), P("model"), P()), out_specs=P()
+    )  # fmt: skip
+    compiled = jax.jit(jax.grad(mapped, (0, 1))).lower(arrays["hidden"], arrays["weight"], target).compile()
+    jax.block_until_ready(compiled(arrays["hidden"], arrays["weight"], target))
+    assert sorted(v.op for v in fake_kernels.variants) == ["cross_entropy", "cross_entropy_bwd"]
+    assert len(fake_kernels.calls) == 16
+    assert {shapes[0] for _, shapes in fake_kernels.calls} == {(ROWS, N // 8)}
+    text = compiled.as_text()
+    assert re.search(r"custom-call\(.*output_to_operand_aliasing", text)
+    assert not re.search(rf"f32\[{ROWS},{N // 8}\]\S* copy\(", text)
+
+
+def test_errors() -> None:
+    arrays, target = problem()
+    logits = arrays["logits"]
+    with pytest.raises(NameError, match="model"):
+        cute_ops_jax.vocab_parallel_cross_entropy(logits, target, "model")
+    with pytest.raises(
+        ValueError, match=r"cute.cross_entropy: argument `target` has shape \(4,\), expected the leading"
+    ):
+        cute_ops_jax.vocab_parallel_cross_entropy(logits, target[:4], "model")
+    with pytest.raises(ValueError, match=r"cute.vocab_parallel_cross_entropy: option `reduction` is 'max'"):
+        cute_ops_jax.vocab_parallel_cross_entropy(logits, target, "model", reduction="max")
+    with pytest.raises(ValueError, match=r"cute.vocab_parallel_linear_cross_entropy: argument `weight` has shape"):
+        cute_ops_jax.vocab_parallel_linear_cross_entropy(arrays["hidden"], logits, target, "model")
