@@ -207,7 +207,7 @@ def _rows_bwd(
     logits, gradients, inplace = _Logits(h, weight, bias), _Gradients(h, weight, bias, wanted), _inplace()
     s, d = lse.reshape(-1), dloss.reshape(-1)
     for at in _slices(h, weight):
-        gradients.add(at, inplace(logits[at], t[at], s[at], d[at], *attrs))
+        gradients.add(at, inplace(logits[at], t[at], s[at], d[at], *attrs, 0))
     return gradients.results(hidden.shape)
 
 
@@ -224,7 +224,7 @@ def _step(
     for at in _slices(h, weight):
         chunk, classes = logits[at], t[at]
         losses[at], lse = torch.ops.cute.cross_entropy(chunk, classes, *attrs)
-        gradients.add(at, inplace(chunk, classes, lse, share.expand(classes.shape), *attrs))
+        gradients.add(at, inplace(chunk, classes, lse, share.expand(classes.shape), *attrs, 0))
     return losses.sum() * share, *gradients.results(hidden.shape)
 
 
