@@ -94,6 +94,7 @@ def run(scenario: str, cache: Path, **more: str) -> list[float]:
     path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
     environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(cache), "PYTHONPATH": path, **more}
     environment.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has its bytecode
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr.strip().splitlines()[-1] if done.stderr.strip() else f"exit {done.returncode}")
