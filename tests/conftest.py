@@ -7,10 +7,12 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cute_ops import cache, target
+from cute_ops.ops import OPS
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -18,6 +20,65 @@ def pytest_configure(config: pytest.Config) -> None:
     if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="cute_ops_inductor_")
         config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    if "CUTE_OPS_FEATURES" in os.environ:
+        config.pluginmanager.register(Features(Path(os.environ["CUTE_OPS_FEATURES"]), config))
+
+
+class Features:
+    """Which features were proven for which ops in a run: tests with the mark ``feature`` that run for every op.
+
+    ``CUTE_OPS_FEATURES=docs/features_torch.md python -m pytest -m feature tests/torch`` writes the page's table anew.
+    What a run does not touch or skips, GPU tests where no GPU is, stays as it was; ``not run`` is what no run has
+    proven yet, and a dash what does not apply.
+    """
+
+    def __init__(self, page: Path, config: pytest.Config) -> None:
+        self.page, self.config = page, config
+        self.seen: dict[tuple[str, str], None] = {}
+        self.passed: dict[tuple[str, str], bool] = {}
+
+    # The reports, since they travel from the processes of xdist.
+    @pytest.hookimpl(hookwrapper=True)
+    def pytest_runtest_makereport(self, item: pytest.Item) -> Iterator[None]:
+        report = (yield).get_result()  # type: ignore[misc]
+        report.user_properties = [*report.user_properties, *(("feature", list(cell)) for cell in self._cells(item))]
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        for name, cell in report.user_properties:
+            if name == "feature":
+                row, op = cell
+                self.seen[row, op] = None
+                if report.failed or (report.when == "call" and report.passed):
+                    self.passed[row, op] = self.passed.get((row, op), True) and report.passed
+
+    def pytest_sessionfinish(self) -> None:
+        if hasattr(self.config, "workerinput"):
+            return
+        head = self.page.read_text().split("\n| |")[0].rstrip() + "\n\n"
+        known = table(self.page)
+        cells = {**known, **{cell: "not run" for cell in self.seen if known.get(cell, "-") == "-"}}
+        cells |= {cell: "yes" if passed else "**no**" for cell, passed in self.passed.items()}
+        columns = {op for _, op in cells}
+        ops, rows = [op.name for op in OPS if op.name in columns], dict.fromkeys(row for row, _ in cells)
+        lines = [f"| | {' | '.join(f'`{op}`' for op in ops)} |", f"|---|{'---|' * len(ops)}"]
+        lines += [f"| {row} | {' | '.join(cells.get((row, op), '-') for op in ops)} |" for row in rows]
+        self.page.write_text(head + "\n".join(lines) + "\n")
+
+    def _cells(self, item: Any) -> list[tuple[str, str]]:
+        params = getattr(getattr(item, "callspec", None), "params", {})
+        subject = next(
+            (params[name] for name in ("op", "any_op", "problem", "structure", "trained") if name in params), None
+        )
+        # A problem's op or the op; a test without one is for all of them.
+        ops = OPS if subject is None else [getattr(subject, "op", subject)]
+        return [(mark.args[0], op.name.removesuffix("_bwd")) for mark in item.iter_markers("feature") for op in ops]
+
+
+def table(page: Path) -> dict[tuple[str, str], str]:
+    """The cells of a page's table, by row and column."""
+    head, *rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")] or [[]]
+    ops = [cell.strip(" `") for cell in head[1:]]
+    return {(row[0].strip(), op): cell.strip() for row in rows[1:] for op, cell in zip(ops, row[1:], strict=True)}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

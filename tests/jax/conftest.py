@@ -12,7 +12,6 @@ import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 # Several programs share the GPU in these tests.
@@ -247,42 +246,3 @@ def close() -> Callable[[Any, Any], None]:
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5 * largest)
 
     return check
-
-
-class Features:
-    """Which features were proven for which ops in a run: tests with the mark ``feature`` that run for every op.
-
-    ``CUTE_OPS_FEATURES=docs/features_jax.md python -m pytest -m feature tests/jax`` writes the table.
-    """
-
-    HEAD = """# Features of the JAX adapter
-
-Made by the tests that prove it, `CUTE_OPS_FEATURES=docs/features_jax.md python -m pytest -m feature tests/jax`: a cell
-is `yes` when every test of the feature passed for the op. They run on CPUs, on eight of them where several devices are
-needed, and where it says FFI through the lowering for CUDA with the reference as the kernel.
-
-"""
-
-    def __init__(self) -> None:
-        self.passed: dict[tuple[str, str], bool] = {}
-
-    @pytest.hookimpl(hookwrapper=True)
-    def pytest_runtest_makereport(self, item: pytest.Function, call: Any) -> Iterator[None]:
-        report = (yield).get_result()
-        mark = item.get_closest_marker("feature")
-        if mark is not None and "op" in item.callspec.params and (report.when == "call" or report.failed):
-            cell = mark.args[0], item.callspec.params["op"].name
-            self.passed[cell] = self.passed.get(cell, True) and report.passed
-
-    def pytest_sessionfinish(self) -> None:
-        ops, rows = dict.fromkeys(op for _, op in self.passed), dict.fromkeys(feature for feature, _ in self.passed)
-        lines = [f"| | {' | '.join(f'`{op}`' for op in ops)} |", f"|---|{'---|' * len(ops)}"]
-        known = {True: "yes", False: "**no**", None: "-"}
-        lines += [f"| {row} | {' | '.join(known[self.passed.get((row, op))] for op in ops)} |" for row in rows]
-        Path(os.environ["CUTE_OPS_FEATURES"]).write_text(self.HEAD + "\n".join(lines) + "\n")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "feature(name): a row of docs/features_jax.md")
-    if "CUTE_OPS_FEATURES" in os.environ:
-        config.pluginmanager.register(Features())

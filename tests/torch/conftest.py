@@ -1,5 +1,5 @@
-"""Problems from the declarations as torch tensors. Tests that ask for ``problem`` or ``structure`` run for
-everything declared.
+"""Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``structure`` or ``any_op`` run for
+everything declared, ``op`` and ``trained`` for what has a gradient.
 """
 
 from __future__ import annotations
@@ -96,11 +96,15 @@ class Problem(NamedTuple):
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     gpu = next(metafunc.definition.iter_markers("gpu"), None) is not None
     # Structure depends on the size of a dtype, not on its kind: float16 shows nothing that bfloat16 does not.
-    for fixture, dtypes in (("problem", FLOATS), ("structure", ("float32", "bfloat16"))):
+    kinds = (
+        ("problem", STAGES, FLOATS), ("structure", STAGES, ("float32", "bfloat16")),
+        ("trained", [op for op in OPS if op.grad], FLOATS),
+    )  # fmt: skip
+    for fixture, ops, dtypes in kinds:
         if fixture not in metafunc.fixturenames:
             continue
         problems, seen = [], set()
-        for op, dtype in itertools.product(STAGES, dtypes):
+        for op, dtype in itertools.product(ops, dtypes):
             for case in op.cases if gpu else map(testing.small, op.cases):
                 look = (op.name, dtype, str(dataclasses.replace(case, name="")))
                 if look not in seen:
@@ -109,9 +113,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize(fixture, problems)
     if "op" in metafunc.fixturenames:
         metafunc.parametrize("op", [op for op in OPS if op.grad], ids=lambda op: op.name)
+    if "any_op" in metafunc.fixturenames:
+        metafunc.parametrize("any_op", OPS, ids=lambda op: op.name)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_inputs() -> Callable[..., list[torch.Tensor]]:
     """``make(op, rows, n, dtype, device)``: every input of an op, optional ones too."""
 

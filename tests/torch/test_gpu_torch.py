@@ -42,12 +42,14 @@ def poison_like(outputs: Any) -> None:
     del blocks
 
 
+@pytest.mark.feature("GPU: eager, against float64")
 def test_values_against_float64(problem: Any) -> None:
     tensors = problem.tensors("cuda")
     poison_like(problem.raw(*tensors, **problem.attrs))
     problem.check(problem.raw(*tensors, **problem.attrs))
 
 
+@pytest.mark.feature("GPU: deterministic")
 def test_deterministic(problem: Any) -> None:
     tensors = problem.tensors("cuda")
     first = as_tuple(problem.raw(*tensors, **problem.attrs))
@@ -177,8 +179,9 @@ def test_errors_on_a_gpu() -> None:
             call(x, torch.ones(32, device="cuda"))
 
 
-def test_current_stream_is_used(op: Op, make_inputs: Callable[..., Any]) -> None:
-    for declared in (op, op.grad):
+@pytest.mark.feature("GPU: streams")
+def test_current_stream_is_used(any_op: Op, make_inputs: Callable[..., Any]) -> None:
+    for declared in filter(None, (any_op, any_op.grad)):
         raw = getattr(torch.ops.cute, declared.name)
         given = make_inputs(declared, (4096,), 4096, device="cuda")
         expected = as_tuple(raw(*given))
@@ -194,12 +197,13 @@ def test_current_stream_is_used(op: Op, make_inputs: Callable[..., Any]) -> None
         assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
 
 
+@pytest.mark.feature("GPU: CUDA graph capture, also of a first call")
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first-call-in-capture"])
-def test_cuda_graph(op: Op, make_inputs: Callable[..., Any], warm: bool) -> None:
+def test_cuda_graph(any_op: Op, make_inputs: Callable[..., Any], warm: bool) -> None:
     # Sizes that no other test uses, so that the kernel is loaded for the first time inside the capture.
-    n = 1536 if warm else 1152 + 128 * OPS.index(op)
-    tensors = make_inputs(op, (64,), n, torch.bfloat16, "cuda")
-    raw = getattr(torch.ops.cute, op.name)
+    n = 1536 if warm else 1152 + 128 * OPS.index(any_op)
+    tensors = make_inputs(any_op, (64,), n, torch.bfloat16, "cuda")
+    raw = getattr(torch.ops.cute, any_op.name)
     if warm:
         raw(*tensors)
     torch.cuda.synchronize()
@@ -217,6 +221,7 @@ def test_cuda_graph(op: Op, make_inputs: Callable[..., Any], warm: bool) -> None
         assert all(torch.equal(a, b) for a, b in zip(outs, as_tuple(raw(*tensors)), strict=True))
 
 
+@pytest.mark.feature("GPU: CUDA graph of a training step")
 def test_training_step_in_a_cuda_graph(op: Op, make_inputs: Callable[..., Any]) -> None:
     given = dict(zip(op.inputs, make_inputs(op, (64,), 512, torch.float32, "cuda"), strict=True))
     leaves = [given[name].requires_grad_() for name in op.differentiable]
@@ -266,6 +271,7 @@ def check_some_rows(op: Op, name: str, n: int, dtype: torch.dtype) -> None:
             assert not torch.isnan(o[:: max(m // 4096, 1)]).any()
 
 
+@pytest.mark.feature("GPU: more than 2^31 elements")
 @pytest.mark.parametrize("n", [4096, 262144])
 def test_more_than_2_31_elements(op: Op, n: int) -> None:
     for name, _ in both(op):
@@ -273,8 +279,15 @@ def test_more_than_2_31_elements(op: Op, n: int) -> None:
         torch.cuda.empty_cache()
 
 
-@pytest.mark.parametrize("mode", [None, "reduce-overhead"])
-def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], mode: str | None) -> None:
+@pytest.mark.parametrize(
+    "mode",
+    [
+        pytest.param("default", marks=pytest.mark.feature("GPU: compile, backward, dynamic rows")),
+        pytest.param("reduce-overhead", marks=pytest.mark.feature("GPU: compile, reduce-overhead")),
+        pytest.param("max-autotune", marks=pytest.mark.feature("GPU: compile, max-autotune")),
+    ],
+)
+def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], mode: str) -> None:
     torch._dynamo.reset()
     function = testing.plain(op, getattr(cute_ops_torch, op.name))
 
@@ -292,13 +305,14 @@ def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], m
             torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), leaves), rtol=1e-3, atol=1e-3)
 
 
-def test_every_device(op: Op, make_inputs: Callable[..., Any]) -> None:
+@pytest.mark.feature("GPU: several GPUs in one process")
+def test_every_device(any_op: Op, make_inputs: Callable[..., Any]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
-    tensors = make_inputs(op, (33,), 256, device="cuda:0")
-    expected = as_tuple(getattr(cute_ops_torch, op.name)(*tensors))
+    tensors = make_inputs(any_op, (33,), 256, device="cuda:0")
+    expected = as_tuple(getattr(cute_ops_torch, any_op.name)(*tensors))
     for index in range(1, torch.cuda.device_count()):
-        outs = as_tuple(getattr(cute_ops_torch, op.name)(*[t.to(f"cuda:{index}") for t in tensors]))
+        outs = as_tuple(getattr(cute_ops_torch, any_op.name)(*[t.to(f"cuda:{index}") for t in tensors]))
         assert torch.cuda.current_device() == 0
         assert all(
             o.get_device() == index and torch.equal(o.cpu(), e.cpu()) for o, e in zip(outs, expected, strict=True)

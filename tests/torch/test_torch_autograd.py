@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from array_api_compat import torch as xp
-from torch.func import grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, vjp, vmap
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
 from cute_ops import Op, testing
@@ -43,10 +46,9 @@ def gradients(op: Op, function: Callable[..., Any], tensors: list[Any], attrs: A
     return list(torch.autograd.grad([o for o, _ in pairs], wanted(op, tensors), [d.to(o.dtype) for o, d in pairs]))
 
 
-def test_against_float64_autograd_of_the_reference(problem: Any) -> None:
-    op = problem.op
-    if op.grad is None:
-        return  # a backward op: test_double_backward_raises
+@pytest.mark.feature("gradients against float64")
+def test_against_float64_autograd_of_the_reference(trained: Any) -> None:
+    problem, op = trained, trained.op
     tensors = leaves(problem.tensors())
     torch.manual_seed(0)
     douts = [torch.randn(o.shape) for o in raw_of(op)(*tensors, **problem.attrs)]
@@ -104,15 +106,46 @@ def test_no_graph_without_need(op: Op, make_inputs: Callable[..., Any]) -> None:
     assert all(o.requires_grad for o in as_tuple(raw(*tensors)))
 
 
+@pytest.mark.feature("activation checkpointing")
 def test_checkpoint_and_saved_tensor_hooks(op: Op, make_inputs: Callable[..., Any]) -> None:
-    from torch.utils.checkpoint import checkpoint
-
     raw, tensors = raw_of(op), leaves(make_inputs(op))
     expected = torch.autograd.grad(sum(o.sin().sum() for o in as_tuple(raw(*tensors))), wanted(op, tensors))
     outs = as_tuple(checkpoint(raw, *tensors, use_reentrant=False))
     torch.testing.assert_close(torch.autograd.grad(sum(o.sin().sum() for o in outs), wanted(op, tensors)), expected)
 
 
+class Count(TorchDispatchMode):
+    """How often an op is called."""
+
+    def __init__(self, overload: Any) -> None:
+        super().__init__()
+        self.overload, self.calls = overload, 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += func is self.overload
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.feature("selective activation checkpointing")
+@pytest.mark.parametrize(("policy", "calls"), [(CheckpointPolicy.MUST_SAVE, 1), (CheckpointPolicy.MUST_RECOMPUTE, 2)])
+def test_selective_checkpoint(op: Op, make_inputs: Callable[..., Any], policy: CheckpointPolicy, calls: int) -> None:
+    """A policy that names the op decides whether it runs once more."""
+    overload, loss = getattr(torch.ops.cute, op.name).default, loss_of(function_of(op))
+
+    def choose(ctx: Any, called: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return policy if called is overload else CheckpointPolicy.MUST_RECOMPUTE
+
+    tensors = leaves(make_inputs(op))
+    expected = torch.autograd.grad(loss(*tensors), wanted(op, tensors))
+    with Count(overload) as count:
+        contexts = partial(create_selective_checkpoint_contexts, choose)
+        out = checkpoint(loss, *tensors, use_reentrant=False, context_fn=contexts)
+        got = torch.autograd.grad(out, wanted(op, tensors))
+    torch.testing.assert_close(got, expected, rtol=0, atol=0)
+    assert count.calls == calls
+
+
+@pytest.mark.feature("double backward and forward mode raise")
 def test_double_backward_raises(op: Op, make_inputs: Callable[..., Any]) -> None:
     tensors = leaves(make_inputs(op))
     loss = sum(o.sin().sum() for o in raw_of(op)(*tensors))
@@ -124,9 +157,10 @@ def test_double_backward_raises(op: Op, make_inputs: Callable[..., Any]) -> None
 
 
 def loss_of(function: Callable[..., Any]) -> Callable[..., torch.Tensor]:
-    return lambda *tensors: sum(o.sin().sum() for o in as_tuple(function(*tensors)))
+    return lambda *tensors, **named: sum(o.sin().sum() for o in as_tuple(function(*tensors, **named)))
 
 
+@pytest.mark.feature("torch.func: grad, vjp, jacrev")
 def test_func_grad_vjp_jacrev(op: Op, make_inputs: Callable[..., Any]) -> None:
     function, tensors = function_of(op), make_inputs(op)
     everything = tuple(i for i, t in enumerate(tensors) if t.is_floating_point())
@@ -143,11 +177,43 @@ def test_func_grad_vjp_jacrev(op: Op, make_inputs: Callable[..., Any]) -> None:
     torch.testing.assert_close(vjp(loss, *(tensors[i] for i in everything))[1](torch.tensor(1.0)), expected)
 
 
+class Module(torch.nn.Module):
+    """An op's float inputs as parameters."""
+
+    def __init__(self, op: Op, tensors: list[torch.Tensor]) -> None:
+        super().__init__()
+        self.function = function_of(op)
+        for name, t in zip(op.inputs, tensors, strict=True):
+            if t.is_floating_point():
+                self.register_parameter(name, torch.nn.Parameter(t))
+            else:
+                self.register_buffer(name, t)
+
+    def forward(self, scale: torch.Tensor) -> torch.Tensor:
+        every = dict(self.named_parameters()) | dict(self.named_buffers())
+        return scale * loss_of(self.function)(**every)
+
+
+@pytest.mark.feature("torch.func: functional_call, and its gradients per example")
+def test_functional_call(op: Op, make_inputs: Callable[..., Any]) -> None:
+    module, scales = Module(op, make_inputs(op)), torch.tensor([1.0, -2.0])
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    loss = lambda p, scale: functional_call(module, p, (scale,))  # noqa: E731
+    got = vmap(grad(loss), (None, 0))(parameters, scales)
+    for i, scale in enumerate(scales):
+        module.zero_grad()
+        module(scale).backward()
+        for name, p in module.named_parameters():
+            expected = torch.zeros_like(p) if p.grad is None else p.grad
+            torch.testing.assert_close(got[name][i], expected, rtol=1e-4, atol=1e-5)
+
+
 def varied(t: torch.Tensor) -> list[torch.Tensor]:
     """Three different examples; of classes, valid ones."""
     return [t, t + 1, t - 2] if t.is_floating_point() else [t, t.flip(0), t]
 
 
+@pytest.mark.feature("torch.func: vmap, of any inputs, and of grad")
 def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any]) -> None:
     function, tensors = function_of(op), make_inputs(op)
     everything = tuple(range(len(tensors)))
@@ -166,6 +232,7 @@ def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any])
                 torch.testing.assert_close(g, torch.stack(rows))
 
 
+@pytest.mark.feature("double backward and forward mode raise")
 def test_forward_mode_and_second_order_raise(op: Op, make_inputs: Callable[..., Any]) -> None:
     function, (first, *others) = function_of(op), make_inputs(op, (2,), 4)
     loss = lambda x: loss_of(function)(x, *others)  # noqa: E731

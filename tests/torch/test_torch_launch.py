@@ -27,6 +27,7 @@ def test_values_against_float64(problem: Any, compiled: Any) -> None:
     assert compiled.calls == [problem.op.name]
 
 
+@pytest.mark.feature("strided rows, read in place")
 def test_strided_rows_are_read_in_place(structure: Any, compiled: Any) -> None:
     structure.check(launcher(structure.op).launch(*structure.strided(), **structure.attrs))
 

@@ -15,10 +15,12 @@ from cute_ops.ops import OPS
 from cute_ops_torch import schema, stubs
 
 
+@pytest.mark.feature("eager, against float64")
 def test_values_against_float64(problem: Any) -> None:
     problem.check(problem.raw(*problem.tensors(), **problem.attrs))
 
 
+@pytest.mark.feature("opcheck")
 def test_opcheck(structure: Any) -> None:
     tensors = structure.tensors()
     if structure.op.grad:
@@ -26,6 +28,7 @@ def test_opcheck(structure: Any) -> None:
     torch.library.opcheck(structure.raw, tuple(tensors), structure.attrs)
 
 
+@pytest.mark.feature("FakeTensorMode")
 def test_fake_tells_shape_dtype_and_strides(structure: Any) -> None:
     from torch._subclasses import FakeTensorMode
 
@@ -61,6 +64,7 @@ def test_stub_file_is_up_to_date() -> None:
     assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_torch.stubs"
 
 
+@pytest.mark.feature("zero rows")
 @pytest.mark.parametrize("rows", [(0,), (2, 0, 3)])
 def test_zero_rows(op: Op, make_inputs: Callable[..., Any], rows: tuple[int, ...]) -> None:
     by_name = dict(zip(op.inputs, make_inputs(op, rows), strict=True))
@@ -87,18 +91,42 @@ def test_strided_rows(op: Op, make_inputs: Callable[..., Any]) -> None:
     assert all(o.is_contiguous() for o in (outs if isinstance(outs, tuple) else (outs,)))
 
 
-def test_meta_device(op: Op, make_inputs: Callable[..., Any]) -> None:
-    out = getattr(torch.ops.cute, op.name)(*make_inputs(op, device="meta"))
+@pytest.mark.feature("meta device")
+def test_meta_device(any_op: Op, make_inputs: Callable[..., Any]) -> None:
+    out = getattr(torch.ops.cute, any_op.name)(*make_inputs(any_op, device="meta"))
     outs = out if isinstance(out, tuple) else (out,)
     assert all(o.device.type == "meta" for o in outs)
-    assert [o.shape for o in outs] == [t.of(op.example((3, 5), 64)) for t in op.outputs.values()]
+    assert [o.shape for o in outs] == [t.of(any_op.example((3, 5), 64)) for t in any_op.outputs.values()]
 
 
-def test_autocast_leaves_dtypes_alone(op: Op, make_inputs: Callable[..., Any]) -> None:
-    raw, tensors = getattr(torch.ops.cute, op.name), make_inputs(op)
+@pytest.mark.feature("autocast")
+def test_autocast_leaves_dtypes_alone(any_op: Op, make_inputs: Callable[..., Any]) -> None:
+    raw, tensors = getattr(torch.ops.cute, any_op.name), make_inputs(any_op)
     with torch.autocast("cpu", torch.bfloat16):
         out = raw(*tensors)
     torch.testing.assert_close(out, raw(*tensors), rtol=0, atol=0)
+
+
+@pytest.mark.feature("deterministic algorithms")
+def test_deterministic_algorithms(any_op: Op, make_inputs: Callable[..., Any]) -> None:
+    """Nothing refuses to run, nothing depends on memory that torch then fills with NaN."""
+    raw, tensors = getattr(torch.ops.cute, any_op.name), make_inputs(any_op)
+    expected = raw(*tensors)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        torch.testing.assert_close(raw(*tensors), expected, rtol=0, atol=0)
+        if any_op.grad:
+            leaves = [
+                t.requires_grad_() for n, t in zip(any_op.inputs, tensors, strict=True) if n in any_op.differentiable
+            ]
+            outs = testing.shown(any_op, raw(*tensors))
+            both = [
+                torch.autograd.grad(outs, leaves, list(map(torch.ones_like, outs)), retain_graph=True) for _ in "ab"
+            ]
+            torch.testing.assert_close(*both, rtol=0, atol=0)
+    finally:
+        torch.use_deterministic_algorithms(False)
 
 
 def double_reference(xp: Any, x: Any, scale: Any = None, *, factor: int, flip: bool) -> tuple[Any, Any]:

@@ -1,0 +1,118 @@
+"""torch.export and AOTInductor: any number of rows, saved, loaded where the model's code is not."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import sys
+import sysconfig
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim
+
+import cute_ops_torch
+from cute_ops import Op
+from cute_ops.ops import OPS
+
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # the code is a list of calls
+EXAMPLE = Path(__file__).parents[2] / "examples" / "aot_inductor"
+
+
+def as_list(value: Any) -> list[torch.Tensor]:
+    return list(value) if isinstance(value, tuple) else [value]
+
+
+def required(op: Op) -> int:
+    return sum(not t.optional for t in op.inputs.values())
+
+
+class Calls(torch.nn.Module):
+    """Each op twice: with all inputs, and with those only that it needs."""
+
+    def __init__(self, ops: Sequence[Op]) -> None:
+        super().__init__()
+        self.ops = ops
+
+    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+        given, results = list(tensors), []
+        for op in self.ops:
+            inputs, given = given[: len(op.inputs)], given[len(op.inputs) :]
+            for some in (inputs, inputs[: required(op)]):
+                results += as_list(getattr(torch.ops.cute, op.name)(*some))
+        # As bytes, because the C++ program's file format has no fp8.
+        return [r.view(torch.uint8) if r.dtype == torch.float8_e4m3fn else r for r in results]
+
+
+def dynamic(ops: Sequence[Op]) -> Any:
+    """The first dim of what has rows."""
+    return (tuple({0: Dim.DYNAMIC} if t.rows else None for op in ops for t in op.inputs.values()),)
+
+
+@pytest.mark.feature("torch.export: any number of rows, saved and loaded")
+def test_export(any_op: Op, make_inputs: Callable[..., Any]) -> None:
+    calls = Calls([any_op])
+    program = torch.export.export(calls, tuple(make_inputs(any_op, (5, 3))), dynamic_shapes=dynamic([any_op]))
+    raw = getattr(torch.ops.cute, any_op.name).default
+    targets = [node.target for node in program.graph.nodes if node.op == "call_function"]
+    assert targets.count(raw) == 2
+    file = io.BytesIO()
+    torch.export.save(program, file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for rows in (2, 7):
+        tensors = make_inputs(any_op, (rows, 3))
+        torch.testing.assert_close(loaded(*tensors), calls(*tensors), rtol=0, atol=0, equal_nan=True)
+
+
+def test_export_of_a_module() -> None:
+    norm, x = cute_ops_torch.nn.RMSNorm(64), torch.randn(3, 64)
+    program = torch.export.export(norm, (x,), dynamic_shapes=({0: Dim("m")},))
+    assert [n.target for n in program.graph.nodes if n.op == "call_function"] == [torch.ops.cute.rmsnorm.default]
+    torch.testing.assert_close(program.module()(torch.randn(7, 64).fill_(2)), norm(torch.full((7, 64), 2.0)))
+
+
+LOAD = """
+import sys, torch, cute_ops_torch
+model = torch._inductor.aoti_load_package(sys.argv[1])
+torch.save([model(*tensors) for tensors in torch.load(sys.argv[2])], sys.argv[3])
+"""
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        pytest.param("cpu", marks=pytest.mark.feature("AOTInductor: packaged, run by a fresh process, in C++ too")),
+        pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.feature("GPU: AOTInductor, the same")]),
+    ],
+)
+def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path) -> None:
+    """All ops in one package, since most of the time goes to a C++ compiler."""
+    calls, package, given = Calls(OPS), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
+    inputs = [[t for op in OPS for t in make_inputs(op, (m, 3), device=device)] for m in (5, 2, 9)]
+    torch.save(inputs, given)  # before the export, which leaves marks on them
+    program = torch.export.export(calls, tuple(inputs[0]), dynamic_shapes=dynamic(OPS))
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=QUICK)
+    embeds = Path(sysconfig.get_config_var("LIBDIR"), f"libpython{sysconfig.get_config_var('LDVERSION')}.so").exists()
+    if embeds:
+        subprocess.run([sys.executable, str(EXAMPLE / "build.py"), str(tmp_path / "run")], check=True)
+    else:
+        warnings.warn("this Python has no shared library: nothing is run in C++", stacklevel=1)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    for command in ([sys.executable, "-c", LOAD], *([[str(tmp_path / "run")]] if embeds else [])):
+        made = tmp_path / "outputs.pt"
+        done = subprocess.run(
+            [*command, *map(str, (package, given, made))], capture_output=True, text=True, env=environment
+        )
+        assert done.returncode == 0, done.stderr
+        for got, tensors in zip(torch.load(made, weights_only=False), inputs, strict=True):
+            expected = calls(*tensors)
+            for op in OPS:
+                count = 2 * len(op.outputs)
+                torch.testing.assert_close({op.name: got[:count]}, {op.name: expected[:count]}, rtol=0, atol=0)
+                got, expected = got[count:], expected[count:]
