@@ -15,12 +15,19 @@ from cute_ops.op import Array, Op, Tensor
 Factors = Mapping[str, tuple[str | None, ...]]
 
 
-def factors(binding: Binding) -> Factors:
-    """The factor of every dim of every array that is there, None where it must come whole."""
+def factors(binding: Binding, split: bool = False) -> Factors:
+    """The factor of every dim of every array that is there, None where it must come whole.
+
+    Args:
+        binding: the call.
+        split: name the dim that the declaration splits, too.
+    """
     op = binding.op
     arrays = {**binding.inputs, **binding.outputs}
-    found = {n: _names(op, t, a) for n, t in {**op.inputs, **op.outputs}.items() if (a := arrays[n]) is not None}
-    missing = {f for n in op.outputs if n in found and not sums(op, n) for f in _all(found) - set(found[n])}
+    apart = {op.split.dim} if split and op.split else set()
+    cut = apart.union(op.parallel)
+    found = {n: _names(t, a, cut) for n, t in {**op.inputs, **op.outputs}.items() if (a := arrays[n]) is not None}
+    missing = {f for n in op.outputs if n in found and not sums(op, n) for f in _all(found) - apart - set(found[n])}
     return {n: tuple(None if f in missing else f for f in dims) for n, dims in found.items()}
 
 
@@ -30,11 +37,11 @@ def sums(op: Op, output: str) -> bool:
     return output.startswith("d") and source is not None and source.rows is None
 
 
-def _names(op: Op, tensor: Tensor, array: Array) -> tuple[str | None, ...]:
+def _names(tensor: Tensor, array: Array, cut: set[str]) -> tuple[str | None, ...]:
     lead = len(array.shape) - len(tensor.dims)
     # Counted from the last one: what broadcasts has the last few. A dim of one element is not cut.
     rows = [f"{tensor.rows}{lead - i}" if array.shape[i] != 1 else None for i in range(lead)]
-    return (*rows, *(d.name if d.factor == 1 and d.name in op.parallel else None for d in tensor.dims))
+    return (*rows, *(d.name if d.factor == 1 and d.name in cut else None for d in tensor.dims))
 
 
 def _all(found: Factors) -> set[str]:

@@ -18,7 +18,7 @@ from cute_ops_torch.autograd import graph_node, inplace_gradient
 from cute_ops_torch.schema import define, parameters, resolved
 
 _C = torch._C
-_EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
+EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
 
 # All that it uses is in its closure: a global of a module that does not exist would confuse torch.compile.
 # A negated view has the memory of its base: only the dispatcher's fallback resolves it.
@@ -66,7 +66,7 @@ def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: A
     )
     make = _maker(op, _SOURCE, raw, tensors=", ".join(op.inputs), dispatched=dispatched)
     function = make(
-        torch.compiler.is_compiling, watched, _EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
+        torch.compiler.is_compiling, watched, EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
         lambda: graph_node(op, launch, gradient).apply,
     )  # fmt: skip
     return _dressed(function, op)
@@ -148,7 +148,7 @@ def make_inplace(
     def elsewhere(*args: Any) -> Any:
         if torch.compiler.is_compiling() or watched():
             return overload(*args)
-        exact = all(t is None or type(t) in _EXACT for t in args[:arity])
+        exact = all(t is None or type(t) in EXACT for t in args[:arity])
         return node(*args) if exact and torch.is_grad_enabled() else overload(*args)
 
     return make_function(op, elsewhere, launch, inplace, raw=True)

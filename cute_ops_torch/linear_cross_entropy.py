@@ -4,26 +4,34 @@ Rows go in chunks: their logits by a matrix product, loss and lse by our kernel,
 the logits' own memory, the gradients of the inputs by two more products. So the gradients are there when the forward is
 over, and the backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
 weight's gradient cannot be given afterwards: there the backward makes the logits again.
+
+Where ranks share the classes, each makes the logits of its own ones, and what they say of a chunk's rows is exchanged
+between forward and gradient: :class:`Slice`. Gradients of the hidden states then are parts of a sum.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from cute_ops import chunks
-from cute_ops.ops.cross_entropy import FINISH
+from cute_ops.op import Op
+from cute_ops.op import Tensor as Declared
+from cute_ops.ops.cross_entropy import FINISH, cross_entropy, cross_entropy_bwd
 from cute_ops_torch.autograd import inplace_gradient
-from cute_ops_torch.front import watched
+from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.registry import family
+from cute_ops_torch.slices import Slice, run_on_slice
 
 Tensor = torch.Tensor
 _REDUCTIONS = FINISH.options["reduction"]
-_library = torch.library.Library("cute", "FRAGMENT")
+library = torch.library.Library("cute", "FRAGMENT")
 _ATTRS = "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0"
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
+# This rank's slice of the classes, as `Slice`; none where all are here.
+_SLICE = "int[] part=[], str group=''"
 
 
 def linear_cross_entropy(
@@ -66,6 +74,7 @@ def linear_cross_entropy(
     if (
         torch.compiler.is_compiling()
         or watched()
+        or any(type(t) not in EXACT for t in (hidden, weight, target, bias) if t is not None)
         or reduction == "none"
         or not (any(wanted) and torch.is_grad_enabled())
     ):
@@ -130,10 +139,34 @@ class _Direct(torch.autograd.Function):
 # --- chunks --------------------------------------------------------------------------------------------------------
 
 
-def _slices(hidden: Tensor, weight: Tensor) -> Iterator[slice]:
+def _slices(hidden: Tensor, weight: Tensor, own: Slice | None) -> Iterator[slice]:
     rows, width = hidden.shape
-    size = chunks.rows_per_chunk(rows, width, weight.shape[0], hidden.dtype.itemsize)
+    # All ranks must cut alike, whatever their own slices of the classes are.
+    classes = own.most if own else weight.shape[0]
+    size = chunks.rows_per_chunk(rows, width, classes, hidden.dtype.itemsize)
     return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+
+
+class _Losses:
+    """Loss, lse and gradient of a chunk's logits, of a slice of the classes or of all."""
+
+    def __init__(self, attrs: Sequence[Any], own: Slice | None) -> None:
+        self.attrs, self.own = dict(zip(cross_entropy.attrs, (*attrs, 0), strict=True)), own
+
+    def forward(self, logits: Tensor, target: Tensor) -> list[Tensor]:
+        """Loss and lse over all classes."""
+        return self._run(cross_entropy, torch.ops.cute.cross_entropy, logits, target)
+
+    def gradient(self, logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor) -> Tensor:
+        """Over the logits."""
+        grad, gradient, into = family("cute", "cross_entropy_bwd")
+        return self._run(grad, inplace_gradient(grad, gradient, into), logits, target, lse, dloss)[0]
+
+    def _run(self, op: Op, call: Any, *inputs: Tensor) -> list[Tensor]:
+        if self.own:
+            return run_on_slice(op, call, dict(zip(op.inputs, inputs, strict=True)), self.attrs, self.own)
+        raw = call(*inputs, *self.attrs.values())
+        return list(raw) if isinstance(raw, tuple) else [raw]
 
 
 class _Logits:
@@ -155,7 +188,7 @@ class _Logits:
 class _Gradients:
     """Gradients of the inputs, chunk after chunk."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]) -> None:
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
         self.hidden, self.weight, self.empty = hidden, weight, hidden.shape[0] == 0
         like = (hidden, weight, bias)
         made = [torch.empty_like(t) if w and t is not None else None for t, w in zip(like, wanted, strict=True)]
@@ -188,50 +221,59 @@ def _flat(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
     return hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1)
 
 
-def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *attrs: Any) -> tuple[Tensor, Tensor]:
+# The dispatcher leaves out trailing arguments that equal the schema's defaults.
+
+
+def _rows(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, part: Sequence[int] = (), group: str = "",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Loss and lse of each row."""
+    attrs = (ignore_index, label_smoothing, z_loss)
     h, t = _flat(hidden, target)
-    logits = _Logits(h, weight, bias)
+    own = Slice.of(part, group)
+    logits, losses = _Logits(h, weight, bias), _Losses(attrs, own)
     loss, lse = h.new_empty(t.shape, dtype=torch.float32), h.new_empty(t.shape, dtype=torch.float32)
-    for at in _slices(h, weight):
-        loss[at], lse[at] = torch.ops.cute.cross_entropy(logits[at], t[at], *attrs)
+    for at in _slices(h, weight, own):
+        loss[at], lse[at] = losses.forward(logits[at], t[at])
     return loss.view(target.shape), lse.view(target.shape)
 
 
 def _rows_bwd(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lse: Tensor, dloss: Tensor, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lse: Tensor, dloss: Tensor,
+    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, wanted: Sequence[bool] = (),
+    part: Sequence[int] = (), group: str = "",
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients for a cotangent of each row's loss; the logits are made again."""
-    *attrs, wanted = rest
+    attrs = (ignore_index, label_smoothing, z_loss)
     h, t = _flat(hidden, target)
-    logits, gradients, inplace = _Logits(h, weight, bias), _Gradients(h, weight, bias, wanted), _inplace()
+    own = Slice.of(part, group)
+    logits, losses, gradients = _Logits(h, weight, bias), _Losses(attrs, own), _Gradients(h, weight, bias, wanted)
     s, d = lse.reshape(-1), dloss.reshape(-1)
-    for at in _slices(h, weight):
-        gradients.add(at, inplace(logits[at], t[at], s[at], d[at], *attrs, 0))
+    for at in _slices(h, weight, own):
+        gradients.add(at, losses.gradient(logits[at], t[at], s[at], d[at]))
     return gradients.results(hidden.shape)
 
 
 def _step(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The reduced loss and its gradients, together."""
-    *attrs, reduction, wanted = rest
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
+    label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", wanted: Sequence[bool] = (),
+    count: Tensor | None = None, part: Sequence[int] = (), group: str = "",
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The reduced loss and its gradients, together. ``count``: how many rows a mean is over, if not those here."""
+    attrs = (ignore_index, label_smoothing, z_loss)
     h, t = _flat(hidden, target)
-    logits, gradients, inplace = _Logits(h, weight, bias), _Gradients(h, weight, bias, wanted), _inplace()
-    losses = h.new_empty(t.shape, dtype=torch.float32)
-    one = torch.ones((), dtype=torch.float32, device=h.device)
-    share = one / (t != attrs[0]).sum() if reduction == "mean" else one
-    for at in _slices(h, weight):
+    own = Slice.of(part, group)
+    logits, losses, gradients = _Logits(h, weight, bias), _Losses(attrs, own), _Gradients(h, weight, bias, wanted)
+    each = h.new_empty(t.shape, dtype=torch.float32)
+    share = torch.ones((), dtype=torch.float32, device=h.device)
+    if reduction == "mean":
+        share = share / ((t != ignore_index).sum() if count is None else count)
+    for at in _slices(h, weight, own):
         chunk, classes = logits[at], t[at]
-        losses[at], lse = torch.ops.cute.cross_entropy(chunk, classes, *attrs)
-        gradients.add(at, inplace(chunk, classes, lse, share.expand(classes.shape), *attrs, 0))
-    return losses.sum() * share, *gradients.results(hidden.shape)
-
-
-def _inplace() -> Any:
-    """The gradient of the logits, over the logits."""
-    grad, gradient, into = family("cute", "cross_entropy_bwd")
-    return inplace_gradient(grad, gradient, into)
+        each[at], lse = losses.forward(chunk, classes)
+        gradients.add(at, losses.gradient(chunk, classes, lse, share.expand(classes.shape)))
+    return each.sum() * share, *gradients.results(hidden.shape)
 
 
 # --- registration --------------------------------------------------------------------------------------------------
@@ -242,26 +284,22 @@ def _fake_rows(hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tu
 
 
 def _fake_gradients(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: list[bool]
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
     like = zip((hidden, weight, bias), wanted, strict=True)
     return tuple(hidden.new_empty(t.shape if w and t is not None else (0,)) for t, w in like)  # type: ignore[return-value]
 
 
-def _fake_rows_bwd(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(hidden, weight, bias, rest[-1])
+def _fake_rows_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _fake_gradients(args[0], args[1], args[3], args[9])
 
 
-def _fake_step(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, *rest: Any
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    return hidden.new_empty((), dtype=torch.float32), *_fake_gradients(hidden, weight, bias, rest[-1])
+def _fake_step(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return args[0].new_empty((), dtype=torch.float32), *_fake_gradients(args[0], args[1], args[3], args[8])
 
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, target, bias, *ctx.attrs = inputs
+    hidden, weight, target, bias, *ctx.attrs, ctx.part, ctx.group = inputs
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(hidden, weight, target, bias, output[1])
 
@@ -271,49 +309,76 @@ def _backward_rows(ctx: Any, dloss: Tensor, _: Any) -> tuple[Any, ...]:
     needed = ctx.needs_input_grad
     wanted = [needed[0], needed[1], needed[3]]
     found = torch.ops.cute.linear_cross_entropy_rows_bwd(
-        hidden, weight, target, bias, lse, dloss.contiguous(), *ctx.attrs, wanted
+        hidden, weight, target, bias, lse, dloss.contiguous(), *ctx.attrs, wanted, ctx.part, ctx.group
     )
     dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
-    return dhidden, dweight, None, dbias, None, None, None
+    return dhidden, dweight, None, dbias, None, None, None, None, None
 
 
 def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    ctx.wanted = inputs[-1]
+    ctx.wanted = inputs[-4]
     ctx.mark_non_differentiable(*output[1:])
     ctx.save_for_backward(*output[1:])
 
 
 def _backward_step(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
     pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
-    dhidden, dweight, dbias = (g * dloss.to(g.dtype) if w else None for g, w in pairs)
-    return dhidden, dweight, None, dbias, None, None, None, None, None
+    scale = torch.ops.cute.linear_cross_entropy_scale
+    dhidden, dweight, dbias = (scale(g, dloss) if w else None for g, w in pairs)
+    return dhidden, dweight, None, dbias, *[None] * 8
+
+
+def _scale(gradient: Tensor, dloss: Tensor) -> Tensor:
+    return gradient * dloss.to(gradient.dtype)
+
+
+# What sharding needs to know of the ops above: the dims of their arrays.
+_ARRAYS = {"hidden": Declared("*m h", "T"), "weight": Declared("n h", "T"), "target": Declared("*m", "I")}
+_BIAS = {"bias": Declared("n", "T", optional=True)}
+ROWS = Op(
+    "linear_cross_entropy", inputs={**_ARRAYS, **_BIAS}, outputs=cross_entropy.outputs, dtypes=cross_entropy.dtypes,
+    static=(), split=cross_entropy.split, reference=_rows, kernel=cross_entropy.kernel,
+)  # fmt: skip
+GRADIENTS = Op(
+    "linear_cross_entropy",
+    inputs={
+        **_ARRAYS, **_BIAS,
+        "lse": Declared("*m", "float32", optional=True), "dloss": Declared("*m", "float32", optional=True),
+    },
+    outputs={"dhidden": _ARRAYS["hidden"], "dweight": _ARRAYS["weight"], "dbias": Declared("n", "T", given="bias")},
+    dtypes=cross_entropy.dtypes, static=(), split=cross_entropy_bwd.split, reference=_rows_bwd,
+    kernel=cross_entropy_bwd.kernel,
+)  # fmt: skip
 
 
 def _register() -> None:
-    _library.define(f"linear_cross_entropy({_INPUTS}=None, {_ATTRS}, str reduction='mean') -> Tensor")
-    _library.impl("linear_cross_entropy", _composite, "CompositeImplicitAutograd")
+    library.define(f"linear_cross_entropy({_INPUTS}=None, {_ATTRS}, str reduction='mean') -> Tensor")
+    library.impl("linear_cross_entropy", _composite, "CompositeImplicitAutograd")
     inner: dict[str, tuple[str, Any, Any]] = {
-        "linear_cross_entropy_rows": (f"({_INPUTS}, {_ATTRS}) -> (Tensor, Tensor)", _rows, _fake_rows),
+        "linear_cross_entropy_rows": (f"({_INPUTS}, {_ATTRS}, {_SLICE}) -> (Tensor, Tensor)", _rows, _fake_rows),
         "linear_cross_entropy_rows_bwd": (
-            f"({_INPUTS}, Tensor lse, Tensor dloss, {_ATTRS}, bool[] wanted=[]) -> (Tensor, Tensor, Tensor)",
+            f"({_INPUTS}, Tensor lse, Tensor dloss, {_ATTRS}, bool[] wanted=[], {_SLICE}) -> (Tensor, Tensor, Tensor)",
             _rows_bwd,
             _fake_rows_bwd,
         ),
         "linear_cross_entropy_step": (
-            f"({_INPUTS}, {_ATTRS}, str reduction='mean', bool[] wanted=[]) -> (Tensor, Tensor, Tensor, Tensor)",
+            f"({_INPUTS}, {_ATTRS}, str reduction='mean', bool[] wanted=[], Tensor? count=None, {_SLICE}) "
+            "-> (Tensor, Tensor, Tensor, Tensor)",
             _step,
             _fake_step,
         ),
+        # An op, so that the gradients' layout on several devices stays as it is.
+        "linear_cross_entropy_scale": ("(Tensor gradient, Tensor dloss) -> Tensor", _scale, _scale),
     }
     for name, (schema, implementation, fake) in inner.items():
-        _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cute::{name}", fake, lib=_library)
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(name, implementation, "CompositeExplicitAutograd")
+        torch.library.register_fake(f"cute::{name}", fake, lib=library)
     for name, save, backward in (
         ("linear_cross_entropy_rows", _save_rows, _backward_rows),
         ("linear_cross_entropy_step", _save_step, _backward_step),
     ):
-        torch.library.register_autograd(f"cute::{name}", backward, setup_context=save, lib=_library)
+        torch.library.register_autograd(f"cute::{name}", backward, setup_context=save, lib=library)
 
 
 _register()

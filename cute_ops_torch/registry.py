@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
 
@@ -62,6 +62,8 @@ def define(op: Op, namespace: str = "cute") -> Registered:
     name = f"{namespace}::{op.name}"
     torch.library.register_fake(name, _deferred(lambda: fake_kernel(op, made.lower)), lib=library)
     torch.library.register_vmap(name, _deferred(lambda: vmap_rule(op, made.overload)), lib=library)
+    if (distributed := sys.modules.get("cute_ops_torch.distributed")) is not None:
+        distributed.shard(op, made.overload, library)
     return made
 
 
@@ -149,6 +151,12 @@ def register_lowerings() -> None:
 
     for made in list(_registered.values()):
         made.lower()
+
+
+def everything() -> Iterator[tuple[Op, Any, torch.library.Library]]:
+    """Every registered op: its declaration, the op and the library that it is in."""
+    for (namespace, _), made in list(_registered.items()):
+        yield made.op, made.overload, _libraries[namespace]
 
 
 def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:

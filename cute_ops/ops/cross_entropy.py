@@ -23,9 +23,14 @@ CASES = (
 )
 
 
+def _valid(target: Any, n: int, classes: int) -> Any:
+    """Whether a target may be a class."""
+    return (target >= 0) & (target < n) | bool(classes)
+
+
 def _terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tuple[Any, Any, Any]:
     """Whether a row counts, whether its target may be a class, and where that is."""
-    known = (target >= 0) & (target < x.shape[-1]) | bool(classes)
+    known = _valid(target, x.shape[-1], classes)
     columns = xp.cumulative_sum(xp.ones_like(x), axis=-1) - 1  # on the device of x, and exact
     return target != ignore_index, known, columns == xp.astype(target, x.dtype)[..., None]
 
@@ -92,11 +97,12 @@ def slice_of_classes(
     kept = target != ignored
     # Counted from the slice's start, a target could come to be the caller's ignore_index.
     local = xp.where(kept, xp.where(here, target - start, -1), IGNORE_INDEX)
-    inputs, attrs = {**inputs, "target": local}, {**attrs, "ignore_index": IGNORE_INDEX, "classes": whole}
+    inputs = {**inputs, "target": local}
+    chosen = {**attrs, "ignore_index": IGNORE_INDEX, "classes": attrs["classes"] or whole}
     if "dloss" not in inputs:
-        return inputs, {**attrs, "z_loss": 0.0}
-    valid = (target >= 0) & (target < whole) | ~kept
-    return {**inputs, "dloss": xp.where(valid, inputs["dloss"], xp.nan)}, attrs
+        return inputs, {**chosen, "z_loss": 0.0}
+    valid = _valid(target, whole, attrs["classes"]) | ~kept
+    return {**inputs, "dloss": xp.where(valid, inputs["dloss"], xp.nan)}, chosen
 
 
 def merge_slices(
@@ -114,7 +120,7 @@ def merge_slices(
     loss = lse + linear
     if attrs["z_loss"]:
         loss = loss + attrs["z_loss"] * lse * lse
-    loss = xp.where((target >= 0) & (target < whole), loss, xp.nan)
+    loss = xp.where(_valid(target, whole, attrs["classes"]), loss, xp.nan)
     kept = target != attrs["ignore_index"]
     return {"loss": xp.where(kept, loss, 0.0), "lse": xp.where(kept, lse, 0.0)}
 

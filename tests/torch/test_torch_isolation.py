@@ -5,6 +5,8 @@ from __future__ import annotations
 import subprocess
 import sys
 
+import pytest
+
 FORBIDDEN = (
     "jax",
     "cutlass",
@@ -13,6 +15,7 @@ FORBIDDEN = (
     "transformers",
     "torch._inductor",
     "torch._dynamo",
+    "torch.distributed.tensor",
     "array_api_compat",
 )
 PROGRAM = """
@@ -42,3 +45,17 @@ def test_calls_and_gradients_on_the_cpu_need_no_compiler() -> None:
     forbidden = tuple(n for n in FORBIDDEN if n != "array_api_compat")
     then = "x = torch.ones(2, 8, requires_grad=True); cute_ops_torch.rmsnorm(x).sum().backward()"
     assert loaded(then, forbidden) == "[]"
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_ops_take_dtensors_whoever_is_imported_first(before: bool) -> None:
+    imports = ["import torch.distributed.tensor as t", "import cute_ops_torch"]
+    program = f"""
+{"; ".join(imports if before else reversed(imports))}
+import torch
+finder = [f for f in sys.meta_path if type(f).__module__.startswith("cute")]
+rules = torch._library.simple_registry.singleton.find("cute::rmsnorm").torch_dispatch_rules
+print(bool(rules.find(t.DTensor)), finder)
+"""
+    result = subprocess.run([sys.executable, "-c", f"import sys{program}"], capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "True []"

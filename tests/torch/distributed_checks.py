@@ -1,0 +1,317 @@
+"""What every rank of a process group checks, against one process: ``distributed_checks.py RANKS DEVICE FOLDER``.
+
+A check is a function of :class:`World`. All ranks run all of them, in one process each; a rank writes what failed to
+``FOLDER/<rank>.json``. A check that fails on one rank leaves the others waiting, so after the first failure a rank runs
+no more.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import os
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
+from torch.distributed.tensor.debug import CommDebugMode
+
+import cute_ops_torch
+from cute_ops import Op, chunks, testing
+from cute_ops.ops import OPS
+
+CHECKS: dict[str, Callable[[World], None]] = {}
+
+
+class World:
+    """The ranks as a line and as a grid, of which the second dim has two."""
+
+    def __init__(self, device: str) -> None:
+        ranks = dist.get_world_size()
+        self.device, self.rank = device, dist.get_rank()
+        self.line = init_device_mesh(device, (ranks,), mesh_dim_names=("all",))
+        self.grid = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
+
+    def close(self, got: Any, expected: Any, what: Any = "") -> None:
+        got = got.float()  # before it is gathered: gloo knows no float8
+        got = got.full_tensor() if isinstance(got, DTensor) else got
+        rtol, atol = (1e-5, 1e-5) if self.device == "cpu" else (1e-4, 1e-4)
+        torch.testing.assert_close(
+            got, expected.float(), rtol=rtol, atol=atol, equal_nan=True, msg=lambda text: f"{what}: {text}"
+        )
+
+
+def check(function: Callable[[World], None]) -> Callable[[World], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def spread(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
+    """All ranks have the whole: no communication."""
+    return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
+
+
+# --- every op ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def my_own() -> Op:
+    """A user's op, declared and registered when DTensors are there already."""
+    norm = next(op for op in OPS if op.name == "rmsnorm")
+    mine, backward = copy.copy(norm), copy.copy(norm.grad)
+    mine.name, backward.name, mine.grad = "norm", "norm_bwd", backward
+    cute_ops_torch.register(mine, "mine")
+    return mine
+
+
+def everything() -> list[tuple[Op, Any]]:
+    ops = [(op, torch.ops.cute) for op in OPS]
+    mine = my_own()
+    return [(op, getattr(space, op.name).default) for op, space in [*ops, (mine, torch.ops.mine)]]
+
+
+def run(op: Op, overload: Any, inputs: list[torch.Tensor], cotangents: Callable[[int, torch.Tensor], Any]) -> Any:
+    """Outputs that a function shows, and gradients by name."""
+    given = [t.detach().requires_grad_(n in op.differentiable) for n, t in zip(op.inputs, inputs, strict=True)]
+    raw = overload(*given)
+    outputs = testing.shown(op, raw)
+    if not op.differentiable:
+        return outputs, {}
+    leaves = [given[i] for i in testing.argnums(op)]
+    found = torch.autograd.grad(outputs, leaves, [cotangents(k, o) for k, o in enumerate(outputs)])
+    return outputs, dict(zip(op.differentiable, found, strict=True))
+
+
+def compare(world: World, op: Op, overload: Any, mesh: Any, cuts: Sequence[Any], lead: tuple[int, ...], n: int) -> Any:
+    """Row-wise inputs cut like this, others replicated, tables plain; against one process."""
+    rng = np.random.default_rng(7)
+    inputs = [torch.from_numpy(a).to(world.device) for a in testing.sample(op, lead, n, rng)]
+    weights = [torch.from_numpy(rng.standard_normal(1 << 14, np.float32)).to(world.device) for _ in op.outputs]
+    made = lambda k, out: weights[k][: out.numel()].reshape(out.shape).to(out.dtype)  # noqa: E731
+    expected = run(op, overload, inputs, made)
+
+    def placed(t: torch.Tensor, declared: Any) -> torch.Tensor:
+        if declared.broadcast:
+            return t
+        last = t.ndim - len(declared.dims)
+        own = [
+            c if declared.rows and (c == Shard(-1) or c.is_replicate() or c.dim < last) else Replicate() for c in cuts
+        ]
+        if not declared.dims or declared.dims[-1].name != "n":
+            own = [Replicate() if p == Shard(-1) else p for p in own]
+        return spread(t, mesh, own)
+
+    given = [placed(t, d) for t, d in zip(inputs, op.inputs.values(), strict=True)]
+    with CommDebugMode() as moved:
+        outputs, gradients = run(op, overload, given, lambda k, out: spread(made(k, out), mesh, out.placements))
+    for name, got, whole in zip(op.shown, outputs, expected[0], strict=True):
+        assert got.shape == whole.shape and got.stride() == whole.stride() and got.dtype == whole.dtype, (op, name)
+        world.close(got, whole, f"{op.name}.{name} {cuts}")
+    for name, got in gradients.items():
+        world.close(got, expected[1][name], f"{op.name}.d{name} {cuts}")
+    return outputs, gradients, moved.get_total_counts()
+
+
+@check
+def every_op_stays_on_its_rows(world: World) -> None:
+    """Any leading dims, uneven ones too, without a collective; sums over rows come out as parts."""
+    for op, overload in everything():
+        for mesh, cuts in (
+            (world.line, (Shard(0),)), (world.line, (Shard(1),)), (world.line, (Replicate(),)),
+            (world.grid, (Shard(1), Shard(0))), (world.grid, (Shard(0), Shard(0))),
+            (world.grid, (Replicate(), Shard(1))),
+        ):  # fmt: skip
+            outputs, gradients, moved = compare(world, op, overload, mesh, cuts, (5, 3), 6)
+            assert moved == 0, (op.name, cuts, moved)
+            for name, out in zip(op.shown, outputs, strict=True):
+                assert out.placements == (cuts if op.outputs[name].rows else (Replicate(),) * mesh.ndim), (op, cuts)
+            for name, gradient in gradients.items():
+                parts = tuple(c if c.is_replicate() else Partial() for c in cuts)
+                assert gradient.placements == (cuts if op.inputs[name].rows else parts), (op.name, name)
+
+
+@check
+def a_sharded_last_dim_gives_right_numbers(world: World) -> None:
+    for op, overload in everything():
+        outputs, _, moved = compare(world, op, overload, world.line, (Shard(-1),), (2, 3), 6)
+        if "n" in op.parallel:
+            assert moved == 0 and outputs[0].placements == (Shard(2),), op.name
+        compare(world, op, overload, world.grid, (Shard(0), Shard(-1)), (5, 3), 6)
+
+
+@check
+def partial_and_unlike_inputs_are_redistributed(world: World) -> None:
+    torch.manual_seed(0)
+    x, residual, weight = (torch.randn(s, device=world.device) for s in ((5, 3, 8), (5, 3, 8), (8,)))
+    part = DTensor.from_local(x / dist.get_world_size(), world.line, [Partial()], run_check=False)
+    other, shared = spread(residual, world.line, [Shard(1)]), spread(weight, world.line, [Shard(0)])
+    out, summed = torch.ops.cute.add_rmsnorm(part, other, shared)
+    assert out.placements == summed.placements == (Shard(1),)
+    for got, whole in zip((out, summed), torch.ops.cute.add_rmsnorm(x, residual, weight), strict=True):
+        world.close(got, whole)
+    with torch.inference_mode():
+        world.close(
+            cute_ops_torch.rmsnorm(spread(x, world.line, [Shard(0)]), shared), cute_ops_torch.rmsnorm(x, weight)
+        )
+
+
+@check
+def misuse_is_refused(world: World) -> None:
+    x = spread(torch.randn(4, 6, device=world.device), world.line, [Shard(0)])
+    with raises(TypeError, "cute.rmsnorm: argument `weight` is a torch.Tensor, but `x` is a DTensor; distribute both."):
+        cute_ops_torch.rmsnorm(x, torch.ones(6, device=world.device))
+    with raises(ValueError, "cute.rmsnorm: argument `weight` is on DeviceMesh"):
+        cute_ops_torch.rmsnorm(x, spread(torch.ones(6, device=world.device), world.grid, [Replicate()] * 2))
+    with raises(ValueError, "cute.rmsnorm: argument `weight` has n=5, but n=6."):
+        cute_ops_torch.rmsnorm(x, spread(torch.ones(5, device=world.device), world.line, [Replicate()]))
+    logits, target = spread(torch.randn(4, 6, device=world.device), world.line, [Shard(1)]), torch.zeros(4).long()
+    with raises(ValueError, "attribute `classes` is 3, expected 0, or at least n=6"):
+        torch.ops.cute.cross_entropy(logits, target.to(world.device), classes=3)
+
+
+class raises:
+    """As pytest's, which ranks do without."""
+
+    def __init__(self, kind: type[Exception], start: str) -> None:
+        self.kind, self.start = kind, start
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> bool:
+        assert error is not None, f"no error; expected {self.start}"
+        assert isinstance(error, self.kind) and self.start in str(error), f"{error!r} is not {self.start}"
+        return True
+
+
+# --- losses over a sharded vocabulary ------------------------------------------------------------------------------
+
+SMOOTH = {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}
+
+
+def problem(world: World, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(n)
+    logits, target = 3 * torch.randn(3, 5, n), torch.randint(n, (3, 5))
+    target[0, 0] = target[2, 4] = 3
+    target[1, 1] = -100
+    logits[2, 0, : n // 2] = -torch.inf
+    target[2, 0] = n - 1
+    return logits.to(world.device), target.to(world.device)
+
+
+@check
+def cross_entropy_of_vocabulary_shards(world: World) -> None:
+    """Uneven and empty shards; one collective in the forward, none in the backward."""
+    line, grid = world.line, world.grid
+    layouts = (
+        (line, (Shard(2),)),
+        (grid, (Shard(0), Shard(2))),
+        (grid, (Shard(2), Shard(2))),
+        (grid, (Shard(2), Shard(1))),
+    )
+    for n, reduction, (mesh, cuts) in itertools.product((37, 5), ("mean", "sum", "none"), layouts):
+        for options in ({}, SMOOTH):
+            logits, target = problem(world, n)
+            if options:
+                target[1, 1] = 0  # -100 is no class there, and a NaN in a mean hides the rest
+            whole = logits.clone().requires_grad_()
+            expected = cute_ops_torch.cross_entropy(whole, target, reduction=reduction, **options)
+            expected.sum().backward()
+            given = spread(logits, mesh, cuts).requires_grad_()
+            rows = [p if p != Shard(2) else Replicate() for p in cuts]
+            labels = spread(target, mesh, rows) if reduction != "sum" else target
+            with CommDebugMode() as forward:
+                loss = torch.ops.cute.cross_entropy(given.detach(), labels, **options)[0]
+            loss = cute_ops_torch.cross_entropy(given, labels, reduction=reduction, **options)
+            world.close(loss, expected.detach(), (n, reduction, cuts, options))
+            loss.sum().backward()
+            world.close(given.grad, whole.grad, (n, reduction, cuts, options))
+            if cuts != (Shard(2), Shard(2)):
+                assert forward.get_total_counts() == 1, forward.get_comm_counts()
+                assert given.grad.placements == cuts
+    logits, target = problem(world, 37)
+    given, labels = spread(logits, line, [Shard(2)]), spread(target, line, [Replicate()])
+    loss, lse = torch.ops.cute.cross_entropy(given, labels)
+    with CommDebugMode() as backward:
+        torch.ops.cute.cross_entropy_bwd(given, labels, lse, loss)
+    assert backward.get_total_counts() == 0
+    target[0, 0] = 37  # no class
+    assert torch.ops.cute.cross_entropy(given, target)[0].full_tensor().isnan().sum() == 1
+
+
+@check
+def linear_cross_entropy_of_shards(world: World) -> None:
+    """Vocabulary shards, row shards, both; in chunks; with and without a gradient."""
+    line, grid = world.line, world.grid
+    layouts = (
+        (line, [Replicate()], [Shard(0)]),
+        (line, [Shard(1)], [Shard(0)]),  # sequence-parallel hidden states come together
+        (line, [Shard(0)], [Replicate()]),
+        (grid, [Shard(0), Replicate()], [Replicate(), Shard(0)]),
+        (grid, [Shard(0), Shard(1)], [Replicate(), Shard(0)]),
+    )
+    chunks.rows_per_chunk = lambda *sizes: 4
+    for n, reduction, (mesh, rows, vocabulary) in itertools.product((37, 5), ("mean", "sum", "none"), layouts):
+        target = problem(world, n)[1]
+        torch.manual_seed(1)
+        leaves = [torch.randn(s, device=world.device, requires_grad=True) for s in ((3, 5, 8), (n, 8), (n,))]
+        options = {**SMOOTH, "ignore_index": -100, "reduction": reduction}
+        expected = cute_ops_torch.linear_cross_entropy(leaves[0], leaves[1], target, leaves[2], **options)
+        wanted = torch.autograd.grad(expected.sum() * 2, leaves)
+        placed = zip(leaves, (rows, vocabulary, vocabulary), strict=True)
+        hidden, weight, bias = (spread(t.detach(), mesh, p).requires_grad_() for t, p in placed)
+        labels = spread(target, mesh, rows) if n == 5 else target
+        loss = cute_ops_torch.linear_cross_entropy(hidden, weight, labels, bias, **options)
+        what = (n, reduction, rows, vocabulary)
+        world.close(loss, expected.detach(), what)
+        gradients = torch.autograd.grad(loss.sum() * 2, (hidden, weight, bias))
+        for got, whole in zip(gradients, wanted, strict=True):
+            world.close(got, whole, what)
+        if Shard(0) in vocabulary:
+            at = vocabulary.index(Shard(0))
+            assert gradients[0].placements[at] == Partial() and gradients[1].placements[at] == Shard(0), gradients
+        with torch.no_grad():
+            world.close(cute_ops_torch.linear_cross_entropy(hidden, weight, labels, bias, **options), expected.detach())
+    frozen = cute_ops_torch.linear_cross_entropy(hidden.detach(), weight, labels)
+    frozen.backward()
+    with raises(TypeError, "cute.linear_cross_entropy: argument `weight` is a torch.Tensor, but `hidden` is a DTensor"):
+        cute_ops_torch.linear_cross_entropy(hidden, leaves[1], labels)
+
+
+# --- models --------------------------------------------------------------------------------------------------------
+
+
+def main(ranks: int, device: str, folder: Path) -> None:
+    rank = int(os.environ["RANK"])
+    torch.set_num_threads(1)
+    if device == "cuda":
+        torch.cuda.set_device(rank)
+    dist.init_process_group(
+        "nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+    )
+    world, found = World(device), {}
+    for name, function in CHECKS.items():
+        start = time.monotonic()
+        try:
+            function(world)
+            found[name] = "passed"
+        except BaseException:
+            found[name] = traceback.format_exc()
+        print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        if found[name] != "passed":
+            break
+    (folder / f"{rank}.json").write_text(json.dumps({**found, "done": "passed"}))
+    os._exit(0)  # others may have failed: a group that is left in order waits for them
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2], Path(sys.argv[3]))

@@ -1,0 +1,60 @@
+"""DTensors, FSDP2 and tensor parallelism on four processes with gloo, and on two GPUs with NCCL, against one process.
+
+Every rank runs ``distributed_checks.py``: one group of processes for all checks, since starting one takes longer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+PROGRAM = Path(__file__).with_name("distributed_checks.py")
+
+
+def run(ranks: int, device: str, folder: Path) -> None:
+    """Every check on every rank; fails with what went wrong."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    processes = []
+    for rank in range(ranks):
+        with (folder / f"{rank}.log").open("wb") as log:
+            command = [sys.executable, str(PROGRAM), str(ranks), device, str(folder)]
+            own = {**environment, "RANK": str(rank)}
+            processes.append(subprocess.Popen(command, env=own, stdout=log, stderr=subprocess.STDOUT))
+    try:
+        for process in processes:
+            process.wait(timeout=240)
+    except subprocess.TimeoutExpired:
+        pass  # what is not reported has failed
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    problems = []
+    for rank in range(ranks):
+        report, said = folder / f"{rank}.json", (folder / f"{rank}.log").read_text()[-3000:]
+        found = json.loads(report.read_text()) if report.exists() else {"start": said}
+        problems += [f"rank {rank}, {name}: {text}" for name, text in found.items() if text != "passed"]
+        if found and "done" not in found and not problems:
+            problems.append(f"rank {rank} did not end: {said}")
+    if problems:
+        pytest.fail("\n".join(problems), pytrace=False)
+
+
+def test_four_processes(tmp_path: Path) -> None:
+    run(4, "cpu", tmp_path)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
+def test_two_gpus(tmp_path: Path) -> None:
+    run(2, "cuda", tmp_path)
