@@ -2,7 +2,9 @@
 
 Tensors are tiny, so the device is never the limit. A sample times 200 calls that are only enqueued, waits for the
 device outside of the timed region, and divides. Samples of all entries are interleaved; the median counts. Entries
-"in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take.
+"in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take. Those "in a
+program" are the same of a jitted JAX program, until its results are there: as XLA runs it, in a command buffer (a CUDA
+graph), and launched op by op.
 
     python benchmarks/host_time.py --out out/benchmarks
 """
@@ -37,6 +39,7 @@ class Chain(NamedTuple):
     short: Call
     long: Call
     ops: int
+    finished: bool = False  # whether the time counts until the results are there
 
 
 def in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> Chain:
@@ -146,7 +149,11 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
     }
 
 
-def jax_entries() -> dict[str, Callable[[], Call]]:
+# XLA makes command buffers of at least so many operations.
+LAUNCHED = {"xla_gpu_graph_min_graph_size": 1_000_000}
+
+
+def jax_entries() -> dict[str, Callable[[], Call | Chain]]:
     import jax
     import jax.numpy as jnp
 
@@ -167,24 +174,58 @@ def jax_entries() -> dict[str, Callable[[], Call]]:
         function = jax.jit(make("XLA (jit)", "rmsnorm"))
         return lambda: function(x, weight)
 
+    def in_program(op: Callable[..., Any], options: dict[str, Any] | None = None) -> Chain:
+        def chain(length: int) -> Call:
+            def function(x: Any, weight: Any) -> Any:
+                for _ in range(length):
+                    x = op(x, weight)
+                return x
+
+            compiled = jax.jit(function, compiler_options=options)
+            return lambda: compiled(x, weight)
+
+        return Chain(*map(chain, CHAINS), CHAINS[1] - CHAINS[0], finished=True)
+
+    def program_of_ours(options: dict[str, Any] | None = None) -> Callable[[], Chain]:
+        def make() -> Chain:
+            from cute_ops_jax import rmsnorm
+
+            return in_program(lambda x, weight: rmsnorm(x, weight, eps=EPS), options)
+
+        return make
+
+    def program_of_jnp(options: dict[str, Any] | None = None) -> Callable[[], Chain]:
+        def make_it() -> Chain:
+            from contenders import make
+
+            return in_program(make("XLA (jit)", "rmsnorm"), options)
+
+        return make_it
+
     return {
         "jnp.add": lambda: lambda: jnp.add(x, x),
         "jax.jit of jnp": own,
         "cute_ops_jax.rmsnorm": ours(jit=False),
         "jax.jit of cute_ops_jax.rmsnorm": ours(jit=True),
+        "in a program: cute_ops_jax.rmsnorm": program_of_ours(),
+        "in a program, launched: cute_ops_jax.rmsnorm": program_of_ours(LAUNCHED),
+        "in a program: jnp": program_of_jnp(),
+        "in a program, launched: jnp": program_of_jnp(LAUNCHED),
     }
 
 
-def sampler(call: Call | Chain, wait: Callable[[Any], None], calls: int) -> Callable[[], float]:
+def sampler(call: Call | Chain, wait: Callable[[Any], None], calls: int, finished: bool = False) -> Callable[[], float]:
     if isinstance(call, Chain):
         # Few calls: a launch queue that is full would be timed.
-        short, long = (sampler(one, wait, max(calls // 10, 1)) for one in call[:2])
+        short, long = (sampler(one, wait, max(calls // 10, 1), call.finished) for one in call[:2])
         return lambda: (long() - short()) / call.ops
 
     def sample() -> float:
         begin = time.perf_counter()
         for _ in range(calls):
             last = call()
+        if finished:
+            wait(last)
         seconds = time.perf_counter() - begin
         wait(last)
         return seconds * 1e6 / calls

@@ -7,4 +7,4 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # For the whole session: an op can be registered once only, so its module must be imported once only.
-sys.path += [str(EXAMPLES / "custom_op"), str(EXAMPLES / "llama")]
+sys.path += [str(EXAMPLES / name) for name in ("custom_op", "llama", "optax_decoder")]

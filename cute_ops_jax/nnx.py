@@ -1,0 +1,180 @@
+"""``flax.nnx`` modules over the functions: ``pip install 'cute-ops[nnx]'``.
+
+Norms take the arguments of ``flax.nnx``'s own and name their parameters alike, so that states fit both. They differ in
+one thing: what they return has the dtype of ``x``, whatever that of the parameters is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import cute_ops_jax
+
+try:
+    from flax import nnx
+except ImportError as error:
+    raise ImportError("cute_ops_jax.nnx needs flax: pip install 'cute-ops[nnx]'") from error
+
+Array = jax.Array
+Initializer = Callable[..., Array]
+ones, zeros = nnx.initializers.ones_init(), nnx.initializers.zeros_init()
+GATED: dict[str, Callable[[Any, Any], Array]] = {
+    "silu": lambda gate, up: cute_ops_jax.silu_mul(gate, up),
+    "gelu": lambda gate, up: cute_ops_jax.gelu_mul(gate, up, approximate="none"),
+    "gelu_tanh": lambda gate, up: cute_ops_jax.gelu_mul(gate, up, approximate="tanh"),
+}
+
+
+def _parameter(made: bool, init: Initializer, n: int, dtype: Any, rngs: nnx.Rngs) -> Any:
+    return nnx.Param(init(rngs.params(), (n,), dtype)) if made else nnx.data(None)
+
+
+def _value(parameter: Any) -> Array | None:
+    return None if parameter is None else parameter[...]
+
+
+class RMSNorm(nnx.Module):
+    """:func:`cute_ops_jax.rmsnorm` with a learned scale.
+
+    Args:
+        num_features: size of the last dim.
+        epsilon: added to the mean square.
+        param_dtype: a float dtype; it need not be that of the input.
+        use_scale: learn a scale.
+        use_bias: learn a bias.
+        scale_init, bias_init: of the parameters.
+        weight_offset: added to the scale; 1.0 with ``scale_init`` of zeros is Gemma's.
+        rngs: keys for the initializers.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        param_dtype: Any = jnp.float32,
+        use_scale: bool = True,
+        use_bias: bool = False,
+        scale_init: Initializer = ones,
+        bias_init: Initializer = zeros,
+        weight_offset: float = 0.0,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_features, self.epsilon, self.weight_offset = num_features, epsilon, weight_offset
+        self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs)
+        self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return cute_ops_jax.rmsnorm(x, _value(self.scale), _value(self.bias), self.epsilon, self.weight_offset)
+
+
+class AddRMSNorm(RMSNorm):
+    """:func:`cute_ops_jax.add_rmsnorm` with a learned scale: ``(x, residual) -> (out, residual_out)``."""
+
+    def __call__(self, x: Array, residual: Array) -> tuple[Array, Array]:  # type: ignore[override]
+        parameters = _value(self.scale), _value(self.bias)
+        return cute_ops_jax.add_rmsnorm(x, residual, *parameters, self.epsilon, self.weight_offset)
+
+
+class LayerNorm(nnx.Module):
+    """:func:`cute_ops_jax.layernorm` with a learned scale and bias.
+
+    Args:
+        num_features: size of the last dim.
+        epsilon: added to the variance.
+        param_dtype: a float dtype; it need not be that of the input.
+        use_bias: learn a bias.
+        use_scale: learn a scale.
+        bias_init, scale_init: of the parameters.
+        rngs: keys for the initializers.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        *,
+        epsilon: float = 1e-6,
+        param_dtype: Any = jnp.float32,
+        use_bias: bool = True,
+        use_scale: bool = True,
+        bias_init: Initializer = zeros,
+        scale_init: Initializer = ones,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.num_features, self.epsilon = num_features, epsilon
+        self.scale = _parameter(use_scale, scale_init, num_features, param_dtype, rngs)
+        self.bias = _parameter(use_bias, bias_init, num_features, param_dtype, rngs)
+
+    def __call__(self, x: Array) -> Array:
+        return cute_ops_jax.layernorm(x, _value(self.scale), _value(self.bias), self.epsilon)
+
+
+class QKNormRope(nnx.Module):
+    """:func:`cute_ops_jax.qk_norm_rope` with learned scales: ``(q, k, cos, sin) -> (q_out, k_out)``.
+
+    Args:
+        head_dim: elements of a head.
+        epsilon: added to the mean square.
+        param_dtype: a float dtype; it need not be that of the input.
+        scale_init: of both scales.
+        rngs: keys for the initializers.
+    """
+
+    def __init__(
+        self,
+        head_dim: int,
+        *,
+        epsilon: float = 1e-6,
+        param_dtype: Any = jnp.float32,
+        scale_init: Initializer = ones,
+        rngs: nnx.Rngs,
+    ) -> None:
+        self.head_dim, self.epsilon = head_dim, epsilon
+        self.q_scale, self.k_scale = (_parameter(True, scale_init, head_dim, param_dtype, rngs) for _ in range(2))
+
+    def __call__(self, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        return cute_ops_jax.qk_norm_rope(q, k, self.q_scale[...], self.k_scale[...], cos, sin, self.epsilon)
+
+
+class GatedMLP(nnx.Module):
+    """``down(activation(gate(x)) * up(x))``, the product of both halves in one kernel.
+
+    Args:
+        num_features: size of the last dim, in and out.
+        hidden_features: size between.
+        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+        use_bias, dtype, param_dtype, kernel_init: of the three ``nnx.Linear``.
+        rngs: keys for the initializers.
+
+    Raises:
+        ValueError: an unknown activation.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        hidden_features: int,
+        *,
+        activation: str = "silu",
+        use_bias: bool = False,
+        dtype: Any = None,
+        param_dtype: Any = jnp.float32,
+        kernel_init: Initializer | None = None,
+        rngs: nnx.Rngs,
+    ) -> None:
+        if activation not in GATED:
+            raise ValueError(f"GatedMLP: activation is {activation!r}, expected one of {', '.join(map(repr, GATED))}.")
+        init = {} if kernel_init is None else {"kernel_init": kernel_init}
+        linear = partial(nnx.Linear, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, rngs=rngs, **init)
+        self.activation = activation
+        self.gate = linear(num_features, hidden_features)
+        self.up = linear(num_features, hidden_features)
+        self.down = linear(hidden_features, num_features)
+
+    def __call__(self, x: Array) -> Array:
+        return self.down(GATED[self.activation](self.gate(x), self.up(x)))

@@ -1,0 +1,162 @@
+"""A decoder of ``flax.nnx`` modules, shaped like Qwen3. ``Parts`` is all that differs between our ops and XLA's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import cute_ops_jax
+import cute_ops_jax.nnx as ours
+
+Array = jax.Array
+EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a decoder and of its batches."""
+
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    headdim: int
+    vocabulary: int
+    batch: int
+    seqlen: int
+    dtype: str
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in one step."""
+        return self.batch * self.seqlen
+
+
+SMALL = Config(2, 64, 176, 4, 2, 16, 512, 4, 64, "float32")
+# The layers, the vocabulary and the tied embedding of Qwen3-0.6B, eight of its 28 layers.
+LARGE = Config(8, 1024, 3072, 16, 8, 128, 151936, 4, 4096, "bfloat16")
+
+
+class Parts(NamedTuple):
+    """The modules and the loss that a decoder is made of."""
+
+    norm: type[ours.RMSNorm]
+    add_norm: type[ours.AddRMSNorm]
+    qk_norm_rope: type[ours.QKNormRope]
+    mlp: type[ours.GatedMLP]
+    loss: Any
+
+
+# --- the same in jax.numpy, for XLA to fuse ---------------------------------------------------------------------------
+
+
+def rmsnorm(x: Array, scale: Array) -> Array:
+    wide = x.astype(jnp.float32)
+    normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + EPS)
+    return (normed * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def rope(x: Array, cos: Array, sin: Array) -> Array:
+    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
+
+
+class XlaRMSNorm(ours.RMSNorm):
+    def __call__(self, x: Array) -> Array:
+        return rmsnorm(x, self.scale[...])
+
+
+class XlaAddRMSNorm(ours.AddRMSNorm):
+    def __call__(self, x: Array, residual: Array) -> tuple[Array, Array]:
+        residual = x + residual
+        return rmsnorm(residual, self.scale[...]), residual
+
+
+class XlaQKNormRope(ours.QKNormRope):
+    def __call__(self, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        return rope(rmsnorm(q, self.q_scale[...]), cos, sin), rope(rmsnorm(k, self.k_scale[...]), cos, sin)
+
+
+class XlaGatedMLP(ours.GatedMLP):
+    def __call__(self, x: Array) -> Array:
+        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+
+
+def xla_loss(hidden: Array, weight: Array, target: Array) -> Array:
+    logits = (hidden @ weight.T).astype(jnp.float32)
+    return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, target))
+
+
+PARTS = {
+    "XLA": Parts(XlaRMSNorm, XlaAddRMSNorm, XlaQKNormRope, XlaGatedMLP, xla_loss),
+    "ours": Parts(ours.RMSNorm, ours.AddRMSNorm, ours.QKNormRope, ours.GatedMLP, cute_ops_jax.linear_cross_entropy),
+}
+
+
+# --- the decoder ------------------------------------------------------------------------------------------------------
+
+
+class Layer(nnx.Module):
+    def __init__(self, config: Config, parts: Parts, rngs: nnx.Rngs) -> None:
+        c, options = config, {"param_dtype": config.dtype, "rngs": rngs}
+        linear = {**options, "use_bias": False, "dtype": c.dtype}
+        normal = nnx.initializers.normal
+        narrow = normal(0.02 / (2 * c.layers) ** 0.5)  # what adds to the residual stream starts small
+        self.config = c
+        self.q = nnx.Linear(c.hidden, c.heads * c.headdim, kernel_init=normal(0.02), **linear)
+        self.k = nnx.Linear(c.hidden, c.kv_heads * c.headdim, kernel_init=normal(0.02), **linear)
+        self.v = nnx.Linear(c.hidden, c.kv_heads * c.headdim, kernel_init=normal(0.02), **linear)
+        self.out = nnx.Linear(c.heads * c.headdim, c.hidden, kernel_init=narrow, **linear)
+        self.qk_norm_rope = parts.qk_norm_rope(c.headdim, epsilon=EPS, **options)
+        self.mlp_norm = parts.add_norm(c.hidden, epsilon=EPS, **options)
+        self.mlp = parts.mlp(c.hidden, c.mlp, dtype=c.dtype, kernel_init=normal(0.02), **options)
+        self.next_norm = parts.add_norm(c.hidden, epsilon=EPS, **options)
+
+    def __call__(self, x: Array, residual: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
+        """``x`` is normed already; so is what is returned, for the layer that follows."""
+        x, residual = self.mlp_norm(self.attention(x, cos, sin), residual)
+        return self.next_norm(self.mlp(x), residual)
+
+    def attention(self, x: Array, cos: Array, sin: Array) -> Array:
+        q, k, v = (a.reshape(*x.shape[:2], -1, self.config.headdim) for a in (self.q(x), self.k(x), self.v(x)))
+        q, k = self.qk_norm_rope(q, k, cos, sin)
+        # cuDNN's fused attention takes half precision only.
+        fused = "cudnn" if jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16 else None
+        heads = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fused)
+        return self.out(heads.reshape(*x.shape[:2], -1))
+
+
+class Decoder(nnx.Module):
+    """RMSNorm, normed and rotated queries and keys, grouped causal attention, SwiGLU, tied embeddings."""
+
+    def __init__(self, config: Config, parts: Parts, rngs: nnx.Rngs) -> None:
+        c, self.config, self.loss = config, config, parts.loss
+        table = {"embedding_init": nnx.initializers.normal(0.02), "param_dtype": c.dtype, "dtype": c.dtype}
+        self.embedding = nnx.Embed(c.vocabulary, c.hidden, **table, rngs=rngs)
+        self.first_norm = parts.norm(c.hidden, epsilon=EPS, param_dtype=c.dtype, rngs=rngs)
+        self.layers = nnx.List([Layer(c, parts, rngs) for _ in range(c.layers)])
+
+    def __call__(self, window: Array) -> Array:
+        """The mean loss, in nats per token, of ``window: int32[batch, seqlen + 1]``."""
+        tokens, following = window[:, :-1], window[:, 1:]
+        cos, sin = rotary(self.config)
+        residual = self.embedding(tokens)
+        x = self.first_norm(residual)
+        for layer in self.layers:
+            x, residual = layer(x, residual, cos, sin)
+        return self.loss(x, self.embedding.embedding[...], following)
+
+
+def rotary(config: Config) -> tuple[Array, Array]:
+    """Cosines and sines, ``float32[seqlen, headdim / 2]``."""
+    frequency = 1e6 ** (-np.arange(0, config.headdim, 2) / config.headdim)
+    angle = np.arange(config.seqlen)[:, None] * frequency
+    return jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)

@@ -1,0 +1,111 @@
+"""Train one decoder with optax twice, with our ops and with what XLA makes of jax.numpy: losses and tokens/s.
+
+Both start from the same weights and see the same bytes; the script fails when their losses part. On a GPU the decoder
+has the layers of Qwen3-0.6B, in bfloat16; on a CPU it is tiny. ``pip install flax optax`` first.
+
+    python examples/optax_decoder/optax_step.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import optax
+from decoder import LARGE, PARTS, SMALL, Config, Decoder, Parts
+from flax import nnx
+from rich.console import Console
+from rich.table import Table
+
+# Largest difference of two losses after the same steps, in nats: rounding, carried through training.
+TOLERANCE = {"float32": 2e-4, "bfloat16": 2e-2}
+Compiled = Callable[..., Any]
+
+
+class Run:
+    """A model, its optimizer's state and its compiled step."""
+
+    def __init__(self, config: Config, parts: Parts) -> None:
+        self.graph, params = nnx.split(Decoder(config, parts, nnx.Rngs(0)))
+        self.optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(3e-4, b2=0.95, weight_decay=0.1))
+        self.state = params, self.optimizer.init(params)
+        window = jax.ShapeDtypeStruct((config.batch, config.seqlen + 1), np.int32)
+        self.lowered = jax.jit(self._update, donate_argnums=0).lower(self.state, window)
+        self.losses: list[float] = []
+
+    def compile(self) -> None:
+        self.step = self.lowered.compile()
+        self.temporaries = self.step.memory_analysis().temp_size_in_bytes
+
+    def _update(self, state: Any, window: jax.Array) -> tuple[Any, jax.Array]:
+        params, memory = state
+        loss, grads = jax.value_and_grad(lambda params: nnx.merge(self.graph, params)(window))(params)
+        updates, memory = self.optimizer.update(grads, memory, params)
+        return (optax.apply_updates(params, updates), memory), loss
+
+    def train(self, windows: list[np.ndarray]) -> float:
+        """Seconds per step."""
+        found = []
+        start = time.perf_counter()
+        for window in windows:
+            self.state, loss = self.step(self.state, window)
+            found.append(loss)
+        self.losses += [float(loss) for loss in jax.block_until_ready(found)]
+        return (time.perf_counter() - start) / len(windows)
+
+
+def batches(config: Config, seed: int = 0) -> Iterator[np.ndarray]:
+    """Random windows ``int32[batch, seqlen + 1]`` of text that every machine has, as bytes."""
+    files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("[a-d]*.py"))
+    text = np.frombuffer(b"".join(f.read_bytes() for f in files), np.uint8)
+    rng = np.random.default_rng(seed)
+    while True:
+        starts = rng.integers(0, len(text) - config.seqlen - 1, config.batch)
+        yield np.stack([text[s : s + config.seqlen + 1] for s in starts]).astype(np.int32)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Train and compare; returns the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="samples of each, taken in turns")
+    parser.add_argument("--steps", type=int, default=5, help="steps of one sample")
+    options = parser.parse_args(arguments)
+    config = LARGE if jax.default_backend() == "gpu" else SMALL
+
+    runs = {name: Run(config, parts) for name, parts in PARTS.items()}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Run.compile, runs.values()))
+    source = batches(config)
+    rounds = [[next(source) for _ in range(options.steps)] for _ in range(options.rounds + 1)]
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for windows in rounds:
+        for name, run in runs.items():
+            seconds[name].append(run.train(windows))
+
+    rates = {name: config.tokens / statistics.median(s[1:]) for name, s in seconds.items()}  # the first warms up
+    device = jax.devices()[0]
+    table = Table("ops", "tokens/s", "ms per step", "temporaries", "first loss", "last loss", title=device.device_kind)
+    for name, run in runs.items():
+        figures = f"{rates[name]:,.0f}", f"{1e3 * config.tokens / rates[name]:.1f}", f"{run.temporaries / 1e9:.2f} GB"
+        table.add_row(name, *figures, f"{run.losses[0]:.4f}", f"{run.losses[-1]:.4f}")
+    console = Console(width=110)
+    console.print(config)
+    console.print(table)
+    apart = float(np.max(np.abs(np.subtract(runs["ours"].losses, runs["XLA"].losses))))
+    console.print(f"ours: {rates['ours'] / rates['XLA']:.2f} x XLA's tokens/s")
+    agree = apart <= TOLERANCE[config.dtype]
+    console.print(f"losses differ by at most {apart:.1e} nats{'' if agree else ', which is too much'}")
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""The optax example trains, agrees with XLA's own functions, and fails where an op is wrong."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import pytest
+
+pytest.importorskip("flax", reason="flax is not installed")
+pytest.importorskip("optax", reason="optax is not installed")
+import decoder  # (found through conftest)
+import optax_step
+
+import cute_ops_jax
+
+
+def test_losses_agree_and_fall(capsys: pytest.CaptureFixture[str]) -> None:
+    assert optax_step.main(["--rounds", "1", "--steps", "8"]) == 0
+    out = capsys.readouterr().out
+    losses = [[float(x) for x in re.findall(r"\d\.\d{4}", line)] for line in out.splitlines() if line.startswith("│")]
+    assert len(losses) == 2
+    for first, last in losses:
+        assert first == pytest.approx(6.238, abs=0.3)  # untrained: nearly uniform over 512 tokens
+        assert last < first - 0.3
+    assert re.search(r"ours: \d\.\d\d x XLA's tokens/s", out)
+
+
+def test_it_fails_when_an_op_is_one_percent_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Wrong(decoder.ours.GatedMLP):
+        def __call__(self, x: Any) -> Any:
+            return self.down(cute_ops_jax.silu_mul(self.gate(x), self.up(x)) * 1.01)
+
+    monkeypatch.setitem(decoder.PARTS, "ours", decoder.PARTS["ours"]._replace(mlp=Wrong))
+    monkeypatch.setitem(optax_step.TOLERANCE, "float32", 1e-5)
+    assert optax_step.main(["--rounds", "1", "--steps", "4"]) == 1

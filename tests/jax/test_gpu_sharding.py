@@ -1,0 +1,143 @@
+"""Programs on two GPUs against one: numbers, what XLA compiled, and a first call that does not hang.
+
+python -m pytest -m gpu tests/jax/test_gpu_sharding.py
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+import cute_ops_jax
+from cute_ops import Op, testing
+from cute_ops.ops import OPS
+
+pytestmark = pytest.mark.gpu
+P = jax.P
+ROOT = Path(cute_ops_jax.__file__).parents[1]
+Close = Callable[[Any, Any], None]
+SOME = [op for op in OPS if op.name in ("rmsnorm", "rope", "cross_entropy")]
+
+
+@pytest.fixture(autouse=True)
+def two() -> list[jax.Device]:
+    found = jax.devices("gpu")
+    if len(found) < 2:
+        pytest.skip("fewer than two GPUs")
+    return found[:2]
+
+
+def gradient(op: Op) -> Callable[..., Any]:
+    """Values and gradients for fixed cotangents, so that no collective comes from a loss."""
+    function, at = testing.plain(op, cute_ops_jax.register(op)), testing.argnums(op)
+
+    def run(*arrays: Any) -> Any:
+        def chosen(*given: Any) -> Any:
+            found = dict(zip(at, given, strict=True))
+            return function(*(found.get(i, a) for i, a in enumerate(arrays)))
+
+        outputs, pull = jax.vjp(chosen, *(arrays[i] for i in at))
+        return outputs, pull(jax.tree.map(jnp.cos, outputs))
+
+    return run
+
+
+def problem(op: Op) -> tuple[list[np.ndarray], list[Any]]:
+    """Rows and how they are cut. Long enough that a psum of weights' gradients waits for kernels."""
+    arrays = testing.sample(op, (64, 33), 512, np.random.default_rng(0))
+    return arrays, [P("rows") if t.rows and not t.broadcast else P() for t in op.inputs.values()]
+
+
+def calls(text: str) -> int:
+    return len(re.findall(r'custom_call_target="cute_', text))
+
+
+def check_jit(op: Op, kind: AxisType, devices: list[jax.Device], close: Close) -> None:
+    arrays, specs = problem(op)
+    expected = jax.device_get(jax.jit(gradient(op))(*arrays))
+    mesh = jax.make_mesh((2,), ("rows",), (kind,), devices=devices)
+    with jax.set_mesh(mesh):
+        given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip(arrays, specs, strict=True)]
+        compiled = jax.jit(gradient(op)).lower(*given).compile()
+        got = jax.block_until_ready(compiled(*given))
+    close(jax.device_get(got), expected)
+    assert calls(compiled.as_text()) >= 2
+    assert "all-gather" not in compiled.as_text()
+
+
+def test_automatic(op: Op, two: list[jax.Device], close: Close) -> None:
+    check_jit(op, AxisType.Auto, two, close)
+
+
+@pytest.mark.parametrize("some", SOME, ids=lambda op: op.name)
+def test_explicit(some: Op, two: list[jax.Device], close: Close) -> None:
+    check_jit(some, AxisType.Explicit, two, close)
+
+
+@pytest.mark.parametrize("some", SOME, ids=lambda op: op.name)
+def test_shard_map(some: Op, two: list[jax.Device], close: Close) -> None:
+    arrays, specs = problem(some)
+    mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=two)
+    out = P("rows"), tuple(specs[i] for i in testing.argnums(some))
+    mapped = jax.jit(jax.shard_map(gradient(some), mesh=mesh, in_specs=tuple(specs), out_specs=out))
+    close(jax.device_get(mapped(*arrays)), jax.device_get(jax.jit(gradient(some))(*arrays)))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-4, "reduction": "sum"}])
+def test_a_vocabulary_on_two_gpus(options: dict[str, Any], two: list[jax.Device], close: Close) -> None:
+    rng = np.random.default_rng(0)
+    hidden, weight = (rng.standard_normal(s, np.float32) / 8 for s in ((300, 64), (2 * 4099, 64)))
+    target = rng.integers(0, len(weight), 300).astype(np.int32)
+    target[3] = -100
+    mesh = jax.make_mesh((2,), ("model",), (AxisType.Auto,), devices=two)
+
+    def sharded(h: Any, w: Any, t: Any) -> Any:
+        return cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model", **options)
+
+    def whole(h: Any, w: Any, t: Any) -> Any:
+        return cute_ops_jax.linear_cross_entropy(h, w, t, **options)
+
+    mapped = jax.shard_map(sharded, mesh=mesh, in_specs=(P(), P("model"), P()), out_specs=P())
+    with jax.default_matmul_precision("highest"):
+        compiled = jax.jit(jax.value_and_grad(mapped, (0, 1))).lower(hidden, weight, target).compile()
+        expected = jax.jit(jax.value_and_grad(whole, (0, 1)))(hidden, weight, target)
+        close(jax.device_get(compiled(hidden, weight, target)), jax.device_get(expected))
+    assert calls(compiled.as_text()) >= 2
+    assert "all-gather" not in compiled.as_text()
+
+
+FIRST = """
+import jax, jax.numpy as jnp, cute_ops_jax
+from jax.sharding import AxisType, NamedSharding
+mesh = jax.make_mesh((2,), ("rows",), (AxisType.Auto,), devices=jax.devices()[:2])
+x = jax.device_put(jnp.ones((4096, 1024)), NamedSharding(mesh, jax.P("rows")))
+w = jax.device_put(jnp.ones(1024), NamedSharding(mesh, jax.P()))
+
+@jax.jit
+def step(x, w):
+    return jax.grad(lambda x, w: jnp.sum(jnp.sin(cute_ops_jax.rmsnorm(cute_ops_jax.rmsnorm(x, w), w))), (0, 1))(x, w)
+
+print(float(jax.block_until_ready(step(x, w))[1].sum()))
+"""
+
+
+def test_a_first_call_does_not_hang() -> None:
+    """In a fresh process kernels are loaded on both GPUs before collectives run."""
+    environment = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST], capture_output=True, text=True, cwd=ROOT, env=environment, timeout=180,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert np.isfinite(float(done.stdout))

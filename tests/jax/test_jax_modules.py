@@ -1,0 +1,139 @@
+"""Modules for flax.nnx and equinox against the libraries' own, and what is said where a library is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+
+ROOT = Path(cute_ops_jax.__file__).parents[1]
+Close = Callable[[Any, Any], None]
+N = 24
+
+
+@pytest.fixture
+def x() -> np.ndarray:
+    return np.random.default_rng(0).standard_normal((3, 5, N), np.float32)
+
+
+@pytest.fixture
+def nnx() -> Any:
+    return pytest.importorskip("flax.nnx", reason="flax is not installed")
+
+
+@pytest.fixture
+def eqx() -> Any:
+    return pytest.importorskip("equinox", reason="equinox is not installed")
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_nnx_norms_are_flax_norms(name: str, nnx: Any, x: np.ndarray, close: Close) -> None:
+    """Values and gradients, with one's state in the other."""
+    from cute_ops_jax import nnx as ours
+
+    theirs = getattr(nnx, name)(N, scale_init=nnx.initializers.normal(), rngs=nnx.Rngs(1))
+    mine = getattr(ours, name)(N, rngs=nnx.Rngs(0))
+    nnx.update(mine, nnx.state(theirs))
+    results = [
+        nnx.jit(nnx.value_and_grad(lambda m, x: jnp.sum(jnp.sin(m(x))), argnums=(0, 1)))(m, x) for m in (mine, theirs)
+    ]
+    (mine_loss, (mine_state, mine_dx)), (loss, (state, dx)) = results
+    assert set(nnx.to_pure_dict(mine_state)) == set(nnx.to_pure_dict(state))
+    close((mine_loss, nnx.to_pure_dict(mine_state), mine_dx), (loss, nnx.to_pure_dict(state), dx))
+
+
+def test_nnx_modules_without_parameters(nnx: Any, x: np.ndarray, close: Close) -> None:
+    from cute_ops_jax.nnx import AddRMSNorm, LayerNorm, RMSNorm
+
+    plain = RMSNorm(N, use_scale=False, rngs=nnx.Rngs(0))
+    assert not jax.tree.leaves(nnx.state(plain))
+    close(plain(x), cute_ops_jax.rmsnorm(x))
+    gemma = RMSNorm(N, scale_init=nnx.initializers.zeros, weight_offset=1.0, use_bias=True, rngs=nnx.Rngs(0))
+    close(gemma(x), cute_ops_jax.rmsnorm(x))
+    out, residual = AddRMSNorm(N, param_dtype=jnp.bfloat16, rngs=nnx.Rngs(0))(x, x)
+    close((out, residual), cute_ops_jax.add_rmsnorm(x, x, jnp.ones(N, jnp.bfloat16)))
+    assert out.dtype == jnp.float32
+    close(LayerNorm(N, use_bias=False, use_scale=False, rngs=nnx.Rngs(0))(x), cute_ops_jax.layernorm(x, eps=1e-6))
+
+
+@pytest.mark.parametrize(
+    ("activation", "function"),
+    [("silu", jax.nn.silu), ("gelu", lambda x: jax.nn.gelu(x, False)), ("gelu_tanh", jax.nn.gelu)],
+)
+def test_nnx_mlp(activation: str, function: Callable[..., Any], nnx: Any, x: np.ndarray, close: Close) -> None:
+    from cute_ops_jax.nnx import GatedMLP
+
+    mlp = GatedMLP(N, 40, activation=activation, use_bias=True, rngs=nnx.Rngs(0))
+    close(mlp(x), mlp.down(function(mlp.gate(x)) * mlp.up(x)))
+    with pytest.raises(ValueError, match="GatedMLP: activation is 'relu', expected one of 'silu', 'gelu', 'gelu_tanh'"):
+        GatedMLP(N, 40, activation="relu", rngs=nnx.Rngs(0))
+
+
+def heads() -> tuple[np.ndarray, ...]:
+    rng = np.random.default_rng(0)
+    return tuple(rng.standard_normal(s, np.float32) for s in ((2, 5, 4, 8), (2, 5, 2, 8), (5, 4), (5, 4)))
+
+
+def test_qk_norm_rope(nnx: Any, eqx: Any, close: Close) -> None:
+    from cute_ops_jax import equinox
+    from cute_ops_jax import nnx as ours
+
+    weight = np.ones(8, np.float32)
+    q, k, cos, sin = heads()
+    expected = cute_ops_jax.qk_norm_rope(q, k, weight, weight, cos, sin)
+    close(ours.QKNormRope(8, rngs=nnx.Rngs(0))(q, k, cos, sin), expected)
+    close(equinox.QKNormRope(8)(q, k, cos, sin), expected)
+
+
+@pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
+def test_equinox_norms_are_equinox_norms(name: str, eqx: Any, x: np.ndarray, close: Close) -> None:
+    """One example under vmap, as there, and without."""
+    from cute_ops_jax import equinox
+
+    weight = np.linspace(0.5, 1.5, N, dtype=np.float32)
+    pair = [eqx.tree_at(lambda m: m.weight, getattr(lib, name)(N), weight) for lib in (equinox, eqx.nn)]
+
+    def loss(module: Any, x: Any) -> Any:
+        return jnp.sum(jnp.sin(jax.vmap(jax.vmap(module))(x)))
+
+    (mine, mine_grad), (own, own_grad) = (eqx.filter_jit(eqx.filter_value_and_grad(loss))(m, x) for m in pair)
+    close((mine, mine_grad.weight, mine_grad.bias), (own, own_grad.weight, own_grad.bias))
+    close(pair[0](x), jax.vmap(jax.vmap(pair[1]))(x))
+
+
+def test_equinox_add(eqx: Any, x: np.ndarray, close: Close) -> None:
+    from cute_ops_jax.equinox import AddRMSNorm
+
+    norm = AddRMSNorm(N, use_bias=False, weight_offset=1.0)
+    close(jax.vmap(jax.vmap(norm))(x, x), cute_ops_jax.add_rmsnorm(x, x, eps=1e-5))
+    assert [a.shape for a in jax.tree.leaves(norm)] == [(N,)]
+
+
+@pytest.mark.parametrize(("module", "library"), [("nnx", "flax"), ("equinox", "equinox")])
+def test_libraries_are_optional(module: str, library: str) -> None:
+    code = f"""
+import sys
+sys.modules[{library!r}] = None
+import cute_ops_jax
+try:
+    import cute_ops_jax.{module}
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == f"cute_ops_jax.{module} needs {library}: pip install 'cute-ops[{module}]'"
+
+
+def test_they_are_imported_on_demand_only() -> None:
+    code = "import sys, cute_ops_jax; print([m for m in ('flax', 'equinox', 'optax') if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert done.stdout.strip() == "[]"
