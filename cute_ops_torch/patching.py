@@ -1,4 +1,4 @@
-"""``patch(model)``: a Hugging Face model's norms, gated MLPs, rotations and loss run on our ops.
+"""``patch(model)``: a Hugging Face model's norms, gated MLPs, rotations, softmaxes and loss run on our ops.
 
 A module is known by the code of its ``forward``, not by its name: it is replaced only where that code is, word
 for word, one of the forms in :mod:`cute_ops_torch.hugging_face`. So other models of the same build (Mistral, Qwen)
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from cute_ops_torch.hugging_face import FORMS, Form
+from cute_ops_torch.hugging_face import ATTENTION, FORMS, Form
 
 
 class Replaced(NamedTuple):
@@ -24,7 +24,8 @@ class Replaced(NamedTuple):
 
 
 def patch(model: nn.Module) -> list[Replaced]:
-    """Run a model's norms, gated MLPs, rotary embeddings and next-token loss on cute ops, in place.
+    """Run a model's norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on cute ops, in
+    place.
 
     Parameters and state dict stay as they are; :func:`unpatch` undoes it. To pickle the whole model (not its
     state dict), unpatch it first. Where a causal language model is in training mode and is given ``labels``, it
@@ -32,7 +33,7 @@ def patch(model: nn.Module) -> list[Replaced]:
 
     Args:
         model: a Hugging Face ``LlamaForCausalLM``, or a model whose modules are built alike (Mistral, Qwen,
-            Gemma), or one with layer norms and GELUs (BERT).
+            Gemma), or one with layer norms, GELUs and written-out attention (BERT).
 
     Returns:
         What was replaced, in the model's order.
@@ -40,7 +41,7 @@ def patch(model: nn.Module) -> list[Replaced]:
     Raises:
         ValueError: nothing in the model is known, or all of it is patched already.
     """
-    found = [(name, module, form) for name, module in model.named_modules() if (form := _form_of(module, model))]
+    found = [(name, module, form) for name, module in model.named_modules() for form in _forms_of(module, model)]
     if not found:
         patched = any(hasattr(module, "_cute_original") for module in model.modules())
         raise ValueError(
@@ -69,15 +70,19 @@ def unpatch(model: nn.Module) -> None:
         module.__class__ = type(module)._cute_original  # type: ignore[attr-defined]
 
 
-def _form_of(module: nn.Module, model: nn.Module) -> Form | None:
-    """The form that a module has, None for an unknown or patched one."""
+def _forms_of(module: nn.Module, model: nn.Module) -> list[Form]:
+    """The forms that a module has, none of an unknown or patched one."""
     if "forward" in vars(module) or hasattr(module, "_cute_original"):
-        return None  # someone, or we, replaced its forward
-    return next((form for form in FORMS if form.fits(module, model)), None)
+        return []  # someone, or we, replaced its forward
+    first = next((form for form in FORMS if form.fits(module, model)), None)
+    return [form for form in (first, ATTENTION if ATTENTION.fits(module, model) else None) if form]
 
 
 @cache
 def _subclass(original: type[nn.Module], form: Form) -> type[nn.Module]:
     # The same name: checkpointing, sharding and device maps look modules up by it.
-    names = {"__module__": original.__module__, "__qualname__": original.__qualname__, "_cute_original": original}
-    return type(original.__name__, (original,), names | {"forward": form.forward(original)})
+    names = {
+        "__module__": original.__module__, "__qualname__": original.__qualname__,
+        "_cute_original": getattr(original, "_cute_original", original), "forward": form.forward(original),
+    }  # fmt: skip
+    return type(original.__name__, (original,), names)

@@ -2,10 +2,75 @@
 
 from __future__ import annotations
 
+import copy
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
 import torch
 from torch import nn
 
 import cute_ops_torch
+from cute_ops import Op, Tensor
+from cute_ops.op import FLOATS
+from cute_ops_torch.nn import class_name, module
+
+
+@pytest.mark.feature("nn module")
+def test_a_module_for_every_op(any_op: Op, make_inputs: Callable[..., Any]) -> None:
+    """It computes what the function does with its parameters; it is copied, pickled and compiled."""
+    tensors = dict(zip(any_op.inputs, make_inputs(any_op), strict=True))
+    learned = {name: tensors.pop(name) for name, t in any_op.inputs.items() if not t.rows}
+    made = getattr(cute_ops_torch.nn, class_name(any_op))(
+        *dict.fromkeys(size for t in learned.values() for size in t.shape),
+        **({"bias": True} if "bias" in learned else {}),
+    )
+    assert [name for name, _ in made.named_parameters()] == list(learned)
+    made.load_state_dict(learned)
+    file = io.BytesIO()
+    torch.save(copy.deepcopy(made), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    expected = getattr(cute_ops_torch, any_op.name)(**tensors, **learned)
+    for called in (made, loaded, torch.compile(made, fullgraph=True, backend="eager")):
+        torch.testing.assert_close(called(*tensors.values()), expected, rtol=0, atol=0)
+    assert not hasattr(cute_ops_torch.nn, any_op.name)
+
+
+def test_a_module_of_ones_own_op() -> None:
+    own = Op(
+        "scale_and_shift",
+        inputs={"x": Tensor("*m n", "T"), "weight": Tensor("n", "T"), "shift": Tensor("n", "T", optional=True)},
+        outputs={"out": Tensor("*m n", "T")},
+        dtypes={"T": FLOATS},
+        attrs={"power": 1},
+        reference=lambda xp, x, weight, shift, *, power: x**power * weight + (0 if shift is None else shift),
+        kernel="nowhere:ScaleAndShift",
+    )
+    made = module(own, "cute_test")(8, power=2, shift=True, dtype=torch.bfloat16)
+    assert repr(made) == "ScaleAndShift(8, power=2, shift=True)"
+    assert made.weight.dtype == torch.bfloat16
+    x = torch.randn(2, 8).bfloat16()
+    torch.testing.assert_close(made(x), x**2)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
+        module(own, "cute_test")(8, bias=True)
+
+
+def test_modules_with_options() -> None:
+    loss = cute_ops_torch.nn.CrossEntropy(reduction="sum", label_smoothing=0.1)
+    assert repr(loss) == "CrossEntropy(label_smoothing=0.1, reduction='sum')"
+    logits, target = torch.randn(4, 9), torch.tensor([1, 2, 3, 8])
+    expected = nn.functional.cross_entropy(logits, target, reduction="sum", label_smoothing=0.1)
+    torch.testing.assert_close(loss(logits, target), expected)
+    head = cute_ops_torch.nn.LinearCrossEntropy(16, 9, bias=True, reduction="none")
+    hidden = torch.randn(4, 16)
+    expected = nn.functional.cross_entropy(hidden @ head.weight.T + head.bias, target, reduction="none")
+    torch.testing.assert_close(head(hidden, target), expected)
+    assert repr(head).startswith("LinearCrossEntropy(16, 9, bias=True, ignore_index=-100, label_smoothing=0.0, ")
+    norm = cute_ops_torch.nn.RMSNormFP8(64, 1e-5, 1.0, 128)
+    assert not norm.weight.any()
+    assert repr(norm) == "RMSNormFP8(64, eps=1e-05, weight_offset=1.0, block=128)"
 
 
 def test_rmsnorm_module() -> None:

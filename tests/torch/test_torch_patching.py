@@ -134,6 +134,32 @@ def test_bert() -> None:
         assert model.embeddings.LayerNorm(torch.ones(2, 64)).dtype == torch.float32
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_eager_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A softmax with a mask that hides whole tokens, of one head per key and of groups, which rotate too."""
+    sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
+    bert = transformers.BertConfig(num_attention_heads=4, attn_implementation="eager", **sizes)
+    tokens, mask = torch.randint(0, 97, (2, 19)), torch.ones(2, 19, dtype=torch.long)
+    mask[1, 11:] = 0
+    for plain in (transformers.BertModel(bert), llama(attn_implementation="eager").model):
+        plain = plain.eval().to(dtype)
+        model = copy.deepcopy(plain)
+        replaced = [tuple(r) for r in cute_ops_torch.patch(model)]
+        attention = [name for name, op in replaced if op == "softmax"]
+        assert len(attention) == 2
+        assert sum(op == "rope" for name, op in replaced if name in attention) in (0, 2)
+        with monkeypatch.context() as patched:
+            calls = count_calls(patched)
+            got = model(tokens, mask, output_attentions=True)
+        assert calls["softmax"] == 2
+        expected = plain(tokens, mask, output_attentions=True)
+        for one, other in zip((got[0], *got.attentions), (expected[0], *expected.attentions), strict=True):
+            eps = torch.finfo(dtype).eps
+            torch.testing.assert_close(one[1, ..., :11, :], other[1, ..., :11, :], rtol=8 * eps, atol=64 * eps)
+        cute_ops_torch.unpatch(model)
+        assert {type(m) for m in model.modules()} == {type(m) for m in plain.modules()}
+
+
 def test_other_activations() -> None:
     replaced = dict(compare(llama(hidden_act="gelu")))
     assert replaced["model.layers.0.mlp"] == "gelu_mul"
