@@ -17,14 +17,25 @@ import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor, init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
 
 import cute_ops_torch
 from cute_ops import Op, chunks, testing
@@ -259,7 +270,7 @@ def linear_cross_entropy_of_shards(world: World) -> None:
         (grid, [Shard(0), Replicate()], [Replicate(), Shard(0)]),
         (grid, [Shard(0), Shard(1)], [Replicate(), Shard(0)]),
     )
-    chunks.rows_per_chunk = lambda *sizes: 4
+    chunks.rows_per_chunk = lambda *sizes: 3 + sizes[2] % 4  # as many on all ranks, or they wait for ever
     for n, reduction, (mesh, rows, vocabulary) in itertools.product((37, 5), ("mean", "sum", "none"), layouts):
         target = problem(world, n)[1]
         torch.manual_seed(1)
@@ -288,6 +299,197 @@ def linear_cross_entropy_of_shards(world: World) -> None:
 
 
 # --- models --------------------------------------------------------------------------------------------------------
+
+BATCH, SEQLEN, HEADS, HEADDIM, HIDDEN, MLP, VOCABULARY = 2, 6, 4, 8, 32, 48, 37
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.q, self.k, self.v, self.out = (nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        heads = [projection(x).unflatten(-1, (-1, HEADDIM)) for projection in (self.q, self.k, self.v)]
+        q, k = (cute_ops_torch.rope(t, cos, sin) for t in heads[:2])
+        mine = [t.to_local() if isinstance(t, DTensor) else t for t in (q, k, heads[2])]
+        out = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in mine), is_causal=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Linear(HIDDEN, MLP, bias=False) for _ in range(2))
+        self.down = nn.Linear(MLP, HIDDEN, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(cute_ops_torch.silu_mul(self.gate(x), self.up(x)))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.mlp_norm = (cute_ops_torch.nn.RMSNorm(HIDDEN) for _ in range(2))
+        self.attention, self.mlp = Attention(), GatedMLP()
+
+    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), cos, sin)
+        return x + self.mlp(self.mlp_norm(x))
+
+
+class Llama(nn.Module):
+    """``fused``: the loss from the hidden states, without logits."""
+
+    def __init__(self, fused: bool) -> None:
+        super().__init__()
+        self.fused = fused
+        self.embedding = nn.Embedding(VOCABULARY, HIDDEN)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.norm, self.head = cute_ops_torch.nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, VOCABULARY, bias=False)
+        angles = torch.arange(SEQLEN)[:, None] / 10 ** torch.linspace(0, 1, HEADDIM // 2)
+        self.register_buffer("cos", angles.cos())
+        self.register_buffer("sin", angles.sin())
+
+    def forward(self, tokens: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x, self.cos, self.sin)
+        x = self.norm(x)
+        if self.fused:
+            return cute_ops_torch.linear_cross_entropy(x, self.head.weight, target)
+        return cute_ops_torch.cross_entropy(self.head(x), target)
+
+
+def llama(world: World, fused: bool) -> tuple[Llama, torch.Tensor, torch.Tensor]:
+    torch.manual_seed(5)
+    model = Llama(fused)
+    for p in model.parameters():
+        p.data += torch.randn_like(p) / 10
+    tokens, target = torch.randint(VOCABULARY, (2, 2 * BATCH, SEQLEN))
+    target[0, :2] = -100
+    return model.to(world.device), tokens.to(world.device), target.to(world.device)
+
+
+def tensor_parallel(model: Llama, mesh: Any) -> None:
+    """Norms on slices of the sequence, projections and heads on those of the features, the loss on the vocabulary's."""
+    rows, columns = Shard(1), ColwiseParallel(use_local_output=False)
+    plan = {
+        "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows, use_local_output=False),
+        "norm": SequenceParallel(),
+        "head": ColwiseParallel(input_layouts=rows, output_layouts=Shard(-1), use_local_output=False),
+    }
+    for i in range(len(model.blocks)):
+        gathered = {"input_layouts": (rows,), "desired_input_layouts": (Replicate(),)}
+        for name, inner in (("attention", "qkv"), ("mlp", ("gate", "up"))):
+            whole = gathered if name == "mlp" else {k: (*v, None, None) for k, v in gathered.items()}
+            plan |= {f"blocks.{i}.{name}_norm": SequenceParallel(), f"blocks.{i}.{name}": PrepareModuleInput(**whole)}
+            plan |= {f"blocks.{i}.{name}.{part}": columns for part in inner}
+        plan |= {
+            f"blocks.{i}.{name}": RowwiseParallel(output_layouts=rows, use_local_output=False)
+            for name in ("attention.out", "mlp.down")
+        }
+    parallelize_module(model, mesh, plan)
+
+
+def same_gradients(world: World, model: nn.Module, whole: nn.Module, what: str) -> None:
+    for (name, got), expected in zip(model.named_parameters(), whole.parameters(), strict=True):
+        assert got.grad is not None and expected.grad is not None, name
+        scale = expected.grad.abs().max()
+        world.close(got.grad / scale, expected.grad / scale, f"{what}: {name}")
+
+
+@check
+def tensor_parallel_llama(world: World) -> None:
+    """Two ranks share the heads, features, vocabulary and, between them, the sequence."""
+    for fused in (False, True):
+        whole, tokens, target = llama(world, fused)
+        model = copy.deepcopy(whole)
+        tensor_parallel(model, world.grid["tp"])
+        expected = whole(tokens, target)
+        expected.backward()
+        loss = model(tokens, target)
+        world.close(loss, expected.detach(), "loss")
+        norm = model.blocks[0].mlp_norm.weight
+        seen: list[Any] = []
+        norm.register_hook(lambda gradient, seen=seen: seen.append(gradient.placements))
+        loss.backward()
+        assert seen == [(Partial(),)], seen  # each rank has the part of its slice of the sequence
+        same_gradients(world, model, whole, "fused" if fused else "logits")
+
+
+@check
+def fsdp_over_tensor_parallel_llama(world: World) -> None:
+    """Each row of the grid has its own sequences."""
+    whole, tokens, target = llama(world, True)
+    model = copy.deepcopy(whole)
+    tensor_parallel(model, world.grid["tp"])
+    for block in model.blocks:
+        fully_shard(block, mesh=world.grid["dp"])
+    fully_shard(model, mesh=world.grid["dp"])
+    count = world.grid.size(0)
+    mine = world.grid.get_local_rank(0)
+    each = [whole(*pair) for pair in zip(tokens.chunk(count), target.chunk(count), strict=True)]
+    (sum(each) / count).backward()
+    loss = model(tokens.chunk(count)[mine], target.chunk(count)[mine])
+    world.close(loss, each[mine].detach(), "loss")
+    loss.backward()
+    same_gradients(world, model, whole, "fsdp x tp")
+
+
+@check
+def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
+    if find_spec("transformers") is None:
+        return
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(2)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=2,
+        num_attention_heads=HEADS, num_key_value_heads=2,
+    )  # fmt: skip
+    whole = LlamaForCausalLM(config).to(world.device)
+    ranks = dist.get_world_size()
+    tokens = torch.randint(VOCABULARY, (ranks, 9)).to(world.device)
+    each = [whole(row[None], labels=row[None]).loss for row in tokens]
+    (sum(each) / ranks).backward()
+    for apart in (False, True):  # whether the head is a group of its own
+        model = copy.deepcopy(whole)
+        model.zero_grad()
+        replaced = {r.op for r in cute_ops_torch.patch(model)}
+        assert replaced == {"rmsnorm", "add_rmsnorm", "silu_mul", "rope", "linear_cross_entropy"}, replaced
+        for layer in (*model.model.layers, *([model.lm_head] if apart else [])):
+            fully_shard(layer, mesh=world.line)
+        fully_shard(model, mesh=world.line)
+        mine = tokens[world.rank][None]
+        loss = model(mine, labels=mine).loss
+        world.close(loss.detach(), each[world.rank].detach(), "loss")
+        loss.backward()
+        same_gradients(world, model, whole, f"head apart: {apart}")
+
+
+@check
+def compiled_without_a_graph_break(world: World) -> None:
+    if world.rank > 1:  # two of them are enough, and Dynamo takes its time
+        return
+    mesh = world.grid["tp"]
+
+    def step(x: torch.Tensor, weight: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        x = cute_ops_torch.silu_mul(cute_ops_torch.rmsnorm(x, weight), x).redistribute(mesh, [Replicate()])
+        loss = cute_ops_torch.linear_cross_entropy(x, head, target)
+        return loss + cute_ops_torch.cross_entropy(x @ head.T, target)
+
+    torch.manual_seed(3)
+    sizes = {"x": ((3, 4, 8), Shard(1)), "weight": ((8,), Replicate()), "head": ((11, 8), Shard(0))}
+    target = torch.randint(11, (3, 4), device=world.device)
+    given = [torch.randn(size, device=world.device) for size, _ in sizes.values()]
+    results = []
+    for function in (step, torch.compile(step, fullgraph=True, backend="aot_eager")):
+        leaves = [spread(t, mesh, [p]).requires_grad_() for t, (_, p) in zip(given, sizes.values(), strict=True)]
+        loss = function(*leaves, spread(target, mesh, [Replicate()]))
+        results.append([loss, *torch.autograd.grad(loss, leaves)])
+    for eager, compiled in zip(*results, strict=True):
+        assert eager.placements == compiled.placements
+        world.close(compiled, eager.full_tensor().detach())
 
 
 def main(ranks: int, device: str, folder: Path) -> None:
