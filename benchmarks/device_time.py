@@ -39,6 +39,8 @@ from torch._functorch import config as functorch_config
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from cute_ops_torch.measure import graph_sampler
+
 KEY = ("op", "direction", "rows", "n", "dtype", "weight", "residual", "layout")
 COLUMNS = (
     *KEY, "contender", "status", "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "sets", "calls",
@@ -112,28 +114,6 @@ def only(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[b
 
 
 # --- sampling ------------------------------------------------------------------------------------------------------
-
-
-def graph_sampler(calls: Sequence[Callable[[], Any]], count: int, stream: torch.cuda.Stream) -> Sampler:
-    """Microseconds of a call, by replays of a graph of ``count`` calls."""
-    graph = torch.cuda.CUDAGraph()
-    keep: list[Any] = [None] * len(calls)  # outputs of the last round, so that no two calls share output buffers
-    with torch.cuda.graph(graph, stream=stream):
-        for i in range(count):
-            keep[i % len(calls)] = calls[i % len(calls)]()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    graph.replay()
-
-    def sample() -> float:
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        return start.elapsed_time(end) * 1e3 / count
-
-    # A graph owns only what was allocated inside: inputs and what autograd saved for backward stay with the calls.
-    sample.owns = graph, keep, calls  # type: ignore[attr-defined]
-    return sample
 
 
 def loop_sampler(calls: Sequence[Callable[[], Any]], count: int) -> Sampler:

@@ -4,6 +4,7 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 ``cute_ops_torch`` and ``cute_ops_jax`` turn every declaration into an op of their framework.
 """
 
+from cute_ops.candidates import Needs, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import FLOATS, Array, Case, Finish, OneOf, Op, Problem, Split, Tensor
 from cute_ops.reference import widen
@@ -16,10 +17,13 @@ __all__ = [
     "Case",
     "CompileError",
     "Finish",
+    "Needs",
     "OneOf",
     "Op",
     "Problem",
     "Split",
     "Tensor",
+    "Tuning",
+    "vary",
     "widen",
 ]

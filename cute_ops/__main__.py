@@ -12,7 +12,7 @@ from rich.table import Table
 
 from cute_ops import cache, declarations, doctor
 from cute_ops.binding import bind
-from cute_ops.commands import Arches, author, bundles, console, fail, targets
+from cute_ops.commands import Arches, author, bundles, console, fail, targets, tuning
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import FLOATS
 from cute_ops.plan import plan
@@ -26,6 +26,7 @@ app.add_typer(bundle_app, name="bundle")
 app.command("verify")(author.verify)
 app.command("bench")(author.bench)
 app.command("inspect")(author.inspect)
+app.command("tune")(tuning.tune)
 app.command("record")(bundles.record)
 app.command("manifest")(bundles.model)
 app.command("build")(bundles.build)

@@ -1,7 +1,8 @@
 """Bundles: compiled kernels that are shipped, for several targets, read-only, without a compiler.
 
 A bundle is a folder: ``bundle.json`` says what was built for what with which versions, and holds a checksum of every
-other file; ``kernels/`` the objects; ``manifest.txt`` the calls; ``licenses/`` those of what is in the objects. The
+other file; ``kernels/`` the objects; ``manifest.txt`` the calls; ``tuning.json`` the tiles they were built with, which
+who loads the bundle must choose, too; ``licenses/`` those of what is in the objects. The
 same manifest, targets and versions give the same bytes. It is served where ``CUTE_OPS_BUNDLE`` names it, or from an
 installed package with an entry point in the group ``cute_ops.bundles`` that names the package that holds it.
 """
@@ -90,6 +91,17 @@ class Bundle:
         self._verify(path, record["sha256"])
         return path
 
+    def text(self, name: str) -> str | None:
+        """One of its files, its checksum compared; None where there is none.
+
+        Raises:
+            CacheError: the file is damaged.
+        """
+        if name not in self.files:
+            return None
+        self._verify(self.where / name, self.files[name])
+        return (self.where / name).read_text()
+
     def verify(self) -> int:
         """Compare every checksum; returns the number of kernels.
 
@@ -152,16 +164,22 @@ def find(variant: Variant) -> Path | None:
     Raises:
         CacheError: none of them fits.
     """
-    named = os.environ.get("CUTE_OPS_BUNDLE")
-    if not named:
+    folders = named()
+    if not folders:
         return None
-    path, refusals = _search(named, lambda: [Path(part) for part in named.split(os.pathsep) if part], variant)
+    path, refusals = _search(os.environ["CUTE_OPS_BUNDLE"], named, variant)
     # One of several may be of another target; where none serves, the reason is worth an error.
-    if path is None and refusals and len(refusals) == len(named.split(os.pathsep)):
+    if path is None and refusals and len(refusals) == len(folders):
         raise refusals[0]
     if path is None:
-        log.warning("%s does not hold %s: it is looked for in the cache, then compiled", named, variant.describe())
+        where = os.environ["CUTE_OPS_BUNDLE"]
+        log.warning("%s does not hold %s: it is looked for in the cache, then compiled", where, variant.describe())
     return path
+
+
+def named() -> list[Path]:
+    """The folders that ``CUTE_OPS_BUNDLE`` names."""
+    return [Path(part) for part in os.environ.get("CUTE_OPS_BUNDLE", "").split(os.pathsep) if part]
 
 
 def find_installed(variant: Variant) -> Path | None:
@@ -229,10 +247,15 @@ def build(
         CacheError: the folder holds something else, or the compile cache cannot be used.
         ValueError, TypeError: an op does not take such a call.
     """
-    from cute_ops import cache, manifest
+    from cute_ops import cache, manifest, tuning
 
     _check_replaceable(where)
     built = cache.build_all(manifest.variants(calls, targets), done)
+    # An installed bundle is asked for kernels by programs that have not read its tuning.
+    with tuning.as_shipped():
+        built += cache.build_all(
+            v for v in manifest.variants(calls, targets, log.debug) if v not in [one.variant for one in built]
+        )
     if not any(one.error for one in built):
         write([one.variant for one in built], targets, where, calls)
     return built
@@ -264,7 +287,7 @@ def _check_replaceable(where: Path) -> None:
 
 
 def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variants: Sequence[Variant]) -> None:
-    from cute_ops import cache, manifest
+    from cute_ops import cache, manifest, tuning
 
     (where / "kernels").mkdir()
     (where / "licenses").mkdir()
@@ -278,6 +301,8 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
             "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.to_json()),
         }  # fmt: skip
     manifest.write(where / "manifest.txt", calls)
+    if winners := tuning.behind(kernels):
+        (where / tuning.NAME).write_text(tuning.dump(winners))
     for name, text in _licenses().items():
         (where / "licenses" / f"{name}.txt").write_bytes(text)
     others = sorted(p for p in where.rglob("*") if p.is_file() and p.parent.name != "kernels")

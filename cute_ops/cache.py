@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -133,9 +133,13 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
 
     with ThreadPoolExecutor(worker.size, thread_name_prefix="cute_ops-build") as threads:
         futures = [threads.submit(attempt, variant) for variant in unique]
-        for future in as_completed(futures):
-            if done:
-                done(future.result())
+        try:
+            for future in as_completed(futures):
+                if done:
+                    done(future.result())
+        except BaseException:
+            threads.shutdown(cancel_futures=True)
+            raise
         return [future.result() for future in futures]
 
 
@@ -147,8 +151,11 @@ def read(variant: Variant) -> bytes | None:
 
 def forget() -> None:
     """Drop the functions held in memory (the disk keeps them)."""
+    from cute_ops import tuning
+
     _functions.clear()
     bundle.forget()
+    tuning.forget()
 
 
 def clear() -> int:
@@ -301,8 +308,8 @@ def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
     record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
         _sweep(where)
-        _write(path, data)
-        _write(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
+        write_whole(path, data)
+        write_whole(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
         _evict(keep=path)
     except OSError as error:
         log.warning("cannot keep a compiled kernel in %s (%s): the next process compiles it again", where, error)
@@ -311,7 +318,7 @@ def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
     return path
 
 
-def _write(path: Path, data: bytes) -> None:
+def write_whole(path: Path, data: bytes) -> None:
     """Write aside, flush and rename: a reader sees all of it or nothing."""
     handle, temporary = locks.new_file(path.parent, "cute_tmp-")
     try:
@@ -412,21 +419,24 @@ def _touch(path: Path) -> None:
         pass  # a read-only cache still serves
 
 
+def _process_lock(symbol: str) -> AbstractContextManager[bool]:
+    return locked(folder(), symbol, LOCK_SECONDS)
+
+
 @contextmanager
-def _process_lock(symbol: str) -> Iterator[bool]:
-    """Hold the variant's lock across processes; yields False where the folder cannot be written."""
-    where = folder()
+def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
+    """Hold a lock across processes, such as a variant's; yields False where the folder cannot be written."""
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
         check_trusted(where)
-        lock = locks.exclusive(where / f"{symbol}.lock", LOCK_SECONDS)
+        lock = locks.exclusive(where / f"{name}.lock", seconds)
         held = lock.__enter__()
     except OSError as error:
         log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)
         yield False
         return
     if not held:
-        log.warning("the lock of %s is not to be had in %s: compiling without it", symbol, where)
+        log.warning("the lock of %s is not to be had in %s: going on without it", name, where)
     try:
         yield True
     finally:

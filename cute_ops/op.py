@@ -11,7 +11,10 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:
+    from cute_ops.candidates import Tuning
 
 FLOATS = ("float32", "float16", "bfloat16")
 ITEMSIZE = {
@@ -205,6 +208,7 @@ class Op:
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
         kernel: ``"module:Class"``, imported only where it is compiled.
         tile: ``tile(problem) -> {name: int}``, the kernel's compile-time configuration.
+        tuning: other tiles that may be faster, which `python -m cute_ops tune` measures: ``vary(threads=(64, 128))``.
         workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel. One that
             does not grow with the rows must serve fewer rows too: programs exported for any number share it.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
@@ -235,6 +239,7 @@ class Op:
         parallel: tuple[str, ...] = (),
         split: Split | None = None,
         tile: Callable[[Problem], Mapping[str, int]] | None = None,
+        tuning: Tuning | None = None,
         workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array | None]] | None = None,
         grad: Op | None = None,
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
@@ -257,6 +262,7 @@ class Op:
         self.parallel = tuple(parallel)
         self.split = split
         self.tile = tile or (lambda problem: {})
+        self.tuning = tuning
         self.workspace = workspace or (lambda problem, tile: {})
         self.grad = grad
         self.derived = dict(derived or {})

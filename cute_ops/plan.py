@@ -11,12 +11,12 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops import sources, toolchain
+from cute_ops import sources, toolchain, tuning
 from cute_ops.binding import Binding, own_lead
 from cute_ops.errors import message
 from cute_ops.op import ITEMSIZE, Array, Problem, Tensor
@@ -57,18 +57,72 @@ def compact(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
 
 
-def plan(binding: Binding, memory: Mapping[str, Memory], target: Target, *, fixed: bool | None = None) -> Plan:
+def plan(
+    binding: Binding,
+    memory: Mapping[str, Memory],
+    target: Target,
+    *,
+    fixed: bool | None = None,
+    tile: Mapping[str, int] | None = None,
+    live: bool = False,
+) -> Plan:
     """Choose the variant for a binding.
 
     Args:
         binding: a checked call with concrete sizes.
         memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
         fixed: whether static dims are compile-time constants; by default until there were too many of them.
+        tile: the tile; by default what is remembered to be fastest, else the heuristic's.
+        live: this GPU may be measured on now, where ``CUTE_OPS_TUNE=1`` asks for it.
 
     Raises:
         ValueError: a last dim that is not contiguous.
         NotImplementedError: the target is older than the op's kernels.
     """
+    op = binding.op
+    static, views, keys, problem = _look(binding, memory, target, fixed)
+    heuristic = op.tile(problem)
+    # A kernel of dims that are not known has nothing to be tuned for.
+    tuned = tile is None and None not in static.values()
+    if tuned:
+        measure = partial(_measure, binding, memory, target) if live else None
+        tile = tuning.choose(op, problem, heuristic, measure)
+    elif tile is None:
+        tile = heuristic
+    workspaces: dict[str, Array] = {}
+    for name, scratch in op.workspace(problem, tile).items():
+        keys[name] = None
+        if scratch is not None:
+            workspaces[name] = scratch
+            shape, dynamic = scratch.shape, (None,) * len(scratch.shape)
+            keys[name] = _tensor_key(name, scratch.dtype, shape, dynamic, Memory(compact(shape)))
+    variant = Variant(
+        op=op.name, kernel=op.kernel, arch=target.arch, names=tuple(keys), args=tuple(keys.values()),
+        static=tuple(static.items()), attributes=tuple(binding.attrs.items()), config=tuple(sorted(tile.items())),
+        toolchain=toolchain.versions(), sources=sources.digest(op.kernel),
+    )  # fmt: skip
+    if fixed is None and (record := _recorder()):
+        record(binding, memory, variant)
+    if tuned:
+        tuning.note(variant.symbol, op, problem, heuristic)
+    return Plan(variant, workspaces, views)
+
+
+class _Look(NamedTuple):
+    """A binding on a target before a tile is chosen."""
+
+    static: dict[str, Any]
+    views: dict[str, View]
+    keys: dict[str, TensorKey | None]
+    problem: Problem
+
+
+def problem_of(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Problem:
+    """What a tile is chosen for, where static dims are compile-time constants; raises as :func:`plan`."""
+    return _look(binding, memory, target, True).problem
+
+
+def _look(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool | None) -> _Look:
     op = binding.op
     if sm(target.arch) < op.least_sm:
         old = f"its kernels need SM {_version(op.least_sm)} or newer, the target is SM {_version(sm(target.arch))}."
@@ -102,22 +156,13 @@ def plan(binding: Binding, memory: Mapping[str, Memory], target: Target, *, fixe
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes=dtypes, aligns=aligns, attrs=binding.attrs,
         arch=target.arch, sm_count=target.sm_count,
     )  # fmt: skip
-    tile = op.tile(problem)
-    workspaces: dict[str, Array] = {}
-    for name, scratch in op.workspace(problem, tile).items():
-        keys[name] = None
-        if scratch is not None:
-            workspaces[name] = scratch
-            shape, dynamic = scratch.shape, (None,) * len(scratch.shape)
-            keys[name] = _tensor_key(name, scratch.dtype, shape, dynamic, Memory(compact(shape)))
-    variant = Variant(
-        op=op.name, kernel=op.kernel, arch=target.arch, names=tuple(keys), args=tuple(keys.values()),
-        static=tuple(static.items()), attributes=tuple(binding.attrs.items()), config=tuple(sorted(tile.items())),
-        toolchain=toolchain.versions(), sources=sources.digest(op.kernel),
-    )  # fmt: skip
-    if fixed is None and (record := _recorder()):
-        record(binding, memory, variant)
-    return Plan(variant, workspaces, views)
+    return _Look(static, views, keys, problem)
+
+
+def _measure(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Mapping[str, int]:
+    from cute_ops import tuner
+
+    return tuner.now(binding, memory, target)
 
 
 @cache

@@ -103,8 +103,9 @@ def build() -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         cache.check_trusted(folder)
-        cache._write(target, data)
-        cache._write(target.with_suffix(".json"), json.dumps({"sha256": hashlib.sha256(data).hexdigest()}).encode())
+        cache.write_whole(target, data)
+        record = {"sha256": hashlib.sha256(data).hexdigest()}
+        cache.write_whole(target.with_suffix(".json"), json.dumps(record).encode())
     except OSError as error:
         raise CacheError(f"cute_ops_torch: cannot keep the extension in {folder}: {error}") from error
     return target

@@ -103,8 +103,7 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:
     if binding.empty:
         return _nothing_to_launch(binding)
     device = next(t.device for t in tensors if t is not None)
-    chosen = plan(binding, memory(op, tensors), target.of_device(device.index or 0))
-    ready = _ready(binding, chosen, _loaded(chosen, device), tensors, device)
+    ready = ready_to_run(binding, _plan(binding, tensors, device), tensors)
     if torch.cuda.device_count() > 1:
         ready = Ready(_on_device(ready.run, device), _on_device(ready.into, device))
     return ready
@@ -124,7 +123,7 @@ def describe(op: Op, *args: Any) -> dict[str, Any]:
     if binding.empty:
         return {"run": _nothing_to_launch(binding).run, "handle": None}
     device = next(t.device for t in tensors if t is not None)
-    chosen = plan(binding, memory(op, tensors), target.of_device(device.index or 0))
+    chosen = _plan(binding, tensors, device)
     function = _loaded(chosen, device)
     handle = function.__chandle__()  # type: ignore[attr-defined]  # a TVM-FFI function
     present = (
@@ -143,6 +142,18 @@ def describe(op: Op, *args: Any) -> dict[str, Any]:
         "outputs": [(shape, compact(shape), dtype) for shape, dtype in outputs],
         "scratch": [(shape, compact(shape), dtype) for shape, dtype in scratch],
     }  # fmt: skip
+
+
+def ready_to_run(binding: Binding, chosen: Plan, tensors: Tensors) -> Ready:
+    """A plan of calls with tensors like these, compiled and loaded."""
+    device = next(t.device for t in tensors if t is not None)
+    return _ready(binding, chosen, _loaded(chosen, device), tensors, device)
+
+
+def _plan(binding: Binding, tensors: Tensors, device: torch.device) -> Plan:
+    # While a CUDA graph is captured nothing else may run.
+    live = device.type == "cuda" and not torch.cuda.is_current_stream_capturing()
+    return plan(binding, memory(binding.op, tensors), target.of_device(device.index or 0), live=live)
 
 
 def _loaded(chosen: Plan, device: torch.device) -> Run:

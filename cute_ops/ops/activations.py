@@ -7,6 +7,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
 from cute_ops.ops import _activations
+from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._tiles import pointwise
 from cute_ops.reference import widen
 
@@ -48,7 +49,8 @@ def _declare(
     kernel = f"cute_ops.kernels.activations:{name.capitalize()}"
     rows = Tensor("*m n", "T")
     common: dict[str, Any] = {
-        "dtypes": {"T": FLOATS}, "parallel": ("n",), "attrs": attrs, "tile": pointwise, "cases": cases,
+        "dtypes": {"T": FLOATS}, "parallel": ("n",), "attrs": attrs, "tile": pointwise,
+        "tuning": POINTWISE, "cases": cases,
     }  # fmt: skip
     backward = Op(
         f"{name}_bwd", inputs={"x": rows, "dout": rows}, outputs={"dx": rows}, reference=reference_bwd,

@@ -7,6 +7,7 @@ from typing import Any
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
 from cute_ops.ops import rmsnorm as norm
+from cute_ops.ops._candidates import BACKWARD, FORWARD
 from cute_ops.ops._tiles import rows_backward, rows_forward
 from cute_ops.reference import widen
 
@@ -73,6 +74,7 @@ add_rmsnorm_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.add_rmsnorm:AddRMSNormBackward",
     tile=rows_backward,
+    tuning=BACKWARD,
     workspace=norm.parts_workspace,
     cases=CASES,
     doc="""Gradients of :func:`add_rmsnorm`.
@@ -98,6 +100,7 @@ add_rmsnorm = Op(
     reference=reference,
     kernel="cute_ops.kernels.add_rmsnorm:AddRMSNorm",
     tile=rows_forward,
+    tuning=FORWARD,
     grad=add_rmsnorm_bwd,
     cases=CASES,
     doc="""Residual add and RMSNorm in one pass.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.ops._candidates import QUANTIZE
 from cute_ops.ops._tiles import rows_quantize
 from cute_ops.ops.add_rmsnorm import check_residual
 from cute_ops.ops.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
@@ -53,6 +54,7 @@ add_rmsnorm_fp8 = Op(
     reference=reference,
     kernel="cute_ops.kernels.quantize_fp8:AddRMSNormFP8",
     tile=rows_quantize,
+    tuning=QUANTIZE,
     least_sm=LEAST_SM,
     inference_only="add_rmsnorm has one",
     cases=CASES,

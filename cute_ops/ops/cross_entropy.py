@@ -7,6 +7,7 @@ from typing import Any
 
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Finish, Op, Split, Tensor
+from cute_ops.ops._candidates import HELD
 from cute_ops.ops._tiles import rows_apart, rows_walked
 from cute_ops.reference import widen
 
@@ -145,6 +146,7 @@ cross_entropy_bwd = Op(
     kernel="cute_ops.kernels.cross_entropy:CrossEntropyBackward",
     tile=rows_apart,
     split=Split("n", slice_of_classes),
+    tuning=HELD,
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave.
@@ -163,6 +165,7 @@ cross_entropy = Op(
     reference=reference,
     kernel="cute_ops.kernels.cross_entropy:CrossEntropy",
     tile=rows_walked,
+    tuning=HELD,
     grad=cross_entropy_bwd,
     finish=FINISH,
     split=Split("n", slice_of_classes, merge_slices),

@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
 from cute_ops.ops._activations import gelu
+from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._tiles import pointwise
 from cute_ops.reference import widen
 
@@ -38,6 +39,7 @@ gelu_mul_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.gelu_mul:GeluMulBackward",
     tile=pointwise,
+    tuning=POINTWISE,
     cases=CASES,
     doc="""Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.""",
 )
@@ -52,6 +54,7 @@ gelu_mul = Op(
     reference=reference,
     kernel="cute_ops.kernels.gelu_mul:GeluMul",
     tile=pointwise,
+    tuning=POINTWISE,
     grad=gelu_mul_bwd,
     cases=CASES,
     doc="""GELU of the gate times up: the pointwise half of GEGLU.

@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
 from cute_ops.ops._activations import gelu, silu
+from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._tiles import pointwise_halves
 from cute_ops.reference import widen
 
@@ -76,6 +77,7 @@ swiglu = Op(
     reference=_swiglu,
     kernel="cute_ops.kernels.glu:SwiGLU",
     tile=pointwise_halves,
+    tuning=POINTWISE,
     grad=Op(
         "swiglu_bwd",
         inputs={"x": X, "dout": OUT},
@@ -84,6 +86,7 @@ swiglu = Op(
         reference=_swiglu_bwd,
         kernel="cute_ops.kernels.glu:SwiGLUBackward",
         tile=pointwise_halves,
+        tuning=POINTWISE,
         cases=SWIGLU_CASES,
         doc="Gradient of :func:`swiglu`: those of gate and up side by side, as in x.",
     ),
@@ -105,6 +108,7 @@ geglu = Op(
     reference=_geglu,
     kernel="cute_ops.kernels.glu:GEGLU",
     tile=pointwise_halves,
+    tuning=POINTWISE,
     grad=Op(
         "geglu_bwd",
         inputs={"x": X, "dout": OUT},
@@ -114,6 +118,7 @@ geglu = Op(
         reference=_geglu_bwd,
         kernel="cute_ops.kernels.glu:GEGLUBackward",
         tile=pointwise_halves,
+        tuning=POINTWISE,
         cases=GEGLU_CASES,
         doc="Gradient of :func:`geglu`: those of gate and up side by side, as in x.",
     ),

@@ -6,6 +6,7 @@ from functools import partial
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._candidates import BACKWARD, FORWARD
 from cute_ops.ops._tiles import rows_backward, rows_forward
 from cute_ops.ops.rmsnorm import parts_workspace, sum_rows
 from cute_ops.reference import widen
@@ -69,6 +70,7 @@ layernorm_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.layernorm:LayerNormBackward",
     tile=partial(rows_backward, centred=True),
+    tuning=BACKWARD,
     workspace=parts_workspace,
     cases=CASES,
     doc="""Gradients of :func:`layernorm`.
@@ -92,6 +94,7 @@ layernorm = Op(
     reference=reference,
     kernel="cute_ops.kernels.layernorm:LayerNorm",
     tile=partial(rows_forward, centred=True),
+    tuning=FORWARD,
     grad=layernorm_bwd,
     cases=CASES,
     doc="""Layer normalisation of the last dim.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Array, Case, Op, Tensor
+from cute_ops.ops._candidates import ROTARY, ROTARY_BACKWARD
 from cute_ops.ops.rmsnorm import backward_terms, sum_rows
 from cute_ops.ops.rope import SHARED, rotate
 from cute_ops.ops.rope import check as check
@@ -87,6 +88,7 @@ qk_norm_rope_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.qk_norm_rope:QKNormRopeBackward",
     tile=tile_backward,
+    tuning=ROTARY_BACKWARD,
     workspace=workspace,
     check=check,
     cases=CASES,
@@ -107,6 +109,7 @@ qk_norm_rope = Op(
     reference=reference,
     kernel="cute_ops.kernels.qk_norm_rope:QKNormRope",
     tile=tile,
+    tuning=ROTARY,
     check=check,
     grad=qk_norm_rope_bwd,
     cases=CASES,

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.ops._candidates import QUANTIZE
 from cute_ops.ops._tiles import rows_quantize
 from cute_ops.reference import cast, widen
 
@@ -69,6 +70,7 @@ quantize_fp8 = Op(
     reference=reference,
     kernel="cute_ops.kernels.quantize_fp8:QuantizeFP8",
     tile=rows_quantize,
+    tuning=QUANTIZE,
     least_sm=LEAST_SM,
     inference_only="quantise where none is needed (torch.no_grad, jax.lax.stop_gradient)",
     cases=CASES,

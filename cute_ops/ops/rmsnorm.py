@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Array, Case, Op, Problem, Tensor
+from cute_ops.ops._candidates import BACKWARD, FORWARD
 from cute_ops.ops._tiles import backward_parts, rows_backward, rows_forward
 from cute_ops.reference import widen
 
@@ -81,6 +82,7 @@ rmsnorm_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.rmsnorm:RMSNormBackward",
     tile=rows_backward,
+    tuning=BACKWARD,
     workspace=parts_workspace,
     cases=CASES,
     doc="""Gradients of :func:`rmsnorm`.
@@ -104,6 +106,7 @@ rmsnorm = Op(
     reference=reference,
     kernel="cute_ops.kernels.rmsnorm:RMSNorm",
     tile=rows_forward,
+    tuning=FORWARD,
     grad=rmsnorm_bwd,
     cases=CASES,
     doc="""Root mean square normalisation of the last dim.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._candidates import ROTARY
 from cute_ops.reference import widen
 
 SHARED = {"cos": 1, "sin": 1}
@@ -70,6 +71,7 @@ rope_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.rope:RopeBackward",
     tile=tile,
+    tuning=ROTARY,
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
@@ -86,6 +88,7 @@ rope = Op(
     reference=reference,
     kernel="cute_ops.kernels.rope:Rope",
     tile=tile,
+    tuning=ROTARY,
     check=check,
     grad=rope_bwd,
     cases=CASES,

@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._candidates import HELD
 from cute_ops.ops._tiles import rows_apart, rows_walked
 from cute_ops.reference import widen
 
@@ -49,6 +50,7 @@ sum_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.row_sums:RowTotalBackward",
     tile=rows_apart,
+    tuning=HELD,
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`sum`: ``dx = dout`` in every column. Of x only the shape is used; it is not read.""",
@@ -62,6 +64,7 @@ mean_bwd = Op(
     reference=reference_mean_bwd,
     kernel="cute_ops.kernels.row_sums:RowMeanBackward",
     tile=rows_apart,
+    tuning=HELD,
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`mean`: ``dx = dout / n`` in every column. Of x only the shape is used; it is not read.""",
@@ -75,6 +78,7 @@ row_sum = Op(
     reference=reference,
     kernel="cute_ops.kernels.row_sums:RowTotal",
     tile=rows_walked,
+    tuning=HELD,
     grad=sum_bwd,
     check=check,
     cases=CASES,
@@ -104,6 +108,7 @@ row_mean = Op(
     reference=reference_mean,
     kernel="cute_ops.kernels.row_sums:RowMean",
     tile=rows_walked,
+    tuning=HELD,
     grad=mean_bwd,
     check=check,
     cases=CASES,

@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
 from cute_ops.ops._activations import silu
+from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._tiles import pointwise
 from cute_ops.reference import widen
 
@@ -40,6 +41,7 @@ silu_mul_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.silu_mul:SiluMulBackward",
     tile=pointwise,
+    tuning=POINTWISE,
     cases=CASES,
     doc="""Gradients of :func:`silu_mul`.
 
@@ -56,6 +58,7 @@ silu_mul = Op(
     reference=reference,
     kernel="cute_ops.kernels.silu_mul:SiluMul",
     tile=pointwise,
+    tuning=POINTWISE,
     grad=silu_mul_bwd,
     cases=CASES,
     doc="""SiLU of the gate times up: the pointwise half of SwiGLU.

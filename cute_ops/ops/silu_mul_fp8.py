@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.ops._candidates import QUANTIZE
 from cute_ops.ops._tiles import rows_quantize
 from cute_ops.ops.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
 from cute_ops.ops.silu_mul import reference as silu_mul
@@ -36,6 +37,7 @@ silu_mul_fp8 = Op(
     reference=reference,
     kernel="cute_ops.kernels.quantize_fp8:SiluMulFP8",
     tile=rows_quantize,
+    tuning=QUANTIZE,
     least_sm=LEAST_SM,
     inference_only="silu_mul has one",
     cases=CASES,

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._candidates import HELD
 from cute_ops.ops._tiles import pairs_reduced, rows_mapped
 from cute_ops.reference import widen
 
@@ -57,6 +58,7 @@ softmax_bwd = Op(
     reference=reference_bwd,
     kernel="cute_ops.kernels.softmax:SoftmaxBackward",
     tile=pairs_reduced,
+    tuning=HELD,
     cases=CASES,
     doc="""Gradient of :func:`softmax`, from its output.
 
@@ -72,6 +74,7 @@ log_softmax_bwd = Op(
     reference=reference_log_bwd,
     kernel="cute_ops.kernels.softmax:LogSoftmaxBackward",
     tile=pairs_reduced,
+    tuning=HELD,
     cases=CASES,
     doc="""Gradient of :func:`log_softmax`, from its output.
 
@@ -87,6 +90,7 @@ softmax = Op(
     reference=reference,
     kernel="cute_ops.kernels.softmax:Softmax",
     tile=rows_mapped,
+    tuning=HELD,
     grad=softmax_bwd,
     cases=CASES,
     doc="""Softmax over the last dim.
@@ -116,6 +120,7 @@ log_softmax = Op(
     reference=reference_log,
     kernel="cute_ops.kernels.softmax:LogSoftmax",
     tile=rows_mapped,
+    tuning=HELD,
     grad=log_softmax_bwd,
     cases=CASES,
     doc="""Logarithm of the softmax over the last dim.

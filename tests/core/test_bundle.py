@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, bundle, cache, manifest, toolchain
+from cute_ops import CacheError, bundle, cache, manifest, toolchain, tuning
 from cute_ops.bundle import Bundle
 from cute_ops.target import parse
 from cute_ops.variant import Variant
@@ -307,3 +307,36 @@ def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_fo
     assert checked.returncode == 1 and "is damaged: the checksum of" in checked.stdout
     wrong = run("build", str(tmp_path / "train.py"), "-o", where)
     assert wrong.returncode == 1 and "train.py, line 1: no op 'from'" in wrong.stdout
+
+
+def tile_of(call: manifest.Call) -> dict[str, int]:
+    return dict(call.variant(parse("sm_90a")).tile)
+
+
+def test_it_carries_what_calls_were_tuned_to(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who loads it chooses the tiles that it was built with, whatever else was measured there; nothing is compiled."""
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "none")
+    calls = CALLS[:1]
+    heuristic = tile_of(calls[0])
+    ((name, _),) = [key for keys in tuning._planned.values() for key in keys]
+    tuning.remember([tuning.Winner(name, heuristic, {**heuristic, "threads": 64})])
+    cache.forget()
+    built = bundle.build(calls, [parse("sm_90a")], tmp_path / "bundle")
+    # Both: a program that finds it by an entry point has not read its tuning.
+    assert sorted(one.variant.tile["threads"] for one in built) == [64, heuristic["threads"]]
+
+    tuning.remember([tuning.Winner(name, heuristic, {**heuristic, "threads": 512})])
+    cache.forget()
+    assert tile_of(calls[0])["threads"] == 512
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "bundle"))
+    cache.forget()
+    before = cache.counters.compiled
+    assert tile_of(calls[0])["threads"] == 64
+    assert callable(cache.get(calls[0].variant(parse("sm_90a")))) and cache.counters.compiled == before
+
+    (tmp_path / "bundle" / "tuning.json").write_text("{}")
+    cache.forget()
+    assert tile_of(calls[0])["threads"] == 512
+    assert "tuning of bundle" in caplog.text and "the checksum of tuning.json does not match" in caplog.text

@@ -1,0 +1,570 @@
+"""Tuning with a GPU's figures made up: what is tried, what wins, what is remembered, what is refused."""
+
+from __future__ import annotations
+
+import json
+import logging
+import random
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import typer
+
+from cute_ops import (
+    FLOATS,
+    Array,
+    Case,
+    Needs,
+    Op,
+    Problem,
+    Tensor,
+    Tuning,
+    cache,
+    manifest,
+    testing,
+    tuning,
+    vary,
+)
+from cute_ops import tuner as tuners
+from cute_ops.binding import Binding, bind
+from cute_ops.cache import Built
+from cute_ops.candidates import candidates, objection
+from cute_ops.commands import tuning as command
+from cute_ops.errors import CompileError
+from cute_ops.ops import OPS, rmsnorm
+from cute_ops.plan import Memory, Plan, plan, problem_of
+from cute_ops.target import parse
+from cute_ops.tuner import Outcome, Trial, by_chance, select, tune
+from cute_ops.tuning import Winner
+
+SM90 = parse("sm_90a")
+X = Tensor("*m n", "T")
+
+
+def make_op(**more: Any) -> Op:
+    given = {"tile": lambda problem: {"threads": 128}, "tuning": vary(threads=(64, 128, 256, 2048, 100)), **more}
+    return Op(
+        "doubling", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=lambda xp, x: x + x,
+        kernel="copying:Copy", cases=(Case("one", {"m": (3,), "n": 512}),), **given,
+    )  # fmt: skip
+
+
+def trial(op: Op, rows: int = 4096, n: int = 64, dtype: str = "bfloat16") -> Trial:
+    return Trial(bind(op, {"x": Array((rows, n), dtype)}), {})
+
+
+class Fake:
+    """A measurer whose kernels take a time that follows from their tile, with noise; ``wrong`` ones err."""
+
+    def __init__(self, us: Mapping[int, float], noise: float = 0.01, wrong: Sequence[int] = (), off: float = 1.5):
+        self.us, self.noise, self.wrong, self.off = us, noise, wrong, off
+        self.random = random.Random(0)
+        self.samples: list[int] = []
+
+    def available(self) -> bool:
+        return True
+
+    def device(self) -> str:
+        return "a GPU made up"
+
+    def run(self, binding: Binding, chosen: Plan, arrays: testing.Arrays) -> tuple[np.ndarray | None, ...]:
+        threads = chosen.variant.tile["threads"]
+        scale = self.off if threads in self.wrong else 1
+        return tuple(
+            None if a is None else (a * np.asarray(scale)).astype(a.dtype)
+            for a in testing.run_reference(binding.op, arrays, binding.attrs)
+        )
+
+    @contextmanager
+    def contest(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> Iterator[Any]:
+        outer = self
+
+        class Contest:
+            def differs(self, index: int, floors: Mapping[str, float]) -> str:
+                assert set(floors) == set(binding.op.outputs) and all(0 < f < 1e-4 for f in floors.values())
+                return ""
+
+            def sample(self, index: int) -> float:
+                threads = plans[index].variant.tile["threads"]
+                outer.samples.append(threads)
+                return outer.us[threads] * (1 + outer.noise * outer.random.random())
+
+        yield Contest()
+
+
+@pytest.fixture(autouse=True)
+def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Nothing is compiled; what would have been."""
+    found: list[str] = []
+
+    def build_all(variants: Any, done: Any = None) -> list[Built]:
+        made = [Built(v, 0.1, CompileError("no kernel") if v.tile.get("threads") == 96 else None) for v in variants]
+        found.extend(one.variant.symbol for one in made)
+        for one in made:
+            if done:
+                done(one)
+        return made
+
+    monkeypatch.setattr(cache, "build_all", build_all)
+    monkeypatch.setattr(tuning, "SHIPPED", cache_folder / "none")
+    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "0" * 8)
+    return found
+
+
+def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
+    (outcome,) = tune(trials or [trial(op)], SM90, by, **options)
+    return outcome
+
+
+# --- candidates ----------------------------------------------------------------------------------------------------
+
+
+def test_vary_is_every_combination_but_the_heuristics() -> None:
+    op = make_op(tuning=vary(threads=(64, 128), unroll=(1, 2)))
+    assert op.tuning
+    found = candidates(op.tuning, problem_of(*trial(op), SM90), {"threads": 128, "unroll": 1, "other": 3})
+    assert found == [
+        {"threads": 128, "unroll": 2, "other": 3}, {"threads": 64, "unroll": 1, "other": 3},
+        {"threads": 64, "unroll": 2, "other": 3},
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("tile", "arch", "reason"),
+    [
+        ({"threads": 256, "threads_per_row": 64, "cluster": 16}, "sm_90a", ""),
+        ({"threads": 2048}, "sm_90a", "2048 threads, a CTA has at most 1024"),
+        ({"threads": 100}, "sm_90a", "100 threads are not whole warps"),
+        ({"threads": 256, "threads_per_row": 96}, "sm_90a", "cannot be shared out in rows of 96"),
+        ({"threads": 96, "threads_per_row": 24}, "sm_90a", "cannot be shared out in rows of 24"),
+        ({"threads": 128, "cluster": 2}, "sm_80", "clusters of 2 CTAs"),
+        ({"threads": 128, "cluster": 3}, "sm_90a", "clusters of 3 CTAs"),
+        ({"threads": 1024, "resident": 3}, "sm_90a", "3 CTAs are to be resident, 2 fit"),
+        ({"threads": 128, "unroll": -1}, "sm_90a", "unroll=-1 is no number"),
+        ({"threads": "128"}, "sm_90a", "threads='128' is no number"),
+        ({"threads": 128, "registers": 300}, "sm_90a", "300 registers a thread, there are 255"),
+        ({"threads": 512, "registers": 200}, "sm_90a", "1 CTAs are to be resident, 0 fit by threads, registers"),
+        ({"threads": 128, "shared": 240_000}, "sm_90a", "240000 bytes of shared memory"),
+        ({"threads": 128, "shared": 120_000}, "sm_89", "120000 bytes of shared memory"),
+        ({"threads": 128, "shared": 120_000, "resident": 2}, "sm_90a", "2 CTAs are to be resident, 1 fit"),
+    ],
+)
+def test_the_resource_model_prunes(tile: dict[str, int], arch: str, reason: str) -> None:
+    def needs(problem: Problem, tile: Mapping[str, int]) -> Needs:
+        return Needs(tile["threads"], tile.get("registers", 1), tile.get("shared", 0), tile.get("resident", 1))
+
+    found = objection(Tuning(lambda p, t: (), needs), problem_of(*trial(make_op()), parse(arch)), tile)
+    assert found.startswith(reason) or reason in found
+    assert bool(found) == bool(reason)
+
+
+def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
+    """On every SM, for short, odd and long rows; a heuristic's own tile is never one to object to."""
+    count = 0
+    for op in OPS:
+        for stage in filter(None, (op, op.grad)):
+            assert stage.tuning is not None, stage.name
+            for arch in ("sm_80", "sm_90a", "sm_120a"):
+                for n in (64, 4096, 4097, 65536):
+                    if parse(arch).arch == "sm_80" and stage.least_sm > 80:
+                        continue
+                    dims = stage.example((4096,), n)
+                    given = {k: Array(t.of(dims), stage.dtype_near(t, "bfloat16")) for k, t in stage.inputs.items()}
+                    problem = problem_of(bind(stage, given), {}, parse(arch))
+                    heuristic = stage.tile(problem)
+                    fit = [
+                        t
+                        for t in candidates(stage.tuning, problem, heuristic)
+                        if not objection(stage.tuning, problem, t)
+                    ]
+                    assert len(fit) <= 24, (stage.name, n, len(fit))
+                    count += len(fit)
+                    if arch == "sm_90a":
+                        reason = objection(stage.tuning, problem, heuristic)
+                        assert not reason or "shared out" in reason, (stage.name, n, reason)
+    assert count > 1000
+
+
+def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
+    """Bits of a row must not depend on its company: the heuristic does not look at it, and neither may candidates."""
+    for op in OPS:
+        if op.tuning is None or op.tuning.by_rows:
+            continue
+        seen = []
+        for rows in (100_000, 4096):
+            dims = op.example((rows,), 4096)
+            given = {k: Array(t.of(dims), op.dtype_near(t, "bfloat16")) for k, t in op.inputs.items()}
+            problem = problem_of(bind(op, given), {}, SM90)
+            heuristic = op.tile(problem)
+            seen.append((tuning.class_of(op, problem), heuristic, candidates(op.tuning, problem, heuristic)))
+        assert seen[0] == seen[1], op.name
+
+
+# --- selection -----------------------------------------------------------------------------------------------------
+
+
+class Times:
+    """A contest of given times; ``noise`` multiplies each by up to so much more."""
+
+    def __init__(self, *us: float, noise: float = 0.0, seed: int = 0) -> None:
+        self.us, self.noise, self.random = us, noise, random.Random(seed)
+
+    def differs(self, index: int, floors: Mapping[str, float]) -> str:
+        return ""
+
+    def sample(self, index: int) -> float:
+        return self.us[index] * (1 + self.noise * self.random.random())
+
+
+def test_the_fastest_wins_when_it_is_clearly_faster() -> None:
+    found = select([Times(100.0, 97.0, 80.0, 120.0, noise=0.02)], (1, 2, 3))
+    assert found.which == 2 and 0.18 < found.gain < 0.22 and found.chance < 1e-5
+
+
+def test_less_than_the_least_gain_changes_nothing() -> None:
+    assert select([Times(100.0, 98.6)], (1,), least=0.02).which == 0
+    assert select([Times(100.0, 98.6)], (1,), least=0.01).which == 1
+
+
+def test_luck_does_not_win() -> None:
+    """Twelve tiles as fast as the heuristic, all of them noisy: the best of the first samples is only lucky."""
+    wins = [select([Times(*[100.0] * 13, noise=0.3, seed=s)], range(1, 13)).which for s in range(60)]
+    assert wins.count(0) >= 58
+
+
+def test_noise_does_not_hide_a_large_gain() -> None:
+    wins = [select([Times(100.0, 70.0, noise=0.2, seed=s)], (1,)).which for s in range(20)]
+    assert wins.count(1) >= 19
+
+
+def test_a_call_of_the_class_that_gets_slower_forbids_it() -> None:
+    fast, slow = Times(100.0, 60.0), Times(100.0, 103.0)
+    assert select([fast], (1,)).which == 1
+    assert select([fast, slow], (1,)).which == 0
+    assert select([fast, Times(100.0, 100.5)], (1,)).which == 1
+
+
+def test_chance() -> None:
+    assert by_chance(20, 20) == 2.0**-20 and by_chance(0, 20) == 1.0
+    assert by_chance(15, 20) == pytest.approx(0.0207, abs=1e-4)
+
+
+# --- one class of calls --------------------------------------------------------------------------------------------
+
+
+def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Path) -> None:
+    op = make_op()
+    fake = Fake({64: 80.0, 128: 100.0, 256: 90.0})
+    outcome = tuned(op, fake)
+    assert outcome.winner.tile == {"threads": 64} and outcome.changed and outcome.tried == 2
+    # What cannot run was not compiled, and says why.
+    assert len(built) == 3
+    assert {dict(tile)["threads"]: why.split(",")[0] for tile, why in outcome.refused.items()} == {
+        2048: "2048 threads", 100: "100 threads are not whole warps",
+    }  # fmt: skip
+    assert tuners.describe(outcome).startswith("threads 128 -> 64: 100.")
+
+    heuristic = plan(*trial(op), SM90)
+    tuning.remember([outcome.winner])
+    assert plan(*trial(op), SM90).variant == heuristic.variant  # this process has decided
+    tuning.forget()
+    found = plan(*trial(op), SM90)
+    assert found.variant.tile == {"threads": 64} and found.variant.digest != heuristic.variant.digest
+    # For any number of rows, but no other length, dtype, alignment or SM.
+    assert plan(*trial(op, rows=3), SM90).variant == found.variant
+    for other in (trial(op, n=128), trial(op, dtype="float16"), Trial(trial(op).binding, {"x": Memory((64, 1), 2)})):
+        assert plan(*other, SM90).variant.tile == {"threads": 128}
+    assert plan(*trial(op), parse("sm_90a:114")).variant.tile == {"threads": 128}
+    (line,) = json.loads((cache_folder / "tuning.json").read_text())["winners"]
+    assert line["call"] == "doubling sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=64" and line["gpu"] == "a GPU made up"
+
+
+def test_the_heuristic_stays_and_that_is_remembered_too() -> None:
+    op, fake = make_op(), Fake({64: 100.0, 128: 100.0, 256: 120.0})
+    outcome = tuned(op, fake)
+    assert not outcome.changed and "the heuristic's tile stays" in tuners.describe(outcome)
+    tuning.remember([outcome.winner])
+    tuning.forget()
+    assert not list(tune([trial(op)], SM90, fake))
+    assert len(list(tune([trial(op)], SM90, fake, anew=True))) == 1
+
+
+def test_a_wrong_result_never_wins() -> None:
+    op = make_op()
+    outcome = tuned(op, Fake({64: 50.0, 128: 100.0, 256: 90.0}, wrong=[64]))
+    assert outcome.winner.tile == {"threads": 256}
+    assert "exceeds" in outcome.refused[("threads", 64),]
+    # Nor does one that errs by less than it shows at a glance.
+    slightly = tuned(op, Fake({64: 50.0, 128: 100.0, 256: 90.0}, wrong=[64], off=1.03))
+    assert slightly.winner.tile == {"threads": 256}
+
+
+def test_a_wrong_heuristic_is_an_error_not_a_winner() -> None:
+    outcome = tuned(make_op(), Fake({64: 50.0, 128: 100.0, 256: 90.0}, wrong=[128]))
+    assert "the heuristic's tile gives wrong results" in outcome.problem and not outcome.changed
+
+
+def test_what_does_not_compile_is_left_out() -> None:
+    op = make_op(tuning=vary(threads=(64, 96)))
+    outcome = tuned(op, Fake({64: 80.0, 128: 100.0}))
+    assert outcome.winner.tile == {"threads": 64} and outcome.refused[("threads", 96),] == "no kernel"
+    broken = make_op(tile=lambda problem: {"threads": 96})
+    assert tuned(broken, Fake({64: 80.0})).problem == "no kernel"
+
+
+def test_calls_of_one_class_get_one_tile() -> None:
+    op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
+    outcome = tuned(op, fake, trial(op, rows=512), trial(op, rows=8192))
+    assert outcome.winner.measured["rows"] == [512, 8192] and len(outcome.before) == 2
+    by_rows = make_op(tuning=vary(threads=(64,), by_rows=True))
+    calls = [w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, fake)]
+    assert [call.split()[-1] for call in calls] == ["rows<=64", "rows>1024"]
+
+
+def test_attributes_are_in_a_class_where_they_differ() -> None:
+    x = {"x": Array((4, 64), "bfloat16")}
+    names = [
+        tuning.class_of(rmsnorm, problem_of(bind(rmsnorm, x, attrs), {}, SM90))
+        for attrs in ({}, {"eps": 1e-3}, {"weight_offset": 1.0}, {"weight_offset": 2.0})
+    ]
+    assert names[0] == names[1] and names[2] == names[3] == names[0] + " weight_offset!=0"
+
+
+def test_an_op_without_candidates_is_left_alone() -> None:
+    op = make_op(tuning=None)
+    assert not list(tune([trial(op)], SM90, Fake({128: 1.0})))
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+
+
+def test_a_dynamic_kernel_is_left_alone() -> None:
+    op = make_op()
+    tuning.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner])
+    tuning.forget()
+    assert plan(*trial(op), SM90, fixed=False).variant.tile == {"threads": 128}
+    assert plan(*trial(op), SM90, fixed=True).variant.tile == {"threads": 64}
+
+
+def test_rows_with_strides_are_tuned_too() -> None:
+    op = make_op()
+    bound = bind(op, {"x": Array((8, 512, 64), "bfloat16")})
+    strided = Trial(bound, {"x": Memory((512 * 192, 192, 1))})
+    outcome = tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0}), strided)
+    assert outcome.changed
+
+
+# --- at run time ---------------------------------------------------------------------------------------------------
+
+
+def test_a_program_measures_what_it_calls_when_asked(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
+    monkeypatch.setattr(tuners, "measurer", lambda: fake)
+    assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 128} and not fake.samples
+    tuning.forget()
+    monkeypatch.setenv("CUTE_OPS_TUNE", "1")
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}, "not where a graph is captured, or no GPU is"
+    assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 128}, "decided: bits stay what they are"
+    tuning.forget()
+    with caplog.at_level(logging.INFO, "cute_ops"):
+        assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 64}
+    assert "tuned doubling sm_90a:132" in caplog.text
+    count = len(fake.samples)
+    for again in range(2):
+        assert plan(*trial(op, rows=7 + again), SM90, live=True).variant.tile == {"threads": 64}
+        tuning.forget()  # as a new process
+    assert len(fake.samples) == count
+    monkeypatch.setenv("CUTE_OPS_TUNE", "0")
+    assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 128}
+
+
+def test_a_program_runs_where_measuring_fails(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def measurer() -> Any:
+        raise RuntimeError("no GPU here")
+
+    monkeypatch.setenv("CUTE_OPS_TUNE", "1")
+    monkeypatch.setattr(tuners, "measurer", measurer)
+    assert plan(*trial(make_op()), SM90, live=True).variant.tile == {"threads": 128}
+    assert "is not tuned (RuntimeError: no GPU here): it runs with the heuristic's tile" in caplog.text
+
+
+# --- on disk -------------------------------------------------------------------------------------------------------
+
+
+def remembered(tile: Mapping[str, int], op: Op | None = None, path: Path | None = None) -> Op:
+    op = op or make_op()
+    call = tuning.class_of(op, problem_of(*trial(op), SM90))
+    tuning.remember([Winner(call, {"threads": 128}, tile)], path)
+    tuning.forget()
+    return op
+
+
+@pytest.mark.fault("a tuning file that names a tile of nobody's", "only what an op proposes is compiled", "nothing")
+def test_a_tile_that_the_op_does_not_propose_is_never_used() -> None:
+    """Whoever wrote the file: it may only choose among candidates."""
+    op = remembered({"threads": 512})
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert plan(*trial(make_op(tuning=vary(threads=(512,)))), SM90).variant.tile == {"threads": 128}, "decided"
+    tuning.forget()
+    assert plan(*trial(make_op(tuning=vary(threads=(512,)))), SM90).variant.tile == {"threads": 512}
+
+
+def test_when_the_heuristic_changes_the_winner_is_forgotten() -> None:
+    remembered({"threads": 64})
+    changed = make_op(tile=lambda problem: {"threads": 256})
+    assert plan(*trial(changed), SM90).variant.tile == {"threads": 256}
+
+
+@pytest.mark.fault(
+    "a tuning file that is damaged or of another format", "one sentence, and the heuristics' tiles run",
+    "what was measured",
+)  # fmt: skip
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "Expecting property name"),
+        ("[]", "it is no list of winners"),
+        ('{"format": 1}', "it is no list of winners (KeyError: 'winners')"),
+        ('{"format": 99, "winners": []}', "it has format 99, this version of cute_ops reads 1"),
+        ('{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": {"threads": "many"}}]}', "integers"),
+        ('{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": 7}]}', "it is no list of winners"),
+        ("\x00" * 99, "Expecting value"),
+    ],
+)
+def test_a_file_that_is_none_is_ignored_with_a_sentence(
+    text: str, reason: str, cache_folder: Path, caplog: Any
+) -> None:
+    op = remembered({"threads": 64})
+    (cache_folder / "tuning.json").write_text(text)
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    (record,) = caplog.records
+    assert "tuning.json is ignored: " in record.getMessage() and reason in record.getMessage()
+    # Measuring anew replaces it.
+    assert remembered({"threads": 64}) and plan(*trial(op), SM90).variant.tile == {"threads": 64}
+
+
+@pytest.mark.fault("a tuning file that others can write, or a link", "it is ignored with a sentence", "nothing")
+def test_a_file_that_others_can_write_and_a_link_are_ignored(cache_folder: Path, tmp_path: Path, caplog: Any) -> None:
+    op = remembered({"threads": 64})
+    cache_folder.chmod(0o777)
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128} and "can be written by others" in caplog.text
+    cache_folder.chmod(0o700)
+    tuning.forget()
+    elsewhere = tmp_path / "elsewhere.json"
+    (cache_folder / "tuning.json").rename(elsewhere)
+    (cache_folder / "tuning.json").symlink_to(elsewhere)
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128} and "it is a link" in caplog.text
+
+
+ADD = """
+import sys
+from cute_ops import tuning
+for i in range(40):
+    tuning.remember([tuning.Winner(f"call {sys.argv[1]} {i}", {"threads": 128}, {"threads": 64})])
+"""
+
+
+@pytest.mark.fault("3 processes store winners at once", "each adds to the file, readers see whole ones", "nothing")
+def test_processes_that_write_at_once_lose_nothing(cache_folder: Path) -> None:
+    writers = [subprocess.Popen([sys.executable, "-c", ADD, str(k)]) for k in range(3)]
+    while any(w.poll() is None for w in writers):
+        tuning.parse(
+            (cache_folder / "tuning.json").read_text() if (cache_folder / "tuning.json").exists() else tuning.dump([])
+        )
+    assert [w.returncode for w in writers] == [0, 0, 0]
+    assert len(tuning.read(cache_folder / "tuning.json")) == 120
+    assert [p.name for p in cache_folder.iterdir()] == ["tuning.json"]
+
+
+def test_a_folder_that_cannot_be_written(cache_folder: Path) -> None:
+    cache_folder.write_text("a file")
+    with pytest.raises(cache.CacheError, match="cannot be written: what was measured is not kept"):
+        tuning.remember([Winner("call", {}, {})])
+
+
+def test_clearing_the_cache_keeps_what_was_measured(cache_folder: Path) -> None:
+    op = remembered({"threads": 64})
+    cache.clear()
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
+
+
+# --- shipped -------------------------------------------------------------------------------------------------------
+
+
+def test_what_ships_with_the_package_comes_last(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tuned")
+    (tmp_path / "tuned").mkdir()
+    op = remembered({"threads": 256}, path=tmp_path / "tuned" / "sm_90a.json")
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 256}
+    remembered({"threads": 64}, op)
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    with tuning.as_shipped():
+        assert plan(*trial(op), SM90).variant.tile == {"threads": 256}
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert (tmp_path / "tuned" / "sm_90a.json").stat().st_mode & 0o777 == 0o644
+
+
+def test_the_files_that_ship_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()
+    for path in tuning.SHIPPED.glob("*.json"):
+        winners = tuning.parse(path.read_text())
+        assert path.read_text() == tuning.dump(winners.values())
+        assert all(
+            w.call.split()[1].startswith(path.stem) and dict(w.tile) != dict(w.heuristic) for w in winners.values()
+        )
+
+
+# --- the command ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
+    fake = Fake({64: 80.0, 128: 90.0, 256: 100.0, 512: 100.0})
+    monkeypatch.setattr(tuners, "measurer", lambda: fake)
+    monkeypatch.setattr(command.target, "of_device", lambda: SM90)
+    return fake
+
+
+def test_the_command_tunes_ops_and_manifests(
+    gpu: Fake, tmp_path: Path, cache_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(command.console, "_width", 300)
+    with pytest.raises(typer.Exit) as left:
+        command.tune(["silu_mul"], n=[64])
+    text = capsys.readouterr().out
+    assert left.value.exit_code == 0 and "2 classes of calls: 2 changed, 0 stay with the heuristic" in text
+    assert "silu_mul sm_90a:132" in text and "threads 256 -> 64" in text
+    lines = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float16[*,96] up:float16[*,96]\n"
+    (tmp_path / "m.txt").write_text(lines)
+    for expected in ("1 classes of calls: 1 changed", "all of them are remembered"):
+        with pytest.raises(typer.Exit):
+            command.tune([str(tmp_path / "m.txt")])
+        assert expected in capsys.readouterr().out
+    assert len(tuning.read(cache_folder / "tuning.json")) == 3
+    with pytest.raises(typer.Exit):
+        command.tune([str(tmp_path / "m.txt")], out=tmp_path / "out.json")
+    assert len(tuning.read(tmp_path / "out.json")) == 2
+    tuning.forget()
+    (call, _) = manifest.parse(lines)
+    assert call.variant(SM90).tile["threads"] == 64
+
+
+def test_the_command_takes_an_ops_cases(gpu: Fake) -> None:
+    sizes = [t.binding for t in command._trials("softmax", ["bfloat16"], None, None)]
+    assert {b.op.name for b in sizes} == {"softmax", "softmax_bwd"}
+    assert {b.dims["n"] for b in sizes} == {4097, 4096, 50257, 262144}
+    moved = [sum(2 * a.shape[0] * a.shape[1] for a in (*b.inputs.values(), *b.outputs.values()) if a) for b in sizes]
+    assert all(0.9 * command.BYTES < m <= command.BYTES for m in moved)
+
+
+def test_the_command_explains_mistakes(gpu: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments, text in ((["nothing"], "no op 'nothing'"), (["cute_ops.op"], "cute_ops.op declares no op")):
+        with pytest.raises(typer.Exit) as left:
+            command.tune(arguments)
+        assert left.value.exit_code == 1 and text in capsys.readouterr().out

@@ -1,0 +1,104 @@
+"""What tuning asks of PyTorch, references in place of kernels: buffers as calls have them, wrong results found."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from cute_ops import testing, tuner
+from cute_ops.binding import bind
+from cute_ops.op import Array
+from cute_ops.ops import OPS
+from cute_ops.ops.cross_entropy import cross_entropy
+from cute_ops.ops.rmsnorm import rmsnorm
+from cute_ops.plan import Memory, plan
+from cute_ops.target import parse
+from cute_ops_torch import measure
+
+SM90 = parse("sm_90a")
+
+
+@pytest.mark.parametrize("stage", [s for op in OPS for s in (op, op.grad) if s], ids=lambda op: op.name)
+def test_a_plan_runs_on_a_small_problem(stage: Any, compiled: Any) -> None:
+    op = stage
+    case = testing.small(op.cases[0])
+    arrays, attrs = testing.inputs(op, case, "bfloat16"), testing.attributes(op, case)
+    given = {n: None if a is None else Array(a.shape, str(a.dtype)) for n, a in arrays.items()}
+    binding = bind(op, given, attrs)
+    outputs = measure.run(binding, plan(binding, {}, SM90), arrays)
+    testing.check(op, arrays, attrs, outputs)
+    assert compiled.calls == [op.name]
+    # The problem that tuning checks has the same sizes, and few rows.
+    small = tuner.smaller(binding)
+    assert {n: v for n, v in small.dims.items() if not isinstance(v, tuple)} == {
+        n: v for n, v in binding.dims.items() if not isinstance(v, tuple) and n not in op.derived
+    }
+    again = testing.inputs(op, small, "bfloat16")
+    assert {n for n, a in again.items() if a is None} == {n for n, a in arrays.items() if a is None}
+
+
+def test_buffers_lie_as_in_the_call(compiled: Any) -> None:
+    binding = bind(rmsnorm, {"x": Array((3, 5, 8), "bfloat16"), "weight": Array((8,), "float32")})
+    where = {"x": Memory((120, 24, 1), 6), "weight": Memory((1,), 4)}
+    state = torch.get_rng_state()
+    with measure.contest(binding, where, [plan(binding, where, SM90)]) as taken:
+        sets = taken._inputs
+        assert len(sets) == 4 and len({id(t) for s in sets for t in s if t is not None}) == 8
+        for x, weight, bias in sets:
+            assert x is not None and weight is not None and bias is None
+            assert (x.stride(), x.data_ptr() % 16) == ((120, 24, 1), 6) and weight.data_ptr() % 16 == 4
+            assert torch.equal(x, sets[0][0]) and x.float().std() > 0.5 and abs(weight.mean() - 1) < 0.5  # type: ignore[arg-type]
+        assert not taken.differs(0, {"out": 1e-6})
+    assert torch.equal(torch.get_rng_state(), state), "a program's random numbers are its own"
+    classes = bind(cross_entropy, {"logits": Array((64, 7), "float32"), "target": Array((64,), "int64")})
+    with measure.contest(classes, {}, [plan(classes, {}, SM90)]) as taken:
+        target = taken._inputs[0][1]
+        assert target is not None and target.min() == 0 and target.max() == 6
+
+
+@pytest.mark.parametrize(
+    ("spoil", "message"),
+    [
+        (lambda out, call: out.view(-1)[3].mul_(1.1), "differs from the heuristic's by"),
+        (lambda out, call: out.view(-1)[3].fill_(float("nan")), "differs from the heuristic's by inf times"),
+        (lambda out, call: out.view(-1)[3].mul_(1 + call / 128), "differs from call to call"),
+        (lambda out, call: out.view(-1)[3].mul_(1 + 2.0**-8), ""),
+    ],
+)
+def test_results_that_differ_are_found(
+    spoil: Any, message: str, compiled: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    binding = bind(rmsnorm, {"x": Array((6, 64), "bfloat16")})
+    first = plan(binding, {}, SM90)
+    other = plan(binding, {}, SM90, tile={**first.variant.tile, "unroll": 2})
+    right, calls = measure.ready_to_run, []
+
+    def ready(binding: Any, chosen: Any, tensors: Any) -> Any:
+        made = right(binding, chosen, tensors)
+        if chosen is first:
+            return made
+
+        def into(*given: Any) -> None:
+            made.into(*given)
+            calls.append(1)
+            spoil(given[-1], len(calls))
+
+        return made._replace(into=into)
+
+    monkeypatch.setattr(measure, "ready_to_run", ready)
+    with measure.contest(binding, {}, [first, other]) as taken:
+        found = taken.differs(1, {"out": 1e-6})
+    assert (message in found and "output out" in found) if message else not found
+
+
+def test_excess_is_a_part_of_what_is_allowed() -> None:
+    a = torch.tensor([1.0, -2.0, float("inf"), float("nan"), 0.0])
+    assert measure._excess(a, a.clone(), 1e-6) == 0
+    b = a.clone()
+    b[4] = 4 * 1e-3 * 2.0
+    assert measure._excess(a, b, 1e-3) == pytest.approx(1.0)
+    b[4], b[2] = 0.0, 1e30
+    assert measure._excess(a, b, 1e-3) == np.inf
