@@ -8,6 +8,7 @@ from typing import Any
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Finish, Op, Split, Tensor
 from cute_ops.ops._candidates import HELD
+from cute_ops.ops._checks import no_columns
 from cute_ops.ops._tiles import rows_apart, rows_walked
 from cute_ops.reference import widen
 
@@ -67,11 +68,10 @@ def reference_bwd(
 
 def check(binding: Binding) -> str | None:
     n, classes = binding.dims["n"], binding.attrs["classes"]
-    if isinstance(n, int) and n < 1:
-        return f"argument `logits` has n={n}, expected at least 1."
-    if classes and isinstance(n, int) and classes < n:
-        return f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
-    return None
+    problem = no_columns(binding, "logits")
+    if not problem and classes and isinstance(n, int) and classes < n:
+        problem = f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
+    return problem
 
 
 def reduce_rows(

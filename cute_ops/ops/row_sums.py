@@ -7,6 +7,7 @@ from typing import Any
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Op, Tensor
 from cute_ops.ops._candidates import HELD
+from cute_ops.ops._checks import no_columns
 from cute_ops.ops._tiles import rows_apart, rows_walked
 from cute_ops.reference import widen
 
@@ -38,8 +39,7 @@ def reference_mean_bwd(xp: Any, x: Any, dout: Any) -> Any:
 
 
 def check(binding: Binding) -> str | None:
-    n = binding.dims["n"]
-    return f"argument `x` has n={n}, expected at least 1." if isinstance(n, int) and n < 1 else None
+    return no_columns(binding, "x")
 
 
 sum_bwd = Op(

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from cute_ops import testing, tuner
+import cute_ops_torch
+from cute_ops import cache, testing, tuner, tuning
 from cute_ops.binding import bind
 from cute_ops.op import Array
 from cute_ops.ops import OPS
+from cute_ops.ops.activations import silu
 from cute_ops.ops.cross_entropy import cross_entropy
 from cute_ops.ops.rmsnorm import rmsnorm
 from cute_ops.plan import Memory, plan
@@ -102,3 +105,34 @@ def test_excess_is_a_part_of_what_is_allowed() -> None:
     assert measure._excess(a, b, 1e-3) == pytest.approx(1.0)
     b[4], b[2] = 0.0, 1e30
     assert measure._excess(a, b, 1e-3) == np.inf
+
+
+@pytest.mark.gpu
+def test_a_program_tunes_what_it_calls(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not inside a capture; and the next program finds what was measured."""
+    monkeypatch.setattr(tuning, "SHIPPED", cache_folder / "none")
+    monkeypatch.setenv("CUTE_OPS_TUNE", "1")
+    x, weight = (torch.randn(shape, device="cuda").bfloat16() for shape in ((8000, 1032), (1032,)))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = cute_ops_torch.rmsnorm(x, weight)
+    assert not (cache_folder / "tuning.json").exists()
+    graph.replay()
+    expected = torch.softmax(x.float(), -1)
+    for _ in range(2):
+        torch.testing.assert_close(cute_ops_torch.softmax(x).float(), expected, rtol=2e-2, atol=1e-4)
+        (winner,) = tuning.read(cache_folder / "tuning.json").values()
+        assert winner.call.startswith("softmax sm_") and winner.measured["tried"] > 3
+        count = cache.counters.compiled
+        cache.forget()
+        cute_ops_torch.softmax(x[:77])
+        assert cache.counters.compiled == count
+    torch.testing.assert_close(captured, torch.nn.functional.rms_norm(x, (1032,), weight, 1e-6), rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.gpu
+def test_samples_are_of_a_call(cache_folder: Path) -> None:
+    """A large copy-like op takes about what its bytes take, and twice the rows about twice that."""
+    found = [measure.measure(silu, {"x": Array((rows, 8192), "bfloat16")}) for rows in (8192, 16384)]
+    assert 0.2 * measure.copy_rate() < found[0].rate < 1.1 * measure.copy_rate()
+    assert 1.7 < found[1].us / found[0].us < 2.3 and found[0].low <= found[0].us <= found[0].high
