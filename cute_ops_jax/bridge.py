@@ -1,11 +1,12 @@
 """Do jax, jaxlib and jax-tvm-ffi fit together?
 
-A mismatch shows late and badly ("No FFI handler registered"), so versions are compared before the first
-kernel, and ``probe`` makes a real call for ``doctor``.
+A mismatch shows late and badly ("No FFI handler registered"), so versions are compared before the first kernel, and
+``probe`` makes a real call: for ``doctor``, and where jax is newer than what this was tested with. CPUs need neither.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import takewhile
 
@@ -16,6 +17,8 @@ from cute_ops import loader, toolchain
 from cute_ops_jax import _compat
 
 OLDEST_JAX = (0, 9, 1)
+# From here on nobody has tried.
+UNKNOWN_JAX = (0, 13)
 OLDEST_BRIDGE = (0, 1, 3)
 _BRIDGE = "jax-tvm-ffi"
 
@@ -35,12 +38,16 @@ def versions() -> list[str]:
 
 @cache
 def require() -> None:
-    """Raise unless the versions fit.
+    """Raise unless the versions fit, by what is known of them or by a call.
 
     Raises:
         RuntimeError: says what to install.
     """
     problems = versions()
+    if not problems and _compat.jax_version() >= UNKNOWN_JAX and _has_cpu():
+        # In a thread of its own, since this one is tracing a program.
+        with ThreadPoolExecutor(1) as pool:
+            problems = pool.submit(probe).result()
     if problems:
         raise RuntimeError(f"cute_ops_jax: kernels cannot run: {'; '.join(problems)}")
 
@@ -62,6 +69,14 @@ def probe() -> list[str]:
             f"({type(error).__name__}: {first}): pip install --upgrade jax {_BRIDGE}"
         ]
     return [] if called else ["XLA's FFI did not call a registered function"]
+
+
+def _has_cpu() -> bool:
+    """Not where ``JAX_PLATFORMS`` leaves it out."""
+    try:
+        return bool(jax.devices("cpu"))
+    except RuntimeError:
+        return False
 
 
 def _call() -> bool:

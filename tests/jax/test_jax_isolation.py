@@ -49,11 +49,24 @@ def test_the_check_can_fail(name: str) -> None:
     assert f"blocked: {name}" in result.stderr
 
 
-def test_a_cuda_lowering_without_the_bridge_says_what_to_install() -> None:
-    code = """
+MISMATCHES = {
+    "bridge": (
+        "found = toolchain.version\ntoolchain.version = lambda name: None if name == 'jax-tvm-ffi' else found(name)",
+        "jax-tvm-ffi is not installed: pip install 'cute-ops[jax]'",
+    ),
+    "jax": (
+        "import jax; jax.__version_info__, jax.__version__ = (0, 8, 1), '0.8.1'",
+        "jax 0.8.1 is too old for jax-tvm-ffi: pip install 'jax>=0.9.1'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MISMATCHES)
+def test_a_cuda_lowering_says_what_to_install_and_cpus_need_nothing(name: str) -> None:
+    mismatch, sentence = MISMATCHES[name]
+    code = f"""
 from cute_ops import toolchain
-found = toolchain.version
-toolchain.version = lambda name: None if name == "jax-tvm-ffi" else found(name)
+{mismatch}
 import jax, cute_ops_jax
 os.environ["CUTE_OPS_ARCH"] = "sm_90a"
 x = jax.numpy.ones((2, 6))
@@ -65,10 +78,7 @@ print(cute_ops_jax.rmsnorm(x).shape)
 """
     result = run_blocked(code)
     assert result.returncode == 0, result.stderr
-    assert result.stdout.splitlines() == [
-        "cute_ops_jax: kernels cannot run: jax-tvm-ffi is not installed: pip install 'cute-ops[jax]'",
-        "(2, 6)",
-    ]
+    assert result.stdout.splitlines() == [f"cute_ops_jax: kernels cannot run: {sentence}", "(2, 6)"]
 
 
 def test_private_jax_only_in_compat() -> None:

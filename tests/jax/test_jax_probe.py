@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import pytest
 
 import cute_ops_jax
@@ -43,3 +44,25 @@ def test_a_bridge_that_xla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "do not fit together (RuntimeError: No FFI handler registered for cute_ops_probe): pip install" in problem
     monkeypatch.setattr(bridge, "_call", lambda: False)
     assert cute_ops_jax.probe() == ["XLA's FFI did not call a registered function"]
+
+
+def test_a_jax_that_nobody_tried_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, while a program is traced; where there is no CPU to try on, it is trusted."""
+    tried = []
+    called = bridge._call
+
+    def call() -> bool:
+        tried.append(called())
+        return tried[-1]
+
+    monkeypatch.setattr(bridge, "_call", call)
+    jax.jit(lambda x: bridge.require.__wrapped__() or x).lower(1.0)
+    assert tried == []
+    monkeypatch.setattr(_compat, "jax_version", lambda: bridge.UNKNOWN_JAX)
+    jax.jit(lambda x: bridge.require.__wrapped__() or x).lower(1.0)
+    assert tried == [True]
+    monkeypatch.setattr(bridge, "_call", lambda: False)
+    with pytest.raises(RuntimeError, match=r"^cute_ops_jax: kernels cannot run: XLA's FFI did not call a registered"):
+        bridge.require.__wrapped__()
+    monkeypatch.setattr(bridge, "_has_cpu", lambda: False)
+    bridge.require.__wrapped__()

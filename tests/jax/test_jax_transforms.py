@@ -36,8 +36,8 @@ def subsets(op: Op) -> list[tuple[str, ...]]:
     return [s for k in sizes for s in itertools.combinations(op.inputs, k)]
 
 
-def loss(op: Op) -> Callable[..., Any]:
-    function = function_of(op)
+def loss(op: Op, through: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    function = function_of(op) if through is None else testing.plain(op, through)
 
     def run(*arrays: Any) -> Any:
         outputs = jax.tree.leaves(function(*arrays))
@@ -190,6 +190,10 @@ def test_cond_and_while(op: Op, close: Close, again: Callable[..., Any]) -> None
     got = jax.jit(lambda flag, *given: jax.lax.cond(flag, lambda: function(*given), lambda: given[0]))
     close(got(True, *arrays), first)
     close(got(False, *arrays), arrays[0])
+    wrt = testing.argnums(op)
+    for flag, branch in ((True, function), (False, lambda *given: given[0])):
+        through = jax.grad(lambda *given, flag=flag: jnp.sum(jnp.sin(got(flag, *given))), wrt)
+        close(through(*arrays), jax.grad(lambda *given, branch=branch: jnp.sum(jnp.sin(branch(*given))), wrt)(*arrays))
     looped = jax.lax.while_loop(
         lambda state: state[0] < 2,
         lambda state: (state[0] + 1, function(state[1], *arrays[1:])),
@@ -247,6 +251,9 @@ def test_eval_shape_runs_nothing(op: Op) -> None:
     shapes = jax.eval_shape(function, *(jax.ShapeDtypeStruct(a.shape, a.dtype) for a in arrays))
     real = function(*arrays)
     assert [(o.shape, o.dtype) for o in jax.tree.leaves(shapes)] == [(o.shape, o.dtype) for o in jax.tree.leaves(real)]
+    wrt = testing.argnums(op)
+    gradients = jax.eval_shape(jax.grad(loss(op), wrt), *arrays)
+    assert [(g.shape, g.dtype) for g in gradients] == [(arrays[i].shape, arrays[i].dtype) for i in wrt]
 
 
 @pytest.mark.feature("FFI: donated arguments")
@@ -292,16 +299,16 @@ def test_shared_gradient_serves_both_inputs() -> None:
     assert (dx.dtype, dresidual.dtype) == (jnp.bfloat16, jnp.float32)
 
 
-@pytest.mark.feature("many threads")
-def test_threads_may_trace_at_once(op: Op, device: jax.Device, close: Close) -> None:
+@pytest.mark.feature("FFI: many threads")
+def test_threads_may_trace_at_once(op: Op, device: jax.Device, through_ffi: Any, close: Close) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     arrays = [jax.device_put(a[0], device) for a in examples(op)]
-    gradient = jax.grad(loss(op))
+    gradient = jax.grad(loss(op, through_ffi(op)))
     with ThreadPoolExecutor(4) as pool:
         results = list(pool.map(lambda _: jax.jit(lambda *given: gradient(*given))(*arrays), range(8)))
     for result in results:
-        close(result, gradient(*arrays))
+        close(result, jax.grad(loss(op))(*arrays))
 
 
 def test_primitives_are_named_after_their_ops(op: Op) -> None:
