@@ -56,7 +56,7 @@ def gradient(op: Op) -> Callable[..., Any]:
 def problem(op: Op) -> tuple[list[np.ndarray], list[Any]]:
     """Rows and how they are cut. Long enough that a psum of weights' gradients waits for kernels."""
     arrays = testing.sample(op, (64, 33), 512, np.random.default_rng(0))
-    return arrays, [P("rows") if t.rows and not t.broadcast else P() for t in op.inputs.values()]
+    return arrays, [P("rows") if t.rows else P() for t in op.inputs.values()]
 
 
 def calls(text: str) -> int:
