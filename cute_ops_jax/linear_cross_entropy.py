@@ -1,8 +1,8 @@
 """Cross entropy of a linear layer's output that never holds all logits.
 
-Rows go in chunks: their logits by a matrix product, loss and lse by our kernel, the logits' gradient by our kernel in
-the logits' own memory, the gradients of the inputs by two more products. So the gradients are there when the forward is
-over, and the backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
+Rows go in chunks: their logits by a matrix product, the loss and, in the logits' own memory, their gradient by our
+kernel, the gradients of the inputs by two more products. So the gradients are there when the forward is over, and the
+backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
 weight's gradient cannot be given afterwards: there the backward makes the logits again.
 """
 
@@ -17,7 +17,17 @@ import jax.numpy as jnp
 
 from cute_ops import chunks
 from cute_ops_jax import sharding
-from cute_ops_jax.vocabulary import Axis, Setting, check_options, gradient, losses, reduced, spread, summed
+from cute_ops_jax.vocabulary import (
+    Axis,
+    Setting,
+    check_options,
+    gradient,
+    loss_and_gradient,
+    losses,
+    reduced,
+    spread,
+    summed,
+)
 
 Array = jax.Array
 
@@ -208,8 +218,7 @@ def _forward(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, An
     def body(state: tuple[Array, Inputs], first: Any, rows: int) -> tuple[Array, Inputs]:
         total, gradients = state
         logits, classes = _logits(inputs, first, rows), _cut(target, first, rows)
-        loss, lse = losses(setting, logits, classes)
-        dlogits = gradient(setting, logits, classes, lse, jnp.broadcast_to(share, (rows,)), inplace=True)
+        loss, dlogits = loss_and_gradient(setting, logits, classes, jnp.broadcast_to(share, (rows,)))
         return _put(total, loss, first), _add(gradients, inputs, first, rows, dlogits)
 
     found, gradients = _each(inputs, (_zeros(target), _nothing(inputs)), body)

@@ -17,6 +17,7 @@ from cute_ops.errors import message
 from cute_ops.ops.cross_entropy import FINISH
 from cute_ops.ops.cross_entropy import cross_entropy as op
 from cute_ops.ops.cross_entropy import cross_entropy_bwd as op_bwd
+from cute_ops.ops.cross_entropy import cross_entropy_step as op_step
 from cute_ops_jax import sharding
 from cute_ops_jax.arrays import specs
 from cute_ops_jax.primitive import stage
@@ -75,6 +76,16 @@ def gradient(setting: Setting, logits: Array, target: Array, lse: Array, dloss: 
         given, attrs = op_bwd.split.part(jnp, given, attrs, *_slice(setting, logits))
     found: Arrays = stage(op_bwd)(given, attrs, inplace=inplace)
     return found["dlogits"]
+
+
+def loss_and_gradient(setting: Setting, logits: Array, target: Array, dloss: Array) -> tuple[Array, Array]:
+    """Loss of each row over all classes, and the gradient of the logits that this device has, in their memory."""
+    if setting.axis is None:
+        given: Arrays = {"logits": logits, "target": target, "dloss": dloss}
+        found: Arrays = stage(op_step)(given, {n: setting.attrs[n] for n in op_step.attrs}, inplace=True)
+        return found["loss"], found["dlogits"]
+    loss, lse = losses(setting, logits, target)
+    return loss, gradient(setting, logits, target, lse, dloss, inplace=True)
 
 
 def _slice(setting: Setting, logits: Array) -> tuple[Array, int, int]:

@@ -155,11 +155,15 @@ def make_inplace(
 
 
 def watched() -> bool:
+    return transformed() or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
+def transformed() -> bool:
+    """Whether somebody does more with calls than to note them."""
     return (
         _C._len_torch_dispatch_stack() > 0
         or _C._len_torch_function_stack() > 0
         or _C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
         or _C._get_tracing_state() is not None
-        or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
     )

@@ -6,6 +6,7 @@ __all__ = [
     "add_rmsnorm",
     "add_rmsnorm_fp8",
     "cross_entropy",
+    "cross_entropy_step",
     "geglu",
     "gelu",
     "gelu_mul",
@@ -20,6 +21,7 @@ __all__ = [
     "rope",
     "silu",
     "silu_mul",
+    "silu_mul_again",
     "silu_mul_fp8",
     "softmax",
     "sum",
@@ -92,3 +94,12 @@ def add_rmsnorm_fp8(
     block: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def silu_mul_fp8(gate: Tensor, up: Tensor, block: int = 0) -> tuple[Tensor, Tensor]: ...
+def silu_mul_again(gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+def cross_entropy_step(
+    logits: Tensor,
+    target: Tensor,
+    dloss: Tensor,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Tensor, Tensor]: ...

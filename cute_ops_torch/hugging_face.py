@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import math
 import textwrap
 import types
 from collections.abc import Callable
@@ -16,7 +17,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from cute_ops import chunks
 from cute_ops_torch import functions
+from cute_ops_torch.front import transformed
+from cute_ops_torch.fused import norm_of_stream, silu_mlp
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
 
 # mypy: disable-error-code="attr-defined, no-untyped-def, has-type, name-defined"
@@ -128,7 +132,33 @@ def _form_mlp(self, x):
 
 
 def _silu_mlp(self, x: torch.Tensor) -> torch.Tensor:
+    layers = _projections(self)
+    if torch.is_grad_enabled() and _plain(x, *layers):
+        return silu_mlp(x, *(layer.weight for layer in layers))
     return self.down_proj(functions.silu_mul(self.gate_proj(x), self.up_proj(x)))
+
+
+def _projections(mlp: Any) -> tuple[nn.Linear, nn.Linear, nn.Linear]:
+    return mlp.gate_proj, mlp.up_proj, mlp.down_proj
+
+
+def _plain(x: torch.Tensor, *layers: Any) -> bool:
+    """Whether linear layers are nothing but products with their weights, and nobody looks at each of them."""
+    return (
+        not torch.compiler.is_compiling()
+        and not transformed()
+        and not torch.is_autocast_enabled(x.device.type)
+        and type(x) is torch.Tensor
+        and all(
+            type(layer) is nn.Linear
+            and layer._parameters["bias"] is None
+            and type(layer.weight) is nn.Parameter
+            and layer.weight.dtype == x.dtype
+            and "forward" not in vars(layer)
+            and not _hooked(layer)
+            for layer in layers
+        )
+    )
 
 
 def _gelu_mlp(approximate: str) -> Callable[..., torch.Tensor]:
@@ -221,9 +251,9 @@ def _layer(
     position_embeddings: Any = None,
     **kwargs: Any,
 ) -> torch.Tensor:
-    residual = hidden_states
+    normed, residual = _norm_of_stream(self.input_layernorm, hidden_states)
     attended, _ = self.self_attn(
-        hidden_states=self.input_layernorm(hidden_states),
+        hidden_states=normed,
         attention_mask=attention_mask,
         position_ids=position_ids,
         past_key_values=past_key_values,
@@ -238,6 +268,22 @@ def _layer(
         residual = residual + attended
         hidden_states = norm(residual)
     return residual + self.mlp(hidden_states)
+
+
+def _norm_of_stream(norm: Any, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of a residual stream, and the stream, as it goes on."""
+    if (
+        type(norm).forward is _norm
+        and torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and not transformed()
+        and type(stream) is torch.Tensor
+        and type(norm.weight) is nn.Parameter
+        and stream.dtype == norm.weight.dtype
+        and not _hooked(norm)
+    ):
+        return norm_of_stream(stream, norm.weight, norm.variance_epsilon)
+    return norm(stream), stream
 
 
 def _llama_norm_follows(module: nn.Module) -> bool:
@@ -501,7 +547,7 @@ def _causal_lm(original: type[nn.Module]) -> Callable[..., Any]:
         outputs = self.model(**common)
         hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
         if hidden.dtype == head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
-            loss = _loss_of_hidden(head, hidden, labels, **kwargs)
+            loss = _loss_of_hidden(head, hidden, labels, _chunk_rows(self, hidden), **kwargs)
         else:  # the product is in another dtype
             logits = head(hidden)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
@@ -516,10 +562,21 @@ def _causal_lm(original: type[nn.Module]) -> Callable[..., Any]:
     return can_return_tuple(forward)
 
 
+def _chunk_rows(model: Any, hidden: torch.Tensor) -> int | None:
+    """Rows whose logits take half of the memory that the gated MLPs did not; None where they saved none."""
+    if torch.compiler.is_compiling() or any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
+        return None
+    mlps: list[Any] = [m for m in model.modules() if type(m).forward is _silu_mlp and _plain(hidden, *_projections(m))]
+    spare = sum(m.down_proj.in_features for m in mlps) * math.prod(hidden.shape[:-1]) // 2
+    rows = min(spare // model.lm_head.out_features, chunks.FULL) // chunks.TILE * chunks.TILE
+    return rows if rows * model.lm_head.out_features > chunks.SHARE * hidden.numel() else None
+
+
 def _loss_of_hidden(
     head: nn.Linear,
     hidden: torch.Tensor,
     labels: torch.Tensor,
+    chunk_rows: int | None,
     num_items_in_batch: torch.Tensor | float | None = None,
     ignore_index: int = -100,
     shift_labels: torch.Tensor | None = None,
@@ -531,8 +588,9 @@ def _loss_of_hidden(
     reduction = "mean" if num_items_in_batch is None else "sum"
     target = shift_labels.view(-1).to(hidden.device)
     loss = linear_cross_entropy(
-        hidden.flatten(0, -2), head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction
-    )
+        hidden.flatten(0, -2), head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction,
+        chunk_rows=chunk_rows,
+    )  # fmt: skip
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 

@@ -1,8 +1,8 @@
 """Cross entropy of a linear layer's output that never holds all logits.
 
-Rows go in chunks: their logits by a matrix product, loss and lse by our kernel, the logits' gradient by our kernel in
-the logits' own memory, the gradients of the inputs by two more products. So the gradients are there when the forward is
-over, and the backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
+Rows go in chunks: their logits by a matrix product, the loss and, in the logits' own memory, their gradient by our
+kernel, the gradients of the inputs by two more products. So the gradients are there when the forward is over, and the
+backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
 weight's gradient cannot be given afterwards: there the backward makes the logits again.
 
 Where ranks share the classes, each makes the logits of its own ones, and what they say of a chunk's rows is exchanged
@@ -11,7 +11,8 @@ between forward and gradient: :class:`Slice`. Gradients of the hidden states the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -43,6 +44,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    chunk_rows: int | None = None,
 ) -> Tensor:
     """Cross entropy of ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -57,6 +59,8 @@ def linear_cross_entropy(
         label_smoothing: part of the target that is spread evenly over all classes.
         z_loss: weight of ``lse^2``.
         reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
+        chunk_rows: rows whose logits are held at a time, a hint for training outside of ``torch.compile``. Where None,
+            as few as lose little time; up to about 4096, more of them are faster.
 
     Returns:
         float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T; the weight's is
@@ -64,11 +68,13 @@ def linear_cross_entropy(
 
     Raises:
         TypeError: dtypes that differ or are not listed.
-        ValueError: shapes that do not fit, an unknown reduction.
+        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
 
     Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
     arguments = (hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction)
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"cute.linear_cross_entropy: option `chunk_rows` is {chunk_rows}, expected at least 1.")
     inputs = (hidden, weight, bias)
     wanted = [t is not None and t.requires_grad for t in inputs]
     if (
@@ -80,7 +86,7 @@ def linear_cross_entropy(
     ):
         return torch.ops.cute.linear_cross_entropy(*arguments)
     _check(hidden, weight, target, bias, reduction)
-    return _Direct.apply(*arguments, wanted)
+    return _Direct.apply(*arguments, wanted, chunk_rows)
 
 
 def _composite(
@@ -123,8 +129,8 @@ class _Direct(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> Tensor:
-        loss, *gradients = _step(*arguments)
-        ctx.wanted = arguments[-1]
+        loss, *gradients = _step(*arguments[:-1], chunk_rows=arguments[-1])  # type: ignore[misc]
+        ctx.wanted = arguments[-2]
         ctx.save_for_backward(*gradients)
         return loss
 
@@ -133,18 +139,20 @@ class _Direct(torch.autograd.Function):
         (dloss,) = cotangents
         # No second buffer of the weight's size; another backward through this loss gets autograd's error.
         found = [g.mul_(dloss.to(g.dtype)) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
-        return found[0], found[1], None, found[2], None, None, None, None, None
+        return found[0], found[1], None, found[2], *[None] * 6
 
 
 # --- chunks --------------------------------------------------------------------------------------------------------
 
 
-def _slices(hidden: Tensor, weight: Tensor, own: Slice | None) -> Iterator[slice]:
-    rows, width = hidden.shape
+def _sizes(hidden: Tensor, weight: Tensor, own: Slice | None = None) -> tuple[int, int, int, int]:
     # All ranks must cut alike, whatever their own slices of the classes are.
-    classes = own.most if own else weight.shape[0]
-    size = chunks.rows_per_chunk(rows, width, classes, hidden.dtype.itemsize)
-    return (slice(start, min(start + size, rows)) for start in range(0, rows, size))
+    return *hidden.shape, own.most if own else weight.shape[0], hidden.dtype.itemsize  # type: ignore[return-value]
+
+
+def _slices(hidden: Tensor, weight: Tensor, own: Slice | None, size: int | None = None) -> Sequence[slice]:
+    rows, size = hidden.shape[0], size or chunks.rows_per_chunk(*_sizes(hidden, weight, own))
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 
 class _Losses:
@@ -162,6 +170,21 @@ class _Losses:
         grad, gradient, into = family("cute", "cross_entropy_bwd")
         return self._run(grad, inplace_gradient(grad, gradient, into), logits, target, lse, dloss)[0]
 
+    def both(self, logits: Tensor, target: Tensor, dloss: Tensor, loss: Tensor) -> Tensor:
+        """The gradient, over the logits; fills the losses."""
+        if self.own:
+            found, lse = self.forward(logits, target)
+            loss.copy_(found)
+            return self.gradient(logits, target, lse, dloss)
+        op, run, into = family("cute", "cross_entropy_step")
+        attrs = [self.attrs[name] for name in op.attrs]
+        if logits.is_cuda and not (logits.data_ptr() | loss.data_ptr()) % 16:
+            into(logits, target, dloss, *attrs, logits, loss)
+            return logits
+        dlogits, found = run(logits, target, dloss, *attrs)
+        loss.copy_(found)
+        return logits.copy_(dlogits)
+
     def _run(self, op: Op, call: Any, *inputs: Tensor) -> list[Tensor]:
         if self.own:
             return run_on_slice(op, call, dict(zip(op.inputs, inputs, strict=True)), self.attrs, self.own)
@@ -170,16 +193,17 @@ class _Losses:
 
 
 class _Logits:
-    """The logits of one chunk after another, in the same memory."""
+    """The logits of one chunk after another, in the same memory: the end of an array, where one is given."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-        self.hidden, self.weight, self.bias = hidden, weight, bias
-        self.memory: Tensor | None = None
+    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, memory: Tensor | None = None) -> None:
+        self.hidden, self.weight, self.bias, self.memory = hidden, weight, bias, memory
 
     def __getitem__(self, at: slice) -> Tensor:
+        shape = at.stop - at.start, self.weight.shape[0]
         if self.memory is None:
-            self.memory = self.hidden.new_empty((at.stop - at.start, self.weight.shape[0]))
-        logits = self.memory[: at.stop - at.start]
+            self.memory = self.hidden.new_empty(shape).view(-1)
+        start = (self.memory.numel() - math.prod(shape)) // chunks.TILE * chunks.TILE
+        logits = self.memory[start : start + math.prod(shape)].view(shape)
         if self.bias is None:
             return torch.mm(self.hidden[at], self.weight.t(), out=logits)
         return torch.addmm(self.bias, self.hidden[at], self.weight.t(), out=logits)
@@ -188,11 +212,14 @@ class _Logits:
 class _Gradients:
     """Gradients of the inputs, chunk after chunk."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]) -> None:
+    def __init__(
+        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool], memory: Tensor | None = None
+    ) -> None:
         self.hidden, self.weight, self.empty = hidden, weight, hidden.shape[0] == 0
-        like = (hidden, weight, bias)
-        made = [torch.empty_like(t) if w and t is not None else None for t, w in zip(like, wanted, strict=True)]
-        self.dhidden, self.dweight, _ = made
+        if memory is not None:
+            memory = memory[: hidden.numel()].view(hidden.shape)
+        self.dhidden = (torch.empty_like(hidden) if memory is None else memory) if wanted[0] else None
+        self.dweight = torch.empty_like(weight) if wanted[1] else None
         # A sum over rows, one rounding at the end.
         self.dbias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=torch.float32)
         if self.empty and self.dweight is not None:
@@ -258,21 +285,24 @@ def _rows_bwd(
 def _step(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", wanted: Sequence[bool] = (),
-    count: Tensor | None = None, part: Sequence[int] = (), group: str = "",
+    count: Tensor | None = None, part: Sequence[int] = (), group: str = "", chunk_rows: int | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The reduced loss and its gradients, together. ``count``: how many rows a mean is over, if not those here."""
     attrs = (ignore_index, label_smoothing, z_loss)
     h, t = _flat(hidden, target)
     own = Slice.of(part, group)
-    logits, losses, gradients = _Logits(h, weight, bias), _Losses(attrs, own), _Gradients(h, weight, bias, wanted)
+    memory, slices = None, _slices(h, weight, own, chunk_rows)
+    if chunk_rows is None and own is None and wanted[0]:
+        room, slices = chunks.shared(*_sizes(h, weight))
+        memory = h.new_empty(room)
+    logits, gradients = _Logits(h, weight, bias, memory), _Gradients(h, weight, bias, wanted, memory)
+    losses = _Losses(attrs, own)
     each = h.new_empty(t.shape, dtype=torch.float32)
     share = torch.ones((), dtype=torch.float32, device=h.device)
     if reduction == "mean":
         share = share / ((t != ignore_index).sum() if count is None else count)
-    for at in _slices(h, weight, own):
-        chunk, classes = logits[at], t[at]
-        each[at], lse = losses.forward(chunk, classes)
-        gradients.add(at, losses.gradient(chunk, classes, lse, share.expand(classes.shape)))
+    for at in slices:
+        gradients.add(at, losses.both(logits[at], t[at], share.expand(t[at].shape), each[at]))
     return each.sum() * share, *gradients.results(hidden.shape)
 
 

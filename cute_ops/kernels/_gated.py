@@ -27,6 +27,16 @@ def gated_backward(activation):
     return compute
 
 
+def gated_again(activation):
+    """``compute`` of the gradients and the product."""
+
+    def compute(gate, up, dout):
+        y, slope = activation(gate)
+        return dout * up * slope, dout * y, y * up
+
+    return compute
+
+
 def alone(activation):
     return lambda x: (activation(x)[0],)
 
@@ -77,6 +87,17 @@ class GatedBackward:
     @cute.jit
     def __call__(self, mGate, mUp, mDout, mDgate, mDup, stream):
         self.form((mGate, mUp, mDout), (mDgate, mDup), stream)
+
+
+class GatedAgain:
+    """Both gradients of :class:`Gated`, and its output once more."""
+
+    def __init__(self, variant, activation):
+        self.form = Pointwise(variant, ("gate", "up", "dout"), ("dgate", "dup", "out"), gated_again(activation))
+
+    @cute.jit
+    def __call__(self, mGate, mUp, mDout, mDgate, mDup, mOut, stream):
+        self.form((mGate, mUp, mDout), (mDgate, mDup, mOut), stream)
 
 
 class Packed:

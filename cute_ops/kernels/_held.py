@@ -57,8 +57,12 @@ class RowFunction:
         """Loads from the tensors of one number per row, and whether the row must be read."""
         return None, there
 
-    def emit(self, values, results, context):
-        """Output vectors from input vectors and the row's results, in fp32."""
+    def tied(self, state, context):
+        """What a thread gives to the row's reduction, once what :meth:`begin` loaded is there."""
+        return state
+
+    def emit(self, values, results, context, first):
+        """Output vectors from input vectors and the row's results, in fp32; ``first`` is the vector's first column."""
         return ()
 
     def finish(self, variant, numbers, rows, results, context, row):
@@ -143,14 +147,14 @@ class HeldRows:
                     self.ring.trim(slots, k, Int32(0), first[k], self.function.reduction.empty)
         gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
         insides = [lambda k=k: self._inside(held, k, first) for k in range(self.tile.per_thread)]
-        values = self._gather(gets, insides)
+        values = self.function.tied(self._gather(gets, insides), context)
         self.sum.ready()
         results = self.sum(values, sSum, mbar, Int32(0))
         if t == 0 and rank == 0 and there:
             self.function.finish(self.variant, numbers, inputs, results, context, row)
         if const_expr(len(outputs) > 0):
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                emitted = self.function.emit(self._read(held, k), results, context)
+                emitted = self.function.emit(self._read(held, k), results, context, first[k])
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
                     self.access.store(mX, name, rOut, row, first, k, there)

@@ -89,7 +89,7 @@ class WalkedRows:
                 state = self.function.reduction.start()
                 for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
                     state = self._batch(state, inputs, bases, base + tidx, end, shift, n)
-                self.sum.give(state, sSum, mbar, step, j)
+                self.sum.give(self.function.tied(state, context), sSum, mbar, step, j)
             results = self.sum.take(None, sSum, mbar, step)
             if (tidx == 0) & (rank == 0):
                 self.function.finish(self.variant, numbers, inputs, results, context, row)
@@ -104,7 +104,7 @@ class WalkedRows:
 
     def _emit(self, inputs, outputs, bases, targets, results, context, first, n):
         values = self._read(inputs, bases, first, n, self.function.reduction.empty)
-        for x, mX, base in zip(self.function.emit(values, results, context), outputs, targets):
+        for x, mX, base in zip(self.function.emit(values, results, context, first), outputs, targets):
             self._write(x, mX, base, first, n)
 
     def _batch(self, state, inputs, bases, start, end, shift, n):

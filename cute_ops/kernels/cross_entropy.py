@@ -2,19 +2,60 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ops.kernels._access import number_or, store_number
 from cute_ops.kernels._held import RowFunction
-from cute_ops.kernels._log_sum import LogSum, exponentials
+from cute_ops.kernels._log_sum import LogSum, exponentials, origin
 from cute_ops.kernels._rows import row_address
 from cute_ops.kernels._segments import Segments
 from cute_ops.kernels._vectors import fragment, gmem_elements
 from cute_ops.kernels._walked import run_rows
 
 
+@cute.jit
+def number_at(
+    mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, there: Boolean, other: cutlass.Constexpr
+):
+    """A row's element in fp32 where it is there."""
+    rX = cute.make_rmem_tensor((1,), Float32)
+    rX.fill(other)
+    if there:
+        address = row_address(mX, key, row, mX.shape[len(mX.shape) - 1]) + column * (mX.element_type.width // 8)
+        rX[0] = gmem_elements(mX.element_type, address, 1)[0].to(Float32)
+    return rX[0]
+
+
+class Settings:
+    """The attributes, and what they make of a row's sums."""
+
+    def __init__(self, variant):
+        attrs = variant.attrs
+        self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
+        # Of a slice of the classes the target may be in another one, and adds nothing to this one's loss.
+        self.classes = attrs.get("classes", 0)
+        self.absent = 0.0 if self.classes else Float32.nan
+
+    def loss(self, results, picked, n):
+        """The loss of a row that counts, and its lse."""
+        lse = results[0] + cute.math.log(results[1])
+        loss = lse - picked
+        if self.smoothing != 0:
+            loss = lse - ((1.0 - self.smoothing) * picked + self.smoothing * (results[2] / Float32(self.classes or n)))
+        return loss + self.z * lse * lse if self.z != 0 else loss, lse
+
+    def slope(self, x, lse, dloss, n):
+        """The gradient of a vector of logits, but for the target."""
+        dx = exponentials(x, lse) * (dloss * (1.0 + 2.0 * self.z * lse) if self.z else dloss)
+        return dx - dloss * (self.smoothing / Float32(self.classes or n)) if self.smoothing else dx
+
+    def at_target(self, dloss):
+        return dloss * (1.0 - self.smoothing)
+
+
 class Loss(RowFunction):
-    """A maximum and a sum per row; the target's logit is read once more, by one thread.
+    """A maximum and a sum per row. The target's logit is read on its own, together with the others: read when they are
+    summed, it would keep the CTA waiting once more.
 
     Rows whose target is ``ignore_index`` are not read.
     """
@@ -22,41 +63,24 @@ class Loss(RowFunction):
     inputs, outputs = ("logits",), ()
 
     def __init__(self, variant):
-        attrs = variant.attrs
-        self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
-        self.classes = attrs["classes"]
-        self.reduction = LogSum(plain=self.smoothing != 0)
+        self.set = Settings(variant)
+        self.reduction = LogSum(plain=self.set.smoothing != 0)
 
     def begin(self, variant, numbers, row, there):
-        mTarget = numbers[0]
+        mLogits, mTarget, _, _ = numbers
+        n = Int64(mLogits.shape[len(mLogits.shape) - 1])
         target = Int64(number_or(mTarget, variant.tensors["target"], row, there, 0))
-        return target, there & (target != self.ignored)
+        kept = target != self.set.ignored
+        known = there & kept & (target >= 0) & (target < n)
+        picked = number_at(mLogits, variant.tensors["logits"], row, target, known, self.set.absent)
+        return (kept, picked), there & kept
 
-    @cute.jit
-    def finish(self, variant: cutlass.Constexpr, numbers, rows, results: cutlass.Constexpr, target: Int64, row: Int64):
-        _, mLoss, mLse = numbers
-        mLogits = rows[0]
-        long_n = mLogits.shape[len(mLogits.shape) - 1]
-        n = Int64(long_n)
-        top, total = results[0], results[1]
-        loss, lse = Float32(0.0), Float32(0.0)
-        if target != self.ignored:
-            lse = top + cute.math.log(total)
-            # Of a slice of the classes the target may be in another one, and adds nothing to this one's loss.
-            picked = Float32(0.0) if const_expr(self.classes) else Float32.nan
-            if target >= 0 and target < n:
-                address = row_address(mLogits, variant.tensors["logits"], row, long_n)
-                address = address + target * (mLogits.element_type.width // 8)
-                picked = gmem_elements(mLogits.element_type, address, 1)[0].to(Float32)
-            if const_expr(self.smoothing == 0):
-                loss = lse - picked
-            else:
-                mean = results[2] / Float32(self.classes or n)
-                loss = lse - ((1.0 - self.smoothing) * picked + self.smoothing * mean)
-            if const_expr(self.z != 0):
-                loss = loss + self.z * lse * lse
-        store_number(loss, mLoss, variant.tensors["loss"], row)
-        store_number(lse, mLse, variant.tensors["lse"], row)
+    def finish(self, variant, numbers, rows, results, context, row):
+        mLogits, _, mLoss, mLse = numbers
+        kept, picked = context
+        loss, lse = self.set.loss(results, picked, mLogits.shape[len(mLogits.shape) - 1])
+        store_number(number_where(kept, loss), mLoss, variant.tensors["loss"], row)
+        store_number(number_where(kept, lse), mLse, variant.tensors["lse"], row)
 
 
 class CrossEntropy:
@@ -67,7 +91,7 @@ class CrossEntropy:
 
     @cute.jit
     def __call__(self, mLogits, mTarget, mLoss, mLse, stream):
-        self.form((mLogits,), (), (mTarget, mLoss, mLse), stream)
+        self.form((mLogits,), (), (mLogits, mTarget, mLoss, mLse), stream)
 
 
 class LossGradient:
@@ -76,42 +100,90 @@ class LossGradient:
     inputs, outputs = ("logits",), ("dlogits",)
 
     def __init__(self, variant):
-        attrs = variant.attrs
-        self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
-        self.classes = attrs["classes"]
+        self.set = Settings(variant)
 
     def begin(self, variant, numbers, row, there):
         mLogits, mTarget, mLse, mDloss = numbers
-        n = Int64(mLogits.shape[len(mLogits.shape) - 1])
+        n = mLogits.shape[len(mLogits.shape) - 1]
         tensors = variant.tensors
         target = Int64(number_or(mTarget, tensors["target"], row, there, 0))
         lse = number_or(mLse, tensors["lse"], row, there, 0)
         dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
-        kept = target != self.ignored
-        known = (target >= 0) & (target < n)
-        if not self.classes:
+        kept = target != self.set.ignored
+        known = (target >= 0) & (target < Int64(n))
+        if not self.set.classes:
             dloss = cutlass.select_(known, dloss, Float32.nan)
         # -inf in place of the logits of rows that are not read, and 0 for their lse: exp is 0, not NaN.
         dloss = cutlass.select_(kept, dloss, Float32(0.0))
         column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
-        smoothing = dloss * (self.smoothing / Float32(self.classes or n)) if self.smoothing else None
-        scale = dloss * (1.0 + 2.0 * self.z * lse) if self.z else dloss
-        return (column, lse, dloss, scale, smoothing), there & kept
+        return (column, lse, dloss, n), there & kept
 
     def emit(self, values, first, vec, context):
-        column, lse, dloss, scale, smoothing = context
-        dx = exponentials(values[0], lse) * scale
-        if smoothing is not None:
-            dx = dx - smoothing
+        column, lse, dloss, n = context
         rDx = fragment(Float32, vec)
-        rDx.store(dx)
-        self._at_target(rDx, column - first, dloss * (1.0 - self.smoothing))
+        rDx.store(self.set.slope(values[0], lse, dloss, n))
+        subtract_at(rDx, column - first, self.set.at_target(dloss))
         return (rDx.load(),)
 
-    @cute.jit
-    def _at_target(self, rDx: cute.Tensor, place: Int32, amount: Float32):
-        for j in cutlass.range_constexpr(cute.size(rDx)):
-            rDx[j] = rDx[j] - cutlass.select_(place == j, amount, Float32(0.0))
+
+class LossStep(RowFunction):
+    """A row's loss and its gradient: the row stays on the chip between the two."""
+
+    inputs, outputs = ("logits",), ("dlogits",)
+
+    def __init__(self, variant):
+        self.set = Settings(variant)
+        self.reduction = LogSum(plain=self.set.smoothing != 0)
+
+    def begin(self, variant, numbers, row, there):
+        mLogits, mTarget, mDloss, _ = numbers
+        tensors, n = variant.tensors, mLogits.shape[len(mLogits.shape) - 1]
+        target = Int64(number_or(mTarget, tensors["target"], row, there, 0))
+        dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
+        kept = target != self.set.ignored
+        known = kept & (target >= 0) & (target < Int64(n))
+        picked = number_at(mLogits, tensors["logits"], row, target, there & known, self.set.absent)
+        column = Int32(cutlass.select_(known, target, Int64(-1)))
+        return (kept, column, cutlass.select_(known, dloss, Float32.nan), picked, n), there & kept
+
+    def tied(self, state, context):
+        """The target's logit belongs to the maximum anyway. Nobody writes before everybody has given a maximum, so that
+        it is not overwritten, in place, on its way to a thread.
+        """
+        m, s, *plain = state
+        top = cute.arch.fmax(m, context[3])
+        return (top, s * exponentials(m, origin(top)), *plain)
+
+    def emit(self, values, results, context, first):
+        kept, column, dloss, _, n = context
+        lse = results[0] + cute.math.log(results[1])
+        rDx = fragment(Float32, cute.size(values[0].shape))
+        rDx.store(self.set.slope(values[0], lse, dloss, n))
+        subtract_at(rDx, column - first, self.set.at_target(dloss))
+        zero_unless(rDx, kept)  # what is there in place of a row that was not read
+        return (rDx.load(),)
+
+    def finish(self, variant, numbers, rows, results, context, row):
+        mLoss = numbers[3]
+        kept, _, _, picked, n = context
+        loss, _ = self.set.loss(results, picked, n)
+        store_number(number_where(kept, loss), mLoss, variant.tensors["loss"], row)
+
+
+@cute.jit
+def subtract_at(rX: cute.Tensor, place: Int32, amount: Float32):
+    for j in cutlass.range_constexpr(cute.size(rX)):
+        rX[j] = rX[j] - cutlass.select_(place == j, amount, Float32(0.0))
+
+
+@cute.jit
+def zero_unless(rX: cute.Tensor, kept: Boolean):
+    for j in cutlass.range_constexpr(cute.size(rX)):
+        rX[j] = cutlass.select_(kept, rX[j], Float32(0.0))
+
+
+def number_where(there, number):
+    return Float32(cutlass.select_(there, number, Float32(0.0)))
 
 
 class CrossEntropyBackward:
@@ -123,3 +195,14 @@ class CrossEntropyBackward:
     @cute.jit
     def __call__(self, mLogits, mTarget, mLse, mDloss, mDlogits, stream):
         self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mLse, mDloss), stream)
+
+
+class CrossEntropyStep:
+    """Loss and gradient in one pass, for a cotangent that is known beforehand."""
+
+    def __init__(self, variant):
+        self.form = run_rows(variant, LossStep(variant))
+
+    @cute.jit
+    def __call__(self, mLogits, mTarget, mDloss, mDlogits, mLoss, stream):
+        self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mDloss, mLoss), stream)

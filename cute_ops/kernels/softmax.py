@@ -11,7 +11,7 @@ class Probabilities(RowFunction):
     inputs, outputs = ("x",), ("out",)
     reduction = LogSum()
 
-    def emit(self, values, results, context):
+    def emit(self, values, results, context, first):
         top, total = results
         return (exponentials(values[0], origin(top)) * (1.0 / total),)
 
@@ -20,7 +20,7 @@ class LogProbabilities(RowFunction):
     inputs, outputs = ("x",), ("out",)
     reduction = LogSum()
 
-    def emit(self, values, results, context):
+    def emit(self, values, results, context, first):
         top, total = results
         return ((values[0] - top) - cute.math.log(total),)
 
@@ -29,7 +29,7 @@ class SoftmaxGradient(RowFunction):
     inputs, outputs = ("out", "dout"), ("dx",)
     reduction = Sum(lambda out, dout: out * dout)
 
-    def emit(self, values, results, context):
+    def emit(self, values, results, context, first):
         out, dout = values
         return (out * (dout - results[0]),)
 
@@ -38,7 +38,7 @@ class LogSoftmaxGradient(RowFunction):
     inputs, outputs = ("out", "dout"), ("dx",)
     reduction = Sum(lambda out, dout: dout)
 
-    def emit(self, values, results, context):
+    def emit(self, values, results, context, first):
         out, dout = values
         return (dout - cute.math.exp2(out * LOG2_E, fastmath=True) * results[0],)
 

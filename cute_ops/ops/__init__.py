@@ -4,7 +4,7 @@ from cute_ops.op import Op
 from cute_ops.ops.activations import gelu, relu2, silu
 from cute_ops.ops.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.add_rmsnorm_fp8 import add_rmsnorm_fp8
-from cute_ops.ops.cross_entropy import cross_entropy
+from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_step
 from cute_ops.ops.gelu_mul import gelu_mul
 from cute_ops.ops.glu import geglu, swiglu
 from cute_ops.ops.layernorm import layernorm
@@ -14,7 +14,7 @@ from cute_ops.ops.rmsnorm import rmsnorm
 from cute_ops.ops.rmsnorm_fp8 import rmsnorm_fp8
 from cute_ops.ops.rope import rope
 from cute_ops.ops.row_sums import row_mean, row_sum
-from cute_ops.ops.silu_mul import silu_mul
+from cute_ops.ops.silu_mul import silu_mul, silu_mul_again
 from cute_ops.ops.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.softmax import log_softmax, softmax
 
@@ -22,4 +22,5 @@ OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
     cross_entropy, softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
+    silu_mul_again, cross_entropy_step,
 )  # fmt: skip

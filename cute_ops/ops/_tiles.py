@@ -27,6 +27,8 @@ HELD = 16384
 FEW_BYTES = 98_304
 # Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
 STAGED_BYTES = 165_000
+# Shared memory of a CTA beside its rows: sums, and what the system keeps.
+OWN_BYTES = 1100
 
 
 def _sm(arch: str) -> int:
@@ -117,7 +119,7 @@ def _staged(problem: Problem, vectors: int, most: int) -> dict[str, int]:
     cluster = _doubled(vectors, 4096 + LINE, most)
     part = -(-vectors // cluster)
     row = _threads(part, 8, 512 + WARP)
-    inputs = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual") if name in problem.dtypes]
+    inputs = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "logits") if name in problem.dtypes]
     widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
     slot = row * 8 * (VECTOR_BYTES // widest) * sum(inputs)
     shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
@@ -298,30 +300,59 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
 def rows_walked(problem: Problem) -> dict[str, int]:
     """A reduction that leaves nothing of a row but a number.
 
-    Short rows wait in registers, longer ones in shared memory (``staged``), with as many bytes on their way as fit.
-    Long ones are cut into parts and walked: by a cluster's CTAs where rows are few, by one CTA where they are many,
-    which gives the same bits.
+    The shortest rows wait in registers, others in shared memory (``staged``). The longest are cut into parts and
+    walked: by a cluster's CTAs where rows are few, by one CTA where they are many, which gives the same bits.
     """
     if problem.n is None:
         return {"threads": 512}
     vectors, unit = _vectors(problem), LINE if problem.dims["n"] >= SHORT else 1
-    if vectors <= 256:
-        row = _forward_row(problem, vectors) if vectors <= WARP else _threads(vectors, 4)
-        return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
-    if vectors <= 2048:
-        row = _threads(vectors + unit * _unaligned(problem), 8)
-        slot = row * 8 * VECTOR_BYTES
-        shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
-        return {
-            "threads": row, "threads_per_row": row, "unit": unit, "staged": 1,
-            "resident": max(1, min((shared - 2048) // slot, 1536 // row)),
-        }  # fmt: skip
+    if vectors <= WARP:
+        row = _forward_row(problem, vectors)
+        return {"threads": max(256, row), "threads_per_row": row, "unit": unit}
+    # Sixteen thousand vectors and more are as fast walked.
+    staged = _staged_full(problem, vectors, unit) if vectors <= 8 * 2048 else {}
+    if staged:
+        return staged
     parts = _doubled(vectors, 2048, 8)
     tile = {"threads": 256, "unit": unit, "long": 1}
     if problem.m < 2 * problem.sm_count and 1 < parts <= _most_ctas(problem):
         return {**tile, "cluster": parts}
     # Of CTAs with few registers more are resident, and more loads on their way.
     return {**tile, "parts": parts, "resident": 4 if _unaligned(problem) else 7}
+
+
+def _staged_full(problem: Problem, vectors: int, unit: int) -> dict[str, int]:
+    """Tile of a row in the shared memory of at most eight CTAs, as many bytes on their way as fit; nothing where the
+    row is too long.
+    """
+    shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values())) - 2048
+    off = _unaligned(problem)
+    held = vectors + unit * off
+    if vectors <= 256:
+        row, least = _threads(vectors, 4), 128
+        slot = max(row, least) * -(-held // row) * VECTOR_BYTES + OWN_BYTES
+        resident = min(shared // slot, (1024 if off else 2048) // least)
+        return {
+            "threads": max(row, least), "threads_per_row": row, "unit": unit, "staged": 1, "resident": max(1, resident),
+        }  # fmt: skip
+    # Masks cost instructions: rows off a vector get more threads to a CTA, and fewer CTAs.
+    cluster = _doubled(vectors, 4096 + LINE if off else 2048, min(_most_ctas(problem), 8))
+    row = _threads(-(-held // cluster), 8, 512 + WARP)
+    slot = row * 8 * VECTOR_BYTES + OWN_BYTES
+    if -(-held // cluster) > 8 * row or slot > shared:
+        return {}
+    tile = {"threads": row, "threads_per_row": row, "unit": unit, "staged": 1}
+    tile["resident"] = max(1, min(shared // slot, 1664 // row))
+    return {**tile, "cluster": cluster} if cluster > 1 else tile
+
+
+def rows_mapped_once(problem: Problem) -> dict[str, int]:
+    """As :func:`rows_mapped`, for a kernel that writes where it has read."""
+    tile = rows_mapped(problem)
+    vectors = _vectors(problem)
+    if problem.n is None or vectors <= 1024:
+        return tile
+    return _staged_full(problem, vectors, LINE if problem.dims["n"] >= SHORT else 1) or tile
 
 
 def rows_mapped(problem: Problem) -> dict[str, int]:

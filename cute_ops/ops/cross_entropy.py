@@ -9,7 +9,7 @@ from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Finish, Op, Split, Tensor
 from cute_ops.ops._candidates import HELD
 from cute_ops.ops._checks import no_columns
-from cute_ops.ops._tiles import rows_apart, rows_walked
+from cute_ops.ops._tiles import rows_apart, rows_mapped_once, rows_walked
 from cute_ops.reference import widen
 
 CASES = (
@@ -66,8 +66,13 @@ def reference_bwd(
     return xp.astype(xp.where(kept[..., None], dx, xp.zeros_like(dx)), logits.dtype)
 
 
+def reference_step(xp: Any, logits: Any, target: Any, dloss: Any, **attrs: Any) -> tuple[Any, Any]:
+    loss, lse = reference(xp, logits, target, **attrs, classes=0)
+    return reference_bwd(xp, logits, target, lse, dloss, **attrs, classes=0), loss
+
+
 def check(binding: Binding) -> str | None:
-    n, classes = binding.dims["n"], binding.attrs["classes"]
+    n, classes = binding.dims["n"], binding.attrs.get("classes", 0)
     problem = no_columns(binding, "logits")
     if not problem and classes and isinstance(n, int) and classes < n:
         problem = f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
@@ -202,5 +207,48 @@ cross_entropy = Op(
         ValueError: shapes that do not fit, n = 0, a last dim that is not contiguous, an unknown reduction.
 
     Source: z-loss: Chowdhery et al., PaLM, 2022; label smoothing: Szegedy et al., 2015.
+    """,
+)
+
+cross_entropy_step = Op(
+    "cross_entropy_step",
+    inputs={
+        "logits": Tensor("*m n", "T"),
+        "target": Tensor("*m", "I", below="n"),
+        "dloss": Tensor("*m", "float32"),
+    },
+    outputs={"dlogits": Tensor("*m n", "T", reuses="logits"), "loss": Tensor("*m", "float32")},
+    dtypes=DTYPES,
+    attrs={name: value for name, value in ATTRS.items() if name != "classes"},
+    reference=reference_step,
+    kernel="cute_ops.kernels.cross_entropy:CrossEntropyStep",
+    tile=rows_mapped_once,
+    check=check,
+    cases=CASES[1:3] + CASES[4:6] + CASES[-1:],
+    doc="""Loss and gradient of :func:`cross_entropy` in one pass, where each loss's cotangent is known beforehand.
+
+    ``loss`` and ``dlogits`` as :func:`cross_entropy` and its gradient for ``dloss``.
+
+    As at the end of a model, whose loss is a mean: the logits are read once, and on Hopper and later wait on the chip
+    for their gradient.
+
+    Args:
+        logits: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n.
+        target: ``I[*m]``, int64 or int32, the class of each row; any strides.
+        dloss: float32 ``[*m]``; any strides.
+        ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are, and are not read;
+            a compile-time constant, as the next two.
+        label_smoothing: part of the target that is spread evenly over all n classes.
+        z_loss: weight of ``lse^2``.
+
+    Returns:
+        ``(dlogits, loss)``: ``T[*m n]`` and float32 ``[*m]``. Accumulated in float32, deterministic; special values as
+        :func:`cross_entropy`. Not differentiable.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, n = 0, a last dim that is not contiguous.
+
+    Source: gradients computed with the loss: Hsu et al., Liger Kernel, 2024.
     """,
 )

@@ -11,7 +11,6 @@ import copy
 import itertools
 import json
 import os
-import re
 import sys
 import time
 import traceback
@@ -466,13 +465,6 @@ def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
         world.close(loss.detach(), each[world.rank].detach(), "loss")
         loss.backward()
         same_gradients(world, model, whole, f"head apart: {apart}")
-
-
-@check
-def example_of_the_docs(world: World) -> None:
-    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
-    exec(compile(code, "distributed.md", "exec"), {})
 
 
 @check

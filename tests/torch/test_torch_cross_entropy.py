@@ -97,7 +97,14 @@ def test_unknown_reduction() -> None:
 
 @pytest.fixture(params=[1000, 4], ids=["one-chunk", "chunks"])
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: request.param)
+    size = request.param
+
+    def shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int, list[slice]]:
+        slices = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+        return rows * hidden + size * vocab + chunks.TILE, slices
+
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: size)
+    monkeypatch.setattr(chunks, "shared", shared)
 
 
 def linear(device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -140,6 +147,20 @@ def test_linear_gives_only_the_gradients_that_are_wanted(chunked: None) -> None:
         torch.testing.assert_close(gradients(loss, some[k])[0], expected[k])
 
 
+@pytest.mark.parametrize("chunk_rows", [1, 4, 100])
+def test_linear_in_chunks_of_so_many_rows(chunk_rows: int) -> None:
+    (hidden, weight, bias), target = linear("cpu")
+    for reduction in REDUCTIONS:
+        losses = [
+            cute_ops_torch.linear_cross_entropy(hidden, weight, target, bias, reduction=reduction, chunk_rows=rows)
+            for rows in (chunk_rows, None)
+        ]
+        torch.testing.assert_close(*losses)
+        torch.testing.assert_close(*(gradients(loss, hidden, weight, bias) for loss in losses))
+    with pytest.raises(ValueError, match="option `chunk_rows` is 0, expected at least 1"):
+        cute_ops_torch.linear_cross_entropy(hidden, weight, target, chunk_rows=0)
+
+
 def test_linear_without_rows() -> None:
     hidden, weight = torch.randn(0, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
     loss = cute_ops_torch.linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.long), reduction="sum")
@@ -179,6 +200,12 @@ def test_chunks_are_whole_tiles_and_few() -> None:
         size = chunks.rows_per_chunk(rows, hidden, vocab, 2)
         assert 1 <= size <= rows
         assert -(-rows // size) <= chunks.MOST
+        room, slices = chunks.shared(rows, hidden, vocab, 2)
+        assert [s.start for s in slices] + [rows] == [0] + [s.stop for s in slices]
+        assert len(slices) <= chunks.MOST
+        for s in slices:  # the logits lie behind the gradients that are there when they are used up
+            start = (room - (s.stop - s.start) * vocab) // chunks.TILE * chunks.TILE
+            assert s.stop * hidden <= start and start + (s.stop - s.start) * vocab <= room
 
 
 @pytest.mark.gpu

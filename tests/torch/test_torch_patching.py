@@ -185,6 +185,50 @@ def test_gradient_checkpointing_autocast_and_wide_weights() -> None:
     assert norm(x).dtype == plain.model.norm(x).dtype == torch.float32
 
 
+def saved_elements(model: nn.Module) -> int:
+    """What is kept for the backward, parameters aside."""
+    own = {p.data_ptr() for p in model.parameters()}
+    kept: dict[int, int] = {}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        kept.update({} if t.data_ptr() in own else {t.data_ptr(): t.numel()})
+        return t
+
+    tokens = torch.randint(0, 97, (2, 19))
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        model(tokens, labels=tokens).loss.backward()
+    return sum(kept.values())
+
+
+def test_a_patched_layer_keeps_less_and_may_run_backward_twice() -> None:
+    model = llama(intermediate_size=512)
+    kept = saved_elements(model)
+    cute_ops_torch.patch(model)
+    assert saved_elements(model) < kept - 2 * 2 * 19 * 512  # at least the product of each layer
+    tokens = torch.randint(0, 97, (2, 19))
+    hidden = model.model(tokens).last_hidden_state
+    both = [
+        torch.autograd.grad(hidden.square().sum(), [*model.model.parameters()], retain_graph=k) for k in (True, False)
+    ]
+    torch.testing.assert_close(*both, rtol=0, atol=0)
+
+
+def test_frozen_projections_and_loras_are_run_as_they_are() -> None:
+    plain = llama()
+    for name, p in plain.named_parameters():
+        p.requires_grad_("up_proj" in name or "input_layernorm" in name)
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj)  # somebody's wrapper
+    tokens = torch.randint(0, 97, (2, 19))
+    for m in (plain, model):
+        m(tokens, labels=tokens).loss.backward()
+    for p, q in zip(plain.parameters(), model.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None)
+        if p.grad is not None:
+            torch.testing.assert_close(q.grad, p.grad, rtol=1e-4, atol=1e-6)
+
+
 def test_a_hook_on_a_fused_norm_still_runs() -> None:
     model = llama()
     cute_ops_torch.patch(model)

@@ -1,0 +1,81 @@
+"""Parts of a decoder layer as one node of autograd: they keep less and add less than their modules.
+
+A gated MLP written as modules saves the product of gate and up for the gradient of the layer behind it, though it
+follows from gate and up, which are saved too; and autograd adds the two gradients of its input in a pass of their own.
+Here the backward makes the product again in the pass that it needs anyway, over the memory of its cotangent, and the
+second matrix product adds to the result of the first. Where a norm reads a residual stream that goes on, its backward
+adds the stream's gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from cute_ops_torch import functions
+from cute_ops_torch.autograd import _row_major, inplace_gradient
+from cute_ops_torch.registry import family
+
+Tensor = torch.Tensor
+
+
+def silu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    """``(silu(x @ gate.T) * (x @ up.T)) @ down.T``, with the weights of three linear layers."""
+    return _SiluMLP.apply(x, gate, up, down)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _SiluMLP(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1])
+        g, u = rows @ gate.t(), rows @ up.t()
+        out = functions.silu_mul(g, u) @ down.t()
+        ctx.save_for_backward(x, gate, up, down, g, u)
+        return out.view(*x.shape[:-1], down.shape[0])
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        x, gate, up, down, g, u = ctx.saved_tensors
+        rows, dout = x.reshape(-1, x.shape[-1]), dout.reshape(-1, down.shape[0])
+        dg, du, product = _again()(g, u, dout @ down)
+        wanted_x, wanted_gate, wanted_up, wanted_down = ctx.needs_input_grad
+        ddown = dout.t() @ product if wanted_down else None
+        del product
+        dgate = dg.t() @ rows if wanted_gate else None
+        dup = du.t() @ rows if wanted_up else None
+        dx = (dg @ gate).addmm_(du, up).view(x.shape) if wanted_x else None
+        return dx, dgate, dup, ddown
+
+
+def _again() -> Any:
+    """Gradients and product, over the memory of what they are made of, unless another backward is to come."""
+    op, run, into = family("cute", "silu_mul_again")
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+    return run if keep else inplace_gradient(op, run, into)
+
+
+def norm_of_stream(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``(rmsnorm(x), x)``; the gradients of both come together in one pass."""
+    return _NormOfStream.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _NormOfStream(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        ctx.set_materialize_grads(False)
+        return functions.rmsnorm(x, weight, None, eps), x.view_as(x)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, dout: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
+        if dout is None:
+            return dx, None, None
+        x, weight = ctx.saved_tensors
+        dout, dx = _row_major(dout), None if dx is None else _row_major(dx)
+        _, dx, dweight, _ = torch.ops.cute.add_rmsnorm_bwd(x, dout, dx, weight, None, ctx.eps, 0.0)
+        return dx, dweight, None
