@@ -73,13 +73,14 @@ class Stage:
         return dict.fromkeys(self.op.outputs) | dict(zip(wanted, results, strict=True))
 
     def _bind(self, given: Mapping[str, Any], binding: Binding, inplace: bool) -> Sequence[Any]:
-        params = {"names": tuple(given), "attrs": tuple(binding.attrs.items()), "inplace": inplace}
+        def params(attrs: Mapping[str, Any]) -> dict[str, Any]:
+            return {"names": tuple(given), "attrs": tuple(attrs.items()), "inplace": inplace}
 
-        def local(*arrays: Any) -> Sequence[Any]:
-            return self.primitive.bind(*sharding.alike(arrays), **params)
+        def local(*arrays: Any, attrs: Mapping[str, Any]) -> Sequence[Any]:
+            return self.primitive.bind(*sharding.alike(arrays), **params(attrs))
 
         if sharding.automatic():
-            return self.partitioned.bind(*given.values(), **params)
+            return self.partitioned.bind(*given.values(), **params(binding.attrs))
         return sharding.by_type(local, given, binding)
 
     def _abstract(

@@ -11,7 +11,7 @@ to do.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -23,24 +23,29 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.factors import Factors, factors, sums
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 from cute_ops_jax import _compat, lowering
 from cute_ops_jax.arrays import specs
 
 Axes = tuple[str, ...]
 Local = Callable[..., Sequence[Any]]
+Outputs = Mapping[str, Any]
+Call = Callable[[Mapping[str, Any], Mapping[str, Any]], Outputs]
 
 
-def assign(binding: Binding, wanted: Sequence[tuple[str, Any]], sizes: Mapping[str, int]) -> dict[str, Axes]:
+def assign(
+    binding: Binding, wanted: Sequence[tuple[str, Any]], sizes: Mapping[str, int], named: Factors | None = None
+) -> dict[str, Axes]:
     """The mesh axes that cut each factor.
 
     Args:
+        named: the factors; by default those that need nothing but :func:`added`.
         wanted: arrays by name with the sharding's spec that they have or should get, those that matter most first.
         sizes: of the mesh's axes. An axis that is not here is not used.
     """
     cuts: dict[str, Axes] = {}
     used: set[str] = set()
-    named, arrays = factors(binding), {**binding.inputs, **binding.outputs}
+    named, arrays = named or factors(binding), {**binding.inputs, **binding.outputs}
     for name, spec in wanted:
         array = arrays[name]
         if array is None:
@@ -98,26 +103,82 @@ def added(binding: Binding, local: Local, cuts: Mapping[str, Axes]) -> Local:
     return run
 
 
-def by_type(local: Local, arrays: Mapping[str, Any], binding: Binding) -> Sequence[Any]:
-    """Run ``local`` where shardings are known while tracing: in a ``shard_map`` over the axes that are left.
+def with_split(binding: Binding) -> Factors:
+    """The factors of a call, the dim among them that the declaration says how to split."""
+    op, named = binding.op, factors(binding)
+    tensors = {**op.inputs, **op.outputs}
+    return {n: (*dims[: len(dims) - len(tensors[n].dims)], *_split_dims(op, n, dims)) for n, dims in named.items()}
 
-    Axes that XLA would decide on inside of another ``shard_map``, or beside explicit ones, cut nothing: every device
-    along them does the same.
+
+def _split_dims(op: Op, name: str, dims: Sequence[str | None]) -> Iterator[str | None]:
+    own = {**op.inputs, **op.outputs}[name].dims
+    for factor, dim in zip(dims[len(dims) - len(own) :], own, strict=True):
+        yield dim.name if op.split is not None and dim.factor == 1 and dim.name == op.split.dim else factor
+
+
+def on_slices(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], axis: str | Axes, call: Call) -> Outputs:
+    """The op where each device along ``axis`` has a slice of the dim that its declaration splits.
+
+    Args:
+        call: ``call(inputs, attrs)``: the op on one device, outputs by name.
+    """
+    if op.split is None:
+        raise TypeError(f"op {op.name} declares no split")
+    size = next(inputs[n].shape[_place(t, op.split.dim)] for n, t in op.inputs.items() if _place(t, op.split.dim))
+    whole = size * jax.lax.axis_size(axis)
+    found = dict(call(*op.split.part(jnp, inputs, attrs, jax.lax.axis_index(axis) * size, size, whole)))
+    parts = {n: a for n, a in found.items() if a is not None and not _place(op.outputs[n], op.split.dim)}
+    if parts and op.split.merge is not None:
+        found |= op.split.merge(jnp, _side_by_side(parts, axis), inputs, attrs, whole)
+    return found
+
+
+def _place(tensor: Tensor, dim: str) -> int:
+    """Where a tensor has a dim, counted from its end; 0 where it has none."""
+    return next((i - len(tensor.dims) for i, d in enumerate(tensor.dims) if d.name == dim), 0)
+
+
+def _side_by_side(parts: Mapping[str, Any], axis: str | Axes) -> dict[str, Any]:
+    """What every device has, stacked in front: a sum, since JAX knows that its result is the same on all."""
+    own = jnp.stack(list(parts.values()))[:, None]
+    empty = varying_like(jnp.zeros((own.shape[0], jax.lax.axis_size(axis), *own.shape[2:]), own.dtype), own)
+    every = jax.lax.dynamic_update_slice_in_dim(empty, own, jax.lax.axis_index(axis), 1)
+    return dict(zip(parts, jax.lax.psum(every, axis), strict=True))
+
+
+def by_type(local: Callable[..., Sequence[Any]], arrays: Mapping[str, Any], binding: Binding) -> Sequence[Any]:
+    """Run ``local(*arrays, attrs=...)`` where shardings are known while tracing: in a ``shard_map`` over the axes that
+    are left.
+
+    A dim that the declaration says how to split is cut too. Axes that XLA would decide on inside of another
+    ``shard_map``, or beside explicit ones, cut nothing: every device along them does the same.
     """
     mesh = jax.sharding.get_abstract_mesh()
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     left = {a for a, kind in kinds.items() if kind != AxisType.Manual}
     explicit = {a for a, kind in kinds.items() if kind == AxisType.Explicit}
     if not left:
-        return local(*arrays.values())
-    named = factors(binding)
+        return local(*arrays.values(), attrs=binding.attrs)
+    op, named = binding.op, with_split(binding)
     sizes = {a: mesh.shape[a] for a in explicit}
     # Row-wise inputs say how rows are cut, the widest of them first.
     order = sorted(arrays, key=lambda n: -len(arrays[n].shape))
-    cuts = assign(binding, [(n, jax.typeof(arrays[n]).sharding.spec) for n in order], sizes)
+    cuts = assign(binding, [(n, jax.typeof(arrays[n]).sharding.spec) for n in order], sizes, named)
     outputs = [n for n, out in binding.outputs.items() if out is not None]
+    split = () if op.split is None else cuts.get(op.split.dim, ())
+
+    def one(*slices: Any) -> Sequence[Any]:
+        if not split:
+            return local(*slices, attrs=binding.attrs)
+
+        def call(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Outputs:
+            return dict(zip(outputs, local(*inputs.values(), attrs=attrs), strict=True))
+
+        found = on_slices(op, dict(zip(arrays, slices, strict=True)), binding.attrs, split, call)
+        return [found[n] for n in outputs]
+
     return jax.shard_map(
-        added(binding, local, cuts),
+        added(binding, one, {f: axes for f, axes in cuts.items() if axes != split}),
         in_specs=tuple(spec_of(named[n], cuts) for n in arrays),
         out_specs=[spec_of(named[n], cuts) for n in outputs],
         axis_names=left,

@@ -59,22 +59,18 @@ def losses(setting: Setting, logits: Array, target: Array) -> tuple[Array, Array
     if setting.axis is None:
         found: Arrays = stage(op)(given, setting.attrs)
     else:
-        assert op.split is not None and op.split.merge is not None
-        where = _slice(setting, logits)
-        inputs, attrs = op.split.part(jnp, given, setting.attrs, *where)
-        parts = _side_by_side(stage(op)(inputs, attrs), setting.axis)
-        found = op.split.merge(jnp, parts, given, setting.attrs, where[-1])
+        found = sharding.on_slices(op, given, setting.attrs, setting.axis, stage(op))
     return found["loss"], found["lse"]
 
 
 def gradient(setting: Setting, logits: Array, target: Array, lse: Array, dloss: Array, inplace: bool) -> Array:
     """Gradient of the logits that this device has; ``inplace``: in their memory."""
     given: Arrays = {"logits": logits, "target": target, "lse": lse, "dloss": dloss}
-    attrs: Mapping[str, Any] = setting.attrs
-    if setting.axis is not None:
-        assert op_bwd.split is not None
-        given, attrs = op_bwd.split.part(jnp, given, attrs, *_slice(setting, logits))
-    found: Arrays = stage(op_bwd)(given, attrs, inplace=inplace)
+    call = partial(stage(op_bwd), inplace=inplace)
+    if setting.axis is None:
+        found: Arrays = call(given, setting.attrs)
+    else:
+        found = sharding.on_slices(op_bwd, given, setting.attrs, setting.axis, call)
     return found["dlogits"]
 
 
@@ -86,20 +82,6 @@ def loss_and_gradient(setting: Setting, logits: Array, target: Array, dloss: Arr
         return found["loss"], found["dlogits"]
     loss, lse = losses(setting, logits, target)
     return loss, gradient(setting, logits, target, lse, dloss, inplace=True)
-
-
-def _slice(setting: Setting, logits: Array) -> tuple[Array, int, int]:
-    """The first class of this device, how many it has, and how many all have."""
-    n = logits.shape[-1]
-    return jax.lax.axis_index(setting.axis) * n, n, n * jax.lax.axis_size(setting.axis)
-
-
-def _side_by_side(parts: Mapping[str, Any], axis: Axis) -> dict[str, Array]:
-    """Numbers per row of every device, stacked in front: a sum, since JAX knows that its result is the same on all."""
-    own = jnp.stack(list(parts.values()))[:, None]
-    empty = jnp.zeros((own.shape[0], jax.lax.axis_size(axis), own.shape[2]), own.dtype)
-    every = jax.lax.dynamic_update_slice_in_dim(sharding.varying_like(empty, own), own, jax.lax.axis_index(axis), 1)
-    return dict(zip(parts, jax.lax.psum(every, axis), strict=True))
 
 
 @partial(

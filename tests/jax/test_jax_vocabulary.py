@@ -254,6 +254,46 @@ def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any
     assert not re.search(rf"f32\[{ROWS},{N // 8}\]\S* copy\(", text)
 
 
+@pytest.mark.parametrize("axes", [(None, "model"), ("data", "model")], ids=str)
+def test_explicit_axes(axes: tuple[str | None, str], fake_kernels: Any, ffi_stage: Any, close: Close) -> None:
+    """Where types say that the classes are cut, the op itself is that program: nothing is gathered."""
+    op = vocabulary.op
+    arrays, target = problem()
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
+    dloss = np.cos(np.arange(ROWS, dtype=np.float32))
+
+    def run(call: Callable[..., Any], logits: Any, target: Any, dloss: Any) -> Any:
+        given = {"logits": logits, "target": target}
+        attrs = {"label_smoothing": 0.1, "z_loss": 1e-2}
+        found = call(op)(given, attrs)
+        return found, call(op.grad)({**given, "lse": found["lse"], "dloss": dloss}, attrs)["dlogits"]
+
+    with jax.set_mesh(mesh):
+        logits = jax.device_put(arrays["logits"], jax.NamedSharding(mesh, P(*axes)))
+        rows = [jax.device_put(a, jax.NamedSharding(mesh, P(axes[0]))) for a in (target, dloss)]
+        compiled = jax.jit(partial(run, ffi_stage)).lower(logits, *rows).compile()
+        fake_kernels.calls.clear()
+        found, dlogits = jax.block_until_ready(compiled(logits, *rows))
+        assert dlogits.sharding.is_equivalent_to(logits.sharding, 2)
+        assert found["loss"].sharding.is_equivalent_to(rows[0].sharding, 1)
+    close(jax.device_get((found, dlogits)), run(vocabulary.stage, arrays["logits"], target, dloss))
+    assert {shapes[0] for _, shapes in fake_kernels.calls} == {(ROWS if axes[0] is None else ROWS // 2, N // 4)}
+    assert collectives(compiled.as_text()).keys() == {"all-reduce"}
+
+
+def test_the_function_on_explicit_axes(close: Close) -> None:
+    """Its gradient too, and what follows the op."""
+    arrays, target = problem()
+    mesh = jax.make_mesh((8,), ("model",), (AxisType.Explicit,), devices=jax.devices("cpu"))
+    function = value_and_gradients(partial(cute_ops_jax.cross_entropy, **OPTIONS["all"]), 1)
+    expected = function(arrays["logits"], target)
+    with jax.set_mesh(mesh):
+        logits = jax.device_put(arrays["logits"], jax.NamedSharding(mesh, P(None, "model")))
+        got = jax.jit(function)(logits, jax.device_put(target, jax.NamedSharding(mesh, P())))
+        assert got[1][0].sharding.is_equivalent_to(logits.sharding, 2)
+    close(jax.device_get(got), expected)
+
+
 def test_errors() -> None:
     arrays, target = problem()
     logits = arrays["logits"]
