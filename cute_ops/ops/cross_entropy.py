@@ -223,6 +223,7 @@ cross_entropy_step = Op(
     reference=reference_step,
     kernel="cute_ops.kernels.cross_entropy:CrossEntropyStep",
     tile=rows_mapped_once,
+    tuning=HELD,
     check=check,
     cases=CASES[1:3] + CASES[4:6] + CASES[-1:],
     doc="""Loss and gradient of :func:`cross_entropy` in one pass, where each loss's cotangent is known beforehand.

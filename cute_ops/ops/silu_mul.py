@@ -97,6 +97,7 @@ silu_mul_again = Op(
     reference=reference_again,
     kernel="cute_ops.kernels.silu_mul:SiluMulAgain",
     tile=pointwise,
+    tuning=POINTWISE,
     cases=CASES[2:6],
     doc="""Gradients of :func:`silu_mul`, and its output again.
 
