@@ -11,6 +11,7 @@ import copy
 import itertools
 import json
 import os
+import re
 import sys
 import time
 import traceback
@@ -50,6 +51,8 @@ class World:
     def __init__(self, device: str) -> None:
         ranks = dist.get_world_size()
         self.device, self.rank = device, dist.get_rank()
+        self.few = device == "cuda"  # every new size is a kernel to compile; other cases say nothing new there
+        self.classes = (37,) if self.few else (37, 5)
         self.line = init_device_mesh(device, (ranks,), mesh_dim_names=("all",))
         self.grid = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
 
@@ -85,12 +88,8 @@ def my_own() -> Op:
     return mine
 
 
-# On GPUs, where each kernel takes seconds to compile; on the CPU every op is tried.
-ON_GPUS = ("rmsnorm", "layernorm", "rope", "cross_entropy")
-
-
-def everything(world: World) -> list[tuple[Op, Any]]:
-    ops = [(op, torch.ops.cute) for op in OPS if world.device == "cpu" or op.name in ON_GPUS]
+def everything() -> list[tuple[Op, Any]]:
+    ops = [(op, torch.ops.cute) for op in OPS]
     mine = my_own()
     return [(op, getattr(space, op.name).default) for op, space in [*ops, (mine, torch.ops.mine)]]
 
@@ -140,12 +139,12 @@ def compare(world: World, op: Op, overload: Any, mesh: Any, cuts: Sequence[Any],
 @check
 def every_op_stays_on_its_rows(world: World) -> None:
     """Any leading dims, uneven ones too, without a collective; sums over rows come out as parts."""
-    for op, overload in everything(world):
-        for mesh, cuts in (
-            (world.line, (Shard(0),)), (world.line, (Shard(1),)), (world.line, (Replicate(),)),
-            (world.grid, (Shard(1), Shard(0))), (world.grid, (Shard(0), Shard(0))),
-            (world.grid, (Replicate(), Shard(1))),
-        ):  # fmt: skip
+    layouts = (
+        (world.line, (Shard(0),)), (world.grid, (Replicate(), Shard(1))), (world.line, (Shard(1),)),
+        (world.line, (Replicate(),)), (world.grid, (Shard(1), Shard(0))), (world.grid, (Shard(0), Shard(0))),
+    )  # fmt: skip
+    for op, overload in everything():
+        for mesh, cuts in layouts[:2] if world.few else layouts:
             outputs, gradients, moved = compare(world, op, overload, mesh, cuts, (5, 3), 6)
             assert moved == 0, (op.name, cuts, moved)
             for name, out in zip(op.shown, outputs, strict=True):
@@ -157,11 +156,12 @@ def every_op_stays_on_its_rows(world: World) -> None:
 
 @check
 def a_sharded_last_dim_gives_right_numbers(world: World) -> None:
-    for op, overload in everything(world):
+    for op, overload in everything():
         outputs, _, moved = compare(world, op, overload, world.line, (Shard(-1),), (2, 3), 6)
         if "n" in op.parallel:
             assert moved == 0 and outputs[0].placements == (Shard(2),), op.name
-        compare(world, op, overload, world.grid, (Shard(0), Shard(-1)), (5, 3), 6)
+        if not world.few:
+            compare(world, op, overload, world.grid, (Shard(0), Shard(-1)), (5, 3), 6)
 
 
 @check
@@ -233,7 +233,9 @@ def cross_entropy_of_vocabulary_shards(world: World) -> None:
         (grid, (Shard(2), Shard(2))),
         (grid, (Shard(2), Shard(1))),
     )
-    for n, reduction, (mesh, cuts) in itertools.product((37, 5), ("mean", "sum", "none"), layouts):
+    for n, reduction, (mesh, cuts) in itertools.product(
+        (37,) if world.few else (37, 5), ("mean", "sum", "none"), layouts
+    ):
         for options in ({}, SMOOTH):
             logits, target = problem(world, n)
             if options:
@@ -275,7 +277,9 @@ def linear_cross_entropy_of_shards(world: World) -> None:
         (grid, [Shard(0), Shard(1)], [Replicate(), Shard(0)]),
     )
     chunks.rows_per_chunk = lambda *sizes: 3 + sizes[2] % 4  # as many on all ranks, or they wait for ever
-    for n, reduction, (mesh, rows, vocabulary) in itertools.product((37, 5), ("mean", "sum", "none"), layouts):
+    for n, reduction, (mesh, rows, vocabulary) in itertools.product(
+        (37,) if world.few else (37, 5), ("mean", "sum", "none"), layouts
+    ):
         target = problem(world, n)[1]
         torch.manual_seed(1)
         leaves = [torch.randn(s, device=world.device, requires_grad=True) for s in ((3, 5, 8), (n, 8), (n,))]
@@ -284,7 +288,7 @@ def linear_cross_entropy_of_shards(world: World) -> None:
         wanted = torch.autograd.grad(expected.sum() * 2, leaves)
         placed = zip(leaves, (rows, vocabulary, vocabulary), strict=True)
         hidden, weight, bias = (spread(t.detach(), mesh, p).requires_grad_() for t, p in placed)
-        labels = spread(target, mesh, rows) if n == 5 else target
+        labels = spread(target, mesh, rows) if reduction != "sum" else target
         loss = cute_ops_torch.linear_cross_entropy(hidden, weight, labels, bias, **options)
         what = (n, reduction, rows, vocabulary)
         world.close(loss, expected.detach(), what)
@@ -472,6 +476,13 @@ def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
 
 
 @check
+def example_of_the_docs(world: World) -> None:
+    page = (Path(__file__).parents[2] / "docs" / "distributed.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    exec(compile(code, "distributed.md", "exec"), {})
+
+
+@check
 def compiled_without_a_graph_break(world: World) -> None:
     if world.rank > 1:  # two of them are enough, and Dynamo takes its time
         return
@@ -502,7 +513,7 @@ def main(ranks: int, device: str, folder: Path) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
+        "nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
     )
     world, found = World(device), {}
     for name, function in CHECKS.items():
@@ -513,7 +524,6 @@ def main(ranks: int, device: str, folder: Path) -> None:
         except BaseException:
             found[name] = traceback.format_exc()
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
-        (folder / f"{rank}.json").write_text(json.dumps(found))
         if found[name] != "passed":
             break
     (folder / f"{rank}.json").write_text(json.dumps({**found, "done": "passed"}))
