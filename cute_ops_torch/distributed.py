@@ -10,8 +10,7 @@ Importing ``torch.distributed.tensor`` imports this, once ``cute_ops_torch`` is 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -23,6 +22,7 @@ from cute_ops.factors import factors
 from cute_ops.op import Op
 from cute_ops.plan import compact
 from cute_ops_torch import registry
+from cute_ops_torch.launch import REMEMBERED
 from cute_ops_torch.linear_cross_entropy import GRADIENTS, ROWS
 from cute_ops_torch.linear_cross_entropy import library as _library
 from cute_ops_torch.schema import filler
@@ -35,15 +35,17 @@ Tensor = torch.Tensor
 def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
     """Teach an op to take DTensors."""
     fill, arity = filler(op), len(op.inputs)
+    known: dict[Any, Layout] = {}
 
     def call(*args: Any) -> Any:
         args = fill(args)
-        layout = Layout(op, args[:arity], args[arity:])
-        own, attrs = layout.slice, layout.binding.attrs
+        tensors, attrs = args[:arity], args[arity:]
+        layout = _layout(known, op, tensors, attrs)
+        parts, own = layout.parts(tensors), layout.slice
         if own is None:
-            raw = overload(*layout.parts, *attrs.values())
+            raw = overload(*parts, *attrs)
         else:
-            raw = run_on_slice(op, overload, dict(zip(op.inputs, layout.parts, strict=True)), attrs, own)
+            raw = run_on_slice(op, overload, dict(zip(op.inputs, parts, strict=True)), layout.binding.attrs, own)
         results = layout.whole(raw if isinstance(raw, tuple | list) else (raw,))
         return results[0] if len(results) == 1 else results
 
@@ -59,83 +61,113 @@ def _add(name: str, call: Callable[..., Any], library: torch.library.Library) ->
     torch.library.register_torch_dispatch(name, DTensor, rule, lib=library)
 
 
+def _layout(known: dict[Any, Layout], op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Layout:
+    """The layout of a call; of one like it, where there was one."""
+    key = (*attrs, *(None if t is None else (_place(t), t.shape, t.stride(), t.dtype) for t in tensors))
+    try:
+        found = known.get(key)
+    except TypeError:  # symbolic sizes
+        return Layout(op, tensors, attrs)
+    if found is None:
+        while len(known) >= REMEMBERED:
+            known.pop(next(iter(known)), None)
+        found = known[key] = Layout(op, tensors, attrs)
+    return found
+
+
+def _place(tensor: Tensor) -> Any:
+    return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else tensor.device
+
+
 class Layout:
-    """Who has what of a call's arrays.
+    """Who has what of the arrays of a call, and of all calls like it.
 
     Args:
         op: the declaration.
         tensors: the inputs, DTensors and others, which are the same on every rank.
         attrs: the attributes.
         differentiable: the inputs that have a gradient, if not those of the op.
+        wanted: the outputs that are there, all that the op gives if not said.
 
     Raises:
         TypeError: a plain tensor beside DTensors where a gradient is to come out, or what the op refuses.
         ValueError: DTensors of several meshes, or what the op refuses.
+
+    Attributes:
+        slice: this rank's part of the dim that is split, None where no mesh dim cuts it.
     """
 
-    def __init__(self, op: Op, tensors: Tensors, attrs: Sequence[Any] = (), differentiable: Sequence[str] = ()) -> None:
+    def __init__(
+        self, op: Op, tensors: Tensors, attrs: Sequence[Any] = (), differentiable: Sequence[str] = (),
+        wanted: Sequence[bool] = (),
+    ) -> None:  # fmt: skip
         self.binding = bind_tensors(op, tensors, attrs)
         check_strides(self.binding, tensors)
         given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
-        self.placed = {n: t for n, t in given.items() if isinstance(t, DTensor)}
-        first = next(iter(self.placed))
-        self.mesh = self.placed[first].device_mesh
+        placed = {n: t for n, t in given.items() if isinstance(t, DTensor)}
+        first = next(iter(placed))
+        self.mesh = placed[first].device_mesh
         for name in given:
-            if name in (differentiable or op.differentiable) and name not in self.placed:
+            if name in (differentiable or op.differentiable) and name not in placed:
                 problem = f"argument `{name}` is a torch.Tensor, but `{first}` is a DTensor; distribute both."
                 raise TypeError(_refusal(self.binding, problem))
-            if name in self.placed and self.placed[name].device_mesh != self.mesh:
-                problem = f"argument `{name}` is on {self.placed[name].device_mesh}, but `{first}` is on {self.mesh}."
+            if name in placed and placed[name].device_mesh != self.mesh:
+                problem = f"argument `{name}` is on {placed[name].device_mesh}, but `{first}` is on {self.mesh}."
                 raise ValueError(_refusal(self.binding, problem))
-        self.named = factors(self.binding, split=True)
+        named = factors(self.binding, split=True)
         self.split = op.split.dim if op.split else None
-        # Row-wise inputs say what is cut, the widest of them first.
-        order = sorted(self.placed, key=lambda n: -len(self.named[n]))
-        self.cuts: list[str | None] = []
+        self.cuts = self._chosen({n: (named[n], t.placements) for n, t in placed.items()})
+        self._inputs = [self._of_input(named[n]) if n in given else () for n in op.inputs]
+        self.slice = None
+        if self.split is not None and self.split in self.cuts:
+            self.slice = Slice.of_mesh(self.mesh, self.cuts.index(self.split), self.binding.dims[self.split])
+        merged = op.split is not None and op.split.merge is not None
+        self._outputs = []
+        for (name, array), there in zip(self.binding.outputs.items(), wanted or [True] * len(op.outputs), strict=True):
+            whole = array is not None and there
+            shape = tuple(array.shape) if array is not None and there else (0,)
+            self._outputs.append((self._of_output(named[name] if whole else None, merged), shape))
+
+    def _chosen(self, placed: Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]) -> list[str | None]:
+        """The factor that each mesh dim cuts. Row-wise inputs say what is cut, the widest of them first."""
+        order = sorted(placed.values(), key=lambda each: -len(each[0]))
+        cuts: list[str | None] = []
         for k in range(self.mesh.ndim):
-            found = [f for n in order if (f := self._factor(n, self.placed[n].placements[k]))]
+            shards = [(own, p.dim) for own, placements in order if type(p := placements[k]) is Shard]
+            # No factor: what must come whole. And only one mesh dim splits what is split.
+            found = [f for own, dim in shards if (f := own[dim]) and not (f == self.split and f in cuts)]
             # A vocabulary is what no rank should have to hold.
-            self.cuts.append(self.split if self.split in found else found[0] if found else None)
-        self.parts = [None if t is None else self._part(n, t) for n, t in zip(op.inputs, tensors, strict=True)]
+            cuts.append(self.split if self.split in found else found[0] if found else None)
+        return cuts
 
-    def _factor(self, name: str, placement: Placement) -> str | None:
-        """What a placement cuts; nothing where it cuts what must come whole, or what another mesh dim splits."""
-        factor = self.named[name][placement.dim] if type(placement) is Shard else None
-        return None if factor is not None and factor == self.split and factor in self.cuts else factor
+    def _of_input(self, own: Sequence[str | None]) -> tuple[Placement, ...]:
+        return tuple(Shard(own.index(f)) if f and f in own else Replicate() for f in self.cuts)
 
-    @property
-    def slice(self) -> Slice | None:
-        """This rank's part of the dim that is split, where it is."""
-        if self.split is None or self.split not in self.cuts:
-            return None
-        return Slice.of_mesh(self.mesh, self.cuts.index(self.split), self.binding.dims[self.split])
+    def _of_output(self, own: Sequence[str | None] | None, merged: bool) -> tuple[Placement, ...]:
+        """What has the factor is sharded, what has none is a sum over what has; None for what is not there."""
+        return tuple(
+            Replicate() if own is None or f is None or (f == self.split and f not in own and merged)
+            else Shard(own.index(f)) if f in own else Partial()
+            for f in self.cuts
+        )  # fmt: skip
 
-    def _part(self, name: str, tensor: Tensor) -> Tensor:
-        """This rank's part of an input."""
-        own = self.named[name]
-        placements = [Shard(own.index(f)) if f in own and f else Replicate() for f in self.cuts]
-        whole = self.placed.get(name)
-        if whole is None:
-            whole = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
-        if list(whole.placements) != placements:
+    def parts(self, tensors: Tensors) -> list[Tensor | None]:
+        """This rank's parts of the inputs."""
+        return [None if t is None else self._part(t, p) for t, p in zip(tensors, self._inputs, strict=True)]
+
+    def _part(self, tensor: Tensor, placements: tuple[Placement, ...]) -> Tensor:
+        if not isinstance(tensor, DTensor):
+            tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
+        if tensor.placements != placements:
             # Detached: what is redistributed would require a gradient if it does, where none can be.
-            whole = cast(DTensor, whole.detach()).redistribute(placements=placements)
-        part = whole.to_local()
+            tensor = cast(DTensor, tensor.detach()).redistribute(placements=placements)
+        part = tensor.to_local()
         return part if part.ndim == 0 or part.stride(-1) == 1 else part.contiguous()
 
     def whole(self, parts: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The outputs, of which this rank has these parts."""
-        merged = self.binding.op.split is not None and self.binding.op.split.merge is not None
-        results = []
-        for (name, array), part in zip(self.binding.outputs.items(), parts, strict=True):
-            own = self.named.get(name, ())
-            placements: list[Placement] = [
-                Replicate() if array is None or f is None else Shard(own.index(f)) if f in own
-                else Replicate() if f == self.split and merged else Partial()
-                for f in self.cuts
-            ]  # fmt: skip
-            results.append(self.distributed(part, placements, (0,) if array is None else tuple(array.shape)))
-        return tuple(results)
+        each = zip(parts, self._outputs, strict=True)
+        return tuple(self.distributed(part, placements, shape) for part, (placements, shape) in each)
 
     def distributed(self, part: Tensor, placements: Sequence[Placement], shape: Sequence[int]) -> DTensor:
         """The array of this shape of which this rank has a part."""
@@ -158,38 +190,32 @@ def _exchange(own: Slice | None) -> dict[str, Any]:
 
 
 def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *attrs: Any) -> Any:
-    layout = Layout(ROWS, (hidden, weight, target, bias), (), _LEARNED)
-    return layout.whole(torch.ops.cute.linear_cross_entropy_rows(*layout.parts, *attrs, **_exchange(layout.slice)))
-
-
-def _gradients(wanted: Sequence[bool], *tensors: Any) -> Layout:
-    """The layout of a call that gives these gradients."""
-    layout = Layout(GRADIENTS, tensors, (), _LEARNED)
-    outputs = zip(layout.binding.outputs.items(), wanted, strict=True)
-    layout.binding = replace(layout.binding, outputs={n: a if w else None for (n, a), w in outputs})
-    return layout
+    tensors = (hidden, weight, target, bias)
+    layout = Layout(ROWS, tensors, (), _LEARNED)
+    raw = torch.ops.cute.linear_cross_entropy_rows(*layout.parts(tensors), *attrs, **_exchange(layout.slice))
+    return layout.whole(raw)
 
 
 def _rows_bwd(*args: Any) -> Any:
-    *attrs, wanted = args[6:]
-    layout = _gradients(wanted, *args[:6])
-    return layout.whole(
-        torch.ops.cute.linear_cross_entropy_rows_bwd(*layout.parts, *attrs, wanted, **_exchange(layout.slice))
-    )
+    tensors, attrs, wanted = args[:6], args[6:-1], args[-1]
+    layout = Layout(GRADIENTS, tensors, (), _LEARNED, wanted)
+    op = torch.ops.cute.linear_cross_entropy_rows_bwd
+    return layout.whole(op(*layout.parts(tensors), *attrs, wanted, **_exchange(layout.slice)))
 
 
 def _step(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
-    layout = _gradients(wanted, hidden, weight, target, bias, None, None)
+    tensors = (hidden, weight, target, bias, None, None)
+    layout = Layout(GRADIENTS, tensors, (), _LEARNED, wanted)
     count = None
     if reduction == "mean":  # over the rows of all ranks
         kept = (target != ignore_index).sum()
         count = kept.full_tensor() if isinstance(kept, DTensor) else kept
-    loss, *gradients = torch.ops.cute.linear_cross_entropy_step(
-        *layout.parts[:4], ignore_index, label_smoothing, z_loss, reduction, wanted, count, **_exchange(layout.slice)
-    )
+    attrs = (ignore_index, label_smoothing, z_loss, reduction, wanted, count)
+    op = torch.ops.cute.linear_cross_entropy_step
+    loss, *gradients = op(*layout.parts(tensors)[:4], *attrs, **_exchange(layout.slice))
     share = [Replicate() if f in (None, layout.split) else Partial() for f in layout.cuts]
     return layout.distributed(loss, share, ()), *layout.whole(gradients)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/design.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/distributed.md"]
 CODE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 

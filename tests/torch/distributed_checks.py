@@ -88,8 +88,12 @@ def my_own() -> Op:
     return mine
 
 
-def everything() -> list[tuple[Op, Any]]:
-    ops = [(op, torch.ops.cute) for op in OPS]
+# On GPUs, where each kernel takes seconds to compile; on the CPU every op is tried.
+ON_GPUS = ("rmsnorm", "layernorm", "rope", "cross_entropy")
+
+
+def everything(world: World) -> list[tuple[Op, Any]]:
+    ops = [(op, torch.ops.cute) for op in OPS if not world.few or op.name in ON_GPUS]
     mine = my_own()
     return [(op, getattr(space, op.name).default) for op, space in [*ops, (mine, torch.ops.mine)]]
 
@@ -143,7 +147,7 @@ def every_op_stays_on_its_rows(world: World) -> None:
         (world.line, (Shard(0),)), (world.grid, (Replicate(), Shard(1))), (world.line, (Shard(1),)),
         (world.line, (Replicate(),)), (world.grid, (Shard(1), Shard(0))), (world.grid, (Shard(0), Shard(0))),
     )  # fmt: skip
-    for op, overload in everything():
+    for op, overload in everything(world):
         for mesh, cuts in layouts[:2] if world.few else layouts:
             outputs, gradients, moved = compare(world, op, overload, mesh, cuts, (5, 3), 6)
             assert moved == 0, (op.name, cuts, moved)
@@ -156,7 +160,7 @@ def every_op_stays_on_its_rows(world: World) -> None:
 
 @check
 def a_sharded_last_dim_gives_right_numbers(world: World) -> None:
-    for op, overload in everything():
+    for op, overload in everything(world):
         outputs, _, moved = compare(world, op, overload, world.line, (Shard(-1),), (2, 3), 6)
         if "n" in op.parallel:
             assert moved == 0 and outputs[0].placements == (Shard(2),), op.name
@@ -524,6 +528,7 @@ def main(ranks: int, device: str, folder: Path) -> None:
         except BaseException:
             found[name] = traceback.format_exc()
         print(f"{name}: {time.monotonic() - start:.1f} s", flush=True)
+        (folder / f"{rank}.json").write_text(json.dumps(found))
         if found[name] != "passed":
             break
     (folder / f"{rank}.json").write_text(json.dumps({**found, "done": "passed"}))

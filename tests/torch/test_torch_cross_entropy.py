@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from array_api_compat import torch as xp
 
 import cute_ops_torch
 from cute_ops import chunks
+from cute_ops.ops.cross_entropy import cross_entropy as declared
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 REDUCTIONS = ["mean", "sum", "none"]
@@ -55,6 +57,34 @@ def test_special_values(device: str) -> None:
     assert not dx[4].any()  # ignored: nothing, where torch passes the NaN on
     assert dx[[1, 7, 8]].isnan().all()
     assert cute_ops_torch.cross_entropy(x[4:5], target[4:5]).isnan()  # a mean over nothing, as torch
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}], ids=str)
+def test_slices_of_the_classes(options: dict[str, Any], device: str) -> None:
+    """What ranks with a slice of the classes each run and combine, here one after another."""
+    n, sizes = 1003, (501, 501, 1)
+    x, target = 3 * torch.randn(9, n, device=device), torch.randint(n, (9,), device=device)
+    target[:4] = torch.tensor([3, -100, 1002, n], device=device)
+    x[4, :501] = x[5, 501:1002] = -torch.inf
+    dloss = torch.randn(9, device=device)
+    forward, backward = torch.ops.cute.cross_entropy, torch.ops.cute.cross_entropy_bwd
+    attrs = {**declared.attrs, **options}
+    loss, lse = forward(x, target, **attrs)
+    dx = backward(x, target, lse, dloss, **attrs)
+    parts, gradients, start = [], [], 0
+    for mine in x.split(sizes, dim=1):
+        place = (start, mine.shape[1], n)
+        given, chosen = declared.split.part(xp, {"logits": mine, "target": target}, attrs, *place)
+        parts.append(forward(*given.values(), **chosen))
+        given = {"logits": mine, "target": target, "lse": lse, "dloss": dloss}
+        given, chosen = declared.grad.split.part(xp, given, attrs, *place)
+        gradients.append(backward(*given.values(), **chosen))
+        start += mine.shape[1]
+    stacked = {name: torch.stack(each) for name, each in zip(declared.outputs, zip(*parts, strict=True), strict=True)}
+    merged = declared.split.merge(xp, stacked, {"logits": x, "target": target}, attrs, n)
+    torch.testing.assert_close((merged["loss"], merged["lse"]), (loss, lse), equal_nan=True, rtol=2e-6, atol=2e-5)
+    torch.testing.assert_close(torch.cat(gradients, dim=1), dx, equal_nan=True)
 
 
 @pytest.mark.parametrize("device", DEVICES)
