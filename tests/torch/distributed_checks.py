@@ -448,10 +448,7 @@ def fsdp_over_tensor_parallel_llama(world: World) -> None:
     same_gradients(world, model, whole, "fsdp x tp")
 
 
-@check
-def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
-    if find_spec("transformers") is None:
-        return
+def hugging_face(world: World) -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(2)
@@ -459,7 +456,50 @@ def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
         vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=MLP, num_hidden_layers=2,
         num_attention_heads=HEADS, num_key_value_heads=2,
     )  # fmt: skip
-    whole = LlamaForCausalLM(config).to(world.device)
+    return LlamaForCausalLM(config).to(world.device)
+
+
+@check
+def tensor_parallel_patched_hugging_face_model(world: World) -> None:
+    if find_spec("transformers") is None:
+        return
+    whole, mesh = hugging_face(world), world.grid["tp"]
+    model = copy.deepcopy(whole)
+    cute_ops_torch.patch(model)
+    rows = RowwiseParallel(output_layouts=Shard(1), use_local_output=False)
+    gathered = {"input_layouts": Shard(1), "desired_input_layouts": Replicate(), "use_local_output": True}
+    plan = {
+        "model.embed_tokens": RowwiseParallel(
+            input_layouts=Replicate(), output_layouts=Shard(1), use_local_output=False
+        ),
+        "model.norm": SequenceParallel(),
+        "model.layers.*.input_layernorm": SequenceParallel(),
+        "model.layers.*.post_attention_layernorm": SequenceParallel(),
+        "model.layers.*.self_attn": PrepareModuleInput(
+            input_kwarg_layouts={"hidden_states": Shard(1)},
+            desired_input_kwarg_layouts={"hidden_states": Replicate()}, use_local_output=True,
+        ),
+        "model.layers.*.mlp": PrepareModuleInput(**gathered),
+        **{f"model.layers.*.self_attn.{n}_proj": ColwiseParallel() for n in "qkv"},
+        **{f"model.layers.*.mlp.{n}_proj": ColwiseParallel() for n in ("gate", "up")},
+        "model.layers.*.self_attn.o_proj": rows,
+        "model.layers.*.mlp.down_proj": rows,
+    }  # fmt: skip
+    parallelize_module(model, mesh, plan)
+    model.lm_head.weight = nn.Parameter(spread(model.lm_head.weight.data, mesh, [Shard(0)]))
+    tokens = torch.randint(VOCABULARY, (2, 8)).to(world.device)
+    expected, loss = whole(tokens, labels=tokens).loss, model(tokens, labels=tokens).loss
+    world.close(loss.detach(), expected.detach(), "loss")
+    expected.backward()
+    loss.backward()
+    same_gradients(world, model, whole, "patched")
+
+
+@check
+def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
+    if find_spec("transformers") is None:
+        return
+    whole = hugging_face(world)
     ranks = dist.get_world_size()
     tokens = torch.randint(VOCABULARY, (ranks, 9)).to(world.device)
     each = [whole(row[None], labels=row[None]).loss for row in tokens]
