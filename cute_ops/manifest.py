@@ -72,6 +72,16 @@ class Call:
         return " ".join(words + ["dynamic"] * self.dynamic)
 
 
+def call_of(binding: Binding, memory: Mapping[str, Memory], dynamic: bool = False) -> Call | None:
+    """A call as a manifest has it; None where no module holds its op."""
+    name = declarations.place(binding.op)
+    if name is None:
+        return None
+    arrays = {n: Array(tuple(map(int, a.shape)), a.dtype) for n, a in binding.inputs.items() if a is not None}
+    odd = {n: m for n, m in memory.items() if n in arrays}
+    return Call(name, arrays, odd, _differing(binding.op, binding.attrs), dynamic)
+
+
 def parse(text: str, source: str = "manifest") -> list[Call]:
     """The calls of a manifest, without doubles.
 
@@ -183,14 +193,11 @@ class Recorder:
         if variant.symbol in self._seen:
             return
         self._seen.add(variant.symbol)
-        name = declarations.place(binding.op)
-        if name is None:
+        dynamic = bool(variant.static) and all(size is None for _, size in variant.static)
+        call = call_of(binding, memory, dynamic)
+        if call is None:
             log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
             return
-        arrays = {n: Array(tuple(map(int, a.shape)), a.dtype) for n, a in binding.inputs.items() if a is not None}
-        odd = {n: m for n, m in memory.items() if n in arrays}
-        dynamic = bool(variant.static) and all(size is None for _, size in variant.static)
-        call = Call(name, arrays, odd, _differing(binding.op, binding.attrs), dynamic)
         try:
             handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:

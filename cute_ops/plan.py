@@ -64,7 +64,7 @@ def plan(
     *,
     fixed: bool | None = None,
     tile: Mapping[str, int] | None = None,
-    live: bool = False,
+    device: int | None = None,
 ) -> Plan:
     """Choose the variant for a binding.
 
@@ -73,7 +73,7 @@ def plan(
         memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
         fixed: whether static dims are compile-time constants; by default until there were too many of them.
         tile: the tile; by default what is remembered to be fastest, else the heuristic's.
-        live: this GPU may be measured on now, where ``CUTE_OPS_TUNE=1`` asks for it.
+        device: the GPU, which is measured on where ``CUTE_OPS_TUNE=1`` asks for it.
 
     Raises:
         ValueError: a last dim that is not contiguous.
@@ -85,7 +85,7 @@ def plan(
     # A kernel of dims that are not known has nothing to be tuned for.
     tuned = tile is None and None not in static.values()
     if tuned:
-        measure = partial(_measure, binding, memory, target) if live else None
+        measure = None if device is None else partial(_measure, binding, memory, target, device)
         tile = tuning.choose(op, problem, heuristic, measure)
     elif tile is None:
         tile = heuristic
@@ -159,10 +159,10 @@ def _look(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed:
     return _Look(static, views, keys, problem)
 
 
-def _measure(binding: Binding, memory: Mapping[str, Memory], target: Target) -> Mapping[str, int]:
+def _measure(binding: Binding, memory: Mapping[str, Memory], target: Target, device: int) -> Mapping[str, int]:
     from cute_ops import tuner
 
-    return tuner.now(binding, memory, target)
+    return tuner.now(binding, memory, target, device)
 
 
 @cache

@@ -66,7 +66,7 @@ def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str,
     binding = bind(op, {n: Array(shapes[n], a.dtype) for n, a in given.items() if a}, dict(attrs))
     target = targets.device_target()
     if not any(_symbolic(size) for array in binding.inputs.values() if array for size in array.shape):
-        return Chosen(whole, binding, plan(binding, {}, target))
+        return Chosen(whole, binding, plan(binding, {}, target, device=targets.here()))
     inner = {n: a.shape[len(a.shape) - len(op.inputs[n].dims) :] for n, a in binding.inputs.items() if a}
     problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
     if not problem:

@@ -39,6 +39,12 @@ def device_target() -> target.Target:
     return target.parse(chosen) if chosen else target.of_device(0)
 
 
+def here() -> int | None:
+    """The device that what is lowered will run on, so that it may be measured there; None for another machine's."""
+    elsewhere = _lowering_for.get() is not None or "CUTE_OPS_ARCH" in os.environ
+    return None if elsewhere or not target.device_count() else 0
+
+
 @contextmanager
 def lowering_for(chosen: target.Target) -> Iterator[None]:
     """Lower for this architecture, whatever is here."""

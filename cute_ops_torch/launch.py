@@ -151,13 +151,9 @@ def ready_to_run(binding: Binding, chosen: Plan, tensors: Tensors) -> Ready:
 
 
 def _plan(binding: Binding, tensors: Tensors, device: torch.device) -> Plan:
-    # While a CUDA graph is captured nothing else may run; what is measured runs on the current device.
-    live = (
-        device.type == "cuda"
-        and device.index == torch.cuda.current_device()
-        and not torch.cuda.is_current_stream_capturing()
-    )
-    return plan(binding, memory(binding.op, tensors), target.of_device(device.index or 0), live=live)
+    index = device.index or 0
+    on = index if device.type == "cuda" else None
+    return plan(binding, memory(binding.op, tensors), target.of_device(index), device=on)
 
 
 def _loaded(chosen: Plan, device: torch.device) -> Run:

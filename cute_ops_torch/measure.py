@@ -51,6 +51,14 @@ def device() -> str:
     return torch.cuda.get_device_name()
 
 
+def broken() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # whatever it is, nothing works any more
+        return True
+    return False
+
+
 def copy_rate() -> float:
     """GB/s of a large copy, by events: what an op that moves memory can reach."""
     source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
@@ -89,7 +97,7 @@ def contest(binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan
 
 
 class Contest:
-    """See :class:`cute_ops.tuner.Contest`."""
+    """See :class:`cute_ops.measuring.Contest`."""
 
     def __init__(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> None:
         self._binding = binding

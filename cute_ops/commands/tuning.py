@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
@@ -54,18 +55,20 @@ def tune(
 
     try:
         trials = [trial for name in what for trial in _trials(name, dtype or ["bfloat16"], n, rows)]
-        by = tuner.measurer()
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
         fail(error)
     if not any(trial.binding.op.tuning for trial in trials):
         fail(f"{', '.join(what)}: no candidates are declared, see `tuning` of cute_ops.Op")
+    if find_spec("torch") is None or not target.device_count():
+        fail("tuning needs a GPU, and PyTorch to measure with")
     columns = TextColumn("tune:"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     outcomes: list[tuner.Outcome] = []
     where = out or cache.folder() / tuning.NAME
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("", total=None)
         found = tuner.tune(
-            trials, target.of_device(), by, least=least, anew=anew, known=tuning.read(out) if out else None,
+            trials, target.of_device(), tuner.examiner(), least=least, anew=anew,
+            known=tuning.read(out) if out else None,
             done=lambda text: bar.update(task, description=text[:70]),
             groups=lambda count: bar.update(task, total=count),
         )  # fmt: skip

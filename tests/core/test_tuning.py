@@ -25,6 +25,7 @@ from cute_ops import (
     Problem,
     Tensor,
     Tuning,
+    apart,
     cache,
     manifest,
     testing,
@@ -32,15 +33,17 @@ from cute_ops import (
     vary,
 )
 from cute_ops import tuner as tuners
+from cute_ops.apart import Apart
 from cute_ops.binding import Binding, bind
 from cute_ops.cache import Built
 from cute_ops.candidates import candidates, objection
 from cute_ops.commands import tuning as command
 from cute_ops.errors import CompileError
-from cute_ops.ops import OPS, rmsnorm
+from cute_ops.measuring import InProcess, by_chance, select
+from cute_ops.ops import OPS, rmsnorm, silu_mul
 from cute_ops.plan import Memory, Plan, plan, problem_of
 from cute_ops.target import parse
-from cute_ops.tuner import Outcome, Trial, by_chance, select, tune
+from cute_ops.tuner import Outcome, Trial, tune
 from cute_ops.tuning import Winner
 
 SM90 = parse("sm_90a")
@@ -72,6 +75,9 @@ class Fake:
 
     def device(self) -> str:
         return "a GPU made up"
+
+    def broken(self) -> bool:
+        return False
 
     def run(self, binding: Binding, chosen: Plan, arrays: testing.Arrays) -> tuple[np.ndarray | None, ...]:
         threads = chosen.variant.tile["threads"]
@@ -118,7 +124,7 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
-    (outcome,) = tune(trials or [trial(op)], SM90, by, **options)
+    (outcome,) = tune(trials or [trial(op)], SM90, InProcess(by), **options)
     return outcome
 
 
@@ -291,8 +297,8 @@ def test_the_heuristic_stays_and_that_is_remembered_too() -> None:
     assert not outcome.changed and "the heuristic's tile stays" in tuners.describe(outcome)
     tuning.remember([outcome.winner])
     tuning.forget()
-    assert not list(tune([trial(op)], SM90, fake))
-    assert len(list(tune([trial(op)], SM90, fake, anew=True))) == 1
+    assert not list(tune([trial(op)], SM90, InProcess(fake)))
+    assert len(list(tune([trial(op)], SM90, InProcess(fake), anew=True))) == 1
 
 
 def test_a_wrong_result_never_wins() -> None:
@@ -323,7 +329,9 @@ def test_calls_of_one_class_get_one_tile() -> None:
     outcome = tuned(op, fake, trial(op, rows=512), trial(op, rows=8192))
     assert outcome.winner.measured["rows"] == [512, 8192] and len(outcome.before) == 2
     by_rows = make_op(tuning=vary(threads=(64,), by_rows=True))
-    calls = [w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, fake)]
+    calls = [
+        w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, InProcess(fake))
+    ]
     assert [call.split()[-1] for call in calls] == ["rows<=64", "rows>1024"]
 
 
@@ -338,7 +346,7 @@ def test_attributes_are_in_a_class_where_they_differ() -> None:
 
 def test_an_op_without_candidates_is_left_alone() -> None:
     op = make_op(tuning=None)
-    assert not list(tune([trial(op)], SM90, Fake({128: 1.0})))
+    assert not list(tune([trial(op)], SM90, InProcess(Fake({128: 1.0}))))
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
 
 
@@ -358,37 +366,117 @@ def test_rows_with_strides_are_tuned_too() -> None:
     assert outcome.changed
 
 
+# --- in another process ---------------------------------------------------------------------------------------------
+
+MEASURER = """
+import os, time
+from contextlib import contextmanager
+from cute_ops import testing
+
+spoilt = []
+
+def available(): return True
+def device(): return "a GPU made up"
+def broken(): return bool(spoilt)
+
+def run(binding, chosen, arrays):
+    threads = chosen.variant.tile["threads"]
+    if threads == 32:
+        os.abort()
+    if threads == 64:
+        spoilt.append(threads)
+        raise RuntimeError("an illegal memory access")
+    if threads == 96:
+        time.sleep(60)
+    if threads == 160:
+        raise MemoryError("no memory")
+    print("kernels may print")
+    return testing.run_reference(binding.op, arrays, binding.attrs)
+
+class Contest:
+    def __init__(self, plans): self.plans = plans
+    def differs(self, index, floors): return "a race?" if self.plans[index].variant.tile["threads"] == 256 else ""
+    def sample(self, index):
+        if self.plans[index].variant.tile["threads"] == 192:
+            os.abort()
+        return float(self.plans[index].variant.tile["threads"])
+
+@contextmanager
+def contest(binding, memory, plans): yield Contest(plans)
+"""
+
+
+@pytest.fixture
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
+    (tmp_path / "made_up_measurer.py").write_text(MEASURER)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    made = Apart(measurer="made_up_measurer")
+    yield made
+    made.close()
+
+
+def silu_trial() -> Trial:
+    return Trial(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {})
+
+
+@pytest.mark.fault(
+    "a candidate that aborts, breaks the GPU's context, or never ends", "another process goes on without it", "nothing"
+)
+def test_a_candidate_that_ends_its_process_is_left_out(other: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(apart, "TIMEOUT_SECONDS", 3.0)
+    tiles = [{"threads": n} for n in (512, 32, 64, 96, 256, 192, 480, 448)]
+    found = other.examine([silu_trial()], tiles, SM90, 0.02)
+    assert found.which == 7 and found.before == [512.0] and found.after == [448.0] and found.device == "a GPU made up"
+    assert {i: text.partition(":")[0] for i, text in found.refused.items()} == {
+        1: "ended the process with signal 6", 2: "RuntimeError", 3: "did not end within 3 s", 4: "a race?",
+        5: "ended the process with signal 6",
+    }  # fmt: skip
+    # The process that is left goes on.
+    assert other.examine([silu_trial()], tiles[:1], SM90, 0.02).which == 0
+
+
+def test_what_is_no_candidates_fault_is_an_error(other: Apart) -> None:
+    with pytest.raises(RuntimeError, match="ended the process with signal 6"):
+        other.examine([silu_trial()], [{"threads": 32}, {"threads": 512}], SM90, 0.02)
+    with pytest.raises(RuntimeError, match="MemoryError: no memory"):
+        other.examine([silu_trial()], [{"threads": 512}, {"threads": 160}], SM90, 0.02)
+    with pytest.raises(RuntimeError, match="no module holds the declaration of doubling"):
+        other.examine([trial(make_op())], [{"threads": 512}], SM90, 0.02)
+    with pytest.raises(RuntimeError, match=r"tuning needs a GPU.*nothing cannot be imported"):
+        Apart(measurer="nothing").start()
+
+
 # --- at run time ---------------------------------------------------------------------------------------------------
 
 
 def test_a_program_measures_what_it_calls_when_asked(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
-    monkeypatch.setattr(tuners, "measurer", lambda: fake)
-    assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 128} and not fake.samples
+    monkeypatch.setattr(tuners, "examiner", lambda device=0: InProcess(fake))
+    assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128} and not fake.samples
     tuning.forget()
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}, "not where a graph is captured, or no GPU is"
-    assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 128}, "decided: bits stay what they are"
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}, "not where no GPU is"
+    assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128}, "decided: bits stay what they are"
     tuning.forget()
     with caplog.at_level(logging.INFO, "cute_ops"):
-        assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 64}
+        assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 64}
     assert "tuned doubling sm_90a:132" in caplog.text
     count = len(fake.samples)
     for again in range(2):
-        assert plan(*trial(op, rows=7 + again), SM90, live=True).variant.tile == {"threads": 64}
+        assert plan(*trial(op, rows=7 + again), SM90, device=0).variant.tile == {"threads": 64}
         tuning.forget()  # as a new process
     assert len(fake.samples) == count
     monkeypatch.setenv("CUTE_OPS_TUNE", "0")
-    assert plan(*trial(op), SM90, live=True).variant.tile == {"threads": 128}
+    assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128}
 
 
 def test_a_program_runs_where_measuring_fails(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def measurer() -> Any:
+    def examiner(device: int) -> Any:
         raise RuntimeError("no GPU here")
 
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
-    monkeypatch.setattr(tuners, "measurer", measurer)
-    assert plan(*trial(make_op()), SM90, live=True).variant.tile == {"threads": 128}
+    monkeypatch.setattr(tuners, "examiner", examiner)
+    assert plan(*trial(make_op()), SM90, device=0).variant.tile == {"threads": 128}
     assert "is not tuned (RuntimeError: no GPU here): it runs with the heuristic's tile" in caplog.text
 
 
@@ -526,8 +614,9 @@ def test_the_files_that_ship_are_sound(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake({64: 80.0, 128: 90.0, 256: 100.0, 512: 100.0})
-    monkeypatch.setattr(tuners, "measurer", lambda: fake)
+    monkeypatch.setattr(tuners, "examiner", lambda device=0: InProcess(fake))
     monkeypatch.setattr(command.target, "of_device", lambda: SM90)
+    monkeypatch.setattr(command.target, "device_count", lambda: 1)
     return fake
 
 
