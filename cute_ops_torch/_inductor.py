@@ -16,6 +16,7 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
 from cute_ops.op import Op
+from cute_ops_torch._choice import asked_for, decomposed
 from cute_ops_torch.launch import Launcher
 from cute_ops_torch.schema import defaults
 
@@ -45,6 +46,10 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
         constant = all(isinstance(a, (int, float, str)) for a in attrs)
         if V.graph.cpp_wrapper or V.aot_compilation or not constant or device.type not in kernels:
             return fallback(*args)
+        if asked_for(device):
+            other = decomposed(op, overload, V.graph.current_node, args)
+            if other is not None:
+                return other
         call = _Call(device, f"extern_kernels.{kernels[device.type]}", tensors, [_literal(a) for a in attrs])
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)

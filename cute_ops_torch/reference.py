@@ -50,6 +50,27 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
     return fake
 
 
+def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
+    """The reference of a call that a compiler traces, as the raw op returns it."""
+    from array_api_compat import torch as xp
+
+    default = {**dict.fromkeys(op.inputs), **op.attrs}
+    given = {**default, **dict(zip(default, args, strict=False)), **kwargs}
+    tensors, attrs = [given[name] for name in op.inputs], {name: given[name] for name in op.attrs}
+    like = next(t for t in tensors if t is not None)
+    binding = bind_tensors(op, tensors, list(attrs.values()))
+    outputs: list[Any] = []
+    for (name, declared), result in zip(
+        op.outputs.items(), _as_tuple(op.reference(xp, *tensors, **attrs)), strict=True
+    ):
+        if binding.outputs[name] is None:
+            result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
+        # Nothing that is an input, or an output before it.
+        taken = any(result is other for other in (*tensors, *outputs))
+        outputs.append(result.clone() if taken else result.contiguous())
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
 def run_reference(binding: Binding, tensors: Tensors) -> Any:
     """The reference's outputs as the raw op returns them: compact, new, empty where absent."""
     from array_api_compat import torch as xp  # lazily: a GPU call has no use for it

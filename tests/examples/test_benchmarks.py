@@ -12,6 +12,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import common
 import device_time
+import fusion
 import host_time
 import llama_step
 import plot
@@ -97,6 +98,15 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["status"] == "ok"
     assert rows["F.rms_norm", "no"]["of_rms_norm"] == "1"
     assert rows["cute_ops_jax.rmsnorm", "no"]["status"] == "ok"
+
+
+def test_fusion_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: real(function, backend="eager"))
+    fusion.main(["--cpu-smoke", "--out", str(tmp_path)])
+    rows = common.read(tmp_path / "fusion.csv")
+    assert len(rows) == len(fusion.GRAPHS) * len(fusion.CONTENDERS)
+    assert {r["status"] for r in rows} == {"ok"}
 
 
 def test_startup_smoke(tmp_path: Path) -> None:
