@@ -357,7 +357,7 @@ class Bench:
     def wrong(
         self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Problem, direction: str
     ) -> str | None:
-        """What disqualifies a result: other values, or other dtypes, which would move other bytes."""
+        """What disqualifies a result: other values, or what moves other bytes: other dtypes, views without memory."""
         if direction == "fwd":
             made = problem.binding("fwd").outputs
             arrays = {name: made[name] for name in problem.declaration.shown}
@@ -371,6 +371,8 @@ class Bench:
             return f"wrong: relative error {found:.2g}"
         if [str(g.dtype).removeprefix("torch.") for g in got] != dtypes:
             return f"wrong: outputs are {', '.join(str(g.dtype) for g in got)}"
+        if any(g.untyped_storage().nbytes() < g.nbytes for g in got):
+            return "a view: nothing is written"  # as PyTorch's gradient of a sum, which its reader then expands
         return None
 
     def set_count(self, least: int) -> int:

@@ -2,6 +2,7 @@
 
 from cute_ops.op import Op
 from cute_ops.ops.activations import gelu, relu2, silu
+from cute_ops.ops.adamw import adamw
 from cute_ops.ops.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.add_rmsnorm_fp8 import add_rmsnorm_fp8
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_step
@@ -22,5 +23,5 @@ OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
     cross_entropy, softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
-    silu_mul_again, cross_entropy_step,
+    silu_mul_again, cross_entropy_step, adamw,
 )  # fmt: skip
