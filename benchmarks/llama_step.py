@@ -1,8 +1,9 @@
 """One training step of a Llama-shaped decoder: tokens per second and peak memory.
 
 The model is Hugging Face's ``LlamaForCausalLM`` with random weights (the layers of Llama 3.2 1B, eight of them), in
-bfloat16, with SDPA attention and fused AdamW. Every contender trains from the same weights on the same tokens in a
-process of its own, because Liger changes Hugging Face's modules for good. Their first losses are compared.
+bfloat16, with SDPA attention and PyTorch's fused AdamW ("ours + AdamW": with ours). Every contender trains from the
+same weights on the same tokens in a process of its own, because Liger changes Hugging Face's modules for good. Their
+first losses are compared.
 
 python benchmarks/llama_step.py --out out/benchmarks
 """
@@ -23,7 +24,10 @@ from common import Table, read, spread
 from rich.console import Console
 from rich.table import Table as View
 
-CONTENDERS = ("eager", "torch.compile", "Liger", "Liger + compile", "ours", "ours + compile", "graph pass + compile")
+CONTENDERS = (
+    "eager", "torch.compile", "Liger", "Liger + compile", "ours", "ours + AdamW", "ours + compile",
+    "graph pass + compile",
+)  # fmt: skip
 COLUMNS = (
     "contender", "batch", "seqlen", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "peak_gb",
     "loss_first", "loss_last",
@@ -50,7 +54,7 @@ def build(seed: int = 0, small: bool = False) -> Any:
 
 def prepare(contender: str, model: Any) -> Any:
     """The contender's form of the model."""
-    who, _, compiled = contender.partition(" + ")
+    who, _, more = contender.partition(" + ")
     if who == "Liger":
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
@@ -65,7 +69,15 @@ def prepare(contender: str, model: Any) -> Any:
         from cute_ops_torch import inductor
 
         inductor.enable(devices=(next(model.parameters()).device.type,))
-    return torch.compile(model) if compiled or who == "torch.compile" else model
+    return torch.compile(model) if more == "compile" or who == "torch.compile" else model
+
+
+def optimizer_of(contender: str, model: Any, small: bool) -> torch.optim.Optimizer:
+    if contender.endswith(" + AdamW"):
+        from cute_ops_torch.optim import AdamW
+
+        return AdamW(model.parameters(), lr=1e-4)
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not small)
 
 
 def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, small: bool) -> dict[str, Any]:
@@ -74,7 +86,7 @@ def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, sm
     device = next(model.parameters()).device
     tokens = torch.randint(0, model.config.vocab_size, (batch, seqlen), device=device)
     run = prepare(contender, model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not small)
+    optimizer = optimizer_of(contender, model, small)
 
     def step() -> torch.Tensor:
         optimizer.zero_grad(set_to_none=True)

@@ -93,3 +93,15 @@ def cross_entropy_step(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Array, Array]: ...
+def adamw(
+    param: ArrayLike,
+    grad: ArrayLike,
+    exp_avg: ArrayLike,
+    exp_avg_sq: ArrayLike,
+    keep: ArrayLike,
+    step_size: ArrayLike,
+    scale: ArrayLike,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-08,
+) -> tuple[Array, Array, Array]: ...

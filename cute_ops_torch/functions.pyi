@@ -3,6 +3,7 @@
 from torch import Tensor
 
 __all__ = [
+    "adamw",
     "add_rmsnorm",
     "add_rmsnorm_fp8",
     "cross_entropy",
@@ -103,3 +104,15 @@ def cross_entropy_step(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
 ) -> tuple[Tensor, Tensor]: ...
+def adamw(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    keep: Tensor,
+    step_size: Tensor,
+    scale: Tensor,
+    beta1: float = 0.9,
+    beta2: float = 0.999,
+    eps: float = 1e-08,
+) -> tuple[Tensor, Tensor, Tensor]: ...
