@@ -57,6 +57,21 @@ def in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> C
     return Chain(*map(chain, CHAINS), CHAINS[1] - CHAINS[0])
 
 
+def apart_in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> Chain:
+    """The same of an op that Inductor generates: a row of them would be one kernel, so these share nothing."""
+
+    def calls(length: int) -> Call:
+        xs, weights = torch.stack([x] * length), torch.stack([weight] * length)
+
+        def function(xs: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+            return [op(x, weight) for x, weight in zip(xs.unbind(), weights.unbind(), strict=True)]
+
+        compiled = torch.compile(function, fullgraph=True)
+        return lambda: compiled(xs, weights)
+
+    return Chain(*map(calls, CHAINS), CHAINS[1] - CHAINS[0])
+
+
 def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call | Chain]]:
     """Makers of calls by name; a maker may raise where its package is missing."""
     x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16).requires_grad_(grad)
@@ -128,12 +143,22 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
         return in_graph(lambda x, weight: rmsnorm(x, weight, eps=EPS), x, weight)
 
+    def graph_of_rms_norm() -> Chain:
+        return apart_in_graph(lambda x, weight: F.rms_norm(x, x.shape[-1:], weight, EPS), x, weight)
+
+    def graph_of_liger() -> Chain:
+        from liger_kernel.ops.rms_norm import LigerRMSNormFunction
+
+        return in_graph(lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False), x, weight)
+
     only_forward: dict[str, Callable[[], Call | Chain]] = {
         "Triton kernel": user_kernel,
         "in a graph: cute_ops_torch.rmsnorm": graph_of_ours,
         "in a graph: cute_ops_torch.add_rmsnorm": graph_of_two_outputs,
         "in a graph: Triton kernel": graph_of_user_kernel,
         "in a graph: quack.rmsnorm": graph_of_quack,
+        "in a graph: Liger RMSNorm": graph_of_liger,
+        "in a graph: F.rms_norm": graph_of_rms_norm,
     }
     return ({} if grad else only_forward) | {
         "torch.add": lambda: lambda: torch.add(x, x),
