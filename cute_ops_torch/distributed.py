@@ -23,7 +23,7 @@ from cute_ops.op import Op
 from cute_ops.plan import compact
 from cute_ops_torch import registry
 from cute_ops_torch.launch import REMEMBERED
-from cute_ops_torch.linear_cross_entropy import GRADIENTS, ROWS
+from cute_ops_torch.linear_cross_entropy import GRADIENTS, ROWS, composite
 from cute_ops_torch.linear_cross_entropy import library as _library
 from cute_ops_torch.schema import filler
 from cute_ops_torch.slices import Slice, run_on_slice
@@ -233,5 +233,7 @@ def _scale(gradient: DTensor, dloss: Tensor) -> DTensor:
 
 for _each in registry.everything():
     shard(*_each)
+# In inference mode nothing takes it apart on the way here.
+_add("cute::linear_cross_entropy", composite, _library)
 for _name, _call in {"rows": _rows, "rows_bwd": _rows_bwd, "step": _step, "scale": _scale}.items():
     _add(f"cute::linear_cross_entropy_{_name}", _call, _library)

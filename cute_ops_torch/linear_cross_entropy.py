@@ -89,10 +89,11 @@ def linear_cross_entropy(
     return _Direct.apply(*arguments, wanted, chunk_rows)
 
 
-def _composite(
+def composite(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
+    """``torch.ops.cute.linear_cross_entropy``, of ops that are no compositions."""
     _check(hidden, weight, target, bias, reduction)
     attrs = (ignore_index, label_smoothing, z_loss)
     inputs = (hidden, weight, bias)
@@ -383,7 +384,7 @@ GRADIENTS = Op(
 
 def _register() -> None:
     library.define(f"linear_cross_entropy({_INPUTS}=None, {_ATTRS}, str reduction='mean') -> Tensor")
-    library.impl("linear_cross_entropy", _composite, "CompositeImplicitAutograd")
+    library.impl("linear_cross_entropy", composite, "CompositeImplicitAutograd")
     inner: dict[str, tuple[str, Any, Any]] = {
         "linear_cross_entropy_rows": (f"({_INPUTS}, {_ATTRS}, {_SLICE}) -> (Tensor, Tensor)", _rows, _fake_rows),
         "linear_cross_entropy_rows_bwd": (

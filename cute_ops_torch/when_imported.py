@@ -23,24 +23,31 @@ def when_imported(theirs: str, ours: str) -> None:
 
 
 class _Follow(MetaPathFinder):
-    """Finds ``theirs`` as others do, once, and has ``ours`` imported when its code has run."""
+    """Finds ``theirs`` as others do, until its code has run, and then has ``ours`` imported."""
 
     def __init__(self, theirs: str, ours: str) -> None:
         self.theirs, self.ours = theirs, ours
+        self.searching = False
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname != self.theirs or self not in sys.meta_path:
+        if fullname != self.theirs or self.searching:
             return None
-        sys.meta_path.remove(self)
-        spec = find_spec(fullname)
+        self.searching = True
+        try:
+            spec = find_spec(fullname)
+        finally:
+            self.searching = False
         if spec is None or spec.loader is None:
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
+            # Only now: whoever looks for a module need not import it.
+            if self in sys.meta_path:
+                sys.meta_path.remove(self)
             importlib.import_module(self.ours)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -302,7 +302,7 @@ def linear_cross_entropy_of_shards(world: World) -> None:
         if Shard(0) in vocabulary:
             at = vocabulary.index(Shard(0))
             assert gradients[0].placements[at] == Partial() and gradients[1].placements[at] == Shard(0), gradients
-        with torch.no_grad():
+        with torch.inference_mode():
             world.close(cute_ops_torch.linear_cross_entropy(hidden, weight, labels, bias, **options), expected.detach())
     frozen = cute_ops_torch.linear_cross_entropy(hidden.detach(), weight, labels)
     frozen.backward()

@@ -49,7 +49,8 @@ def test_calls_and_gradients_on_the_cpu_need_no_compiler() -> None:
 
 @pytest.mark.parametrize("before", [True, False])
 def test_ops_take_dtensors_whoever_is_imported_first(before: bool) -> None:
-    imports = ["import torch.distributed.tensor as t", "import cute_ops_torch"]
+    looks = "import importlib.util; importlib.util.find_spec('torch.distributed.tensor')"  # without importing it
+    imports = [f"{looks}; import torch.distributed.tensor as t", "import cute_ops_torch"]
     program = f"""
 {"; ".join(imports if before else reversed(imports))}
 import torch
