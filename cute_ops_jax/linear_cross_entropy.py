@@ -4,19 +4,25 @@ Rows go in chunks: their logits by a matrix product, the loss and, in the logits
 kernel, the gradients of the inputs by two more products. So the gradients are there when the forward is over, and the
 backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
 weight's gradient cannot be given afterwards: there the backward makes the logits again.
+
+These loops are ops of their own (:mod:`cute_ops_jax.composite`): devices that have some of the rows each run the whole
+loop on theirs.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from cute_ops import chunks
+from cute_ops.op import Op, Tensor
+from cute_ops.ops.cross_entropy import cross_entropy as op
 from cute_ops_jax import sharding
+from cute_ops_jax.composite import Call, Composite, by_stage
 from cute_ops_jax.vocabulary import (
     Axis,
     Setting,
@@ -30,6 +36,7 @@ from cute_ops_jax.vocabulary import (
 )
 
 Array = jax.Array
+Arrays = Mapping[str, Any]
 
 
 @partial(jax.jit, static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction"), inline=True)
@@ -68,7 +75,7 @@ def linear_cross_entropy(
     Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction)
-    return _run("linear_cross_entropy", setting, hidden, weight, target, bias)
+    return _checked("linear_cross_entropy", setting, hidden, weight, target, bias)
 
 
 @partial(jax.jit, static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction"), inline=True)
@@ -107,17 +114,16 @@ def vocab_parallel_linear_cross_entropy(
         NameError: no such axis here.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name)
-    return _run("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias)
+    return _checked("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias)
 
 
-def _run(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
+def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
     hidden, weight, target = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(target)
     bias = None if bias is None else jnp.asarray(bias)
     _check(what, hidden, weight, target, bias)
     check_options(setting.reduction, what)
     (hidden, weight, bias), target = spread((hidden, weight, bias), target, setting.axis)
-    loss = _loss(setting, (hidden.reshape(-1, hidden.shape[-1]), weight, bias), target.reshape(-1))
-    return loss.reshape(target.shape) if setting.reduction == "none" else loss
+    return _loss(setting, (hidden, weight, bias), target)
 
 
 def _check(what: str, hidden: Array, weight: Array, target: Array, bias: Array | None) -> None:
@@ -191,55 +197,147 @@ def _zeros(target: Array) -> Array:
     return sharding.varying_like(jnp.zeros(target.shape, jnp.float32), target)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(setting: Setting, inputs: Inputs, target: Array) -> Array:
-    return reduced(setting, _rows(setting, inputs, target)[0], target)
-
-
-def _rows(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, Array]:
+def _rows(setting: Setting, inputs: Inputs, target: Array, call: Call = by_stage) -> tuple[Array, Array]:
     """Loss and lse of each row."""
 
     def body(state: tuple[Array, Array], first: Any, rows: int) -> tuple[Array, Array]:
-        found = losses(setting, _logits(inputs, first, rows), _cut(target, first, rows))
+        found = losses(setting, _logits(inputs, first, rows), _cut(target, first, rows), call)
         loss, lse = (_put(s, a, first) for s, a in zip(state, found, strict=True))
         return loss, lse
 
     return _each(inputs, (_zeros(target), _zeros(target)), body)
 
 
-def _forward(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, Any]:
-    if setting.reduction == "none":
-        loss, lse = _rows(setting, inputs, target)
-        return loss, (inputs, target, lse)
-    share = jnp.ones((), jnp.float32)
-    if setting.reduction == "mean":
-        share = share / jnp.sum(target != setting.ignore_index)
+def _step(setting: Setting, inputs: Inputs, target: Array, dloss: Array, call: Call = by_stage) -> tuple[Array, Inputs]:
+    """Loss of each row, and the gradients of the inputs."""
 
     def body(state: tuple[Array, Inputs], first: Any, rows: int) -> tuple[Array, Inputs]:
         total, gradients = state
-        logits, classes = _logits(inputs, first, rows), _cut(target, first, rows)
-        loss, dlogits = loss_and_gradient(setting, logits, classes, jnp.broadcast_to(share, (rows,)))
+        logits, classes, share = _logits(inputs, first, rows), _cut(target, first, rows), _cut(dloss, first, rows)
+        loss, dlogits = loss_and_gradient(setting, logits, classes, share, call)
         return _put(total, loss, first), _add(gradients, inputs, first, rows, dlogits)
 
-    found, gradients = _each(inputs, (_zeros(target), _nothing(inputs)), body)
-    return reduced(setting, found, target), gradients
+    loss, gradients = _each(inputs, (_zeros(target), _nothing(inputs)), body)
+    return loss, _rounded(gradients)
+
+
+def _rows_bwd(
+    setting: Setting, inputs: Inputs, target: Array, lse: Array, dloss: Array, call: Call = by_stage
+) -> Inputs:
+    """The gradients of the inputs, from logits that are made again."""
+
+    def body(gradients: Inputs, first: Any, rows: int) -> Inputs:
+        classes, sums, share = (_cut(a, first, rows) for a in (target, lse, dloss))
+        logits = _logits(inputs, first, rows)
+        dlogits = gradient(setting, logits, classes, sums, share, inplace=True, call=call)
+        return _add(gradients, inputs, first, rows, dlogits)
+
+    return _rounded(_each(inputs, _nothing(inputs), body))
+
+
+def _rounded(gradients: Inputs) -> Inputs:
+    dhidden, dweight, dbias = gradients
+    return dhidden, dweight, None if dbias is None else dbias.astype(dweight.dtype)
+
+
+# --- as ops, whose rows devices share ------------------------------------------------------------------------------
+
+ROW = Tensor("*m", "float32")
+GIVEN = {
+    "hidden": Tensor("*m h", "T"),
+    "weight": Tensor("n h", "T"),
+    "target": Tensor("*m", "I"),
+}
+BIAS = {"bias": Tensor("n", "T", optional=True)}
+GRADIENTS = {
+    "dhidden": Tensor("*m h", "T"),
+    "dweight": Tensor("n h", "T"),
+    "dbias": Tensor("n", "T", given="bias"),
+}
+
+
+def _rows_named(*given: Any) -> Arrays:
+    return dict(zip(("loss", "lse"), _rows(*given), strict=True))
+
+
+def _step_named(*given: Any) -> Arrays:
+    loss, gradients = _step(*given)
+    return {"loss": loss, **dict(zip(GRADIENTS, gradients, strict=True))}
+
+
+def _rows_bwd_named(*given: Any) -> Arrays:
+    return dict(zip(GRADIENTS, _rows_bwd(*given), strict=True))
+
+
+PROGRAMS: dict[str, tuple[Callable[..., Arrays], dict[str, Tensor], dict[str, Tensor]]] = {
+    "rows": (_rows_named, {}, {"loss": ROW, "lse": ROW}),
+    "step": (_step_named, {"dloss": ROW}, {"loss": ROW, **GRADIENTS}),
+    "rows_bwd": (_rows_bwd_named, {"lse": ROW, "dloss": ROW}, GRADIENTS),
+}
+
+
+@cache
+def _composite(name: str) -> Composite:
+    run, inputs, outputs = PROGRAMS[name]
+
+    def body(call: Call, given: Arrays, attrs: Arrays) -> Arrays:
+        return _flat(run, Setting(**attrs, reduction="none"), given, call)
+
+    declared = Op(
+        f"linear_cross_entropy_{name}",
+        inputs={**GIVEN, **inputs, **BIAS},
+        outputs=outputs,
+        dtypes=op.dtypes,
+        attrs={n: op.attrs[n] for n in ("ignore_index", "label_smoothing", "z_loss")},
+        static=("n", "h"),
+        reference=body,
+        kernel=op.kernel,  # the one that it is about; a composite asks for none
+    )
+    return Composite(declared, body)
+
+
+def _flat(run: Callable[..., Arrays], setting: Setting, given: Arrays, call: Call) -> Arrays:
+    """``run`` on flat rows; what it gives has the leading dims that were there."""
+    hidden, lead = given["hidden"], given["target"].shape
+    rows = [given[n].reshape(-1) for n in ("target", "lse", "dloss") if given.get(n) is not None]
+    found = run(setting, (hidden.reshape(-1, hidden.shape[-1]), given["weight"], given["bias"]), *rows, call)
+    shapes = {"dhidden": hidden.shape, "loss": lead, "lse": lead}
+    return {n: a.reshape(shapes[n]) if n in shapes else a for n, a in found.items()}
+
+
+def _run(name: str, setting: Setting, inputs: Inputs, target: Array, **rows: Array) -> Arrays:
+    given = {**dict(zip(("hidden", "weight", "bias"), inputs, strict=True)), "target": target, **rows}
+    if setting.axis is not None:  # inside of a shard_map, and what devices exchange is written out
+        return _flat(PROGRAMS[name][0], setting, given, by_stage)
+    composite = _composite(name)
+    return composite(given, {n: setting.attrs[n] for n in composite.op.attrs})
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(setting: Setting, inputs: Inputs, target: Array) -> Array:
+    return reduced(setting, _run("rows", setting, inputs, target)["loss"], target)
+
+
+def _forward(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, Any]:
+    if setting.reduction == "none":
+        found = _run("rows", setting, inputs, target)
+        return found["loss"], (inputs, target, found["lse"])
+    share = jnp.ones((), jnp.float32)
+    if setting.reduction == "mean":
+        share = share / jnp.sum(target != setting.ignore_index)
+    found = _run("step", setting, inputs, target, dloss=jnp.broadcast_to(share, target.shape))
+    return reduced(setting, found["loss"], target), tuple(found[n] for n in GRADIENTS)
 
 
 def _backward(setting: Setting, saved: Any, dloss: Array) -> tuple[Inputs, None]:
     dloss = summed(setting, dloss)
     if setting.reduction != "none":
-        scaled: list[Any] = [None if g is None else g * dloss.astype(g.dtype) for g in saved]
-        dhidden, dweight, dbias = scaled
-        return (dhidden, dweight, None if dbias is None else dbias.astype(dweight.dtype)), None
-    inputs, target, lse = saved
-
-    def body(gradients: Inputs, first: Any, rows: int) -> Inputs:
-        classes, sums, share = (_cut(a, first, rows) for a in (target, lse, dloss))
-        dlogits = gradient(setting, _logits(inputs, first, rows), classes, sums, share, inplace=True)
-        return _add(gradients, inputs, first, rows, dlogits)
-
-    dhidden, dweight, dbias = _each(inputs, _nothing(inputs), body)
-    return (dhidden, dweight, None if dbias is None else dbias.astype(dweight.dtype)), None
+        dhidden, dweight, dbias = (None if g is None else g * dloss.astype(g.dtype) for g in saved)
+    else:
+        inputs, target, lse = saved
+        found = _run("rows_bwd", setting, inputs, target, lse=lse, dloss=dloss)
+        dhidden, dweight, dbias = (found[n] for n in GRADIENTS)
+    return (dhidden, dweight, dbias), None
 
 
 _loss.defvjp(_forward, _backward)

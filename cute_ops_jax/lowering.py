@@ -80,6 +80,11 @@ def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str,
     return Chosen(whole, binding, fixed)
 
 
+def symbol(op: Op, given: Mapping[str, Any], attrs: Sequence[tuple[str, Any]]) -> str:
+    """The name of the kernel for a call."""
+    return choose(op, specs(given), attrs).plan.variant.symbol
+
+
 def _elements(chosen: Plan) -> int:
     return sum(math.prod(scratch.shape) for scratch in chosen.workspaces.values())
 

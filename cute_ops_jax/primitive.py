@@ -40,7 +40,7 @@ class Stage:
         """Lower to the kernel on this platform."""
         kernel = partial(lowering.kernel, self.op)
         _compat.register_lowering(self.primitive, kernel, platform)
-        spread = partial(sharding.by_partitioner, self.op)
+        spread = partial(sharding.by_partitioner, self.op, kernel, partial(lowering.symbol, self.op))
         _compat.register_lowering(self.partitioned, kernel, platform, spread)
 
     def _new(self) -> _compat.Primitive:

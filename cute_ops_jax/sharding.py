@@ -24,7 +24,7 @@ from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.factors import Factors, factors, sums
 from cute_ops.op import Op, Tensor
-from cute_ops_jax import _compat, lowering
+from cute_ops_jax import _compat
 from cute_ops_jax.arrays import specs
 
 Axes = tuple[str, ...]
@@ -193,9 +193,19 @@ def _resharded(array: Any, spec: PartitionSpec, explicit: set[str]) -> Any:
 
 
 def by_partitioner(
-    op: Op, *arrays: Any, names: tuple[str, ...], attrs: Sequence[tuple[str, Any]], inplace: bool
+    op: Op,
+    program: Callable[..., list[Any]],
+    label: Callable[..., str],
+    *arrays: Any,
+    names: tuple[str, ...],
+    attrs: Sequence[tuple[str, Any]],
+    inplace: bool,
 ) -> list[Any]:
     """The kernel as something that XLA's partitioner cuts: it asks, when it compiles, for the program of one device.
+
+    Args:
+        program: that program, as :func:`lowering.kernel` without the op.
+        label: ``label(inputs, attrs)``: its name, for the key of XLA's persistent cache: a callback says nothing.
 
     Raises:
         NotImplementedError: when XLA compiles shardings that do not name the axes of one mesh.
@@ -206,7 +216,7 @@ def by_partitioner(
     outputs = [n for n, out in binding.outputs.items() if out is not None]
 
     def local(*slices: Any) -> list[Any]:
-        return lowering.kernel(op, *slices, names=names, attrs=attrs, inplace=inplace)
+        return program(*slices, names=names, attrs=attrs, inplace=inplace)
 
     def cut(mesh: Any, known: Mapping[str, Any]) -> dict[str, Axes]:
         if any(not isinstance(a.sharding, NamedSharding) for a in known.values()):
@@ -234,9 +244,7 @@ def by_partitioner(
         partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=whole,
         reduction_factors=tuple(f for f in every if all(f not in named[n] for n in outputs)),
     )  # fmt: skip
-    # The kernel's name, for the key of XLA's persistent cache: a callback says nothing.
-    symbol = lowering.choose(op, specs(widened(op, given)), attrs).plan.variant.symbol
-    with set_xla_metadata(cute_ops_kernel=symbol):
+    with set_xla_metadata(cute_ops_kernel=label(widened(op, given), attrs)):
         return list(cutting(*arrays))
 
 

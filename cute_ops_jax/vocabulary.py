@@ -20,7 +20,7 @@ from cute_ops.ops.cross_entropy import cross_entropy_bwd as op_bwd
 from cute_ops.ops.cross_entropy import cross_entropy_step as op_step
 from cute_ops_jax import sharding
 from cute_ops_jax.arrays import specs
-from cute_ops_jax.primitive import stage
+from cute_ops_jax.composite import Call, by_stage
 
 Array = jax.Array
 Arrays = Mapping[str, Any]
@@ -53,35 +53,39 @@ def reduced(setting: Setting, loss: Array, target: Array) -> Array:
     return found["loss"]
 
 
-def losses(setting: Setting, logits: Array, target: Array) -> tuple[Array, Array]:
+def losses(setting: Setting, logits: Array, target: Array, call: Call = by_stage) -> tuple[Array, Array]:
     """Loss and lse of each row of ``logits: T[m n]``, over all classes."""
     given: Arrays = {"logits": logits, "target": target}
     if setting.axis is None:
-        found: Arrays = stage(op)(given, setting.attrs)
+        found: Arrays = call(op, given, setting.attrs)
     else:
-        found = sharding.on_slices(op, given, setting.attrs, setting.axis, stage(op))
+        found = sharding.on_slices(op, given, setting.attrs, setting.axis, partial(call, op))
     return found["loss"], found["lse"]
 
 
-def gradient(setting: Setting, logits: Array, target: Array, lse: Array, dloss: Array, inplace: bool) -> Array:
+def gradient(
+    setting: Setting, logits: Array, target: Array, lse: Array, dloss: Array, inplace: bool, call: Call = by_stage
+) -> Array:
     """Gradient of the logits that this device has; ``inplace``: in their memory."""
     given: Arrays = {"logits": logits, "target": target, "lse": lse, "dloss": dloss}
-    call = partial(stage(op_bwd), inplace=inplace)
+    backward = partial(call, op_bwd, inplace=inplace)
     if setting.axis is None:
-        found: Arrays = call(given, setting.attrs)
+        found: Arrays = backward(given, setting.attrs)
     else:
-        found = sharding.on_slices(op_bwd, given, setting.attrs, setting.axis, call)
+        found = sharding.on_slices(op_bwd, given, setting.attrs, setting.axis, backward)
     return found["dlogits"]
 
 
-def loss_and_gradient(setting: Setting, logits: Array, target: Array, dloss: Array) -> tuple[Array, Array]:
+def loss_and_gradient(
+    setting: Setting, logits: Array, target: Array, dloss: Array, call: Call = by_stage
+) -> tuple[Array, Array]:
     """Loss of each row over all classes, and the gradient of the logits that this device has, in their memory."""
     if setting.axis is None:
         given: Arrays = {"logits": logits, "target": target, "dloss": dloss}
-        found: Arrays = stage(op_step)(given, {n: setting.attrs[n] for n in op_step.attrs}, inplace=True)
+        found: Arrays = call(op_step, given, {n: setting.attrs[n] for n in op_step.attrs}, inplace=True)
         return found["loss"], found["dlogits"]
-    loss, lse = losses(setting, logits, target)
-    return loss, gradient(setting, logits, target, lse, dloss, inplace=True)
+    loss, lse = losses(setting, logits, target, call)
+    return loss, gradient(setting, logits, target, lse, dloss, inplace=True, call=call)
 
 
 @partial(

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
 from cute_ops import chunks
+from cute_ops_jax import composite as composites
+from cute_ops_jax.composite import Composite
+
+# The package has a function of that name.
+module = importlib.import_module("cute_ops_jax.linear_cross_entropy")
 
 
 @pytest.fixture(params=[1000, 4, 5], ids=["one-chunk", "chunks", "uneven"])
@@ -53,10 +62,68 @@ def test_linear_holds_the_logits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: 4)
     arrays, target = linear()
     gradient = jax.grad(lambda h, w: cute_ops_jax.linear_cross_entropy(h, w, target), (0, 1))
-    text = str(jax.make_jaxpr(gradient)(*arrays[:2]))
-    assert "f32[4,67]" in text
-    assert "f32[12,67]" not in text
+    text = jax.jit(gradient).lower(*arrays[:2]).as_text()
+    assert "tensor<4x67xf32>" in text
+    assert "tensor<12x67xf32>" not in text
     jax.clear_caches()
+
+
+@pytest.fixture
+def linear_through_ffi(ffi_stage: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Its loops take the CUDA lowering on the CPU."""
+    jax.clear_caches()
+    made: dict[str, Composite] = {}
+    make = module._composite.__wrapped__
+
+    def composite(name: str) -> Composite:
+        if name not in made:
+            made[name] = make(name)
+            made[name].run_kernels_on("cpu")
+        return made[name]
+
+    monkeypatch.setattr(module, "_composite", composite)
+    monkeypatch.setattr(composites, "stage", ffi_stage)
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_devices_run_the_loop_on_their_rows(
+    kind: AxisType, reduction: str, linear_through_ffi: None, fake_kernels: Any, monkeypatch: pytest.MonkeyPatch,
+    close: Callable[..., Any],
+) -> None:  # fmt: skip
+    """In two chunks each; nothing is gathered, gradients of what they share are added up, kernels are known early."""
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda rows, *sizes: max(rows // 2, 1))
+    rng = np.random.default_rng(1)
+    arrays = [rng.standard_normal(s, np.float32) for s in ((16, 4, 16), (67, 16), (67,))]
+    target = rng.integers(0, 67, (16, 4)).astype(np.int32)
+    target[0, 1] = -100
+
+    def run(function: Any, h: Any, w: Any, b: Any, t: Any) -> Any:
+        out, pull = jax.vjp(lambda h, w, b: function(h, w, t, b, reduction=reduction), h, w, b)
+        return out, pull(jnp.cos(out))
+
+    expected = run(by_hand, *arrays, target)
+    mesh = jax.make_mesh((4, 2), ("data", "seq"), (kind,) * 2, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        specs = (jax.P("data", "seq"), jax.P(), jax.P(), jax.P("data", "seq"))
+        given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((*arrays, target), specs, strict=True)]
+        lowered = jax.jit(partial(run, cute_ops_jax.linear_cross_entropy)).lower(*given)
+        known = len(fake_kernels.variants)
+        compiled = lowered.compile()
+        got = jax.block_until_ready(compiled(*given))
+    assert got[1][0].sharding.is_equivalent_to(given[0].sharding, 3)
+    close(jax.device_get(got), jax.device_get(expected))
+    # Rows of one chunk of one device; a forward and a backward call where each row has a cotangent of its own.
+    assert {shapes[0] for _, shapes in fake_kernels.calls} == {(4, 67)}
+    assert len(fake_kernels.calls) == 8 * 2 * (1 if reduction == "mean" else 2)
+    assert len(fake_kernels.variants) == known
+    text = compiled.as_text()
+    assert "all-reduce" in text
+    assert not re.search(r"all-gather|all-to-all|collective-permute", text)
+    if kind == AxisType.Auto:  # XLA's cache must tell programs of other kernels apart
+        assert all(v.symbol in lowered.as_text() for v in fake_kernels.variants)
 
 
 def test_linear_under_vmap(close: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from jax.sharding import AxisType
 
 import cute_ops_jax
 from cute_ops import chunks
-from cute_ops_jax import vocabulary
+from cute_ops_jax import composite, vocabulary
 
 P = jax.P
 Close = Callable[[Any, Any], None]
@@ -38,7 +38,7 @@ def lowered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     jax.clear_caches()
     if request.param == "kernel":
         stages = request.getfixturevalue("ffi_stage")
-        monkeypatch.setattr(vocabulary, "stage", stages)
+        monkeypatch.setattr(composite, "stage", stages)
     yield request.param
     jax.clear_caches()
 
@@ -276,7 +276,7 @@ def test_explicit_axes(axes: tuple[str | None, str], fake_kernels: Any, ffi_stag
         found, dlogits = jax.block_until_ready(compiled(logits, *rows))
         assert dlogits.sharding.is_equivalent_to(logits.sharding, 2)
         assert found["loss"].sharding.is_equivalent_to(rows[0].sharding, 1)
-    close(jax.device_get((found, dlogits)), run(vocabulary.stage, arrays["logits"], target, dloss))
+    close(jax.device_get((found, dlogits)), run(composite.stage, arrays["logits"], target, dloss))
     assert {shapes[0] for _, shapes in fake_kernels.calls} == {(ROWS if axes[0] is None else ROWS // 2, N // 4)}
     assert collectives(compiled.as_text()).keys() == {"all-reduce"}
 
