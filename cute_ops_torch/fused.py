@@ -32,21 +32,26 @@ class _SiluMLP(torch.autograd.Function):
         rows = x.reshape(-1, x.shape[-1])
         g, u = rows @ gate.t(), rows @ up.t()
         out = functions.silu_mul(g, u) @ down.t()
-        ctx.save_for_backward(x, gate, up, down, g, u)
+        # Frozen weights need no x.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, gate, up, down, g, u)
         return out.view(*x.shape[:-1], down.shape[0])
 
     @staticmethod
     @once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, g, u = ctx.saved_tensors
-        rows, dout = x.reshape(-1, x.shape[-1]), dout.reshape(-1, down.shape[0])
-        dg, du, product = _again()(g, u, dout @ down)
         wanted_x, wanted_gate, wanted_up, wanted_down = ctx.needs_input_grad
-        ddown = dout.t() @ product if wanted_down else None
-        del product
+        lead, dout, ddown = dout.shape[:-1], dout.reshape(-1, down.shape[0]), None
+        if wanted_down:
+            dg, du, product = _again()(g, u, dout @ down)
+            ddown = dout.t() @ product
+            del product
+        else:
+            dg, du = torch.ops.cute.silu_mul_bwd(g, u, dout @ down)
+        rows = None if x is None else x.reshape(-1, x.shape[-1])
         dgate = dg.t() @ rows if wanted_gate else None
         dup = du.t() @ rows if wanted_up else None
-        dx = (dg @ gate).addmm_(du, up).view(x.shape) if wanted_x else None
+        dx = (dg @ gate).addmm_(du, up).view(*lead, gate.shape[1]) if wanted_x else None
         return dx, dgate, dup, ddown
 
 

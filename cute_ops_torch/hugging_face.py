@@ -567,7 +567,9 @@ def _chunk_rows(model: Any, hidden: torch.Tensor) -> int | None:
     if torch.compiler.is_compiling() or any(getattr(m, "gradient_checkpointing", False) for m in model.modules()):
         return None
     mlps: list[Any] = [m for m in model.modules() if type(m).forward is _silu_mlp and _plain(hidden, *_projections(m))]
-    spare = sum(m.down_proj.in_features for m in mlps) * math.prod(hidden.shape[:-1]) // 2
+    # Without a gradient of its own a projection keeps nothing in either form.
+    spare = sum(m.down_proj.in_features for m in mlps if m.down_proj.weight.requires_grad)
+    spare = spare * math.prod(hidden.shape[:-1]) // 2
     rows = min(spare // model.lm_head.out_features, chunks.FULL) // chunks.TILE * chunks.TILE
     return rows if rows * model.lm_head.out_features > chunks.SHARE * hidden.numel() else None
 

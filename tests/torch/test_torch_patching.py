@@ -205,6 +205,12 @@ def test_a_patched_layer_keeps_less_and_may_run_backward_twice() -> None:
     kept = saved_elements(model)
     cute_ops_torch.patch(model)
     assert saved_elements(model) < kept - 2 * 2 * 19 * 512  # at least the product of each layer
+    for name, p in model.named_parameters():
+        p.requires_grad_("input_layernorm" in name)
+    kept = saved_elements(model)
+    cute_ops_torch.unpatch(model)
+    assert kept <= saved_elements(model)
+    cute_ops_torch.patch(model.requires_grad_())
     tokens = torch.randint(0, 97, (2, 19))
     hidden = model.model(tokens).last_hidden_state
     both = [
