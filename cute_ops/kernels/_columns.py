@@ -2,14 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Int32, Int64
 
 from cute_ops.kernels._rows import ITEMSIZE
-from cute_ops.kernels._vectors import fragment, load, load_elements, load_if
-
-WORD_BYTES = 4
-# Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
-LOWER, MIDDLE = 0x3210, 0x5432
+from cute_ops.kernels._vectors import fragment, load, load_elements, load_if, load_masked, widen
+from cute_ops.kernels._windows import settle
 
 
 def column_vector(mW, key, tile, first, k):
@@ -21,8 +18,10 @@ def column_vector(mW, key, tile, first, k):
     if v.shifted and aligned and v.vec * itemsize == 16:
         return _realigned(mW.element_type, base, tile, first)
     rW = fragment(mW.element_type, v.vec)
-    if v.masked or not aligned:
+    if not aligned or v.shifted:
         load_elements(rW, address, first, Int32(tile.n))
+    elif v.masked and tile.ends_outside(k):
+        load_masked(rW, address, first, Int32(tile.n))
     elif tile.ends_outside(k):
         rW.fill(0)
         load_if(first < tile.n, rW, address)
@@ -54,29 +53,10 @@ def _realigned(dtype, base, tile, first):
     for i in range(2):
         place = cutlass.min(cutlass.max(lower + i, 0), last)
         load(cute.make_tensor(rPair.iterator + i * vec, cute.make_layout(vec)), base + Int64(place) * 16)
-    rWords = cute.recast_tensor(rPair, Int32)
-    words = [rWords[i] for i in range(8)]
-    offset = first - lower * vec
-    per_word = WORD_BYTES * 8 // dtype.width
-    skip = offset // per_word
-    for step in (2, 1):
-        words = [
-            cutlass.select_((skip & step) != 0, words[min(i + step, len(words) - 1)], words[i])
-            for i in range(min(len(words), 4 + step))
-        ]
-    rW = fragment(dtype, vec)
-    rOut = cute.recast_tensor(rW, Int32)
-    if per_word == 1:
-        for i in range(4):
-            rOut[i] = words[i]
-    else:
-        selector = cutlass.select_((offset & 1) != 0, Int32(MIDDLE), Int32(LOWER))
-        for i in range(4):
-            rOut[i] = cute.arch.prmt(words[i], words[i + 1], selector)
-    return rW
+    return settle(rPair, (first - lower * vec) * (dtype.width // 8))
 
 
 def scale(rW, weight_offset):
     """``weight_offset + weight`` in fp32."""
-    w = rW.load().to(Float32)
+    w = widen(rW)
     return w + weight_offset if weight_offset else w

@@ -4,9 +4,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels._pointwise_shifted import PointwiseShifted
 from cute_ops.kernels._rows import ITEMSIZE, row_address, row_count
 from cute_ops.kernels._vectors import fragment, load_if, store_masked
 
@@ -27,7 +28,8 @@ class Pointwise:
     Where all tensors are compact and whole, they are one long row, whatever n; others go row by row. Tile: a CTA of
     ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more of them where alignment makes vectors
     shorter than 16 bytes. All loads of a thread are in flight together. No shared memory. Bytes moved per element:
-    every tensor once.
+    every tensor once. Rows that start off half a vector, unless they are short, go to
+    :class:`~cute_ops.kernels._pointwise_shifted.PointwiseShifted`.
 
     Args:
         variant: the kernel's variant.
@@ -44,8 +46,12 @@ class Pointwise:
         self.one_row = all(p.count == 1 and self.keys[p.name].layout == "flat" for p in parts)
         sizes = [ITEMSIZE[self.keys[p.name].dtype] for p in parts]
         self.vec = min(min(self._start(p), VECTOR_BYTES) // size for p, size in zip(parts, sizes))
+        widest = VECTOR_BYTES // max(sizes)
+        self.shifted = None
+        if 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
+            self.shifted = PointwiseShifted(variant, self.inputs, self.outputs, compute, widest)
         self.threads = variant.tile.get("threads", 256)
-        self.unroll = variant.tile.get("unroll", 1) * max(VECTOR_BYTES // max(sizes) // self.vec, 1)
+        self.unroll = variant.tile.get("unroll", 1) * max(widest // self.vec, 1)
         self.block = self.threads * self.unroll
         self.chained = can_chain(variant.arch)
 
@@ -63,6 +69,13 @@ class Pointwise:
 
     @cute.jit
     def __call__(self, inputs, outputs, stream):
+        if const_expr(self.shifted is not None):
+            self.shifted(inputs, outputs, row_count(outputs[0]), self._length(outputs[0]), stream)
+        else:
+            self._launch(inputs, outputs, stream)
+
+    @cute.jit
+    def _launch(self, inputs, outputs, stream):
         rows, n = self._shape(outputs[0])
         vectors = rows * ((n + (self.vec - 1)) // self.vec)
         self.kernel(inputs, outputs).launch(
@@ -74,11 +87,12 @@ class Pointwise:
 
     def _shape(self, mOut):
         """(rows, elements of a row's part) as the kernel walks them, in 64 bits."""
-        rows = row_count(mOut)
-        n = self.n
-        if n is None:
-            n = Int64(mOut.shape[len(mOut.shape) - 1]) // self.outputs[0].count
+        rows, n = row_count(mOut), self._length(mOut)
         return (Int64(1), rows * n) if self.one_row else (rows, n)
+
+    def _length(self, mOut):
+        """Elements of a row's part."""
+        return Int64(mOut.shape[len(mOut.shape) - 1]) // self.outputs[0].count if self.n is None else self.n
 
     @cute.kernel
     def kernel(self, inputs, outputs):

@@ -5,10 +5,11 @@ Fragments are flat, ``vec`` elements; an access moves at most 16 bytes, so a vec
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
 MAX_BITS = 128
+UPPER_HALF = -65536  # of a word
 
 
 def access_bits(dtype, vec):
@@ -82,6 +83,15 @@ def load_elements(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
 
 
 @cute.jit
+def load_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
+    """Load the columns ``first + j`` that lie in ``[0, n)``: in one go where all do, else one by one."""
+    if first >= 0 and first + cute.size(rX) <= n:
+        load(rX, address)
+    else:
+        load_elements(rX, address, first, n)
+
+
+@cute.jit
 def store_elements(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
     gX = gmem_elements(rX.element_type, address, cute.size(rX))
     for j in cutlass.range_constexpr(cute.size(rX)):
@@ -118,6 +128,20 @@ def forget(rX):
     rW = cute.recast_tensor(rX, Int32)
     for j in range(cute.size(rW)):
         rW[j] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[rW[j]])
+
+
+def widen(rX):
+    """A vector in fp32.
+
+    Two bfloat16 numbers of a word take one instruction each; taken apart first, the upper one takes two.
+    """
+    if rX.element_type != BFloat16 or cute.size(rX) % 2:
+        return rX.load().to(Float32)
+    rWords, rWide = cute.recast_tensor(rX, Int32), fragment(Float32, cute.size(rX))
+    for j in range(cute.size(rWords)):
+        rWide[2 * j] = (rWords[j] << 16).bitcast(Float32)
+        rWide[2 * j + 1] = (rWords[j] & UPPER_HALF).bitcast(Float32)
+    return rWide.load()
 
 
 def narrow(x, dtype, vec):
