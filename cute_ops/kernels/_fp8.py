@@ -11,6 +11,7 @@ BLOCK = 128
 LARGEST = 448.0
 # The smallest normal fp32 number: its reciprocal is finite.
 LEAST_SCALE = 2.0**-126
+INFINITY = float("inf")
 
 # To nearest even; finite numbers and infinities beyond the largest become the largest, NaN stays.
 _PAIR = "cvt.rn.satfinite.e4m3x2.f32 {$w0}, {$r1}, {$r0};"
@@ -50,6 +51,23 @@ def largest_finite(rX, found):
         # An infinity times zero is NaN, and a maximum passes over NaN.
         found = cute.arch.fmax(found, abs(rX[j] * 0.0 + rX[j]))
     return found
+
+
+@cute.jit
+def largest_of_each(vectors: cutlass.Constexpr):
+    """The largest magnitude of each vector's finite elements. Infinities are looked for only where there are some."""
+    rFound = fragment(Float32, len(vectors))
+    largest = Float32(0.0)
+    for i in cutlass.range_constexpr(len(vectors)):
+        found = Float32(0.0)
+        for j in cutlass.range_constexpr(cute.size(vectors[i])):
+            found = cute.arch.fmax(found, abs(vectors[i][j]))
+        rFound[i] = found
+        largest = cute.arch.fmax(largest, found)
+    if largest == INFINITY:
+        for i in cutlass.range_constexpr(len(vectors)):
+            rFound[i] = largest_finite(vectors[i], Float32(0.0))
+    return [rFound[i] for i in range(len(vectors))]
 
 
 def scale_of(largest):

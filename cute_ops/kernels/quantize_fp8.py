@@ -5,11 +5,13 @@ import cutlass.cute as cute
 from cute_ops.kernels._quantize import QuantizeRows
 from cute_ops.kernels._quantize_long import QuantizeLong
 from cute_ops.kernels._quantize_sources import Gated, Normed, Plain
+from cute_ops.kernels._quantize_staged import QuantizeStaged
 
 
 def quantize_form(variant, source):
-    long = variant.dims["n"] is None or variant.tile.get("long", 0)
-    return (QuantizeLong if long else QuantizeRows)(variant, source)
+    if variant.dims["n"] is None or variant.tile.get("long", 0):
+        return QuantizeLong(variant, source)
+    return (QuantizeStaged if variant.tile.get("staged", 0) else QuantizeRows)(variant, source)
 
 
 class QuantizeFP8:

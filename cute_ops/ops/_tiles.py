@@ -23,6 +23,8 @@ LINE, SHORT = 8, 1024
 VECTOR_ELEMENTS = 8
 # Elements of a row that a CTA holds in fp32.
 HELD = 16384
+# Columns that share a scale.
+BLOCK = 128
 # Bytes of rows that each CTA of a cluster takes alone; from there on more CTAs and a second kernel are faster.
 FEW_BYTES = 98_304
 # Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
@@ -265,7 +267,8 @@ def backward_parts(problem: Problem, tile: dict[str, int]) -> int:
 
 
 def rows_quantize(problem: Problem) -> dict[str, int]:
-    """As the forward, for rows held in fp32; ``long`` where they outgrow the registers of a cluster.
+    """As the forward, for rows held in fp32; ``staged`` where they outgrow the registers of a CTA and ``long`` where
+    they outgrow a cluster; ``packed`` and ``late`` as in :func:`rows_forward`.
 
     Four vectors to a thread, and registers capped so that about 1024 threads of an SM have theirs on the way.
     """
@@ -274,26 +277,36 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     rows = [name for name in (*ROWS, "gate", "up") if name in problem.dtypes]
     vec = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[name]] for name in rows)
     start = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows)
-    # Half vectors, but no narrower ones, beat whole ones that are masked.
-    vec = start if 2 * start == vec else vec
+    # Half vectors, but no narrower ones, and none that would not fit a block to a warp, beat pairs of whole ones.
+    vec = start if 2 * start == vec and start * WARP >= BLOCK else vec
     vectors, unaligned = -(-problem.n // vec), start < vec
     if vectors <= WARP:
         row = _threads(problem.n, 4) if unaligned and vectors <= 8 else _threads(vectors, 1)
         return {"threads": max(256, row), "threads_per_row": row, "unroll": 1 if unaligned else 4}
     most = _most_ctas(problem)
+    two = "up" in problem.dtypes or "residual" in problem.dtypes
+    if vectors > HELD // vec and not unaligned and not two:
+        staged = _staged(problem, vectors, most)
+        if staged:
+            return staged
     cluster = _doubled(vectors, HELD // vec, most)
     if cluster > 1:  # small CTAs as far as clusters of 4 reach
         cluster = max(cluster, _doubled(vectors, HELD // 2 // vec, min(most, 4)))
     part = -(-vectors // cluster)
-    if part > HELD // vec or (unaligned and cluster > 1):
+    if part > HELD // vec:
         return {"threads": 1024, "long": 1}
-    row = _threads(part, 3 if unaligned else 4)
+    # Rows that start anywhere arrive in pairs of vectors, which takes registers, and cost more besides, which wants few
+    # threads.
+    long = unaligned and cluster > 1
+    row = _threads(part, 4 if not unaligned else 5 if not two else 4 if long else 3)
     threads = max(row, 128)
-    room = 896 if "up" in problem.dtypes else 768 if "bias" in problem.dtypes else 1024
+    room = 768 if "bias" in problem.dtypes else 896 if "up" in problem.dtypes else 1024
+    if unaligned and two:
+        room = 960 if "up" in problem.dtypes else 832 if long else 768
     columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
     return {
         "threads": threads, "threads_per_row": row, "cluster": cluster, "resident": max(1, room // threads),
-        "late": int(columns > 2), "unit": LINE if unaligned and problem.n >= SHORT else 1,
+        "late": int(columns > 2 or long), "packed": int(long),
     }  # fmt: skip
 
 
