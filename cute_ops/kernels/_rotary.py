@@ -16,6 +16,8 @@ from cute_ops.kernels._rows import ITEMSIZE, extent, row_address, row_count
 from cute_ops.kernels._vectors import access_bits, fragment, gmem_elements, load_if, store_if
 
 VECTOR_BYTES = 16
+# CTAs in the second dimension of a grid.
+MAX_LINES = 65535
 
 
 class Rotary:
@@ -145,6 +147,21 @@ def _elements_if(valid: cutlass.Boolean, rX: cute.Tensor, address: Int64):
         gX = gmem_elements(rX.element_type, address, cute.size(rX))
         for j in cutlass.range_constexpr(cute.size(rX)):
             rX[j] = gX[j]
+
+
+def table_grid(blocks, mX, mCos):
+    """The grid where so many CTAs go through the rows of the tables, once for each of the sequences that share them.
+
+    CTAs start in the order of the first dimension: those that read a row start together, and find it in L2.
+    """
+    planes = (blocks + (MAX_LINES - 1)) // MAX_LINES
+    return [Int32(token_count(mX) // row_count(mCos)), Int32(cutlass.min(blocks, Int64(MAX_LINES))), Int32(planes)]
+
+
+def sequence_and_block():
+    """This CTA's sequence, and which of the CTAs of a sequence it is, in 64 bits."""
+    sequence, line, plane = cute.arch.block_idx()
+    return Int64(sequence), Int64(plane) * MAX_LINES + line
 
 
 def head_count(mX):

@@ -8,7 +8,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._column_sum import ColumnSum
-from cute_ops.kernels._rotary import Rotary, head_address, head_count, token_count
+from cute_ops.kernels._rotary import Rotary, head_address, head_count, sequence_and_block, table_grid, token_count
+from cute_ops.kernels._rows import row_count
 from cute_ops.kernels._vectors import fragment
 
 WARP = 32
@@ -46,7 +47,7 @@ class HeadRows:
         """Units of a token."""
         return (head_count(mX) + (self.heads - 1)) // self.heads
 
-    def unit(self, mX, block):
+    def unit(self, mX, block, tokens):
         """(token, first head, whether there is such a token) of this thread's unit of a block of them."""
         groups = self.groups(mX)
         start = block * self.units
@@ -55,10 +56,10 @@ class HeadRows:
         local = Int32(start - above * Int64(groups)) + cute.arch.thread_idx()[0] // self.lanes
         below = local // groups
         token = above + Int64(below)
-        return token, local - below * groups, token < token_count(mX)
+        return token, local - below * groups, token < tokens
 
-    def blocks(self, mX):
-        units = token_count(mX) * Int64(self.groups(mX))
+    def blocks(self, mX, tokens):
+        units = tokens * Int64(self.groups(mX))
         return (units + (self.units - 1)) // self.units
 
     def lane(self):
@@ -88,7 +89,8 @@ class HeadRows:
 class QKNormRope(HeadRows):
     """``out = rotate(x * rsqrt(mean(x^2) + eps) * weight)`` for each head of q and of k.
 
-    No shared memory. Bytes moved per element: x and out once; tables and weights come from L2.
+    CTAs that read the same row of the tables run at the same time, as in :class:`~cute_ops.kernels.rope.Rope`.
+    No shared memory. Bytes moved per element: x and out once, the tables once for q and for k; weights come from L2.
     """
 
     def __init__(self, variant):
@@ -96,8 +98,9 @@ class QKNormRope(HeadRows):
 
     @cute.jit
     def __call__(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut, stream):
+        rows = row_count(mCos)
         self.kernel(mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut).launch(
-            grid=[Int32(self.blocks(mQ) + self.blocks(mK)), 1, 1],
+            grid=table_grid(self.blocks(mQ, rows) + self.blocks(mK, rows), mQ, mCos),
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=self.chained,
@@ -105,20 +108,21 @@ class QKNormRope(HeadRows):
 
     @cute.kernel
     def kernel(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut):
-        block = Int64(cute.arch.block_idx()[0])
-        first_of_k = self.blocks(mQ)
+        sequence, block = sequence_and_block()
+        first_of_k = self.blocks(mQ, row_count(mCos))
         wait_for_previous(self.chained)
         if block < first_of_k:
-            self._some(mQ, mQWeight, mCos, mSin, mQOut, block, ("q", "q_weight", "q_out"))
+            self._some(mQ, mQWeight, mCos, mSin, mQOut, sequence, block, ("q", "q_weight", "q_out"))
         else:
-            self._some(mK, mKWeight, mCos, mSin, mKOut, block - first_of_k, ("k", "k_weight", "k_out"))
+            self._some(mK, mKWeight, mCos, mSin, mKOut, sequence, block - first_of_k, ("k", "k_weight", "k_out"))
         let_next_start(self.chained)
 
     @cute.jit
-    def _some(self, mX, mWeight, mCos, mSin, mOut, block: Int64, names: cutlass.Constexpr):
+    def _some(self, mX, mWeight, mCos, mSin, mOut, sequence: Int64, block: Int64, names: cutlass.Constexpr):
         d, r = self.rotary.sizes(mX, mCos)
-        token, group, valid = self.unit(mX, block)
-        row = self.rotary.row(mCos, token)
+        rows = row_count(mCos)
+        row, group, valid = self.unit(mX, block, rows)
+        token = sequence * rows + row
         if const_expr(self.long):
             self._long(mX, mWeight, mCos, mSin, mOut, token, group, valid, row, names)
         else:
@@ -234,7 +238,7 @@ class QKNormRopeBackward(HeadRows):
             sums = [fragment(Float32, 2 * self.rotary.vec) for _ in places]
             for rSum in sums:
                 rSum.fill(0.0)
-            steps = Int32((self.blocks(mX) - Int64(block) + Int64(ctas - 1)) // Int64(ctas))
+            steps = Int32((self.blocks(mX, token_count(mX)) - Int64(block) + Int64(ctas - 1)) // Int64(ctas))
             for step in cutlass.range(steps, unroll=1):
                 at = Int64(block) + Int64(step) * Int64(ctas)
                 self._step(mX, mDout, mDx, mCos, mSin, at, places, weights, sums, names)
@@ -246,7 +250,7 @@ class QKNormRopeBackward(HeadRows):
         sums: cutlass.Constexpr, names: cutlass.Constexpr,
     ):  # fmt: skip
         d, _ = self.rotary.sizes(mX, mCos)
-        token, group, valid = self.unit(mX, at)
+        token, group, valid = self.unit(mX, at, token_count(mX))
         heads = [group + u * self.groups(mX) for u in range(self.heads)]
         here = [valid & (head < head_count(mX)) for head in heads]
         loaded = []

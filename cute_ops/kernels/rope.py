@@ -4,8 +4,15 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
-from cute_ops.kernels._rotary import VECTOR_BYTES, Rotary, head_address, head_count, token_count
-from cute_ops.kernels._rows import ITEMSIZE
+from cute_ops.kernels._rotary import (
+    VECTOR_BYTES,
+    Rotary,
+    head_address,
+    head_count,
+    sequence_and_block,
+    table_grid,
+)
+from cute_ops.kernels._rows import ITEMSIZE, row_count
 
 
 class Rope:
@@ -13,7 +20,8 @@ class Rope:
 
     Tile: a thread holds one chunk (two vectors) of ``heads`` heads of a token, and of more where vectors have less than
     16 bytes; it finds its place and reads cosines and sines once. Neighbouring threads hold neighbouring chunks, then
-    heads, then tokens. No shared memory. Bytes moved per element: x and out once; the tables come from L2.
+    heads, then tokens; CTAs that read the same row of the tables, for other sequences, run at the same time.
+    No shared memory. Bytes moved per element: x, out and the tables once.
 
     Args:
         variant: the kernel's variant.
@@ -33,9 +41,10 @@ class Rope:
     @cute.jit
     def __call__(self, mX, mCos, mSin, mOut, stream):
         d, r = self.rotary.sizes(mX, mCos)
-        items = token_count(mX) * self._items(mX, d, r)
+        rows = row_count(mCos)
+        blocks = (rows * self._items(mX, d, r) + (self.threads - 1)) // self.threads
         self.kernel(mX, mCos, mSin, mOut).launch(
-            grid=[Int32((items + (self.threads - 1)) // self.threads), 1, 1],
+            grid=table_grid(blocks, mX, mCos),
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=self.chained,
@@ -51,21 +60,22 @@ class Rope:
     @cute.kernel
     def kernel(self, mX, mCos, mSin, mOut):
         tidx, _, _ = cute.arch.thread_idx()
-        bidx, _, _ = cute.arch.block_idx()
+        sequence, block = sequence_and_block()
         rotary = self.rotary
         d, r = rotary.sizes(mX, mCos)
         items, chunks, groups = self._items(mX, d, r), rotary.chunks(d, r), self._groups(mX)
         # One division in 64 bits per CTA, the rest in 32.
-        start = Int64(bidx) * self.threads
+        start = block * self.threads
         above = start // Int64(items)
         local = Int32(start - above * Int64(items)) + tidx
         below = local // items
-        token = above + Int64(below)
+        row = above + Int64(below)
+        token = sequence * row_count(mCos) + row
         item = local - below * items
         group = item // chunks
         chunk = item - group * chunks
         rotated, first, second = rotary.place(chunk, d, r)
-        valid = token < token_count(mX)
+        valid = row < row_count(mCos)
         turned = valid & rotated
         heads = [group + u * groups for u in range(self.per_thread)]
         inside = [valid & (head < head_count(mX)) for head in heads]
@@ -74,7 +84,6 @@ class Rope:
         for head, here in zip(heads, inside):
             address = head_address(mX, self.x, token, head, d)
             loaded.append(rotary.load(mX.element_type, address, here, first, second, d))
-        row = rotary.row(mCos, token)
         rCos = rotary.table(mCos, 0, row, chunk, turned)
         rSin = rotary.table(mSin, 1, row, chunk, turned)
         let_next_start(self.chained)
