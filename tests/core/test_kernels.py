@@ -93,6 +93,21 @@ def test_aligned_rows_move_16_bytes_at_a_time(op: Op, dtype: str, compiled: Comp
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"
 
 
+ANYWHERE = [
+    pytest.param(op, attrs, id="-".join([op.name, *map(str, attrs.values())]))
+    for op in ALL if op.name in ("swiglu", "geglu_bwd", "quantize_fp8", "rmsnorm_fp8", "add_rmsnorm_fp8")
+    for attrs in ({}, *({"block": value} for value in op.choices.get("block", ())[1:]))
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "attrs"), ANYWHERE)
+def test_rows_that_start_anywhere_move_16_bytes_at_a_time(op: Op, attrs: dict[str, Any], compiled: Compiled) -> None:
+    code = machine.sass(compiled(variant_of(op, "bfloat16", 4097, "sm_90a", **attrs)))
+    # Alone are a row's elements on its edges; in loops of bytes, weights and edges are one instruction each.
+    assert len(re.findall(r"LDG\.E\S*\.128", code)) > len(re.findall(r"LDG\.E\S*\.[US](?:8|16)\b", code))
+    assert re.search(r"STG\.E\S*\.128", code)
+
+
 # Lengths that take every path: scalars, odd, several rows a warp, one CTA, clusters, beyond registers.
 LENGTHS = (1, 2, 7, 96, 128, 1000, 4097, 8192, 50257, 131072, 262144)
 
