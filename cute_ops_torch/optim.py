@@ -84,10 +84,13 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _numbers(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, ...]:
-    """What a step multiplies by, on the device: kept weights, step size and the scale of the root."""
+    """What a step multiplies by, on the device: kept weights, step size and the scale of the root.
+
+    Written there by kernels: a copy from memory that is not pinned would wait for the device.
+    """
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     values = (1 - lr * group["weight_decay"], lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
-    return torch.tensor(values, dtype=torch.float32).to(device, non_blocking=True).unbind()
+    return tuple(torch.full((), value, dtype=torch.float32, device=device) for value in values)
 
 
 def _local(tensor: Tensor) -> Tensor:
