@@ -58,16 +58,32 @@ def winner(row: Mapping[str, str]) -> tuning.Winner:
     return tuning.Winner(row["call"], config(row["heuristic"]), config(row["tile"]), measured)
 
 
+def ship(rows: list[dict[str, str]], where: Path) -> None:
+    """Write the winners that are worth it: they gain enough, and on few rows and many where they serve both."""
+    good = [
+        row
+        for row in rows
+        if row["status"] == "tuned"
+        and float(row["gain"]) >= SHIPPED_GAIN
+        and ("rows" in row["call"].split()[-1] or len(row["rows"].split()) > 1)
+    ]
+    where.parent.mkdir(exist_ok=True)
+    where.write_text(tuning.dump(map(winner, good)))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"))
     parser.add_argument("--ops", nargs="+", default=list(BY_NAME), choices=list(BY_NAME))
     parser.add_argument("--ship", type=Path, help=f"write winners that gain at least {SHIPPED_GAIN:.0%} to this file")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no class of calls after so many seconds")
+    parser.add_argument("--ship-only", action="store_true", help="measure nothing: write the file from the table")
     parser.add_argument("--append", action="store_true", help="measure only what the file of an earlier run lacks")
     options = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False)
     path = options.out / "tuning_gap.csv"
+    if options.ship_only:
+        return ship(read(path), options.ship)
     earlier = read(path) if options.append and path.exists() else []
     known = {found.key: found for found in map(winner, earlier)}
     table = Table(path, COLUMNS, append=options.append)
@@ -107,8 +123,7 @@ def main() -> None:
             f"the mean gap is {statistics.mean(gaps):.2%}, the largest {max(gaps):.1%}"
         )
     if options.ship:
-        good = [row for row in rows if row["status"] == "tuned" and float(row["gain"]) >= SHIPPED_GAIN]
-        options.ship.write_text(tuning.dump(map(winner, good)))
+        ship(rows, options.ship)
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ from cute_ops.candidates import Tile
 from cute_ops.op import Array, Case
 from cute_ops.plan import Memory, Plan, plan
 from cute_ops.target import Target
-from cute_ops.tuner import LEAST, Examined, Trial
+from cute_ops.tuner import LEAST, Examined, Trial, lead_of
 
 MEASURERS = ("cute_ops_torch.measure",)
 CHANCE = 0.001  # how likely so many pairs may be won by two tiles that are as fast
@@ -253,10 +253,9 @@ def _check(
 
 def smaller(binding: Binding) -> Case:
     """The problem with so few rows that float64 is quick; their number is odd."""
-    op, lead = binding.op, next((v for v in binding.dims.values() if isinstance(v, tuple)), ())
+    op = binding.op
     columns = max(sum(math.prod(a.shape) for a in binding.inputs.values() if a) // max(binding.rows, 1), 1)
-    rows = min(max(SMALL // columns, 3) | 1, max(binding.rows, 1))
-    few = (*(1,) * (len(lead) - 1), rows) if lead else ()
+    few = lead_of(binding, min(max(SMALL // columns, 3) | 1, max(binding.rows, 1)))
     dims = {n: few if isinstance(v, tuple) else v for n, v in binding.dims.items() if n not in op.derived}
     given = {n: (t, a) for n, t in op.inputs.items() if (a := binding.inputs[n]) is not None}
     leading = {n: len(own_lead(t, a)) for n, (t, a) in given.items() if t.broadcast}

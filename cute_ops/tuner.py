@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -17,17 +18,19 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
 from cute_ops import cache, toolchain, tuning
-from cute_ops.binding import Binding
+from cute_ops.binding import Binding, bind, own_lead
 from cute_ops.cache import Built
 from cute_ops.candidates import Tile, candidates, objection
-from cute_ops.op import Op
-from cute_ops.plan import Memory, Plan, plan, problem_of
+from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.plan import Memory, Plan, compact, plan, problem_of
 from cute_ops.target import Target
 from cute_ops.tuning import Winner
 
 log = logging.getLogger("cute_ops")
 MEASURERS = ("cute_ops_torch.measure",)
 LEAST = 0.02  # a winner's time is less than the heuristic's by this part of it
+# What a call that stands for many rows reads and writes, and the rows of one that stands for few.
+MANY_BYTES, FEW_ROWS = 128 << 20, 64
 # Whoever measures for longer than this has stopped.
 LOCK_SECONDS = 900.0
 
@@ -182,7 +185,51 @@ def _grouped(trials: Iterable[Trial], target: Target) -> list[Group]:
         key = tuning.class_of(op, problem), tuning.config(heuristic)
         group = groups.setdefault(key, Group(key, op, tiles=[heuristic]))
         group.trials.append(trial)
+    for group in groups.values():
+        group.trials += _others(group, target)
     return list(groups.values())
+
+
+def _others(group: Group, target: Target) -> Iterator[Trial]:
+    """Calls of few and of many rows, where a class is of any number of them and its calls are not."""
+    op, (binding, memory) = group.op, group.trials[0]
+    flat = all(where.strides == compact(binding.inputs[n].shape) for n, where in memory.items() if binding.inputs[n])  # type: ignore[union-attr]
+    if op.tuning is None or op.tuning.by_rows or not flat or not binding.rows:
+        return
+    counts = [trial.binding.rows for trial in group.trials]
+    many = max(MANY_BYTES * binding.rows // max(moved(binding), 1), 1)
+    wanted = [FEW_ROWS] if min(counts) > 16 * FEW_ROWS else []
+    wanted += [many] if max(counts) < many // 4 else []
+    for rows in wanted:
+        other = resized(binding, rows)
+        placed = {n: Memory(compact(a.shape), memory[n].address) for n, a in other.inputs.items() if a and n in memory}
+        problem = problem_of(other, placed, target)
+        if (tuning.class_of(op, problem), tuning.config(op.tile(problem))) == group.key:
+            yield Trial(other, placed)
+
+
+def moved(binding: Binding) -> int:
+    """The least bytes that a call reads and writes."""
+    read = [a for n, a in binding.inputs.items() if not binding.op.inputs[n].unread]
+    return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in (*read, *binding.outputs.values()) if a is not None)
+
+
+def lead_of(binding: Binding, rows: int) -> tuple[int, ...]:
+    """As many leading dims as a call has, with so many rows."""
+    lead = next((v for v in binding.dims.values() if isinstance(v, tuple)), ())
+    return (*(1,) * (len(lead) - 1), rows) if lead else ()
+
+
+def resized(binding: Binding, rows: int) -> Binding:
+    """The same call with another number of rows."""
+    op, lead, given = binding.op, lead_of(binding, rows), {}
+    for name, tensor in op.inputs.items():
+        array = binding.inputs[name]
+        if array is not None:
+            own = len(own_lead(tensor, array)) if tensor.broadcast else len(lead) if tensor.rows else 0
+            tail = array.shape[len(array.shape) - len(tensor.dims) :]
+            given[name] = Array((*lead[len(lead) - own :], *tail), array.dtype)
+    return bind(op, given, binding.attrs)
 
 
 def _plan(group: Group, target: Target) -> None:
@@ -284,7 +331,7 @@ def _measured(group: Group, target: Target, by: Examiner, least: float, built: _
     measured = {
         "us": [[round(a, 3), round(b, 3)] for a, b in zip(found.before, found.after, strict=True)],
         "rows": [trial.binding.rows for trial in group.trials], "tried": tried, "gpu": found.device,
-        "date": datetime.now(UTC).date().isoformat(), **versions,
+        "date": datetime.now(UTC).date().isoformat(), "sources": tuning.sources_of(group.op), **versions,
     }  # fmt: skip
     winner = Winner(call, dict(heuristic), tiles[found.which], measured)
     return Outcome(group.op.name, winner, found.before, found.after, found.gain, tried, group.refused)

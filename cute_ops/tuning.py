@@ -1,7 +1,7 @@
 """Which tile a call runs with: the heuristic's, or one that was measured to be faster and remembered.
 
 Winners are remembered by what a heuristic looks at, op, dtypes, alignments, compile-time dims, attributes and SM, and
-by what the heuristic says there: when it changes, what was measured against it is forgotten. They are looked for in
+by what the heuristic says there: when it changes, or the kernel, what was measured is forgotten. They are looked for in
 the bundles of ``CUTE_OPS_BUNDLE``, then in the cache folder, then among those that this package ships. A process
 decides once for each class of calls, so that the bits of a row stay what they are while it runs. The tile is part of
 a variant, and so of the name of its kernel: no cache can serve one for another.
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cute_ops import cache
+from cute_ops import cache, sources
 from cute_ops.candidates import Tile, candidates
 from cute_ops.errors import CacheError
 from cute_ops.op import Op, Problem
@@ -114,10 +114,18 @@ def remembered(op: Op, problem: Problem, heuristic: Tile, key: Key, anew: bool =
         winner = winners.get(key)
         if winner is None or op.tuning is None:
             continue
+        if winner.measured.get("sources", sources_of(op)) != sources_of(op):
+            log.info("tuned tile of %s was measured with another kernel than is here", winner.call)
+            continue
         if winner.tile == heuristic or dict(winner.tile) in candidates(op.tuning, problem, heuristic):
             return winner.tile
         log.info("tuned tile %s of %s is no candidate any more", dict(winner.tile), winner.call)
     return None
+
+
+def sources_of(op: Op) -> str:
+    """Names the state of a kernel's sources: another one is measured anew. What is shipped does not say it."""
+    return sources.digest(op.kernel)[:16]
 
 
 def note(symbol: str, op: Op, problem: Problem, heuristic: Tile) -> None:

@@ -21,6 +21,7 @@ from cute_ops.binding import Binding, bind
 from cute_ops.op import ITEMSIZE, Array, Op
 from cute_ops.plan import Memory, Plan, compact, plan
 from cute_ops.testing import EPS, Arrays
+from cute_ops.tuner import moved
 from cute_ops.variant import VECTOR
 from cute_ops_torch.launch import ready_to_run
 from cute_ops_torch.runner import device as place
@@ -28,7 +29,7 @@ from cute_ops_torch.runner import to_numpy, to_torch
 from cute_ops_torch.tensors import DTYPES
 
 CALLS, REPLAYS, MAX_SETS = 64, 30, 256
-LONG_US = 4000.0  # a graph of fewer calls will do where they take so long
+LONG_US = 2000.0  # a graph of fewer calls will do where they take so long
 CHUNK = 1 << 26  # elements that are compared at a time
 
 Sampler = Callable[[], float]
@@ -73,7 +74,7 @@ def measure(op: Op, arrays: Mapping[str, Array | None], attrs: Mapping[str, Any]
     chosen = plan(binding, {}, target.of_device(torch.cuda.current_device()))
     with contest(binding, {}, [chosen]) as taken:
         times = [taken.sample(0) for _ in range(REPLAYS)]
-    return Measured(us := statistics.median(times), min(times), max(times), _moved(binding) / us / 1e3)
+    return Measured(us := statistics.median(times), min(times), max(times), moved(binding) / us / 1e3)
 
 
 def run(binding: Binding, chosen: Plan, arrays: Arrays) -> tuple[np.ndarray | None, ...]:
@@ -102,7 +103,7 @@ class Contest:
     def __init__(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> None:
         self._binding = binding
         l2 = torch.cuda.get_device_properties().L2_cache_size if available() else 0
-        count = min(max(4, -(-3 * l2 // _moved(binding))), MAX_SETS)
+        count = min(max(4, -(-3 * l2 // moved(binding))), MAX_SETS)
         first = _inputs(binding, memory)
         self._inputs = [first, *([None if t is None else _copy(t) for t in first] for _ in range(count - 1))]
         self._outputs = [[None if a is None else _filled(a) for a in binding.outputs.values()] for _ in range(count)]
@@ -208,12 +209,6 @@ def _events(action: Callable[[], Any], count: int) -> list[float]:
         end.record()  # type: ignore[no-untyped-call]
     torch.cuda.synchronize()
     return [begin.elapsed_time(end) * 1e3 for begin, end in marks]  # type: ignore[no-untyped-call]
-
-
-def _moved(binding: Binding) -> int:
-    """The least bytes of a call."""
-    read = [a for n, a in binding.inputs.items() if not binding.op.inputs[n].unread]
-    return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in (*read, *binding.outputs.values()) if a is not None)
 
 
 def _inputs(binding: Binding, memory: Mapping[str, Memory]) -> list[torch.Tensor | None]:

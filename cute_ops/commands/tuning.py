@@ -16,7 +16,7 @@ from cute_ops import cache, declarations, manifest, target, tuning
 from cute_ops.binding import Binding, bind
 from cute_ops.commands import author, console, fail
 from cute_ops.errors import CacheError
-from cute_ops.op import FLOATS, ITEMSIZE, Array, Case, Op
+from cute_ops.op import FLOATS, Array, Case, Op
 
 # What a call of an op that is tuned by name reads and writes, and the row lengths of its cases that are worth it.
 BYTES, LONG_ROWS = 256 << 20, 256
@@ -151,5 +151,6 @@ def _of_case(op: Op, case: Case, dtype: str, rows: int) -> Binding:
 
 def _rows(one: Binding) -> int:
     """Rows that fill the bytes of a call, from a call of one row."""
-    arrays = [a for a in (*one.inputs.values(), *one.outputs.values()) if a is not None]
-    return max(BYTES // sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in arrays), 1)
+    from cute_ops.tuner import moved
+
+    return max(BYTES // moved(one), 1)

@@ -119,7 +119,8 @@ def _rows_backward(problem: Problem, tile: Tile) -> Iterator[Tile]:
             continue
         for k in (1, 2, 4):
             row = _threads(-(-vectors // ctas), k)
-            threads = max(256 // row, 1) * row
+            # Clusters take one row at a time.
+            threads = max(256 // row, 1) * row if ctas == 1 else row
             resident = max(1, tile["resident"] * tile["threads"] // threads)
             yield {
                 **tile, "threads": threads, "threads_per_row": row, "cluster": ctas, "resident": resident,

@@ -40,7 +40,7 @@ from cute_ops.candidates import candidates, objection
 from cute_ops.commands import tuning as command
 from cute_ops.errors import CompileError
 from cute_ops.measuring import InProcess, by_chance, select
-from cute_ops.ops import OPS, rmsnorm, silu_mul
+from cute_ops.ops import OPS, rmsnorm, rope, silu_mul
 from cute_ops.plan import Memory, Plan, plan, problem_of
 from cute_ops.target import parse
 from cute_ops.tuner import Outcome, Trial, tune
@@ -190,6 +190,10 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
                         if not objection(stage.tuning, problem, t)
                     ]
                     assert len(fit) <= 24, (stage.name, n, len(fit))
+                    # A cluster's CTAs take one row at a time.
+                    assert all(
+                        t.get("cluster", 1) == 1 or t["threads"] == t.get("threads_per_row", t["threads"]) for t in fit
+                    )
                     count += len(fit)
                     if arch == "sm_90a":
                         reason = objection(stage.tuning, problem, heuristic)
@@ -270,7 +274,7 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
     outcome = tuned(op, fake)
     assert outcome.winner.tile == {"threads": 64} and outcome.changed and outcome.tried == 2
     # What cannot run was not compiled, and says why.
-    assert len(built) == 3
+    assert len(set(built)) == 3
     assert {dict(tile)["threads"]: why.split(",")[0] for tile, why in outcome.refused.items()} == {
         2048: "2048 threads", 100: "100 threads are not whole warps",
     }  # fmt: skip
@@ -327,12 +331,33 @@ def test_what_does_not_compile_is_left_out() -> None:
 def test_calls_of_one_class_get_one_tile() -> None:
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
     outcome = tuned(op, fake, trial(op, rows=512), trial(op, rows=8192))
-    assert outcome.winner.measured["rows"] == [512, 8192] and len(outcome.before) == 2
+    assert outcome.winner.measured["rows"][:2] == [512, 8192] and len(outcome.before) == 3
     by_rows = make_op(tuning=vary(threads=(64,), by_rows=True))
     calls = [
         w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, InProcess(fake))
     ]
     assert [call.split()[-1] for call in calls] == ["rows<=64", "rows>1024"]
+
+
+def test_few_rows_and_many_are_measured_where_one_tile_serves_both() -> None:
+    op, fake, n = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0}), 4096
+    many = tuners.MANY_BYTES // (2 * 2 * n)
+    for rows, expected in ((8, [8, many]), (50_000, [50_000, 64]), (1024, [1024, many]), (4096, [4096, 64])):
+        assert tuned(op, fake, trial(op, rows, n)).winner.measured["rows"] == expected
+    bound = bind(op, {"x": Array((2, 4, n), "bfloat16")})
+    assert tuned(op, fake, Trial(bound, {"x": Memory((4 * n, n, 1), 16)})).winner.measured["rows"] == [8, many]
+    assert tuned(op, fake, Trial(bound, {"x": Memory((8 * n, 2 * n, 1))})).winner.measured["rows"] == [8]
+    by_rows = make_op(tuning=vary(threads=(64,), by_rows=True))
+    assert tuned(by_rows, fake, trial(by_rows, 8, n)).winner.measured["rows"] == [8]
+
+
+def test_calls_with_another_number_of_rows() -> None:
+    """Leading dims stay as many, and inputs that are shared by the outer ones are shared."""
+    x, table = Array((4, 32, 2, 64), "bfloat16"), Array((32, 32), "float32")
+    call = bind(rope, {"x": x, "cos": table, "sin": table})
+    assert {n: a and a.shape for n, a in tuners.resized(call, 1000).inputs.items()} == {
+        "x": (1, 1000, 2, 64), "cos": (1000, 32), "sin": (1000, 32),
+    }  # fmt: skip
 
 
 def test_attributes_are_in_a_class_where_they_differ() -> None:
@@ -505,6 +530,18 @@ def test_when_the_heuristic_changes_the_winner_is_forgotten() -> None:
     remembered({"threads": 64})
     changed = make_op(tile=lambda problem: {"threads": 256})
     assert plan(*trial(changed), SM90).variant.tile == {"threads": 256}
+
+
+def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    op = make_op()
+    outcome = tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0}))
+    tuning.remember([outcome.winner])
+    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "1" * 64)
+    tuning.forget()
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "0" * 8)
+    tuning.forget()
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
 
 
 @pytest.mark.fault(
