@@ -20,7 +20,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-from cute_ops import Op, testing
+from cute_ops import Op, chunks, testing
 from cute_ops.ops import OPS
 
 pytestmark = pytest.mark.gpu
@@ -114,6 +114,32 @@ def test_a_vocabulary_on_two_gpus(options: dict[str, Any], two: list[jax.Device]
         expected = jax.jit(jax.value_and_grad(whole, (0, 1)))(hidden, weight, target)
         close(jax.device_get(compiled(hidden, weight, target)), jax.device_get(expected))
     assert calls(compiled.as_text()) >= 2
+    assert "all-gather" not in compiled.as_text()
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_a_loop_over_chunks_on_two_gpus(
+    kind: AxisType, two: list[jax.Device], monkeypatch: pytest.MonkeyPatch, close: Close
+) -> None:
+    """Each on its own rows."""
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda rows, *sizes: max(rows // 2, 1))
+    rng = np.random.default_rng(0)
+    hidden, weight = (rng.standard_normal(s, np.float32) / 8 for s in ((256, 64), (4099, 64)))
+    target = rng.integers(0, len(weight), 256).astype(np.int32)
+    mesh = jax.make_mesh((2,), ("rows",), (kind,), devices=two)
+    specs = P("rows"), P(), P("rows")
+
+    def loss() -> Any:
+        return jax.jit(jax.value_and_grad(lambda h, w, t: cute_ops_jax.linear_cross_entropy(h, w, t), (0, 1)))
+
+    with jax.default_matmul_precision("highest"):
+        expected = jax.device_get(loss()(hidden, weight, target))
+        with jax.set_mesh(mesh):
+            pairs = zip((hidden, weight, target), specs, strict=True)
+            given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in pairs]
+            compiled = loss().lower(*given).compile()
+            close(jax.device_get(compiled(*given)), expected)
+    assert calls(compiled.as_text()) >= 1
     assert "all-gather" not in compiled.as_text()
 
 
