@@ -26,6 +26,7 @@ from cute_ops_jax.composite import Call, Composite, by_stage
 from cute_ops_jax.vocabulary import (
     Axis,
     Setting,
+    check_axis,
     check_options,
     gradient,
     loss_and_gradient,
@@ -72,6 +73,9 @@ def linear_cross_entropy(
         TypeError: dtypes that differ or are not listed.
         ValueError: shapes that do not fit, an unknown reduction.
 
+    Where devices have some of the rows, each runs the loop on its own. Where they have some of the classes, they gather
+    the weight: see :func:`vocab_parallel_linear_cross_entropy`.
+
     Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction)
@@ -111,7 +115,7 @@ def vocab_parallel_linear_cross_entropy(
     Raises:
         TypeError: dtypes that differ or are not listed.
         ValueError: shapes that do not fit, an unknown reduction.
-        NameError: no such axis here.
+        NameError: no such axis of a ``shard_map``.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name)
     return _checked("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias)
@@ -122,6 +126,8 @@ def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: 
     bias = None if bias is None else jnp.asarray(bias)
     _check(what, hidden, weight, target, bias)
     check_options(setting.reduction, what)
+    if setting.axis is not None:
+        check_axis(setting.axis, what)
     (hidden, weight, bias), target = spread((hidden, weight, bias), target, setting.axis)
     return _loss(setting, (hidden, weight, bias), target)
 

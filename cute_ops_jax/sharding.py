@@ -271,6 +271,16 @@ def automatic() -> bool:
     return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
+def manual() -> set[str]:
+    """The axes of the ``shard_map`` programs that are being traced."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return {a for a, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Manual}
+
+
+def as_axes(axes: str | Axes | None) -> Axes:
+    return (axes,) if isinstance(axes, str) else tuple(axes or ())
+
+
 def alike(arrays: Sequence[Any]) -> list[Any]:
     """The arrays, each made to vary over all axes of a ``shard_map`` that any of them varies over.
 
@@ -283,12 +293,11 @@ def alike(arrays: Sequence[Any]) -> list[Any]:
 
 def varies(array: Any, axes: str | Axes | None) -> bool:
     """Whether a value varies over one of these axes of a ``shard_map`` with replication checks."""
-    named = (axes,) if isinstance(axes, str) else axes or ()
-    return not _compat.varying_axes(getattr(array, "aval", None)).isdisjoint(named)
+    return not _compat.varying_axes(getattr(array, "aval", None)).isdisjoint(as_axes(axes))
 
 
 def varying_like(array: Any, other: Any, but: str | Axes | None = None) -> Any:
     """The array as one that varies over what ``other`` varies over, except for these axes."""
     own, wanted = (_compat.varying_axes(getattr(a, "aval", None)) for a in (array, other))
-    wanted -= {but} if isinstance(but, str) else set(but or ())
+    wanted -= set(as_axes(but))
     return _compat.vary(array, wanted - own) if wanted - own else array

@@ -48,6 +48,15 @@ def check_options(reduction: str, what: str) -> None:
         raise ValueError(f"cute.{what}: option `reduction` is {reduction!r}, expected 'mean', 'sum' or 'none'.")
 
 
+def check_axis(axis: Axis, what: str) -> None:
+    """Raise NameError unless the axis is one of an enclosing ``shard_map``: gradients follow its conventions."""
+    missing = [a for a in sharding.as_axes(axis) if a not in sharding.manual()]
+    if missing:
+        axes = ", ".join(map(repr, sorted(sharding.manual()))) or "none"
+        problem = f"axis {missing[0]!r} is no axis of a jax.shard_map that this is called in"
+        raise NameError(f"cute.{what}: {problem}; there: {axes}.")
+
+
 def reduced(setting: Setting, loss: Array, target: Array) -> Array:
     found = FINISH.apply(jnp, {"target": target}, {"loss": loss}, setting.attrs, reduction=setting.reduction)
     return found["loss"]
@@ -124,7 +133,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit, an unknown reduction.
-        NameError: no such axis here.
+        NameError: no such axis of a ``shard_map``.
 
     Source: Shoeybi et al., Megatron-LM, 2019.
     """
@@ -135,6 +144,7 @@ def vocab_parallel_cross_entropy(
         problem = "expected the leading dims of `logits`, which have at least one class"
         raise ValueError(message(op, f"argument `target` has shape {target.shape}, {problem}.", given))
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name, inplace_backward)
+    check_axis(axis_name, "vocab_parallel_cross_entropy")
     (logits,), target = spread((logits,), target, axis_name)
     loss = _loss(setting, logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
     return loss.reshape(target.shape) if reduction == "none" else loss

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, testing
+from cute_ops import Op, chunks, testing
 from cute_ops_jax.primitive import stage
 
 pytestmark = pytest.mark.gpu
@@ -194,6 +195,47 @@ def test_persistent_compilation_cache_in_a_fresh_process(tmp_path: Path) -> None
     assert sorted(p.name for p in tmp_path.iterdir() if p.name.endswith("-cache")) == [
         p.name for p in entries if p.name.endswith("-cache")
     ]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("parallel", [False, True], ids=["whole", "slice"])
+def test_linear_cross_entropy(
+    parallel: bool, reduction: str, device: jax.Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In uneven chunks, against float64; also as the program of devices that share the classes, with one device."""
+    monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: 48)
+    options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
+    rng = np.random.default_rng(0)
+    hidden, weight = (rng.standard_normal(s, np.float32) / 8 for s in ((101, 64), (3 * 1003, 64)))
+    target = rng.integers(0, len(weight), 101).astype(np.int32)
+    target[7] = -100
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        if not parallel:
+            return cute_ops_jax.linear_cross_entropy(hidden, weight, target, **options)
+        call = partial(cute_ops_jax.vocab_parallel_linear_cross_entropy, axis_name="model", **options)
+        mesh = jax.make_mesh((1,), ("model",), (jax.sharding.AxisType.Auto,), devices=[device])
+        specs = jax.P(), jax.P("model"), jax.P()
+        return jax.shard_map(call, mesh=mesh, in_specs=specs, out_specs=jax.P())(hidden, weight, target)
+
+    def exact(hidden: Any, weight: Any) -> Any:
+        logits = hidden @ weight.T
+        lse = jax.nn.logsumexp(logits, axis=-1)
+        picked = jnp.take_along_axis(logits, jnp.maximum(target, 0)[:, None], axis=1)[:, 0]
+        each = lse - 0.9 * picked - 0.1 * jnp.mean(logits, axis=-1) + 1e-3 * lse**2
+        each = jnp.where(target == -100, 0.0, each)
+        return each if reduction == "none" else jnp.sum(each) / jnp.sum(target != -100)
+
+    def summed(function: Any) -> Any:
+        return lambda *given: jnp.sum(jnp.sin(function(*given)))
+
+    with jax.default_matmul_precision("highest"):
+        got = jax.jit(jax.value_and_grad(summed(loss), (0, 1)))(hidden, weight)
+    with jax.enable_x64(True), jax.default_device(jax.devices("cpu")[0]):
+        wide = jax.value_and_grad(summed(exact), (0, 1))(hidden.astype(np.float64), weight.astype(np.float64))
+        wide = jax.tree.map(np.asarray, wide)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wide), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4 * np.max(np.abs(b)))
 
 
 LOADED = """

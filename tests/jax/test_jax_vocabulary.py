@@ -305,8 +305,13 @@ def test_the_function_on_explicit_axes(close: Close) -> None:
 def test_errors() -> None:
     arrays, target = problem()
     logits = arrays["logits"]
-    with pytest.raises(NameError, match="model"):
+    where = "is no axis of a jax.shard_map that this is called in; there: none."
+    with pytest.raises(NameError, match=f"^cute.vocab_parallel_cross_entropy: axis 'model' {where}"):
         cute_ops_jax.vocab_parallel_cross_entropy(logits, target, "model")
+    # The axis of a vmap has other conventions: gradients would be wrong.
+    linear = partial(cute_ops_jax.vocab_parallel_linear_cross_entropy, axis_name="slice")
+    with pytest.raises(NameError, match=f"^cute.vocab_parallel_linear_cross_entropy: axis 'slice' {where}"):
+        jax.vmap(linear, (None, 0, None), axis_name="slice")(arrays["hidden"], arrays["weight"][None], target)
     with pytest.raises(
         ValueError, match=r"cute.cross_entropy: argument `target` has shape \(4,\), expected the leading"
     ):

@@ -287,7 +287,9 @@ def test_more_than_2_31_elements(op: Op, n: int) -> None:
         pytest.param("max-autotune", marks=pytest.mark.feature("GPU: compile, max-autotune")),
     ],
 )
-def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], mode: str) -> None:
+def test_compiled_without_recompiling(
+    op: Op, make_inputs: Callable[..., Any], mode: str, caplog: pytest.LogCaptureFixture
+) -> None:
     torch._dynamo.reset()
     function = testing.plain(op, getattr(cute_ops_torch, op.name))
 
@@ -303,6 +305,7 @@ def test_compiled_without_recompiling(op: Op, make_inputs: Callable[..., Any], m
             torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
             got = torch.autograd.grad(out.sum(), leaves)
             torch.testing.assert_close(got, torch.autograd.grad(expected.sum(), leaves), rtol=1e-3, atol=1e-3)
+    assert "cannot compete" not in caplog.text  # with max-autotune, Inductor's own form of the op
 
 
 @pytest.mark.feature("GPU: several GPUs in one process")
