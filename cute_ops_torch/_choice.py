@@ -172,9 +172,14 @@ class _Like(NamedTuple):
     dtype: torch.dtype
     device: torch.device
 
-    def make(self) -> torch.Tensor:
-        made = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
-        return made.uniform_() if self.dtype.is_floating_point and self.dtype.itemsize > 1 else made.zero_()
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def filled(self) -> torch.Tensor:
+        """Random numbers, without a step of the program's own; of integers zeros, which any index may be."""
+        if not self.dtype.is_floating_point or self.dtype.itemsize == 1:
+            return self.empty().zero_()
+        return self.empty().uniform_(generator=torch.Generator(self.device).manual_seed(0))
 
 
 def _concrete(value: Any) -> Any:
@@ -221,7 +226,7 @@ def _milliseconds(form: Callable[..., Any], values: Sequence[Any]) -> float:
 
     likes = [value for value in values if isinstance(value, _Like)]
     with _disable_current_modes(), FakeTensorMode() as mode:
-        fakes = [like.make() for like in likes]
+        fakes = [like.empty() for like in likes]
         module = make_fx(call, decomposition_table=select_decomp_table())(*fakes)
         graph = GraphLowering(module, example_inputs=fakes, is_inference=True, name="cute_ops_choice")
     quick = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "cpp_wrapper": False}
@@ -229,7 +234,7 @@ def _milliseconds(form: Callable[..., Any], values: Sequence[Any]) -> float:
         graph.run(*fakes)
         compiled = graph.compile_to_module().call
     with _disable_current_modes(), torch.no_grad():
-        tensors = [like.make() for like in likes]
+        tensors = [like.filled() for like in likes]
         return float(benchmarker.benchmark(lambda: compiled([*tensors]), device=tensors[0].device))
 
 

@@ -109,6 +109,14 @@ def test_the_faster_one_is_taken(
     assert f"add_rmsnorm with 3 neighbours: ours {ours}.0000 ms, fused by Inductor {theirs}.0000 ms" in caplog.text
 
 
+def test_timing_takes_no_random_numbers() -> None:
+    before = torch.get_rng_state()
+    for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool):
+        made = _choice._concrete(torch.empty(3, 4, dtype=dtype).t()).filled()
+        assert (made.shape, made.stride(), made.dtype) == ((4, 3), (1, 4), dtype)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_choice, "decomposed", None)
     tensors = (torch.randn(5, 64), torch.randn(5, 64), torch.randn(64))
