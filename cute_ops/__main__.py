@@ -11,6 +11,7 @@ import typer
 from rich.table import Table
 
 from cute_ops import cache, declarations, doctor
+from cute_ops import tuning as tuned_calls
 from cute_ops.binding import bind
 from cute_ops.commands import Arches, author, bundles, console, fail, targets, tuning
 from cute_ops.errors import CacheError, CompileError
@@ -91,12 +92,18 @@ def compile_command(
 
 @cache_app.command("info")
 def cache_info() -> None:
-    """List the cached kernels, most recently used first."""
+    """List the cached kernels, most recently used first, and say how many classes of calls were tuned."""
     found = cache.entries()
     total = sum(size for _, size, _ in found)
     console.print(
         f"{cache.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}"
     )
+    tuned = tuned_calls.read(cache.folder() / tuned_calls.NAME).values()
+    if tuned:
+        other = sum(dict(winner.tile) != dict(winner.heuristic) for winner in tuned)
+        console.print(
+            f"{tuned_calls.NAME}: {len(tuned)} classes of calls, {other} with another tile than the heuristic's"
+        )
     if found:
         table = Table("kernel", "KB", "symbol")
         for variant, size, _ in found:

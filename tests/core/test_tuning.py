@@ -33,6 +33,7 @@ from cute_ops import (
     vary,
 )
 from cute_ops import tuner as tuners
+from cute_ops.__main__ import cache_info
 from cute_ops.apart import Apart
 from cute_ops.binding import Binding, bind
 from cute_ops.cache import Built
@@ -611,9 +612,11 @@ def test_a_folder_that_cannot_be_written(cache_folder: Path) -> None:
         tuning.remember([Winner("call", {}, {})])
 
 
-def test_clearing_the_cache_keeps_what_was_measured(cache_folder: Path) -> None:
+def test_clearing_the_cache_keeps_what_was_measured(cache_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     op = remembered({"threads": 64})
     cache.clear()
+    cache_info()
+    assert "tuning.json: 1 classes of calls, 1 with another tile" in capsys.readouterr().out
     assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
 
 

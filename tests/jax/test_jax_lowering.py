@@ -15,8 +15,9 @@ import pytest
 import cute_ops_jax
 from cute_ops import Array, Op, Tensor, cache, loader, target, testing
 from cute_ops.binding import bind
+from cute_ops.ops import softmax
 from cute_ops.plan import folded
-from cute_ops_jax import front, targets
+from cute_ops_jax import front, lowering, targets
 from cute_ops_jax.primitive import stage
 
 
@@ -271,3 +272,24 @@ def cute_op(name: str) -> Op:
 def test_registration_is_per_declaration() -> None:
     assert front.register(cute_op("rmsnorm")) is cute_ops_jax.rmsnorm
     assert isinstance(cute_op("rmsnorm").inputs["x"], Tensor)
+
+
+def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    devices: list[int | None] = []
+    chosen = lowering.plan
+
+    def plan(*args: Any, device: int | None = None) -> Any:
+        devices.append(device)
+        return chosen(*args)
+
+    monkeypatch.setattr(lowering, "plan", plan)
+    monkeypatch.setattr(target, "device_count", lambda: 1)
+    monkeypatch.setattr(target, "of_device", lambda index: target.parse("sm_90a"))
+    monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
+    x = {"x": Array((4, 64), "float32")}
+    lowering.choose(softmax, x, ())
+    with targets.lowering_for(target.parse("sm_100a")):
+        lowering.choose(softmax, x, ())
+    monkeypatch.setenv("CUTE_OPS_ARCH", "sm_80")
+    lowering.choose(softmax, x, ())
+    assert devices == [0, None, None]
