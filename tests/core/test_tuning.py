@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import random
 import subprocess
 import sys
@@ -504,6 +505,43 @@ def test_a_program_runs_where_measuring_fails(monkeypatch: pytest.MonkeyPatch, c
     monkeypatch.setattr(tuners, "examiner", examiner)
     assert plan(*trial(make_op()), SM90, device=0).variant.tile == {"threads": 128}
     assert "is not tuned (RuntimeError: no GPU here): it runs with the heuristic's tile" in caplog.text
+
+
+CALLING = """
+import sys
+from pathlib import Path
+from cute_ops import Array, cache, tuner
+from cute_ops.apart import Apart
+from cute_ops.binding import bind
+from cute_ops.cache import Built
+from cute_ops.ops import silu_mul
+from cute_ops.plan import plan
+from cute_ops.target import parse
+
+def build_all(variants, done):
+    for variant in variants:
+        done(Built(variant, 0.1))
+
+class Counted(Apart):
+    def examine(self, *given):
+        with open(sys.argv[1], "a") as file:
+            file.write("measured\\n")
+        return super().examine(*given)
+
+cache.build_all = build_all
+tuner.examiner = lambda device: Counted(measurer="made_up_measurer")
+call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
+print(dict(plan(call, {}, parse("sm_90a"), device=0).variant.tile)["threads"])
+"""
+
+
+def test_of_two_programs_that_call_at_once_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "made_up_measurer.py").write_text(MEASURER)
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(tuning.__file__).parents[1]}", "CUTE_OPS_TUNE": "1"}
+    command = [sys.executable, "-c", CALLING, str(tmp_path / "log")]
+    programs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    assert [program.communicate(timeout=100)[0] for program in programs] == ["128\n", "128\n"]
+    assert (tmp_path / "log").read_text() == "measured\n"
 
 
 # --- on disk -------------------------------------------------------------------------------------------------------
