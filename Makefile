@@ -52,6 +52,7 @@ bench: $(READY)  ## device, host and start-up time and a training step on this m
 	$(PYTHON) benchmarks/device_time.py --out out/benchmarks $(ARGS)
 	$(PYTHON) benchmarks/llama_step.py --out out/benchmarks
 	$(PYTHON) benchmarks/host_time.py --out out/benchmarks
+	$(PYTHON) benchmarks/fusion.py --out out/benchmarks
 	$(PYTHON) benchmarks/startup.py --out out/benchmarks
 	$(PYTHON) benchmarks/plot.py out/benchmarks
 

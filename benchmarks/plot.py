@@ -87,7 +87,7 @@ def draw_steps(panel: Any, rows: list[Row]) -> None:
     """Tokens per second of a training step, and its peak memory."""
     names = [r["contender"] for r in rows]
     speeds = [float(r["tokens_per_s"]) / 1e3 for r in rows]
-    colors = ["#e53935" if name.startswith("ours") else "#9e9e9e" for name in names]
+    colors = ["#e53935" if name.startswith(("ours", "graph pass")) else "#9e9e9e" for name in names]
     bars = panel.barh(names, speeds, color=colors)
     memory = [f"{speed:.0f}k, {float(r['peak_gb']):.0f} GB" for speed, r in zip(speeds, rows, strict=True)]
     panel.bar_label(bars, memory, label_type="center", fontsize=8)
@@ -137,6 +137,16 @@ def step_table(rows: list[Row]) -> str:
     return markdown(["Llama-shaped training step", "tokens/s", "ms", "peak GB", "first loss"], cells)
 
 
+def fusion_table(rows: list[Row]) -> str:
+    by_graph: dict[str, dict[str, str]] = {}
+    for r in rows:
+        figure = f"{float(r['us']):.0f}" if r["status"] == "ok" and r["us"] else r["status"].partition(":")[0]
+        by_graph.setdefault(f"{r['graph']} {r['rows']}x{r['n']}", {})[r["contender"]] = figure
+    names = unique(r["contender"] for r in rows)
+    cells = ([f"`{graph}`", *(v.get(name, "") for name in names)] for graph, v in by_graph.items())
+    return markdown(["graph under max-autotune, us", *names], cells)
+
+
 def section(folder: Path) -> str:
     """The README's section: what was measured on what, then a table per file that is there."""
     parts = []
@@ -144,6 +154,7 @@ def section(folder: Path) -> str:
         ("device_time", "Device time", device_table),
         ("llama_step", "Training step", step_table),
         ("host_time", "Host time", host_table),
+        ("fusion", "Our kernels or Inductor's fusion", fusion_table),
         ("startup", "Start-up", startup_table),
     ):
         path = folder / f"{name}.csv"
