@@ -271,7 +271,7 @@ def check_some_rows(op: Op, name: str, n: int, dtype: torch.dtype) -> None:
             assert not torch.isnan(o[:: max(m // 4096, 1)]).any()
 
 
-@pytest.mark.feature("GPU: more than 2^31 elements")
+@pytest.mark.feature("GPU: more than 2^31 elements, backward too")
 @pytest.mark.parametrize("n", [4096, 262144])
 def test_more_than_2_31_elements(op: Op, n: int) -> None:
     for name, _ in both(op):

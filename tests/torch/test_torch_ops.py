@@ -64,7 +64,7 @@ def test_stub_file_is_up_to_date() -> None:
     assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_torch.stubs"
 
 
-@pytest.mark.feature("zero rows")
+@pytest.mark.feature("zero rows, and their gradients")
 @pytest.mark.parametrize("rows", [(0,), (2, 0, 3)])
 def test_zero_rows(op: Op, make_inputs: Callable[..., Any], rows: tuple[int, ...]) -> None:
     by_name = dict(zip(op.inputs, make_inputs(op, rows), strict=True))
