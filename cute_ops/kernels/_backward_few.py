@@ -11,7 +11,7 @@ from cute_ops.kernels._chain import let_next_start, wait_for_previous
 from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import row_address, row_count
 from cute_ops.kernels._statistics import centre, row_statistics
-from cute_ops.kernels._vectors import fragment, load_if
+from cute_ops.kernels._vectors import fragment, load_if, widen
 
 
 class NormBackwardFew(NormBackward):
@@ -82,7 +82,7 @@ class NormBackwardFew(NormBackward):
         held = []
         if const_expr(any(m is not None for m in dcolumns)):
             held = self._load_share(inputs[1], count, replica, rank)
-        rWeight = self._load_weight(mWeight, first)
+        rWeight = self._keep(mWeight, first)
         counts = self.sum.counts(first)
         self.sum.ready()
         given = []
@@ -99,7 +99,7 @@ class NormBackwardFew(NormBackward):
                 if const_expr(mean is not None):
                     sTerms[0, stage * rows + local] = mean
             if (row < count) & mine[stage]:
-                self._finish(slots, outputs, rWeight, None, None, first, row, Int32(stage), sums)
+                self._finish(slots, outputs, rWeight, (None, None), first, row, Int32(stage), sums)
         if const_expr(any(m is not None for m in dcolumns)):
             cute.arch.barrier()
             self._sum_columns(slots[0], held, dcolumns, sTerms, sColumns, count, replica, rank)
@@ -110,10 +110,10 @@ class NormBackwardFew(NormBackward):
         """A thread's sums of a row; those with dout only where the row's gradient is written here."""
         values = self.sum.without_counts(self.sum.begin())
         if mine:
-            values = self.sum.without_counts(self.sum.thread(self._reader(slots, rWeight, stage), first, counts))
+            values = self.sum.without_counts(self.sum.thread(self._reader(slots, rWeight, first, stage), first, counts))
         else:
             values = self.sum.without_counts(
-                self.sum.thread(lambda k: (self.ring.read(slots[0], k, stage).load().to(Float32),), first, counts)
+                self.sum.thread(lambda k: (widen(self.ring.read(slots[0], k, stage)),), first, counts)
             )
         return values
 
@@ -151,9 +151,9 @@ class NormBackwardFew(NormBackward):
                 sV = sX[None, None, thread, vector // tile.threads_per_row, row // rows]
                 rX = fragment(sX.element_type, tile.vec)
                 cute.autovec_copy(sV, cute.make_tensor(rX.iterator, cute.make_layout(sV.shape)))
-                dout = held[i].load().to(Float32)
+                dout = widen(held[i])
                 mean = sTerms[0, row] if const_expr(self.sum.centred) else None
-                normed = centre(rX.load().to(Float32), mean) * sTerms[1, row]
+                normed = centre(widen(rX), mean) * sTerms[1, row]
                 for rSum, term in zip(sums, (dout * normed, dout)):
                     rSum.store(rSum.load() + term)
         for mD, rSum in zip(dcolumns, sums):

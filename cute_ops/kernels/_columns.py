@@ -4,34 +4,49 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
+from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import ITEMSIZE
 from cute_ops.kernels._vectors import fragment, load, load_elements, load_if, load_masked, widen
-from cute_ops.kernels._windows import settle
+
+BYTES, WORD_BYTES = 16, 4
+# Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
+LOWER, MIDDLE = 0x3210, 0x5432
 
 
-def column_vector(mW, key, tile, first, k):
-    """A parameter's elements for the columns ``first ...`` of a row tile's k-th vectors."""
+def column_vectors(mW, key, tile, first, ks=None):
+    """A parameter's elements for the columns of a thread's vectors of a row.
+
+    Args:
+        mW, key: the parameter and its description.
+        tile: the row tile.
+        first: first columns of the vectors.
+        ks: which of them; all by default.
+    """
     v, itemsize = tile.v, ITEMSIZE[key.dtype]
+    ks = range(tile.per_thread) if ks is None else ks
     base = mW.iterator.toint()
-    address = base + Int64(first) * itemsize
-    aligned = key.align >= min(v.vec * itemsize, 16)
-    if v.shifted and aligned and v.vec * itemsize == 16:
-        return _realigned(mW.element_type, base, tile, first)
-    rW = fragment(mW.element_type, v.vec)
-    if not aligned or v.shifted:
-        load_elements(rW, address, first, Int32(tile.n))
-    elif v.masked and tile.ends_outside(k):
-        load_masked(rW, address, first, Int32(tile.n))
-    elif tile.ends_outside(k):
-        rW.fill(0)
-        load_if(first < tile.n, rW, address)
-    else:
-        load(rW, address)
-    return rW
+    aligned = key.align >= min(v.vec * itemsize, BYTES)
+    if v.shifted and key.align >= BYTES:
+        return _realigned(mW.element_type, base, tile, first, ks)
+    vectors = []
+    for k in ks:
+        rW = fragment(mW.element_type, v.vec)
+        address = base + Int64(first[k]) * itemsize
+        if v.shifted or not aligned:
+            load_elements(rW, address, first[k], Int32(tile.n))
+        elif v.masked and tile.ends_outside(k):
+            load_masked(rW, address, first[k], Int32(tile.n))
+        elif tile.ends_outside(k):
+            rW.fill(0)
+            load_if(first[k] < tile.n, rW, address)
+        else:
+            load(rW, address)
+        vectors.append(rW)
+    return vectors
 
 
 def column_elements(mW, key, v, first, n):
-    """As :func:`column_vector`, for a vector that begins inside the row or, with shifted rows, before it."""
+    """As :func:`column_vectors`, for a vector that begins inside the row or, with shifted rows, before it."""
     itemsize = ITEMSIZE[key.dtype]
     rW = fragment(mW.element_type, v.vec)
     address = mW.iterator.toint() + Int64(first) * itemsize
@@ -42,18 +57,86 @@ def column_elements(mW, key, v, first, n):
     return rW
 
 
-def _realigned(dtype, base, tile, first):
-    """16 bytes from any element on: two aligned loads, the words between them chosen, their halves moved.
+def _realigned(dtype, base, tile, first, ks):
+    """Vectors from any element on: aligned loads of 16 bytes, the words between them chosen, their halves moved.
+
+    A branch serves several vectors; a thread's only one is better off without, since loads do not cross it. Whole words
+    are always selected: by the branch, which is right for halves, some came out wrong on an H200; why is not known.
 
     The loads stay on the parameter's own 16 bytes; what a vector holds outside the row is anything, NaN too.
     """
-    vec, last = tile.vec, (tile.n - 1) // tile.vec
-    lower = (first + tile.v.unit) // vec - tile.v.unit // vec
-    rPair = cute.make_rmem_tensor((2 * vec,), dtype)
-    for i in range(2):
-        place = cutlass.min(cutlass.max(lower + i, 0), last)
-        load(cute.make_tensor(rPair.iterator + i * vec, cute.make_layout(vec)), base + Int64(place) * 16)
-    return settle(rPair, (first - lower * vec) * (dtype.width // 8))
+    size = dtype.width // 8
+    each = BYTES // size
+    count = max(tile.vec // each, 1) + 1
+    last = (tile.n - 1) // each
+    # Where threads lie whole accesses apart, all vectors of a thread start at the same place of one, and only those
+    # near the row's ends reach past the parameter's.
+    regular = tile.threads_per_row * tile.vec % each == 0
+    loaded = []
+    for k in ks:
+        rLoaded = cute.make_rmem_tensor((count * each,), dtype)
+        lower = first[k] >> each.bit_length() - 1
+        for i in range(count):
+            place = lower + i
+            if tile.starts_outside(k):
+                place = cutlass.max(place, 0)
+            if tile.ends_outside(k) or not regular:
+                place = cutlass.min(place, last)
+            load(cute.make_tensor(rLoaded.iterator + i * each, cute.make_layout(each)), base + Int64(place) * BYTES)
+        loaded.append(rLoaded)
+    vectors = [fragment(dtype, tile.vec) for _ in ks]
+    if regular and len(ks) > 1 and tile.threads_per_row >= WARP and dtype.width == 16:
+        _branch(loaded, vectors, first[0] & (each - 1))
+    else:
+        for k, rLoaded, rW in zip(ks, loaded, vectors):
+            _select(rLoaded, rW, first[k] & (each - 1))
+    return vectors
+
+
+@cute.jit
+def _branch(loaded: cutlass.Constexpr, vectors: cutlass.Constexpr, offset: Int32):
+    """Vectors that begin ``offset`` elements past what was loaded; all threads of a row take one branch."""
+    per_word = WORD_BYTES * 8 // vectors[0].element_type.width
+    if offset < 2 * per_word:
+        if offset < per_word:
+            _take(loaded, vectors, 0, offset)
+        else:
+            _take(loaded, vectors, 1, offset)
+    else:
+        if offset < 3 * per_word:
+            _take(loaded, vectors, 2, offset)
+        else:
+            _take(loaded, vectors, 3, offset)
+
+
+def _take(loaded, vectors, skip, offset):
+    for rLoaded, rW in zip(loaded, vectors):
+        rWords = cute.recast_tensor(rLoaded, Int32)
+        _join([rWords[i] for i in range(skip, cute.size(rWords))], rW, offset)
+
+
+def _select(rLoaded, rW, offset):
+    """One vector that begins ``offset`` elements past what was loaded, without a branch."""
+    rWords = cute.recast_tensor(rLoaded, Int32)
+    words = [rWords[i] for i in range(cute.size(rWords))]
+    per_word = WORD_BYTES * 8 // rW.element_type.width
+    needed = cute.size(rW) // per_word + per_word - 1
+    skip = offset >> per_word - 1
+    for step in (2, 1):
+        words = [
+            cutlass.select_((skip & step) != 0, words[min(i + step, len(words) - 1)], words[i])
+            for i in range(min(len(words), needed + step - 1))
+        ]
+    _join(words, rW, offset)
+
+
+def _join(words, rW, offset):
+    """Put words, or the halves of neighbouring ones, into a vector."""
+    rOut = cute.recast_tensor(rW, Int32)
+    selector = cutlass.select_((offset & 1) != 0, Int32(MIDDLE), Int32(LOWER))
+    for i in range(cute.size(rOut)):
+        whole = rW.element_type.width == WORD_BYTES * 8
+        rOut[i] = words[i] if whole else cute.arch.prmt(words[i], words[i + 1], selector)
 
 
 def scale(rW, weight_offset):

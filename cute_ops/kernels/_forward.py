@@ -6,13 +6,24 @@ rounded to the residual's dtype, which is stored too; in a layer norm, ``x`` les
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
-from cute_ops.kernels._columns import column_vector, scale
-from cute_ops.kernels._rows import RowTile, Vectors, row_address, row_count
-from cute_ops.kernels._statistics import centre, row_statistics
-from cute_ops.kernels._vectors import forget, fragment, load, load_if, narrow, store, store_if, store_masked, trim
+from cute_ops.kernels._columns import column_vectors, scale
+from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, row_address, row_count
+from cute_ops.kernels._statistics import normalised, row_statistics
+from cute_ops.kernels._vectors import (
+    forget,
+    fragment,
+    load,
+    load_if,
+    narrow,
+    store,
+    store_if,
+    store_masked,
+    trim,
+    widen,
+)
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
@@ -44,15 +55,18 @@ class NormForward:
         self.packed = bool(variant.tile.get("packed", 0)) and self.tile.vec > 1
         self.late = bool(variant.tile.get("late", 0))
         self.unroll = variant.tile.get("unroll", 1)
-        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward=False, stages=min(self.unroll, 2))
+        # Row groups of a CTA lie so far apart that their rows start at the same place of a vector.
+        self.period = self.tile.v.unit if self.tile.v.shifted and self.unroll > 1 else 1
+        narrow = ITEMSIZE[variant.tensors["x"].dtype] == 2
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], False, min(self.unroll, 2), narrow)
         self.carveout = SMEM_PERCENT
         self.chained = can_chain(variant.arch)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
-        cluster, rows = self.tile.cluster, self.tile.rows * self.unroll
+        cluster, rows = self.tile.cluster, self.tile.rows * self.unroll * self.period
         self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
-            grid=[Int32((row_count(mX) + (rows - 1)) // rows), cluster, 1],
+            grid=[Int32((row_count(mX) + (rows - 1)) // rows * self.period), cluster, 1],
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
             min_blocks_per_mp=self.resident,
@@ -74,8 +88,9 @@ class NormForward:
         t = tidx % self.tile.threads_per_row
         count = row_count(mX)
         local = tidx // self.tile.threads_per_row
-        rows = [(Int64(bidx) * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
-        firsts = [self._first(t, rank, row) for row in rows]
+        group = Int64(bidx // self.period * (self.period * self.unroll) + bidx % self.period)
+        rows = [(group + u * self.period) * self.tile.rows + local for u in range(self.unroll)]
+        firsts = [self._first(t, rank, rows[0])] * self.unroll
 
         wait_for_previous(self.chained)
         held = [
@@ -100,13 +115,9 @@ class NormForward:
         return [self.tile.vector(t, rank, k) * self.tile.vec - shift for k in range(self.tile.per_thread)]
 
     def _load_weights(self, mWeight, mBias, firsts):
-        """Weight and bias for each row; the same for all where rows start on a vector."""
-        different = firsts if self.tile.v.shifted else firsts[:1]
-        loaded = [
-            (self._load_columns(mWeight, "weight", first), self._load_columns(mBias, "bias", first))
-            for first in different
-        ]
-        return loaded * (len(firsts) // len(different))
+        """Weight and bias for each row, all of which start at the same place of a vector."""
+        loaded = self._load_columns(mWeight, "weight", firsts[0]), self._load_columns(mBias, "bias", firsts[0])
+        return [loaded] * len(firsts)
 
     def _statistics(self, rX, rResidual, mResidualOut, row, count, first, sSum, mbar, step):
         """The row's h, stored where there is a residual, its mean and rstd."""
@@ -117,22 +128,21 @@ class NormForward:
             if rResidual is not None:
                 if self._ragged(k):
                     trim(rResidual[k], first[k], Int32(self.n))
-                h = rX[k].load().to(Float32) + rResidual[k].load().to(Float32)
+                h = widen(rX[k]) + widen(rResidual[k])
                 rRounded = narrow(h, mResidualOut.element_type, self.tile.vec)
                 self._store_row(mResidualOut, "residual_out", rRounded, row, count, first[k], k)
                 rH[k] = rRounded
-        given = self.sum.thread(lambda k: (rH[k].load().to(Float32),), first, self.sum.counts(first))
-        return rH, *self.sum.forward_terms(self.sum(given, sSum, mbar, Int32(step)), 1.0 / self.n)
+        return rH, *self.sum.row(lambda k: (widen(rH[k]),), first, sSum, mbar, step)
 
     def _finish(self, rH, mean, rstd, rWeight, rBias, mOut, row, count, first):
         for k in range(self.tile.per_thread):
             if self.packed:
                 forget(rH[k])
-            y = centre(rH[k].load().to(Float32), mean) * rstd
+            y = normalised(widen(rH[k]), mean, rstd, rH[k].element_type)
             if rWeight is not None:
                 y = y * scale(rWeight[k], self.weight_offset)
             if rBias is not None:
-                y = y + rBias[k].load().to(Float32)
+                y = y + widen(rBias[k])
             rOut = narrow(y, mOut.element_type, self.tile.vec)
             self._store_row(mOut, "out", rOut, row, count, first[k], k)
 
@@ -177,4 +187,4 @@ class NormForward:
         if mW is None:
             return None
         key, tile = self.variant.tensors[name], self.tile
-        return [column_vector(mW, key, tile, first[k], k) for k in range(tile.per_thread)]
+        return column_vectors(mW, key, tile, first)

@@ -2,15 +2,15 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import let_next_start, wait_for_previous
-from cute_ops.kernels._columns import column_vector, scale
+from cute_ops.kernels._columns import column_vectors, scale
 from cute_ops.kernels._forward import NormForward
 from cute_ops.kernels._ring import RowRing
 from cute_ops.kernels._rows import present, row_address, row_count
-from cute_ops.kernels._statistics import centre
-from cute_ops.kernels._vectors import forget, narrow
+from cute_ops.kernels._statistics import normalised
+from cute_ops.kernels._vectors import forget, narrow, widen
 
 
 class NormForwardStaged(NormForward):
@@ -48,7 +48,7 @@ class NormForwardStaged(NormForward):
         wait_for_previous(self.chained)
         columns = None
         if const_expr(not self.late):
-            columns = [self._columns(mWeight, mBias, first, k) for k in range(self.tile.per_thread)]
+            columns = self._columns(mWeight, mBias, first, range(self.tile.per_thread))
         for m, sX, name in zip(inputs, slots, self.names):
             if const_expr(m is not None):
                 address = row_address(m, self.variant.tensors[name], row, self.n)
@@ -61,38 +61,35 @@ class NormForwardStaged(NormForward):
             rH = self._hidden(slots, mResidualOut, k)
             if const_expr(mResidual is not None):
                 self._store_row(mResidualOut, "residual_out", rH, row, count, first[k], k)
-            y = centre(rH.load().to(Float32), mean) * rstd
-            rWeight, rBias = self._columns(mWeight, mBias, first, k) if const_expr(self.late) else columns[k]
+            y = normalised(widen(rH), mean, rstd, rH.element_type)
+            rWeight, rBias = self._columns(mWeight, mBias, first, [k])[0] if const_expr(self.late) else columns[k]
             if const_expr(rWeight is not None):
                 # Kept in its own dtype until here.
                 forget(rWeight)
                 y = y * scale(rWeight, self.weight_offset)
             if const_expr(rBias is not None):
-                y = y + rBias.load().to(Float32)
+                y = y + widen(rBias)
             self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, count, first[k], k)
         let_next_start(self.chained)
 
-    def _columns(self, mWeight, mBias, first, k):
-        """Weight and bias for this thread's k-th vector."""
-        named = ((mWeight, "weight"), (mBias, "bias"))
-        return tuple(
-            None if m is None else column_vector(m, self.variant.tensors[name], self.tile, first[k], k)
-            for m, name in named
-        )
+    def _columns(self, mWeight, mBias, first, ks):
+        """Weight and bias for some of this thread's vectors."""
+        loaded = [
+            [None] * len(ks) if m is None else column_vectors(m, self.variant.tensors[name], self.tile, first, ks)
+            for m, name in ((mWeight, "weight"), (mBias, "bias"))
+        ]
+        return list(zip(*loaded))
 
     def _staged_statistics(self, slots, mResidualOut, first, sSum, mbar):
         for k in range(self.tile.per_thread):
             if self._ragged(k):
                 self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), first[k])
-        given = self.sum.thread(
-            lambda k: (self._hidden(slots, mResidualOut, k).load().to(Float32),), first, self.sum.counts(first)
-        )
-        return self.sum.forward_terms(self.sum(given, sSum, mbar, Int32(0)), 1.0 / self.n)
+        return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), first, sSum, mbar, 0)
 
     def _hidden(self, slots, mResidualOut, k):
         """This thread's k-th vector of h."""
         rX = self.ring.read(slots[0], k, Int32(0))
         if slots[1] is None:
             return rX
-        h = rX.load().to(Float32) + self.ring.read(slots[1], k, Int32(0)).load().to(Float32)
+        h = widen(rX) + widen(self.ring.read(slots[1], k, Int32(0)))
         return narrow(h, mResidualOut.element_type, self.tile.vec)

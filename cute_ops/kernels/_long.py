@@ -51,7 +51,7 @@ class LongRows:
         self.static_n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.tile = LongTile(Vectors(variant, names, self.static_n), variant.tile)
-        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2)
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2, held=False)
         self.chained = can_chain(variant.arch)
 
     def length(self, mX):
@@ -176,6 +176,7 @@ class NormBackwardLong(LongRows):
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+        parts = parts[:2]
         mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
         rows = row_count(inputs[0])
         if const_expr(mParts is not None):

@@ -2,8 +2,10 @@
 
 from cute_ops.kernels._backward import NormBackward
 from cute_ops.kernels._backward_few import NormBackwardFew
+from cute_ops.kernels._backward_split import NormBackwardSplit
 from cute_ops.kernels._forward import NormForward
 from cute_ops.kernels._forward_staged import NormForwardStaged
+from cute_ops.kernels._forward_walk import NormForwardWalk
 from cute_ops.kernels._long import NormBackwardLong, NormForwardLong
 
 
@@ -15,10 +17,14 @@ def is_long(variant):
 def forward_form(variant, centred=False):
     if is_long(variant):
         return NormForwardLong(variant, centred)
+    if variant.tile.get("stages", 0):
+        return NormForwardWalk(variant, centred)
     return (NormForwardStaged if variant.tile.get("staged", 0) else NormForward)(variant, centred)
 
 
 def backward_form(variant, x, dx, centred=False):
     if is_long(variant):
         return NormBackwardLong(variant, x, dx, centred)
+    if variant.tile.get("split", 0):
+        return NormBackwardSplit(variant, x, dx, centred)
     return (NormBackwardFew if variant.tile.get("few", 0) else NormBackward)(variant, x, dx, centred)

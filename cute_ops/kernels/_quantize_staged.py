@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import let_next_start, wait_for_previous
-from cute_ops.kernels._columns import column_vector
+from cute_ops.kernels._columns import column_vectors
 from cute_ops.kernels._fp8 import largest_of_each, to_fp8
 from cute_ops.kernels._quantize import QuantizeRows
 from cute_ops.kernels._ring import RowRing
@@ -93,7 +93,7 @@ class QuantizeStaged(QuantizeRows):
     def _parameters(self, columns, first, k):
         """Weight and bias for this thread's k-th vector."""
         return tuple(
-            None if m is None else column_vector(m, self.variant.tensors[name], self.tile, first[k], k)
+            None if m is None else column_vectors(m, self.variant.tensors[name], self.tile, first, [k])[0]
             for m, name in zip(columns, ("weight", "bias"))
         )
 

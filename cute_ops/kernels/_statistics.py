@@ -16,8 +16,14 @@ from cute_ops.kernels._reduce import WARP, RowSum
 from cute_ops.kernels._vectors import fragment, trim
 
 
-def row_statistics(centred, tile, eps, backward, stages):
-    return (Moments if centred else MeanSquare)(tile, eps, backward, stages)
+def row_statistics(centred, tile, eps, backward, stages, narrow=False, held=True):
+    """The sums of a norm's rows; ``narrow`` where their elements have 16 bits, ``held`` where threads hold them."""
+    if not centred:
+        return MeanSquare(tile, eps, backward, stages)
+    if held and not backward and tile.cluster == 1:
+        # An exchange within a CTA costs less than the corrections that spare it.
+        return TwoPass(tile, eps, backward, stages)
+    return Moments(tile, eps, backward, stages, narrow)
 
 
 def centre(x, mean):
@@ -25,12 +31,69 @@ def centre(x, mean):
     return x if mean is None else x - mean
 
 
+def normalised(x, mean, rstd, dtype):
+    """A row's vector in fp32, which has been of ``dtype``, less its mean, by its deviation.
+
+    One instruction where the vector was narrow: what the product of mean and rstd is rounded by is less than the mean
+    has been.
+    """
+    if mean is None:
+        return x * rstd
+    return (x - mean) * rstd if dtype.width == 32 else x * rstd + (0.0 - mean) * rstd
+
+
 def total(x):
     """Sum of a thread's vector."""
     return x.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
 
 
-class MeanSquare(RowSum):
+def trimmed(apart, first, n):
+    """Deviations from a mean, zero again outside the row."""
+    rD = fragment(Float32, cute.size(apart.shape))
+    rD.store(apart)
+    trim(rD, first, n)
+    return rD.load()
+
+
+class Total:
+    """Sum of products over a thread's vectors, in as many sums side by side as hide an addition's time."""
+
+    def __init__(self, per_thread):
+        self.width = 4 if per_thread > 1 else 1
+        self.sums = []
+
+    def add(self, *factors):
+        """Add the sum of a vector, or of the product of two."""
+        for j in range(cute.size(factors[0].shape)):
+            value = math.prod((f[j] for f in factors[1:]), start=factors[0][j])
+            if len(self.sums) < self.width:
+                self.sums.append(value)
+            else:
+                self.sums[j % self.width] = self.sums[j % self.width] + value
+
+    def value(self):
+        while len(self.sums) > 1:
+            half = len(self.sums) // 2
+            self.sums = [self.sums[i] + self.sums[i + half] for i in range(half)]
+        return self.sums[0]
+
+
+class Statistics(RowSum):
+    """What the norms' sums have in common."""
+
+    def row(self, read, first, sSum, mbar, step):
+        """(mean, rstd) of a row in the forward.
+
+        Args:
+            read, first: as in :meth:`thread`.
+            sSum, mbar: shared memory of the sums.
+            step: how many rows came before.
+        """
+        values = self.thread(read, first, self.counts(first))
+        return self.forward_terms(self(values, sSum, mbar, Int32(step)), 1.0 / self.tile.n)
+
+
+class MeanSquare(Statistics):
     """RMS norms: ``rstd = rsqrt(mean(x^2) + eps)``; nothing is subtracted."""
 
     centred = False
@@ -51,10 +114,14 @@ class MeanSquare(RowSum):
             first: first column of each of these vectors.
             counts: from :meth:`counts`.
         """
-        sums = self.begin()
+        totals = [Total(self.tile.per_thread) for _ in range(self.values)]
+        given = 0
         for k in range(self.tile.per_thread):
-            sums = self.add(sums, read(k), None, None)
-        return sums
+            vectors = read(k)
+            given = len(vectors)
+            for t, v in zip(totals, vectors):
+                t.add(vectors[0], v)
+        return *(t.value() for t in totals[:given]), *(Float32(0.0) for _ in totals[given:])
 
     def begin(self):
         return (Float32(0.0),) * self.values
@@ -85,7 +152,7 @@ class MeanSquare(RowSum):
         return mean, rstd, rstd * rstd * rstd * (sums[1] * inverse), None
 
 
-class Moments(RowSum):
+class Moments(Statistics):
     """Layer norm: mean and ``rstd = rsqrt(mean((x - mean)^2) + eps)``.
 
     A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added: vectors, then
@@ -96,11 +163,11 @@ class Moments(RowSum):
 
     centred = True
 
-    def __init__(self, tile, eps, backward, stages):
+    def __init__(self, tile, eps, backward, stages, narrow=False):
         # Without counts where all are equal; in the backward, they come as a pair.
         counts = 0 if tile.even else 2 if backward else 1
         super().__init__(tile, values=(4 if backward else 2) + counts, stages=stages)
-        self.backward = backward
+        self.backward, self.narrow = backward, narrow
         self.eps = eps
         self.halved = self.halved and backward
 
@@ -111,38 +178,62 @@ class Moments(RowSum):
             count = float(tile.per_thread * tile.vec)
             together = count * min(tile.threads_per_row, WARP)
             return (count, 1.0 / count), (together, 1.0 / together)
-        held = Int32(0)
-        for f in first:
-            held = held + self._inside(f, tile.n)
-        count = Float32(held)
-        together = self.warp_sum(count)
+        lanes = min(tile.threads_per_row, WARP)
+        lane = cute.arch.thread_idx()[0] % lanes
+        held, together = 0, 0
+        for k, f in enumerate(first):
+            held = held + self._held(k, f, tile.vec)
+            together = together + self._held(k, f - lane * tile.vec, lanes * tile.vec)
+        count, together = Float32(held), Float32(together)
         return (count, _reciprocal(count)), (together, _reciprocal(together))
 
-    def _inside(self, first, n):
-        """Elements of a vector that lie inside the row."""
-        return cutlass.max(cutlass.min(first + self.tile.vec, n) - cutlass.max(first, 0), 0)
+    def _held(self, k, first, width):
+        """Elements of the row among ``width`` from the column ``first`` on, which are k-th vectors."""
+        if self.tile.starts_outside(k) or self.tile.ends_outside(k):
+            return self._inside(first, self.tile.n, width)
+        return width
+
+    def _inside(self, first, n, width):
+        """Of the columns ``first ... first + width - 1``, those inside the row."""
+        return cutlass.max(cutlass.min(first + width, n) - cutlass.max(first, 0), 0)
 
     def thread(self, read, first, counts):
         """As :meth:`MeanSquare.thread`, with the counts."""
         tile, ((count, inverse), _) = self.tile, counts
-        mean, gradients = Float32(0.0), Float32(0.0)
+        inner = [k for k in range(tile.per_thread) if not (tile.starts_outside(k) or tile.ends_outside(k))]
+        if self.narrow and inner:
+            # One pass: deviations from one of the thread's own numbers. However far from the others that is, what
+            # cancels is at most as many times the result as the thread has numbers: a few bits of fp32.
+            pivot = read(inner[0])[0][0]
+            total, squares, gradients, products = self._deviations(read, first, pivot)
+            shift = _quotient(total, count, inverse)
+            return counts, pivot + shift, squares - total * shift, gradients, products - gradients * shift
+        sums = Total(tile.per_thread)
         for k in range(tile.per_thread):
-            mean = mean + total(read(k)[0])
-        mean = _quotient(mean, count, inverse)
+            sums.add(read(k)[0])
+        mean = _quotient(sums.value(), count, inverse)
         if tile.per_thread > 4:
             # So many vectors are read again, not kept.
             cute.arch.sync_warp()
-        squares, products = Float32(0.0), Float32(0.0)
+        _, *others = self._deviations(read, first, mean, total=False)
+        return counts, mean, *others
+
+    def _deviations(self, read, first, middle, total=True):
+        """A thread's sums: deviations from ``middle``, their squares, g, and deviations times g."""
+        tile = self.tile
+        sums, squares, gradients, products = (Total(tile.per_thread) for _ in range(4))
         for k in range(tile.per_thread):
-            vectors = read(k)
-            apart = vectors[0] - mean
+            x, *g = read(k)
+            apart = x - middle
             if tile.starts_outside(k) or tile.ends_outside(k):
-                apart = self._trimmed(apart, first[k], tile.n)
-            squares = squares + total(apart * apart)
-            if len(vectors) > 1:
-                gradients = gradients + total(vectors[1])
-                products = products + total(apart * vectors[1])
-        return counts, mean, squares, gradients, products
+                apart = trimmed(apart, first[k], tile.n)
+            if total:
+                sums.add(apart)
+            squares.add(apart, apart)
+            if g:
+                gradients.add(*g)
+                products.add(apart, *g)
+        return tuple(t.value() if t.sums else Float32(0.0) for t in (sums, squares, gradients, products))
 
     def begin(self):
         return (Float32(0.0),) * 5
@@ -156,10 +247,10 @@ class Moments(RowSum):
     def add(self, sums, vectors, first, n):
         """As :meth:`MeanSquare.add`."""
         count, mean, squares, gradients, products = sums
-        inside = Float32(self._inside(first, n))
+        inside = Float32(self._inside(first, n, self.tile.vec))
         after = count + inside
         own = _quotient(total(vectors[0]), inside, _reciprocal(inside))
-        apart = self._trimmed(vectors[0] - own, first, n)
+        apart = trimmed(vectors[0] - own, first, n)
         step = (own - mean) * (inside * _reciprocal(after))
         squares = squares + total(apart * apart) + (own - mean) * step * count
         if self.backward:
@@ -167,13 +258,6 @@ class Moments(RowSum):
             products = products - step * gradients + total(apart * vectors[1]) + (own - mean - step) * g
             gradients = gradients + g
         return after, mean + step, squares, gradients, products
-
-    def _trimmed(self, apart, first, n):
-        """Deviations from a mean, zero again outside the row."""
-        rD = fragment(Float32, self.tile.vec)
-        rD.store(apart)
-        trim(rD, first, n)
-        return rD.load()
 
     def whole(self, sums):
         """As :meth:`MeanSquare.whole`."""
@@ -257,6 +341,34 @@ class Moments(RowSum):
         mean, gradients, squares, products = sums
         _, rstd = self.forward_terms((mean, squares), inverse)
         return mean, rstd, rstd * rstd * rstd * (products * inverse), rstd * (gradients * inverse)
+
+
+class TwoPass(Statistics):
+    """Layer norm in a forward whose rows one CTA holds: the mean first, then the squared deviations from it."""
+
+    centred = True
+
+    def __init__(self, tile, eps, backward, stages):
+        super().__init__(tile, values=1, stages=2)
+        self.eps = eps
+
+    def counts(self, first):
+        return None
+
+    def row(self, read, first, sSum, mbar, step):
+        tile = self.tile
+        sums, squares = Total(tile.per_thread), Total(tile.per_thread)
+        for k in range(tile.per_thread):
+            sums.add(read(k)[0])
+        (found,) = self((sums.value(),), sSum, mbar, Int32(2 * step))
+        mean = found * (1.0 / tile.n)
+        for k in range(tile.per_thread):
+            apart = read(k)[0] - mean
+            if tile.starts_outside(k) or tile.ends_outside(k):
+                apart = trimmed(apart, first[k], tile.n)
+            squares.add(apart, apart)
+        (found,) = self((squares.value(),), sSum, mbar, Int32(2 * step + 1))
+        return mean, cute.math.rsqrt(found * (1.0 / tile.n) + self.eps, fastmath=True)
 
 
 def _reciprocal(count):

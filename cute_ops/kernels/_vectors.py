@@ -38,16 +38,15 @@ def fragment(dtype, vec):
     return cute.make_rmem_tensor((vec,), dtype)
 
 
-def load(rX, address):
-    """Load a whole vector.
+def load(rX, address, shared=False):
+    """Load a whole vector. ``shared``: from L2, past what L1 holds.
 
     Never marked as read once (evict first): beside kernels whose data fills L2, such loads lose their lines early
     and run 5% slower.
     """
     dtype, vec = rX.element_type, cute.size(rX)
-    atom = cute.make_copy_atom(
-        CopyG2ROp(), dtype, num_bits_per_copy=access_bits(dtype, vec), load_cache_mode=LoadCacheMode.ALWAYS
-    )
+    mode = LoadCacheMode.GLOBAL if shared else LoadCacheMode.ALWAYS
+    atom = cute.make_copy_atom(CopyG2ROp(), dtype, num_bits_per_copy=access_bits(dtype, vec), load_cache_mode=mode)
     cute.copy(atom, gmem_vector(dtype, address, vec), cute.make_tensor(rX.iterator, pieces(dtype, vec)))
 
 
@@ -60,10 +59,10 @@ def store(rX, address, streaming=False):
 
 
 @cute.jit
-def load_if(valid: Boolean, rX: cute.Tensor, address: Int64):
+def load_if(valid: Boolean, rX: cute.Tensor, address: Int64, shared: cutlass.Constexpr = False):
     """Load a vector that holds at least one wanted element; keep the fragment as it is elsewhere."""
     if valid:
-        load(rX, address)
+        load(rX, address, shared)
 
 
 @cute.jit
@@ -128,6 +127,13 @@ def forget(rX):
     rW = cute.recast_tensor(rX, Int32)
     for j in range(cute.size(rW)):
         rW[j] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[rW[j]])
+
+
+def opaque(number):
+    """A number of which the compiler forgets how it was computed: it keeps it, and does not compute it again."""
+    kind = type(number)
+    ptx = f"mov.b{kind.width} {{$w0}}, {{$r0}};"
+    return cute.arch.inline_ptx(ptx, write_only_types=[kind], read_only_args=[number])
 
 
 def widen(rX):

@@ -25,7 +25,7 @@ class AddRMSNormBackward:
     @cute.jit
     def __call__(
         self, mResidualOut, mDout, mDresidualOut, mWeight, mBias,
-        mDx, mDresidual, mDweight, mDbias, mDweightParts, mDbiasParts, stream,
+        mDx, mDresidual, mDweight, mDbias, mDweightParts, mDbiasParts, mTerms, stream,
     ):  # fmt: skip
-        inputs, parts = (mResidualOut, mDout, mDresidualOut), (mDweightParts, mDbiasParts)
+        inputs, parts = (mResidualOut, mDout, mDresidualOut), (mDweightParts, mDbiasParts, mTerms)
         self.form(inputs, (mWeight, mBias), (mDx, mDresidual), (mDweight, mDbias), parts, stream)

@@ -23,6 +23,6 @@ class RMSNormBackward:
         self.form = backward_form(variant, x="x", dx=("dx",))
 
     @cute.jit
-    def __call__(self, mX, mDout, mWeight, mBias, mDx, mDweight, mDbias, mDweightParts, mDbiasParts, stream):
-        inputs, parts = (mX, mDout, None), (mDweightParts, mDbiasParts)
+    def __call__(self, mX, mDout, mWeight, mBias, mDx, mDweight, mDbias, mDweightParts, mDbiasParts, mTerms, stream):
+        inputs, parts = (mX, mDout, None), (mDweightParts, mDbiasParts, mTerms)
         self.form(inputs, (mWeight, mBias), (mDx,), (mDweight, mDbias), parts, stream)

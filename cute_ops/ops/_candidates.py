@@ -87,7 +87,7 @@ def _resident(tile: Tile) -> Iterator[Tile]:
 
 
 def _rows_forward(problem: Problem, tile: Tile) -> Iterator[Tile]:
-    if "threads_per_row" not in tile:
+    if "threads_per_row" not in tile or "parts" in tile:
         return
     if tile.get("staged"):
         yield from _clustered(problem, tile, (4, 6, 8))
@@ -106,7 +106,7 @@ def _rows_forward(problem: Problem, tile: Tile) -> Iterator[Tile]:
 
 def _rows_backward(problem: Problem, tile: Tile) -> Iterator[Tile]:
     """The number of persistent clusters follows from those that an SM holds."""
-    if "stages" not in tile or "few" in tile:
+    if "stages" not in tile or "parts" not in tile:
         return
     one = tile["parts"] // tile["resident"]
     for stages in (2, 3, 4):

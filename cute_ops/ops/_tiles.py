@@ -26,7 +26,13 @@ HELD = 16384
 # Columns that share a scale.
 BLOCK = 128
 # Bytes of rows that each CTA of a cluster takes alone; from there on more CTAs and a second kernel are faster.
-FEW_BYTES = 98_304
+FEW_BYTES = 36_864
+# Rows side by side, and rows of a thread, in that second kernel.
+SPLIT_HEIGHT, SPLIT_DEEP = 64, 8
+# Bytes of rows up to which it finds them in L2.
+SPLIT_BYTES = 40 << 20
+# Vectors of a row that a persistent CTA of the forward holds the weight and the bias of.
+WALKED = 3200
 # Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
 STAGED_BYTES = 165_000
 # Shared memory of a CTA beside its rows: sums, and what the system keeps.
@@ -89,8 +95,7 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     if vectors <= 1024:
         if centred and vectors > WARP:
             if _unaligned(problem):
-                row = _threads(vectors, 3)
-                return {"threads": row, "threads_per_row": row, "resident": max(1, 768 // row), "unit": unit}
+                return _walk(problem, vectors + unit, 1, 6, 128, unit)
             row = WARP if vectors <= 5 * WARP else _threads(vectors, 4)
             return {"threads": max(128, row), "threads_per_row": row, "late": 1, "unit": unit}
         row = _forward_row(problem, vectors)
@@ -98,6 +103,9 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         tiny = vectors <= 8 and not _unaligned(problem)
         threads = 128 if tiny or vectors > WARP else 256
         return {"threads": max(threads, row), "threads_per_row": row, "unroll": 4 if tiny else 1, "unit": unit}
+    held = vectors + unit
+    if centred and _unaligned(problem) and 4096 < held <= 2 * WALKED and most > 1:
+        return _walk(problem, held, 2, 5, 640, unit)
     if vectors > (4096 if _unaligned(problem) else 8192):
         staged = _staged(problem, vectors + unit * _unaligned(problem), most)
         if staged:
@@ -114,6 +122,26 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1, "unit": unit,
         "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row),
     }  # fmt: skip
+
+
+def _walk(problem: Problem, held: int, cluster: int, per_thread: int, threads: int, unit: int) -> dict[str, int]:
+    """Tile of rows off a vector whose weights stay in registers from row to row: persistent clusters, and ring slots.
+
+    ``sorted_by`` as in the backward; a CTA alone meets rows of one shift only.
+    """
+    row = _threads(-(-held // cluster), per_thread, threads)
+    slot = max(threads // row, 1) * row * per_thread * VECTOR_BYTES
+    stages = 2 if cluster == 1 else 3
+    if stages * slot + 4096 > SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values())):
+        stages = 2
+    resident = max(1, min(512 // threads, 160_000 // (stages * slot)))
+    period = VECTOR_ELEMENTS * unit
+    parts = _clusters(problem, cluster) * resident
+    tile = {
+        "threads": max(threads // row, 1) * row, "threads_per_row": row, "cluster": cluster, "stages": stages,
+        "resident": resident, "parts": max(parts // period, 1) * period, "unit": unit,
+    }  # fmt: skip
+    return tile if cluster == 1 else tile | {"sorted_by": period}
 
 
 def _staged(problem: Problem, vectors: int, most: int) -> dict[str, int]:
@@ -149,8 +177,9 @@ def _forward_row(problem: Problem, vectors: int) -> int:
 def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     """As the forward, and: ring slots, CTAs resident on an SM, clusters altogether.
 
-    ``few``: each of ``replicas`` clusters takes all rows. ``sorted_by``: rows that start at the same place of a vector
-    are neighbours.
+    ``few``: each of ``replicas`` clusters takes all rows. ``split``: columns go to a second kernel, where ``height``
+    threads share a vector of them and take ``deep`` rows each. ``sorted_by``: rows that start at the same place of a
+    vector are neighbours.
     """
     long = {"threads": 512, "parts": 2 * problem.sm_count}
     if problem.n is None:
@@ -158,7 +187,7 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     vectors, most = _vectors(problem), _most_ctas(problem)
     shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
     slot = problem.n * sum(ITEMSIZE[problem.dtypes[name]] for name in BACKWARD_INPUTS if name in problem.dtypes)
-    few = _few(problem, vectors, slot, most)
+    few = _few(problem, vectors, slot, most) or _split(problem, vectors, slot, most)
     if few:
         return few
     # Registers for the column sums of so many vectors leave room for so many threads on an SM.
@@ -166,22 +195,28 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     # Two vectors per thread as far as clusters of 4 reach, then four.
     unit = LINE if problem.n >= SHORT and (vectors <= 2048 or problem.m >= SHORT) else 1
     held = vectors + (unit if _unaligned(problem) else 0)
-    cluster = 1 if vectors <= 1024 else max(min(4, _doubled(held, 1024, most)), _doubled(held, 2048 // sums, most))
+    span = 2048 if sums == 1 else 1600
+    cluster = 1 if vectors <= 1024 else max(min(4, _doubled(held, 1024, most)), _doubled(held, span, most))
     part = -(-held // cluster)
     if vectors > WARP and (sums == 2 or (centred and _unaligned(problem))):
         # Many columns per thread: what two column sums cost in threads, fewer partial sums of a row give back.
-        per_thread = -(-vectors // WARP) if vectors <= 5 * WARP else 4
+        per_thread = -(-vectors // WARP) if vectors <= 5 * WARP else 3 if _unaligned(problem) and cluster == 1 else 4
         room = 768 if problem.n <= 12 * WARP or _wide(problem) else 576 if _unaligned(problem) else 384
     elif _unaligned(problem) and part <= 1024 and cluster <= 2:
-        per_thread, room = 1, 1152
+        per_thread, room = (1, 1152) if part <= 512 else (2, 640)
     elif part <= 384:
         per_thread, room = 1, 1024
     elif cluster > 1 or part <= 768:
         per_thread, room = 2 if part <= 1024 else 4, 800
     else:
         per_thread, room = 4, 512
+    if per_thread == 4:
+        # The fewest vectors for the busiest of an SM's four schedulers.
+        per_thread = min((4, 5), key=lambda k: -(-_threads(part, k, 512) // (4 * WARP)) * k)
     row = _threads(part, per_thread, 512 if per_thread > 1 else 1024)
     threads, room = max(256, row) if sums == 1 else max(256 // row, 1) * row, room * 2 // (1 + sums)
+    if cluster > 1:
+        threads = row
     slot_bytes = -(-slot // cluster) * (threads // row) + 64 * VECTOR_BYTES
     if part > max(4, per_thread) * row or 2 * slot_bytes > shared:
         return {**long, "long": 1}
@@ -218,6 +253,29 @@ def _few(problem: Problem, vectors: int, slot: int, most: int) -> dict[str, int]
     }  # fmt: skip
 
 
+def _split(problem: Problem, vectors: int, slot: int, most: int) -> dict[str, int]:
+    """Tile of rows that a second kernel's threads hold in registers; nothing where they are more or off a vector.
+
+    It looks at the number of rows in powers of two.
+    """
+    count = _power(problem.m)
+    height = min(count, SPLIT_HEIGHT)
+    deep = count // height
+    if deep > SPLIT_DEEP or problem.m * slot > SPLIT_BYTES or _unaligned(problem):
+        return {}
+    cluster = _doubled(vectors, 512, min(most, 8))
+    row = _threads(-(-vectors // cluster), 1)
+    rows = max(128 // row, 1)
+    part = row * -(-vectors // (cluster * row))
+    shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
+    if 2 * rows * part * -(-slot // vectors) > shared - 8 * 1024:
+        return {}
+    return {
+        "threads": rows * row, "threads_per_row": row, "cluster": cluster, "stages": 2, "resident": 1, "split": 1,
+        "height": height, "deep": deep,
+    }  # fmt: skip
+
+
 def _power(count: int) -> int:
     """The next power of two."""
     return 1 << max(count - 1, 0).bit_length()
@@ -249,7 +307,7 @@ def pointwise_halves(problem: Problem) -> dict[str, int]:
 
 def backward_parts(problem: Problem, tile: dict[str, int]) -> int:
     """Rows of the workspace: persistent clusters, as many as fit the chip at once or have rows to work on."""
-    if "few" in tile:
+    if "few" in tile or "split" in tile:
         return 0
     rows = tile["threads"] // tile["threads_per_row"] if "threads_per_row" in tile else 1
     groups = -(-problem.m // rows)

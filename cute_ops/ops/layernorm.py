@@ -19,7 +19,8 @@ CASES = (
     Case("whisper-large", {"m": (2, 75), "n": 1280}),
     Case("no-bias", {"m": (37,), "n": 4097}, absent=("bias",)),
     Case("no-weight", {"m": (300,), "n": 4096}, absent=("weight", "bias")),
-    Case("gpt2-vocabulary", {"m": (5,), "n": 50257}),
+    Case("gpt2-vocabulary", {"m": (5,), "n": 50257}, {"W": "float32", "B": "float32"}),
+    Case("many-odd", {"m": (600,), "n": 4097}),
     Case("longest", {"m": (3,), "n": 262144}, absent=("bias",)),
 )
 

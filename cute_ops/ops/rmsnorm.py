@@ -58,10 +58,13 @@ def reference_bwd(
 
 
 def parts_workspace(problem: Problem, tile: Any) -> dict[str, Array | None]:
-    """Partial weight gradients, one row per persistent CTA, summed by the kernel's second stage."""
+    """Partial weight gradients, one row per persistent CTA, or each row's mean and rstd: for the second stage."""
     shape = (backward_parts(problem, tile), problem.dims["n"])
-    wanted = {d: d in problem.dtypes and "few" not in tile for d in ("dweight", "dbias")}
-    return {f"{d}_parts": Array(shape, "float32") if here else None for d, here in wanted.items()}
+    summed = not ("few" in tile or "split" in tile)
+    wanted = {d: d in problem.dtypes and summed for d in ("dweight", "dbias")}
+    parts = {f"{d}_parts": Array(shape, "float32") if here else None for d, here in wanted.items()}
+    terms = "split" in tile and "dweight" in problem.dtypes
+    return parts | {"terms": Array((problem.m, 2), "float32") if terms else None}
 
 
 rmsnorm_bwd = Op(
