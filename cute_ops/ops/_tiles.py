@@ -29,8 +29,8 @@ BLOCK = 128
 FEW_BYTES = 36_864
 # Rows side by side, and rows of a thread, in that second kernel.
 SPLIT_HEIGHT, SPLIT_DEEP = 64, 8
-# Bytes of rows up to which it finds them in L2.
-SPLIT_BYTES = 40 << 20
+# Bytes of rows up to which reading them twice has been seen to pay.
+SPLIT_BYTES = 5 << 20
 # Vectors of a row that a persistent CTA of the forward holds the weight and the bias of.
 WALKED = 3200
 # Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
