@@ -99,8 +99,6 @@ def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
 
 def _form_gemma_norm(self, x):
     output = self._norm(x.float())
-    # Llama does x.to(float16) * w whilst Gemma3 is (x * w).to(float16)
-    # See https://github.com/huggingface/transformers/pull/29402
     output = output * (1.0 + self.weight.float())
     return output.type_as(x)
 
@@ -221,7 +219,6 @@ def _form_layer(
 ):
     residual = hidden_states
     hidden_states = self.input_layernorm(hidden_states)
-    # Self Attention
     hidden_states, _ = self.self_attn(
         hidden_states=hidden_states,
         attention_mask=attention_mask,
@@ -233,7 +230,6 @@ def _form_layer(
     )
     hidden_states = residual + hidden_states
 
-    # Fully Connected
     residual = hidden_states
     hidden_states = self.post_attention_layernorm(hidden_states)
     hidden_states = self.mlp(hidden_states)
@@ -358,7 +354,6 @@ def _form_attention(module, query, key, value, attention_mask, scaling=None, dro
     if scaling is None:
         scaling = query.size(-1) ** -0.5
 
-    # Take the dot product between "query" and "key" to get the raw attention scores.
     attn_weights = torch.matmul(query, key.transpose(2, 3)) * scaling
 
     if attention_mask is not None:
@@ -492,7 +487,6 @@ def _form_causal_lm_sliced(
     )
 
     hidden_states = outputs.last_hidden_state
-    # Only compute necessary logits, and do not upcast them to float if we are not computing the loss
     slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
     logits = self.lm_head(hidden_states[:, slice_indices, :])
 
