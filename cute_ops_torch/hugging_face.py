@@ -1,11 +1,12 @@
 """What Hugging Face's modules compute, and what computes it instead.
 
-Every ``_form_*`` is the ``forward`` of such a module, word for word. It is never called: it is compared.
+A module is known by a digest of how its ``forward`` is written; beside each digest stands what it computes.
 """
 
 from __future__ import annotations
 
 import ast
+import hashlib
 import inspect
 import math
 import textwrap
@@ -23,8 +24,7 @@ from cute_ops_torch.front import transformed
 from cute_ops_torch.fused import norm_of_stream, silu_mlp
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
 
-# mypy: disable-error-code="attr-defined, no-untyped-def, has-type, name-defined"
-# ruff: noqa: F821
+# mypy: disable-error-code="attr-defined, no-untyped-def, has-type"
 
 
 class Form(NamedTuple):
@@ -44,8 +44,11 @@ class Form(NamedTuple):
 
 
 @cache
-def _code(function: Any) -> str | None:
-    """A function's parameters and body as text, without annotations and docstring; None where there is no source."""
+def written(function: Any) -> str | None:
+    """A digest of a function's parameters and body as they are written; None where there is no source.
+
+    Annotations, comments and the docstring do not count, nor does the version of Python.
+    """
     try:
         tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function))))
     except (OSError, TypeError, SyntaxError):
@@ -57,20 +60,21 @@ def _code(function: Any) -> str | None:
         if isinstance(argument, ast.arg):
             argument.annotation = None
     body = definition.body[1:] if ast.get_docstring(definition) else definition.body
-    return "\n".join([ast.dump(definition.args), *map(ast.dump, body)])
+    text = "\n".join([ast.unparse(definition.args), *map(ast.unparse, body)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def _written(
+def _form(
     op: str,
-    form: Callable[..., Any],
+    digest: str,
     ours: Callable[..., Any],
     also: Callable[[nn.Module], bool] = lambda module: True,
     unused: str = "",
 ) -> Form:
-    """The form of modules whose ``forward`` is written as ``form``."""
+    """The form of modules whose ``forward`` is written like this."""
 
     def fits(module: nn.Module, model: nn.Module) -> bool:
-        return _code(type(module).forward) == _code(form) and also(module)
+        return written(type(module).forward) == digest and also(module)
 
     return Form(op, fits, lambda original: ours, unused)
 
@@ -84,12 +88,8 @@ def _hooked(module: nn.Module) -> bool:
 # Norms
 
 
-def _form_norm(self, hidden_states):
-    input_dtype = hidden_states.dtype
-    hidden_states = hidden_states.to(torch.float32)
-    variance = hidden_states.pow(2).mean(-1, keepdim=True)
-    hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-    return self.weight * hidden_states.to(input_dtype)
+# Llama's: in float32, rounded to the input's dtype before the weight.
+_NORM = "075c8d1982795b4a"
 
 
 def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -97,14 +97,12 @@ def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
     return out.to(torch.promote_types(out.dtype, self.weight.dtype))  # as the product above promotes
 
 
-def _form_gemma_norm(self, x):
-    output = self._norm(x.float())
-    output = output * (1.0 + self.weight.float())
-    return output.type_as(x)
+# In float32 with one more than the weight, rounded after it.
+_GEMMA_NORM = "072c442d528d274c"
 
 
-def _form_gemma_inner_norm(self, x):
-    return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+# The norm in the one above.
+_GEMMA_INNER_NORM = "80a7328746bf45b4"
 
 
 def _gemma_norm(self, x: torch.Tensor) -> torch.Tensor:
@@ -124,9 +122,8 @@ def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
 # Gated MLPs
 
 
-def _form_mlp(self, x):
-    down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
-    return down_proj
+# `down(act(gate(x)) * up(x))`
+_MLP = "d9e9fc4111026fc2"
 
 
 def _silu_mlp(self, x: torch.Tensor) -> torch.Tensor:
@@ -173,8 +170,8 @@ def _is_silu(activation: Any) -> bool:
 # Activations
 
 
-def _form_activation(self, input):
-    return self.act(input)
+# A module that calls its `act`.
+_ACTIVATION = "bf403fa7538eaf8a"
 
 
 def _gelu(approximate: str) -> Callable[..., torch.Tensor]:
@@ -189,7 +186,7 @@ def _is_gelu(activation: Any, approximate: str) -> bool:
     if type(activation) is nn.GELU:
         return activation.approximate == approximate
     act = getattr(activation, "act", None)
-    if _code(type(activation).forward) != _code(_form_activation):
+    if written(type(activation).forward) != _ACTIVATION:
         return False
     if isinstance(act, partial):
         return act.func is nn.functional.gelu and not act.args and act.keywords == {"approximate": approximate}
@@ -199,7 +196,7 @@ def _is_gelu(activation: Any, approximate: str) -> bool:
 def _gelus(approximate: str) -> tuple[Form, Form]:
     """GELU in one approximation: gating an MLP, and alone."""
     return (
-        _written("gelu_mul", _form_mlp, _gelu_mlp(approximate), lambda m: _is_gelu(m.act_fn, approximate), "act_fn"),
+        _form("gelu_mul", _MLP, _gelu_mlp(approximate), lambda m: _is_gelu(m.act_fn, approximate), "act_fn"),
         Form("gelu", lambda m, _: _is_gelu(m, approximate), lambda original: _gelu(approximate)),
     )
 
@@ -207,34 +204,8 @@ def _gelus(approximate: str) -> tuple[Form, Form]:
 # The residual add before a norm
 
 
-def _form_layer(
-    self,
-    hidden_states,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    use_cache=False,
-    position_embeddings=None,
-    **kwargs,
-):
-    residual = hidden_states
-    hidden_states = self.input_layernorm(hidden_states)
-    hidden_states, _ = self.self_attn(
-        hidden_states=hidden_states,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=use_cache,
-        position_embeddings=position_embeddings,
-        **kwargs,
-    )
-    hidden_states = residual + hidden_states
-
-    residual = hidden_states
-    hidden_states = self.post_attention_layernorm(hidden_states)
-    hidden_states = self.mlp(hidden_states)
-    hidden_states = residual + hidden_states
-    return hidden_states
+# Llama's: attention and MLP, each behind its norm and added to the residual stream.
+_LAYER = "bb4a23cffe10017e"
 
 
 def _layer(
@@ -284,25 +255,18 @@ def _norm_of_stream(norm: Any, stream: torch.Tensor) -> tuple[torch.Tensor, torc
 
 def _llama_norm_follows(module: nn.Module) -> bool:
     norm = module.get_submodule("post_attention_layernorm")
-    return "forward" not in vars(norm) and _code(type(norm).forward) == _code(_form_norm)
+    return "forward" not in vars(norm) and written(type(norm).forward) == _NORM
 
 
 # Rotary embeddings
 
 
-def _form_rotate_half(x):
-    """Rotates half the hidden dims of the input."""
-    x1 = x[..., : x.shape[-1] // 2]
-    x2 = x[..., x.shape[-1] // 2 :]
-    return torch.cat((-x2, x1), dim=-1)
+# The two halves of the last dim, the second negated, in the other order.
+_ROTATE_HALF = "a68a16140f32af85"
 
 
-def _form_rotate(q, k, cos, sin, unsqueeze_dim=1):
-    cos = cos.unsqueeze(unsqueeze_dim)
-    sin = sin.unsqueeze(unsqueeze_dim)
-    q_embed = (q * cos) + (rotate_half(q) * sin)
-    k_embed = (k * cos) + (rotate_half(k) * sin)
-    return q_embed, k_embed
+# `x * cos + rotate_half(x) * sin` for q and k.
+_ROTATE = "6e071d28b2d6c73c"
 
 
 def _rotate(
@@ -327,8 +291,8 @@ def _rotates(module: nn.Module, model: nn.Module) -> bool:
     rotate, half = (forward.__globals__.get(name) for name in ("apply_rotary_pos_emb", "rotate_half"))
     angles = [type(m).forward for m in model.modules() if type(m).__name__.endswith("RotaryEmbedding")]
     return (
-        _code(rotate) == _code(_form_rotate)
-        and _code(half) == _code(_form_rotate_half)
+        written(rotate) == _ROTATE
+        and written(half) == _ROTATE_HALF
         and bool(angles)
         and all("emb = torch.cat((freqs, freqs), dim=-1)" in inspect.getsource(inspect.unwrap(a)) for a in angles)
     )
@@ -350,53 +314,27 @@ def _rebound(forward: Any, **names: Any) -> Callable[..., Any]:
 # Attention whose weights are written out
 
 
-def _form_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    if scaling is None:
-        scaling = query.size(-1) ** -0.5
-
-    attn_weights = torch.matmul(query, key.transpose(2, 3)) * scaling
-
-    if attention_mask is not None:
-        attn_weights = attn_weights + attention_mask
-
-    attn_weights = nn.functional.softmax(attn_weights, dim=-1)
-    attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
-
-    attn_output = torch.matmul(attn_weights, value)
-    attn_output = attn_output.transpose(1, 2).contiguous()
-
-    return attn_output, attn_weights
+# BERT's: the softmax in the dtype of the scores.
+_ATTENTION = "9e835ca230ffc68a"
 
 
-def _form_grouped_attention(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    key_states = repeat_kv(key, module.num_key_value_groups)
-    value_states = repeat_kv(value, module.num_key_value_groups)
-
-    attn_weights = torch.matmul(query, key_states.transpose(2, 3)) * scaling
-    if attention_mask is not None:
-        attn_weights = attn_weights + attention_mask
-
-    attn_weights = nn.functional.softmax(attn_weights, dim=-1, dtype=torch.float32).to(query.dtype)
-    attn_weights = nn.functional.dropout(attn_weights, p=dropout, training=module.training)
-    attn_output = torch.matmul(attn_weights, value_states)
-    attn_output = attn_output.transpose(1, 2).contiguous()
-
-    return attn_output, attn_weights
+# Llama's: keys and values repeated for their group, the softmax in float32.
+_GROUPED_ATTENTION = "a0a9be62b4bcf53a"
 
 
 def _attends_eagerly(module: nn.Module, model: nn.Module) -> bool:
     forward = type(module).forward
     if not isinstance(forward, types.FunctionType) or "eager_attention_forward" not in forward.__code__.co_names:
         return False
-    written = _code(forward.__globals__.get("eager_attention_forward"))
+    found = written(forward.__globals__.get("eager_attention_forward"))
     eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
-    return eager and written in (_code(_form_attention), _code(_form_grouped_attention))
+    return eager and found in (_ATTENTION, _GROUPED_ATTENTION)
 
 
 def _attending(original: type[nn.Module]) -> Callable[..., Any]:
     forward = original.forward
     plain = forward.__globals__["eager_attention_forward"]  # type: ignore[index]
-    repeat = plain.__globals__["repeat_kv"] if _code(plain) == _code(_form_grouped_attention) else None
+    repeat = plain.__globals__["repeat_kv"] if written(plain) == _GROUPED_ATTENTION else None
 
     def eager_attention_forward(
         module: nn.Module,
@@ -425,89 +363,14 @@ def _attending(original: type[nn.Module]) -> Callable[..., Any]:
 # The loss
 
 
-def _form_causal_lm(
-    self,
-    input_ids=None,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    inputs_embeds=None,
-    labels=None,
-    use_cache=None,
-    logits_to_keep=0,
-    **kwargs,
-):
-    outputs: BaseModelOutputWithPast = self.model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds,
-        use_cache=use_cache,
-        **kwargs,
-    )
-
-    hidden_states = outputs.last_hidden_state
-    hidden_states = slice_logits_to_keep(hidden_states, logits_to_keep)
-    logits = self.lm_head(hidden_states)
-
-    loss = None
-    if labels is not None:
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
-
-
-def _form_causal_lm_sliced(
-    self,
-    input_ids=None,
-    attention_mask=None,
-    position_ids=None,
-    past_key_values=None,
-    inputs_embeds=None,
-    labels=None,
-    use_cache=None,
-    logits_to_keep=0,
-    **kwargs,
-):
-    outputs: BaseModelOutputWithPast = self.model(
-        input_ids=input_ids,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        inputs_embeds=inputs_embeds,
-        use_cache=use_cache,
-        **kwargs,
-    )
-
-    hidden_states = outputs.last_hidden_state
-    slice_indices = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-    logits = self.lm_head(hidden_states[:, slice_indices, :])
-
-    loss = None
-    if labels is not None:
-        loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-
-    return CausalLMOutputWithPast(
-        loss=loss,
-        logits=logits,
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
+# Hidden states, their logits, the loss of these; in two ways to say which logits are wanted.
+_CAUSAL_LM = ("251f057fcb6bc2ca", "0800d02eb9d8daa4")
 
 
 def _next_token_loss(module: nn.Module, model: nn.Module) -> bool:
     """Whether the model's loss is the plain one of the next token, through a plain linear head."""
-    forms = (_code(_form_causal_lm), _code(_form_causal_lm_sliced))
     return (
-        _code(type(module).forward) in forms
+        written(type(module).forward) in _CAUSAL_LM
         and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
         and type(module.lm_head) is nn.Linear
     )
@@ -592,13 +455,13 @@ def _loss_of_hidden(
 
 # Of these a module has one, the first.
 FORMS = (
-    _written("rmsnorm", _form_norm, _norm),
-    _written("rmsnorm", _form_gemma_norm, _gemma_norm, lambda m: _code(type(m)._norm) == _code(_form_gemma_inner_norm)),
+    _form("rmsnorm", _NORM, _norm),
+    _form("rmsnorm", _GEMMA_NORM, _gemma_norm, lambda m: written(type(m)._norm) == _GEMMA_INNER_NORM),
     Form("layernorm", _is_layer_norm, lambda original: _layer_norm),
-    _written("silu_mul", _form_mlp, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn"),
+    _form("silu_mul", _MLP, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn"),
     *_gelus("tanh"),
     *_gelus("none"),
-    _written("add_rmsnorm", _form_layer, _layer, _llama_norm_follows),
+    _form("add_rmsnorm", _LAYER, _layer, _llama_norm_follows),
     Form("rope", _rotates, _rotating),
     Form("linear_cross_entropy", _next_token_loss, _causal_lm),
 )
