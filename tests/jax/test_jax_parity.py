@@ -32,6 +32,7 @@ def test_torch_and_jax_agree(stage_problem: Any, run_stage: Callable[..., Any], 
             continue
         other = torch_arrays.to_numpy(other)
         assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
-        assert np.all(np.abs(mine.astype(np.float64) - other.astype(np.float64)) <= limit)
+        # Each of the two may be off by the limit.
+        assert np.all(np.abs(mine.astype(np.float64) - other.astype(np.float64)) <= 2 * limit)
         compared += 1
     assert compared
