@@ -1,0 +1,75 @@
+"""Compile ahead, on a machine without a GPU, what the GPU tests of the declared cases call.
+
+Most of the time of ``pytest -m gpu`` goes to compiling. A cache folder that this fills can be copied to the machine
+with the GPU (some 2000 kernels, 5 MB compressed), whose tests then find them there.
+
+CUTE_OPS_CACHE_DIR=out/kernels python tests/gpu_kernels.py --arch sm_90a:132
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+
+import torch
+from rich.progress import Progress
+
+from cute_ops import FLOATS, Case, Op, cache, target, testing
+from cute_ops.op import Tensor
+from cute_ops.ops import OPS
+from cute_ops.plan import plan
+from cute_ops.variant import Variant
+from cute_ops_torch.tensors import DTYPES, bind_tensors, memory
+
+LAYOUTS = ("compact", "slices", "shifted slices")
+
+
+def tensor(op: Op, case: Case, name: str, dtype: str, layout: str) -> torch.Tensor | None:
+    """An input of a case, laid out as the tests lay it out; its values do not matter."""
+    declared: Tensor = op.inputs[name]
+    if name in case.absent:
+        return None
+    shape = declared.of(case.dims)
+    if name in case.leading:
+        shape = shape[len(shape) - len(declared.dims) - case.leading[name] :]
+    if declared.below:
+        dtype = case.dtypes.get(declared.dtype, op.dtype_choices(declared)[0])
+    else:
+        dtype = case.dtypes.get(declared.dtype, dtype) if declared.dtype in op.dtypes else declared.dtype
+    kind, shift = DTYPES[dtype], int(layout == "shifted slices")
+    if layout == "compact" or not (declared.rows or shift):
+        return torch.empty(shape, dtype=kind)
+    if not declared.rows:
+        return torch.empty(shape[0] + 1, *shape[1:], dtype=kind)[1:]
+    if not declared.dims:
+        return torch.empty(*shape, 3, dtype=kind)[..., 1]
+    n = shape[-1]
+    return torch.empty(*shape[:-1], n + 8 - n % 8 + 8, dtype=kind)[..., shift : shift + n]
+
+
+def variants(arch: target.Target) -> Iterator[Variant]:
+    """The variants of every declared case, dtype and layout."""
+    for layout in LAYOUTS:
+        for dtype in FLOATS:
+            for op in (*OPS, *(op.grad for op in OPS if op.grad)):
+                for case in op.cases:
+                    tensors = [tensor(op, case, name, dtype, layout) for name in op.inputs]
+                    binding = bind_tensors(op, tensors, list(testing.attributes(op, case).values()))
+                    if not binding.empty:
+                        yield plan(binding, memory(op, tensors), arch).variant
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", default="sm_90a:132", help="the GPU, with its number of SMs")
+    found = {v.symbol: v for v in variants(target.parse(parser.parse_args().arch))}
+    with Progress() as progress:
+        task = progress.add_task("compiling", total=len(found))
+        built = cache.build_all(found.values(), lambda _: progress.advance(task))
+    for one in built:
+        if one.error:
+            print(one.error)
+
+
+if __name__ == "__main__":
+    main()
