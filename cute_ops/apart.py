@@ -22,11 +22,11 @@ from cute_ops.binding import bind
 from cute_ops.candidates import Tile
 from cute_ops.target import Target
 from cute_ops.tuner import Examined, Trial
+from cute_ops.worker import exit_text, log_tail
 
 IDLE_SECONDS = 60.0
 START_SECONDS = 120.0  # a framework's import may take long
 TIMEOUT_SECONDS = 60.0  # of one step
-_LOG_TAIL = 2000
 
 
 class Apart:
@@ -131,9 +131,7 @@ class Apart:
         line = process.stdout.readline()
         if line:
             return json.loads(line)
-        code = process.wait()
-        how = f"signal {-code}" if code < 0 else f"exit code {code}"
-        return {"fatal": True, "error": f"ended the process with {how}{self._tail()}"}
+        return {"fatal": True, "error": f"ended the process with {exit_text(process.wait())}{self._tail()}"}
 
     def _stop(self) -> None:
         if self._process is not None:
@@ -142,11 +140,7 @@ class Apart:
         self._process = None
 
     def _tail(self) -> str:
-        if self._log is None:
-            return ""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(size - _LOG_TAIL, 0))
-        said = self._log.read().decode(errors="replace").strip().splitlines()
+        said = log_tail(self._log).strip().splitlines()
         return f": {said[-1]}" if said else ""
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cute_ops.op import Case, Op, Tensor
+from cute_ops.op import Array, Case, Op, Tensor
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "float8_e4m3fn": 2.0**-3}
 Arrays = Mapping[str, np.ndarray | None]
@@ -32,28 +32,38 @@ def attributes(op: Op, case: Case) -> dict[str, Any]:
     return {**op.attrs, **{k: v for k, v in case.attrs.items() if k in op.attrs}}
 
 
-def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarray | None]:
-    """Random inputs of a case: normal numbers, weights around one. Dtype variables follow ``dtype`` unless
-    the case fixes them.
-    """
-    made: dict[str, np.ndarray | None] = {}
+def specs(op: Op, case: Case, dtype: str) -> dict[str, Array | None]:
+    """Shapes and dtypes of a case's inputs. Dtype variables follow ``dtype`` unless the case fixes them."""
+    found: dict[str, Array | None] = {}
     for name, tensor in op.inputs.items():
         if name in case.absent:
-            made[name] = None
+            found[name] = None
             continue
         shape = tensor.of(case.dims)
         if name in case.leading:
             shape = shape[len(shape) - len(tensor.dims) - case.leading[name] :]
+        # Every dtype variable of integers takes its first choice where the case fixes none.
+        free = op.dtype_choices(tensor)[0] if tensor.below else dtype
+        variable = tensor.below or tensor.dtype in op.dtypes
+        found[name] = Array(shape, case.dtypes.get(tensor.dtype, free) if variable else tensor.dtype)
+    return found
+
+
+def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarray | None]:
+    """Random inputs of a case: normal numbers, weights around one."""
+    made: dict[str, np.ndarray | None] = {}
+    for name, spec in specs(op, case, dtype).items():
+        if spec is None:
+            made[name] = None
+            continue
+        tensor = op.inputs[name]
         rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{name}".encode())])
         if tensor.below:
-            # Every dtype variable of integers takes its first choice where the case fixes none.
-            kind = case.dtypes.get(tensor.dtype, op.dtype_choices(tensor)[0])
-            made[name] = rng.integers(0, case.dims[tensor.below], shape).astype(kind)
+            made[name] = rng.integers(0, case.dims[tensor.below], spec.shape).astype(spec.dtype)
             continue
-        normal = rng.standard_normal(shape, dtype=np.float32)
+        normal = rng.standard_normal(spec.shape, dtype=np.float32)
         values = 1 + normal / 4 if name.endswith("weight") else _valid(tensor, normal)
-        concrete = case.dtypes.get(tensor.dtype, dtype) if tensor.dtype in op.dtypes else tensor.dtype
-        made[name] = values.astype(numpy_dtype(concrete))
+        made[name] = values.astype(numpy_dtype(spec.dtype))
     return made
 
 

@@ -79,7 +79,7 @@ class Worker:
             return json.loads(line)
         if process.wait() == 0:
             return None
-        return {"error": f"the compiler died with {_exit_text(process.returncode)}\n{self._tail()}"}
+        return {"error": f"the compiler died with {exit_text(process.returncode)}\n{self._tail()}"}
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._stop()
@@ -101,11 +101,7 @@ class Worker:
         self._process = None
 
     def _tail(self) -> str:
-        if self._log is None:
-            return ""
-        size = self._log.seek(0, os.SEEK_END)
-        self._log.seek(max(size - _LOG_TAIL, 0))
-        return self._log.read().decode(errors="replace")
+        return log_tail(self._log)
 
     def _dead(self, variant: Variant) -> CompileError:
         return CompileError(f"cute.{variant.op}: the compile process does not start\n{self._tail()}")
@@ -206,5 +202,15 @@ def _read_line() -> bytes:
     return line
 
 
-def _exit_text(code: int) -> str:
+def log_tail(log: IO[bytes] | None) -> str:
+    """The end of what a process has said."""
+    if log is None:
+        return ""
+    size = log.seek(0, os.SEEK_END)
+    log.seek(max(size - _LOG_TAIL, 0))
+    return log.read().decode(errors="replace")
+
+
+def exit_text(code: int) -> str:
+    """How a process ended."""
     return f"signal {-code}" if code < 0 else f"exit code {code}"

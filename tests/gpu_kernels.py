@@ -14,8 +14,8 @@ from collections.abc import Iterator
 import torch
 from rich.progress import Progress
 
-from cute_ops import FLOATS, Case, Op, cache, target, testing
-from cute_ops.op import Tensor
+from cute_ops import FLOATS, cache, target, testing
+from cute_ops.op import Array, Tensor
 from cute_ops.ops import OPS
 from cute_ops.plan import plan
 from cute_ops.variant import Variant
@@ -24,19 +24,9 @@ from cute_ops_torch.tensors import DTYPES, bind_tensors, memory
 LAYOUTS = ("compact", "slices", "shifted slices")
 
 
-def tensor(op: Op, case: Case, name: str, dtype: str, layout: str) -> torch.Tensor | None:
-    """An input of a case, laid out as the tests lay it out; its values do not matter."""
-    declared: Tensor = op.inputs[name]
-    if name in case.absent:
-        return None
-    shape = declared.of(case.dims)
-    if name in case.leading:
-        shape = shape[len(shape) - len(declared.dims) - case.leading[name] :]
-    if declared.below:
-        dtype = case.dtypes.get(declared.dtype, op.dtype_choices(declared)[0])
-    else:
-        dtype = case.dtypes.get(declared.dtype, dtype) if declared.dtype in op.dtypes else declared.dtype
-    kind, shift = DTYPES[dtype], int(layout == "shifted slices")
+def laid_out(declared: Tensor, spec: Array, layout: str) -> torch.Tensor:
+    """An input, laid out as the tests lay it out; its values do not matter."""
+    shape, kind, shift = spec.shape, DTYPES[spec.dtype], int(layout == "shifted slices")
     if layout == "compact" or not (declared.rows or shift):
         return torch.empty(shape, dtype=kind)
     if not declared.rows:
@@ -53,7 +43,10 @@ def variants(arch: target.Target) -> Iterator[Variant]:
         for dtype in FLOATS:
             for op in (*OPS, *(op.grad for op in OPS if op.grad)):
                 for case in op.cases:
-                    tensors = [tensor(op, case, name, dtype, layout) for name in op.inputs]
+                    tensors = [
+                        None if spec is None else laid_out(op.inputs[name], spec, layout)
+                        for name, spec in testing.specs(op, case, dtype).items()
+                    ]
                     binding = bind_tensors(op, tensors, list(testing.attributes(op, case).values()))
                     if not binding.empty:
                         yield plan(binding, memory(op, tensors), arch).variant
