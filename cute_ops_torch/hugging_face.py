@@ -445,11 +445,11 @@ def _loss_of_hidden(
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
     reduction = "mean" if num_items_in_batch is None else "sum"
-    target = shift_labels.view(-1).to(hidden.device)
+    # In the shape of the hidden states: as one line of rows, positions that are sharded would have to be gathered.
+    target = shift_labels.view(hidden.shape[:-1]).to(hidden.device)
     loss = linear_cross_entropy(
-        hidden.flatten(0, -2), head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction,
-        chunk_rows=chunk_rows,
-    )  # fmt: skip
+        hidden, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction, chunk_rows=chunk_rows
+    )
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
