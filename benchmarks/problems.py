@@ -12,6 +12,7 @@ import torch
 from cute_ops.binding import Binding, bind
 from cute_ops.op import ITEMSIZE, Array, Op
 from cute_ops.ops import OPS
+from cute_ops_torch.measure import random_input
 
 BY_NAME = {op.name: op for op in OPS}
 DIRECTIONS = ("fwd", "bwd")
@@ -115,16 +116,10 @@ class Problem:
         made = {}
         for name, (shape, dtype) in self.arrays().items():
             tensor = self.declaration.inputs[name]
-            if tensor.below:
-                made[name] = torch.randint(self.n, shape, generator=generator, device=device)
-                continue
             sliced = len(shape) - len(tensor.dims)  # the first dim of a row
-            stretch = 3 if self.strided and tensor.rows and not tensor.broadcast else 1
-            full = [size * stretch if i == sliced else size for i, size in enumerate(shape)]
-            values = torch.randn(full, generator=generator, device=device, dtype=torch.float32)
-            if name.endswith("weight"):
-                values = 1 + values / 4
-            values = values.to(getattr(torch, dtype))
+            stretch = 3 if self.strided and tensor.rows and tensor.dims and not tensor.broadcast else 1
+            full = tuple(size * stretch if i == sliced else size for i, size in enumerate(shape))
+            values = random_input(self.declaration, name, Array(full, dtype), {"n": self.n}, generator)
             made[name] = values if stretch == 1 else values.narrow(sliced, 0, shape[sliced])
         return made
 

@@ -156,6 +156,13 @@ class Finish:
     def defaults(self) -> dict[str, Any]:
         return {name: choices[0] for name, choices in self.options.items()}
 
+    def check(self, what: str, options: Mapping[str, Any]) -> None:
+        """Raise ValueError for a value that an option does not take, of the function ``what``."""
+        for name, choices in self.options.items():
+            if options[name] not in choices:
+                known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
+                raise ValueError(f"cute.{what}: option `{name}` is {options[name]!r}, expected {known}.")
+
 
 @dataclass(frozen=True)
 class Split:
@@ -220,7 +227,6 @@ class Op:
         inference_only: for an op that has no gradient on purpose: what to do instead, for the error message.
         finish: what the Python functions do after the op; it adds keyword arguments to them.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
-        moves: ``moves(dims) -> (extra_bytes, flops)`` beyond one pass over inputs and outputs, for benchmarks.
         cases: named problems.
         doc: the public docstring: formula first.
     """
@@ -315,10 +321,8 @@ class Op:
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for a value that an option does not take."""
-        for name, choices in self.finish.options.items() if self.finish else ():
-            if options[name] not in choices:
-                known = ", ".join(map(repr, choices[:-1])) + f" or {choices[-1]!r}"
-                raise ValueError(f"cute.{self.name}: option `{name}` is {options[name]!r}, expected {known}.")
+        if self.finish:
+            self.finish.check(self.name, options)
 
     def _validate(self) -> None:
         if not self.name.isidentifier():

@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops import chunks
+from cute_ops.linear_cross_entropy import check
 from cute_ops.op import Op, Tensor
 from cute_ops.ops.cross_entropy import cross_entropy as op
 from cute_ops_jax import sharding
@@ -27,7 +28,6 @@ from cute_ops_jax.vocabulary import (
     Axis,
     Setting,
     check_axis,
-    check_options,
     gradient,
     loss_and_gradient,
     losses,
@@ -124,29 +124,11 @@ def vocab_parallel_linear_cross_entropy(
 def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
     hidden, weight, target = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(target)
     bias = None if bias is None else jnp.asarray(bias)
-    _check(what, hidden, weight, target, bias)
-    check_options(setting.reduction, what)
+    check(what, hidden, weight, target, bias, setting.reduction)
     if setting.axis is not None:
         check_axis(setting.axis, what)
     (hidden, weight, bias), target = spread((hidden, weight, bias), target, setting.axis)
     return _loss(setting, (hidden, weight, bias), target)
-
-
-def _check(what: str, hidden: Array, weight: Array, target: Array, bias: Array | None) -> None:
-    def fail(kind: type[Exception], problem: str) -> Exception:
-        return kind(f"cute.{what}: {problem}")
-
-    for name, a in (("weight", weight), ("bias", bias)):
-        if a is not None and a.dtype != hidden.dtype:
-            raise fail(TypeError, f"argument `{name}` has dtype {a.dtype}, but `hidden` has {hidden.dtype}.")
-    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        problem = f"argument `weight` has shape {weight.shape}, expected (n, h) with `hidden` [*m h]"
-        raise fail(ValueError, f"{problem} = {hidden.shape}.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise fail(ValueError, f"argument `bias` has shape {bias.shape}, expected {weight.shape[:1]}.")
-    if target.shape != hidden.shape[:-1]:
-        problem = f"argument `target` has shape {target.shape}, expected {hidden.shape[:-1]}"
-        raise fail(ValueError, f"{problem}: the leading dims of `hidden`.")
 
 
 # --- chunks --------------------------------------------------------------------------------------------------------

@@ -42,12 +42,6 @@ class Setting(NamedTuple):
         return {name: getattr(self, name, default) for name, default in op.attrs.items()}
 
 
-def check_options(reduction: str, what: str) -> None:
-    """Raise ValueError for an unknown reduction."""
-    if reduction not in FINISH.options["reduction"]:
-        raise ValueError(f"cute.{what}: option `reduction` is {reduction!r}, expected 'mean', 'sum' or 'none'.")
-
-
 def check_axis(axis: Axis, what: str) -> None:
     """Raise NameError unless the axis is one of an enclosing ``shard_map``: gradients follow its conventions."""
     missing = [a for a in sharding.as_axes(axis) if a not in sharding.manual()]
@@ -138,7 +132,7 @@ def vocab_parallel_cross_entropy(
     Source: Shoeybi et al., Megatron-LM, 2019.
     """
     logits, target = jnp.asarray(logits), jnp.asarray(target)
-    check_options(reduction, "vocab_parallel_cross_entropy")
+    FINISH.check("vocab_parallel_cross_entropy", {"reduction": reduction})
     if logits.ndim < 1 or target.shape != logits.shape[:-1] or not logits.shape[-1]:
         given = specs({"logits": logits, "target": target})
         problem = "expected the leading dims of `logits`, which have at least one class"

@@ -18,16 +18,16 @@ from typing import Any
 import torch
 
 from cute_ops import chunks
+from cute_ops.linear_cross_entropy import check
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
-from cute_ops.ops.cross_entropy import FINISH, cross_entropy, cross_entropy_bwd
+from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_bwd
 from cute_ops_torch.autograd import inplace_gradient
 from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.registry import family
 from cute_ops_torch.slices import Slice, run_on_slice
 
 Tensor = torch.Tensor
-_REDUCTIONS = FINISH.options["reduction"]
 library = torch.library.Library("cute", "FRAGMENT")
 _ATTRS = "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0"
 _INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
@@ -85,7 +85,7 @@ def linear_cross_entropy(
         or not (any(wanted) and torch.is_grad_enabled())
     ):
         return torch.ops.cute.linear_cross_entropy(*arguments)
-    _check(hidden, weight, target, bias, reduction)
+    check("linear_cross_entropy", hidden, weight, target, bias, reduction)
     return _Direct.apply(*arguments, wanted, chunk_rows)
 
 
@@ -94,7 +94,7 @@ def composite(
     label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean",
 ) -> Tensor:  # fmt: skip
     """``torch.ops.cute.linear_cross_entropy``, of ops that are no compositions."""
-    _check(hidden, weight, target, bias, reduction)
+    check("linear_cross_entropy", hidden, weight, target, bias, reduction)
     attrs = (ignore_index, label_smoothing, z_loss)
     inputs = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
@@ -104,25 +104,6 @@ def composite(
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
-
-
-def _check(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, reduction: str) -> None:
-    def fail(kind: type[Exception], problem: str) -> Exception:
-        return kind(f"cute.linear_cross_entropy: {problem}")
-
-    if reduction not in _REDUCTIONS:
-        raise fail(ValueError, f"option `reduction` is {reduction!r}, expected 'mean', 'sum' or 'none'.")
-    for name, t in (("weight", weight), ("bias", bias)):
-        if t is not None and t.dtype != hidden.dtype:
-            raise fail(TypeError, f"argument `{name}` has dtype {t.dtype}, but `hidden` has {hidden.dtype}.")
-    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        problem = f"argument `weight` has shape {tuple(weight.shape)}, expected (n, h) with `hidden` [*m h]"
-        raise fail(ValueError, f"{problem} = {tuple(hidden.shape)}.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise fail(ValueError, f"argument `bias` has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}.")
-    if target.shape != hidden.shape[:-1]:
-        problem = f"argument `target` has shape {tuple(target.shape)}, expected {tuple(hidden.shape[:-1])}"
-        raise fail(ValueError, f"{problem}: the leading dims of `hidden`.")
 
 
 class _Direct(torch.autograd.Function):

@@ -219,19 +219,24 @@ def _inputs(binding: Binding, memory: Mapping[str, Memory]) -> list[torch.Tensor
         if array is None:
             made.append(None)
             continue
-        declared, dtype = binding.op.inputs[name], DTYPES[array.dtype]
-        if declared.below:
-            values = torch.randint(binding.dims[declared.below], array.shape, generator=generator, device=place())
-        else:
-            values = torch.randn(array.shape, generator=generator, device=place())
-            if declared.at_most is not None:
-                values = declared.at_most - values.abs_()
-            if name.endswith("weight"):
-                values = values.div_(4).add_(1)
+        values = random_input(binding.op, name, array, binding.dims, generator)
         where = memory.get(name, Memory(compact(array.shape)))
-        space = _empty(array, where)
-        made.append(space.copy_(values.to(dtype)))
+        made.append(_empty(array, where).copy_(values))
     return made
+
+
+def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+    """What :func:`cute_ops.testing.inputs` makes, where the generator is: normal numbers, weights around one."""
+    declared = op.inputs[name]
+    if declared.below:
+        values = torch.randint(dims[declared.below], array.shape, generator=generator, device=generator.device)
+    else:
+        values = torch.randn(array.shape, generator=generator, device=generator.device)
+        if declared.at_most is not None:
+            values = declared.at_most - values.abs_()
+        if name.endswith("weight"):
+            values = values.div_(4).add_(1)
+    return values.to(DTYPES[array.dtype])
 
 
 def _empty(array: Array, where: Memory) -> torch.Tensor:

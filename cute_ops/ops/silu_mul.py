@@ -36,16 +36,16 @@ def reference_again(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any, A
     return *reference_bwd(xp, gate, up, dout), reference(xp, gate, up)
 
 
+ROWS = Tensor("*m n", "T")
+COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS}, "parallel": ("n",), "tile": pointwise, "tuning": POINTWISE}
+
 silu_mul_bwd = Op(
     "silu_mul_bwd",
-    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T"), "dout": Tensor("*m n", "T")},
-    outputs={"dgate": Tensor("*m n", "T"), "dup": Tensor("*m n", "T")},
-    dtypes={"T": FLOATS},
-    parallel=("n",),
+    inputs={"gate": ROWS, "up": ROWS, "dout": ROWS},
+    outputs={"dgate": ROWS, "dup": ROWS},
+    **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.silu_mul:SiluMulBackward",
-    tile=pointwise,
-    tuning=POINTWISE,
     cases=CASES,
     doc="""Gradients of :func:`silu_mul`.
 
@@ -55,14 +55,11 @@ silu_mul_bwd = Op(
 
 silu_mul = Op(
     "silu_mul",
-    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T")},
-    outputs={"out": Tensor("*m n", "T")},
-    dtypes={"T": FLOATS},
-    parallel=("n",),
+    inputs={"gate": ROWS, "up": ROWS},
+    outputs={"out": ROWS},
+    **COMMON,
     reference=reference,
     kernel="cute_ops.kernels.silu_mul:SiluMul",
-    tile=pointwise,
-    tuning=POINTWISE,
     grad=silu_mul_bwd,
     cases=CASES,
     doc="""SiLU of the gate times up: the pointwise half of SwiGLU.
@@ -86,18 +83,15 @@ silu_mul = Op(
 
 silu_mul_again = Op(
     "silu_mul_again",
-    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T"), "dout": Tensor("*m n", "T")},
+    inputs={"gate": ROWS, "up": ROWS, "dout": ROWS},
     outputs={
         "dgate": Tensor("*m n", "T", reuses="gate"),
         "dup": Tensor("*m n", "T", reuses="up"),
         "out": Tensor("*m n", "T", reuses="dout"),
     },
-    dtypes={"T": FLOATS},
-    parallel=("n",),
+    **COMMON,
     reference=reference_again,
     kernel="cute_ops.kernels.silu_mul:SiluMulAgain",
-    tile=pointwise,
-    tuning=POINTWISE,
     cases=CASES[2:6],
     doc="""Gradients of :func:`silu_mul`, and its output again.
 

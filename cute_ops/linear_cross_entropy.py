@@ -1,0 +1,32 @@
+"""What :func:`linear_cross_entropy` takes, in both frameworks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.ops.cross_entropy import FINISH
+
+
+def check(what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str) -> None:
+    """Raise unless these arrays of a framework fit together; ``what`` is the function that was called.
+
+    Raises:
+        TypeError: dtypes that differ.
+        ValueError: shapes that do not fit, an unknown reduction.
+    """
+
+    def fail(kind: type[Exception], problem: str) -> Exception:
+        return kind(f"cute.{what}: {problem}")
+
+    FINISH.check(what, {"reduction": reduction})
+    for name, a in (("weight", weight), ("bias", bias)):
+        if a is not None and a.dtype != hidden.dtype:
+            raise fail(TypeError, f"argument `{name}` has dtype {a.dtype}, but `hidden` has {hidden.dtype}.")
+    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
+        problem = f"argument `weight` has shape {tuple(weight.shape)}, expected (n, h) with `hidden` [*m h]"
+        raise fail(ValueError, f"{problem} = {tuple(hidden.shape)}.")
+    if bias is not None and bias.shape != weight.shape[:1]:
+        raise fail(ValueError, f"argument `bias` has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}.")
+    if target.shape != hidden.shape[:-1]:
+        problem = f"argument `target` has shape {tuple(target.shape)}, expected {tuple(hidden.shape[:-1])}"
+        raise fail(ValueError, f"{problem}: the leading dims of `hidden`.")
