@@ -8,7 +8,10 @@ from typing import Any
 from cute_ops import declarations
 from cute_ops.manifest import ROWS, Call
 from cute_ops.op import FLOATS, Array, Op
+from cute_ops.plan import Memory
 
+# Batch and positions: kernels are made for so many dims, of any size.
+LEAD = (1, ROWS)
 # The gated product of each activation, and its attributes.
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("silu_mul", {}),
@@ -20,12 +23,12 @@ _GATED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
-    """Norms and gates of a decoder, as :func:`cute_ops_torch.patch` would have it call them.
+    """Norms, gates, rotations and the loss of a decoder, as :func:`cute_ops_torch.patch` has it call them.
 
     Args:
         config: what is in ``config.json``; of a model with parts, its ``text_config`` is read.
         dtype: of the activations; by default what the configuration says.
-        train: gradients, too.
+        train: gradients and the loss, too.
 
     Raises:
         ValueError: it says too little.
@@ -44,22 +47,55 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
     eps = config.get("rms_norm_eps")
     if eps is not None:
         attrs = {"eps": float(eps)} | ({"weight_offset": 1.0} if name.startswith("gemma") else {})
-        heads = config.get("head_dim") or hidden // config.get("num_attention_heads", 1)
-        for n in (hidden, *([heads] if name.startswith(("qwen3", "gemma3")) else [])):
-            yield from _rows("rmsnorm", {"x": n, "weight": n}, dtype, attrs, train)
+        yield from _rows("rmsnorm", {"x": hidden, "weight": hidden}, dtype, attrs, train)
+        if name.startswith(("qwen3", "gemma3")):
+            heads = config.get("num_attention_heads", 1)
+            size = config.get("head_dim") or hidden // heads
+            yield from _rows("rmsnorm", {"x": size, "weight": size}, dtype, attrs, train, (*LEAD, heads))
         yield from _rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train)
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation in _GATED and "intermediate_size" in config:
         gated, attrs = _GATED[activation]
         for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
             yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train)
+    # Of heads that are rotated in part the rest is cut off before.
+    whole = config.get("partial_rotary_factor") in (None, 1.0)
+    if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
+        yield from _rotations(config, dtype, train)
+    if train and "vocab_size" in config:
+        yield from _losses(config["vocab_size"], dtype)
 
 
-def _rows(name: str, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any], train: bool) -> Iterator[Call]:
+def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
+    """Of queries and keys, by tables whose two halves are the same: the first is used where it lies."""
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
+    for count in dict.fromkeys((heads, config.get("num_key_value_heads") or heads)):
+        for name, rotated in (("rope", "x"), ("rope_bwd", "dout"))[: 1 + train]:
+            # The half of a table of one position, as a token is generated, is compact.
+            for positions, memory in ((ROWS, halves), (1, {}))[: 2 if name == "rope" else 1]:
+                table = Array((positions, size // 2), dtype)
+                inputs = {rotated: Array((1, positions, count, size), dtype), "cos": table, "sin": table}
+                yield Call(name, inputs, memory=memory)
+
+
+def _losses(vocab: int, dtype: str) -> Iterator[Call]:
+    """Of some rows of logits at a time: with their gradient while the model learns, alone where it is judged."""
+    logits, target = Array((ROWS, vocab), dtype), Array((ROWS,), "int64")
+    weight = {"dloss": Memory((0,))}  # all rows' is one number
+    step = {"logits": logits, "target": target, "dloss": Array((ROWS,), "float32")}
+    yield Call("cross_entropy_step", step, memory=weight)
+    yield Call("cross_entropy", {"logits": logits, "target": target})
+
+
+def _rows(
+    name: str, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any], train: bool, lead: tuple[int, ...] = LEAD
+) -> Iterator[Call]:
     op = declarations.find(name)
 
     def arrays(of: Op, names: Mapping[str, int]) -> dict[str, Array]:
-        return {n: Array((*((ROWS,) if of.inputs[n].rows else ()), size), dtype) for n, size in names.items()}
+        return {n: Array((*(lead if of.inputs[n].rows else ()), size), dtype) for n, size in names.items()}
 
     full = {key: value for key, value in attrs.items() if op.attrs.get(key) != value}
     yield Call(name, arrays(op, sizes), attrs=full)

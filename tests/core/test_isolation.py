@@ -74,6 +74,15 @@ def test_kernels_import_only_cutlass_and_siblings(path: Path) -> None:
     assert not foreign
 
 
+@pytest.mark.parametrize("package", ["cute_ops", "cute_ops_torch", "cute_ops_jax"])
+def test_nothing_on_disk_is_unpickled(package: str) -> None:
+    """What runs code when it is read: not the cache, not bundles, not what workers say."""
+    runs_code = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "multiprocessing")
+    for path in sorted((ROOT / package).rglob("*.py")):
+        found = {name for name in imports_of(path) if name.startswith(runs_code)}
+        assert not found, f"{path} imports {found}"
+
+
 @pytest.mark.parametrize("package", ["cute_ops_torch", "cute_ops_jax"])
 def test_adapters_never_see_a_kernel(package: str) -> None:
     for path in sorted((ROOT / package).rglob("*.py")):

@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import copy
+import sys
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
+from cute_ops import Op, declarations, manifest
+from cute_ops.models import calls_of_model
+from cute_ops.target import Target, parse
+from cute_ops_torch.registry import family
+from cute_ops_torch.tensors import bind_tensors, memory
 
 transformers = pytest.importorskip("transformers")
 
@@ -269,3 +276,48 @@ def test_unknown_models_are_refused() -> None:
 @pytest.mark.gpu
 def test_llama_on_a_gpu() -> None:
     assert len(compare(llama().cuda(), "cuda")) == 12
+
+
+class Calls(TorchDispatchMode):
+    """Notes the kernels that calls of our ops would run on a GPU."""
+
+    def __init__(self, target: Target) -> None:
+        super().__init__()
+        self.target, self.found = target, dict[str, manifest.Call]()
+
+    def note(self, op: Op, arguments: tuple[Any, ...]) -> None:
+        tensors = [*arguments, *[None] * len(op.inputs)][: len(op.inputs)]
+        attrs = {**op.attrs, **dict(zip(op.attrs, arguments[len(op.inputs) :], strict=False))}
+        call = manifest.call_of(bind_tensors(op, tensors, list(attrs.values())), memory(op, tensors))
+        assert call is not None
+        self.found[call.variant(self.target).symbol] = call
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        space, _, name = func._schema.name.partition("::")
+        if space == "cute" and not name.startswith("linear_cross_entropy"):
+            self.note(declarations.find(name), args)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma"])
+def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So a bundle that is built from it leaves nothing to compile."""
+    sm90, model = parse("sm_90a"), llama(kind)
+    cute_ops_torch.patch(model)
+    calls = Calls(sm90)
+
+    def noted(*names: str) -> tuple[Any, ...]:
+        op, run, into = family(*names)
+        return op, lambda *arguments: (calls.note(op, arguments), run(*arguments))[1], into
+
+    monkeypatch.setattr(sys.modules["cute_ops_torch.linear_cross_entropy"], "family", noted)
+    tokens = torch.randint(0, 97, (64, manifest.ROWS // 64))
+    with calls:
+        model(tokens, labels=tokens).loss.backward()
+        with torch.no_grad():
+            for prompt in (tokens[:1, :9], tokens[:3, :1]):
+                model(prompt)
+    told = {c.variant(sm90).symbol for c in calls_of_model(model.config.to_dict(), "float32", train=True)}
+    names = {call.name for call in calls.found.values()}
+    assert {"rmsnorm", "rmsnorm_bwd", "rope", "rope_bwd", "cross_entropy_step"} <= names
+    assert not [str(call) for symbol, call in calls.found.items() if symbol not in told]
