@@ -6,6 +6,7 @@ Written against jax 0.9.1 to 0.11.2.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -20,6 +21,7 @@ __all__ = [
     "Primitive",
     "ShapedArray",
     "aval_like",
+    "callbacks_in_keys",
     "needs_devices",
     "new_primitive",
     "register_lowering",
@@ -56,13 +58,14 @@ def register_lowering(
     """Lower a primitive to what tracing ``body(*arrays, **params)`` gives; on every platform where none is named.
 
     Args:
-        spread: the body to trace instead where XLA partitions the program over several devices.
+        spread: the body to trace instead where XLA partitions the program over several devices; it gets their number
+            as ``devices``.
     """
 
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
         axes = context.module_context.axis_context
-        many = spread is not None and isinstance(axes, ShardingContext) and axes.num_devices > 1
-        chosen = spread if spread is not None and many else body
+        many = isinstance(axes, ShardingContext) and axes.num_devices > 1
+        chosen = partial(spread, devices=axes.num_devices) if spread is not None and many else body
         return mlir.lower_fun(chosen, multiple_results=True)(context, *operands, **params)
 
     mlir.register_lowering(primitive, rule, platform=platform)
@@ -71,6 +74,13 @@ def register_lowering(
 def needs_devices(primitive: Primitive) -> None:
     """Have the devices and the mesh of a program known when the primitive is lowered; ``custom_partitioning`` asks."""
     prim_requires_devices_during_lowering.add(primitive)
+
+
+def callbacks_in_keys() -> bool:
+    """Whether keys of XLA's persistent cache hold the address of ``custom_partitioning``'s callback, so that no other
+    process finds them.
+    """
+    return not getattr(jax.config, "jax_remove_custom_partitioning_ptr_from_cache_key", False)
 
 
 def varying_axes(aval: Any) -> frozenset[str]:

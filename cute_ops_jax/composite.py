@@ -10,9 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-import jax
-
-import cute_ops
 from cute_ops.binding import Binding, bind
 from cute_ops.op import Op
 from cute_ops_jax import _compat, lowering, sharding
@@ -33,13 +30,21 @@ class Composite(Stage):
     """A declaration with a program of other ops in place of a kernel.
 
     Args:
-        op: what it takes and gives, which says what devices may share. Its kernel and its reference are not asked for.
-        body: ``body(call, inputs, attrs) -> outputs``, arrays by name, None where absent.
+        op: what it takes and gives, which says what devices may share. Its kernel, its reference and the parts of its
+            split are not asked for.
+        body: ``body(call, inputs, attrs, axes) -> outputs``, arrays by name, None where absent. Devices along ``axes``
+            have slices of the dim that the declaration splits: the body says what they exchange.
     """
 
-    def __init__(self, op: Op, body: Callable[[Call, Arrays, Mapping[str, Any]], Arrays]) -> None:
+    def __init__(self, op: Op, body: Callable[[Call, Arrays, Mapping[str, Any], sharding.Axes], Arrays]) -> None:
         self.body = body
         super().__init__(op)
+
+    @staticmethod
+    def together(
+        op: Op, inputs: Arrays, attrs: Mapping[str, Any], axes: sharding.Axes, call: Callable[..., Arrays]
+    ) -> Arrays:
+        return call(inputs, attrs, axes=axes)
 
     def run_kernels_on(self, platform: str) -> None:
         self._lower(self.partitioned, lowering.kernel, platform)
@@ -50,12 +55,17 @@ class Composite(Stage):
         return primitive
 
     def _lower(self, primitive: _compat.Primitive, run: Callable[..., Any], platform: str | None = None) -> None:
-        program, label = partial(self._program, run), partial(self._label, run)
-        spread = partial(sharding.by_partitioner, self.op, program, label)
-        _compat.register_lowering(primitive, program, platform, spread)
+        program = partial(self._program, run)
+        _compat.register_lowering(primitive, program, platform, partial(self._spread, program))
 
     def _program(
-        self, run: Callable[..., Any], *arrays: Any, names: Sequence[str], attrs: Attributes, inplace: bool
+        self,
+        run: Callable[..., Any],
+        *arrays: Any,
+        names: Sequence[str],
+        attrs: Attributes,
+        inplace: bool,
+        axes: sharding.Axes = (),
     ) -> list[Any]:
         def call(op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
             given = {n: inputs[n] for n in op.inputs if inputs.get(n) is not None}
@@ -64,31 +74,20 @@ class Composite(Stage):
             outputs = [n for n, out in binding.outputs.items() if out is not None]
             return dict.fromkeys(op.outputs) | dict(zip(outputs, run(op, *given.values(), **params), strict=True))
 
-        return self._run(call, dict(zip(names, arrays, strict=True)), dict(attrs))
+        return list(self._run(call, dict(zip(names, arrays, strict=True)), dict(attrs), axes).values())
 
-    def _run(self, call: Call, given: Arrays, attrs: Mapping[str, Any]) -> list[Any]:
-        found = self.body(call, dict.fromkeys(self.op.inputs) | dict(given), attrs)
-        return [found[n] for n in self.op.outputs if found[n] is not None]
-
-    def _label(self, run: Callable[..., Any], given: Arrays, attrs: Attributes) -> str:
-        """What the program is, kernels included."""
-        symbols: dict[str, None] = {}
-
-        def record(op: Op, *arrays: Any, names: Sequence[str], attrs: Attributes, inplace: bool) -> Any:
-            if run is lowering.kernel:
-                symbols[lowering.symbol(op, dict(zip(names, arrays, strict=True)), attrs)] = None
-            return run(op, *arrays, names=names, attrs=attrs, inplace=inplace)
-
-        program = partial(self._program, record, names=tuple(given), attrs=attrs, inplace=False)
-        jax.eval_shape(program, *given.values())
-        return " ".join([self.op.name, cute_ops.__version__, *(f"{n}={v}" for n, v in attrs), *symbols])
+    def _run(self, call: Call, given: Arrays, attrs: Mapping[str, Any], axes: sharding.Axes) -> dict[str, Any]:
+        found = self.body(call, dict.fromkeys(self.op.inputs) | dict(given), attrs, axes)
+        return {n: found[n] for n in self.op.outputs if found[n] is not None}
 
     def _bind(self, given: Arrays, binding: Binding, inplace: bool) -> Sequence[Any]:
         if sharding.automatic():
             attrs = tuple(binding.attrs.items())
             return self.partitioned.bind(*given.values(), names=tuple(given), attrs=attrs, inplace=inplace)
 
-        def local(*arrays: Any, attrs: Mapping[str, Any]) -> list[Any]:
-            return self._run(by_stage, dict(zip(given, sharding.alike(arrays), strict=True)), attrs)
+        def call(inputs: Arrays, attrs: Mapping[str, Any], axes: sharding.Axes = ()) -> dict[str, Any]:
+            if not axes:
+                inputs = dict(zip(inputs, sharding.alike(list(inputs.values())), strict=True))
+            return self._run(by_stage, inputs, attrs, axes)
 
-        return sharding.by_type(local, given, binding)
+        return sharding.by_type(call, self.together, given, binding)

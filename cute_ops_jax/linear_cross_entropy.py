@@ -73,8 +73,8 @@ def linear_cross_entropy(
         TypeError: dtypes that differ or are not listed.
         ValueError: shapes that do not fit, an unknown reduction.
 
-    Where devices have some of the rows, each runs the loop on its own. Where they have some of the classes, they gather
-    the weight: see :func:`vocab_parallel_linear_cross_entropy`.
+    Where devices have some of the rows, each runs the loop on its own. Where they have some of the classes, each keeps
+    those, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
 
     Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
@@ -268,8 +268,16 @@ PROGRAMS: dict[str, tuple[Callable[..., Arrays], dict[str, Tensor], dict[str, Te
 def _composite(name: str) -> Composite:
     run, inputs, outputs = PROGRAMS[name]
 
-    def body(call: Call, given: Arrays, attrs: Arrays) -> Arrays:
-        return _flat(run, Setting(**attrs, reduction="none"), given, call)
+    def body(call: Call, given: Arrays, attrs: Arrays, axes: sharding.Axes = ()) -> Arrays:
+        if not axes:
+            return _flat(run, Setting(**attrs, reduction="none"), given, call)
+        layer = tuple(given[n] for n in ("hidden", "weight", "bias"))
+        layer, target = spread(layer, given["target"], axes)
+        rows = {n: sharding.varying_like(given[n], layer[0], axes) for n in inputs}
+        given = {**dict(zip(("hidden", "weight", "bias"), layer, strict=True)), "target": target, **rows}
+        found = _flat(run, Setting(**attrs, reduction="none", axis=axes), given, call)
+        # The one that is a sum over classes.
+        return {n: jax.lax.psum(a, axes) if n == "dhidden" else a for n, a in found.items()}
 
     declared = Op(
         f"linear_cross_entropy_{name}",
@@ -280,6 +288,7 @@ def _composite(name: str) -> Composite:
         static=("n", "h"),
         reference=body,
         kernel=op.kernel,  # the one that it is about; a composite asks for none
+        split=op.split,  # its dim is what counts
     )
     return Composite(declared, body)
 

@@ -6,7 +6,7 @@ outputs that exist. Its parameters are plain values: the names of those inputs a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -28,6 +28,9 @@ class Stage:
     Calling it binds the primitive; arrays and results go by name, None where absent.
     """
 
+    # How devices that have slices of what the declaration splits run it.
+    together: sharding.Together = staticmethod(sharding.on_slices)
+
     def __init__(self, op: Op) -> None:
         self.op = op
         self.primitive = self._new()
@@ -40,8 +43,30 @@ class Stage:
         """Lower to the kernel on this platform."""
         kernel = partial(lowering.kernel, self.op)
         _compat.register_lowering(self.primitive, kernel, platform)
-        spread = partial(sharding.by_partitioner, self.op, kernel, partial(lowering.symbol, self.op))
-        _compat.register_lowering(self.partitioned, kernel, platform, spread)
+        _compat.register_lowering(self.partitioned, kernel, platform, partial(self._spread, kernel))
+
+    def _spread(
+        self,
+        program: Callable[..., Sequence[Any]],
+        *arrays: Any,
+        names: tuple[str, ...],
+        attrs: Attributes,
+        inplace: bool,
+        devices: int,
+    ) -> list[Any]:
+        """``program`` on all devices; it takes what the primitive takes."""
+
+        def call(inputs: Mapping[str, Any], attrs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
+            options |= {"names": tuple(inputs), "attrs": tuple(attrs.items()), "inplace": inplace}
+            return self._by_name(program(*inputs.values(), **options), inputs, attrs)
+
+        return sharding.by_partitioner(
+            self.op, call, self.together, *arrays, names=names, attrs=dict(attrs), devices=devices
+        )
+
+    def _by_name(self, results: Sequence[Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        outputs = bind(self.op, specs(inputs), attrs).outputs
+        return dict(zip((n for n, out in outputs.items() if out is not None), results, strict=True))
 
     def _new(self) -> _compat.Primitive:
         primitive = _compat.new_primitive(
@@ -73,15 +98,16 @@ class Stage:
         return dict.fromkeys(self.op.outputs) | dict(zip(wanted, results, strict=True))
 
     def _bind(self, given: Mapping[str, Any], binding: Binding, inplace: bool) -> Sequence[Any]:
-        def params(attrs: Mapping[str, Any]) -> dict[str, Any]:
-            return {"names": tuple(given), "attrs": tuple(attrs.items()), "inplace": inplace}
+        def params(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+            return {"names": tuple(inputs), "attrs": tuple(attrs.items()), "inplace": inplace}
 
-        def local(*arrays: Any, attrs: Mapping[str, Any]) -> Sequence[Any]:
-            return self.primitive.bind(*sharding.alike(arrays), **params(attrs))
+        def call(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+            results = self.primitive.bind(*sharding.alike(list(inputs.values())), **params(inputs, attrs))
+            return self._by_name(results, inputs, attrs)
 
         if sharding.automatic():
-            return self.partitioned.bind(*given.values(), **params(binding.attrs))
-        return sharding.by_type(local, given, binding)
+            return self.partitioned.bind(*given.values(), **params(given, binding.attrs))
+        return sharding.by_type(call, self.together, given, binding)
 
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool

@@ -10,6 +10,7 @@ to do.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -20,17 +21,22 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+import cute_ops
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.factors import Factors, factors, sums
 from cute_ops.op import Op, Tensor
-from cute_ops_jax import _compat
+from cute_ops_jax import _compat, targets
 from cute_ops_jax.arrays import specs
 
 Axes = tuple[str, ...]
 Local = Callable[..., Sequence[Any]]
 Outputs = Mapping[str, Any]
-Call = Callable[[Mapping[str, Any], Mapping[str, Any]], Outputs]
+# ``call(inputs, attrs) -> outputs``: an op on one device, arrays by name.
+Call = Callable[..., Outputs]
+# ``together(op, inputs, attrs, axes, call) -> outputs``: the same where devices along the axes have slices of the dim
+# that the declaration splits.
+Together = Callable[[Op, Mapping[str, Any], Mapping[str, Any], Axes, Call], Outputs]
 
 
 def assign(
@@ -103,19 +109,6 @@ def added(binding: Binding, local: Local, cuts: Mapping[str, Axes]) -> Local:
     return run
 
 
-def with_split(binding: Binding) -> Factors:
-    """The factors of a call, the dim among them that the declaration says how to split."""
-    op, named = binding.op, factors(binding)
-    tensors = {**op.inputs, **op.outputs}
-    return {n: (*dims[: len(dims) - len(tensors[n].dims)], *_split_dims(op, n, dims)) for n, dims in named.items()}
-
-
-def _split_dims(op: Op, name: str, dims: Sequence[str | None]) -> Iterator[str | None]:
-    own = {**op.inputs, **op.outputs}[name].dims
-    for factor, dim in zip(dims[len(dims) - len(own) :], own, strict=True):
-        yield dim.name if op.split is not None and dim.factor == 1 and dim.name == op.split.dim else factor
-
-
 def on_slices(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], axis: str | Axes, call: Call) -> Outputs:
     """The op where each device along ``axis`` has a slice of the dim that its declaration splits.
 
@@ -146,9 +139,22 @@ def _side_by_side(parts: Mapping[str, Any], axis: str | Axes) -> dict[str, Any]:
     return dict(zip(parts, jax.lax.psum(every, axis), strict=True))
 
 
-def by_type(local: Callable[..., Sequence[Any]], arrays: Mapping[str, Any], binding: Binding) -> Sequence[Any]:
-    """Run ``local(*arrays, attrs=...)`` where shardings are known while tracing: in a ``shard_map`` over the axes that
-    are left.
+def of_one_device(binding: Binding, call: Call, together: Together, cuts: Mapping[str, Axes]) -> Local:
+    """The program of one device: ``call`` on its slices, and what is combined with those of the others."""
+    op, attrs = binding.op, binding.attrs
+    names, outputs = ([n for n, a in of.items() if a is not None] for of in (binding.inputs, binding.outputs))
+    split = () if op.split is None else cuts.get(op.split.dim, ())
+
+    def local(*slices: Any) -> list[Any]:
+        given = dict(zip(names, slices, strict=True))
+        found = together(op, given, attrs, split, call) if split else call(given, attrs)
+        return [found[n] for n in outputs]
+
+    return added(binding, local, {f: axes for f, axes in cuts.items() if axes != split})
+
+
+def by_type(call: Call, together: Together, arrays: Mapping[str, Any], binding: Binding) -> Sequence[Any]:
+    """Run ``call`` where shardings are known while tracing: in a ``shard_map`` over the axes that are left.
 
     A dim that the declaration says how to split is cut too. Axes that XLA would decide on inside of another
     ``shard_map``, or beside explicit ones, cut nothing: every device along them does the same.
@@ -157,28 +163,16 @@ def by_type(local: Callable[..., Sequence[Any]], arrays: Mapping[str, Any], bind
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     left = {a for a, kind in kinds.items() if kind != AxisType.Manual}
     explicit = {a for a, kind in kinds.items() if kind == AxisType.Explicit}
+    outputs = [n for n, out in binding.outputs.items() if out is not None]
     if not left:
-        return local(*arrays.values(), attrs=binding.attrs)
-    op, named = binding.op, with_split(binding)
-    sizes = {a: mesh.shape[a] for a in explicit}
+        found = call(arrays, binding.attrs)
+        return [found[n] for n in outputs]
+    named, sizes = factors(binding, split=True), {a: mesh.shape[a] for a in explicit}
     # Row-wise inputs say how rows are cut, the widest of them first.
     order = sorted(arrays, key=lambda n: -len(arrays[n].shape))
     cuts = assign(binding, [(n, jax.typeof(arrays[n]).sharding.spec) for n in order], sizes, named)
-    outputs = [n for n, out in binding.outputs.items() if out is not None]
-    split = () if op.split is None else cuts.get(op.split.dim, ())
-
-    def one(*slices: Any) -> Sequence[Any]:
-        if not split:
-            return local(*slices, attrs=binding.attrs)
-
-        def call(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Outputs:
-            return dict(zip(outputs, local(*inputs.values(), attrs=attrs), strict=True))
-
-        found = on_slices(op, dict(zip(arrays, slices, strict=True)), binding.attrs, split, call)
-        return [found[n] for n in outputs]
-
     return jax.shard_map(
-        added(binding, one, {f: axes for f, axes in cuts.items() if axes != split}),
+        of_one_device(binding, call, together, cuts),
         in_specs=tuple(spec_of(named[n], cuts) for n in arrays),
         out_specs=[spec_of(named[n], cuts) for n in outputs],
         axis_names=left,
@@ -193,50 +187,43 @@ def _resharded(array: Any, spec: PartitionSpec, explicit: set[str]) -> Any:
 
 
 def by_partitioner(
-    op: Op,
-    program: Callable[..., list[Any]],
-    label: Callable[..., str],
-    *arrays: Any,
-    names: tuple[str, ...],
-    attrs: Sequence[tuple[str, Any]],
-    inplace: bool,
+    op: Op, call: Call, together: Together, *arrays: Any, names: Sequence[str], attrs: Mapping[str, Any], devices: int
 ) -> list[Any]:
     """The kernel as something that XLA's partitioner cuts: it asks, when it compiles, for the program of one device.
 
     Args:
-        program: that program, as :func:`lowering.kernel` without the op.
-        label: ``label(inputs, attrs)``: its name, for the key of XLA's persistent cache: a callback says nothing.
+        call: that program, which names its kernels to :mod:`cute_ops_jax.targets` when it is traced.
+        devices: of the whole program.
 
     Raises:
         NotImplementedError: when XLA compiles shardings that do not name the axes of one mesh.
     """
-    given = dict(zip(names, arrays, strict=True))
-    binding = bind(op, specs(given), dict(attrs))
-    named = factors(binding)
+    binding = bind(op, specs(dict(zip(names, arrays, strict=True))), attrs)
+    named = factors(binding, split=True)
     outputs = [n for n, out in binding.outputs.items() if out is not None]
 
-    def local(*slices: Any) -> list[Any]:
-        return program(*slices, names=names, attrs=attrs, inplace=inplace)
-
     def cut(mesh: Any, known: Mapping[str, Any]) -> dict[str, Axes]:
-        if any(not isinstance(a.sharding, NamedSharding) for a in known.values()):
+        # Arrays that nobody placed, under jax.set_mesh, have no axes to name.
+        placed = {n: a for n, a in known.items() if not a.sharding.is_fully_replicated}
+        if any(not isinstance(a.sharding, NamedSharding) for a in placed.values()):
             problem = "its arguments have shardings of several meshes, or of none; use NamedShardings of one mesh."
             raise NotImplementedError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
         # Row-wise arrays say how rows are cut, arguments first.
-        order = sorted(known, key=lambda n: -len(known[n].shape))
-        return assign(binding, [(n, known[n].sharding.spec) for n in order], dict(mesh.shape))
+        order = sorted(placed, key=lambda n: -len(known[n].shape))
+        return assign(binding, [(n, known[n].sharding.spec) for n in order], dict(mesh.shape), named)
 
     def shardings(mesh: Any, which: Sequence[str], cuts: Mapping[str, Axes]) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec_of(named[n], cuts)) for n in which]
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
         cuts = cut(mesh, dict(zip((*names, *outputs), (*arguments, *results), strict=True)))
-        return mesh, added(binding, local, cuts), shardings(mesh, outputs, cuts), tuple(shardings(mesh, names, cuts))
+        program = of_one_device(binding, call, together, cuts)
+        return mesh, program, shardings(mesh, outputs, cuts), tuple(shardings(mesh, names, cuts))
 
     def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
         return shardings(mesh, outputs, cut(mesh, dict(zip(names, arguments, strict=True))))
 
-    cutting = custom_partitioning(added(binding, local, {}))
+    cutting = custom_partitioning(of_one_device(binding, call, together, {}))
     rule, whole = _rule(names, outputs, named)
     # In the order of their first use, as Shardy wants them.
     every = dict.fromkeys(f for n in names for f in named[n] if f is not None)
@@ -244,8 +231,54 @@ def by_partitioner(
         partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=whole,
         reduction_factors=tuple(f for f in every if all(f not in named[n] for n in outputs)),
     )  # fmt: skip
-    with set_xla_metadata(cute_ops_kernel=label(widened(op, given), attrs)):
+    with set_xla_metadata(cute_ops_kernel=_label(binding, call, together, named, devices)):
         return list(cutting(*arrays))
+
+
+def _label(binding: Binding, call: Call, together: Together, named: Factors, devices: int) -> str:
+    """What the program is, kernels included, for the key of XLA's persistent cache: a callback says nothing.
+
+    What XLA finds there it does not ask the callback for. So where it may find any, kernels of all programs that it
+    could be are made ready now. By default the callback's address is in the key.
+    """
+    with targets.noted() as symbols:
+        for slices, sizes, cuts in _partitions(binding, named, 1 if _compat.callbacks_in_keys() else devices):
+            program = of_one_device(binding, call, together, cuts)
+            jax.make_jaxpr(program, axis_env=list(sizes.items()))(*slices)
+    attrs = (f"{n}={v}" for n, v in binding.attrs.items())
+    return " ".join([binding.op.name, cute_ops.__version__, *attrs, *symbols])
+
+
+def _partitions(
+    binding: Binding, named: Factors, devices: int
+) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, int], dict[str, Axes]]]:
+    """Everything that a mesh of so many devices may leave of the inputs on one: slices, axes, and what these cut."""
+    given = {n: a for n, a in binding.inputs.items() if a is not None}
+    sizes = {f"part{i}": p for i, p in enumerate(_primes(devices))}
+    every = [None, *dict.fromkeys(f for n in given for f in named[n] if f is not None)]
+    seen: list[dict[str, int]] = []
+    for chosen in itertools.product(every, repeat=len(sizes)):
+        pairs = list(zip(sizes, chosen, strict=True))
+        cuts = {f: tuple(a for a, other in pairs if other == f) for f in every if f is not None and f in chosen}
+        parts = {f: math.prod(sizes[a] for a in axes) for f, axes in cuts.items()}
+        slices = [(a, [parts.get(f or "", 1) for f in named[n]]) for n, a in given.items()]
+        even = all(size % part == 0 for a, by in slices for size, part in zip(a.shape, by, strict=True))
+        if even and parts not in seen:
+            seen.append(parts)
+            shapes = [tuple(size // part for size, part in zip(a.shape, by, strict=True)) for a, by in slices]
+            arrays = zip(shapes, given.values(), strict=True)
+            yield [jax.ShapeDtypeStruct(shape, jnp.dtype(a.dtype)) for shape, a in arrays], sizes, cuts
+
+
+def _primes(number: int) -> Iterator[int]:
+    """``12 -> 2 2 3``."""
+    factor = 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+            yield factor
 
 
 def _rule(inputs: Sequence[str], outputs: Sequence[str], named: Factors) -> tuple[str, tuple[str, ...]]:

@@ -26,6 +26,7 @@ WARN_AT, LIMIT = 900, 1024
 _known: dict[str, Variant] = {}
 _lock = threading.Lock()
 _lowering_for: ContextVar[target.Target | None] = ContextVar("lowering_for", default=None)
+_noted: ContextVar[tuple[dict[str, None], ...]] = ContextVar("noted", default=())
 
 
 def device_target() -> target.Target:
@@ -55,6 +56,17 @@ def lowering_for(chosen: target.Target) -> Iterator[None]:
         _lowering_for.reset(token)
 
 
+@contextmanager
+def noted() -> Iterator[dict[str, None]]:
+    """The names of all kernels that what is traced inside asks for, in that order."""
+    names: dict[str, None] = {}
+    token = _noted.set((*_noted.get(), names))
+    try:
+        yield names
+    finally:
+        _noted.reset(token)
+
+
 def known() -> dict[str, Variant]:
     """The kernels that this process has registered, by target name."""
     return dict(_known)
@@ -78,6 +90,8 @@ def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | Non
         RuntimeError: jax-tvm-ffi is missing or does not fit, or its 1024 targets are used up.
         CompileError: the kernel does not compile.
     """
+    for names in _noted.get():
+        names[variant.symbol] = None
     if variant.symbol in _known:
         return
     bridge.require()

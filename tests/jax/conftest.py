@@ -1,7 +1,7 @@
 """Fixtures of the JAX adapter's tests: problems from the declarations, devices, and kernels without a GPU.
 
-Every test that asks for ``op``, ``case`` or ``problem`` is run for everything that is declared: a new op needs no
-new test. On the CPU a case keeps its dtypes, attributes and absent inputs, but not its size.
+Every test that asks for ``op`` (one with a gradient), ``any_op``, ``case`` or ``problem`` is run for everything that is
+declared: a new op needs no new test. On the CPU a case keeps its dtypes, attributes and absent inputs, not its size.
 """
 
 from __future__ import annotations
@@ -66,6 +66,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     select = list if full else small
     if "op" in metafunc.fixturenames:
         metafunc.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
+    if "any_op" in metafunc.fixturenames:
+        metafunc.parametrize("any_op", OPS, ids=lambda op: op.name)
     for name, ops in (("problem", DIFFERENTIABLE), ("stage_problem", STAGES.values())):
         if name in metafunc.fixturenames:
             problems = [
@@ -192,7 +194,8 @@ def through_ffi(
 
 def fed_back(function: Callable[..., Any]) -> Callable[..., Any]:
     def once(first: Any, *others: Any) -> Any:
-        out = jnp.sin(jax.tree.leaves(function(first, *others))[0])  # bounded, whatever the function does
+        # Bounded, whatever the function does.
+        out = jnp.sin(jax.tree.leaves(function(first, *others))[0].astype(first.dtype))
         return out if out.shape == first.shape else (first * jnp.mean(out, dtype=jnp.float32)).astype(first.dtype)
 
     return once

@@ -126,6 +126,37 @@ def test_devices_run_the_loop_on_their_rows(
         assert all(v.symbol in lowered.as_text() for v in fake_kernels.variants)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize(
+    ("kind", "rows"), [(AxisType.Auto, "data"), (AxisType.Explicit, "data"), (AxisType.Auto, "model")], ids=str
+)
+def test_devices_keep_their_classes(
+    kind: AxisType, rows: str, reduction: str, linear_through_ffi: None, fake_kernels: Any, close: Callable[..., Any]
+) -> None:
+    """Logits and weights stay where they are, unless the axis cuts rows too: the weight is gathered, as in FSDP."""
+    rng = np.random.default_rng(1)
+    arrays = [rng.standard_normal(s, np.float32) for s in ((16, 20), (320, 20), (320,))]
+    target = rng.integers(0, 320, 16).astype(np.int32)
+    target[1] = -100
+
+    def run(function: Any, h: Any, w: Any, b: Any, t: Any) -> Any:
+        out, pull = jax.vjp(lambda h, w, b: function(h, w, t, b, reduction=reduction), h, w, b)
+        return out, pull(jnp.cos(out))
+
+    expected = run(by_hand, *arrays, target)
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2, devices=jax.devices("cpu"))
+    with jax.set_mesh(mesh):
+        specs = (jax.P(rows), jax.P("model"), jax.P("model"), jax.P(rows))
+        given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((*arrays, target), specs, strict=True)]
+        compiled = jax.jit(partial(run, cute_ops_jax.linear_cross_entropy)).lower(*given).compile()
+        got = jax.block_until_ready(compiled(*given))
+    close(jax.device_get(got), jax.device_get(expected))
+    assert {shapes[0] for _, shapes in fake_kernels.calls} == {(8, 80) if rows == "data" else (4, 320)}
+    assert ("all-gather" in compiled.as_text()) == (rows == "model")
+    if rows == "data":
+        assert "f32[320,20]" not in compiled.as_text()
+
+
 def test_linear_under_vmap(close: Callable[..., Any]) -> None:
     (hidden, weight, _), target = linear()
     got = jax.vmap(lambda h, t: cute_ops_jax.linear_cross_entropy(h, weight, t))(hidden, target)

@@ -123,7 +123,8 @@ def test_two_processes_of_one_program(tmp_path: Path) -> None:
     assert other == same
     values, calls, names, programs = same
     assert calls == 3 * 2 * (1 + 4)  # forward and backward of three ops, on one device and on a process's four
-    assert len(names) == 3 * 2
+    # The gated products' also of half a row, which a mesh of eight devices may leave.
+    assert len(names) == 2 + 2 * 4
     assert len(set(programs)) == 6
     for one, eight in zip(values[::2], values[1::2], strict=True):
         assert eight == pytest.approx(one, rel=1e-5)

@@ -262,12 +262,15 @@ def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any
     assert not re.search(rf"f32\[{ROWS},{N // 8}\]\S* copy\(", text)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize("axes", [(None, "model"), ("data", "model")], ids=str)
-def test_explicit_axes(axes: tuple[str | None, str], fake_kernels: Any, ffi_stage: Any, close: Close) -> None:
-    """Where types say that the classes are cut, the op itself is that program: nothing is gathered."""
+def test_without_a_shard_map(
+    axes: tuple[str | None, str], kind: AxisType, fake_kernels: Any, ffi_stage: Any, close: Close
+) -> None:
+    """Where types or XLA's partitioner say that classes are cut, the op itself is that program: nothing is gathered."""
     op = vocabulary.op
     arrays, target = problem()
-    mesh = jax.make_mesh((2, 4), ("data", "model"), (AxisType.Explicit,) * 2, devices=jax.devices("cpu"))
+    mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2, devices=jax.devices("cpu"))
     dloss = np.cos(np.arange(ROWS, dtype=np.float32))
 
     def run(call: Callable[..., Any], logits: Any, target: Any, dloss: Any) -> Any:
