@@ -55,6 +55,7 @@ bench: $(READY)  ## device, host and start-up time and a training step on this m
 	$(PYTHON) benchmarks/fusion.py --out out/benchmarks
 	$(PYTHON) benchmarks/startup.py --out out/benchmarks
 	$(PYTHON) benchmarks/plot.py out/benchmarks
+	$(PYTHON) benchmarks/summary.py out/benchmarks --write out/benchmarks/summary.md
 
 clean:  ## remove what the other targets made, the virtual environment too
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -6,6 +6,7 @@ import csv
 import datetime
 import os
 import platform
+import re
 import statistics
 import subprocess
 from collections.abc import Iterable, Mapping
@@ -52,6 +53,7 @@ class Table:
 
     def __init__(self, path: Path, columns: tuple[str, ...], append: bool = False) -> None:
         self._path, self._environment = path, environment()
+        self.commit = self._environment["commit"]
         self._columns = (*columns, *self._environment)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (append and path.exists()):
@@ -69,9 +71,15 @@ def read(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
+def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
+    head = list(header)
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
 def first_line(error: BaseException) -> str:
     """An error for a table cell."""
-    lines = str(error).strip().splitlines() or [""]
+    lines = re.sub("\x1b\\[[0-9;]*m", "", str(error)).strip().splitlines() or [""]  # some errors are in colours
     return f"{type(error).__name__}: {lines[0][:120]}"
 
 

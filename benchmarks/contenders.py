@@ -5,18 +5,21 @@ A contender that is not installed, or that has no such op, is None.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import fp8
 import torch
 import torch.nn.functional as F
+from problems import Buffers
 
 EPS = 1e-6
 Call = Callable[..., Any]
 TORCH = ("torch eager", "torch.compile", "quack", "Liger", "ours (torch)")
 JAX = ("XLA (jit)", "ours (JAX)")
 ALL = TORCH + JAX
+# What max-autotune tries of generated kernels; not its search beyond them, which compiles one candidate after another.
+COMPILE_OPTIONS = {"max_autotune": True}
 
 
 def make(contender: str, op: str, attrs: Mapping[str, Any] | None = None) -> Call | None:
@@ -38,6 +41,32 @@ def make(contender: str, op: str, attrs: Mapping[str, Any] | None = None) -> Cal
         return makers[contender](op, attrs or {})
     except ImportError:
         return None
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
+
+
+def torch_calls(
+    function: Call, direction: str, sets: Sequence[Buffers], wanted: Sequence[bool]
+) -> list[Callable[[], Any]]:
+    """One closure per buffer set. A backward call goes through autograd, on a forward call made here.
+
+    Args:
+        wanted: per input, whether it has a gradient.
+    """
+    calls = []
+    for inputs, cotangents in sets:
+        if direction == "fwd":
+            calls.append(lambda inputs=inputs: as_tuple(function(*inputs)))
+            continue
+        given = tuple(t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True))
+        outputs = as_tuple(function(*given))
+        leaves = tuple(t for t in given if t.requires_grad)
+        calls.append(
+            lambda o=outputs, x=leaves, g=cotangents: torch.autograd.grad(o, x, g, retain_graph=True)
+        )  # fmt: skip
+    return calls
 
 
 def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
@@ -99,7 +128,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
 
 
 def _compiled(op: str, attrs: Mapping[str, Any]) -> Call:
-    return torch.compile(_eager(op, attrs), fullgraph=True, dynamic=False)
+    return torch.compile(_eager(op, attrs), fullgraph=True, dynamic=False, options=COMPILE_OPTIONS)
 
 
 def _quack(op: str, attrs: Mapping[str, Any]) -> Call | None:

@@ -1,17 +1,20 @@
 """Device time of every contender on a grid of problems, and what part of the copy rate each reaches.
 
-PyTorch contenders: at least 64 calls are captured in one CUDA graph. They take turns on buffer sets that together
-exceed three times the L2 cache (four sets at least), and write to as many output buffers, so that neither inputs nor
-outputs are found in L2. The graph's replay time, by events, divided by its calls is one sample.
+PyTorch contenders: many calls, 64 where they are short, are captured in one CUDA graph. They take turns on buffer sets
+that together exceed three times the L2 cache (four sets at least), and write to as many output buffers, so that neither
+inputs nor outputs are found in L2. The graph's replay time, by events, divided by its calls is one sample.
 
-JAX contenders: one jitted program calls once per buffer set, one call after another (an optimization barrier keeps XLA
-from merging them), on the same buffers, imported without a copy. CUDA graphs inside XLA close most of the gaps between
-launches. The driver's trace says when the first kernel of a run of the program began and when the last one ended; that
-span divided by the calls is one sample.
+JAX contenders: one jitted program calls once per buffer set, one call after another, on the same buffers, imported
+without a copy (jax_program.py). The driver's trace says when the first kernel of a run of the program began and when
+the last one ended; that span divided by the calls is one sample.
 
-Samples of all contenders of a problem are interleaved; the median counts and the extremes are kept. Every contender's
-result is checked first. GB/s counts the least bytes: each input read once, each output written once. The copy rate is
-that of a large ``copy_``, by events, outside of a graph (inside, it would use the copy engine).
+Samples of a problem's contenders are interleaved, PyTorch's first, then JAX's in one trace, until their medians have
+settled; the median counts and the extremes are kept. Every contender's result is checked first. GB/s counts the least
+bytes: each input read once, each output written once. The copy rate is that of a large ``copy_``, by events, outside of
+a graph (inside, it would use the copy engine).
+
+Everything is compiled ahead in several processes (prewarm.py); nothing else runs while this one measures. Rows are
+written as they come, the most important problems first: a run that was cut short goes on with ``--resume``.
 
     python benchmarks/device_time.py --out out/benchmarks [--ops rmsnorm] [--contenders "torch eager" quack] [--quick]
 """
@@ -19,98 +22,38 @@ that of a large ``copy_``, by events, outside of a graph (inside, it would use t
 from __future__ import annotations
 
 import argparse
-import gc
 import math
+import os
 import statistics
+import sys
 import time
-from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import contenders
+import prewarm
 import torch
 from common import Table, first_line, read, spread
-from problems import BY_NAME, DIRECTIONS, Problem, grid, smoke
+from problems import BY_NAME, DIRECTIONS, Buffers, Problem, by_importance, grid, set_count, smoke
 from rich.console import Console
-from rich.table import Table as View
 from torch._functorch import config as functorch_config
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
 
-from cute_ops_torch.measure import graph_sampler
+from cute_ops_torch.measure import CALLS, LONG_US, graph_sampler
 
 KEY = ("op", "direction", "rows", "n", "dtype", "weight", "residual", "layout")
 COLUMNS = (
     *KEY, "contender", "status", "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "sets", "calls",
 )  # fmt: skip
-CALLS = 64
-MAX_SETS = 256
-SMALL = 600 << 20  # bytes of a call up to which there is room for eight sets
-# A jitted program makes one call per set, at most so many; large enough that its dispatch hides behind the one before.
-JAX_MAX_CALLS, PROGRAM_BYTES = 128, 2 << 30
+LEAST_ROUNDS, JAX_ROUNDS = 5, 7
+SETTLED = 0.002  # of a median: its standard error, by quartiles, at which no more samples are taken
 Sampler = Callable[[], float]
 
 
-class Buffers(NamedTuple):
-    """Inputs of one call, and gradients of its outputs."""
-
-    inputs: tuple[torch.Tensor, ...]
-    cotangents: tuple[torch.Tensor, ...]
-
-
-# --- calls ---------------------------------------------------------------------------------------------------------
-
-
-def as_tuple(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-def torch_calls(
-    function: Callable[..., Any], direction: str, sets: Sequence[Buffers], wanted: Sequence[bool]
-) -> list[Callable[[], Any]]:
-    """One closure per buffer set. A backward call goes through autograd, on a forward call made here.
-
-    Args:
-        wanted: per input, whether it has a gradient.
-    """
-    calls = []
-    for inputs, cotangents in sets:
-        if direction == "fwd":
-            calls.append(lambda inputs=inputs: as_tuple(function(*inputs)))
-            continue
-        given = tuple(t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True))
-        outputs = as_tuple(function(*given))
-        leaves = tuple(t for t in given if t.requires_grad)
-        calls.append(
-            lambda o=outputs, x=leaves, g=cotangents: torch.autograd.grad(o, x, g, retain_graph=True)
-        )  # fmt: skip
-    return calls
-
-
-def jax_call(function: Callable[..., Any], direction: str, wanted: Sequence[bool]) -> Callable[..., Any]:
-    """A traceable call: inputs, and for backward cotangents, to a tuple."""
-    if direction == "fwd":
-        return lambda inputs, cotangents: as_tuple(function(*inputs))
-    import jax
-
-    def backward(inputs: Any, cotangents: Any) -> Any:
-        of_wanted, some = only(function, inputs, wanted)
-        outputs, pull = jax.vjp(of_wanted, *some)
-        return pull(cotangents if isinstance(outputs, tuple) else cotangents[0])
-
-    return backward
-
-
-def only(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, list[Any]]:
-    """A function of those inputs that have a gradient, and these inputs."""
-
-    def of_wanted(*some: Any) -> Any:
-        given = iter(some)
-        return function(*(next(given) if w else a for a, w in zip(inputs, wanted, strict=True)))
-
-    return of_wanted, [a for a, w in zip(inputs, wanted, strict=True) if w]
+class Lost(Exception):
+    """A contender left the CUDA context unusable: only a new process can go on."""
 
 
 # --- sampling ------------------------------------------------------------------------------------------------------
@@ -128,70 +71,12 @@ def loop_sampler(calls: Sequence[Callable[[], Any]], count: int) -> Sampler:
     return sample
 
 
-def jax_sampler(function: Callable[..., Any], problem: Problem, direction: str, sets: Sequence[Buffers]) -> Sampler:
-    """Microseconds of a call, by programs that call once per set: a buffer that passes two barriers is copied.
-
-    A backward call takes what the forward call, made here, has saved. A gradient that serves two inputs is returned
-    once, since XLA copies what a program returns twice.
-    """
-    import jax
-
-    count = len(sets)
-    arrays = [tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in buffers) for buffers in sets]
-    if direction == "fwd":
-
-        def call(inputs: Any, cotangents: Any) -> Any:
-            return as_tuple(function(*inputs))
-
-    else:
-        made = problem.binding("bwd").outputs
-        names = [name for name, w in zip(problem.arrays(), problem.wanted, strict=True) if w]
-        wanted = [i for i, name in enumerate(names) if made[f"d{name}"] is not None]
-
-        def pull_of(inputs: Any) -> Any:
-            of_wanted, some = only(function, inputs, problem.wanted)
-            return jax.vjp(of_wanted, *some)[1]
-
-        pull_back = jax.jit(pull_of)
-        arrays = [(pull_back(inputs), cotangents) for inputs, cotangents in arrays]
-
-        def call(pull: Any, cotangents: Any) -> Any:
-            gradients = pull(cotangents if len(cotangents) > 1 else cotangents[0])
-            return [gradients[i] for i in wanted]
-
-    def program(sets: Any) -> Any:
-        outputs: list[Any] = []
-        for i in range(count):
-            arguments = sets[i]
-            if outputs:  # a call waits for the one before it
-                arguments, outputs[-1] = jax.lax.optimization_barrier((arguments, outputs[-1]))
-            outputs.append(call(*arguments))
-        return outputs
-
-    compiled = jax.jit(program).lower(arrays).compile()
-    jax.block_until_ready(compiled(arrays))
-
-    def sample() -> float:
-        if not torch.cuda.is_available():
-            begin = time.perf_counter()
-            jax.block_until_ready(compiled(arrays))
-            return (time.perf_counter() - begin) * 1e6 / count
-        with profile(activities=[ProfilerActivity.CUDA]) as trace:
-            jax.block_until_ready(compiled(arrays))
-        events = [e for e in trace.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
-        begin_ns = min(e.start_ns() for e in events)
-        return (max(e.start_ns() + e.duration_ns() for e in events) - begin_ns) / 1e3 / count
-
-    return sample
-
-
-def to_torch(array: Any) -> torch.Tensor:
-    """A JAX array without a copy; DLPack between the two has no 8-bit floats."""
-    import jax
-
-    if array.dtype.itemsize > 1:
-        return torch.from_dlpack(array)
-    return torch.from_dlpack(jax.lax.bitcast_convert_type(array, "uint8")).view(getattr(torch, array.dtype.name))
+def settled(samples: Sequence[float]) -> bool:
+    """Whether more samples would hardly move the median."""
+    if len(samples) < LEAST_ROUNDS:
+        return False
+    low, middle, high = statistics.quantiles(samples, n=4)
+    return (high - low) / middle / math.sqrt(len(samples)) < SETTLED
 
 
 def copy_rate(device: torch.device, gigabytes: float) -> list[float]:
@@ -225,7 +110,7 @@ def expected(problem: Problem, direction: str, buffers: Buffers) -> list[torch.T
     eager = contenders.make("torch eager", problem.op, dict(problem.attrs))
     if eager is None:
         raise RuntimeError("PyTorch's own function is missing")
-    return list(torch_calls(eager, direction, [wide], problem.wanted)[0]())
+    return list(contenders.torch_calls(eager, direction, [wide], problem.wanted)[0]())
 
 
 def error(got: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> float:
@@ -252,122 +137,147 @@ class Bench:
     Args:
         device: where to run.
         table: where rows go.
-        names: contenders.
-        rounds: samples per contender.
+        rounds: the most samples per contender.
         ceiling: GB/s of a copy.
     """
 
-    def __init__(
-        self, device: torch.device, table: Table, names: Sequence[str], rounds: int, ceiling: float, console: Console
-    ) -> None:
-        self.device, self.table, self.names, self.rounds = device, table, names, rounds
+    def __init__(self, device: torch.device, table: Table, rounds: int, ceiling: float, console: Console) -> None:
+        self.device, self.table, self.rounds = device, table, rounds
         self.ceiling, self.console = ceiling, console
         self.cuda = device.type == "cuda"
-        self.l2 = torch.cuda.get_device_properties(device).L2_cache_size if self.cuda else 0
         # Forward and backward calls of autograd must be captured on the stream that they were made on.
         self.stream = torch.cuda.Stream(device) if self.cuda else None
+        self.seconds = Counter[str]()
 
-    def measure(self, problem: Problem, direction: str) -> None:
-        """Check and time every contender on one problem."""
-        least = problem.bytes(direction)
-        count = 1 if problem.hot else self.set_count(least)
-        sets = [
-            Buffers(tuple(problem.tensors(self.device, i).values()), problem.cotangents(self.device, i))
-            for i in range(count)
-        ]
-        wanted = expected(problem, direction, sets[0])
+    def measure(self, problem: Problem, direction: str, names: Sequence[str]) -> None:
+        """Check and time these contenders on one problem.
+
+        Raises:
+            Lost: with the row of the contender that failed written.
+        """
+        with self.step("buffers"):
+            sets = [problem.buffers(self.device, i) for i in range(set_count(problem, direction, self.device))]
+            wanted = expected(problem, direction, sets[0])
+            self.synchronize()
         status: dict[str, str] = {}
-        samplers: dict[str, Sampler] = {}
-        calls: dict[str, int] = {}
-        for name in self.names:
-            try:
-                made = self.sampler(name, problem, direction, sets, wanted)
-            except Exception as failure:  # a contender's failure is a result
-                status[name] = f"failed: {first_line(failure)}"
-                self.synchronize()
-                continue
-            if isinstance(made, str):
-                status[name] = made
-            else:
-                status[name] = "ok"
-                samplers[name], calls[name] = made
+        samplers: dict[str, tuple[Sampler, int]] = {}
+        programs: dict[str, Any] = {}
+        for name in names:
+            with self.step(name):
+                try:
+                    made = self.ready(name, problem, direction, sets, wanted)
+                    self.synchronize()
+                except Exception as failure:  # a contender's failure is a result
+                    status[name] = f"failed: {first_line(failure)}"
+                    if self.lost():
+                        self.write(problem, direction, {name: status[name]}, {}, {}, len(sets))
+                        raise Lost(f"{name} left the GPU unusable") from failure
+                    continue
+            status[name] = made if isinstance(made, str) else "ok"
+            if isinstance(made, tuple):
+                samplers[name] = made
+            elif not isinstance(made, str):
+                programs[name] = made
         del wanted
         samples: dict[str, list[float]] = {name: [] for name in samplers}
-        for _ in range(self.rounds):
-            for name, sample in samplers.items():
-                self.synchronize()
-                samples[name].append(sample())
-        for name in self.names:
-            row: dict[str, Any] = dict(zip(KEY, key(problem, direction), strict=True))
-            row |= {"contender": name, "status": status[name], "bytes": least, "sets": len(sets)}
-            if name in samples:
-                us = spread(samples[name])
-                rate = least / us.median / 1e3
-                row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gb_s": rate, "calls": calls[name]}
-                row |= {"of_copy": rate / self.ceiling}
-            self.table.add(row)
-        self.show(problem, direction, status, samples, least)
+        with self.step("samples"):
+            for _ in range(self.rounds):
+                for name, (sample, _) in samplers.items():
+                    self.synchronize()
+                    samples[name].append(sample())
+                if all(map(settled, samples.values())):
+                    break
+        with self.step("traces"):
+            samples |= zip(programs, self.traced(list(programs.values())), strict=True)
+        calls = {name: count for name, (_, count) in samplers.items()}
+        calls |= {name: program.calls for name, program in programs.items()}
+        self.write(problem, direction, status, samples, calls, len(sets))
 
-    def sampler(
+    def ready(
         self, name: str, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]
-    ) -> tuple[Sampler, int] | str:
-        """A checked contender's sampler and its calls per sample, or why there is none."""
+    ) -> tuple[Sampler, int] | Any:
+        """A checked contender: its sampler and its calls per sample, its JAX program, or why there is none."""
         function = contenders.make(name, problem.op, dict(problem.attrs))
         if function is None:
             return "not available"
         if name in contenders.JAX:
-            return self.jax_sampler(function, problem, direction, sets, wanted)
+            return self.ready_program(function, problem, direction, sets, wanted)
         if contenders.overwrites_inputs(name, problem.op, direction):
             sets = [Buffers(tuple(t.clone() for t in inputs), cotangents) for inputs, cotangents in sets]
-        count = len(sets) * math.ceil(CALLS / len(sets))
         with torch.set_grad_enabled(direction == "bwd"):
             if self.stream is None:
-                calls = torch_calls(function, direction, sets, problem.wanted)
+                calls = contenders.torch_calls(function, direction, sets, problem.wanted)
                 wrong = self.wrong(calls[0](), wanted, problem, direction)
                 return wrong or (loop_sampler(calls, len(sets)), len(sets))
             self.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(self.stream):
-                calls = torch_calls(function, direction, sets, problem.wanted)
+                calls = contenders.torch_calls(function, direction, sets, problem.wanted)
                 wrong = self.wrong(calls[0](), wanted, problem, direction)
                 if wrong:
                     return wrong
-                for call in calls[:3]:
-                    call()
+                once = self.once(calls[:3])
+            # A graph of fewer calls will do where they take long.
+            rounds = math.ceil(min(CALLS, max(LONG_US / once, 1)) / len(sets))
             self.synchronize()
-            return graph_sampler(calls, count, self.stream), count
+            return graph_sampler(calls, rounds * len(sets), self.stream), rounds * len(sets)
 
-    def jax_sampler(
+    def once(self, calls: Sequence[Callable[[], Any]]) -> float:
+        """Microseconds of a call, about."""
+        times = []
+        for call in calls:
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            call()
+            end.record()
+            end.synchronize()
+            times.append(start.elapsed_time(end) * 1e3)
+        return min(times)
+
+    def ready_program(
         self, function: Any, problem: Problem, direction: str, sets: list[Buffers], wanted: list[torch.Tensor]
-    ) -> tuple[Sampler, int] | str:
-        import jax
-
+    ) -> Any:
         if problem.strided or problem.hot:
             return "not available"  # XLA's buffers are compact; one set would make one call, and time its dispatch
+        import jax_program
+
         self.synchronize()  # the arrays are imported without waiting for PyTorch's stream
-        call = jax_call(function, direction, problem.wanted)
-        first = tuple(tuple(jax.dlpack.from_dlpack(t) for t in part) for part in sets[0])
-        got = [to_torch(a) for a in jax.block_until_ready(jax.jit(call)(*first))]
-        wrong = self.wrong(got, wanted, problem, direction)
+        program = jax_program.build(function, problem, direction, sets)
+        got = [jax_program.to_torch(a) for a in program.run()[0]]
+        wrong = self.wrong(got, [wanted[i] for i in program.returned], problem, direction, program.returned)
         if wrong:
             return wrong
-        del got
-        used = sets[:JAX_MAX_CALLS]
-        return jax_sampler(function, problem, direction, used), len(used)
+        program.run()  # the first run made no graph yet
+        return program
+
+    def traced(self, programs: Sequence[Any]) -> list[list[float]]:
+        if not programs:
+            return []
+        if self.cuda:
+            import jax_program
+
+            return jax_program.sample(programs, JAX_ROUNDS)
+        samplers = [loop_sampler([program.run], program.calls) for program in programs]
+        return [[sample() for _ in range(LEAST_ROUNDS)] for sample in samplers]
 
     def wrong(
-        self, got: Sequence[torch.Tensor], wanted: list[torch.Tensor], problem: Problem, direction: str
+        self,
+        got: Sequence[torch.Tensor],
+        wanted: list[torch.Tensor],
+        problem: Problem,
+        direction: str,
+        returned: Sequence[int] | None = None,
     ) -> str | None:
         """What disqualifies a result: other values, or what moves other bytes: other dtypes, views without memory."""
         if direction == "fwd":
             made = problem.binding("fwd").outputs
-            arrays = {name: made[name] for name in problem.declaration.shown}
+            arrays = [made[name] for name in problem.declaration.shown]
         else:
-            arrays = {n: a for n, a in problem.arrays().items() if n in problem.declaration.differentiable}
-        dtypes = [a.dtype for a in arrays.values() if a]
+            arrays = [a for n, a in problem.arrays().items() if n in problem.declaration.differentiable]
+        dtypes = [a.dtype for a in ([arrays[i] for i in returned] if returned else arrays) if a]
         found = error(got, wanted)
         # A whole step of an 8-bit float may lie between two right results.
         limit = 2.0**-3 if "float8_e4m3fn" in dtypes else 1e-4 if problem.dtype == "float32" else 3e-2
-        if found > limit:
+        if not found <= limit:
             return f"wrong: relative error {found:.2g}"
         if [str(g.dtype).removeprefix("torch.") for g in got] != dtypes:
             return f"wrong: outputs are {', '.join(str(g.dtype) for g in got)}"
@@ -375,113 +285,151 @@ class Bench:
             return "a view: nothing is written"  # as PyTorch's gradient of a sum, which its reader then expands
         return None
 
-    def set_count(self, least: int) -> int:
-        """Sets that exceed three times L2 together, and that fill a jitted program."""
-        if not self.cuda:
-            return 4
-        fill = min(64, math.ceil(PROGRAM_BYTES / least))
-        return min(max(8 if least < SMALL else 4, math.ceil(3 * self.l2 / least), fill), MAX_SETS)
+    def write(
+        self, problem: Problem, direction: str, status: dict, samples: dict, calls: dict[str, int], sets: int
+    ) -> None:
+        """A row per contender, and a line for who watches."""
+        least = problem.bytes(direction)
+        figures = []
+        for name, state in status.items():
+            row: dict[str, Any] = dict(zip(KEY, key(problem, direction), strict=True))
+            row |= {"contender": name, "status": state, "bytes": least, "sets": sets}
+            if name in samples:
+                us = spread(samples[name])
+                rate = least / us.median / 1e3
+                row |= {"us": us.median, "us_min": us.low, "us_max": us.high, "gb_s": rate, "calls": calls[name]}
+                row |= {"of_copy": rate / self.ceiling}
+                figures.append(f"{name} {us.median:.2f} ({rate / self.ceiling:.0%})")
+            elif state != "not available":
+                figures.append(f"{name} {state}")
+            self.table.add(row)
+        self.console.print(f"{problem.op} {direction} {problem.label}: {', '.join(figures)}")
 
     def synchronize(self) -> None:
         if self.cuda:
             torch.cuda.synchronize()
 
+    def lost(self) -> bool:
+        try:
+            self.synchronize()
+        except Exception:  # whatever it is, nothing works any more
+            return True
+        return False
+
     def release(self) -> None:
         """Give memory back before the next problem."""
-        gc.collect()
-        torch._dynamo.reset()
-        if any(name in contenders.JAX for name in self.names):
-            import jax
+        with self.step("release"):
+            prewarm.forget()
+            if self.cuda:
+                torch.cuda.empty_cache()
 
-            jax.clear_caches()
-        if self.cuda:
-            torch.cuda.empty_cache()
-
-    def show(self, problem: Problem, direction: str, status: dict, samples: dict, least: int) -> None:
-        view = View("contender", "us", "GB/s", "of copy", "spread", title=f"{problem.op} {direction} {problem.label}")
-        for name, state in status.items():
-            if name not in samples:
-                view.add_row(name, state, "", "", "")
-                continue
-            us = spread(samples[name])
-            rate = least / us.median / 1e3
-            width = (us.high - us.low) / us.median
-            view.add_row(name, f"{us.median:.2f}", f"{rate:.0f}", f"{rate / self.ceiling:.1%}", f"{width:.1%}")
-        self.console.print(view)
+    @contextmanager
+    def step(self, name: str) -> Iterator[None]:
+        """Where the time goes."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - begin
 
 
 # --- all of them ---------------------------------------------------------------------------------------------------
 
 
-def prepare(problems: Sequence[tuple[Problem, str]], workers: int) -> None:
-    """Compile our kernels for all problems, in several processes, into the cache."""
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
-        for _ in pool.map(prepare_one, problems):
-            pass
+def compile_ahead(
+    tasks: Sequence[tuple[Problem, str]], names: Sequence[str], workers: int, seconds: float, console: Console
+) -> None:
+    begin = time.perf_counter()
+    spent, count = Counter[str](), Counter[str]()
+    for done in prewarm.run(tasks, names, workers, seconds):
+        spent[done.contender] += done.seconds
+        count[done.contender] += 1
+        if done.problem:
+            problem, direction = tasks[done.task]
+            console.print(f"{problem.op} {direction} {problem.label}: {done.contender}: {done.problem}")
+    each = ", ".join(f"{name} {spent[name]:.0f} s for {count[name]}" for name in spent)
+    console.print(f"compiled ahead in {time.perf_counter() - begin:.0f} s; seconds of all processes: {each}")
 
 
-def prepare_one(task: tuple[Problem, str]) -> None:
-    """A kernel that fails to compile fails again, visibly, where it is measured."""
-    from cute_ops import cache, target
-    from cute_ops.plan import plan
-
-    problem, direction = task
-    if problem.strided:
-        return  # its layout is known where it runs
-    try:
-        cache.get(plan(problem.binding(direction), {}, target.of_device()).variant)
-    except Exception as failure:
-        print(f"{problem.op} {direction} {problem.label}: not prepared: {first_line(failure)}")
+def begun(path: Path) -> Counter[str]:
+    """How often each problem was begun, by earlier runs too: one that ends the process must not do so for ever."""
+    return Counter(path.read_text().splitlines()) if path.exists() else Counter()
 
 
-def main(arguments: list[str] | None = None) -> None:
+def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for device_time.csv")
-    parser.add_argument("--append", action="store_true", help="add to an existing file what is not in it yet")
+    parser.add_argument("--resume", action="store_true", help="add to the file what it lacks of this commit")
     parser.add_argument("--ops", nargs="+", default=list(BY_NAME), choices=list(BY_NAME))
     parser.add_argument("--directions", nargs="+", default=list(DIRECTIONS), choices=DIRECTIONS)
     parser.add_argument("--contenders", nargs="+", default=list(contenders.ALL), choices=contenders.ALL)
     parser.add_argument("--only", help="only problems whose label holds this, e.g. 32768x4096")
-    parser.add_argument("--rounds", type=int, default=9, help="samples per contender")
+    parser.add_argument("--first", type=int, help="only so many problems, the most important ones")
+    parser.add_argument("--rounds", type=int, default=11, help="the most samples per contender")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further problem after this long")
-    parser.add_argument("--workers", type=int, default=8, help="processes that compile our kernels in advance")
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; 0: none")
+    parser.add_argument("--compile-seconds", type=float, default=math.inf, help="compile ahead no longer than this")
+    parser.add_argument("--compile-only", action="store_true", help="compile ahead and end")
     parser.add_argument("--quick", action="store_true", help="few shapes, few rounds")
     parser.add_argument("--cpu-smoke", action="store_true", help="tiny shapes on the CPU: checks this file only")
     options = parser.parse_args(arguments)
 
     begin = time.perf_counter()
-    console = Console(width=110)
+    console = Console(width=200, highlight=False)
     if not options.cpu_smoke and not torch.cuda.is_available():
         parser.error("no GPU here; --cpu-smoke checks the code paths")
+    prewarm.share_caches()
     functorch_config.donated_buffer = False  # a compiled backward is called more than once
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
-    chosen = smoke(options.ops) if options.cpu_smoke else grid(options.ops, options.quick)
-    chosen = [p for p in chosen if not options.only or options.only in p.label]
-    path = options.out / "device_time.csv"
-    done = {tuple(row[c] for c in KEY) for row in read(path)} if options.append and path.exists() else set()
-    tasks = [(p, d) for p in chosen for d in p.directions if d in options.directions and key(p, d) not in done]
-    if not options.cpu_smoke:
-        prepare(tasks, options.workers)
-        console.print(f"our kernels are compiled after {time.perf_counter() - begin:.0f} s")
+    chosen = smoke(options.ops) if options.cpu_smoke else by_importance(grid(options.ops, options.quick))
+    tasks = [
+        (p, d)
+        for p in [p for p in chosen if not options.only or options.only in p.label][: options.first]
+        for d in p.directions
+        if d in options.directions
+    ]
+    path, starts = options.out / "device_time.csv", options.out / "device_time.begun"
+    if not options.resume:
+        starts.unlink(missing_ok=True)
+    if options.compile_only or (options.workers and not options.cpu_smoke):
+        compile_ahead(tasks, options.contenders, options.workers, options.compile_seconds, console)
+    if options.compile_only:
+        return 0
 
-    table = Table(path, COLUMNS, options.append)
+    table = Table(path, COLUMNS, options.resume)
+    rows = [row for row in read(path) if row["commit"] == table.commit]
+    done = {(*(row[c] for c in KEY), row["contender"]) for row in rows}
+    earlier = begun(starts)
+    tasks.sort(key=lambda task: earlier["/".join(key(*task))])
     rates = copy_rate(device, 0.01 if options.cpu_smoke else 2.0)
     ceiling = statistics.median(rates)
     console.print(f"copy: {ceiling:.0f} GB/s (from {min(rates):.0f} to {max(rates):.0f})")
-    table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
-    rounds = 3 if options.quick or options.cpu_smoke else options.rounds
-    bench = Bench(device, table, options.contenders, rounds, ceiling, console)
-    for i, (problem, direction) in enumerate(tasks):
+    if not any(row["op"] == "copy" for row in rows):
+        table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
+    rounds = LEAST_ROUNDS if options.quick or options.cpu_smoke else options.rounds
+    bench = Bench(device, table, rounds, ceiling, console)
+    missing = {task: [n for n in options.contenders if (*key(*task), n) not in done] for task in tasks}
+    left = [(task, names) for task, names in missing.items() if names]
+    ends = 0
+    for i, ((problem, direction), names) in enumerate(left):
         if time.perf_counter() - begin > options.seconds:
-            console.print(f"out of time: {len(tasks) - i} of {len(tasks)} problems not measured")
+            console.print(f"out of time: {len(left) - i} of {len(left)} problems not measured")
             break
+        with starts.open("a") as file:
+            file.write("/".join(key(problem, direction)) + "\n")
         try:
-            bench.measure(problem, direction)
+            bench.measure(problem, direction, names)
+        except Lost as failure:
+            console.print(f"{problem.op} {direction} {problem.label}: {failure}; go on with --resume")
+            ends = 3
+            break
         except torch.OutOfMemoryError as failure:
             console.print(f"{problem.op} {direction} {problem.label}: {first_line(failure)}")
         bench.release()
-    console.print(f"{time.perf_counter() - begin:.0f} s; wrote {path}")
+    steps = ", ".join(f"{name} {seconds:.1f}" for name, seconds in bench.seconds.most_common())
+    console.print(f"{time.perf_counter() - begin:.0f} s ({steps}); wrote {path}")
+    return ends
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from common import read
+from common import markdown, read
 from matplotlib.figure import Figure
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
@@ -93,12 +93,6 @@ def draw_steps(panel: Any, rows: list[Row]) -> None:
     panel.bar_label(bars, memory, label_type="center", fontsize=8)
     panel.invert_yaxis()
     panel.set_title("Llama-shaped training step: tokens/s, peak memory", fontsize=10)
-
-
-def markdown(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
-    head = list(header)
-    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
-    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
 
 
 def device_table(rows: list[Row]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -16,6 +16,17 @@ from cute_ops_torch.measure import random_input
 
 BY_NAME = {op.name: op for op in OPS}
 DIRECTIONS = ("fwd", "bwd")
+FIRST = ("rmsnorm", "add_rmsnorm", "silu_mul")
+MAX_SETS = 256
+SMALL = 600 << 20  # bytes of a call up to which there is room for eight sets
+PROGRAM_BYTES = 2 << 30  # what a jitted program's calls move, so that its dispatch hides behind the one before
+
+
+class Buffers(NamedTuple):
+    """Inputs of one call, and gradients of its outputs."""
+
+    inputs: tuple[torch.Tensor, ...]
+    cotangents: tuple[torch.Tensor, ...]
 
 
 @dataclass(frozen=True)
@@ -132,6 +143,21 @@ class Problem:
         made = [a for name in self.declaration.shown if (a := outputs[name])]
         return tuple(torch.randn(a.shape, generator=generator, device=device).to(getattr(torch, a.dtype)) for a in made)
 
+    def buffers(self, device: torch.device, seed: int) -> Buffers:
+        return Buffers(tuple(self.tensors(device, seed).values()), self.cotangents(device, seed))
+
+
+def set_count(problem: Problem, direction: str, device: torch.device) -> int:
+    """Buffer sets that exceed three times L2 together, and that fill a jitted program."""
+    if problem.hot:
+        return 1
+    if device.type != "cuda":
+        return 4
+    least = problem.bytes(direction)
+    l2 = torch.cuda.get_device_properties(device).L2_cache_size
+    fill = min(64, math.ceil(PROGRAM_BYTES / least))
+    return min(max(8 if least < SMALL else 4, math.ceil(3 * l2 / least), fill), MAX_SETS)
+
 
 def grid(ops: Sequence[str], quick: bool = False) -> list[Problem]:
     """The problems, those of the README first."""
@@ -148,6 +174,12 @@ def grid(ops: Sequence[str], quick: bool = False) -> list[Problem]:
     if not quick:
         found += [p for p in _SPECIAL if p.op in ops]
     return found
+
+
+def by_importance(problems: Sequence[Problem]) -> list[Problem]:
+    """What a run that is cut short should have comes first: three ops, then a problem of each other, then the rest."""
+    firsts = {p.op: p for p in reversed(problems)}
+    return sorted(problems, key=lambda p: 0 if p.op in FIRST else 1 if firsts[p.op] is p else 2)
 
 
 def smoke(ops: Sequence[str]) -> list[Problem]:

@@ -16,8 +16,10 @@ import fusion
 import host_time
 import llama_step
 import plot
+import prewarm
 import startup
-from problems import Problem, grid
+import summary
+from problems import BY_NAME, Problem, by_importance, grid, smoke
 
 
 def test_spread() -> None:
@@ -152,11 +154,104 @@ def test_picture_and_readme(tmp_path: Path) -> None:
     assert "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |" in text
 
 
-def test_append_measures_only_what_is_missing(tmp_path: Path) -> None:
+def row(op: str, direction: str, rows: int, us: dict[str, float | str], size: float = 256e6) -> list[dict[str, object]]:
+    shared = {"op": op, "direction": direction, "rows": rows, "n": 64, "layout": "flat", "bytes": int(size)}
+    shared |= {"dtype": "bfloat16", "weight": "bfloat16", "residual": "bfloat16", "gpu": "none", "commit": "abc"}
+    return [
+        shared | {"contender": who} | (
+            {"status": value} if isinstance(value, str)
+            else {"status": "ok", "us": value, "of_copy": size / value / 1e3 / 4000}
+        )
+        for who, value in us.items()
+    ]  # fmt: skip
+
+
+def test_summary(tmp_path: Path) -> None:
+    """Of made-up figures: a copy of 4000 GB/s moves 256 MB in 64 us."""
+    ours, jax, xla = "ours (torch)", "ours (JAX)", "XLA (jit)"
+    rows = [
+        *row("rmsnorm", "fwd", 4096, {ours: 999.0, "quack": 1.0}),  # measured again, below
+        *row("rmsnorm", "fwd", 4096, {ours: 64.0, jax: 65.0, xla: 130.0, "quack": 62.5, "Liger": "not available"}),
+        *row("rmsnorm", "bwd", 4096, {ours: 80.0, jax: 88.0, xla: 176.0, "quack": 77.0, "Liger": "failed: E: no"}),
+        *row("softmax", "bwd", 4096, {ours: 64.0, "torch eager": 128.0, "quack": "wrong: relative error 1"}),
+        *row("softmax", "fwd", 8, {ours: 2.0, "quack": 1.99, "torch eager": 4.0}, 1e6),
+    ]
+    with (tmp_path / "device_time.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, (*device_time.COLUMNS, *common.environment()))
+        writer.writeheader()
+        writer.writerow({"op": "copy", "contender": "copy", "status": "ok", "gb_s": 4000, "commit": "abc"})
+        writer.writerows(rows)
+    points = {p.name.rpartition(" bfloat16")[0]: p for p in summary.points(common.read(tmp_path / "device_time.csv"))}
+    norm = points["rmsnorm forward 4096x64"]
+    assert norm.best() == ("quack", 62.5)
+    assert norm.ahead(xla) == pytest.approx(130 / 64)
+    assert points["softmax backward 4096x64"].best() == ("torch eager", 128.0)
+    assert summary.behind(points.values()) == [points["rmsnorm backward 4096x64"]]
+    target = tmp_path / "summary.md"
+    summary.main([str(tmp_path), "--write", str(target)])
+    text = target.read_text()
+    for line in (
+        "| points with ours | 60 | 4 | 4 |",
+        "| forward, 128 MB and more: part of the copy rate | 0.95 | 1.000 | 1 |",
+        "| backward, 128 MB and more: part of the copy rate | 0.90 | 0.894 | 2 |",  # sqrt(0.8 * 1.0)
+        "| backward, 128 MB and more: points under 85% | none | 1 | 2 |",
+        "| backward: speed over the best other contender | 1.25 | 1.387 | 2 |",  # sqrt(77 / 80 * 2)
+        "| points more than 3% behind the best | none | 1 | 4 |",
+        "| 64 rows and fewer: points behind the best | none | 1 | 1 |",
+        "| speed over XLA | 1.6 | 2.114 | 2 |",  # sqrt(130 / 64 * 176 / 80)
+        "| JAX, backward, 128 MB and more: speed over XLA | 1.8 | 2.000 | 1 |",
+        "| JAX, 128 MB and more: time over PyTorch's | 1.03 | at most 1.100, 1 over | 2 |",
+        "| rmsnorm backward 4096x64 bfloat16 | 80.00 | 80.0% | quack 77.00 | 0.963 |",
+        "| rmsnorm backward 4096x64 bfloat16 | Liger | failed: E: no |",
+    ):
+        assert line in text, line
+    assert "not available" not in text
+
+
+def test_summary_of_the_committed_figures() -> None:
+    text = summary.summary(Path(__file__).parents[2] / "benchmarks/results")
+    assert "points with ours" in text
+
+
+def test_samples_end_where_the_median_has_settled() -> None:
+    assert not device_time.settled([100.0] * 4)
+    assert device_time.settled([100.0, 100.1, 99.9, 100.0, 100.2])
+    assert not device_time.settled([100.0, 110.0, 90.0, 105.0, 95.0])
+
+
+def test_important_problems_come_first() -> None:
+    ordered = by_importance(grid(list(BY_NAME)))
+    assert sorted(map(str, ordered)) == sorted(map(str, grid(list(BY_NAME))))
+    firsts = [p.op in ("rmsnorm", "add_rmsnorm", "silu_mul") for p in ordered]
+    assert firsts == sorted(firsts, reverse=True)
+    later = [p.op for p in ordered if p.op not in ("rmsnorm", "add_rmsnorm", "silu_mul")]
+    kinds = len(set(later))
+    assert len(set(later[:kinds])) == kinds  # one of each, before any second one
+
+
+def test_a_problem_that_ended_a_run_comes_last(tmp_path: Path) -> None:
+    started = tmp_path / "begun"
+    started.write_text("a\nb\na\n")
+    assert device_time.begun(started)["a"] == 2
+    assert device_time.begun(tmp_path / "none")["a"] == 0
+
+
+def test_compiling_ahead_goes_through_all_problems() -> None:
+    """In processes of their own; a contender that fails is reported, not raised."""
+    tasks = [(p, d) for p in smoke(["silu_mul"]) for d in p.directions]
+    reports = list(prewarm.run(tasks, ["torch eager", "XLA (jit)", "quack"], 2, 200))
+    assert {(r.task, r.contender) for r in reports if r.contender != "quack"} == {
+        *((i, "torch eager") for i in range(4)),
+        *((i, "XLA (jit)") for i in range(2)),  # not of slices
+    }
+    assert {r.problem for r in reports if r.contender != "quack"} == {""}
+
+
+def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     arguments = ["--cpu-smoke", "--ops", "silu_mul", "--contenders", "torch eager", "--out", str(tmp_path)]
     device_time.main([*arguments, "--directions", "fwd"])
     before = common.read(tmp_path / "device_time.csv")
-    device_time.main([*arguments, "--append"])
+    device_time.main([*arguments, "--resume"])
     after = common.read(tmp_path / "device_time.csv")
     assert after[: len(before)] == before
     added = [r["direction"] for r in after[len(before) :] if r["op"] != "copy"]

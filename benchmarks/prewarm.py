@@ -1,0 +1,176 @@
+"""Compile ahead, in several processes, what device_time.py will call, into the caches that they share.
+
+Every process takes the next problem, makes one set of buffers and calls each contender once: Inductor's, Triton's,
+quack's and our own kernels come to lie in the caches on disk, JAX programs in JAX's compilation cache. Nothing is timed
+here but what Inductor times to choose among its candidates, and those benchmarks take turns over all processes.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import multiprocessing
+import os
+import queue
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import wraps
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import contenders
+import torch
+from common import first_line
+from problems import Buffers, Problem, set_count
+
+Task = tuple[Problem, str]
+RESTARTS = 4  # of processes that a contender took down
+
+
+class Done(NamedTuple):
+    """What a process reports: a contender of a task, its seconds and what went wrong."""
+
+    task: int
+    contender: str
+    seconds: float
+    problem: str
+
+
+def share_caches() -> None:
+    """Before JAX or Inductor are imported. All but JAX's are in the user's folders anyway."""
+    from platformdirs import user_cache_dir
+
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", user_cache_dir("cute_ops_benchmarks"))
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+    os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+    # Processes are many already, and the measuring one finds all that it needs.
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+def run(tasks: Sequence[Task], names: Sequence[str], workers: int, seconds: float) -> Iterator[Done]:
+    """Go through the tasks, in their order, for so many seconds at most."""
+    end = time.perf_counter() + seconds
+    context = multiprocessing.get_context("spawn")
+    todo, done = context.SimpleQueue(), context.Queue()
+    for task in enumerate(tasks):
+        todo.put(task)
+    for _ in range(workers + RESTARTS):
+        todo.put(None)
+    started = [start(context, todo, done, names) for _ in range(min(workers, len(tasks)))]
+    restarts = RESTARTS
+    while time.perf_counter() < end and any(process.is_alive() for process in started):
+        try:
+            yield done.get(timeout=0.2)
+        except queue.Empty:
+            died = [process for process in started if process.exitcode]
+            for process in died[:restarts]:
+                restarts -= 1
+                started[started.index(process)] = start(context, todo, done, names)
+    while True:  # before they are ended: one that ends while it writes leaves half a message
+        try:
+            yield done.get(timeout=0.1)
+        except queue.Empty:
+            break
+    for process in started:
+        process.terminate()
+
+
+def start(context: Any, todo: Any, done: Any, names: Sequence[str]) -> Any:
+    process = context.Process(target=work, args=(todo, done, tuple(names)))
+    process.start()
+    return process
+
+
+def work(todo: Any, done: Any, names: Sequence[str]) -> None:
+    """One process: tasks until there is none."""
+    from torch._functorch import config as functorch_config
+
+    functorch_config.donated_buffer = False  # as where it is measured
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and "torch.compile" in names:
+        benchmarks_take_turns()
+    while (item := todo.get()) is not None:
+        index, (problem, direction) = item
+        prepare(problem, direction, device, names, lambda *report, index=index: done.put(Done(index, *report)))
+        forget()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def prepare(
+    problem: Problem, direction: str, device: torch.device, names: Sequence[str], report: Callable[..., None]
+) -> None:
+    """Call every contender once. One that fails fails again, visibly, where it is measured."""
+    made = problem.buffers(device, 0)
+    for name in names:
+        begin = time.perf_counter()
+        failed = ""
+        try:
+            function = contenders.make(name, problem.op, dict(problem.attrs))
+            if function is None or (name in contenders.JAX and (problem.strided or problem.hot)):
+                continue
+            once(name, function, problem, direction, made, device)
+        except Exception as failure:
+            failed = first_line(failure)
+        report(name, time.perf_counter() - begin, failed)
+        if device.type == "cuda":
+            torch.cuda.synchronize()  # where the context is lost this raises, and ends the process
+
+
+def once(
+    name: str, function: Callable[..., Any], problem: Problem, direction: str, made: Buffers, device: torch.device
+) -> None:
+    if name in contenders.JAX:
+        import jax_program
+
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        jax_program.build(function, problem, direction, [made] * set_count(problem, direction, device))
+        return
+    if contenders.overwrites_inputs(name, problem.op, direction):
+        made = Buffers(tuple(t.clone() for t in made.inputs), made.cotangents)
+    with torch.set_grad_enabled(direction == "bwd"):
+        contenders.torch_calls(function, direction, [made], problem.wanted)[0]()
+
+
+def forget() -> None:
+    """Drop what a problem leaves behind."""
+    torch._dynamo.reset()
+    gc.collect()
+    gc.freeze()  # what is left are modules: the next time they need not be gone through
+
+
+def benchmarks_take_turns() -> None:
+    """Inductor's benchmarks of its candidates, one at a time over all processes."""
+    from torch._inductor.runtime import benchmarking
+    from torch._inductor.runtime.cache_dir_utils import cache_dir
+
+    path = Path(cache_dir()) / "benchmarks.lock"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = path.open("w")
+    depth = Counter[str]()
+
+    @contextmanager
+    def turn() -> Iterator[None]:
+        if not depth["held"]:
+            fcntl.flock(file, fcntl.LOCK_EX)
+        depth["held"] += 1  # a benchmark may call another
+        try:
+            yield
+        finally:
+            depth["held"] -= 1
+            if not depth["held"]:
+                fcntl.flock(file, fcntl.LOCK_UN)
+
+    def locked(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def inner(*args: Any, **kwargs: Any) -> Any:
+            with turn():
+                return method(*args, **kwargs)
+
+        return inner
+
+    for kind in (benchmarking.TritonBenchmarker, benchmarking.InductorBenchmarker):
+        kind.benchmark_gpu = locked(kind.benchmark_gpu)

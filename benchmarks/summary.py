@@ -1,0 +1,234 @@
+"""What the figures of device_time.csv come to: geometric means, the points that are short, who is ahead where.
+
+    python benchmarks/summary.py benchmarks/results [--write benchmarks/results/summary.md]
+
+A point is an op, a shape, a dtype and a direction. The aims are those that the project has set itself for an H200.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from common import markdown, read
+from contenders import ALL
+
+OURS, OURS_JAX, XLA = "ours (torch)", "ours (JAX)", "XLA (jit)"
+OTHERS = tuple(name for name in ALL if not name.startswith("ours"))
+LARGE = 128e6  # bytes
+SMALL_ROWS = 64
+BEHIND = 0.03
+SHARE = {"fwd": 0.93, "bwd": 0.85}  # of the copy rate, at every large point
+MEAN = {"fwd": 0.95, "bwd": 0.90}  # its geometric mean
+TITLES = {"fwd": "forward", "bwd": "backward"}
+
+
+@dataclass
+class Point:
+    """One problem in one direction.
+
+    Attributes:
+        us: median per contender that gave a right result.
+        status: of those that did not.
+    """
+
+    name: str
+    op: str
+    direction: str
+    rows: int
+    bytes: int
+    us: dict[str, float]
+    share: dict[str, float]
+    status: dict[str, str]
+
+    @property
+    def large(self) -> bool:
+        return self.bytes >= LARGE
+
+    @property
+    def small(self) -> bool:
+        return self.rows <= SMALL_ROWS
+
+    def best(self) -> tuple[str, float] | None:
+        """The fastest of the others."""
+        others = [(self.us[name], name) for name in OTHERS if name in self.us]
+        return min(others)[::-1] if others else None
+
+    def ahead(self, other: str, ours: str = OURS) -> float | None:
+        """By what factor ours is faster than another contender."""
+        return self.us[other] / self.us[ours] if other in self.us and ours in self.us else None
+
+    def ahead_of_best(self) -> float | None:
+        best = self.best()
+        return self.ahead(best[0]) if best else None
+
+
+def points(rows: Iterable[dict[str, str]]) -> list[Point]:
+    """Of the same point and contender the last row counts."""
+    found: dict[str, Point] = {}
+    for row in rows:
+        if row["op"] == "copy":
+            continue
+        kinds = " ".join(f"{k}={row[c]}" for k, c in (("W", "weight"), ("R", "residual")) if row[c] != row["dtype"])
+        words = (f"{row['rows']}x{row['n']}", row["dtype"], kinds, "" if row["layout"] == "flat" else row["layout"])
+        name = " ".join(word for word in (row["op"], TITLES[row["direction"]], *words) if word)
+        point = found.setdefault(
+            name, Point(name, row["op"], row["direction"], int(row["rows"]), int(row["bytes"]), {}, {}, {})
+        )
+        who = row["contender"]
+        for known in (point.us, point.share, point.status):
+            known.pop(who, None)
+        if row["status"] == "ok":
+            point.us[who], point.share[who] = float(row["us"]), float(row["of_copy"])
+        else:
+            point.status[who] = row["status"]
+    return list(found.values())
+
+
+def mean(values: Sequence[float]) -> str:
+    return f"{statistics.geometric_mean(values):.3f}" if values else "not measured"
+
+
+def given(values: Iterable[float | None]) -> list[float]:
+    return [value for value in values if value is not None]
+
+
+def overview(found: Sequence[Point]) -> str:
+    """A line per aim."""
+    lines: list[tuple[str, str, str, str]] = []
+
+    def line(what: str, aim: str, figure: str, count: int) -> None:
+        lines.append((what, aim, figure, str(count)))
+
+    ours = [p for p in found if OURS in p.us]
+    line("points with ours", "60", str(len(ours)), len(found))
+    for direction, title in TITLES.items():
+        of = [p for p in ours if p.direction == direction]
+        large = [p for p in of if p.large]
+        shares = [p.share[OURS] for p in large]
+        line(f"{title}, 128 MB and more: part of the copy rate", f"{MEAN[direction]:.2f}", mean(shares), len(large))
+        under = [p for p in large if p.share[OURS] < SHARE[direction]]
+        line(f"{title}, 128 MB and more: points under {SHARE[direction]:.0%}", "none", str(len(under)), len(large))
+        some = given(p.ahead_of_best() for p in of)
+        aim = {"fwd": "", "bwd": "1.25"}[direction]
+        line(f"{title}: speed over the best other contender", aim, mean(some), len(some))
+    very_low = [p for p in ours if p.large and p.share[OURS] < 0.85]
+    line("128 MB and more: points under 85%", "none", str(len(very_low)), sum(p.large for p in ours))
+    compared = [p for p in ours if p.best()]
+    line(f"points more than {BEHIND:.0%} behind the best", "none", str(len(behind(compared))), len(compared))
+    small = [p for p in compared if p.small]
+    slower = [p for p in small if (p.ahead_of_best() or 1) < 1]
+    line(f"{SMALL_ROWS} rows and fewer: points behind the best", "none", str(len(slower)), len(small))
+    over = given(p.ahead(XLA) for p in ours)
+    line("speed over XLA", "1.6", mean(over), len(over))
+    for direction, aim in (("fwd", "1.6"), ("bwd", "1.8")):
+        of_jax = given(p.ahead(XLA, OURS_JAX) for p in found if p.large and p.direction == direction)
+        line(f"JAX, {TITLES[direction]}, 128 MB and more: speed over XLA", aim, mean(of_jax), len(of_jax))
+    both = [p for p in found if p.ahead(OURS, OURS_JAX)]
+    for what, some_points in (("", [p for p in both if p.large]), (", smaller", [p for p in both if not p.large])):
+        ratios = [p.us[OURS_JAX] / p.us[OURS] for p in some_points]
+        slow = sum(ratio > 1 + BEHIND for ratio in ratios)
+        line(f"JAX{what or ', 128 MB and more'}: time over PyTorch's", "1.03", largest(ratios, slow), len(ratios))
+    return markdown(("", "aim", "measured", "of points"), lines)
+
+
+def largest(ratios: Sequence[float], over: int) -> str:
+    return f"at most {max(ratios):.3f}, {over} over" if ratios else "not measured"
+
+
+def behind(found: Iterable[Point]) -> list[Point]:
+    return [p for p in found if (p.ahead_of_best() or 1) < 1 / (1 + BEHIND)]
+
+
+def table(found: Iterable[Point], order: Callable[[Point], float]) -> str:
+    rows = []
+    for p in sorted(found, key=order):
+        best = p.best()
+        other = f"{best[0]} {best[1]:.2f}" if best else ""
+        ratio = p.ahead_of_best()
+        rows.append((p.name, f"{p.us[OURS]:.2f}", f"{p.share[OURS]:.1%}", other, f"{ratio:.3f}" if ratio else ""))
+    return markdown(("point", "ours, us", "of copy", "best other, us", "ours is faster by"), rows) if rows else "None."
+
+
+def by_op(found: Sequence[Point]) -> str:
+    rows = []
+    for op, direction in dict.fromkeys((p.op, p.direction) for p in found):
+        of = [p for p in found if (p.op, p.direction) == (op, direction) and OURS in p.us]
+        shares = [p.share[OURS] for p in of if p.large]
+        ratios = given(p.ahead_of_best() for p in of)
+        jax = given(p.ahead(XLA, OURS_JAX) for p in of)
+        worst = (f"{min(v):.3f}" if v else "" for v in (shares, ratios, jax))
+        means = (mean(v) if v else "" for v in (shares, ratios, jax))
+        pairs = (f"{m} ({w})" if m else "" for m, w in zip(means, worst, strict=True))
+        rows.append((f"{op} {TITLES[direction]}", str(len(of)), *pairs))
+    header = ("geometric mean (worst)", "points", "of copy, 128 MB and more", "over the best other", "JAX over XLA")
+    return markdown(header, rows)
+
+
+def failures(found: Sequence[Point]) -> str:
+    """Contenders that gave no figure, but those that have no such op."""
+    states = [(p.name, who, state) for p in found for who, state in p.status.items() if state != "not available"]
+    return markdown(("point", "contender", "status"), states) if states else "None."
+
+
+def step(rows: Sequence[dict[str, str]]) -> str:
+    """The training step: ours against each other contender."""
+    speed = {row["contender"]: float(row["tokens_per_s"]) for row in rows}
+    memory = {row["contender"]: float(row["peak_gb"]) for row in rows}
+    others = [name for name in speed if not name.startswith(("ours", "graph pass"))]
+    cells = [
+        (name, f"{speed[name]:,.0f}", f"{memory[name]:.2f}", *(f"{speed[name] / speed[other]:.3f}" for other in others))
+        for name in speed
+    ]
+    return markdown(("training step", "tokens/s", "peak GB", *(f"x {other}" for other in others)), cells)
+
+
+def summary(folder: Path) -> str:
+    rows = read(folder / "device_time.csv")
+    found = points(rows)
+    ours = [p for p in found if OURS in p.us]
+    copies = ", ".join(dict.fromkeys(f"{float(r['gb_s']):.0f}" for r in rows if r["op"] == "copy"))
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    short = [p for p in ours if p.large and p.share[OURS] < SHARE[p.direction]]
+    parts = [
+        f"# What device_time.csv comes to\n\n{rows[0]['gpu']}, copy {copies} GB/s, commit {commits}. Made by "
+        "benchmarks/summary.py; means are geometric.",
+        overview(found),
+        f"## 128 MB and more, under {SHARE['fwd']:.0%} of the copy rate forward or {SHARE['bwd']:.0%} backward",
+        table(short, lambda p: p.share[OURS]),
+        f"## More than {BEHIND:.0%} behind the best other contender",
+        table(behind(ours), lambda p: p.ahead_of_best() or 1),
+        "## Backward, behind the best other contender by less",
+        table(
+            (p for p in ours if p.direction == "bwd" and (p.ahead_of_best() or 1) < 1 and p not in behind(ours)),
+            lambda p: p.ahead_of_best() or 1,
+        ),
+        f"## {SMALL_ROWS} rows and fewer",
+        table((p for p in ours if p.small), lambda p: p.ahead_of_best() or 1),
+        "## By op",
+        by_op(found),
+        "## Without a figure",
+        failures(found),
+    ]
+    steps = folder / "llama_step.csv"
+    if steps.exists():
+        parts += ["## Training step", step(read(steps))]
+    return "\n\n".join(parts) + "\n"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="folder with device_time.csv")
+    parser.add_argument("--write", type=Path, help="a Markdown file to write")
+    options = parser.parse_args(arguments)
+    text = summary(options.folder)
+    print(text)
+    if options.write:
+        options.write.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
