@@ -39,10 +39,12 @@ class Done(NamedTuple):
 
 
 def share_caches() -> None:
-    """Before JAX or Inductor are imported. All but JAX's are in the user's folders anyway."""
+    """Before JAX or Inductor are imported. Those of quack, Inductor and ours are in the user's folders anyway."""
     from platformdirs import user_cache_dir
 
-    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", user_cache_dir("cute_ops_benchmarks"))
+    folder = user_cache_dir("cute_ops_benchmarks")
+    os.environ.setdefault("TRITON_CACHE_DIR", f"{folder}/triton")  # else Inductor moves it once it is imported
+    os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", f"{folder}/jax")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
     os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     # Processes are many already, and the measuring one finds all that it needs.

@@ -229,11 +229,30 @@ def test_important_problems_come_first() -> None:
     assert len(set(later[:kinds])) == kinds  # one of each, before any second one
 
 
-def test_a_problem_that_ended_a_run_comes_last(tmp_path: Path) -> None:
-    started = tmp_path / "begun"
-    started.write_text("a\nb\na\n")
-    assert device_time.begun(started)["a"] == 2
-    assert device_time.begun(tmp_path / "none")["a"] == 0
+def test_a_contender_that_takes_the_gpu_down_ends_the_run_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, failing = device_time.contenders.make, []
+
+    def fails(*tensors: torch.Tensor) -> torch.Tensor:
+        failing.append(1)
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(device_time.contenders, "make", lambda who, *op: fails if who == "Liger" else made(who, *op))
+    monkeypatch.setattr(device_time.Bench, "lost", lambda self: True)
+    arguments = ["--cpu-smoke", "--ops", "silu_mul", "--directions", "fwd", "--out", str(tmp_path)]
+    arguments += ["--contenders", "torch eager", "Liger", "--only"]
+    file = tmp_path / "device_time.csv"
+    assert device_time.main([*arguments, "bfloat16"]) == 3
+    status = [(r["contender"], r["status"], r["layout"]) for r in common.read(file)[1:]]
+    assert status == [("Liger", "failed: RuntimeError: illegal memory access", "flat")]
+    # What was not reached comes before what was.
+    assert device_time.main([*arguments, "", "--resume"]) == 3
+    assert [r["layout"] for r in common.read(file)[2:]] == ["strided"]
+    assert device_time.main([*arguments, "", "--resume"]) == 0
+    assert [(r["contender"], r["status"], r["layout"]) for r in common.read(file)[3:]] == [
+        ("torch eager", "ok", "flat"),
+        ("torch eager", "ok", "strided"),
+    ]
+    assert len(failing) == 2
 
 
 def test_compiling_ahead_goes_through_all_problems() -> None:
