@@ -25,18 +25,19 @@ _is_grad_enabled, _any_requires_grad = torch.is_grad_enabled, _C._any_requires_g
 _PLAIN_CUDA = _C.DispatchKeySet(_C.DispatchKey.CUDA).add(_C.DispatchKey.AutogradCUDA).raw_repr()
 
 Call = Callable[..., Any]
+_REMEMBERED = ("attributes", "required", "given")
 
 
-def autograd_kernel(op: Op, overload: Any, launch: Call, gradient: Call | None) -> Call:
+def autograd_kernel(op: Op, overload: Any, parts: Callable[[], tuple[Call, Call | None]]) -> Call:
     """The Autograd kernel of an op.
 
     Args:
         op: the declaration.
         overload: the registered op.
-        launch: its CUDA implementation.
-        gradient: ``gradient(*inputs, *attributes)`` of the backward op, None where there is none.
+        parts: makes its CUDA implementation, and ``gradient(*inputs, *attributes)`` of the backward op, None where
+            there is none. Called by the first call of the op, as written-out code takes a while to compile.
     """
-    fill = filler(op)
+    fill, tensors, arity = filler(op), len(op.inputs), len(op.inputs) + len(op.attrs)
 
     def run(keyset: Any, args: tuple[Any, ...]) -> Any:
         """What happens below autograd."""
@@ -52,24 +53,41 @@ def autograd_kernel(op: Op, overload: Any, launch: Call, gradient: Call | None) 
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return run(keyset, args)
 
-    direct = node = None  # made when they are needed: written-out code takes a while to compile
+    def launch(*args: Any) -> Any:
+        nonlocal launch
+        launch = parts()[0]
+        return launch(*args)
 
-    def kernel(keyset: Any, *args: Any) -> Any:
-        nonlocal direct, node
+    def direct(*args: Any) -> Any:
+        nonlocal direct
+        direct = graph_node(op, *parts()).apply
+        return direct(*args)
+
+    def node(*args: Any) -> Any:
+        nonlocal node
+        node = graph_node(op, run_in_node, parts()[1], context=True).apply
+        return node(*args)
+
+    def watched(keyset: Any, args: tuple[Any, ...]) -> Any:
         if forward_ad._current_level >= 0:
             refuse_tangents(op, fill(args))
         if not (_is_grad_enabled() and _any_requires_grad(*args)):
-            # `run` without the call, which is a tenth of a microsecond
-            return launch(*args) if keyset.raw_repr() == _PLAIN_CUDA else run(keyset, args)
-        if node is None:
-            direct = graph_node(op, launch, gradient).apply
-            node = graph_node(op, run_in_node, gradient, context=True).apply
-        if _C._are_functorch_transforms_active():
-            # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
-            # on that level is right here, but torch wants to be told.
-            with enable_single_level_autograd_function():
-                return node(keyset, *fill(args))
-        return direct(*fill(args)) if keyset.raw_repr() == _PLAIN_CUDA else node(keyset, *fill(args))
+            return run(keyset, args)
+        if not _C._are_functorch_transforms_active():
+            return node(keyset, *fill(args))
+        # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
+        # on that level is right here, but torch wants to be told.
+        with enable_single_level_autograd_function():
+            return node(keyset, *fill(args))
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        # functorch's levels are in the keys.
+        if keyset.raw_repr() != _PLAIN_CUDA or forward_ad._current_level >= 0:
+            return watched(keyset, args)
+        # To ask something that is no tensor takes longer than to ask one that is.
+        if _is_grad_enabled() and (args[0].requires_grad or _any_requires_grad(*args[1:tensors])):
+            return direct(*args) if len(args) == arity else direct(*fill(args))
+        return launch(*args)
 
     return kernel
 
@@ -91,7 +109,10 @@ def graph_node(op: Op, run: Call, gradient: Call | None, context: bool = False) 
     make = _without_gradient if op.grad is None or gradient is None else _with_gradient
     methods = make(op, run, gradient, ("_context",) if context else ())
     # Not autograd.Function itself: its `apply` is for functions called from outside the dispatcher.
-    return type(f"cute_{op.name}", (_SingleLevelFunction,), {k: staticmethod(v) for k, v in methods.items()})
+    made: Any = type(f"cute_{op.name}", (_SingleLevelFunction,), {k: staticmethod(v) for k, v in methods.items()})
+    # What a context remembers: slots cost less than a dict.
+    made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _REMEMBERED})
+    return made
 
 
 # `save_for_backward` and `set_materialize_grads` assign these attributes of the context and do nothing else.

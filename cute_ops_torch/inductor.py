@@ -1,9 +1,12 @@
 """``enable()``: ``torch.compile`` replaces what models write out by cute ops, so that an untouched model runs on them.
 
 Known are Hugging Face's RMS norms (Llama's and Gemma's form, with the residual add before them), ``F.rms_norm``,
-``F.layer_norm``, ``silu(gate) * up``, ``gelu(gate) * up`` and ``F.cross_entropy``. The pass works on the graph as
-Dynamo has captured it, before autograd, so that a replaced op brings its own gradient. Values differ from the
-original's by rounding only: a cute op rounds once, to the dtype of its input.
+``F.layer_norm``, ``silu(gate) * up``, ``gelu(gate) * up`` and ``F.cross_entropy``. Attention loses a mask that is made
+of sizes alone and says what ``is_causal=True`` says, or nothing: Hugging Face's models make such masks when they are
+compiled for training, and any mask keeps attention from its flash kernel.
+
+The pass works on the graph as Dynamo has captured it, before autograd, so that a replaced op brings its own gradient.
+Values differ from the original's by rounding only: a cute op rounds once, to the dtype of its input.
 
 >>> import cute_ops_torch.inductor
 >>> cute_ops_torch.inductor.enable()  # doctest: +SKIP
@@ -23,7 +26,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
@@ -31,6 +33,8 @@ from torch.fx import Graph, Node
 from cute_ops import __version__
 from cute_ops.op import FLOATS
 from cute_ops_torch import registry
+from cute_ops_torch._masks import replace_mask
+from cute_ops_torch._nodes import calls, changed, value_of
 
 log = logging.getLogger("cute_ops")
 replaced: Counter[str] = Counter()
@@ -43,7 +47,7 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
     """Let ``torch.compile`` replace written-out patterns from now on. What is compiled already stays.
 
     Args:
-        ops: names of the ops that may be used; all that are known where None.
+        ops: names of the ops that may be used, and ``"attention_mask"``; all that are known where None.
         devices: device types whose graphs are touched. On a CPU the ops are the reference, slower than Inductor's code.
 
     Raises:
@@ -77,7 +81,7 @@ class Replace(CustomGraphPass):  # type: ignore[misc]
         found: Counter[str] = Counter()
         for name in self.ops:
             for node in list(graph.nodes):
-                value = _value(node)
+                value = value_of(node)
                 if node.users and value is not None and value.device.type in self.devices:
                     found[name] += bool(_REPLACE[name](graph, node))
         found = +found
@@ -92,7 +96,8 @@ class Replace(CustomGraphPass):  # type: ignore[misc]
         if not all(before):
             return None  # what runs before us has no name, so nothing after it can be cached
         here = Path(__file__)
-        sources = [(here.with_name(name)).read_bytes() for name in (here.name, "_inductor.py")]
+        files = (here.name, "_inductor.py", "_masks.py", "_nodes.py")
+        sources = [here.with_name(name).read_bytes() for name in files]
         what = (__version__, self.ops, self.devices, before, *(hashlib.sha256(s).hexdigest() for s in sources))
         return hashlib.sha256(repr(what).encode()).digest()
 
@@ -105,66 +110,34 @@ class Replace(CustomGraphPass):  # type: ignore[misc]
 # What a node is and holds.
 
 
-def _value(node: Any) -> torch.Tensor | None:
-    """The fake tensor that a node was traced with."""
-    value = node.meta.get("example_value") if isinstance(node, Node) else None
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _is(node: Any, *names: str) -> bool:
-    """Whether a node calls torch's function, operator or method of one of these names."""
-    if not isinstance(node, Node):
-        return False
-    if node.op == "call_method":
-        return node.target in names
-    if node.op != "call_function":
-        return False
-    return any(node.target is getattr(space, name, None) for name in names for space in (operator, torch, F))
-
-
 def _factors(node: Any, name: str) -> Iterator[tuple[Any, Any]]:
     """Both orders of a binary node's operands."""
-    if _is(node, name) and len(node.args) == 2 and not node.kwargs:
+    if calls(node, name) and len(node.args) == 2 and not node.kwargs:
         yield node.args
         yield node.args[::-1]
 
 
 def _uncast(node: Any, dtype: torch.dtype) -> Any:
     """What a cast to this dtype was made from; the node itself where it is none."""
-    forms = _is(node, "float", "half", "bfloat16", "type_as") or (
-        _is(node, "to") and len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"dtype"}
+    forms = calls(node, "float", "half", "bfloat16", "type_as") or (
+        calls(node, "to") and len(node.args) + len(node.kwargs) == 2 and set(node.kwargs) <= {"dtype"}
     )
-    made, source = _value(node), _value(node.args[0]) if forms else None
+    made, source = value_of(node), value_of(node.args[0]) if forms else None
     cast = made is not None and source is not None and made.dtype == dtype and made.device == source.device
     return node.args[0] if cast else node
 
 
 def _rows(node: Any) -> torch.Tensor | None:
     """The value of a node that a kernel can read by rows."""
-    value = _value(node)
+    value = value_of(node)
     fits = value is not None and value.dtype in _DTYPES and value.ndim and value.stride(-1) == 1
     return value if fits else None
 
 
 def _vector(node: Any, like: torch.Tensor) -> bool:
     """A float vector as long as a row."""
-    value = _value(node)
+    value = value_of(node)
     return value is not None and value.dtype in _DTYPES and tuple(value.shape) == (like.shape[-1],)
-
-
-def _changed(graph: Graph, since: Any, until: Any) -> bool:
-    """Whether anything is written in place between two nodes: it may be a view of what a pattern has read."""
-    order = list(graph.nodes)
-    return any(map(_writes, order[order.index(since) + 1 : order.index(until)]))
-
-
-def _writes(node: Any) -> bool:
-    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
-    ends = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name in _INPLACE)
-    return ends or node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
-
-
-_INPLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior")
 
 
 def _insert(graph: Graph, node: Any, op: str, *args: Any) -> Any:
@@ -177,7 +150,7 @@ def _insert(graph: Graph, node: Any, op: str, *args: Any) -> Any:
 
 def _finish(graph: Graph, node: Any, made: Any, dtype: torch.dtype) -> bool:
     """Puts ``made``, of ``dtype``, in a node's place."""
-    value = _value(node)
+    value = value_of(node)
     assert value is not None
     if value.dtype != dtype:
         with graph.inserting_before(node):
@@ -200,11 +173,11 @@ class _Normalised(NamedTuple):
 
 def _normalised(node: Any) -> _Normalised | None:
     for wide, factor in _factors(node, "mul"):
-        if not _is(factor, "rsqrt"):
+        if not calls(factor, "rsqrt"):
             continue
         for mean, eps in _factors(factor.args[0], "add"):
-            if isinstance(eps, (int, float)) and _is(mean, "mean") and _is_square(mean.args[0], wide) and _last(mean):
-                value = _value(wide)
+            if isinstance(eps, (int, float)) and calls(mean, "mean") and _is_square(mean.args[0], wide) and _last(mean):
+                value = value_of(wide)
                 if value is not None and value.dtype == torch.float32:
                     x = _uncast(wide, torch.float32)
                     return _Normalised(x, float(eps), mean.args[0] if x is wide else wide)
@@ -212,9 +185,9 @@ def _normalised(node: Any) -> _Normalised | None:
 
 
 def _is_square(node: Any, of: Any) -> bool:
-    if _is(node, "pow"):
+    if calls(node, "pow"):
         return node.args[0] is of and node.args[1] == 2
-    return (_is(node, "square") and node.args[0] is of) or (_is(node, "mul") and tuple(node.args) == (of, of))
+    return (calls(node, "square") and node.args[0] is of) or (calls(node, "mul") and tuple(node.args) == (of, of))
 
 
 def _last(mean: Any) -> bool:
@@ -223,9 +196,9 @@ def _last(mean: Any) -> bool:
 
 
 def _rmsnorm(graph: Graph, node: Any) -> bool:
-    if _is(node, "rms_norm"):
+    if calls(node, "rms_norm"):
         return _functional(graph, node, "rmsnorm", ("weight",))
-    value = _value(node)
+    value = value_of(node)
     scaled = _uncast(node, value.dtype) if value is not None else node
     for normed, scale in _factors(scaled, "mul"):  # Gemma's: scaled by one more than the weight, then rounded
         core = _normalised(normed)
@@ -237,7 +210,7 @@ def _rmsnorm(graph: Graph, node: Any) -> bool:
             if one == 1 and _vector(weight, x):
                 return _scaled(graph, node, core, weight, 1.0)
     for weight, normed in _factors(node, "mul"):  # Llama's: rounded, then scaled
-        inner = _value(normed)
+        inner = value_of(normed)
         core = _normalised(_uncast(normed, inner.dtype)) if inner is not None else None
         x = _rows(core.x) if core else None
         if core and x is not None and inner is not None and inner.dtype == x.dtype and _vector(weight, x):
@@ -246,10 +219,10 @@ def _rmsnorm(graph: Graph, node: Any) -> bool:
 
 
 def _scaled(graph: Graph, node: Any, core: _Normalised, weight: Any, offset: float) -> bool:
-    if _changed(graph, core.first, node):
+    if changed(graph, core.first, node):
         return False
     made = _insert(graph, node, "rmsnorm", core.x, weight, None, core.eps, offset)
-    return _finish(graph, node, made, _value(core.x).dtype)  # type: ignore[union-attr]
+    return _finish(graph, node, made, value_of(core.x).dtype)  # type: ignore[union-attr]
 
 
 def _functional(graph: Graph, node: Any, op: str, tensors: tuple[str, ...]) -> bool:
@@ -258,7 +231,7 @@ def _functional(graph: Graph, node: Any, op: str, tensors: tuple[str, ...]) -> b
         return False
     names = ("input", "normalized_shape", *tensors, "eps")
     given = dict.fromkeys(names) | dict(zip(names, node.args, strict=False)) | node.kwargs
-    x, value = _rows(given["input"]), _value(node)
+    x, value = _rows(given["input"]), value_of(node)
     if x is None or value is None or set(given) != set(names) or value.dtype != x.dtype:
         return False
     if tuple(given["normalized_shape"]) != (x.shape[-1],):
@@ -277,7 +250,7 @@ def _functional(graph: Graph, node: Any, op: str, tensors: tuple[str, ...]) -> b
 
 
 def _layernorm(graph: Graph, node: Any) -> bool:
-    return _is(node, "layer_norm") and _functional(graph, node, "layernorm", ("weight", "bias"))
+    return calls(node, "layer_norm") and _functional(graph, node, "layernorm", ("weight", "bias"))
 
 
 def _add_rmsnorm(graph: Graph, node: Any) -> bool:
@@ -285,17 +258,17 @@ def _add_rmsnorm(graph: Graph, node: Any) -> bool:
     if node.target is not torch.ops.cute.rmsnorm.default:
         return False
     total, *rest = node.args
-    if not _is(total, "add") or len(total.args) != 2 or total.kwargs:
+    if not calls(total, "add") or len(total.args) != 2 or total.kwargs:
         return False
     values = [_rows(t) for t in (*total.args, total)]
     if any(v is None or v.shape != values[-1].shape or v.dtype != values[-1].dtype for v in values):  # type: ignore[union-attr]
         return False
     order = {n: i for i, n in enumerate(graph.nodes)}
-    if any(isinstance(t, Node) and order[t] > order[total] for t in rest) or _changed(graph, total, node):
+    if any(isinstance(t, Node) and order[t] > order[total] for t in rest) or changed(graph, total, node):
         return False
     residual, x = total.args
     both = _insert(graph, total, "add_rmsnorm", x, residual, *rest)
-    both.meta["example_value"] = (_value(node), _value(total))
+    both.meta["example_value"] = (value_of(node), value_of(total))
     for k, old in enumerate((node, total)):
         with graph.inserting_after(both):
             part = graph.call_function(operator.getitem, (both, k))
@@ -307,14 +280,14 @@ def _add_rmsnorm(graph: Graph, node: Any) -> bool:
 def _gated(op: str, activation: str) -> Callable[[Graph, Any], bool]:
     def replace(graph: Graph, node: Any) -> bool:
         for active, up in _factors(node, "mul"):
-            if not _is(active, activation) or len(active.users) > 1 or active.op != "call_function":
+            if not calls(active, activation) or len(active.users) > 1 or active.op != "call_function":
                 continue
             options = {k: v for k, v in active.kwargs.items() if (k, v) != ("inplace", False)}
             extra = (options.pop("approximate", "none"),) if activation == "gelu" else ()
             gate = active.args[0]
-            a, b, value = _rows(gate), _rows(up), _value(node)
+            a, b, value = _rows(gate), _rows(up), value_of(node)
             positional = len(active.args) > 1 and any(active.args[1:])
-            if a is None or b is None or value is None or options or positional or _changed(graph, active, node):
+            if a is None or b is None or value is None or options or positional or changed(graph, active, node):
                 continue
             if a.shape == b.shape == value.shape and a.dtype == b.dtype == value.dtype:
                 return _finish(graph, node, _insert(graph, node, op, gate, up, *extra), a.dtype)
@@ -324,12 +297,12 @@ def _gated(op: str, activation: str) -> Callable[[Graph, Any], bool]:
 
 
 def _cross_entropy(graph: Graph, node: Any) -> bool:
-    if not _is(node, "cross_entropy") or node.op != "call_function":
+    if not calls(node, "cross_entropy") or node.op != "call_function":
         return False
     names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
     default = (None, None, None, None, -100, None, "mean", 0.0)
     given = dict(zip(names, default, strict=True)) | dict(zip(names, node.args, strict=False)) | node.kwargs
-    x, target, value = _rows(given["input"]), _value(given["target"]), _value(node)
+    x, target, value = _rows(given["input"]), value_of(given["target"]), value_of(node)
     if any(given[name] is not None for name in ("weight", "size_average", "reduce")) or x is None or value is None:
         return False
     if target is None or x.ndim != 2 or target.ndim != 1 or target.dtype not in (torch.int64, torch.int32):
@@ -353,11 +326,11 @@ def _cross_entropy(graph: Graph, node: Any) -> bool:
 def _narrow(graph: Graph, node: Any, wide: Any) -> Any:
     """Logits as they were before a cast to float32, which the op does not need: it would be an array of its own."""
     views, source = [], wide
-    while _is(source, "view", "reshape", "contiguous") and source.op == "call_method":
+    while calls(source, "view", "reshape", "contiguous") and source.op == "call_method":
         views.append(source)
         source = source.args[0]
     narrow = _uncast(source, torch.float32)
-    if narrow is source or _rows(narrow) is None or _changed(graph, source, node):
+    if narrow is source or _rows(narrow) is None or changed(graph, source, node):
         return wide
     with graph.inserting_before(node):
         for view in reversed(views):
@@ -373,11 +346,12 @@ _REPLACE: dict[str, Callable[[Graph, Any], bool]] = {
     "silu_mul": _gated("silu_mul", "silu"),
     "gelu_mul": _gated("gelu_mul", "gelu"),
     "cross_entropy": _cross_entropy,
+    "attention_mask": replace_mask,
 }
 
 
 def _exists(name: str) -> bool:
-    return ("cute", name) in registry._registered
+    return ("cute", name) in registry._registered or name == "attention_mask"
 
 
 def _known() -> str:

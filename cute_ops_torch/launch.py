@@ -8,6 +8,7 @@ function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -25,35 +26,62 @@ from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, 
 REMEMBERED = 4096
 # Inductor's allocator: a third of the host time of `torch.empty`.
 _new_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009 (stubs do not know it)
+_TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 Run = Callable[..., Any]
 # What has been loaded, by symbol and device.
 _on_devices: dict[tuple[str, int], Run] = {}
 
 
-class Ready(NamedTuple):
-    """A planned problem: ``run(*inputs)`` allocates its outputs, ``into(*inputs, *outputs)`` fills given ones."""
+@dataclass(slots=True)
+class Ready:
+    """A planned problem.
+
+    Attributes:
+        run: ``run(*inputs)`` allocates its outputs.
+        into: ``into(*inputs, *outputs)`` fills given ones.
+        guarded: both, for calls that a guard lets through; by what a guard asks for that planning does not.
+    """
 
     run: Run
     into: Run
+    guarded: dict[tuple[bool, ...], Run] = field(default_factory=dict)
 
 
 # Kernels are compiled for an alignment of at most 16 bytes.
 _PLACE = "({0}.dtype, {0}.shape, {0}.stride(), {0}.get_device(), {0}.data_ptr() & 15)"
+# To build that key and look it up takes longer than anything else here, so a call is compared with the last one of its
+# shape first, by a guard of Dynamo's: one call in C++ for all tensors.
 _SOURCE = """
 def launch({parameters}):
+    return _last.get({lead}, _plan)({arguments})
+
+def _plan({arguments}):
     _key = ({key},)
-    _ready = _get(_key)
-    if _ready is None:
-        _ready = _prepare(_key, ({tensors},), ({attrs}))
+    _ready = _get(_key) or _prepare(_key, ({tensors},), ({attrs}))
+    _kind = ({gradients}, False)
+    _last[{lead}] = _ready.guarded.get(_kind) or _guard(_ready, _kind, _ready.run, _plan, ({tensors},), ({attrs}))
     return _ready.run({tensors})
 
 def into({arguments}, {outputs}):
+    _last_into.get({lead}, _plan_into)({arguments}, {outputs})
+
+def _plan_into({arguments}, {outputs}):
     _key = ({key},)
-    _ready = _get(_key)
-    if _ready is None:
-        _ready = _prepare(_key, ({tensors},), ({attrs}))
+    _ready = _get(_key) or _prepare(_key, ({tensors},), ({attrs}))
+    _kind = ({gradients}, True)
+    _last_into[{lead}] = (
+        _ready.guarded.get(_kind) or _guard(_ready, _kind, _ready.into, _plan_into, ({tensors},), ({attrs}))
+    )
     _ready.into({tensors}, {outputs})
+"""
+_GUARDED = """
+def make(_run, _otherwise, _same, {values}):
+    def guarded({arguments}):
+        if {same}:
+            return _run({passed})
+        return _otherwise({arguments})
+    return guarded
 """
 
 
@@ -75,25 +103,63 @@ class Launcher(NamedTuple):
 def launcher(op: Op) -> Launcher:
     """The CUDA implementation of an op."""
     ready: dict[tuple[Any, ...], Ready] = {}
+    last: dict[Any, Run] = {}
+    last_into: dict[Any, Run] = {}
 
-    def remember(key: tuple[Any, ...], tensors: Tensors, attrs: Sequence[Any]) -> Ready:
+    def prepared(key: tuple[Any, ...], tensors: Tensors, attrs: Sequence[Any]) -> Ready:
         made = prepare(op, tensors, attrs)
-        while len(ready) >= REMEMBERED:
-            ready.pop(next(iter(ready)), None)
+        for known in (ready, last, last_into):  # a new shape is a new problem
+            while len(known) >= REMEMBERED:
+                known.pop(next(iter(known)), None)
         ready[key] = made
         return made
+
+    def guard(
+        made: Ready, kind: tuple[bool, ...], run: Run, otherwise: Run, tensors: Tensors, attrs: Sequence[Any]
+    ) -> Run:
+        made.guarded[kind] = one = _guarded(op, run, otherwise, tensors, attrs, outputs if kind[-1] else ())
+        return one
 
     places = [
         f"None if {name} is None else {_PLACE.format(name)}" if t.optional else _PLACE.format(name)
         for name, t in op.inputs.items()
     ]
+    outputs = _numbered("out", op.outputs)
     source = _SOURCE.format(
         parameters=parameters(op), key=", ".join((*places, *op.attrs)), tensors=", ".join(op.inputs),
+        lead=next((f"{name}.shape" for name, t in op.inputs.items() if not t.optional), "None"),
         attrs="".join(f"{name}, " for name in op.attrs), arguments=", ".join((*op.inputs, *op.attrs)),
-        outputs=", ".join(_numbered("out", op.outputs)),
+        outputs=", ".join(outputs),
+        gradients=", ".join(
+            f"{name} is not None and {name}.requires_grad" if t.optional else f"{name}.requires_grad"
+            for name, t in op.inputs.items()
+        ),
     )  # fmt: skip
-    space = define(source, f"launch {op.name}", _get=ready.get, _prepare=remember)
+    space = define(
+        source, f"launch {op.name}", _get=ready.get, _prepare=prepared, _guard=guard, _last=last, _last_into=last_into
+    )
     return Launcher(space["launch"], space["into"], ready)
+
+
+def _guarded(op: Op, run: Run, otherwise: Run, tensors: Tensors, attrs: Sequence[Any], outputs: Sequence[str]) -> Run:
+    """``run`` for calls like this one, ``otherwise`` for all that look different."""
+    given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
+    sizes: Any = [list(t.shape) for t in given.values()]
+    strides: Any = [list(t.stride()) for t in given.values()]
+    guard = _TensorGuards(*given.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    places = {name: t.data_ptr() & 15 for name, t in given.items()}
+    same = [f"{name} is None" for name in op.inputs if name not in given]
+    same += [f"{name} == _{name}" for name in op.attrs]
+    same.append(f"_same({', '.join(given)})")
+    if any(places.values()):
+        same += [f"{name}.data_ptr() & 15 == {place}" for name, place in places.items()]
+    else:
+        same.append(f"not ({' | '.join(f'{name}.data_ptr()' for name in given)}) & 15")
+    source = _GUARDED.format(
+        values=", ".join(f"_{name}" for name in op.attrs), arguments=", ".join((*op.inputs, *op.attrs, *outputs)),
+        same=" and ".join(same), passed=", ".join((*op.inputs, *outputs)),
+    )  # fmt: skip
+    return _maker(source)(run, otherwise, guard.check, *attrs)  # type: ignore[return-value]
 
 
 def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:

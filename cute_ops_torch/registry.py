@@ -55,7 +55,7 @@ def define(op: Op, namespace: str = "cute") -> Registered:
         made.native = extension.bind(op, made.overload, partial(describe, op), gradient.native if gradient else None)
     else:
         library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
-        library.impl(op.name, _deferred(lambda: made.autograd), "Autograd", with_keyset=True)
+        library.impl(op.name, autograd_kernel(op, made.overload, made.parts), "Autograd", with_keyset=True)
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
     for autocast in ("AutocastCPU", "AutocastCUDA"):
         library.impl(op.name, torch.library.fallthrough_kernel, autocast)
@@ -101,10 +101,9 @@ class Registered:
         made = launcher(self.op)
         return made._replace(into=self.native.into) if self.native else made
 
-    @cached_property
-    def autograd(self) -> Callable[..., Any]:
-        """The Autograd kernel."""
-        return autograd_kernel(self.op, self.overload, self.cuda.launch, self.gradient.raw if self.gradient else None)
+    def parts(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
+        """What the Autograd kernel calls: the CUDA implementation, and the backward op's function, raw."""
+        return self.cuda.launch, self.gradient.raw if self.gradient else None
 
     @cached_property
     def raw(self) -> Callable[..., Any]:

@@ -163,6 +163,89 @@ def test_cross_entropy_reads_logits_before_their_cast() -> None:
     assert "float" not in [node.target for node in seen[0].graph.nodes]
 
 
+def attention(mask: Callable[..., torch.Tensor | None], **options: Any) -> Callable[..., torch.Tensor]:
+    def function(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(q.sin(), k, v, mask(q.shape[-2], k.shape[-2]), **options).cos()
+
+    return function
+
+
+def positions(m: int, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.arange(m)[:, None], torch.arange(n)
+
+
+def check_attention(mask: Callable[..., Any], m: int, n: int, kind: str | None, **options: Any) -> None:
+    """After the pass, attention is called with ``is_causal``, with nothing, or with the mask as before."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    seen: list[Any] = []
+
+    def compiler(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        only_the_pass(module, inputs)
+        seen.extend(node for node in module.graph.nodes if "attention" in str(node.target))
+        return module
+
+    inductor.replaced.clear()
+    tensors = [torch.randn(2, 4, rows, 16) for rows in (m, n, n)]
+    function = attention(mask, **options)
+    got = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)(*tensors)
+    torch.testing.assert_close(got, function(*tensors), rtol=1e-5, atol=1e-5)
+    (node,) = seen
+    given = dict(zip(("attn_mask", "dropout_p", "is_causal"), node.args[3:], strict=False)) | node.kwargs
+    masked = given.get("attn_mask") is not None
+    assert (given.get("is_causal", False), masked) == {"causal": (True, False), "all": (False, False)}.get(
+        str(kind), (options.get("is_causal", False), kind != "absent")
+    )
+    assert inductor.replaced["attention_mask"] == (kind in ("causal", "all"))
+
+
+def test_attention_masks_that_are_known() -> None:
+    def causal(m: int, n: int) -> torch.Tensor:
+        i, j = positions(m, n)
+        return j <= i
+
+    def packed(m: int, n: int) -> torch.Tensor:  # Hugging Face's, of one sequence
+        i = torch.arange(m).unsqueeze(0).expand(2, -1)
+        place = (torch.diff(i, prepend=i[:, :1] - 1, dim=-1) != 1).cumsum(-1)
+        return (place[:, None, :, None] == place[:, None, None, :]) & causal(m, n)
+
+    check_attention(causal, 9, 9, "causal")
+    check_attention(packed, 9, 9, "causal")
+    check_attention(lambda m, n: torch.ones(m, n, dtype=torch.bool).tril(), 9, 9, "causal", scale=0.3)
+    check_attention(lambda m, n: (positions(m, n)[0] - positions(m, n)[1] < 9) & causal(m, n), 9, 9, "causal")
+    check_attention(lambda m, n: torch.ones(2, 1, m, n, dtype=torch.bool), 5, 9, "all")
+
+
+def test_attention_masks_that_stay() -> None:
+    def causal(m: int, n: int) -> torch.Tensor:
+        return positions(m, n)[1] <= positions(m, n)[0]
+
+    def window(m: int, n: int) -> torch.Tensor:
+        return causal(m, n) & (positions(m, n)[0] - positions(m, n)[1] < 4)
+
+    def written(m: int, n: int) -> torch.Tensor:
+        mask = torch.ones(m, n, dtype=torch.bool).tril()
+        mask[0, 1] = True
+        return mask
+
+    check_attention(window, 9, 9, None)
+    check_attention(written, 9, 9, None)
+    check_attention(causal, 5, 9, None)  # is_causal of so many rows means this, but torch has changed its mind before
+    check_attention(lambda m, n: causal(m, n).float(), 9, 9, None)  # is added
+    check_attention(lambda m, n: causal(m, n) | (torch.randn(m, n) > 0) | True, 9, 9, None)  # no two calls alike
+    check_attention(lambda m, n: None, 9, 9, "absent", is_causal=True)
+    given = causal(9, 9)
+    check_attention(lambda m, n: given, 9, 9, None)  # an input: another call may bring another
+
+
+def test_attention_masks_of_any_size_stay() -> None:
+    function = attention(lambda m, n: positions(m, n)[1] <= positions(m, n)[0])
+    tensors = [torch.randn(2, 4, 9, 16) for _ in range(3)]
+    got = torch.compile(function, backend=only_the_pass, dynamic=True)(*tensors)
+    torch.testing.assert_close(got, function(*tensors))
+    assert not inductor.replaced
+
+
 def test_what_is_no_pattern_stays() -> None:
     def inplace(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         x = x.sin()
@@ -233,7 +316,7 @@ def test_an_untouched_llama() -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=97,
+        vocab_size=97, use_cache=False,
     )  # fmt: skip
     model, tokens = LlamaForCausalLM(config), torch.randint(0, 97, (2, 9))
     expected = model(input_ids=tokens, labels=tokens).loss
@@ -242,7 +325,8 @@ def test_an_untouched_llama() -> None:
     model.zero_grad()
     loss = torch.compile(model)(input_ids=tokens, labels=tokens).loss
     loss.backward()
-    assert dict(inductor.replaced) == {"rmsnorm": 5, "add_rmsnorm": 4, "silu_mul": 2, "cross_entropy": 1}
+    expected_ops = {"rmsnorm": 5, "add_rmsnorm": 4, "silu_mul": 2, "cross_entropy": 1, "attention_mask": 2}
+    assert dict(inductor.replaced) == expected_ops
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=1e-4, atol=1e-5)
 

@@ -68,6 +68,43 @@ def test_whatever_a_plan_depends_on_is_in_the_key(compiled: Any) -> None:
     assert len({v.digest for v in compiled.variants}) == len(calls) - 1  # the number of rows is dynamic
 
 
+def test_calls_of_one_shape_are_told_apart(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is compared with the last call of its shape, whatever that was."""
+    cuda, w = launcher(rmsnorm), torch.rand(64)
+    base = torch.randn(9, 68)
+    x, b = base[:4, :64].contiguous(), torch.rand(64)
+    shifted = torch.empty(4 * 64 + 1)[1:].view(4, 64).copy_(x)
+    calls: list[tuple[Any, ...]] = [
+        (x, w, None), (base[:4, :64], w, None), (base[:4, 1:65], w, None), (shifted, w, None), (x.bfloat16(), w, None),
+        (x, w.half(), None), (x, None, None), (x, None, b), (x, w, b), (x, w[:1].expand(64).clone(), None),
+        (x.clone().requires_grad_(), w, None), (x, torch.nn.Parameter(w), None), (x, w, None, 1e-2),
+        (x, w, None, 1e-6, 1.0), (x, torch.rand(65)[1:], None),
+    ]  # fmt: skip
+
+    def check(arguments: tuple[Any, ...]) -> None:
+        attrs = (*arguments[3:], *(1e-6, 0.0)[len(arguments) - 3 :])
+        expected = torch.ops.cute.rmsnorm(*arguments).detach()
+        out = torch.full_like(expected, torch.nan)
+        cuda.into(*arguments[:3], *attrs, out)
+        for got in (cuda.launch(*arguments), out):
+            torch.testing.assert_close(got, expected)
+
+    for arguments in calls:
+        check(arguments)
+    monkeypatch.setattr(launch, "prepare", None)
+    for arguments in calls:
+        for other in calls:
+            check(other)
+            check(arguments)
+    count = len(compiled.calls)
+    for wrong, problem in (
+        ((x.long(), w, None), TypeError), ((x, w[:32], None), TypeError), ((x, w.double(), None), TypeError),
+    ):  # fmt: skip
+        with pytest.raises(problem):  # `prepare` is not there to refuse them
+            cuda.launch(*wrong)
+    assert len(compiled.calls) == count
+
+
 def test_any_argument_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("key", "get", "ready", "prepare", "args", "self")
     own = Op(

@@ -1,0 +1,43 @@
+"""What a node of Dynamo's graph is and holds, for those who look for patterns in it."""
+
+from __future__ import annotations
+
+import operator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.fx import Graph, Node
+
+
+def value_of(node: Any) -> torch.Tensor | None:
+    """The fake tensor that a node was traced with."""
+    value = node.meta.get("example_value") if isinstance(node, Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def calls(node: Any, *names: str) -> bool:
+    """Whether a node calls torch's function, operator or method of one of these names."""
+    if not isinstance(node, Node):
+        return False
+    if node.op == "call_method":
+        return node.target in names
+    if node.op != "call_function":
+        return False
+    return any(node.target is getattr(space, name, None) for name in names for space in (operator, torch, F))
+
+
+def changed(graph: Graph, since: Any, until: Any) -> bool:
+    """Whether anything is written in place between two nodes: it may be a view of what a pattern has read."""
+    order = list(graph.nodes)
+    return any(map(_writes, order[order.index(since) + 1 : order.index(until)]))
+
+
+def _writes(node: Any) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    ends = isinstance(name, str) and ((name.endswith("_") and not name.endswith("__")) or name in _INPLACE)
+    ends = ends and node.target not in (operator.and_, operator.or_, operator.not_)
+    return ends or node.kwargs.get("out") is not None or bool(node.kwargs.get("inplace"))
+
+
+_INPLACE = ("setitem", "iadd", "isub", "imul", "itruediv", "iand", "ior")
