@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from problems import Buffers
 
 EPS = 1e-6
+BETAS = 0.9, 0.999  # AdamW's
 Call = Callable[..., Any]
 TORCH = ("torch eager", "torch.compile", "quack", "Liger", "ours (torch)")
 JAX = ("XLA (jit)", "ours (JAX)")
@@ -104,7 +105,33 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         q_out = rope(rmsnorm(q.float(), q_weight.float()), *tables)
         return q_out.to(q.dtype), rope(rmsnorm(k.float(), k_weight.float()), *tables).to(k.dtype)
 
+    def cross_entropy_step(
+        x: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        logs = F.log_softmax(x.float(), -1)
+        loss = -logs.gather(-1, target[..., None])[..., 0]
+        classes = torch.arange(x.shape[-1], device=x.device)
+        return ((logs.exp() - (classes == target[..., None]).float()) * dloss[..., None]).to(x.dtype), loss
+
+    def silu_mul_again(gate: torch.Tensor, up: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        g, u, d = gate.float(), up.float(), dout.float()
+        s = torch.sigmoid(g)
+        return tuple(t.to(gate.dtype) for t in (d * u * s * (1 + g * (1 - s)), d * g * s, g * s * u))
+
+    def adamw(
+        param: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, *numbers: torch.Tensor
+    ) -> tuple[torch.Tensor, ...]:
+        p, g, m, v = param.float(), grad.float(), mean.float(), square.float()
+        keep, size, scale = (number[..., None] for number in numbers)
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        v = BETAS[1] * v.abs() + (1 - BETAS[1]) * g * g
+        p = keep * p - size * m / (scale.abs() * v.sqrt() + attrs["eps"])
+        return p.to(param.dtype), m.to(mean.dtype), v.to(square.dtype)
+
     return {
+        "cross_entropy_step": cross_entropy_step,
+        "silu_mul_again": silu_mul_again,
+        "adamw": adamw,
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,
         "layernorm": layernorm,
@@ -273,7 +300,26 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         q_out = rope(rmsnorm(q.astype(jnp.float32), q_weight), *tables)
         return q_out.astype(q.dtype), rope(rmsnorm(k.astype(jnp.float32), k_weight), *tables).astype(k.dtype)
 
+    def cross_entropy_step(x: Any, target: Any, dloss: Any) -> tuple[Any, Any]:
+        loss, pull = jax.vjp(lambda x: cross_entropy(x, target), x)
+        return pull(dloss)[0], loss
+
+    def silu_mul_again(gate: Any, up: Any, dout: Any) -> tuple[Any, Any, Any]:
+        out, pull = jax.vjp(silu_mul, gate, up)
+        return *pull(dout), out
+
+    def adamw(param: Any, grad: Any, mean: Any, square: Any, *numbers: Any) -> tuple[Any, Any, Any]:
+        p, g, m, v = (a.astype(jnp.float32) for a in (param, grad, mean, square))
+        keep, size, scale = (number[..., None] for number in numbers)
+        m = BETAS[0] * m + (1 - BETAS[0]) * g
+        v = BETAS[1] * jnp.abs(v) + (1 - BETAS[1]) * g * g
+        p = keep * p - size * m / (jnp.abs(scale) * jnp.sqrt(v) + attrs["eps"])
+        return p.astype(param.dtype), m.astype(mean.dtype), v.astype(square.dtype)
+
     return {
+        "cross_entropy_step": cross_entropy_step,
+        "silu_mul_again": silu_mul_again,
+        "adamw": adamw,
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,
         "layernorm": layernorm,

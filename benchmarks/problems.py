@@ -38,7 +38,7 @@ class Problem:
         rows: number of rows.
         n: size of a row; where a row has several dims, their product.
         dtype: dtype of activations.
-        weight: dtype of the weight, that of the activations where None.
+        weight: dtype of the weight, or of an optimizer's state; that of the activations where None.
         residual: dtype of the residual, likewise.
         strided: rows are a slice of rows three times as long.
         hot: one buffer set only, so that what fits stays in L2.
@@ -92,6 +92,9 @@ class Problem:
             "R": self.residual or self.dtype,
             "C": "float32",
             "I": "int64",
+            "P": self.dtype,
+            "G": self.dtype,
+            "S": self.weight or self.dtype,
         }
         lead = self.lead or (self.rows,)
         sizes = {**self.declaration.example(lead, self.n), **dict(self.sizes)}
@@ -188,9 +191,10 @@ def smoke(ops: Sequence[str]) -> list[Problem]:
     for op in ops:
         heads = tuple((dim, 4) for dim in BY_NAME[op].static if dim.startswith("h"))
         lead, sizes = ((2, 3), (*heads, ("d", 16), ("r", 8))) if heads else ((), ())
+        attrs = (("eps", 0.1),) if op == "adamw" else ()
         found += [
-            Problem(op, 6, 64, lead=lead, sizes=sizes),
-            Problem(op, 6, 64 if sizes else 33, dtype="float32", strided=True, lead=lead, sizes=sizes),
+            Problem(op, 6, 64, lead=lead, sizes=sizes, attrs=attrs),
+            Problem(op, 6, 64 if sizes else 33, dtype="float32", strided=True, lead=lead, sizes=sizes, attrs=attrs),
         ]
     return found
 
@@ -257,6 +261,9 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         Problem("softmax", 16384, 8192), Problem("softmax", 32768, 1024), Problem("softmax", 4096, 131072),
         Problem("softmax", 8192, 50257), Problem("softmax", 16384, 4096, dtype="float32"), Problem("softmax", 64, 4096),
     ),
+    "cross_entropy_step": (Problem("cross_entropy_step", 16384, 8192), Problem("cross_entropy_step", 2048, 128256)),
+    "silu_mul_again": (Problem("silu_mul_again", 16384, 8192),),
+    "adamw": tuple(Problem("adamw", 16384, 8192, weight=w, attrs=(("eps", 0.1),)) for w in (None, "float32")),
     "log_softmax": (Problem("log_softmax", 16384, 8192), Problem("log_softmax", 4096, 131072)),
     "sum": (Problem("sum", 16384, 8192), Problem("sum", 32768, 1024), Problem("sum", 64, 4096)),
     "mean": (Problem("mean", 16384, 8192), Problem("mean", 2048, 131072)),
