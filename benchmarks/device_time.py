@@ -47,7 +47,7 @@ KEY = ("op", "direction", "rows", "n", "dtype", "weight", "residual", "layout")
 COLUMNS = (
     *KEY, "contender", "status", "us", "us_min", "us_max", "bytes", "gb_s", "of_copy", "sets", "calls",
 )  # fmt: skip
-LEAST_ROUNDS, JAX_ROUNDS = 5, 7
+LEAST_ROUNDS, JAX_ROUNDS = 9, 9
 SETTLED = 0.002  # of a median: its standard error, by quartiles, at which no more samples are taken
 Sampler = Callable[[], float]
 
@@ -365,7 +365,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--contenders", nargs="+", default=list(contenders.ALL), choices=contenders.ALL)
     parser.add_argument("--only", help="only problems whose label holds this, e.g. 32768x4096")
     parser.add_argument("--first", type=int, help="only so many problems, the most important ones")
-    parser.add_argument("--rounds", type=int, default=11, help="the most samples per contender")
+    parser.add_argument("--rounds", type=int, default=25, help="the most samples per contender")
     parser.add_argument("--seconds", type=float, default=math.inf, help="start no further problem after this long")
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that compile; 0: none")
     parser.add_argument("--compile-seconds", type=float, default=math.inf, help="compile ahead no longer than this")

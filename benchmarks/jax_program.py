@@ -88,7 +88,7 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
 
 def sample(programs: Sequence[Program], rounds: int) -> list[list[float]]:
     """Microseconds per call of every program, in turns, from the first kernel of a run to the end of its last one."""
-    with profile(activities=[ProfilerActivity.CUDA]) as trace:
+    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
         for _ in range(rounds):
             for program in programs:
                 torch.cuda._sleep(MARK_CYCLES)
