@@ -256,8 +256,15 @@ def _with_attributes(function: Call, op: str, attrs: Mapping[str, Any]) -> Call:
 
 
 def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
+    """Of its forward, a backward takes inputs, outputs and what was reduced, as in a program that holds both. What else
+    would lie between a forward and a backward program here is every intermediate value in float32.
+    """
     import jax
     import jax.numpy as jnp
+    from jax.ad_checkpoint import checkpoint_name
+
+    def kept(primitive: Any, *_: Any, **__: Any) -> bool:
+        return primitive.name.startswith("reduce_") or primitive.name == "name"
 
     def rmsnorm(x: Any, weight: Any) -> Any:
         wide = x.astype(jnp.float32)
@@ -265,7 +272,7 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         return (out * weight.astype(jnp.float32)).astype(x.dtype)
 
     def add_rmsnorm(x: Any, residual: Any, weight: Any) -> tuple[Any, Any]:
-        total = (x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(residual.dtype)
+        total = checkpoint_name((x.astype(jnp.float32) + residual.astype(jnp.float32)).astype(residual.dtype), "total")
         return rmsnorm(total, weight).astype(x.dtype), total
 
     def layernorm(x: Any, weight: Any, bias: Any) -> Any:
@@ -316,7 +323,7 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         p = keep * p - size * m / (jnp.abs(scale) * jnp.sqrt(v) + attrs["eps"])
         return p.astype(param.dtype), m.astype(mean.dtype), v.astype(square.dtype)
 
-    return {
+    function = {
         "cross_entropy_step": cross_entropy_step,
         "silu_mul_again": silu_mul_again,
         "adamw": adamw,
@@ -339,3 +346,4 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         "mean": lambda x: jnp.mean(x.astype(jnp.float32), -1).astype(x.dtype),
         **fp8.in_jax(attrs, EPS),
     }[op]
+    return jax.checkpoint(function, policy=kept, prevent_cse=False)
