@@ -12,9 +12,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels._column_sum import ColumnSum
 from cute_ops.kernels._columns import column_vectors, scale
+from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import row_count
 from cute_ops.kernels._statistics import centre
-from cute_ops.kernels._vectors import fragment, narrow, store_elements, store_if, trim, widen
+from cute_ops.kernels._vectors import fragment, narrow, store_if, trim, widen
 from cute_ops.kernels._walk import RowWalk
 
 
@@ -133,13 +134,11 @@ class NormBackward(RowWalk):
         """Write the CTA's column sums to a row of the workspace, after adding those of its rows."""
         n, vec = self.n, self.tile.vec
         address = mParts.iterator.toint() + Int64(place) * (n * 4)
-        if const_expr(self.tile.rows == 1):
+        if const_expr(self.tile.rows == 1 and (self.tile.v.masked or (n * 4) % 16 != 0)):
+            self._store_across(rSum, address, base, first)
+        elif const_expr(self.tile.rows == 1):
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                target = address + Int64(first[k]) * 4
-                if const_expr(self.tile.v.masked or (n * 4) % 16 != 0):
-                    store_elements(rSum[k], target, first[k], Int32(n))
-                else:
-                    store_if(first[k] < n, rSum[k], target)
+                store_if(first[k] < n, rSum[k], address + Int64(first[k]) * 4)
         else:
             width = self.tile.threads_per_row * self.tile.per_thread * vec
             tidx = cute.arch.thread_idx()[0]
@@ -160,3 +159,29 @@ class NormBackward(RowWalk):
                     shifted = column + self.tile.v.shift(Int64(place) * self.tile.rows + r, n)
                     total = total + sRows[shifted, r]
                 gParts[column] = total
+
+    @cute.jit
+    def _store_across(self, rSum: cutlass.Constexpr, address: Int64, base, first: cutlass.Constexpr):
+        """Write column sums that start anywhere: element by element, neighbouring lanes neighbouring elements.
+
+        A thread's own elements, stored one by one, would take eight times as many accesses.
+        """
+        vec, threads = self.tile.vec, self.tile.threads
+        tidx = cute.arch.thread_idx()[0]
+        lane = tidx % WARP
+        sums = cute.recast_ptr(base, dtype=Float32)
+        sVectors = cute.make_tensor(sums, cute.make_layout((vec, threads), stride=(1, vec)))
+        sElements = cute.make_tensor(sums, cute.make_layout((WARP, vec, threads // WARP)))
+        gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
+        # The slots are free once every thread is here, and are again for the next walk.
+        cute.arch.barrier()
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            start = first[k] - lane * vec + lane
+            cute.autovec_copy(rSum[k], sVectors[None, tidx])
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(vec):
+                column = start + i * WARP
+                if column >= 0 and column < self.n:
+                    gParts[column] = sElements[lane, i, tidx // WARP]
+            cute.arch.sync_warp()
+        cute.arch.barrier()

@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_ops.kernels._rows import ITEMSIZE
-from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load
+from cute_ops.kernels._rows import ITEMSIZE, vector_address
+from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, opaque
 
 
 class RowRing:
@@ -65,9 +65,12 @@ class RowRing:
         dtype, vec = sX.element_type, self.tile.vec
         bits = access_bits(dtype, vec)
         tidx = cute.arch.thread_idx()[0]
+        if const_expr(self.tile.v.shifted):
+            # Once, not again under the condition of every vector.
+            address, tidx = opaque(address), opaque(tidx)
         for k in cutlass.range_constexpr(self.tile.per_thread):
             if valid and self.tile.wanted(k, first[k]):
-                source = address + Int64(first[k]) * (dtype.width // 8)
+                source = vector_address(sX, address, self.tile, first[k], k)
                 target = sX[None, None, tidx, k, stage]
                 if const_expr(bits >= 32):
                     mode = LoadCacheMode.GLOBAL if const_expr(bits == 128) else LoadCacheMode.ALWAYS

@@ -85,6 +85,10 @@ class RowTile:
         """Index of this thread's k-th vector in its row."""
         return (rank * self.per_thread + k) * self.threads_per_row + t
 
+    def reach(self, k):
+        """Columns from the first element of a thread's first vector to that of its k-th, a static number."""
+        return k * self.threads_per_row * self.vec
+
     def starts_outside(self, k):
         """Whether some thread's k-th vector may begin before the row."""
         return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
@@ -130,6 +134,15 @@ def row_address(mX, key, row, n):
     if len(mX.shape) > 1:
         offset = offset + rest * Int64(mX.stride[0])
     return base + offset * itemsize
+
+
+def vector_address(mX, address, tile, first, k):
+    """Byte address of this thread's k-th vector, whose first column is ``first``, in the row at ``address``.
+
+    Written so that the compiler sees a constant way from a thread's first vector to its others.
+    """
+    itemsize = mX.element_type.width // 8
+    return address + Int64(first - tile.reach(k)) * itemsize + tile.reach(k) * itemsize
 
 
 def element_address(mX, key, row):

@@ -287,17 +287,19 @@ class Moments(Statistics):
 
     @cute.jit
     def _combine(self, sSum, stage, lane, row):
-        if const_expr(self.parts <= 8):
-            parts = [self._part(sSum, p, row, stage) for p in range(self.parts)]
-            return self._merge(parts, parts[0][1], lambda v: v)
+        # A part to a lane: all of them in every lane would take the registers of a vector each.
+        group = min(1 << (self.parts - 1).bit_length(), WARP)
         parts, pivot = [], sSum[0, 0, row, stage]
-        for p in cutlass.range_constexpr(0, self.parts, WARP):
-            inside = p + lane < self.parts
-            part = self._part(sSum, cutlass.select_(inside, p + lane, Int32(0)), row, stage)
-            if const_expr(p + WARP > self.parts):
+        for p in cutlass.range_constexpr(0, self.parts, group):
+            place = p + lane % group
+            inside = place < self.parts
+            if const_expr(p + group > self.parts):
+                place = cutlass.select_(inside, place, Int32(0))
+            part = self._part(sSum, place, row, stage)
+            if const_expr(p + group > self.parts):
                 part = [cutlass.select_(inside, Float32(v), Float32(0.0)) for v in part]
             parts.append(part)
-        return self._merge(parts, pivot, lambda v: cute.arch.warp_reduction(v, operator.add))
+        return self._merge(parts, pivot, lambda v: cute.arch.warp_reduction(v, operator.add, threads_in_group=group))
 
     def _part(self, sSum, p, row, stage):
         """(count, mean, gradients, squares, products) of a warp; (count, mean, squares) in the forward."""

@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._ring import RowRing
-from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, present, row_address, row_count
+from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, present, row_address, row_count, vector_address
 from cute_ops.kernels._statistics import row_statistics
 from cute_ops.kernels._vectors import opaque, store, store_if, store_masked
 
@@ -188,7 +188,7 @@ class RowWalk:
 
     def _store_row(self, mX, name, rX, row, first, k):
         address = row_address(mX, self.variant.tensors[name], row, self.n)
-        address = address + Int64(first) * (mX.element_type.width // 8)
+        address = vector_address(mX, address, self.tile, first, k)
         if self._ragged(k):
             store_masked(rX, address, first, Int32(self.n), True)
         elif self.tile.ends_outside(k):

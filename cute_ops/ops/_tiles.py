@@ -33,8 +33,9 @@ SPLIT_HEIGHT, SPLIT_DEEP = 64, 8
 SPLIT_BYTES = 5 << 20
 # Vectors of a row that a persistent CTA of the forward holds the weight and the bias of.
 WALKED = 3200
-# Bytes of rows that staging CTAs keep on their way to an SM; more of them get in each other's way.
-STAGED_BYTES = 165_000
+# Bytes of rows that staging CTAs keep on their way to an SM, and their threads; more get in each other's way. While
+# rows off a vector are computed, which takes longer, others may load: as many as find room.
+STAGED_BYTES, STAGED_THREADS, MOST_THREADS = 165_000, 1536, 1664
 # Shared memory of a CTA beside its rows: sums, and what the system keeps.
 OWN_BYTES = 1100
 
@@ -107,7 +108,8 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     if centred and _unaligned(problem) and 4096 < held <= 2 * WALKED and most > 1:
         return _walk(problem, held, 2, 5, 640, unit)
     if vectors > (4096 if _unaligned(problem) else 8192):
-        staged = _staged(problem, vectors + unit * _unaligned(problem), most)
+        full = _unaligned(problem) and not centred and "residual" not in problem.dtypes
+        staged = _staged(problem, vectors + unit * _unaligned(problem), most, full)
         if staged:
             return {**staged, "unit": unit}
     cluster = _doubled(vectors, 2048, most)
@@ -144,8 +146,11 @@ def _walk(problem: Problem, held: int, cluster: int, per_thread: int, threads: i
     return tile if cluster == 1 else tile | {"sorted_by": period}
 
 
-def _staged(problem: Problem, vectors: int, most: int) -> dict[str, int]:
-    """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit."""
+def _staged(problem: Problem, vectors: int, most: int, full: bool = False) -> dict[str, int]:
+    """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit.
+
+    ``full``: with as many CTAs on an SM as find room.
+    """
     cluster = _doubled(vectors, 4096 + LINE, most)
     part = -(-vectors // cluster)
     row = _threads(part, 8, 512 + WARP)
@@ -155,7 +160,8 @@ def _staged(problem: Problem, vectors: int, most: int) -> dict[str, int]:
     shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
     if part > 8 * row or slot > shared - 2048:
         return {}
-    resident = max(1, min(min(STAGED_BYTES, shared) // slot, 1536 // row))
+    resident = shared // slot if full else min(STAGED_BYTES, shared) // slot
+    resident = max(1, min(resident, (MOST_THREADS if full else STAGED_THREADS) // row))
     # Registers for all of a thread's weight at once, while the row loads.
     columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
     late = int(resident * row > 1024 + 2 * WARP or columns * VECTOR_BYTES // widest > VECTOR_BYTES)
