@@ -117,17 +117,18 @@ def test_a_vocabulary_on_two_gpus(options: dict[str, Any], two: list[jax.Device]
     assert "all-gather" not in compiled.as_text()
 
 
+@pytest.mark.parametrize("cut", ["rows", "classes"])
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_a_loop_over_chunks_on_two_gpus(
-    kind: AxisType, two: list[jax.Device], monkeypatch: pytest.MonkeyPatch, close: Close
+    kind: AxisType, cut: str, two: list[jax.Device], monkeypatch: pytest.MonkeyPatch, close: Close
 ) -> None:
-    """Each on its own rows."""
+    """Each on its own rows, or on all of them with its own classes."""
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda rows, *sizes: max(rows // 2, 1))
     rng = np.random.default_rng(0)
-    hidden, weight = (rng.standard_normal(s, np.float32) / 8 for s in ((256, 64), (4099, 64)))
+    hidden, weight = (rng.standard_normal(s, np.float32) / 8 for s in ((256, 64), (2 * 4099, 64)))
     target = rng.integers(0, len(weight), 256).astype(np.int32)
-    mesh = jax.make_mesh((2,), ("rows",), (kind,), devices=two)
-    specs = P("rows"), P(), P("rows")
+    mesh = jax.make_mesh((2,), ("gpus",), (kind,), devices=two)
+    specs = (P("gpus"), P(), P("gpus")) if cut == "rows" else (P(), P("gpus"), P())
 
     def loss() -> Any:
         return jax.jit(jax.value_and_grad(lambda h, w, t: cute_ops_jax.linear_cross_entropy(h, w, t), (0, 1)))
