@@ -10,7 +10,6 @@ to do.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -242,32 +241,33 @@ def _label(binding: Binding, call: Call, together: Together, named: Factors, dev
     could be are made ready now. By default the callback's address is in the key.
     """
     with targets.noted() as symbols:
-        for slices, sizes, cuts in _partitions(binding, named, 1 if _compat.callbacks_in_keys() else devices):
-            program = of_one_device(binding, call, together, cuts)
-            jax.make_jaxpr(program, axis_env=list(sizes.items()))(*slices)
+        for parts in _partitions(binding, named, 1 if _compat.callbacks_in_keys() else devices):
+            program = of_one_device(binding, call, together, {f: (f,) for f in parts})
+            jax.make_jaxpr(program, axis_env=list(parts.items()))(*_slices(binding, named, parts))
     attrs = (f"{n}={v}" for n, v in binding.attrs.items())
     return " ".join([binding.op.name, cute_ops.__version__, *attrs, *symbols])
 
 
-def _partitions(
-    binding: Binding, named: Factors, devices: int
-) -> Iterator[tuple[list[jax.ShapeDtypeStruct], dict[str, int], dict[str, Axes]]]:
-    """Everything that a mesh of so many devices may leave of the inputs on one: slices, axes, and what these cut."""
-    given = {n: a for n, a in binding.inputs.items() if a is not None}
-    sizes = {f"part{i}": p for i, p in enumerate(_primes(devices))}
-    every = [None, *dict.fromkeys(f for n in given for f in named[n] if f is not None)]
-    seen: list[dict[str, int]] = []
-    for chosen in itertools.product(every, repeat=len(sizes)):
-        pairs = list(zip(sizes, chosen, strict=True))
-        cuts = {f: tuple(a for a, other in pairs if other == f) for f in every if f is not None and f in chosen}
-        parts = {f: math.prod(sizes[a] for a in axes) for f, axes in cuts.items()}
-        slices = [(a, [parts.get(f or "", 1) for f in named[n]]) for n, a in given.items()]
-        even = all(size % part == 0 for a, by in slices for size, part in zip(a.shape, by, strict=True))
-        if even and parts not in seen:
-            seen.append(parts)
-            shapes = [tuple(size // part for size, part in zip(a.shape, by, strict=True)) for a, by in slices]
-            arrays = zip(shapes, given.values(), strict=True)
-            yield [jax.ShapeDtypeStruct(shape, jnp.dtype(a.dtype)) for shape, a in arrays], sizes, cuts
+def _partitions(binding: Binding, named: Factors, devices: int) -> list[dict[str, int]]:
+    """Into how many parts a mesh of so many devices may cut each factor, all possible ways."""
+    shapes = {n: a.shape for n, a in binding.inputs.items() if a is not None}
+    sizes = {f: size for n, shape in shapes.items() for f, size in zip(named[n], shape, strict=True) if f is not None}
+    found: list[dict[str, int]] = [{}]
+    for prime in _primes(devices):
+        more = [{**parts, f: parts.get(f, 1) * prime} for parts in found for f in sizes]
+        found += [parts for i, parts in enumerate(more) if parts not in found and parts not in more[:i]]
+    return [parts for parts in found if all(sizes[f] % part == 0 for f, part in parts.items())]
+
+
+def _slices(binding: Binding, named: Factors, parts: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """The inputs that one device then has."""
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(s // parts.get(f or "", 1) for s, f in zip(a.shape, named[n], strict=True)), jnp.dtype(a.dtype)
+        )
+        for n, a in binding.inputs.items()
+        if a is not None
+    ]
 
 
 def _primes(number: int) -> Iterator[int]:
