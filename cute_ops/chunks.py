@@ -15,13 +15,19 @@ SHARE_TOGETHER = 2.9
 MOST = 32
 # More rows make products no faster.
 FULL = 4096
+# Products of so many rows take some fifteen times as long as reading and writing the weight's gradient once more (H200).
+ENOUGH = 2048
 
 
-def rows_per_chunk(rows: int, hidden: int, vocab: int, itemsize: int) -> int:
+def rows_per_chunk(rows: int, hidden: int, vocab: int, itemsize: int, enough: int = 0) -> int:
     """Rows of a chunk: its logits take some two and a half times the memory of the hidden states, whose gradient is
     there anyway, unless that made more than 32 chunks.
+
+    Args:
+        enough: at least so many rows, as long as their logits take no more than twice the memory of the weight.
     """
     room = int(max(SHARE * rows * hidden * itemsize, LEAST_BYTES)) // max(vocab * itemsize, 1)
+    room = max(room, min(enough, 2 * hidden))
     wanted = max(min(room, FULL) // TILE, -(-rows // (MOST * TILE)), 1)
     return max(min(wanted * TILE, rows), 1)
 

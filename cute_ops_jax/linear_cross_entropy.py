@@ -140,7 +140,7 @@ def _each(inputs: Inputs, start: Any, body: Callable[[Any, Any, int], Any]) -> A
     """``state = body(state, first row, rows)`` for every chunk: a loop over whole ones, then the rest."""
     hidden, weight, _ = inputs
     rows = hidden.shape[0]
-    size = chunks.rows_per_chunk(rows, hidden.shape[1], weight.shape[0], hidden.dtype.itemsize)
+    size = chunks.rows_per_chunk(rows, hidden.shape[1], weight.shape[0], hidden.dtype.itemsize, chunks.ENOUGH)
     whole, rest = divmod(rows, size)
     state = start
     if whole == 1:
