@@ -15,7 +15,7 @@ SHARE_TOGETHER = 2.9
 MOST = 32
 # More rows make products no faster.
 FULL = 4096
-# Products of so many rows take some fifteen times as long as reading and writing the weight's gradient once more (H200).
+# Products of so many rows take some fifteen times as long as reading and writing the weight's gradient (H200).
 ENOUGH = 2048
 
 
