@@ -337,6 +337,8 @@ class Op:
             if seen_optional and not t.optional:
                 raise ValueError(f"op {self.name}: required input {name!r} comes after an optional one")
             seen_optional |= t.optional
+        if all(t.optional for t in self.inputs.values()):
+            raise ValueError(f"op {self.name}: no input is required, so nothing says where a call runs")
         for name, t in [*self.inputs.items(), *self.outputs.items()]:
             if t.dtype not in self.dtypes and t.dtype not in ITEMSIZE:
                 raise ValueError(f"op {self.name}: {name} has dtype {t.dtype!r}, neither a variable nor a dtype")

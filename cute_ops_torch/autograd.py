@@ -6,8 +6,8 @@ also skip the dispatcher where nothing listens below autograd.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -16,33 +16,39 @@ from torch.autograd.function import _SingleLevelFunction
 
 from cute_ops.errors import message
 from cute_ops.op import Op
+from cute_ops_torch.guards import unknown
 from cute_ops_torch.schema import define, filler, resolved, resolver
 from cute_ops_torch.tensors import arrays
 
 _C = torch._C
 _is_grad_enabled, _any_requires_grad = torch.is_grad_enabled, _C._any_requires_grad
 # The dispatch keys of a call that nothing below autograd watches: no mode, no subclass, no negated view.
-_PLAIN_CUDA = _C.DispatchKeySet(_C.DispatchKey.CUDA).add(_C.DispatchKey.AutogradCUDA).raw_repr()
+PLAIN_CUDA = _C.DispatchKeySet(_C.DispatchKey.CUDA).add(_C.DispatchKey.AutogradCUDA).raw_repr()
+
+if TYPE_CHECKING:
+    from cute_ops_torch.direct import Direct
 
 Call = Callable[..., Any]
 _REMEMBERED = ("attributes", "required", "given")
 
 
-def autograd_kernel(op: Op, overload: Any, parts: Callable[[], tuple[Call, Call | None]]) -> Call:
+def autograd_kernel(
+    op: Op, overload: Any, direct: Direct, gradient: Callable[[], Call | None], plain: int = PLAIN_CUDA
+) -> Call:
     """The Autograd kernel of an op.
 
     Args:
         op: the declaration.
         overload: the registered op.
-        parts: makes its CUDA implementation, and ``gradient(*inputs, *attributes)`` of the backward op, None where
-            there is none. Called by the first call of the op, as written-out code takes a while to compile.
+        direct: the way past the dispatcher.
+        gradient: makes ``gradient(*inputs, *attributes)`` of the backward op, None where there is none, when it is
+            needed: written-out code takes a while to compile.
+        plain: the dispatch keys of a call that nothing watches; tests run stand-ins on the CPU.
     """
-    fill, tensors, arity = filler(op), len(op.inputs), len(op.inputs) + len(op.attrs)
+    fill, get = filler(op), direct.table.get
 
     def run(keyset: Any, args: tuple[Any, ...]) -> Any:
         """What happens below autograd."""
-        if keyset.raw_repr() == _PLAIN_CUDA:
-            return launch(*args)
         with _C._AutoDispatchBelowAutograd():
             return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
 
@@ -53,24 +59,23 @@ def autograd_kernel(op: Op, overload: Any, parts: Callable[[], tuple[Call, Call 
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
             return run(keyset, args)
 
-    def launch(*args: Any) -> Any:
-        nonlocal launch
-        launch = parts()[0]
-        return launch(*args)
-
-    def direct(*args: Any) -> Any:
-        nonlocal direct
-        direct = graph_node(op, *parts()).apply
-        return direct(*args)
-
     def node(*args: Any) -> Any:
         nonlocal node
-        node = graph_node(op, run_in_node, parts()[1], context=True).apply
+        node = graph_node(op, run_in_node, gradient(), context=True).apply  # type: ignore[assignment]
         return node(*args)
 
-    def watched(keyset: Any, args: tuple[Any, ...]) -> Any:
+    def kernel(keyset: Any, *args: Any) -> Any:
+        try:
+            call = get(args[0].shape, unknown)
+        except (AttributeError, TypeError):  # no tensor; a symbolic shape, which has no hash
+            call = unknown
+        out = call(*args)
+        if out is not None:
+            return out
         if forward_ad._current_level >= 0:
             refuse_tangents(op, fill(args))
+        elif keyset.raw_repr() == plain:
+            return direct.learn(*args)
         if not (_is_grad_enabled() and _any_requires_grad(*args)):
             return run(keyset, args)
         if not _C._are_functorch_transforms_active():
@@ -79,15 +84,6 @@ def autograd_kernel(op: Op, overload: Any, parts: Callable[[], tuple[Call, Call 
         # on that level is right here, but torch wants to be told.
         with enable_single_level_autograd_function():
             return node(keyset, *fill(args))
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        # functorch's levels are in the keys.
-        if keyset.raw_repr() != _PLAIN_CUDA or forward_ad._current_level >= 0:
-            return watched(keyset, args)
-        # To ask something that is no tensor takes longer than to ask one that is.
-        if _is_grad_enabled() and (args[0].requires_grad or _any_requires_grad(*args[1:tensors])):
-            return direct(*args) if len(args) == arity else direct(*fill(args))
-        return launch(*args)
 
     return kernel
 
@@ -106,8 +102,25 @@ def graph_node(op: Op, run: Call, gradient: Call | None, context: bool = False) 
     Args:
         context: both take one more argument, in front.
     """
-    make = _without_gradient if op.grad is None or gradient is None else _with_gradient
-    methods = make(op, run, gradient, ("_context",) if context else ())
+    before = ("_context",) if context else ()
+    if op.grad is None or gradient is None:
+        return _function(op, _without_gradient(op, run, len(before)))
+    names = [*before, *op.inputs, *op.attrs]
+    return _function(op, _with_gradient(op, gradient, names, f"_run({', '.join(names)})", _run=run))
+
+
+def node_of(op: Op, gradient: Call, given: Sequence[str], attrs: Sequence[Any]) -> Any:
+    """The same of calls with these inputs and attributes: ``apply(run, *inputs)`` calls ``run(*inputs)``, with None for
+    the others. Each argument that a Function is not given saves host time.
+    """
+    assert op.grad is not None
+    call = f"_run({', '.join(name if name in given else 'None' for name in op.inputs)})"
+    named = dict(zip(op.attrs, attrs, strict=True))
+    passed = tuple(named[name] for name in op.grad.attrs)
+    return _function(op, _with_gradient(op, gradient, ["_run", *given], call, _attributes=passed))
+
+
+def _function(op: Op, methods: Mapping[str, Call]) -> Any:
     # Not autograd.Function itself: its `apply` is for functions called from outside the dispatcher.
     made: Any = type(f"cute_{op.name}", (_SingleLevelFunction,), {k: staticmethod(v) for k, v in methods.items()})
     # What a context remembers: slots cost less than a dict.
@@ -118,30 +131,39 @@ def graph_node(op: Op, run: Call, gradient: Call | None, context: bool = False) 
 # `save_for_backward` and `set_materialize_grads` assign these attributes of the context and do nothing else.
 _SOURCE = """
 def forward(ctx, {arguments}):
-    _out = _run({arguments})
+    _out = {call}
     ctx.to_save = ({saved},)
-    ctx.materialize_grads = False
-    ctx.attributes = ({attributes}){remember}
+    ctx.materialize_grads = False{remember}
     return _out
 
 def backward(ctx, {cotangents}):
     if {none_given}:
         return {nothing}
     {saved_names}, = ctx.saved_tensors{replace}
-{row_major}    _grad = _gradient({given}, *ctx.attributes)
+{row_major}    _grad = _gradient({given}, *{attributes})
     return {gradients}
 """
 
 
-def _with_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str, ...]) -> dict[str, Call]:
-    """Forward and backward, wired by names as :class:`cute_ops.Op` describes."""
+def _with_gradient(op: Op, gradient: Call, arguments: Sequence[str], call: str, **values: Any) -> dict[str, Call]:
+    """Forward and backward, wired by names as :class:`cute_ops.Op` describes.
+
+    Args:
+        op: the declaration.
+        gradient: the backward op's function.
+        arguments: names of the node's; inputs that are not among them are None.
+        call: what makes the raw outputs of them.
+        values: what that uses, and ``_attributes`` of the backward op where they are no arguments.
+    """
     grad, single = op.grad, len(op.outputs) == 1
     assert grad is not None
     outputs = dict.fromkeys(op.outputs, "_out") if single else {n: f"_out[{k}]" for k, n in enumerate(op.outputs)}
     # In the backward's scope: inputs by their names, outputs and cotangents with an underscore.
     cotangents = {f"d{name}": f"_d_{name}" for name in op.outputs}
-    local = {name: name for name in op.inputs} | {name: f"_{name}" for name in op.outputs} | cotangents
-    saved = {n: n if n in op.inputs else outputs[n] for n in (*op.inputs, *op.outputs) if n in grad.inputs}
+    inputs = {name: name if name in arguments else "None" for name in op.inputs}
+    local = inputs | {name: f"_{name}" for name in op.outputs} | cotangents
+    saved = {n: inputs[n] if n in op.inputs else outputs[n] for n in (*op.inputs, *op.outputs) if n in grad.inputs}
+    saved = {n: text for n, text in saved.items() if text != "None"}
     # With one output, a backward runs only if its cotangent is there.
     required = [] if single else [n for n in op.outputs if f"d{n}" in grad.inputs and not grad.inputs[f"d{n}"].optional]
     given = [local[name] for name in grad.inputs]
@@ -149,8 +171,10 @@ def _with_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str,
     names = dict(zip(grad.inputs, given, strict=True))
     results = dict(zip(grad.outputs, resolved(grad, raw, names), strict=True))
     remember, replace = "", ""
+    if "_attributes" not in values:
+        remember += f"\n    ctx.attributes = ({''.join(f'{name}, ' for name in grad.attrs)})"
     if any(t.given or t.same_as or t.hidden for t in op.outputs.values()):
-        remember += f"\n    _mark(ctx, ({', '.join(op.inputs)},), _out)"
+        remember += f"\n    _mark(ctx, ({', '.join(inputs.values())},), _out)"
     if required:
         remember += f"\n    ctx.required = ({''.join(f'({outputs[n]}.shape, {outputs[n]}.dtype), ' for n in required)})"
         replace = "".join(
@@ -158,24 +182,19 @@ def _with_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str,
             for k, n in enumerate(required)
         )
     source = _SOURCE.format(
-        arguments=", ".join((*context, *op.inputs, *op.attrs)), saved=", ".join(saved.values()) or "None",
-        attributes="".join(f"{name}, " for name in grad.attrs), remember=remember,
+        arguments=", ".join(arguments), call=call, saved=", ".join(saved.values()) or "None", remember=remember,
+        attributes="_attributes" if "_attributes" in values else "ctx.attributes",
         cotangents=", ".join(cotangents.values()), none_given=" and ".join(f"{c} is None" for c in cotangents.values()),
-        nothing=", ".join(["None"] * len((*context, *op.inputs, *op.attrs))) + ",",
+        nothing=", ".join(["None"] * len(arguments)) + ",",
         saved_names=", ".join(local[name] for name in saved) or "_", replace=replace,
         row_major="".join(
             f"    if {c} is not None and {c}.stride()[-1:] != (1,):\n        {c} = _row_major({c})\n"
             for n, c in cotangents.items() if n in grad.inputs and grad.inputs[n].dims
         ),
-        given=", ".join(given),
-        gradients="".join(
-            f"{expression}, " for expression in
-            [*["None"] * len(context), *(results.get(f"d{name}", "None") for name in (*op.inputs, *op.attrs))]
-        ),
+        given=", ".join(given), gradients="".join(f"{results.get(f'd{name}', 'None')}, " for name in arguments),
     )  # fmt: skip
-    space = define(
-        source, f"node {op.name}", _run=run, _gradient=gradient, _row_major=_row_major, _zeros=_zeros, _mark=_marker(op)
-    )
+    values |= {"_gradient": gradient, "_row_major": _row_major, "_zeros": _zeros, "_mark": _marker(op)}
+    space = define(source, f"node {op.name}", **values)
     return {"forward": space["forward"], "backward": space["backward"]}
 
 
@@ -232,9 +251,8 @@ def _row_major(cotangent: torch.Tensor) -> torch.Tensor:
     return cotangent if cotangent.ndim == 0 or cotangent.stride(-1) == 1 else cotangent.contiguous()
 
 
-def _without_gradient(op: Op, run: Call, gradient: Call | None, context: tuple[str, ...]) -> dict[str, Call]:
+def _without_gradient(op: Op, run: Call, first: int) -> dict[str, Call]:
     """Runs, and raises when differentiated. Backward ops are such ops: there is no double backward."""
-    first = len(context)
 
     def forward(ctx: Any, *args: Any) -> Any:
         ctx.given = arrays(op, args[first : first + len(op.inputs)])

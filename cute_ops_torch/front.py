@@ -15,26 +15,33 @@ from torch.autograd import forward_ad
 
 from cute_ops.op import Op
 from cute_ops_torch.autograd import graph_node, inplace_gradient
+from cute_ops_torch.direct import Direct
+from cute_ops_torch.guards import unknown
+from cute_ops_torch.launch import Launcher
 from cute_ops_torch.schema import define, parameters, resolved
 
 _C = torch._C
 EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
 
+
 # All that it uses is in its closure: a global of a module that does not exist would confuse torch.compile.
-# A negated view has the memory of its base: only the dispatcher's fallback resolves it.
 _SOURCE = """
-def make(_compiling, _watched, _exact, _grad_enabled, _requires_grad, _overload, _launch, _make_node):
-    _node = None
+def make(_compiling, _function_modes, _profiled, _watched, _plain, _exact, _get, _unknown, _overload, _learn):
+    def _otherwise({arguments}):
+        if _watched() or not ({plain}):
+            return _overload({arguments})
+        return _learn({arguments})
     def {name}({parameters}):
-        nonlocal _node
-        if _compiling() or _watched() or {dispatched}:
+        if _compiling() or _function_modes() or _profiled():
             _out = _overload({arguments})
-        elif _grad_enabled() and _requires_grad({tensors}):
-            if _node is None:
-                _node = _make_node()
-            _out = _node({arguments})
         else:
-            _out = _launch({arguments})
+            try:
+                _call = _get({lead}.shape, _unknown) if type({lead}) in _exact else _unknown
+            except TypeError:  # a symbolic shape has no hash
+                _call = _unknown
+            _out = _call({arguments})
+            if _out is None:
+                _out = _otherwise({arguments})
         return {returned}
     return {name}
 """
@@ -49,25 +56,27 @@ def make(_compiling, _overload, _call):
 """
 
 
-def make_function(op: Op, overload: Any, launch: Callable[..., Any], gradient: Any, raw: bool = False) -> Any:
+def make_function(op: Op, overload: Any, direct: Direct, raw: bool = False, device: str = "cuda") -> Any:
     """``cute_ops_torch.<op>``: the declaration's signature and docstring.
 
     Args:
         op: the declaration.
         overload: the registered op.
-        launch: its CUDA implementation.
-        gradient: the backward op's function, raw.
+        direct: the way past the dispatcher.
         raw: return what the raw op returns: an empty tensor for an absent output.
+        device: whose tensors kernels run on; tests run stand-ins on the CPU.
     """
-    exotic = "type({0}) not in _exact or not {0}.is_cuda or {0}.is_neg()"
-    dispatched = " or ".join(
-        f"({name} is not None and ({exotic.format(name)}))" if t.optional else exotic.format(name)
-        for name, t in op.inputs.items()
+
+    def is_plain(tensor: Any) -> bool:
+        # A negated view has the memory of its base: only the dispatcher's fallback resolves it.
+        return type(tensor) in EXACT and tensor.device.type == device and not tensor.is_neg()
+
+    plain = " and ".join(
+        f"({name} is None or _plain({name}))" if t.optional else f"_plain({name})" for name, t in op.inputs.items()
     )
-    make = _maker(op, _SOURCE, raw, tensors=", ".join(op.inputs), dispatched=dispatched)
-    function = make(
-        torch.compiler.is_compiling, watched, EXACT, torch.is_grad_enabled, _C._any_requires_grad, overload, launch,
-        lambda: graph_node(op, launch, gradient).apply,
+    function = _maker(op, _SOURCE, raw, lead=next(iter(op.inputs)), plain=plain)(
+        torch.compiler.is_compiling, _C._len_torch_function_stack, torch.autograd._profiler_enabled, watched, is_plain,  # type: ignore[attr-defined]
+        EXACT, direct.table.get, unknown, overload, direct.learn,
     )  # fmt: skip
     return _dressed(function, op)
 
@@ -134,12 +143,17 @@ def finished(op: Op, plain: Callable[..., Any], inplace: Callable[..., Any] | No
     return function
 
 
-def make_inplace(
-    op: Op, overload: Any, launch: Callable[..., Any], gradient: Callable[..., Any], into: Callable[..., Any]
-) -> Any:
+def make_inplace(op: Op, overload: Any, cuda: Launcher, gradient: Callable[..., Any], into: Callable[..., Any]) -> Any:
     """As :func:`make_function`, raw, with a gradient that takes the memory of the inputs that it reuses.
 
     Where somebody watches it is the op itself: a compiler plans memory on its own.
+
+    Args:
+        op: the declaration.
+        overload: the registered op.
+        cuda: its CUDA implementation.
+        gradient: the backward op's function, raw.
+        into: its CUDA implementation with outputs given.
     """
     assert op.grad is not None
     inplace = inplace_gradient(op.grad, gradient, into)
@@ -151,7 +165,7 @@ def make_inplace(
         exact = all(t is None or type(t) in EXACT for t in args[:arity])
         return node(*args) if exact and torch.is_grad_enabled() else overload(*args)
 
-    return make_function(op, elsewhere, launch, inplace, raw=True)
+    return make_function(op, elsewhere, Direct(op, lambda: (cuda, inplace)), raw=True)
 
 
 def watched() -> bool:

@@ -8,7 +8,6 @@ function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -18,6 +17,7 @@ from cute_ops import cache, loader, target
 from cute_ops.binding import Binding
 from cute_ops.op import Op
 from cute_ops.plan import Plan, View, compact, plan
+from cute_ops_torch.guards import guarded
 from cute_ops_torch.reference import run_reference
 from cute_ops_torch.schema import define, parameters
 from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, check_strides, memory
@@ -26,62 +26,37 @@ from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, 
 REMEMBERED = 4096
 # Inductor's allocator: a third of the host time of `torch.empty`.
 _new_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009 (stubs do not know it)
-_TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 Run = Callable[..., Any]
 # What has been loaded, by symbol and device.
 _on_devices: dict[tuple[str, int], Run] = {}
 
 
-@dataclass(slots=True)
-class Ready:
-    """A planned problem.
-
-    Attributes:
-        run: ``run(*inputs)`` allocates its outputs.
-        into: ``into(*inputs, *outputs)`` fills given ones.
-        guarded: both, for calls that a guard lets through; by what a guard asks for that planning does not.
-    """
+class Ready(NamedTuple):
+    """A planned problem: ``run(*inputs)`` allocates its outputs, ``into(*inputs, *outputs)`` fills given ones."""
 
     run: Run
     into: Run
-    guarded: dict[tuple[bool, ...], Run] = field(default_factory=dict)
 
 
 # Kernels are compiled for an alignment of at most 16 bytes.
 _PLACE = "({0}.dtype, {0}.shape, {0}.stride(), {0}.get_device(), {0}.data_ptr() & 15)"
-# To build that key and look it up takes longer than anything else here, so a call is compared with the last one of its
-# shape first, by a guard of Dynamo's: one call in C++ for all tensors.
 _SOURCE = """
-def launch({parameters}):
-    return _last.get({lead}, _plan)({arguments})
-
-def _plan({arguments}):
+def _find({arguments}):
     _key = ({key},)
-    _ready = _get(_key) or _prepare(_key, ({tensors},), ({attrs}))
-    _kind = ({gradients}, False)
-    _last[{lead}] = _ready.guarded.get(_kind) or _guard(_ready, _kind, _ready.run, _plan, ({tensors},), ({attrs}))
-    return _ready.run({tensors})
+    return _get(_key) or _prepare(_key, ({tensors},), ({attrs}))
+
+def launch({parameters}):
+    return _find({arguments}).run({tensors})
 
 def into({arguments}, {outputs}):
-    _last_into.get({lead}, _plan_into)({arguments}, {outputs})
+    _last.get({lead}.shape, _learn)({arguments}, {outputs})
 
-def _plan_into({arguments}, {outputs}):
-    _key = ({key},)
-    _ready = _get(_key) or _prepare(_key, ({tensors},), ({attrs}))
-    _kind = ({gradients}, True)
-    _last_into[{lead}] = (
-        _ready.guarded.get(_kind) or _guard(_ready, _kind, _ready.into, _plan_into, ({tensors},), ({attrs}))
-    )
+def _learn({arguments}, {outputs}):
+    _ready = _find({arguments})
+    _kind = ({gradients},)
+    _last[{lead}.shape] = _made((_ready, *_kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
     _ready.into({tensors}, {outputs})
-"""
-_GUARDED = """
-def make(_run, _otherwise, _same, {values}):
-    def guarded({arguments}):
-        if {same}:
-            return _run({passed})
-        return _otherwise({arguments})
-    return guarded
 """
 
 
@@ -92,11 +67,13 @@ class Launcher(NamedTuple):
         launch: ``launch(*inputs, *attributes)``, with the declaration's defaults; returns new outputs.
         into: ``into(*inputs, *attributes, *outputs)`` fills compact, 16-byte aligned outputs; no defaults. An output
             that nobody wants is None.
+        find: ``find(*inputs, *attributes)``, the planned problem; no defaults.
         ready: what is remembered, by key.
     """
 
     launch: Run
     into: Run
+    find: Callable[..., Ready]
     ready: dict[tuple[Any, ...], Ready]
 
 
@@ -104,30 +81,35 @@ def launcher(op: Op) -> Launcher:
     """The CUDA implementation of an op."""
     ready: dict[tuple[Any, ...], Ready] = {}
     last: dict[Any, Run] = {}
-    last_into: dict[Any, Run] = {}
+    made: dict[Any, Run] = {}
+    outputs = _numbered("out", op.outputs)
 
     def prepared(key: tuple[Any, ...], tensors: Tensors, attrs: Sequence[Any]) -> Ready:
-        made = prepare(op, tensors, attrs)
-        for known in (ready, last, last_into):  # a new shape is a new problem
+        one = prepare(op, tensors, attrs)
+        while len(ready) >= REMEMBERED:
+            ready.pop(next(iter(ready)), None)
+        ready[key] = one
+        return one
+
+    def make(one: Ready, kind: tuple[bool, ...], tensors: Tensors, attrs: Sequence[Any]) -> Run:
+        for known in (last, made):
             while len(known) >= REMEMBERED:
                 known.pop(next(iter(known)), None)
-        ready[key] = made
-        return made
-
-    def guard(
-        made: Ready, kind: tuple[bool, ...], run: Run, otherwise: Run, tensors: Tensors, attrs: Sequence[Any]
-    ) -> Run:
-        made.guarded[kind] = one = _guarded(op, run, otherwise, tensors, attrs, outputs if kind[-1] else ())
-        return one
+        arguments, results = ", ".join((*op.inputs, *op.attrs)), ", ".join(outputs)
+        texts = {
+            "parameters": f"{arguments}, {results}", "result": f"_into({', '.join(op.inputs)}, {results})",
+            "otherwise": f"_learn({arguments}, {results})",
+        }  # fmt: skip
+        call = made[(one, *kind)] = guarded(op, tensors, attrs, texts, _into=one.into, _learn=space["_learn"])
+        return call
 
     places = [
         f"None if {name} is None else {_PLACE.format(name)}" if t.optional else _PLACE.format(name)
         for name, t in op.inputs.items()
     ]
-    outputs = _numbered("out", op.outputs)
     source = _SOURCE.format(
         parameters=parameters(op), key=", ".join((*places, *op.attrs)), tensors=", ".join(op.inputs),
-        lead=next((f"{name}.shape" for name, t in op.inputs.items() if not t.optional), "None"),
+        lead=next(iter(op.inputs)),
         attrs="".join(f"{name}, " for name in op.attrs), arguments=", ".join((*op.inputs, *op.attrs)),
         outputs=", ".join(outputs),
         gradients=", ".join(
@@ -136,30 +118,9 @@ def launcher(op: Op) -> Launcher:
         ),
     )  # fmt: skip
     space = define(
-        source, f"launch {op.name}", _get=ready.get, _prepare=prepared, _guard=guard, _last=last, _last_into=last_into
+        source, f"launch {op.name}", _get=ready.get, _prepare=prepared, _last=last, _made=made.get, _make=make
     )
-    return Launcher(space["launch"], space["into"], ready)
-
-
-def _guarded(op: Op, run: Run, otherwise: Run, tensors: Tensors, attrs: Sequence[Any], outputs: Sequence[str]) -> Run:
-    """``run`` for calls like this one, ``otherwise`` for all that look different."""
-    given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
-    sizes: Any = [list(t.shape) for t in given.values()]
-    strides: Any = [list(t.stride()) for t in given.values()]
-    guard = _TensorGuards(*given.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
-    places = {name: t.data_ptr() & 15 for name, t in given.items()}
-    same = [f"{name} is None" for name in op.inputs if name not in given]
-    same += [f"{name} == _{name}" for name in op.attrs]
-    same.append(f"_same({', '.join(given)})")
-    if any(places.values()):
-        same += [f"{name}.data_ptr() & 15 == {place}" for name, place in places.items()]
-    else:
-        same.append(f"not ({' | '.join(f'{name}.data_ptr()' for name in given)}) & 15")
-    source = _GUARDED.format(
-        values=", ".join(f"_{name}" for name in op.attrs), arguments=", ".join((*op.inputs, *op.attrs, *outputs)),
-        same=" and ".join(same), passed=", ".join((*op.inputs, *outputs)),
-    )  # fmt: skip
-    return _maker(source)(run, otherwise, guard.check, *attrs)  # type: ignore[return-value]
+    return Launcher(space["launch"], space["into"], space["_find"], ready)
 
 
 def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:

@@ -13,6 +13,7 @@ from cute_ops.op import Op
 from cute_ops_torch import extension
 from cute_ops_torch.autograd import autograd_kernel
 from cute_ops_torch.batching import vmap_rule
+from cute_ops_torch.direct import Direct
 from cute_ops_torch.front import finished, make_function, make_inplace, make_native_function
 from cute_ops_torch.launch import Launcher, describe, launcher
 from cute_ops_torch.reference import cpu_kernel, fake_kernel
@@ -55,7 +56,8 @@ def define(op: Op, namespace: str = "cute") -> Registered:
         made.native = extension.bind(op, made.overload, partial(describe, op), gradient.native if gradient else None)
     else:
         library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
-        library.impl(op.name, autograd_kernel(op, made.overload, made.parts), "Autograd", with_keyset=True)
+        kernel = autograd_kernel(op, made.overload, made.direct, made.raw_gradient)
+        library.impl(op.name, kernel, "Autograd", with_keyset=True)
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
     for autocast in ("AutocastCPU", "AutocastCUDA"):
         library.impl(op.name, torch.library.fallthrough_kernel, autocast)
@@ -87,12 +89,14 @@ class Registered:
         op: the declaration.
         overload: the op.
         gradient: the backward op.
+        direct: the way past the dispatcher.
         native: the op in C++, where the extension is there.
     """
 
     def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
         self.op, self.overload, self.gradient = op, overload, gradient
         self.native: extension.Native | None = None
+        self.direct = Direct(op, lambda: (self.cuda, self.raw_gradient()))
         self._lowered = False
 
     @cached_property
@@ -101,9 +105,9 @@ class Registered:
         made = launcher(self.op)
         return made._replace(into=self.native.into) if self.native else made
 
-    def parts(self) -> tuple[Callable[..., Any], Callable[..., Any] | None]:
-        """What the Autograd kernel calls: the CUDA implementation, and the backward op's function, raw."""
-        return self.cuda.launch, self.gradient.raw if self.gradient else None
+    def raw_gradient(self) -> Callable[..., Any] | None:
+        """The backward op's function, raw."""
+        return self.gradient.raw if self.gradient else None
 
     @cached_property
     def raw(self) -> Callable[..., Any]:
@@ -118,15 +122,13 @@ class Registered:
             return self._front(raw=False)
         inplace = None
         if self.gradient is not None and "inplace_backward" in op.options:
-            inplace = make_inplace(op, self.overload, self.cuda.launch, self.gradient.raw, self.gradient.cuda.into)
+            inplace = make_inplace(op, self.overload, self.cuda, self.gradient.raw, self.gradient.cuda.into)
         return finished(op, self.raw, inplace)
 
     def _front(self, raw: bool) -> Callable[..., Any]:
         if self.native:
             return make_native_function(self.op, self.overload, self.native.call, raw)
-        return make_function(
-            self.op, self.overload, self.cuda.launch, self.gradient.raw if self.gradient else None, raw
-        )
+        return make_function(self.op, self.overload, self.direct, raw)
 
     def lower(self) -> None:
         """Teach Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.

@@ -232,6 +232,8 @@ def test_declarations_are_checked() -> None:
         declare(inputs={"x": Tensor("*#m n", "T")})
     with pytest.raises(ValueError, match="comes after an optional one"):
         declare(inputs={"x": Tensor("n", "T", optional=True), "y": Tensor("n", "T")})
+    with pytest.raises(ValueError, match="no input is required"):
+        declare(inputs={"x": Tensor("*m n", "T", optional=True)})
     with pytest.raises(ValueError, match="'module:Class'"):
         declare(kernel="a.B")
     with pytest.raises(ValueError, match="out has dim k, neither an input's nor in `derived`"):

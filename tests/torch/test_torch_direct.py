@@ -1,0 +1,275 @@
+"""The way past the dispatcher, with kernels that a CPU can run in place of the compiler's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch.autograd import forward_ad
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cute_ops import Op
+from cute_ops.ops import OPS
+from cute_ops_torch import autograd, direct, front, launch
+from cute_ops_torch.reference import fake_kernel
+from cute_ops_torch.schema import schema
+
+NAMESPACE = "cute_direct"
+rmsnorm = OPS[0]
+
+
+class Made(NamedTuple):
+    """An op whose kernels run on the CPU."""
+
+    raw: Any
+    function: Callable[..., Any]
+    direct: direct.Direct
+    cuda: launch.Launcher
+
+
+@pytest.fixture
+def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU).add(torch._C.DispatchKey.AutogradCPU)
+    library, made = torch.library.Library(NAMESPACE, "FRAGMENT"), {}
+
+    def one(op: Op) -> Made:
+        if op.name not in made:
+            gradient = one(op.grad).function if op.grad else None
+            library.define(schema(op))
+            overload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
+            cuda = launch.launcher(op)
+            way = direct.Direct(op, lambda: (cuda, gradient))
+            library.impl(op.name, lambda *args: cuda.launch(*args), "CPU")
+            kernel = autograd.autograd_kernel(op, overload, way, lambda: gradient, keys.raw_repr())
+            library.impl(op.name, kernel, "Autograd", with_keyset=True)
+            torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake_kernel(op, lambda: None), lib=library)
+            made[op.name] = Made(overload, front.make_function(op, overload, way, raw=True, device="cpu"), way, cuda)
+        return made[op.name]
+
+    yield one
+    library._destroy()
+
+
+def as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def with_gradients(op: Op, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [t.requires_grad_(name in op.differentiable) for name, t in zip(op.inputs, tensors, strict=True)]
+
+
+def differentiable(outputs: Any) -> list[torch.Tensor]:
+    return [o for o in as_tuple(outputs) if o.requires_grad]
+
+
+def test_values_against_float64(problem: Any, make: Any, compiled: Any) -> None:
+    made, tensors = make(problem.op), problem.tensors()
+    for _ in range(2):  # learned, then known
+        problem.check(made.function(*tensors, *problem.attrs.values()))
+        problem.check(made.raw(*tensors, **problem.attrs))
+    assert compiled.calls == [problem.op.name] * 4
+
+
+def test_gradients(op: Op, make: Any, make_inputs: Callable[..., Any], compiled: Any) -> None:
+    made, known, attrs = make(op), getattr(torch.ops.cute, op.name).default, op.attrs.values()
+    calls = (made.function, made.raw, known)
+    leaves = [with_gradients(op, make_inputs(op)) for _ in calls]
+    wanted = [[t for t in tensors if t.requires_grad] for tensors in leaves]
+    douts = [torch.randn_like(o) for o in differentiable(known(*leaves[0]))]
+    for chosen in (None, None, *range(len(douts))):  # all cotangents, one
+        results = []
+        for call, tensors, some in zip(calls, leaves, wanted, strict=True):
+            pairs = zip(differentiable(call(*tensors, *attrs)), douts, strict=True)
+            outs, given = zip(*[pair for k, pair in enumerate(pairs) if chosen in (None, k)], strict=True)
+            results.append(torch.autograd.grad(outs, some, given))
+        *got, expected = results
+        for one in got:
+            torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
+    assert compiled.calls == [op.name, op.grad.name] * 2 * (2 + len(douts))
+
+
+def test_inputs_left_out_get_no_gradient(op: Op, make: Any, make_inputs: Callable[..., Any]) -> None:
+    given = sum(not t.optional for t in op.inputs.values())
+    known = getattr(torch.ops.cute, op.name).default
+    gradients = []
+    for call in (make(op).function, make(op).raw, known):
+        leaves = with_gradients(op, make_inputs(op))[:given]
+        outs = differentiable(call(*leaves))
+        some = [t for t in leaves if t.requires_grad]
+        gradients.append(torch.autograd.grad(outs, some, [torch.ones_like(o) for o in outs]))
+    for one in gradients[:2]:
+        torch.testing.assert_close(one, gradients[2], rtol=1e-4, atol=1e-4)
+
+
+def test_a_known_call_neither_plans_nor_dispatches(make: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, w = make(rmsnorm), torch.randn(4, 72, requires_grad=True), torch.ones(72)
+    first = made.function(x, w)
+    monkeypatch.setattr(launch, "prepare", None)
+    monkeypatch.setattr(made.direct, "learn", None)
+    other = x.detach().clone().requires_grad_()
+    assert torch.equal(made.function(other, w), first)
+    assert type(made.raw(other, w).grad_fn).__name__ == "cute_rmsnormBackward"
+    with torch.no_grad():
+        assert not made.function(other, w).requires_grad
+        assert not made.raw(other, w).requires_grad
+    assert compiled.calls == ["rmsnorm"] * 5
+
+
+def test_calls_of_one_shape_are_told_apart(make: Any) -> None:
+    made, base, w = make(rmsnorm), torch.randn(9, 68), torch.rand(64)
+    x, b = base[:4, :64].contiguous(), torch.rand(64)
+    calls: list[tuple[Any, ...]] = [
+        (x, w, None), (base[:4, :64], w, None), (base[:4, 1:65], w, None), (x.bfloat16(), w, None),
+        (x, w.half(), None), (x, None, None), (x, None, b), (x, w, b), (x.clone().requires_grad_(), w, None),
+        (x, torch.nn.Parameter(w), None), (x, torch.nn.Parameter(w), torch.nn.Parameter(b)), (x, w, None, 1e-2),
+        (x.clone().requires_grad_(), w, None, 1e-2), (x, w, None, 1e-6, 1.0), (x, torch.rand(65)[1:], None),
+    ]  # fmt: skip
+
+    def check(arguments: tuple[Any, ...]) -> None:
+        expected = torch.ops.cute.rmsnorm(*arguments)
+        leaves = [t for t in arguments[:3] if t is not None and t.requires_grad]
+        for got in (made.function(*arguments), made.raw(*arguments)):
+            torch.testing.assert_close(got, expected)
+            assert got.requires_grad == expected.requires_grad
+            if leaves:
+                pair = [torch.autograd.grad(v.sin().sum(), leaves, retain_graph=True) for v in (got, expected)]
+                torch.testing.assert_close(*pair, rtol=1e-4, atol=1e-4)
+
+    for arguments in calls:
+        for other in calls:
+            check(other)
+            check(arguments)
+
+
+def test_what_is_watched_goes_through_the_dispatcher(make: Any) -> None:
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    made, x = make(rmsnorm), torch.randn(3, 96)
+    expected = made.function(x)
+    for leaf in (x, x.clone().requires_grad_()):
+        for call in (made.function, made.raw):
+            call(leaf)
+            assert not seen
+            for mode in (Functions, Dispatch):
+                with mode():
+                    got = call(leaf)
+                assert torch.equal(got, expected)
+                assert seen.pop() == f"{NAMESPACE}.rmsnorm.default"
+                assert not seen
+            with torch.profiler.profile() as profile:
+                call(leaf)
+            assert any(event.key == f"{NAMESPACE}::rmsnorm" for event in profile.key_averages())
+    for call in (made.function, made.raw):
+        assert torch.equal(call(torch._neg_view(x)), -expected)
+        with torch.inference_mode():
+            assert call(x).is_inference()
+            assert torch.equal(call(x), expected)
+        assert not call(x).is_inference()
+        with torch.device("meta"):
+            assert call(torch.empty(3, 96)).is_meta
+        with torch.autocast("cpu", torch.bfloat16):
+            assert call(x).dtype == torch.float32
+
+
+def test_transforms_of_a_known_call(make: Any) -> None:
+    made, x, w = make(rmsnorm), torch.randn(3, 96), torch.rand(96)
+    for call in (made.function, made.raw):
+        call(x, w), call(x.requires_grad_(), w), x.requires_grad_(False)
+
+        def loss(x: torch.Tensor, call: Any = call) -> torch.Tensor:
+            return call(x, w).sin().sum()
+
+        leaf = x.clone().requires_grad_()
+        torch.testing.assert_close(torch.func.grad(loss)(x), torch.autograd.grad(loss(leaf), leaf)[0])
+        with pytest.raises(NotImplementedError, match="forward-mode AD"):
+            torch.func.jvp(loss, (x,), (x,))
+        with forward_ad.dual_level():
+            call(x, w)
+            with pytest.raises(NotImplementedError, match="forward-mode AD"):
+                call(forward_ad.make_dual(x, x), w)
+        (first,) = torch.autograd.grad(loss(leaf), leaf, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no double backward"):
+            first.sum().backward()
+
+
+def test_errors_come_through(make: Any, compiled: Any) -> None:
+    made, x, w = make(rmsnorm), torch.randn(3, 80), torch.ones(80)
+    made.function(x, w)
+    for call in (made.function, made.raw):
+        with pytest.raises(ValueError, match=r"^cute\.rmsnorm: argument `weight` has n=32, but n=80\."):
+            call(x, torch.ones(32))
+        with pytest.raises(TypeError, match="argument `x` has dtype int64"):
+            call(x.long())
+        with pytest.raises(TypeError, match="argument `weight` has dtype float64"):
+            call(x, w.double())
+    for wrong in (3.0, [1.0], x.numpy()):
+        with pytest.raises((TypeError, RuntimeError), match="Expected a value of type 'Tensor' for argument 'x'"):
+            made.function(wrong)
+    with pytest.raises(NotImplementedError, match="no tensor arguments"):
+        made.function(None)
+    assert len(compiled.calls) == 1
+
+
+def test_zero_rows_launch_nothing(op: Op, make: Any, make_inputs: Callable[..., Any], compiled: Any) -> None:
+    for _ in range(2):
+        for call in (make(op).function, make(op).raw):
+            leaves = with_gradients(op, make_inputs(op, (2, 0), 24))
+            outs, some = differentiable(call(*leaves)), [t for t in leaves if t.requires_grad]
+            grads = torch.autograd.grad(outs, some, [torch.ones_like(o) for o in outs])
+            assert all(g.shape == t.shape and not g.any() for g, t in zip(grads, some, strict=True))
+    assert not compiled.calls
+
+
+def test_a_graph_sees_changes_in_place(make: Any) -> None:
+    for call in (make(rmsnorm).function, make(rmsnorm).raw):
+        leaf = torch.randn(3, 112, requires_grad=True)
+        for _ in range(2):
+            x = leaf * 1
+            out = call(x)
+            x.add_(1)
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                out.sum().backward()
+            out = call(leaf)
+            out.sum().backward()
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                out.sum().backward()
+
+
+def test_threads(make: Any) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    call = make(rmsnorm).function
+
+    def work(seed: int) -> bool:
+        x = torch.randn(3, 8 * (seed % 5 + 15), requires_grad=seed % 2 == 0)
+        out = call(x)
+        if x.requires_grad:
+            out.sum().backward()
+        torch.testing.assert_close(out, torch.ops.cute.rmsnorm(x))
+        return (x.grad is not None) == x.requires_grad
+
+    with ThreadPoolExecutor(8) as pool:
+        assert all(pool.map(work, range(100)))
+
+
+def test_what_is_remembered_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(direct, "REMEMBERED", 3)
+    made = make(rmsnorm)
+    for m in range(1, 9):
+        x = torch.randn(m, 8, requires_grad=True)
+        torch.testing.assert_close(made.function(x, eps=m / 8), torch.ops.cute.rmsnorm(x, eps=m / 8))
+    assert [shape[0] for shape in made.direct.table] == [6, 7, 8]
+    assert len(made.direct._made) == len(made.direct._nodes) == 3
