@@ -42,7 +42,14 @@ class ColumnStore:
         self.row_bytes = tile.per_thread * tile.threads_per_row * vector_bytes + VECTOR_BYTES
 
     def allocate(self, smem):
-        return smem.allocate_tensor(Uint8, cute.make_layout((self.row_bytes, self.tile.rows)), byte_alignment=16)
+        return smem.allocate_tensor(Uint8, self._layout(), byte_alignment=16)
+
+    def view(self, base):
+        """The same in shared memory that is there: of a tile of one row, that row."""
+        return cute.make_tensor(cute.recast_ptr(base, dtype=Uint8), self._layout())[None, 0]
+
+    def _layout(self):
+        return cute.make_layout((self.row_bytes, self.tile.rows))
 
     @cute.jit
     def __call__(self, vectors: cutlass.Constexpr, sRow: cute.Tensor, address: Int64, t: Int32, rank, there: Boolean):

@@ -183,6 +183,14 @@ class NormForward:
         else:
             store(rX, address)
 
+    def _columns(self, mWeight, mBias, first, ks):
+        """Weight and bias for some of this thread's vectors."""
+        loaded = [
+            [None] * len(ks) if m is None else column_vectors(m, self.variant.tensors[name], self.tile, first, ks)
+            for m, name in ((mWeight, "weight"), (mBias, "bias"))
+        ]
+        return list(zip(*loaded))
+
     def _load_columns(self, mW, name, first):
         if mW is None:
             return None

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import let_next_start, wait_for_previous
-from cute_ops.kernels._columns import column_vectors, scale
+from cute_ops.kernels._columns import scale
 from cute_ops.kernels._forward import NormForward
 from cute_ops.kernels._ring import RowRing
 from cute_ops.kernels._rows import present, row_address, row_count
@@ -71,14 +71,6 @@ class NormForwardStaged(NormForward):
                 y = y + widen(rBias)
             self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, count, first[k], k)
         let_next_start(self.chained)
-
-    def _columns(self, mWeight, mBias, first, ks):
-        """Weight and bias for some of this thread's vectors."""
-        loaded = [
-            [None] * len(ks) if m is None else column_vectors(m, self.variant.tensors[name], self.tile, first, ks)
-            for m, name in ((mWeight, "weight"), (mBias, "bias"))
-        ]
-        return list(zip(*loaded))
 
     def _staged_statistics(self, slots, mResidualOut, first, sSum, mbar):
         for k in range(self.tile.per_thread):

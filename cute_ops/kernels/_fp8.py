@@ -53,17 +53,21 @@ def largest_finite(rX, found):
     return found
 
 
+def magnitude(rX, found):
+    """The largest magnitude of a fragment's elements, and of what was found before; of infinities too."""
+    for j in range(cute.size(rX)):
+        found = cute.arch.fmax(found, abs(rX[j]))
+    return found
+
+
 @cute.jit
 def largest_of_each(vectors: cutlass.Constexpr):
     """The largest magnitude of each vector's finite elements. Infinities are looked for only where there are some."""
     rFound = fragment(Float32, len(vectors))
     largest = Float32(0.0)
     for i in cutlass.range_constexpr(len(vectors)):
-        found = Float32(0.0)
-        for j in cutlass.range_constexpr(cute.size(vectors[i])):
-            found = cute.arch.fmax(found, abs(vectors[i][j]))
-        rFound[i] = found
-        largest = cute.arch.fmax(largest, found)
+        rFound[i] = magnitude(vectors[i], Float32(0.0))
+        largest = cute.arch.fmax(largest, rFound[i])
     if largest == INFINITY:
         for i in cutlass.range_constexpr(len(vectors)):
             rFound[i] = largest_finite(vectors[i], Float32(0.0))

@@ -16,7 +16,7 @@ from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._row_max import RowMax, lanes_max
 from cute_ops.kernels._rows import RowTile, row_address, row_count
 from cute_ops.kernels._statistics import row_statistics
-from cute_ops.kernels._vectors import forget, fragment, gmem_elements, narrow, trim, widen
+from cute_ops.kernels._vectors import fragment, gmem_elements, narrow, trim, widen
 from cute_ops.kernels._windows import bytes_past, fetch, settle_all
 
 
@@ -34,16 +34,14 @@ class QuantizeRows(NormForward):
         self.variant = variant
         self.source = source
         self.n = variant.dims["n"]
-        v = ColumnVectors(variant, (*source.names, "out", "residual_out"), self.n, BLOCK // WARP)
+        # A row within one block is one.
+        self.by_row = not variant.attrs["block"] or self.n <= BLOCK
+        v = self._vectors(variant, (*source.names, "out", "residual_out"))
         self.tile = RowTile(v, variant.tile)
         self.resident = variant.tile.get("resident", 1)
         self.carveout = SMEM_PERCENT
-        # Long rows would fill the registers with fp32 while their sum is found.
-        self.packed = bool(variant.tile.get("packed", 0)) and source.normed
         self.late = bool(variant.tile.get("late", 0))
         self.chained = can_chain(variant.arch)
-        # A row within one block is one.
-        self.by_row = not variant.attrs["block"] or self.n <= BLOCK
         self.blocks = 1 if self.by_row else -(-self.n // BLOCK)
         # Lanes that hold a block with one vector each.
         self.lanes = BLOCK // self.tile.vec
@@ -56,6 +54,9 @@ class QuantizeRows(NormForward):
         self.sum = row_statistics(False, self.tile, source.eps, backward=False, stages=stages)
         self.max = RowMax(self.tile, stages)
         self.clustered = self.tile.cluster > 1 and (source.normed or self.by_row)
+
+    def _vectors(self, variant, names):
+        return ColumnVectors(variant, names, self.n, BLOCK // WARP)
 
     @cute.jit
     def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
@@ -72,21 +73,13 @@ class QuantizeRows(NormForward):
 
     @cute.kernel
     def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
-        tidx, _, _ = cute.arch.thread_idx()
-        bidx, rank, _ = cute.arch.block_idx()
-        if const_expr(self.tile.cluster == 1):
-            rank = 0
         smem = cutlass.utils.SmemAllocator()
-        sums = self.sum.allocate(smem) if const_expr(self.source.normed) else None
-        maxima = self.max.allocate(smem) if const_expr(self.by_row) else (None, None)
+        sums, maxima = self._exchange(smem)
         sRows = self.staged.allocate(smem) if const_expr(self.staged is not None) else None
-        self._prepare(sums, maxima)
-
-        t = tidx % self.tile.threads_per_row
+        group, local, t, rank = self._here()
         count = row_count(mOut)
-        local = tidx // self.tile.threads_per_row
         sRow = sRows[None, local] if const_expr(self.staged is not None) else None
-        rows = [(Int64(bidx) * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
+        rows = [(group * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
         firsts = [self._first(t, rank, row) for row in rows]
 
         wait_for_previous(self.chained)
@@ -162,8 +155,6 @@ class QuantizeRows(NormForward):
         """This thread's vectors of a row in fp32."""
         found = []
         for k in range(self.tile.per_thread):
-            if self.packed:
-                forget(vectors[0][k])
             parameters = [None if rW is None else rW[k] for rW in (rWeight, rBias)]
             found.append(self._value([widen(rX[k]) for rX in vectors], rstd, *parameters, first[k], k))
         return found
@@ -176,13 +167,24 @@ class QuantizeRows(NormForward):
             trim(rY, first, Int32(self.n))
         return rY
 
-    def _prepare(self, sums, maxima):
+    def _exchange(self, smem):
+        """Shared memory of what crosses a row, ready to be used: of its sum and of its largest element."""
+        sums = self.sum.allocate(smem) if self.source.normed else None
+        maxima = self.max.allocate(smem) if self.by_row else (None, None)
         if self.source.normed:
             if self.by_row:
                 self.max.start(maxima[1])
             self.sum.prepare(sums[1])
         elif self.by_row:
             self.max.prepare(maxima[1])
+        return sums, maxima
+
+    def _here(self):
+        """This CTA, this thread's row in it, the thread among those of the row, and the CTA in its cluster."""
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        row = self.tile.threads_per_row
+        return Int64(bidx), tidx // row, tidx % row, rank if self.tile.cluster > 1 else 0
 
     def _quantise(self, values, mOut, mScale, maxima, step, row, first, t, rank, count, sRow):
         base = row_address(mScale, self.variant.tensors["scale"], row, self.blocks)

@@ -15,19 +15,19 @@ from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_
 class RowRing:
     """``stages`` slots for each of the named row tensors.
 
-    Shared memory: ``stages * threads * per_thread * vec`` elements of each tensor. Vectors lie by access, then by
-    thread, so that neighbouring threads touch neighbouring 16 bytes.
+    Shared memory: ``stages * threads * per_thread * vec`` elements of each tensor, and ``beyond`` vectors. Vectors lie
+    by access, then by thread, so that neighbouring threads touch neighbouring 16 bytes.
     """
 
-    def __init__(self, tile, keys, stages):
+    def __init__(self, tile, keys, stages, beyond=0):
         self.tile = tile
         self.keys = keys
         self.stages = stages
-        slot = tile.threads * tile.per_thread * tile.vec
+        elements = (stages * tile.threads * tile.per_thread + beyond) * tile.vec
         self.offsets, size = {}, 0
         for key in keys:
             self.offsets[key.name] = size
-            size += -(-stages * slot * ITEMSIZE[key.dtype] // 16) * 16
+            size += -(-elements * ITEMSIZE[key.dtype] // 16) * 16
         self.bytes = size
 
     def view(self, base, mX, name):
@@ -60,27 +60,33 @@ class RowRing:
                     sX[None, None, tidx, k, stage].fill(value)
 
     @cute.jit
-    def fetch(self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, stage: Int32):
-        """Start copying this thread's vectors of a row; the caller commits the group."""
-        dtype, vec = sX.element_type, self.tile.vec
-        bits = access_bits(dtype, vec)
+    def fetch(
+        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, stage: Int32,
+        ks: cutlass.Constexpr = None,
+    ):  # fmt: skip
+        """Start copying this thread's vectors of a row, or some of them; the caller commits the group."""
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
             # Once, not again under the condition of every vector.
             address, tidx = opaque(address), opaque(tidx)
-        for k in cutlass.range_constexpr(self.tile.per_thread):
+        for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
             if valid and self.tile.wanted(k, first[k]):
                 source = vector_address(sX, address, self.tile, first[k], k)
-                target = sX[None, None, tidx, k, stage]
-                if const_expr(bits >= 32):
-                    mode = LoadCacheMode.GLOBAL if const_expr(bits == 128) else LoadCacheMode.ALWAYS
-                    atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), dtype, num_bits_per_copy=bits)
-                    cute.copy(atom, gmem_vector(dtype, source, vec), target)
-                else:
-                    # Asynchronous copies move no less than 4 bytes.
-                    rX = fragment(dtype, vec)
-                    load(rX, source)
-                    cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+                self.copy(source, sX[None, None, tidx, k, stage])
+
+    def copy(self, source, target):
+        """Start copying a vector."""
+        dtype, vec = target.element_type, self.tile.vec
+        bits = access_bits(dtype, vec)
+        if bits >= 32:
+            mode = LoadCacheMode.GLOBAL if bits == 128 else LoadCacheMode.ALWAYS
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), dtype, num_bits_per_copy=bits)
+            cute.copy(atom, gmem_vector(dtype, source, vec), target)
+        else:
+            # Asynchronous copies move no less than 4 bytes.
+            rX = fragment(dtype, vec)
+            load(rX, source)
+            cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
 
     @cute.jit
     def trim(

@@ -1,5 +1,7 @@
 """Largest number over the threads of a row; see :mod:`cute_ops.kernels._reduce` for how it travels."""
 
+import operator
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
@@ -14,14 +16,8 @@ def lanes_max(value, lanes):
     return cute.arch.warp_reduction(value, cute.arch.fmax, threads_in_group=lanes)
 
 
-class RowMax(RowSum):
-    """The largest of one non-negative fp32 number per thread, over the threads of each row of a tile.
-
-    Shared memory: as :class:`RowSum`.
-    """
-
-    def __init__(self, tile, stages):
-        super().__init__(tile, values=1, stages=stages)
+class _Beside(RowSum):
+    """A number that crosses a row beside its sum."""
 
     @cute.jit
     def start(self, mbar):
@@ -30,6 +26,16 @@ class RowMax(RowSum):
             if cute.arch.thread_idx()[0] == 0:
                 for stage in cutlass.range_constexpr(self.stages):
                     cute.arch.mbarrier_init(mbar + stage, 1)
+
+
+class RowMax(_Beside):
+    """The largest of one non-negative fp32 number per thread, over the threads of each row of a tile.
+
+    Shared memory: as :class:`RowSum`.
+    """
+
+    def __init__(self, tile, stages):
+        super().__init__(tile, values=1, stages=stages)
 
     @cute.jit
     def give(self, values: cutlass.Constexpr, sMax, mbar, step: Int32):
@@ -52,3 +58,33 @@ class RowMax(RowSum):
             place = cutlass.min(p + lane, self.parts - 1)
             found = cute.arch.fmax(found, sMax[0, place, row, stage])
         return (lanes_max(found, WARP),)
+
+
+class SumAndMax(_Beside):
+    """The sum of one fp32 number per thread, and the largest of another that is not negative, in one exchange.
+
+    Shared memory: as :class:`RowSum`, of two values.
+    """
+
+    def __init__(self, tile, stages):
+        super().__init__(tile, values=2, stages=stages)
+        self.halved = False
+
+    def warp_sums(self, values):
+        total, largest = values
+        return self.warp_sum(total), lanes_max(largest, min(self.tile.threads_per_row, WARP))
+
+    @cute.jit
+    def _combine(self, sSum, stage, lane, row):
+        total, largest = Float32(0.0), Float32(0.0)
+        if const_expr(self.parts <= 8):
+            for p in cutlass.range_constexpr(self.parts):
+                total = total + sSum[0, p, row, stage]
+                largest = cute.arch.fmax(largest, sSum[1, p, row, stage])
+            return total, largest
+        for p in cutlass.range_constexpr(0, self.parts, WARP):
+            # Lanes past the last part repeat it, which a maximum does not mind.
+            place = cutlass.min(p + lane, self.parts - 1)
+            total = total + cutlass.select_(p + lane < self.parts, sSum[0, place, row, stage], Float32(0.0))
+            largest = cute.arch.fmax(largest, sSum[1, place, row, stage])
+        return cute.arch.warp_reduction(total, operator.add), lanes_max(largest, WARP)

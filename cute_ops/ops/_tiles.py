@@ -201,8 +201,13 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     # Two vectors per thread as far as clusters of 4 reach, then four.
     unit = LINE if problem.n >= SHORT and (vectors <= 2048 or problem.m >= SHORT) else 1
     held = vectors + (unit if _unaligned(problem) else 0)
-    span = 2048 if sums == 1 else 1600
-    cluster = 1 if vectors <= 1024 else max(min(4, _doubled(held, 1024, most)), _doubled(held, span, most))
+    if vectors > 1024:
+        span = 1600 if sums == 2 else 2048 if _unaligned(problem) else 1024
+        cluster = max(min(4, _doubled(held, 1024, most)), _doubled(held, span, most))
+    else:
+        # Two small CTAs in place of a large one: as many bytes are on their way in fewer rows.
+        pair = vectors >= 512 and sums == 1 and not (_wide(problem) or _unaligned(problem))
+        cluster = min(2, most) if pair else 1
     part = -(-held // cluster)
     if vectors > WARP and (sums == 2 or (centred and _unaligned(problem))):
         # Many columns per thread: what two column sums cost in threads, fewer partial sums of a row give back.
@@ -210,6 +215,8 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
         room = 768 if problem.n <= 12 * WARP or _wide(problem) else 576 if _unaligned(problem) else 384
     elif _unaligned(problem) and part <= 1024 and cluster <= 2:
         per_thread, room = (1, 1152) if part <= 512 else (2, 640)
+    elif vectors <= 1024 and cluster == 2:
+        per_thread, room = (1, 768) if part <= 256 else (2, 576)
     elif part <= 384:
         per_thread, room = 1, 1024
     elif cluster > 1 or part <= 768:
@@ -226,7 +233,7 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     slot_bytes = -(-slot // cluster) * (threads // row) + 64 * VECTOR_BYTES
     if part > max(4, per_thread) * row or 2 * slot_bytes > shared:
         return {**long, "long": 1}
-    stages = 3 if cluster > 1 and 3 * slot_bytes <= shared else 2
+    stages = 3 if cluster > 1 and vectors > 1024 and 3 * slot_bytes <= shared else 2
     resident = max(1, min(shared // (stages * slot_bytes + 2048), room // threads))
     tile = {
         "threads": threads, "threads_per_row": row, "cluster": cluster, "stages": stages, "resident": resident,
@@ -332,9 +339,9 @@ def backward_parts(problem: Problem, tile: dict[str, int]) -> int:
 
 def rows_quantize(problem: Problem) -> dict[str, int]:
     """As the forward, for rows held in fp32; ``staged`` where they outgrow the registers of a CTA and ``long`` where
-    they outgrow a cluster; ``packed`` and ``late`` as in :func:`rows_forward`.
+    they outgrow a cluster; ``late`` as in :func:`rows_forward`.
 
-    Four vectors to a thread, and registers capped so that about 1024 threads of an SM have theirs on the way.
+    Four vectors to a thread, and registers capped so that about 1100 threads of an SM have theirs on the way.
     """
     if problem.n is None:
         return {"threads": 512}
@@ -349,8 +356,10 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
         return {"threads": max(256, row), "threads_per_row": row, "unroll": 1 if unaligned else 4}
     most = _most_ctas(problem)
     two = "up" in problem.dtypes or "residual" in problem.dtypes
-    if vectors > HELD // vec and not unaligned and not two:
-        staged = _staged(problem, vectors, most)
+    # Beside so many elements of a row, a weight is too much.
+    held = HELD * 5 // 8 if "weight" in problem.dtypes and not two else HELD
+    if vectors > held // vec and (unaligned or not two):
+        staged = _staged_quantized(problem, vectors, unaligned, most)
         if staged:
             return staged
     cluster = _doubled(vectors, HELD // vec, most)
@@ -361,17 +370,37 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
         return {"threads": 1024, "long": 1}
     # Rows that start anywhere arrive in pairs of vectors, which takes registers, and cost more besides, which wants few
     # threads.
-    long = unaligned and cluster > 1
-    row = _threads(part, 4 if not unaligned else 5 if not two else 4 if long else 3)
+    row = _threads(part, 4 if not unaligned else 5 if not two else 3)
     threads = max(row, 128)
-    room = 768 if "bias" in problem.dtypes else 896 if "up" in problem.dtypes else 1024
-    if unaligned and two:
-        room = 960 if "up" in problem.dtypes else 832 if long else 768
+    room = 768 if "bias" in problem.dtypes else 896 if "up" in problem.dtypes else 1120
+    if unaligned:
+        room = 960 if "up" in problem.dtypes else 768 if two else min(room, 1024)
     columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
     return {
         "threads": threads, "threads_per_row": row, "cluster": cluster, "resident": max(1, room // threads),
-        "late": int(columns > 2 or long), "packed": int(long),
+        "late": int(columns > 2),
     }  # fmt: skip
+
+
+def _staged_quantized(problem: Problem, vectors: int, unaligned: bool, most: int) -> dict[str, int]:
+    """As :func:`_staged`, for rows that are looked at two or three times: threads keep the weight meanwhile."""
+    widths = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "gate", "up") if name in problem.dtypes]
+    held = vectors + LINE * unaligned
+    cluster = _doubled(held * len(widths), 4096 + LINE, most)
+    part = -(-held // cluster)
+    row = _threads(part, 8, 512 + WARP)
+    slot = row * 8 * (VECTOR_BYTES // max(widths)) * sum(widths)
+    shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
+    if part > 8 * row or slot > shared - 2048:
+        return {}
+    # The weight takes registers; rows that start anywhere without one take more time than memory.
+    room, bytes_ = (1632, shared) if unaligned else (1536, min(STAGED_BYTES, shared))
+    if "weight" in problem.dtypes:
+        by_row = not problem.attrs["block"]
+        room, bytes_ = 1024 if not unaligned else 896 if by_row else 1248, min(STAGED_BYTES, shared)
+    resident = max(1, min(bytes_ // slot, room // row))
+    tile = {"threads": row, "threads_per_row": row, "cluster": cluster, "staged": 1, "late": 0, "resident": resident}
+    return {**tile, "unit": LINE} if unaligned else tile
 
 
 def rows_walked(problem: Problem) -> dict[str, int]:
@@ -472,5 +501,14 @@ def rows_apart(problem: Problem) -> dict[str, int]:
         row = _forward_row(problem, vectors)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
     # Rows off a vector have edges to mask: fewer and longer parts.
-    segments = -(-(vectors + unit) // 2048) if _unaligned(problem) else -(-vectors // 1024)
-    return {"threads": 256, "threads_per_row": 256, "segments": segments, "unit": unit}
+    threads, part = (256, 4096 + LINE) if _unaligned(problem) else (512, 2048)
+    # Few rows are cut into more parts, so that every SM has one.
+    part = part if problem.m * -(-vectors // part) >= 2 * problem.sm_count else part // 2
+    segments = -(-(vectors + unit * _unaligned(problem)) // part)
+    return {"threads": threads, "threads_per_row": threads, "segments": segments, "unit": unit}
+
+
+def rows_filled(problem: Problem) -> dict[str, int]:
+    """As :func:`rows_apart`, for a kernel that reads no rows: CTAs that write little are over before others start."""
+    tile = rows_apart(problem)
+    return tile | {"threads": max(tile["threads"], 256)}

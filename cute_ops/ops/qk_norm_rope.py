@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Array, Case, Op, Tensor
 from cute_ops.ops._candidates import ROTARY, ROTARY_BACKWARD
+from cute_ops.ops._tiles import _power
 from cute_ops.ops.rmsnorm import backward_terms, sum_rows
 from cute_ops.ops.rope import SHARED, rotate
 from cute_ops.ops.rope import check as check
@@ -56,8 +57,12 @@ def tile(problem: Any) -> dict[str, int]:
 
 
 def tile_backward(problem: Any) -> dict[str, int]:
-    """And CTAs resident on an SM."""
-    return {"threads": 256, "heads": 1, "resident": 2}
+    """And CTAs resident on an SM. Two heads to a thread, unless few tokens would leave others without any."""
+    dims, tile = problem.dims, {"threads": 128, "heads": 2, "resident": 3}
+    threads = _power(problem.m) * (dims["hq"] + dims["hk"]) * max(dims["d"] // 16, 1)
+    if threads < tile["threads"] * tile["resident"] * problem.sm_count:
+        return {"threads": 256, "heads": 1, "resident": 2}
+    return tile
 
 
 def workspace(problem: Any, tile: Any) -> dict[str, Array | None]:

@@ -8,7 +8,7 @@ from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Op, Tensor
 from cute_ops.ops._candidates import HELD
 from cute_ops.ops._checks import no_columns
-from cute_ops.ops._tiles import rows_apart, rows_walked
+from cute_ops.ops._tiles import rows_filled, rows_walked
 from cute_ops.reference import widen
 
 CASES = (
@@ -49,7 +49,7 @@ sum_bwd = Op(
     dtypes=DTYPES,
     reference=reference_bwd,
     kernel="cute_ops.kernels.row_sums:RowTotalBackward",
-    tile=rows_apart,
+    tile=rows_filled,
     tuning=HELD,
     check=check,
     cases=CASES,
@@ -63,7 +63,7 @@ mean_bwd = Op(
     dtypes=DTYPES,
     reference=reference_mean_bwd,
     kernel="cute_ops.kernels.row_sums:RowMeanBackward",
-    tile=rows_apart,
+    tile=rows_filled,
     tuning=HELD,
     check=check,
     cases=CASES,

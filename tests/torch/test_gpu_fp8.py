@@ -70,7 +70,28 @@ def test_no_element_is_more_than_one_step_from_the_reference(quantizer: Op, bloc
     assert steps.float().mean() < 2e-3
 
 
-@pytest.mark.parametrize("n", [64, 1001, 4096, 40000])
+@pytest.mark.parametrize("heavy", [1.0, 1e30])
+@pytest.mark.parametrize("n", [32768, 50257])
+def test_rows_that_leave_fp32_before_they_are_normed(n: int, heavy: float) -> None:
+    """Long rows without bias meet their weight before their norm: they are as exact as if that had come first."""
+    torch.manual_seed(n)
+    x, weight = torch.randn(7, n, device="cuda"), torch.ones(n, device="cuda")
+    weight[::2] = heavy
+    x[1] = 0
+    x[2] *= 1e12
+    x[3] *= 1e-40  # no normal number, nor is its scale
+    x[4, 5], x[5, 6] = torch.nan, torch.inf
+    out, scale = torch.ops.cute.rmsnorm_fp8(x, weight)
+    expected, expected_scale = torch.ops.cute.rmsnorm_fp8(x.cpu(), weight.cpu())
+    torch.testing.assert_close(scale.cpu(), expected_scale, rtol=1e-5, atol=0)
+    assert torch.equal(out.isnan().cpu(), expected.isnan())
+    finite = ~expected.isnan() & (expected.float() != 0)
+    steps = (out.view(torch.int8).cpu().int() - expected.view(torch.int8).int()).abs()[finite]
+    assert steps.max() <= 1
+    assert steps.float().mean() < 2e-3
+
+
+@pytest.mark.parametrize("n", [64, 1001, 4096, 40000, 50257])
 @pytest.mark.parametrize("block", [0, 128])
 @pytest.mark.parametrize("quantizer", FP8, ids=lambda op: op.name)
 def test_nan_infinity_and_zeros(quantizer: Op, block: int, n: int) -> None:
