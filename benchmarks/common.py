@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import datetime
+import functools
 import os
 import platform
 import re
@@ -36,6 +37,7 @@ def spread(samples: Iterable[float]) -> Spread:
     return Spread(statistics.median(values), min(values), max(values))
 
 
+@functools.cache
 def environment() -> dict[str, str]:
     """Columns that say where a figure comes from."""
     return {
@@ -53,7 +55,6 @@ class Table:
 
     def __init__(self, path: Path, columns: tuple[str, ...], append: bool = False) -> None:
         self._path, self._environment = path, environment()
-        self.commit = self._environment["commit"]
         self._columns = (*columns, *self._environment)
         path.parent.mkdir(parents=True, exist_ok=True)
         if not (append and path.exists()):

@@ -36,7 +36,7 @@ from typing import Any
 import contenders
 import prewarm
 import torch
-from common import Table, first_line, read, spread
+from common import Table, environment, first_line, read, spread
 from problems import BY_NAME, DIRECTIONS, Buffers, Problem, by_importance, grid, set_count, smoke
 from rich.console import Console
 from torch._functorch import config as functorch_config
@@ -188,7 +188,10 @@ class Bench:
                 if all(map(settled, samples.values())):
                     break
         with self.step("traces"):
-            samples |= zip(programs, self.traced(list(programs.values())), strict=True)
+            try:
+                samples |= zip(programs, self.traced(list(programs.values())), strict=True)
+            except RuntimeError as failure:
+                status |= dict.fromkeys(programs, f"failed: {first_line(failure)}")
         calls = {name: count for name, (_, count) in samplers.items()}
         calls |= {name: program.calls for name, program in programs.items()}
         self.write(problem, direction, status, samples, calls, len(sets))
@@ -389,18 +392,21 @@ def main(arguments: list[str] | None = None) -> int:
         if d in options.directions
     ]
     path, starts = options.out / "device_time.csv", options.out / "device_time.begun"
-    if not options.resume:
-        starts.unlink(missing_ok=True)
+    rows = read(path) if options.resume and path.exists() else []
+    rows = [row for row in rows if row["commit"] == environment()["commit"]]
+    done = {(*(row[c] for c in KEY), row["contender"]) for row in rows}
+    missing = {task: [n for n in options.contenders if (*key(*task), n) not in done] for task in tasks}
+    earlier = begun(starts) if options.resume else Counter[str]()
+    left = sorted((item for item in missing.items() if item[1]), key=lambda item: earlier["/".join(key(*item[0]))])
     if options.compile_only or (options.workers and not options.cpu_smoke):
-        compile_ahead(tasks, options.contenders, options.workers, options.compile_seconds, console)
+        names = [name for name in options.contenders if any(name in names for _, names in left)]
+        compile_ahead([task for task, _ in left], names, options.workers, options.compile_seconds, console)
     if options.compile_only:
         return 0
 
     table = Table(path, COLUMNS, options.resume)
-    rows = [row for row in read(path) if row["commit"] == table.commit]
-    done = {(*(row[c] for c in KEY), row["contender"]) for row in rows}
-    earlier = begun(starts)
-    tasks.sort(key=lambda task: earlier["/".join(key(*task))])
+    if not options.resume:
+        starts.unlink(missing_ok=True)
     rates = copy_rate(device, 0.01 if options.cpu_smoke else 2.0)
     ceiling = statistics.median(rates)
     console.print(f"copy: {ceiling:.0f} GB/s (from {min(rates):.0f} to {max(rates):.0f})")
@@ -408,8 +414,6 @@ def main(arguments: list[str] | None = None) -> int:
         table.add({"op": "copy", "contender": "copy", "status": "ok", "gb_s": ceiling, "of_copy": 1.0})
     rounds = LEAST_ROUNDS if options.quick or options.cpu_smoke else options.rounds
     bench = Bench(device, table, rounds, ceiling, console)
-    missing = {task: [n for n in options.contenders if (*key(*task), n) not in done] for task in tasks}
-    left = [(task, names) for task, names in missing.items() if names]
     ends = 0
     for i, ((problem, direction), names) in enumerate(left):
         if time.perf_counter() - begin > options.seconds:
@@ -419,12 +423,12 @@ def main(arguments: list[str] | None = None) -> int:
             file.write("/".join(key(problem, direction)) + "\n")
         try:
             bench.measure(problem, direction, names)
-        except Lost as failure:
-            console.print(f"{problem.op} {direction} {problem.label}: {failure}; go on with --resume")
-            ends = 3
-            break
-        except torch.OutOfMemoryError as failure:
+        except Exception as failure:  # as too little memory for the buffers: the other problems are still there
             console.print(f"{problem.op} {direction} {problem.label}: {first_line(failure)}")
+            if isinstance(failure, Lost) or bench.lost():
+                console.print("the GPU does not answer this process any more; go on with --resume")
+                ends = 3
+                break
         bench.release()
     steps = ", ".join(f"{name} {seconds:.1f}" for name, seconds in bench.seconds.most_common())
     console.print(f"{time.perf_counter() - begin:.0f} s ({steps}); wrote {path}")
