@@ -26,6 +26,7 @@ STYLES = {
     "ours (torch)": ("#e53935", "o"),
     "ours (JAX)": ("#fb8c00", "o"),
 }
+FEW = 3  # shapes of an op that has no panel of its own
 COLUMNS = 4  # panels side by side: forward and backward of two ops
 TITLES = {"fwd": "forward", "bwd": "backward"}
 Row = dict[str, str]
@@ -45,23 +46,38 @@ def unique(values: Iterable[str]) -> list[str]:
     return list(dict.fromkeys(values))
 
 
+def panels(rows: Iterable[Row]) -> dict[str, list[tuple[str, Row]]]:
+    """By title, rows with their labels: the shapes of an op, and of those that have few of them one shape for each."""
+    by_op: dict[tuple[str, str], list[Row]] = {}
+    for r in rows:
+        by_op.setdefault((r["op"], r["direction"]), []).append(r)
+    found: dict[str, list[tuple[str, Row]]] = {}
+    others: dict[str, list[tuple[str, Row]]] = {}
+    for (op, direction), of in by_op.items():
+        if len(unique(map(shape, of))) < FEW:
+            others.setdefault(f"other ops, {TITLES[direction]}", []).extend(
+                (op, r) for r in of if shape(r) == shape(of[0])
+            )
+        else:
+            found[f"{op} {TITLES[direction]}"] = sorted(((shape(r), r) for r in of), key=lambda pair: int(pair[1]["n"]))
+    return found | others
+
+
 def draw(rows: list[Row], steps: list[Row], path: Path) -> None:
     """GB/s by shape, one panel per op and direction; tokens per second of a training step, where measured."""
     ceiling = float(next(r["gb_s"] for r in rows if r["op"] == "copy"))
-    measured = [r for r in rows if r["op"] != "copy" and plain(r)]
-    panels = list(dict.fromkeys((r["op"], r["direction"]) for r in measured))
-    columns = min(COLUMNS, len(panels) + bool(steps))
-    lines = -(-(len(panels) + bool(steps)) // columns)
+    drawn = panels(r for r in rows if r["op"] != "copy" and plain(r))
+    columns = min(COLUMNS, len(drawn) + bool(steps))
+    lines = -(-(len(drawn) + bool(steps)) // columns)
     figure = Figure(figsize=(4.2 * columns, 3.2 * lines + 0.6), layout="constrained")
     axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for panel, (op, direction) in zip(axes, panels, strict=False):
-        here = [r for r in measured if (r["op"], r["direction"]) == (op, direction)]
-        draw_panel(panel, here, ceiling)
-        panel.set_title(f"{op} {TITLES[direction]}", fontsize=10)
+    for panel, (title, labelled) in zip(axes, drawn.items(), strict=False):
+        draw_panel(panel, labelled, ceiling)
+        panel.set_title(title, fontsize=10)
         panel.set_ylabel("GB/s by least bytes moved" if panel in axes[::columns] else "")
     if steps:
-        draw_steps(axes[len(panels)], steps)
-    for unused in axes[len(panels) + bool(steps) :]:
+        draw_steps(axes[len(drawn)], steps)
+    for unused in axes[len(drawn) + bool(steps) :]:
         unused.set_axis_off()
     handles, labels = axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
@@ -69,16 +85,16 @@ def draw(rows: list[Row], steps: list[Row], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
-def draw_panel(panel: Any, rows: list[Row], ceiling: float) -> None:
-    """GB/s of every contender by shape."""
-    shapes = sorted(unique(shape(r) for r in rows), key=lambda s: int(s.rpartition("x")[2]))
+def draw_panel(panel: Any, labelled: list[tuple[str, Row]], ceiling: float) -> None:
+    """GB/s of every contender by label."""
+    labels = unique(label for label, _ in labelled)
     for name, (color, marker) in STYLES.items():
-        points = {shape(r): float(r["gb_s"]) for r in rows if r["contender"] == name and r["status"] == "ok"}
-        xs = [k for k, s in enumerate(shapes) if s in points]
+        points = {label: float(r["gb_s"]) for label, r in labelled if r["contender"] == name and r["status"] == "ok"}
+        xs = [k for k, label in enumerate(labels) if label in points]
         size = 9 if name == "ours (torch)" else 6
-        panel.plot(xs, [points[shapes[k]] for k in xs], marker, color=color, label=name, markersize=size, alpha=0.85)
+        panel.plot(xs, [points[labels[k]] for k in xs], marker, color=color, label=name, markersize=size, alpha=0.85)
     panel.axhline(ceiling, color="black", linewidth=1, linestyle="--", label="copy")
-    panel.set_xticks(range(len(shapes)), shapes, rotation=30, ha="right", fontsize=8)
+    panel.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
     panel.set_ylim(0, 1.16 * ceiling)  # what is only read may pass the copy
     panel.grid(axis="y", alpha=0.3)
 
