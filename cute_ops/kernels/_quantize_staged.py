@@ -11,7 +11,7 @@ from cute_ops.kernels._ring import RowRing
 from cute_ops.kernels._row_max import SumAndMax
 from cute_ops.kernels._rows import Vectors, present, row_address, row_count
 from cute_ops.kernels._statistics import Total
-from cute_ops.kernels._vectors import forget, narrow, widen
+from cute_ops.kernels._vectors import forget, narrow, opaque, widen
 from cute_ops.kernels._window_ring import WindowRing
 
 # What the norm and the scale together may multiply an element by: its product with that, and with the weight after it,
@@ -117,9 +117,10 @@ class QuantizeStaged(QuantizeRows):
             store_number(speaks, factor, place[3])
             self._write(given, rstd * inverse, None, place)
         else:
-            # Seldom: the weight is loaded again rather than kept for this.
+            # Seldom: nothing is kept for this, the weight is loaded again.
             held, mResidualOut, columns, _, first = given
-            self._one_by_one((held, mResidualOut, columns, None, first), rstd, maxima, speaks, place)
+            again = held, mResidualOut, columns, None, [opaque(f) for f in first]
+            self._one_by_one(again, rstd, maxima, speaks, place)
 
     def _one_by_one(self, given, rstd, maxima, speaks, place):
         """The row's largest element, then its output."""
