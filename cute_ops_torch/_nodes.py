@@ -21,7 +21,10 @@ def calls(node: Any, *names: str) -> bool:
     if not isinstance(node, Node):
         return False
     if node.op == "call_method":
-        return node.target in names
+        name = str(node.target)
+        if name.startswith("__") and name.endswith("__"):  # what some versions of Dynamo make of an operator
+            return name[2:-2] in names or f"{name[2:-2]}_" in names
+        return name in names
     if node.op != "call_function":
         return False
     return any(node.target is getattr(space, name, None) for name in names for space in (operator, torch, F))

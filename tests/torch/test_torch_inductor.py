@@ -211,6 +211,11 @@ def test_attention_masks_that_are_known() -> None:
 
     check_attention(causal, 9, 9, "causal")
     check_attention(packed, 9, 9, "causal")
+    def methods(m: int, n: int) -> torch.Tensor:  # as some versions of Dynamo write operators
+        i, j = positions(m, n)
+        return j.__le__(i).__and__(i.__eq__(i))
+
+    check_attention(methods, 9, 9, "causal")
     check_attention(lambda m, n: torch.ones(m, n, dtype=torch.bool).tril(), 9, 9, "causal", scale=0.3)
     check_attention(lambda m, n: (positions(m, n)[0] - positions(m, n)[1] < 9) & causal(m, n), 9, 9, "causal")
     check_attention(lambda m, n: torch.ones(2, 1, m, n, dtype=torch.bool), 5, 9, "all")
