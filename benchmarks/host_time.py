@@ -2,9 +2,9 @@
 
 Tensors are tiny, so the device is never the limit. A sample times 200 calls that are only enqueued, waits for the
 device outside of the timed region, and divides. Samples of all entries are interleaved; the median counts. Entries
-"in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take. Those "in a
-program" are the same of a jitted JAX program, until its results are there: as XLA runs it, in a command buffer (a CUDA
-graph), and launched op by op.
+"in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take. Their `compile_ms`
+is what one more takes to compile, without caches. Those "in a program" are the same of a jitted JAX program, until its
+results are there: as XLA runs it, in a command buffer (a CUDA graph), and launched op by op.
 
     python benchmarks/host_time.py --out out/benchmarks
 """
@@ -19,13 +19,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch._inductor.config
 import torch.nn.functional as F
 from common import Table, first_line, spread
 from contenders import EPS
 from rich.console import Console
 from rich.table import Table as View
 
-COLUMNS = ("call", "grad", "extension", "status", "us", "us_min", "us_max", "of_rms_norm")
+COLUMNS = ("call", "grad", "extension", "status", "us", "us_min", "us_max", "of_rms_norm", "compile_ms")
 SHAPE = (16, 1024)
 CALLS = 200
 YARDSTICK = "F.rms_norm"
@@ -258,6 +259,17 @@ def sampler(call: Call | Chain, wait: Callable[[Any], None], calls: int, finishe
     return sample
 
 
+def compile_ms(chain: Chain, wait: Callable[[Any], None]) -> float:
+    """Milliseconds that one more op of a chain takes to compile: its calls are the first."""
+    seconds = []
+    with torch._inductor.config.patch(force_disable_caches=True):
+        for call in chain[:2]:  # the short one pays for what is done once
+            begin = time.perf_counter()
+            wait(call())
+            seconds.append(time.perf_counter() - begin)
+    return (seconds[1] - seconds[0]) / chain.ops * 1e3
+
+
 def measure(table: Table, device: torch.device, rounds: int, calls: int, only: str, console: Console) -> None:
     def wait_torch(last: Any) -> None:
         if device.type == "cuda":
@@ -281,10 +293,12 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
 
     extension = "no" if loaded() is None else "yes"
     status: dict[tuple[str, str], str] = {}
-    samplers = {}
+    samplers, compiling = {}, {}
     for key, (make, wait) in entries.items():
         try:
             call = make()
+            if isinstance(call, Chain):
+                compiling[key] = compile_ms(call, wait)
             for _ in range(3):
                 for one in call[:2] if isinstance(call, Chain) else (call,):
                     wait(one())
@@ -297,18 +311,28 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
     for _ in range(rounds):
         for key, sample in samplers.items():
             samples[key].append(sample())
-    view = View("call", "grad", "us", "spread", f"x {YARDSTICK}", title=f"host time per call, bfloat16 {list(SHAPE)}")
+    view = View(
+        "call",
+        "grad",
+        "us",
+        "spread",
+        f"x {YARDSTICK}",
+        "compile ms",
+        title=f"host time per call, bfloat16 {list(SHAPE)}",
+    )
     for key, state in status.items():
         row: dict[str, Any] = {"call": key[0], "grad": key[1], "extension": extension, "status": state}
-        cells = [state, "", ""]
+        cells = [state, "", "", ""]
         if key in samples:
             us = spread(samples[key])
             row |= {"us": us.median, "us_min": us.low, "us_max": us.high}
-            cells = [f"{us.median:.2f}", f"{us.low:.2f} to {us.high:.2f}", ""]
+            cells[:2] = f"{us.median:.2f}", f"{us.low:.2f} to {us.high:.2f}"
             yardstick = samples.get((YARDSTICK, key[1]))
             if yardstick and "jax" not in key[0] and "jnp" not in key[0]:
                 row["of_rms_norm"] = us.median / spread(yardstick).median
                 cells[2] = f"{row['of_rms_norm']:.2f}"
+        if key in compiling:
+            row["compile_ms"], cells[3] = compiling[key], f"{compiling[key]:.0f}"
         table.add(row)
         view.add_row(*key, *cells)
     console.print(view)

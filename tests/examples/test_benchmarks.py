@@ -108,6 +108,7 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     rows = {(r["call"], r["grad"]): r for r in common.read(tmp_path / "host_time.csv")}
     assert rows["torch.ops.cute.rmsnorm", "yes"]["status"] == "ok"
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["status"] == "ok"
+    assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["compile_ms"]
     assert rows["F.rms_norm", "no"]["of_rms_norm"] == "1"
     assert rows["cute_ops_jax.rmsnorm", "no"]["status"] == "ok"
 

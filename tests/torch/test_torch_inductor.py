@@ -211,6 +211,7 @@ def test_attention_masks_that_are_known() -> None:
 
     check_attention(causal, 9, 9, "causal")
     check_attention(packed, 9, 9, "causal")
+
     def methods(m: int, n: int) -> torch.Tensor:  # as some versions of Dynamo write operators
         i, j = positions(m, n)
         return j.__le__(i).__and__(i.__eq__(i))
