@@ -90,7 +90,8 @@ row_sum = Op(
         x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n of 1 or more.
 
     Returns:
-        ``T[*m]``. Accumulated in float32 in a fixed order, rounded once.
+        ``T[*m]``. Accumulated in float32 in a fixed order, rounded once. The gradient is written out; PyTorch's own is
+        an expanded view, which moves nothing until something reads it.
 
     Raises:
         TypeError: a dtype that is not listed.
@@ -120,7 +121,8 @@ row_mean = Op(
         x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n of 1 or more.
 
     Returns:
-        ``T[*m]``. Accumulated in float32 in a fixed order, rounded once.
+        ``T[*m]``. Accumulated in float32 in a fixed order, rounded once. The gradient is written out; PyTorch's own is
+        an expanded view, which moves nothing until something reads it.
 
     Raises:
         TypeError: a dtype that is not listed.
