@@ -237,8 +237,13 @@ def build(
     targets: Sequence[Target],
     where: Path,
     done: Callable[[Built], None] | None = None,
+    skip: Callable[[str], None] = log.warning,
 ) -> list[Built]:
     """Compile calls for targets, without a GPU, and write the bundle; nothing is written where one fails.
+
+    Args:
+        done: is told of every kernel.
+        skip: is told what a target has no kernel for.
 
     Returns:
         One entry a kernel; those with an error did not compile.
@@ -250,12 +255,11 @@ def build(
     from cute_ops import cache, manifest, tuning
 
     _check_replaceable(where)
-    built = cache.build_all(manifest.variants(calls, targets), done)
+    built = cache.build_all(manifest.variants(calls, targets, skip), done)
+    there = {one.variant.symbol for one in built}
     # An installed bundle is asked for kernels by programs that have not read its tuning.
     with tuning.as_shipped():
-        built += cache.build_all(
-            v for v in manifest.variants(calls, targets, log.debug) if v not in [one.variant for one in built]
-        )
+        built += cache.build_all(v for v in manifest.variants(calls, targets, log.debug) if v.symbol not in there)
     if not any(one.error for one in built):
         write([one.variant for one in built], targets, where, calls)
     return built

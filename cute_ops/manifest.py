@@ -124,13 +124,14 @@ def variants(
     """What the calls run on the targets, without doubles.
 
     Args:
-        skip: is told what is left out: calls that a target has no kernel for, but another one has.
+        skip: is told what is left out, and of how many calls: those that a target has no kernel for, but another has.
 
     Raises:
         NotImplementedError: no target has a kernel for a call.
         ValueError, TypeError: an op does not take such a call.
     """
     targets, found = list(targets), {}
+    reasons: dict[str, int] = {}
     for call in calls:
         refused: list[NotImplementedError] = []
         for target in targets:
@@ -143,7 +144,10 @@ def variants(
         if refused and len(refused) == len(targets):
             raise refused[0]
         for refusal in refused:
-            skip(f"left out: {str(refusal).partition(chr(10))[0]}")
+            reason = str(refusal).partition("\n")[0]
+            reasons[reason] = reasons.get(reason, 0) + 1
+    for reason, count in reasons.items():
+        skip(f"left out: {reason}" + (f" ({count} calls)" if count > 1 else ""))
     return list(found.values())
 
 

@@ -78,9 +78,9 @@ def build(
     """
     calls, wanted, start = _read(manifests), targets(arch), time.perf_counter()
     try:
-        total = len(manifest.variants(calls, wanted, _skipped))
+        total = len(manifest.variants(calls, wanted, lambda text: None))
         with progress(total, f"{out}:") as done:
-            built = bundle.build(calls, wanted, out, done)
+            built = bundle.build(calls, wanted, out, done, _skipped)
     except (CacheError, ValueError, TypeError, NotImplementedError) as error:
         fail(error)
     _report(built, start)

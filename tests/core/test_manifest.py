@@ -191,10 +191,11 @@ def test_a_model_is_planned_from_its_configuration() -> None:
 
 
 def test_a_target_without_a_kernel_for_a_call_is_left_out() -> None:
-    calls = manifest.parse("silu_mul_fp8 gate:bfloat16[*,1024] up:bfloat16[*,1024]")
-    told: list[str] = []
-    assert [v.arch for v in manifest.variants(calls, [parse("sm_80"), SM90], told.append)] == ["sm_90a"]
+    lines = [f"silu_mul_fp8 gate:bfloat16[*,{n}] up:bfloat16[*,{n}]" for n in (1024, 2048)]
+    calls, told = manifest.parse("\n".join(lines)), list[str]()
+    assert [v.arch for v in manifest.variants(calls, [parse("sm_80"), SM90], told.append)] == ["sm_90a"] * 2
     assert len(told) == 1 and "left out: cute.silu_mul_fp8: its kernels need SM 8.9 or newer" in told[0]
+    assert told[0].endswith("(2 calls)")
     with pytest.raises(NotImplementedError, match="need SM"):
         manifest.variants(calls, [parse("sm_80")])
 
