@@ -6,6 +6,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,21 @@ import pytest
 
 from cute_ops import cache, target
 from cute_ops.ops import OPS
+
+
+def _compile_quickly() -> None:
+    """On a CPU XLA takes longer to compile than what it compiled takes to run, once."""
+    os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+    # XLA ends a process at a flag that it does not know, so only where constraints.txt's JAX is.
+    flags, ours = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
+    known = any(found.version.startswith("0.10.") for found in metadata.distributions(name="jaxlib"))
+    if known and ours not in flags:
+        os.environ["XLA_FLAGS"] = f"{flags} {ours}".strip()
+
+
+# Before any folder's conftest imports JAX.
+if not target.device_count():
+    _compile_quickly()
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,7 +83,8 @@ class Features:
     def _cells(self, item: Any) -> list[tuple[str, str]]:
         params = getattr(getattr(item, "callspec", None), "params", {})
         subject = next(
-            (params[name] for name in ("op", "any_op", "problem", "structure", "trained") if name in params), None
+            (params[name] for name in ("op", "any_op", "problem", "structure", "turn", "trained") if name in params),
+            None,
         )
         # A problem's op or the op; a test without one is for all of them.
         ops = OPS if subject is None else [getattr(subject, "op", subject)]

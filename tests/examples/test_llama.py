@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,10 +15,10 @@ import model_jax  # noqa: E402 (found through conftest)
 import model_torch  # noqa: E402
 
 
-@pytest.fixture
-def without_compile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch.compile takes most of the demo's start-up: one test has it."""
-    monkeypatch.delitem(train.MODES, "torch.compile")
+def only(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One way to train, of one layer: compiling takes most of the demo's time, and one test has all of it."""
+    monkeypatch.setattr(train, "MODES", {mode: train.MODES[mode]})
+    monkeypatch.setattr(train, "SMALL", replace(train.SMALL, layers=1))
 
 
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,24 +33,25 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "The curves agree." in capsys.readouterr().out
 
 
-@pytest.mark.usefixtures("without_compile")
 @pytest.mark.parametrize("op", model_torch.Ops._fields)
-@pytest.mark.parametrize("model", [model_torch, model_jax], ids=["torch", "jax"])
+@pytest.mark.parametrize("mode", ["torch eager", "jax.jit"])
 def test_demo_fails_when_an_op_is_one_percent_off(
-    model: object, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, op: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    right = model.OPS["our"]  # type: ignore[attr-defined]
+    only(mode, monkeypatch)
+    model = {"torch eager": model_torch, "jax.jit": model_jax}[mode]
+    right = model.OPS["our"]
 
     def wrong(*args: object, **kwargs: object) -> object:
         out = getattr(right, op)(*args, **kwargs)
         return (out[0] * 1.01, out[1]) if isinstance(out, tuple) else out * 1.01
 
-    monkeypatch.setitem(model.OPS, "our", right._replace(**{op: wrong}))  # type: ignore[attr-defined]
+    monkeypatch.setitem(model.OPS, "our", right._replace(**{op: wrong}))
     assert train.main(["--steps", "12", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
 
 
-@pytest.mark.usefixtures("without_compile")
 def test_demo_fails_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    only("torch eager", monkeypatch)
     right = model_torch.OPS["our"]
     broken = right._replace(silu_mul=lambda gate, up: gate * float("nan"))
     monkeypatch.setitem(model_torch.OPS, "our", broken)
@@ -66,7 +68,8 @@ def test_both_models_have_the_same_loss_and_gradient() -> None:
     torch_loss = torch_model(torch.from_numpy(window).long())
     torch_loss.backward()
     params = {n: jax.numpy.asarray(w) for n, w in initial_weights(SMALL).items()}
-    jax_loss, jax_grads = jax.value_and_grad(model_jax.loss)(params, window, SMALL, model_jax.OPS["our"])
+    differentiated = jax.jit(jax.value_and_grad(model_jax.loss), static_argnums=(2, 3))
+    jax_loss, jax_grads = differentiated(params, window, SMALL, model_jax.OPS["our"])
     assert torch_loss.item() == pytest.approx(float(jax_loss), rel=1e-6)
     for name, grad in jax_grads.items():
         expected = getattr(torch_model, name.replace(".", "_")).grad.numpy()

@@ -22,6 +22,7 @@ OPS = ("rmsnorm", "silu_mul", "gelu_mul")  # the last two have equal shapes
 SETUP = """
 import hashlib, json, re, sys
 sys.path.insert(0, "tests/jax")
+sys.modules["torch"] = None  # which TVM-FFI imports where it is there: longer than all the rest
 import jax, jax.numpy as jnp, numpy as np
 import conftest, jax_tvm_ffi
 from cute_ops import cache, toolchain

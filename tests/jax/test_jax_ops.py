@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -18,11 +19,30 @@ from cute_ops_jax import stubs
 from cute_ops_jax.primitive import stage
 
 
-def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any]) -> None:
-    arrays = stage_problem.inputs()
-    testing.check(
-        stage_problem.op, arrays, stage_problem.attrs, run_stage(stage_problem.op, arrays, stage_problem.attrs)
-    )
+def test_values_against_float64_and_torch(stage_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
+    """On the CPU both adapters run one reference: the same numbers up to the order of sums."""
+    op, arrays, attrs = stage_problem.op, stage_problem.inputs(), stage_problem.attrs
+    ours, limits = run_stage(op, arrays, attrs), testing.tolerances(op, arrays, attrs)
+    testing.compare(op, ours, testing.expected(op, arrays, attrs), limits)
+    if find_spec("torch") is None:
+        return
+    import torch
+
+    import cute_ops_torch  # noqa: F401  it registers torch.ops.cute
+
+    raw = getattr(torch.ops.cute, op.name)(*torch_arrays.to_torch(arrays, "cpu"), *attrs.values())
+    for mine, other, limit in zip(ours, raw if isinstance(raw, tuple) else (raw,), limits, strict=True):
+        if mine is None:
+            assert other.numel() == 0  # torch's schema has a fixed number of outputs
+            continue
+        other = torch_arrays.to_numpy(other)
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        # Each of the two may be off by the limit.
+        assert np.all(np.abs(mine.astype(np.float64) - other.astype(np.float64)) <= 2 * limit)
+
+
+def gradients(function: Callable[..., Any], given: Any, cotangents: Any) -> Any:
+    return jax.jit(lambda given, cotangents: jax.vjp(function, given)[1](cotangents)[0])(given, cotangents)
 
 
 def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> None:
@@ -37,10 +57,14 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
     fixed = {n: a for n, a in present.items() if n not in op.differentiable}
     present = {n: a for n, a in present.items() if n not in fixed}
     function = testing.plain(op, cute_ops_jax.register(op))
-    outputs, pull = jax.vjp(lambda given: function(**given, **fixed, **attrs), present)
+
+    def ours(given: Any) -> Any:
+        return function(**given, **fixed, **attrs)
+
+    outputs = jax.jit(ours)(present)
     rng = np.random.default_rng(3)
     cotangents = jax.tree.map(lambda a: rng.standard_normal(a.shape).astype(a.dtype), outputs)
-    (got,) = pull(cotangents)
+    got = gradients(ours, present, cotangents)
 
     with jax.enable_x64(True):
         wide = {n: jnp.asarray(a.astype(np.float64)) for n, a in present.items()}
@@ -50,10 +74,9 @@ def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> Non
             results = testing.shown(op, op.reference(jnp, *({**given, **fixed}.get(n) for n in op.inputs), **attrs))
             return results if len(results) > 1 else results[0]
 
-        _, pull = jax.vjp(reference, wide)
-        (exact,) = pull(wide_cotangents)
+        exact = gradients(reference, wide, wide_cotangents)
 
-    named_outputs = stage(op)({**present, **fixed}, attrs)
+    named_outputs = jax.jit(lambda given: stage(op)(given, attrs))({**present, **fixed})
     named_cotangents = dict(zip((f"d{n}" for n in op.shown), jax.tree.leaves(cotangents), strict=True))
     pool = {**arrays, **{n: np.asarray(a) for n, a in named_outputs.items() if a is not None}, **named_cotangents}
     limits = dict(

@@ -113,7 +113,7 @@ def test_logits(name: str, check: bool, lowered: str, close: Close) -> None:
     function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
     outside = value_and_gradients(jax.shard_map(function, out_specs=P(), **specs), 1)
     compiled = jax.jit(outside).lower(logits, target).compile()
-    whole = value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1)(logits, target)
+    whole = jax.jit(value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1))(logits, target)
     close(compiled(logits, target), whole)
     found = collectives(compiled.as_text())
     assert found.keys() == {"all-reduce"}
@@ -146,7 +146,7 @@ def test_linear(rows: int, name: str, check: bool, lowered: str, monkeypatch: py
 
     outside = value_and_gradients(jax.shard_map(function, out_specs=P(), **specs), 3)
     compiled = jax.jit(outside).lower(*given).compile()
-    close(compiled(*given), value_and_gradients(partial(on_one_device, **options), 3)(*given))
+    close(compiled(*given), jax.jit(value_and_gradients(partial(on_one_device, **options), 3))(*given))
     text = compiled.as_text()
     found = collectives(text)
     assert found.keys() == {"all-reduce"}
@@ -172,7 +172,7 @@ def test_rows_and_classes_on_two_axes(close: Close) -> None:
     mapped = jax.shard_map(function, mesh=mesh_of((2, 4), ("data", "model")), in_specs=specs, out_specs=P())
     compiled = jax.jit(value_and_gradients(mapped, 2)).lower(hidden, weight, target).compile()
     zero = np.zeros(N, np.float32)
-    one = value_and_gradients(partial(on_one_device, reduction="mean"), 3)
+    one = jax.jit(value_and_gradients(partial(on_one_device, reduction="mean"), 3))
     out, (dhidden, dweight, _) = one(hidden, weight, zero, target)
     close(compiled(hidden, weight, target), (out, (dhidden, dweight)))
     assert collectives(compiled.as_text()).keys() == {"all-reduce"}
@@ -186,7 +186,7 @@ def test_classes_over_two_axes(close: Close) -> None:
     mapped = jax.shard_map(
         function, mesh=mesh_of((2, 4), axes), in_specs=(P(None, axes), P()), out_specs=P()
     )  # fmt: skip
-    whole = value_and_gradients(partial(cute_ops_jax.cross_entropy, reduction="none"), 1)
+    whole = jax.jit(value_and_gradients(partial(cute_ops_jax.cross_entropy, reduction="none"), 1))
     close(jax.jit(value_and_gradients(mapped, 1))(arrays["logits"], target), whole(arrays["logits"], target))
 
 
@@ -203,7 +203,7 @@ def test_gathered_rows(close: Close) -> None:
     mapped = jax.shard_map(function, mesh=mesh_of((8,), ("model",)), in_specs=(cut,) * 3, out_specs=P())
     given = arrays["hidden"][rows], arrays["weight"], target[rows]
     got = jax.jit(value_and_gradients(mapped, 2))(*given)
-    whole = value_and_gradients(lambda h, w, t: cute_ops_jax.linear_cross_entropy(h, w, t), 2)
+    whole = jax.jit(value_and_gradients(lambda h, w, t: cute_ops_jax.linear_cross_entropy(h, w, t), 2))
     close(got, whole(*given))
 
 
@@ -221,7 +221,7 @@ def test_infinities_and_targets_that_are_no_class(lowered: str) -> None:
         function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
         mapped = jax.shard_map(function, mesh=mesh, in_specs=(P(None, "model"), P()), out_specs=P())
         got = jax.jit(value_and_gradients(mapped, 1))(logits, target)
-        expected = value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1)(logits, target)
+        expected = jax.jit(value_and_gradients(partial(cute_ops_jax.cross_entropy, **options), 1))(logits, target)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
 
@@ -233,7 +233,8 @@ def test_bfloat16_rounds_no_more_than_one_device() -> None:
     function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name="model", **options)
     mapped = jax.shard_map(function, mesh=mesh_of((8,), ("model",)), in_specs=(P(None, "model"), P()), out_specs=P())
     (loss, (got,)), (expected_loss, (expected,)) = (
-        value_and_gradients(f, 1)(logits, target) for f in (mapped, partial(cute_ops_jax.cross_entropy, **options))
+        jax.jit(value_and_gradients(f, 1))(logits, target)
+        for f in (mapped, partial(cute_ops_jax.cross_entropy, **options))
     )
     assert (loss.dtype, got.dtype) == (jnp.float32, jnp.bfloat16)
     np.testing.assert_allclose(loss, expected_loss, rtol=2e-6)
@@ -297,7 +298,7 @@ def test_the_function_on_explicit_axes(close: Close) -> None:
     arrays, target = problem()
     mesh = jax.make_mesh((8,), ("model",), (AxisType.Explicit,), devices=jax.devices("cpu"))
     function = value_and_gradients(partial(cute_ops_jax.cross_entropy, **OPTIONS["all"]), 1)
-    expected = function(arrays["logits"], target)
+    expected = jax.jit(function)(arrays["logits"], target)
     with jax.set_mesh(mesh):
         logits = jax.device_put(arrays["logits"], jax.NamedSharding(mesh, P(None, "model")))
         got = jax.jit(function)(logits, jax.device_put(target, jax.NamedSharding(mesh, P())))

@@ -20,7 +20,8 @@ import cute_ops_torch
 from cute_ops import Op
 from cute_ops.ops import OPS
 
-QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0"}  # the code is a list of calls
+# The code is a list of calls, compiled once.
+QUICK = {"aot_inductor.compile_wrapper_opt_level": "O0", "aot_inductor.precompile_headers": False}
 EXAMPLE = Path(__file__).parents[2] / "examples" / "aot_inductor"
 
 

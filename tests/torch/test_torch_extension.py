@@ -58,20 +58,29 @@ import sys, torch, cute_ops_torch
 x = torch.randn(2, 8, requires_grad=True)
 print(type(cute_ops_torch.rmsnorm(x).grad_fn).__name__, "tvm_ffi" in sys.modules, "jax" in sys.modules)
 """
+DOCTOR = """
+import runpy
+runpy.run_module("cute_ops_torch.doctor", run_name="__main__")
+"""
 
 
 def test_used_where_it_is_built_and_not_turned_off(built: Path, tmp_path: Path) -> None:
+    """And the doctor tells which it is."""
+
+    def said(folder: Path, **environment: str) -> tuple[list[str], str]:
+        first, _, rest = run(folder, "-c", PROGRAM + DOCTOR, **environment).stdout.partition("\n")
+        return first.split(), rest
+
     name = "cute_rmsnormBackward"
-    assert run(built, "-c", PROGRAM).stdout.split() == ["CppFunction", "False", "False"]
-    assert run(built, "-c", PROGRAM, CUTE_OPS_TORCH_EXTENSION="0").stdout.split()[0] == name
-    assert run(tmp_path, "-c", PROGRAM).stdout.split()[0] == name
-
-
-def test_doctor_tells(built: Path, tmp_path: Path) -> None:
-    doctor = ("-m", "cute_ops_torch.doctor")
-    assert re.search(r"ok\tC\+\+ extension: /.*torch_extension_", run(built, *doctor).stdout)
-    assert "note\tC++ extension: not built for this torch" in run(tmp_path, *doctor).stdout
-    assert "note\tC++ extension: turned off" in run(built, *doctor, CUTE_OPS_TORCH_EXTENSION="0").stdout
+    used, doctor = said(built)
+    assert used == ["CppFunction", "False", "False"]
+    assert re.search(r"ok\tC\+\+ extension: /.*torch_extension_", doctor)
+    used, doctor = said(built, CUTE_OPS_TORCH_EXTENSION="0")
+    assert used[0] == name
+    assert "note\tC++ extension: turned off" in doctor
+    used, doctor = said(tmp_path)
+    assert used[0] == name
+    assert "note\tC++ extension: not built for this torch" in doctor
 
 
 def test_a_damaged_one_is_left_alone(built: Path, tmp_path: Path) -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -22,27 +19,24 @@ from cute_ops_torch.registry import register
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 
 
-def test_values_against_float64(problem: Any, compiled: Any) -> None:
-    problem.check(launcher(problem.op).launch(*problem.tensors(), **problem.attrs))
-    assert compiled.calls == [problem.op.name]
+def test_values_against_float64(structure: Any, compiled: Any) -> None:
+    """In outputs of the launcher's own, and in given ones."""
+    cuda, tensors = launcher(structure.op), structure.tensors()
+    made = cuda.launch(*tensors, **structure.attrs)
+    structure.check(made)
+    assert compiled.calls == [structure.op.name]
+    outputs = tuple(torch.full_like(o, torch.nan) for o in (made if isinstance(made, tuple) else (made,)))
+    cuda.into(*tensors, *structure.attrs.values(), *outputs)
+    structure.check(outputs)
+    for k in range(len(outputs)):  # an output that nobody wants
+        given = [None if i == k else o.fill_(torch.nan) for i, o in enumerate(outputs)]
+        cuda.into(*tensors, *structure.attrs.values(), *given)
+        assert not any(o.isnan().any() for o in given if o is not None)
 
 
 @pytest.mark.feature("strided rows, read in place")
 def test_strided_rows_are_read_in_place(structure: Any, compiled: Any) -> None:
     structure.check(launcher(structure.op).launch(*structure.strided(), **structure.attrs))
-
-
-def test_into_given_outputs(problem: Any, compiled: Any) -> None:
-    cuda, tensors = launcher(problem.op), problem.tensors()
-    made = cuda.launch(*tensors, **problem.attrs)
-    outputs = tuple(torch.full_like(o, torch.nan) for o in (made if isinstance(made, tuple) else (made,)))
-    cuda.into(*tensors, *problem.attrs.values(), *outputs)
-    problem.check(outputs)
-    for k in range(len(outputs)):  # an output that nobody wants
-        cuda.into(
-            *tensors, *problem.attrs.values(), *[None if i == k else o.fill_(torch.nan) for i, o in enumerate(outputs)]
-        )
-        assert not any(o.isnan().any() for i, o in enumerate(outputs) if i != k)
 
 
 def test_a_second_call_does_not_plan(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -190,29 +184,3 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     inner = wide[..., 1 : 1 + tensor.shape[-1]]
     inner.copy_(tensor)
     return inner
-
-
-RANK = """
-import os, sys
-sys.path[:0] = {paths!r}
-from conftest import copying_variant
-from cute_ops import cache
-cache.get(copying_variant())
-print("rank", os.environ["RANK"], "compiled", cache.counters.compiled, flush=True)
-"""
-
-
-def test_ranks_under_torchrun_share_one_compile_and_need_none_when_warm(tmp_path: Path) -> None:
-    core = Path(__file__).parents[1] / "core"
-    (tmp_path / "rank.py").write_text(RANK.format(paths=[str(core), str(core / "kernels")]))
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    environment = {
-        **os.environ, "CUTE_OPS_CACHE_DIR": str(tmp_path / "cache"), "PYTHONPATH": os.pathsep.join(sys.path),
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    for expected in (["0", "1"], ["0", "0"]):
-        done = subprocess.run(
-            [*command, str(tmp_path / "rank.py")], capture_output=True, text=True, env=environment, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        assert sorted(line.split()[-1] for line in done.stdout.splitlines() if line.startswith("rank")) == expected

@@ -21,11 +21,11 @@ def test_values_against_float64(problem: Any) -> None:
 
 
 @pytest.mark.feature("opcheck")
-def test_opcheck(structure: Any) -> None:
-    tensors = structure.tensors()
-    if structure.op.grad:
+def test_opcheck(turn: Any) -> None:
+    tensors = turn.tensors()
+    if turn.op.grad:
         tensors = [t if t is None else t.requires_grad_(t.is_floating_point()) for t in tensors]
-    torch.library.opcheck(structure.raw, tuple(tensors), structure.attrs)
+    torch.library.opcheck(turn.raw, tuple(tensors), turn.attrs)
 
 
 @pytest.mark.feature("FakeTensorMode")
