@@ -23,8 +23,9 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 BASE_PYTHON ?= python3
 ARGS ?=
-# Without a GPU tests share the cores, one thread each; on a GPU they take turns.
-JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto)
+# Without a GPU tests share the cores, one thread each, neighbours together: what one compiled serves the next. On a GPU
+# they take turns.
+JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
 .PHONY: help demo test lint generate bench clean
 help:  ## this text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 from cute_ops.op import Op
@@ -25,7 +26,7 @@ def signature(op: Op) -> str:
 
 
 def summary(op: Op) -> str:
-    return inspect.cleandoc(op.doc).partition("\n")[0]
+    return re.sub(r":func:(`\w+`)", r"\1", inspect.cleandoc(op.doc).partition("\n")[0])
 
 
 def table() -> str:
