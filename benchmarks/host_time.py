@@ -78,6 +78,14 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
     x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16).requires_grad_(grad)
     weight = torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16).requires_grad_(grad)
 
+    def alone() -> Call:
+        from cute_ops.ops import OPS
+        from cute_ops_torch.registry import define
+
+        (op,), out = [op for op in OPS if op.name == "rmsnorm"], torch.empty_like(x)
+        into = define(op).cuda.find(x, weight, None, EPS, 0.0).into
+        return lambda: into(x, weight, None, out)
+
     def raw() -> Call:
         import cute_ops_torch  # noqa: F401 (registers the op)
 
@@ -153,6 +161,7 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
         return in_graph(lambda x, w: LigerRMSNormFunction.apply(x, w, EPS, 0.0, "llama", False), x, weight)
 
     only_forward: dict[str, Callable[[], Call | Chain]] = {
+        "the compiled function alone": alone,
         "Triton kernel": user_kernel,
         "in a graph: cute_ops_torch.rmsnorm": graph_of_ours,
         "in a graph: cute_ops_torch.add_rmsnorm": graph_of_two_outputs,

@@ -337,6 +337,32 @@ def test_an_untouched_llama() -> None:
     torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=1e-4, atol=1e-5)
 
 
+FAMILIES = {
+    "Qwen3": {"rmsnorm": 5, "add_rmsnorm": 2, "silu_mul": 1, "cross_entropy": 1, "attention_mask": 1},
+    "Gemma3": {"rmsnorm": 7, "add_rmsnorm": 2, "gelu_mul": 1, "cross_entropy": 1, "attention_mask": 1},
+    "Bert": {"layernorm": 4, "cross_entropy": 1},
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_untouched_models(family: str) -> None:
+    import transformers
+
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    if family != "Bert":
+        sizes |= {"num_key_value_heads": 2, "head_dim": 16, "use_cache": False}
+    name = {"Gemma3": "Gemma3TextConfig"}.get(family, f"{family}Config")
+    kind = {"Bert": "BertForMaskedLM"}.get(family, f"{family}ForCausalLM")
+    torch.manual_seed(0)
+    config = getattr(transformers, name)(vocab_size=97, hidden_dropout_prob=0.0, **sizes)
+    config.attention_probs_dropout_prob = 0.0
+    model, tokens = getattr(transformers, kind)(config), torch.randint(0, 97, (2, 9))
+    expected = model(input_ids=tokens, labels=tokens).loss
+    loss = torch.compile(model, backend=only_the_pass, fullgraph=True)(input_ids=tokens, labels=tokens).loss
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+    assert dict(inductor.replaced) == FAMILIES[family]
+
+
 PROGRAM = """
 import torch, cute_ops_torch
 from torch._dynamo.utils import counters
