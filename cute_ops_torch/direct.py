@@ -19,6 +19,7 @@ from cute_ops_torch.launch import REMEMBERED, Launcher, Ready
 from cute_ops_torch.schema import define, parameters
 
 Call = Callable[..., Any]
+ALIKE = 3  # functions per shape: each that does not fit costs a call its time
 
 
 class Direct:
@@ -35,6 +36,7 @@ class Direct:
         self.table: dict[Any, Call] = {}
         self._learn: Call | None = None
         self._made: dict[Any, Call] = {}
+        self._alike: dict[Any, list[Call]] = {}
         self._nodes: dict[Any, Call] = {}
 
     def learn(self, *args: Any) -> Any:
@@ -46,7 +48,7 @@ class Direct:
     def make(self, ready: Ready, kind: tuple[bool, ...], tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Call:
         """The function of calls like this one."""
         op, gradient = self.op, self._parts()[1]
-        for known in (self.table, self._made):
+        for known in (self.table, self._made, self._alike):
             while len(known) >= REMEMBERED:
                 known.pop(next(iter(known)), None)
         run, values = f"_run({', '.join(op.inputs)})", {"_run": ready.run, "_ad": forward_ad}
@@ -63,6 +65,19 @@ class Direct:
         made = self._made[(ready, *kind)] = guarded(op, tensors, attrs, texts, **values)
         return made
 
+    def put(self, shape: Any, call: Call) -> None:
+        """Into the table, before those that are known for the shape."""
+        calls = self._alike[shape] = [call, *(c for c in self._alike.get(shape, ()) if c is not call)][:ALIKE]
+
+        def first_that_fits(*args: Any) -> Any:
+            for one in calls:
+                out = one(*args)
+                if out is not None:
+                    return out
+            return None
+
+        self.table[shape] = first_that_fits if calls[1:] else call
+
     def _node(self, gradient: Call, given: tuple[str, ...], attrs: tuple[Any, ...]) -> Call:
         key = (given, tuple((type(a), a) for a in attrs))
         if key not in self._nodes:
@@ -76,7 +91,8 @@ _SOURCE = """
 def learn({parameters}):
     _ready = _find({arguments})
     _kind = ({gradients},)
-    _call = _table[{lead}.shape] = _get((_ready, *_kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
+    _call = _get((_ready, *_kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
+    _put({lead}.shape, _call)
     _out = _call({arguments})
     return _otherwise({arguments}) if _out is None else _out
 """
@@ -104,7 +120,7 @@ def _learner(direct: Direct) -> Call:
         attrs="".join(f"{name}, " for name in op.attrs), gradients=", ".join(gradients), lead=next(iter(op.inputs)),
     )  # fmt: skip
     space = define(
-        source, f"learn {op.name}", _find=cuda.find, _table=direct.table, _get=direct._made.get, _make=direct.make,
+        source, f"learn {op.name}", _find=cuda.find, _put=direct.put, _get=direct._made.get, _make=direct.make,
         _otherwise=otherwise,
     )  # fmt: skip
     return space["learn"]  # type: ignore[no-any-return]

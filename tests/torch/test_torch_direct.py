@@ -272,4 +272,17 @@ def test_what_is_remembered_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatc
         x = torch.randn(m, 8, requires_grad=True)
         torch.testing.assert_close(made.function(x, eps=m / 8), torch.ops.cute.rmsnorm(x, eps=m / 8))
     assert [shape[0] for shape in made.direct.table] == [6, 7, 8]
-    assert len(made.direct._made) == len(made.direct._nodes) == 3
+    assert len(made.direct._made) == len(made.direct._nodes) == len(made.direct._alike) == 3
+
+
+def test_calls_that_take_turns_are_known(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x = make(rmsnorm), torch.randn(4, 72)
+    calls = [(x, None), (x, torch.rand(72)), (x.clone().requires_grad_(), None)]
+    for arguments in (*calls, (x.bfloat16(),), *calls):  # more than are kept
+        made.function(*arguments)
+    monkeypatch.setattr(made.direct, "_learn", None)
+    monkeypatch.setattr(direct, "_learner", None)
+    for arguments in calls * 2:
+        torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))
+    with pytest.raises(TypeError, match="NoneType"):
+        made.function(x, torch.rand(72).half())
