@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cute_ops import cache, declarations, doctor
+from cute_ops import cache, declarations, doctor, storage
 from cute_ops import tuning as tuned_calls
 from cute_ops.binding import bind
 from cute_ops.commands import Arches, author, bundles, console, fail, targets, tuning
@@ -83,7 +83,7 @@ def compile_command(
                         dump.mkdir(parents=True, exist_ok=True)
                         seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
                     else:
-                        seconds, path = cache.build(variant), cache.folder()
+                        seconds, path = cache.build(variant), storage.folder()
                 except (CompileError, CacheError, NotImplementedError) as error:
                     fail(error)
                 table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
@@ -96,9 +96,9 @@ def cache_info() -> None:
     found = cache.entries()
     total = sum(size for _, size, _ in found)
     console.print(
-        f"{cache.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}"
+        f"{storage.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}"
     )
-    tuned = tuned_calls.read(cache.folder() / tuned_calls.NAME).values()
+    tuned = tuned_calls.read(storage.folder() / tuned_calls.NAME).values()
     if tuned:
         other = sum(dict(winner.tile) != dict(winner.heuristic) for winner in tuned)
         console.print(
@@ -115,7 +115,7 @@ def cache_info() -> None:
 def cache_clear() -> None:
     """Delete every cached kernel. Programs that run keep what they have loaded."""
     try:
-        console.print(f"deleted {cache.clear()} kernels from {cache.folder()}")
+        console.print(f"deleted {cache.clear()} kernels from {storage.folder()}")
     except CacheError as error:
         fail(error)
 

@@ -1,9 +1,8 @@
 """Where compiled kernels live: memory, then bundles, then disk, then the compiler.
 
-The folder holds native code, so it is private to the user: a folder that others can write is refused.
-A kernel is two files, ``<symbol>.so`` and ``<symbol>.json`` with the variant and the object's checksum,
-written aside and renamed into place; one that does not match is deleted and built again. Nothing on a
-disk that fails costs more than a compile.
+A kernel is two files of the user's private folder (:mod:`cute_ops.storage`), ``<symbol>.so`` and ``<symbol>.json``
+with the variant and the object's checksum, written aside and renamed into place; one that does not match is deleted
+and built again. Nothing on a disk that fails costs more than a compile.
 """
 
 from __future__ import annotations
@@ -14,19 +13,18 @@ import json
 import logging
 import os
 import shutil
-import stat
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops import bundle, loader, locks, toolchain
+from cute_ops import bundle, loader, storage, toolchain
 from cute_ops import worker as workers
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.variant import Variant
@@ -62,16 +60,6 @@ class Built(NamedTuple):
     error: CompileError | CacheError | None = None
 
 
-def folder() -> Path:
-    """The cache folder: ``CUTE_OPS_CACHE_DIR``, or the user's cache directory."""
-    chosen = os.environ.get("CUTE_OPS_CACHE_DIR")
-    if chosen:
-        return Path(chosen)
-    from platformdirs import user_cache_dir
-
-    return Path(user_cache_dir("cute_ops"))
-
-
 def get(variant: Variant) -> Callable[..., Any]:
     """The compiled function of a variant; compiles it when no bundle and no cache holds it.
 
@@ -102,7 +90,7 @@ def build(variant: Variant) -> float:
     """
     with _process_lock(variant.symbol) as usable:
         if not usable:
-            raise CacheError(f"cute_ops: cache folder {folder()} cannot be written")
+            raise CacheError(f"cute_ops: cache folder {storage.folder()} cannot be written")
         if _verified(variant):
             return 0.0
         _require_compiler(variant)
@@ -110,7 +98,7 @@ def build(variant: Variant) -> float:
             built = Path(staging, f"{variant.symbol}.so")
             seconds = worker.compile(variant, built)
             if _store(variant, built, seconds) is None:
-                raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {folder()}")
+                raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {storage.folder()}")
         return seconds
 
 
@@ -160,10 +148,10 @@ def forget() -> None:
 
 def clear() -> int:
     """Delete every cached kernel, and what else was compiled; returns how many kernels. What was measured stays."""
-    where = folder()
+    where = storage.folder()
     if not where.exists():
         return 0
-    check_trusted(where)
+    storage.check_trusted(where)
     kernels = list(where.glob("cute_*.so"))
     for path in [*where.glob("cute_*"), *where.glob("torch_extension_*")]:
         if not path.name.startswith("cute_use-"):
@@ -174,7 +162,7 @@ def clear() -> int:
 def entries() -> list[tuple[Variant, int, float]]:
     """Every cached kernel that reads well: variant, bytes, time of last use."""
     found = []
-    for path in folder().glob("cute_*.json"):
+    for path in storage.folder().glob("cute_*.json"):
         try:
             variant = Variant.from_json(json.dumps(json.loads(path.read_text())["variant"]))
             status = path.with_suffix(".so").stat()
@@ -182,27 +170,6 @@ def entries() -> list[tuple[Variant, int, float]]:
             continue
         found.append((variant, status.st_size, status.st_mtime))
     return sorted(found, key=lambda entry: -entry[2])
-
-
-def check_trusted(where: Path) -> None:
-    """Raise unless only this user can write the folder.
-
-    Raises:
-        CacheError: it belongs to someone else, others can write it, or it is a link.
-    """
-    status = os.lstat(where)
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "is not a folder"
-    elif status.st_uid != os.geteuid():
-        problem = f"belongs to user {status.st_uid}, not to you ({os.geteuid()})"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-    else:
-        return
-    raise CacheError(
-        f"cute_ops: cache folder {where} {problem}; it holds native code, so it must be private: "
-        "chmod 700 it, or set CUTE_OPS_CACHE_DIR to a folder of your own"
-    )
 
 
 def _from_bundles(variant: Variant) -> Callable[..., Any] | None:
@@ -224,7 +191,7 @@ def _from_installed(variant: Variant) -> Callable[..., Any] | None:
 
 
 def _from_disk(variant: Variant) -> Callable[..., Any] | None:
-    _use.add(variant.symbol)
+    storage.in_use.add(variant.symbol)
     path = _verified(variant)
     if path is None:
         return None
@@ -240,11 +207,11 @@ def _from_disk(variant: Variant) -> Callable[..., Any] | None:
 
 def _verified(variant: Variant) -> Path | None:
     """The variant's object on disk, its checksum and variant compared; a bad one is deleted."""
-    where = folder()
+    where = storage.folder()
     path = where / f"{variant.symbol}.so"
     if not path.exists() and not path.is_symlink():
         return None
-    check_trusted(where)
+    storage.check_trusted(where)
     try:
         record = json.loads(path.with_suffix(".json").read_text())
         if path.is_symlink():
@@ -302,41 +269,20 @@ def _build(variant: Variant) -> Callable[..., Any]:
 
 
 def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
-    where = folder()
+    where = storage.folder()
     path = where / built.name
     data = built.read_bytes()
     record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
-        _sweep(where)
-        write_whole(path, data)
-        write_whole(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
+        storage.sweep(where)
+        storage.write_whole(path, data)
+        storage.write_whole(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
         _evict(keep=path)
     except OSError as error:
         log.warning("cannot keep a compiled kernel in %s (%s): the next process compiles it again", where, error)
         _remove(path)
         return None
     return path
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Write aside, flush and rename: a reader sees all of it or nothing."""
-    handle, temporary = locks.new_file(path.parent, "cute_tmp-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-
-
-def _sweep(where: Path) -> None:
-    """Delete what processes left that were killed."""
-    for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
-        if locks.abandoned(path):
-            path.unlink(missing_ok=True)
 
 
 def _evict(keep: Path) -> None:
@@ -350,58 +296,13 @@ def _evict(keep: Path) -> None:
     total = sum(size for _, size, _ in found)
     if total <= MAX_BYTES:
         return
-    used = _use.everywhere(keep.parent) | {keep.stem}
+    used = storage.in_use.everywhere(keep.parent) | {keep.stem}
     for _, size, path in sorted(found):
         if total <= MAX_BYTES:
             return
         if path.stem not in used:
             _remove(path)
             total -= size
-
-
-class _Use:
-    """Which kernels of a folder are in use: one file a process, locked while it lives, one symbol a line.
-
-    Deleting a file that is mapped does no harm on a local disk, but over NFS the mapping dies with it.
-    """
-
-    def __init__(self) -> None:
-        self._file: tuple[int, Path] | None = None
-        self._owner = 0
-
-    def add(self, symbol: str) -> None:
-        where = folder()
-        if self._file is None or self._file[1].parent != where:
-            self.close()
-            try:
-                check_trusted(where)
-                self._file = locks.new_file(where, "cute_use-")
-            except OSError:
-                return  # a folder that is not there yet, or a read-only one: nothing is evicted there
-            self._owner = os.getpid()
-        try:
-            os.write(self._file[0], f"{symbol}\n".encode())
-        except OSError:
-            pass  # a full disk: at worst a kernel is compiled again
-
-    def everywhere(self, where: Path) -> set[str]:
-        """What living processes use."""
-        _sweep(where)
-        symbols: set[str] = set()
-        for path in where.glob("cute_use-*"):
-            symbols.update(path.read_text().split())
-        return symbols
-
-    def close(self) -> None:
-        # A forked child shares the file with its parent.
-        if self._file is not None and self._owner == os.getpid():
-            self._file[1].unlink(missing_ok=True)
-            os.close(self._file[0])
-        self._file = None
-
-
-_use = _Use()
-atexit.register(_use.close)
 
 
 def _remove(path: Path) -> None:
@@ -420,24 +321,4 @@ def _touch(path: Path) -> None:
 
 
 def _process_lock(symbol: str) -> AbstractContextManager[bool]:
-    return locked(folder(), symbol, LOCK_SECONDS)
-
-
-@contextmanager
-def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
-    """Hold a lock across processes, such as a variant's; yields False where the folder cannot be written."""
-    try:
-        where.mkdir(mode=0o700, parents=True, exist_ok=True)
-        check_trusted(where)
-        lock = locks.exclusive(where / f"{name}.lock", seconds)
-        held = lock.__enter__()
-    except OSError as error:
-        log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)
-        yield False
-        return
-    if not held:
-        log.warning("the lock of %s is not to be had in %s: going on without it", name, where)
-    try:
-        yield True
-    finally:
-        lock.__exit__(None, None, None)
+    return storage.locked(storage.folder(), symbol, LOCK_SECONDS)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cute_ops import __version__, bundle, cache, compiler, target, toolchain
+from cute_ops import __version__, bundle, cache, compiler, storage, target, toolchain
 from cute_ops.binding import bind
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import Array
@@ -83,11 +83,11 @@ def _device() -> Iterator[Finding]:
 
 
 def _cache() -> Iterator[Finding]:
-    where = cache.folder()
+    where = storage.folder()
     chosen = "set CUTE_OPS_CACHE_DIR to a private folder that you can write"
     try:
         where.mkdir(mode=0o700, parents=True, exist_ok=True)
-        cache.check_trusted(where)
+        storage.check_trusted(where)
         with tempfile.TemporaryFile(dir=where):
             pass
     except CacheError as error:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
-from cute_ops import cache, toolchain, tuning
+from cute_ops import cache, storage, toolchain, tuning
 from cute_ops.binding import Binding, bind, own_lead
 from cute_ops.cache import Built
 from cute_ops.candidates import Tile, candidates, objection
@@ -134,7 +134,7 @@ def now(binding: Binding, memory: Mapping[str, Memory], target: Target, device: 
     problem = problem_of(binding, memory, target)
     name = "tuning-" + hashlib.sha256(repr(group.key).encode()).hexdigest()[:24]
     try:
-        with cache.locked(cache.folder(), name, LOCK_SECONDS):
+        with storage.locked(storage.folder(), name, LOCK_SECONDS):
             known = tuning.remembered(binding.op, problem, group.tiles[0], group.key, anew=True)
             if known is not None:
                 return known

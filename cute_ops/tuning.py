@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cute_ops import cache, sources
+from cute_ops import sources, storage
 from cute_ops.candidates import Tile, candidates
 from cute_ops.errors import CacheError
 from cute_ops.op import Op, Problem
@@ -180,14 +180,14 @@ def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
         CacheError: the folder cannot be trusted or written.
     """
     global _stores
-    where = path or cache.folder() / NAME
-    with cache.locked(cache.folder(), "tuning", LOCK_SECONDS) as usable:
+    where = path or storage.folder() / NAME
+    with storage.locked(storage.folder(), "tuning", LOCK_SECONDS) as usable:
         if not usable and path is None:
             raise CacheError(f"cute_ops: {where} cannot be written: what was measured is not kept")
         known = dict(read(where))
         known.update((winner.key, winner) for winner in winners)
         try:
-            cache.write_whole(where, dump(known.values()).encode())
+            storage.write_whole(where, dump(known.values()).encode())
             if path is not None:
                 where.chmod(0o644)  # to be shipped
         except OSError as error:
@@ -242,11 +242,11 @@ def read(path: Path) -> Winners:
 
 
 def _read_folder() -> Winners:
-    where = cache.folder()
+    where = storage.folder()
     if not (where / NAME).exists():
         return {}
     try:
-        cache.check_trusted(where)
+        storage.check_trusted(where)
     except (CacheError, OSError) as error:
         log.warning("tuning file %s is ignored: %s", where / NAME, error)
         return {}

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ops import __version__, cache, toolchain
+from cute_ops import __version__, storage, toolchain
 from cute_ops.errors import CacheError, CompileError, message
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.autograd import without_gradient_text
@@ -59,7 +59,7 @@ def path() -> Path:
         torch.__version__, torch.version.git_version, sysconfig.get_config_var("SOABI"), toolchain.versions()[1],
         __version__, hashlib.sha256(SOURCE.read_bytes()).hexdigest(),
     )  # fmt: skip
-    return cache.folder() / f"torch_extension_{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.so"
+    return storage.folder() / f"torch_extension_{hashlib.sha256(repr(what).encode()).hexdigest()[:24]}.so"
 
 
 def build() -> Path:
@@ -102,10 +102,10 @@ def build() -> Path:
     folder = target.parent
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        cache.check_trusted(folder)
-        cache.write_whole(target, data)
+        storage.check_trusted(folder)
+        storage.write_whole(target, data)
         record = {"sha256": hashlib.sha256(data).hexdigest()}
-        cache.write_whole(target.with_suffix(".json"), json.dumps(record).encode())
+        storage.write_whole(target.with_suffix(".json"), json.dumps(record).encode())
     except OSError as error:
         raise CacheError(f"cute_ops_torch: cannot keep the extension in {folder}: {error}") from error
     return target
@@ -115,7 +115,7 @@ def _verified(where: Path) -> bool:
     """Whether a built extension is there and may be loaded."""
     if not where.exists():
         return False
-    cache.check_trusted(where.parent)
+    storage.check_trusted(where.parent)
     try:
         record = json.loads(where.with_suffix(".json").read_text())
         return hashlib.sha256(where.read_bytes()).hexdigest() == record["sha256"]
@@ -130,7 +130,7 @@ def loaded() -> Any:
         return None
     try:
         # Asked first: naming the extension costs an import of package metadata.
-        if not any(cache.folder().glob("torch_extension_*.so")) or not _verified(where := path()):
+        if not any(storage.folder().glob("torch_extension_*.so")) or not _verified(where := path()):
             return None
         loader = importlib.machinery.ExtensionFileLoader(MODULE, str(where))
         module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(MODULE, where, loader=loader))  # type: ignore[arg-type]

@@ -12,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cute_ops import cache, declarations, manifest, target, tuning
+from cute_ops import declarations, manifest, storage, target, tuning
 from cute_ops.binding import Binding, bind
 from cute_ops.commands import author, console, fail
 from cute_ops.errors import CacheError
@@ -63,7 +63,7 @@ def tune(
         fail("tuning needs a GPU, and PyTorch to measure with")
     columns = TextColumn("tune:"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     outcomes: list[tuner.Outcome] = []
-    where = out or cache.folder() / tuning.NAME
+    where = out or storage.folder() / tuning.NAME
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("", total=None)
         found = tuner.tune(

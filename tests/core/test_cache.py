@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, CompileError, cache, locks
+from cute_ops import CacheError, CompileError, cache, locks, storage
 from cute_ops.variant import Variant
 
 Make = Callable[..., Variant]
@@ -245,7 +245,7 @@ def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
     assert victim.stdout is not None and victim.stdout.readline() == "writing\n"
     (half,) = cache_folder.glob("cute_tmp-*")
     # While it lives, nobody takes its file away.
-    cache._sweep(cache_folder)
+    storage.sweep(cache_folder)
     assert half.exists() and not list(cache_folder.glob("cute_*.so"))
     victim.kill()
     victim.wait()
@@ -374,7 +374,7 @@ def test_a_clock_that_jumps(cache_folder: Path, variant: Make, monkeypatch: pyte
         os.utime(cache_folder / f"{variant(n=n).symbol}.so", (when, when))
     assert compiles(lambda: [cache.get(variant(n=n)) for n in (32, 64, 96)]) == 0
     cache.forget()
-    cache._use.close()
+    storage.in_use.close()
     path = cache_folder / f"{variant(n=64).symbol}.so"
     os.utime(path, (4e9, 4e9))
     monkeypatch.setattr(cache, "MAX_BYTES", path.stat().st_size * 7 // 2)

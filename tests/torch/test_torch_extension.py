@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import cache
+from cute_ops import storage
 from cute_ops.errors import CacheError, CompileError
 from cute_ops_torch import __main__, extension
 
@@ -132,7 +132,7 @@ def test_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(extension.subprocess, "run", lambda command, **_: _pretend(command))
     with pytest.raises(CacheError, match="can be written by others"):
         extension.build()
-    assert cache.folder() == tmp_path
+    assert storage.folder() == tmp_path
     assert not list(tmp_path.glob("*.so"))
 
 

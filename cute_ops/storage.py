@@ -1,0 +1,136 @@
+"""The user's private folder: where it is, whether it can be trusted, whole writes, locks, which kernels are in use.
+
+It holds native code, so a folder that others can write is refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cute_ops import locks
+from cute_ops.errors import CacheError
+
+log = logging.getLogger("cute_ops")
+
+
+def folder() -> Path:
+    """The cache folder: ``CUTE_OPS_CACHE_DIR``, or the user's cache directory."""
+    chosen = os.environ.get("CUTE_OPS_CACHE_DIR")
+    if chosen:
+        return Path(chosen)
+    from platformdirs import user_cache_dir
+
+    return Path(user_cache_dir("cute_ops"))
+
+
+def check_trusted(where: Path) -> None:
+    """Raise unless only this user can write the folder.
+
+    Raises:
+        CacheError: it belongs to someone else, others can write it, or it is a link.
+    """
+    status = os.lstat(where)
+    if not stat.S_ISDIR(status.st_mode):
+        problem = "is not a folder"
+    elif status.st_uid != os.geteuid():
+        problem = f"belongs to user {status.st_uid}, not to you ({os.geteuid()})"
+    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        problem = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
+    else:
+        return
+    raise CacheError(
+        f"cute_ops: cache folder {where} {problem}; it holds native code, so it must be private: "
+        "chmod 700 it, or set CUTE_OPS_CACHE_DIR to a folder of your own"
+    )
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write aside, flush and rename: a reader sees all of it or nothing."""
+    handle, temporary = locks.new_file(path.parent, "cute_tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
+    """Hold a lock across processes, such as a variant's; yields False where the folder cannot be written."""
+    try:
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_trusted(where)
+        lock = locks.exclusive(where / f"{name}.lock", seconds)
+        held = lock.__enter__()
+    except OSError as error:
+        log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)
+        yield False
+        return
+    if not held:
+        log.warning("the lock of %s is not to be had in %s: going on without it", name, where)
+    try:
+        yield True
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def sweep(where: Path) -> None:
+    """Delete what processes left that were killed."""
+    for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
+        if locks.abandoned(path):
+            path.unlink(missing_ok=True)
+
+
+class Use:
+    """Which kernels of a folder are in use: one file a process, locked while it lives, one symbol a line.
+
+    Deleting a file that is mapped does no harm on a local disk, but over NFS the mapping dies with it.
+    """
+
+    def __init__(self) -> None:
+        self._file: tuple[int, Path] | None = None
+        self._owner = 0
+
+    def add(self, symbol: str) -> None:
+        where = folder()
+        if self._file is None or self._file[1].parent != where:
+            self.close()
+            try:
+                check_trusted(where)
+                self._file = locks.new_file(where, "cute_use-")
+            except OSError:
+                return  # a folder that is not there yet, or a read-only one: nothing is evicted there
+            self._owner = os.getpid()
+        try:
+            os.write(self._file[0], f"{symbol}\n".encode())
+        except OSError:
+            pass  # a full disk: at worst a kernel is compiled again
+
+    def everywhere(self, where: Path) -> set[str]:
+        """What living processes use."""
+        sweep(where)
+        symbols: set[str] = set()
+        for path in where.glob("cute_use-*"):
+            symbols.update(path.read_text().split())
+        return symbols
+
+    def close(self) -> None:
+        # A forked child shares the file with its parent.
+        if self._file is not None and self._owner == os.getpid():
+            self._file[1].unlink(missing_ok=True)
+            os.close(self._file[0])
+        self._file = None
+
+
+in_use = Use()
+atexit.register(in_use.close)
