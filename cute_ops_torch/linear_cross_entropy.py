@@ -24,6 +24,7 @@ from cute_ops.op import Tensor as Declared
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_bwd
 from cute_ops_torch.autograd import inplace_gradient
 from cute_ops_torch.front import EXACT, watched
+from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
 from cute_ops_torch.slices import Slice, run_on_slice
 
@@ -385,7 +386,7 @@ def _register() -> None:
     for name, (schema, implementation, fake) in inner.items():
         library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(name, implementation, "CompositeExplicitAutograd")
-        torch.library.register_fake(f"cute::{name}", fake, lib=library)
+        register_fake(library, name, fake)
     for name, save, backward in (
         ("linear_cross_entropy_rows", _save_rows, _backward_rows),
         ("linear_cross_entropy_step", _save_step, _backward_step),

@@ -27,6 +27,20 @@ def cpu_kernel(op: Op) -> Callable[..., Any]:
     return run
 
 
+def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
+    """``torch.library.register_fake`` of an op that ``library`` has just defined.
+
+    Torch's own looks for the caller's file in all modules that are loaded, at every call, which took a third of our
+    import. It is what runs where the place it stores to is not where torch 2.11 to 2.13 have it.
+    """
+    qualified = f"{library.ns}::{name}"
+    try:
+        entry = torch._library.simple_registry.singleton.find(qualified)
+        library._registration_handles.append(entry.fake_impl.register(fake, f"{__name__}: {qualified}", lib=library))
+    except (AttributeError, TypeError):
+        torch.library.register_fake(qualified, fake, lib=library)
+
+
 def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
     """Shapes and dtypes only. Sizes may be symbolic. ``on_trace`` is called first."""
     fill, arity = filler(op), len(op.inputs)

@@ -16,7 +16,7 @@ from cute_ops_torch.batching import vmap_rule
 from cute_ops_torch.direct import Direct
 from cute_ops_torch.front import finished, make_function, make_inplace, make_native_function
 from cute_ops_torch.launch import Launcher, describe, launcher
-from cute_ops_torch.reference import cpu_kernel, fake_kernel
+from cute_ops_torch.reference import cpu_kernel, fake_kernel, register_fake
 from cute_ops_torch.schema import schema
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -61,9 +61,9 @@ def define(op: Op, namespace: str = "cute") -> Registered:
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
     for autocast in ("AutocastCPU", "AutocastCUDA"):
         library.impl(op.name, torch.library.fallthrough_kernel, autocast)
-    name = f"{namespace}::{op.name}"
-    torch.library.register_fake(name, _deferred(lambda: fake_kernel(op, made.lower)), lib=library)
-    torch.library.register_vmap(name, _deferred(lambda: vmap_rule(op, made.overload)), lib=library)
+    register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
+    vmap = _deferred(lambda: vmap_rule(op, made.overload))
+    torch.library.register_vmap(f"{namespace}::{op.name}", vmap, lib=library)
     if (distributed := sys.modules.get("cute_ops_torch.distributed")) is not None:
         distributed.shard(op, made.overload, library)
     return made

@@ -60,3 +60,11 @@ print(bool(rules.find(t.DTensor)), finder)
 """
     result = subprocess.run([sys.executable, "-c", f"import sys{program}"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "True []"
+
+
+def test_import_does_not_search_all_modules() -> None:
+    """What ``torch.library.register_fake`` does at every call; it would still work, and take long."""
+    program = "import torch; del torch.library.register_fake; import cute_ops_torch; print('short')"
+    assert (
+        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "short\n"
+    )
