@@ -2,8 +2,8 @@
 
 A bundle is a folder: ``bundle.json`` says what was built for what with which versions, and holds a checksum of every
 other file; ``kernels/`` the objects; ``manifest.txt`` the calls; ``tuning.json`` the tiles they were built with, which
-who loads the bundle must choose, too; ``licenses/`` those of what is in the objects. The
-same manifest, targets and versions give the same bytes. It is served where ``CUTE_OPS_BUNDLE`` names it, or from an
+who loads the bundle must choose, too; ``licenses/`` those of what is in the objects.
+:mod:`cute_ops.bundling` writes them. A bundle is served where ``CUTE_OPS_BUNDLE`` names it, or from an
 installed package with an entry point in the group ``cute_ops.bundles`` that names the package that holds it.
 """
 
@@ -14,31 +14,23 @@ import json
 import logging
 import os
 import platform
-import shutil
 import stat
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cute_ops import toolchain
 from cute_ops.errors import CacheError
 from cute_ops.variant import Variant
 
-if TYPE_CHECKING:
-    from cute_ops.cache import Built
-    from cute_ops.manifest import Call
-    from cute_ops.target import Target
-
 log = logging.getLogger("cute_ops")
 FORMAT = 1
 GROUP = "cute_ops.bundles"
-_EPOCH = 315_532_800  # 1980, the first time that a zip file knows
 
 _lock = threading.Lock()
 _open: dict[str, list[Bundle | CacheError]] = {}
@@ -68,9 +60,9 @@ class Bundle:
             raise self._refusal(f"has a bundle.json that cannot be read ({error})") from error
         if self.format != FORMAT:
             raise self._refusal(f"has format {self.format}, this version of cute_ops reads {FORMAT}")
-        if self.platform != _platform():
-            raise self._refusal(f"was built for {self.platform}, this is {_platform()}")
-        for name, here in _versions().items():
+        if self.platform != this_platform():
+            raise self._refusal(f"was built for {self.platform}, this is {this_platform()}")
+        for name, here in versions().items():
             built = self.versions.get(name)
             if name != "cute-ops" and built != here:
                 raise self._refusal(f"was built with {name} {built}, here is {here or 'none'}: build it again")
@@ -232,122 +224,11 @@ def _opened(where: Path) -> Bundle | CacheError:
         return error
 
 
-def build(
-    calls: Sequence[Call],
-    targets: Sequence[Target],
-    where: Path,
-    done: Callable[[Built], None] | None = None,
-    skip: Callable[[str], None] = log.warning,
-) -> list[Built]:
-    """Compile calls for targets, without a GPU, and write the bundle; nothing is written where one fails.
-
-    Args:
-        done: is told of every kernel.
-        skip: is told what a target has no kernel for.
-
-    Returns:
-        One entry a kernel; those with an error did not compile.
-
-    Raises:
-        CacheError: the folder holds something else, or the compile cache cannot be used.
-        ValueError, TypeError: an op does not take such a call.
-    """
-    from cute_ops import cache, manifest, tuning
-
-    _check_replaceable(where)
-    built = cache.build_all(manifest.variants(calls, targets, skip), done)
-    there = {one.variant.symbol for one in built}
-    # An installed bundle is asked for kernels by programs that have not read its tuning.
-    with tuning.as_shipped():
-        built += cache.build_all(v for v in manifest.variants(calls, targets, log.debug) if v.symbol not in there)
-    if not any(one.error for one in built):
-        write([one.variant for one in built], targets, where, calls)
-    return built
-
-
-def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, calls: Sequence[Call] = ()) -> None:
-    """Write a bundle of kernels that are in the compile cache, all or nothing.
-
-    Raises:
-        CacheError: the folder holds something else, or the cache does not hold a kernel.
-    """
-    _check_replaceable(where)
-    where.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{where.name}-", dir=where.parent))
-    try:
-        _fill(staging, calls, targets, variants)
-        if where.exists():
-            shutil.rmtree(where)
-        staging.replace(where)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    forget()
-
-
-def _check_replaceable(where: Path) -> None:
-    if where.exists() and any(where.iterdir()) and not (where / "bundle.json").exists():
-        raise CacheError(f"cute_ops: {where} is not empty and no bundle: name another folder")
-
-
-def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variants: Sequence[Variant]) -> None:
-    from cute_ops import cache, manifest, tuning
-
-    (where / "kernels").mkdir()
-    (where / "licenses").mkdir()
-    kernels = {}
-    for variant in sorted(variants, key=lambda v: v.symbol):
-        data = cache.read(variant)
-        if data is None:
-            raise CacheError(f"cute_ops: {variant.symbol}.so has left the cache folder while the bundle was built")
-        (where / "kernels" / f"{variant.symbol}.so").write_bytes(data)
-        kernels[variant.symbol] = {
-            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.to_json()),
-        }  # fmt: skip
-    manifest.write(where / "manifest.txt", calls)
-    if winners := tuning.behind(kernels):
-        (where / tuning.NAME).write_text(tuning.dump(winners))
-    for name, text in _licenses().items():
-        (where / "licenses" / f"{name}.txt").write_bytes(text)
-    others = sorted(p for p in where.rglob("*") if p.is_file() and p.parent.name != "kernels")
-    record = {
-        "format": FORMAT,
-        "platform": _platform(),
-        "versions": _versions(),
-        "targets": sorted({str(target) for target in targets}),
-        "kernels": kernels,
-        "files": {str(p.relative_to(where)): hashlib.sha256(p.read_bytes()).hexdigest() for p in others},
-    }
-    (where / "bundle.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
-    for path in [*where.rglob("*"), where]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
-        os.utime(path, (_EPOCH, _EPOCH))
-
-
-def _licenses() -> dict[str, bytes]:
-    """Of our kernels, of the compiler that made the code around them, and of TVM-FFI, whose interface they have."""
-    found = {}
-    for distribution in ("cute-ops", toolchain.DSL, toolchain.TVM_FFI):
-        try:
-            files = metadata.distribution(distribution).files or []
-        except metadata.PackageNotFoundError:
-            files = []
-        for file in files:
-            if "license" in file.name.lower() or file.name == "NOTICE":
-                text = Path(str(file.locate()))
-                if text.is_file() and "dist-info" in str(file):
-                    found[f"{distribution}-{file.name}"] = text.read_bytes()
-    ours = Path(__file__).parents[1] / "LICENSE"  # a checkout
-    if ours.exists():
-        found.setdefault("cute-ops-LICENSE", ours.read_bytes())
-    return dict(sorted(found.items()))
-
-
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     from cute_ops import __version__
 
     return {"cute-ops": __version__} | dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
 
 
-def _platform() -> str:
+def this_platform() -> str:
     return f"{sys.platform}-{platform.machine()}"

@@ -62,8 +62,10 @@ def export(
         symbols = sorted({s for s in _TARGET.findall(text) if s in known})
         variants |= {s: known[s] for s in symbols}
         programs[str(one)] = (data, symbols)
+    from cute_ops import bundling  # which only who writes needs
+
     where.mkdir(parents=True, exist_ok=True)
-    bundle.write(list(variants.values()), chosen, where / "kernels")
+    bundling.write(list(variants.values()), chosen, where / "kernels")
     for name, (data, _) in programs.items():
         (where / f"{name.replace(':', '-')}.jax").write_bytes(data)
     record = {

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cute_ops import bundle, cache, manifest
+from cute_ops import bundle, bundling, cache, manifest
 from cute_ops.commands import Arches, console, fail, progress, targets
 from cute_ops.errors import CacheError
 from cute_ops.models import calls_of_model
@@ -80,7 +80,7 @@ def build(
     try:
         total = len(manifest.variants(calls, wanted, lambda text: None))
         with progress(total, f"{out}:") as done:
-            built = bundle.build(calls, wanted, out, done, _skipped)
+            built = bundling.build(calls, wanted, out, done, _skipped)
     except (CacheError, ValueError, TypeError, NotImplementedError) as error:
         fail(error)
     _report(built, start)

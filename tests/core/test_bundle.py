@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, bundle, cache, manifest, toolchain, tuning
+from cute_ops import CacheError, bundle, bundling, cache, manifest, toolchain, tuning
 from cute_ops.bundle import Bundle
 from cute_ops.target import parse
 from cute_ops.variant import Variant
@@ -30,7 +30,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUTE_OPS_CACHE_DIR", str(where / "cache"))
-        built = bundle.build(CALLS, TARGETS, where / "bundle")
+        built = bundling.build(CALLS, TARGETS, where / "bundle")
     assert len(built) == 4 and not any(one.error for one in built)
     return where / "bundle"
 
@@ -66,7 +66,7 @@ def test_a_bundle_serves_and_nothing_is_compiled_or_written(served: Path, cache_
 def test_the_same_bytes_every_time(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an empty cache, in a folder of another name, with calls and targets in another order."""
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path / "another-cache"))
-    bundle.build(CALLS[::-1], TARGETS[::-1], tmp_path / "elsewhere")
+    bundling.build(CALLS[::-1], TARGETS[::-1], tmp_path / "elsewhere")
 
     def content(where: Path) -> dict[str, tuple[bytes, int, float]]:
         files = [p for p in where.rglob("*") if p.is_file()]
@@ -176,7 +176,7 @@ def test_what_a_bundle_does_not_hold_is_compiled_and_said(
 def test_several_bundles(served: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each target; the first one does not fit."""
     (call,) = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
-    bundle.build([call], [parse("sm_120a")], tmp_path / "other")
+    bundling.build([call], [parse("sm_120a")], tmp_path / "other")
     monkeypatch.setenv("CUTE_OPS_BUNDLE", f"{served}{os.pathsep}{tmp_path / 'other'}")
     before = cache.counters.compiled
     for arch in ("sm_120a", "sm_80"):
@@ -251,10 +251,10 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path,
     where.mkdir()
     (where / "thesis.txt").write_text("years of work")
     with pytest.raises(CacheError, match="is not empty and no bundle: name another folder"):
-        bundle.build(CALLS[:1], TARGETS[:1], where)
+        bundling.build(CALLS[:1], TARGETS[:1], where)
     assert (where / "thesis.txt").exists()
     again = Path(shutil.copytree(made, tmp_path / "again"))
-    bundle.build(CALLS[:1], TARGETS[:1], again)
+    bundling.build(CALLS[:1], TARGETS[:1], again)
     assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again-*"))
 
 
@@ -267,7 +267,7 @@ def test_where_one_kernel_fails_nothing_is_written(
     tmp_path: Path, cache_folder: Path, variant: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "variants", lambda *_: [variant("Aborting"), variant("Copy"), variant("Broken")])
-    built = bundle.build(CALLS, TARGETS, tmp_path / "bundle")
+    built = bundling.build(CALLS, TARGETS, tmp_path / "bundle")
     texts = [str(one.error) for one in built]
     assert "died with signal 6" in texts[0] and texts[1] == "None" and "broken on purpose" in texts[2]
     assert not (tmp_path / "bundle").exists()
@@ -323,7 +323,7 @@ def test_it_carries_what_calls_were_tuned_to(
     ((name, _),) = [key for keys in tuning._planned.values() for key in keys]
     tuning.remember([tuning.Winner(name, heuristic, {**heuristic, "threads": 64})])
     cache.forget()
-    built = bundle.build(calls, [parse("sm_90a")], tmp_path / "bundle")
+    built = bundling.build(calls, [parse("sm_90a")], tmp_path / "bundle")
     # Both: a program that finds it by an entry point has not read its tuning.
     assert sorted(one.variant.tile["threads"] for one in built) == [64, heuristic["threads"]]
 

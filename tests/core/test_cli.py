@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import bundle, cache, doctor, manifest, target, toolchain
+from cute_ops import bundling, cache, doctor, manifest, target, toolchain
 
 ROOT = Path(__file__).parents[2]
 
@@ -83,7 +83,7 @@ def test_doctor_says_what_to_do(cache_folder: Path) -> None:
 
 def test_doctor_looks_at_bundles(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
-    bundle.build(calls, [target.parse("sm_90a")], tmp_path / "bundle")
+    bundling.build(calls, [target.parse("sm_90a")], tmp_path / "bundle")
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "bundle"))
     (good,) = doctor._bundles()
     assert good == ("ok", f"bundle {tmp_path / 'bundle'}: 1 kernels for sm_90a:132, sound", "")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from cute_ops import bundle, manifest
+from cute_ops import bundling, manifest
 from cute_ops.target import parse
 
 ROOT = Path(__file__).parents[2]
@@ -43,7 +43,7 @@ def test_a_second_run_compiles_nothing_and_a_bundle_needs_no_compiler(tmp_path: 
     # Two layers: a norm, four sums with norms and two gates, each with its gradient.
     assert calls >= 10 and compiled >= 6 and rest == [0, 0]
     assert counts(BLOCK_COMPILER="1") == [calls, 0, compiled, 0]
-    built = bundle.build(manifest.read(tmp_path / "m.txt"), [parse("sm_90a")], tmp_path / "bundle")
+    built = bundling.build(manifest.read(tmp_path / "m.txt"), [parse("sm_90a")], tmp_path / "bundle")
     assert len(built) == compiled and not any(one.seconds for one in built), "what was recorded is what ran"
     served = {"CUTE_OPS_BUNDLE": str(tmp_path / "bundle"), "CUTE_OPS_CACHE_DIR": str(tmp_path / "none")}
     assert counts(BLOCK_COMPILER="1", **served) == [calls, 0, 0, compiled]
