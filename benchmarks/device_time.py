@@ -206,7 +206,7 @@ class Bench:
         if name in contenders.JAX:
             return self.ready_program(function, problem, direction, sets, wanted)
         if contenders.overwrites_inputs(name, problem.op, direction):
-            sets = [Buffers(tuple(t.clone() for t in inputs), cotangents) for inputs, cotangents in sets]
+            sets = [Buffers(*(tuple(t.clone() for t in part) for part in buffers)) for buffers in sets]
         with torch.set_grad_enabled(direction == "bwd"):
             if self.stream is None:
                 calls = contenders.torch_calls(function, direction, sets, problem.wanted)
