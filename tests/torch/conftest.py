@@ -1,5 +1,5 @@
-"""Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``structure``, ``turn`` or ``any_op``
-run for everything declared, ``op`` and ``trained`` for what has a gradient.
+"""Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``structure``, ``turn`` or
+``any_op`` run for everything declared, ``op`` and ``trained`` for what has a gradient.
 """
 
 from __future__ import annotations
