@@ -15,6 +15,7 @@ from typing import Any
 
 from common import markdown, read
 from matplotlib.figure import Figure
+from summary import overview, points
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
 STYLES = {
@@ -195,7 +196,9 @@ def main(arguments: list[str] | None = None) -> None:
         if not found:
             parser.error(f"{options.readme} has no {BEGIN} ... {END}")
         picture = (options.folder / "device_time.png").as_posix()
-        body = f"![GB/s of every contender by shape]({picture})\n\n{section(options.folder)}"
+        come_to = overview(points(read(options.folder / "device_time.csv")))
+        means = f"What the device times come to, beside the aims; means are geometric.\n\n{come_to}"
+        body = f"![GB/s of every contender by shape]({picture})\n\n{means}\n\n{section(options.folder)}"
         options.readme.write_text(f"{before}{BEGIN}\n{body}\n{END}{after}")
         print(f"wrote {options.readme}")
 
