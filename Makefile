@@ -50,13 +50,7 @@ generate: $(READY)  ## stubs and the pages on the ops, from the declarations
 	$(PYTHON) docs/make_ops.py
 
 bench: $(READY)  ## device, host and start-up time and a training step on this machine's GPU, into out/benchmarks/
-	$(PYTHON) benchmarks/device_time.py --out out/benchmarks $(ARGS)
-	$(PYTHON) benchmarks/llama_step.py --out out/benchmarks
-	$(PYTHON) benchmarks/host_time.py --out out/benchmarks
-	$(PYTHON) benchmarks/fusion.py --out out/benchmarks
-	$(PYTHON) benchmarks/startup.py --out out/benchmarks
-	$(PYTHON) benchmarks/plot.py out/benchmarks
-	$(PYTHON) benchmarks/summary.py out/benchmarks --write out/benchmarks/summary.md
+	$(PYTHON) benchmarks/everything.py --out out/benchmarks $(ARGS)
 
 clean:  ## remove what the other targets made, the virtual environment too
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ import torch
 sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import common
 import device_time
+import everything
 import fusion
 import host_time
 import llama_step
@@ -278,3 +280,39 @@ def test_resume_measures_only_what_is_missing(tmp_path: Path) -> None:
     assert after[: len(before)] == before
     added = [r["direction"] for r in after[len(before) :] if r["op"] != "copy"]
     assert added == ["bwd", "bwd"]
+
+
+def python(program: str) -> everything.Command:
+    return everything.Command(("-c", program, "{out}"), {})
+
+
+def test_every_benchmark_has_a_limit_and_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that loses the GPU is started again, one that does not end is stopped, and the others still run."""
+    count = "import pathlib, sys; p = pathlib.Path(sys.argv[1], 'starts'); p.open('a').write('x'); "
+    phases = {
+        "again": everything.Phase(60, (python(count + "sys.exit(3 if len(p.read_text()) < 3 else 0)"),)),
+        "hangs": everything.Phase(2, (python("import time; print('here', flush=True); time.sleep(99)"), python(""))),
+        "fails": everything.Phase(60, (python("sys.exit(1)"),)),
+        "works": everything.Phase(60, (python("import os; print(os.environ['CUTE_OPS_TORCH_EXTENSION'])"),)),
+    }
+    monkeypatch.setattr(everything, "LEAST", 1)
+    said = {}
+    (tmp_path / "logs").mkdir()
+    for name, phase in phases.items():
+        said[name] = everything.run(name, phase, tmp_path, time.monotonic() + 100)
+    assert said == {"again": "ok", "hangs": "over its limit", "fails": "ended with 1", "works": "ok"}
+    assert (tmp_path / "starts").read_text() == "xxx"
+    assert (tmp_path / "logs" / "hangs.txt").read_text() == "here\n"
+    assert (tmp_path / "logs" / "works.txt").read_text() == "0\n"
+    assert everything.run("late", phases["works"], tmp_path, time.monotonic()) == "no time left"
+
+
+def test_every_benchmark_takes_its_arguments() -> None:
+    for phase in everything.PHASES.values():
+        for command in phase.commands:
+            program, *arguments = command.arguments
+            if program == "-m":
+                continue
+            options = [a for a in arguments if a.startswith("--")]
+            text = Path(program).read_text()
+            assert all(f'"{option}"' in text for option in options), command
