@@ -1,8 +1,9 @@
-"""A decoder of ``flax.nnx`` modules, shaped like Qwen3. ``Parts`` is all that differs between our ops and XLA's."""
+"""A decoder of ``flax.nnx`` modules, like Qwen3 or Gemma 3. ``Parts`` is all that differs between our ops and XLA's."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -32,6 +33,10 @@ class Config:
     batch: int
     seqlen: int
     dtype: str
+    activation: str = "silu"
+    window: int | None = None  # tokens that attention sees
+    full_every: int = 1  # of so many layers, one sees all of them
+    norms_after: bool = False  # of what attention and the MLP give
 
     @property
     def tokens(self) -> int:
@@ -39,9 +44,21 @@ class Config:
         return self.batch * self.seqlen
 
 
-SMALL = Config(2, 64, 176, 4, 2, 16, 512, 4, 64, "float32")
-# The layers, the vocabulary and the tied embedding of Qwen3-0.6B, eight of its 28 layers.
-LARGE = Config(8, 1024, 3072, 16, 8, 128, 151936, 4, 4096, "bfloat16")
+MODELS = {
+    # The layers, the vocabulary and the tied embedding of Qwen3-0.6B, eight of its 28 layers.
+    "qwen3-0.6b": Config(8, 1024, 3072, 16, 8, 128, 151936, 4, 4096, "bfloat16"),
+    # Gemma 3 270M, but for the scale of its embedding and the second frequency of its rotations.
+    "gemma3-270m": Config(
+        18, 640, 2048, 4, 1, 256, 262144, 4, 4096, "bfloat16", "gelu_tanh", window=512, full_every=6, norms_after=True
+    ),
+}
+
+
+def small(config: Config) -> Config:
+    """The same for a CPU."""
+    sizes = {"layers": 2, "hidden": 64, "mlp": 176, "heads": 4, "kv_heads": 2, "headdim": 16, "vocabulary": 512}
+    window = config.window and 16
+    return replace(config, **sizes, batch=4, seqlen=64, dtype="float32", window=window, full_every=2)
 
 
 class Parts(NamedTuple):
@@ -85,9 +102,12 @@ class XlaQKNormRope(ours.QKNormRope):
         return rope(rmsnorm(q, self.q_scale[...]), cos, sin), rope(rmsnorm(k, self.k_scale[...]), cos, sin)
 
 
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu_tanh": partial(jax.nn.gelu, approximate=True)}
+
+
 class XlaGatedMLP(ours.GatedMLP):
     def __call__(self, x: Array) -> Array:
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
+        return self.down(ACTIVATIONS[self.activation](self.gate(x)) * self.up(x))
 
 
 def xla_loss(hidden: Array, weight: Array, target: Array) -> Array:
@@ -105,44 +125,55 @@ PARTS = {
 
 
 class Layer(nnx.Module):
-    def __init__(self, config: Config, parts: Parts, rngs: nnx.Rngs) -> None:
+    def __init__(self, config: Config, parts: Parts, full: bool, rngs: nnx.Rngs) -> None:
         c, options = config, {"param_dtype": config.dtype, "rngs": rngs}
         linear = {**options, "use_bias": False, "dtype": c.dtype}
         normal = nnx.initializers.normal
         narrow = normal(0.02 / (2 * c.layers) ** 0.5)  # what adds to the residual stream starts small
         self.config = c
+        # Each token, those before it, none after it.
+        self.window = None if full or c.window is None else (c.window - 1, 0)
         self.q = nnx.Linear(c.hidden, c.heads * c.headdim, kernel_init=normal(0.02), **linear)
         self.k = nnx.Linear(c.hidden, c.kv_heads * c.headdim, kernel_init=normal(0.02), **linear)
         self.v = nnx.Linear(c.hidden, c.kv_heads * c.headdim, kernel_init=normal(0.02), **linear)
         self.out = nnx.Linear(c.heads * c.headdim, c.hidden, kernel_init=narrow, **linear)
         self.qk_norm_rope = parts.qk_norm_rope(c.headdim, epsilon=EPS, **options)
         self.mlp_norm = parts.add_norm(c.hidden, epsilon=EPS, **options)
-        self.mlp = parts.mlp(c.hidden, c.mlp, dtype=c.dtype, kernel_init=normal(0.02), **options)
+        self.mlp = parts.mlp(
+            c.hidden, c.mlp, activation=c.activation, dtype=c.dtype, kernel_init=normal(0.02), **options
+        )
         self.next_norm = parts.add_norm(c.hidden, epsilon=EPS, **options)
+        after = [parts.norm(c.hidden, epsilon=EPS, **options) for _ in range(2)] if c.norms_after else []
+        self.norms_after = nnx.List(after)
 
     def __call__(self, x: Array, residual: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         """``x`` is normed already; so is what is returned, for the layer that follows."""
-        x, residual = self.mlp_norm(self.attention(x, cos, sin), residual)
-        return self.next_norm(self.mlp(x), residual)
+        x, residual = self.mlp_norm(self._after(0, self.attention(x, cos, sin)), residual)
+        return self.next_norm(self._after(1, self.mlp(x)), residual)
+
+    def _after(self, which: int, x: Array) -> Array:
+        return self.norms_after[which](x) if self.norms_after else x
 
     def attention(self, x: Array, cos: Array, sin: Array) -> Array:
         q, k, v = (a.reshape(*x.shape[:2], -1, self.config.headdim) for a in (self.q(x), self.k(x), self.v(x)))
         q, k = self.qk_norm_rope(q, k, cos, sin)
         # cuDNN's fused attention takes half precision only.
         fused = "cudnn" if jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16 else None
-        heads = jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation=fused)
+        heads = jax.nn.dot_product_attention(
+            q, k, v, is_causal=True, local_window_size=self.window, implementation=fused
+        )
         return self.out(heads.reshape(*x.shape[:2], -1))
 
 
 class Decoder(nnx.Module):
-    """RMSNorm, normed and rotated queries and keys, grouped causal attention, SwiGLU, tied embeddings."""
+    """RMSNorm, normed and rotated queries and keys, grouped causal attention, gated MLPs, tied embeddings."""
 
     def __init__(self, config: Config, parts: Parts, rngs: nnx.Rngs) -> None:
         c, self.config, self.loss = config, config, parts.loss
         table = {"embedding_init": nnx.initializers.normal(0.02), "param_dtype": c.dtype, "dtype": c.dtype}
         self.embedding = nnx.Embed(c.vocabulary, c.hidden, **table, rngs=rngs)
         self.first_norm = parts.norm(c.hidden, epsilon=EPS, param_dtype=c.dtype, rngs=rngs)
-        self.layers = nnx.List([Layer(c, parts, rngs) for _ in range(c.layers)])
+        self.layers = nnx.List([Layer(c, parts, (i + 1) % c.full_every == 0, rngs) for i in range(c.layers)])
 
     def __call__(self, window: Array) -> Array:
         """The mean loss, in nats per token, of ``window: int32[batch, seqlen + 1]``."""

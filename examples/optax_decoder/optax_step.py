@@ -1,7 +1,7 @@
 """Train one decoder with optax twice, with our ops and with what XLA makes of jax.numpy: losses and tokens/s.
 
 Both start from the same weights and see the same words; the script fails when their losses part. On a GPU the decoder
-has the layers of Qwen3-0.6B, in bfloat16; on a CPU it is tiny. ``pip install flax optax`` first.
+has the layers of Qwen3-0.6B, or of Gemma 3 270M, in bfloat16; on a CPU it is tiny. ``pip install flax optax`` first.
 
     python examples/optax_decoder/optax_step.py
 """
@@ -23,7 +23,7 @@ from typing import Any
 import jax
 import numpy as np
 import optax
-from decoder import LARGE, PARTS, SMALL, Config, Decoder, Parts
+from decoder import MODELS, PARTS, Config, Decoder, Parts, small
 from flax import nnx
 from rich.console import Console
 from rich.table import Table
@@ -81,10 +81,13 @@ def batches(config: Config, seed: int = 0) -> Iterator[np.ndarray]:
 def main(arguments: list[str] | None = None) -> int:
     """Train and compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=MODELS, default="qwen3-0.6b")
     parser.add_argument("--rounds", type=int, default=5, help="samples of each, taken in turns")
     parser.add_argument("--steps", type=int, default=5, help="steps of one sample")
     options = parser.parse_args(arguments)
-    config = LARGE if jax.default_backend() == "gpu" else SMALL
+    config = MODELS[options.model]
+    if jax.default_backend() != "gpu":
+        config = small(config)
 
     runs = {name: Run(config, parts) for name, parts in PARTS.items()}
     with ThreadPoolExecutor() as pool:

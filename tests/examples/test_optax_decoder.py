@@ -15,8 +15,9 @@ import optax_step
 import cute_ops_jax
 
 
-def test_losses_agree_and_fall(capsys: pytest.CaptureFixture[str]) -> None:
-    assert optax_step.main(["--rounds", "1", "--steps", "8"]) == 0
+@pytest.mark.parametrize("model", decoder.MODELS)
+def test_losses_agree_and_fall(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert optax_step.main(["--model", model, "--rounds", "1", "--steps", "8"]) == 0
     out = capsys.readouterr().out
     losses = [[float(x) for x in re.findall(r"\d\.\d{4}", line)] for line in out.splitlines() if line.startswith("│")]
     assert len(losses) == 2
