@@ -146,7 +146,8 @@ def test_picture_and_readme(tmp_path: Path) -> None:
             for name in plot.STYLES:
                 row = {"op": op, "direction": direction, "rows": 8, "n": n, "contender": name, "bytes": 1 << 28}
                 status = "failed: E: no" if name == "quack" else "ok"
-                writer.writerow(shared | row | {"status": status, "gb_s": "" if name == "quack" else 90, "gpu": "none"})
+                figures = {} if name == "quack" else {"us": 20, "gb_s": 90, "of_copy": 0.9}
+                writer.writerow(shared | row | figures | {"status": status, "gpu": "none"})
     readme = tmp_path / "README.md"
     readme.write_text(f"before\n{plot.BEGIN}\nold\n{plot.END}\nafter\n")
     plot.main([str(tmp_path), "--readme", str(readme)])
