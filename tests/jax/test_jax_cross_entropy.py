@@ -31,12 +31,17 @@ def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     jax.clear_caches()
 
 
-def linear() -> tuple[list[np.ndarray], np.ndarray]:
+def linear(lead: tuple[int, ...] = (3, 4), n: int = 67, h: int = 16) -> tuple[list[np.ndarray], np.ndarray]:
     rng = np.random.default_rng(1)
-    arrays = [rng.standard_normal(s, np.float32) for s in ((3, 4, 16), (67, 16), (67,))]
-    target = rng.integers(0, 67, (3, 4)).astype(np.int32)
-    target[0, 1] = -100
+    arrays = [rng.standard_normal(s, np.float32) for s in ((*lead, h), (n, h), (n,))]
+    target = rng.integers(0, n, lead).astype(np.int32)
+    target.flat[1] = -100
     return arrays, target
+
+
+def with_gradients(function: Any, reduction: str, h: Any, w: Any, b: Any, t: Any) -> Any:
+    out, pull = jax.vjp(lambda h, w, b: function(h, w, t, b, reduction=reduction), h, w, b)
+    return out, pull(jnp.cos(out))
 
 
 def by_hand(hidden: Any, weight: Any, target: Any, bias: Any, **options: Any) -> Any:
@@ -95,21 +100,13 @@ def test_devices_run_the_loop_on_their_rows(
 ) -> None:  # fmt: skip
     """In two chunks each; nothing is gathered, gradients of what they share are added up, kernels are known early."""
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda rows, *sizes: max(rows // 2, 1))
-    rng = np.random.default_rng(1)
-    arrays = [rng.standard_normal(s, np.float32) for s in ((16, 4, 16), (67, 16), (67,))]
-    target = rng.integers(0, 67, (16, 4)).astype(np.int32)
-    target[0, 1] = -100
-
-    def run(function: Any, h: Any, w: Any, b: Any, t: Any) -> Any:
-        out, pull = jax.vjp(lambda h, w, b: function(h, w, t, b, reduction=reduction), h, w, b)
-        return out, pull(jnp.cos(out))
-
-    expected = run(by_hand, *arrays, target)
+    arrays, target = linear((16, 4))
+    expected = with_gradients(by_hand, reduction, *arrays, target)
     mesh = jax.make_mesh((4, 2), ("data", "seq"), (kind,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
         specs = (jax.P("data", "seq"), jax.P(), jax.P(), jax.P("data", "seq"))
         given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((*arrays, target), specs, strict=True)]
-        lowered = jax.jit(partial(run, cute_ops_jax.linear_cross_entropy)).lower(*given)
+        lowered = jax.jit(partial(with_gradients, cute_ops_jax.linear_cross_entropy, reduction)).lower(*given)
         known = len(fake_kernels.variants)
         compiled = lowered.compile()
         got = jax.block_until_ready(compiled(*given))
@@ -134,21 +131,15 @@ def test_devices_keep_their_classes(
     kind: AxisType, rows: str, reduction: str, linear_through_ffi: None, fake_kernels: Any, close: Callable[..., Any]
 ) -> None:
     """Logits and weights stay where they are, unless the axis cuts rows too: the weight is gathered, as in FSDP."""
-    rng = np.random.default_rng(1)
-    arrays = [rng.standard_normal(s, np.float32) for s in ((16, 20), (320, 20), (320,))]
-    target = rng.integers(0, 320, 16).astype(np.int32)
-    target[1] = -100
-
-    def run(function: Any, h: Any, w: Any, b: Any, t: Any) -> Any:
-        out, pull = jax.vjp(lambda h, w, b: function(h, w, t, b, reduction=reduction), h, w, b)
-        return out, pull(jnp.cos(out))
-
-    expected = run(by_hand, *arrays, target)
+    arrays, target = linear((16,), 320, 20)
+    expected = with_gradients(by_hand, reduction, *arrays, target)
     mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2, devices=jax.devices("cpu"))
     with jax.set_mesh(mesh):
         specs = (jax.P(rows), jax.P("model"), jax.P("model"), jax.P(rows))
         given = [jax.device_put(a, NamedSharding(mesh, s)) for a, s in zip((*arrays, target), specs, strict=True)]
-        compiled = jax.jit(partial(run, cute_ops_jax.linear_cross_entropy)).lower(*given).compile()
+        compiled = (
+            jax.jit(partial(with_gradients, cute_ops_jax.linear_cross_entropy, reduction)).lower(*given).compile()
+        )
         got = jax.block_until_ready(compiled(*given))
     close(jax.device_get(got), jax.device_get(expected))
     assert {shapes[0] for _, shapes in fake_kernels.calls} == {(8, 80) if rows == "data" else (4, 320)}

@@ -14,6 +14,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ops import cache, target, testing
 from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
@@ -64,6 +66,17 @@ class Problem(NamedTuple):
 
     def tensors(self, device: str = "cpu") -> list[torch.Tensor | None]:
         return [to_torch(a, device) for a in self.inputs().values()]
+
+    def check_into(self, into: Callable[..., Any], made: Any) -> None:
+        """Outputs like these, of NaN, are filled; all others, too, where one is not wanted."""
+        arguments = (*self.tensors(), *self.attrs.values())
+        outputs = tuple(torch.full_like(o, torch.nan) for o in (made if isinstance(made, tuple) else (made,)))
+        into(*arguments, *outputs)
+        self.check(outputs)
+        for k in range(len(outputs)):
+            given = [None if i == k else o.fill_(torch.nan) for i, o in enumerate(outputs)]
+            into(*arguments, *given)
+            assert not any(o.isnan().any() for o in given if o is not None)
 
     def strided(self) -> list[torch.Tensor | None]:
         """The inputs as slices of wider rows, of NaN; numbers per row as every third of a row."""
@@ -206,3 +219,34 @@ def _fits(key: TensorKey, tensor: torch.Tensor) -> None:
         assert key.layout == "scattered" or tensor.stride(-1) == 1
         stepped = [s for size, s in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
         assert all(s * ITEMSIZE[key.dtype] % key.row_align == 0 for s in stepped)
+
+
+@pytest.fixture
+def check_watched() -> Callable[..., None]:
+    """``check_watched(call, expected, namespace)``: modes and the profiler see a call of rmsnorm, same as ever."""
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    def check(call: Callable[[], torch.Tensor], expected: torch.Tensor, namespace: str) -> None:
+        call()
+        assert not seen
+        for mode in (Functions, Dispatch):
+            with mode():
+                got = call()
+            assert torch.equal(got, expected)
+            assert seen.pop() == f"{namespace}.rmsnorm.default"
+            assert not seen
+        with torch.profiler.profile() as profile:
+            call()
+        assert any(event.key == f"{namespace}::rmsnorm" for event in profile.key_averages())
+
+    return check

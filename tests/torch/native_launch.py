@@ -99,14 +99,8 @@ def test_strided_rows_are_read_in_place(structure: Any, native: Any, compiled: A
 
 
 def test_into_given_outputs(structure: Any, native: Any) -> None:
-    made, tensors = native(structure.op), structure.tensors()
-    outputs = tuple(torch.full_like(o, torch.nan) for o in as_tuple(made.call(*tensors, *structure.attrs.values())))
-    made.into(*tensors, *structure.attrs.values(), *outputs)
-    structure.check(outputs)
-    for k in range(len(outputs)):  # an output that nobody wants
-        given = [None if i == k else o.fill_(torch.nan) for i, o in enumerate(outputs)]
-        made.into(*tensors, *structure.attrs.values(), *given)
-        assert not any(o.isnan().any() for o in given if o is not None)
+    made = native(structure.op)
+    structure.check_into(made.into, made.call(*structure.tensors(), *structure.attrs.values()))
 
 
 def test_gradients(op: Op, native: Any, make_inputs: Callable[..., Any], compiled: Any) -> None:
@@ -201,35 +195,11 @@ def test_zero_rows_launch_nothing(op: Op, native: Any, compiled: Any, make_input
     assert not compiled.calls
 
 
-def test_what_is_watched_goes_through_the_dispatcher(native: Any, compiled: Any) -> None:
-    from torch.overrides import TorchFunctionMode
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    seen: list[str] = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class Dispatch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
+def test_what_is_watched_goes_through_the_dispatcher(native: Any, compiled: Any, check_watched: Any) -> None:
     call, x = native(OPS[0]).call, torch.randn(3, 96)
     arguments = (x, None, None, 1e-6, 0.0)
     expected = call(*arguments)
-    assert not seen
-    for mode in (Functions, Dispatch):
-        with mode():
-            got = call(*arguments)
-        assert torch.equal(got, expected)
-        assert seen.pop() == "cute_native.rmsnorm.default"
-        assert not seen
-    with torch.profiler.profile() as profile:
-        call(*arguments)
-    assert any(event.key == "cute_native::rmsnorm" for event in profile.key_averages())
+    check_watched(lambda: call(*arguments), expected, NAMESPACE)
     negated = torch._neg_view(x)
     assert torch.equal(call(negated, *arguments[1:]), -expected)
     with torch.inference_mode():

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch.autograd import forward_ad
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ops import Op
 from cute_ops.ops import OPS
@@ -144,34 +143,12 @@ def test_calls_of_one_shape_are_told_apart(make: Any) -> None:
             check(arguments)
 
 
-def test_what_is_watched_goes_through_the_dispatcher(make: Any) -> None:
-    seen: list[str] = []
-
-    class Functions(TorchFunctionMode):
-        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
-    class Dispatch(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(str(func))
-            return func(*args, **(kwargs or {}))
-
+def test_what_is_watched_goes_through_the_dispatcher(make: Any, check_watched: Any) -> None:
     made, x = make(rmsnorm), torch.randn(3, 96)
     expected = made.function(x)
     for leaf in (x, x.clone().requires_grad_()):
         for call in (made.function, made.raw):
-            call(leaf)
-            assert not seen
-            for mode in (Functions, Dispatch):
-                with mode():
-                    got = call(leaf)
-                assert torch.equal(got, expected)
-                assert seen.pop() == f"{NAMESPACE}.rmsnorm.default"
-                assert not seen
-            with torch.profiler.profile() as profile:
-                call(leaf)
-            assert any(event.key == f"{NAMESPACE}::rmsnorm" for event in profile.key_averages())
+            check_watched(partial(call, leaf), expected, NAMESPACE)
     for call in (made.function, made.raw):
         assert torch.equal(call(torch._neg_view(x)), -expected)
         with torch.inference_mode():
