@@ -14,8 +14,8 @@ from torch.autograd import forward_ad
 
 from cute_ops.op import Op
 from cute_ops_torch.autograd import graph_node, node_of
-from cute_ops_torch.guards import guarded
-from cute_ops_torch.launch import REMEMBERED, Launcher, Ready
+from cute_ops_torch.guards import asked_for, guarded
+from cute_ops_torch.launch import REMEMBERED, Launcher, Ready, make_room
 from cute_ops_torch.schema import define, parameters
 
 Call = Callable[..., Any]
@@ -48,9 +48,7 @@ class Direct:
     def make(self, ready: Ready, kind: tuple[bool, ...], tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Call:
         """The function of calls like this one."""
         op, gradient = self.op, self._parts()[1]
-        for known in (self.table, self._made, self._alike):
-            while len(known) >= REMEMBERED:
-                known.pop(next(iter(known)), None)
+        make_room(REMEMBERED, self.table, self._made, self._alike)
         run, values = f"_run({', '.join(op.inputs)})", {"_run": ready.run, "_ad": forward_ad}
         if any(kind):
             values["_grad_enabled"] = torch.is_grad_enabled
@@ -81,8 +79,7 @@ class Direct:
     def _node(self, gradient: Call, given: tuple[str, ...], attrs: tuple[Any, ...]) -> Call:
         key = (given, tuple((type(a), a) for a in attrs))
         if key not in self._nodes:
-            while len(self._nodes) >= REMEMBERED:
-                self._nodes.pop(next(iter(self._nodes)), None)
+            make_room(REMEMBERED, self._nodes)
             self._nodes[key] = node_of(self.op, gradient, given, attrs).apply
         return self._nodes[key]
 
@@ -111,13 +108,9 @@ def _learner(direct: Direct) -> Call:
             node = graph_node(op, cuda.launch, gradient).apply
         return node(*args)
 
-    gradients = [
-        f"{name} is not None and {name}.requires_grad" if t.optional else f"{name}.requires_grad"
-        for name, t in op.inputs.items()
-    ]
     source = _SOURCE.format(
         parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)), tensors=", ".join(op.inputs),
-        attrs="".join(f"{name}, " for name in op.attrs), gradients=", ".join(gradients), lead=next(iter(op.inputs)),
+        attrs="".join(f"{name}, " for name in op.attrs), gradients=asked_for(op), lead=next(iter(op.inputs)),
     )  # fmt: skip
     space = define(
         source, f"learn {op.name}", _find=cuda.find, _put=direct.put, _get=direct._made.get, _make=direct.make,

@@ -22,7 +22,7 @@ from cute_ops.factors import factors
 from cute_ops.op import Op
 from cute_ops.plan import compact
 from cute_ops_torch import registry
-from cute_ops_torch.launch import REMEMBERED
+from cute_ops_torch.launch import REMEMBERED, make_room
 from cute_ops_torch.linear_cross_entropy import GRADIENTS, ROWS, composite
 from cute_ops_torch.linear_cross_entropy import library as _library
 from cute_ops_torch.schema import filler
@@ -69,8 +69,7 @@ def _layout(known: dict[Any, Layout], op: Op, tensors: Tensors, attrs: Sequence[
     except TypeError:  # symbolic sizes
         return Layout(op, tensors, attrs)
     if found is None:
-        while len(known) >= REMEMBERED:
-            known.pop(next(iter(known)), None)
+        make_room(REMEMBERED, known)
         found = known[key] = Layout(op, tensors, attrs)
     return found
 

@@ -63,6 +63,14 @@ def guarded(
     return _maker(source)(guard.check, **values)  # type: ignore[no-any-return]
 
 
+def asked_for(op: Op) -> str:
+    """Source of what a guard's kind of call is: of each input, whether it asks for a gradient."""
+    return ", ".join(
+        f"{name} is not None and {name}.requires_grad" if t.optional else f"{name}.requires_grad"
+        for name, t in op.inputs.items()
+    )
+
+
 @lru_cache(1024)
 def _maker(source: str) -> Callable[..., Any]:
     return define(source, "guarded")["make"]  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from cute_ops import cache, loader, target
 from cute_ops.binding import Binding
 from cute_ops.op import Op
 from cute_ops.plan import Plan, View, compact, plan
-from cute_ops_torch.guards import guarded
+from cute_ops_torch.guards import asked_for, guarded
 from cute_ops_torch.reference import run_reference
 from cute_ops_torch.schema import define, parameters
 from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, check_strides, memory
@@ -26,6 +26,14 @@ from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, 
 REMEMBERED = 4096
 # Inductor's allocator: a third of the host time of `torch.empty`.
 _new_cuda = getattr(torch._C._dynamo.guards, "_empty_strided_cuda")  # noqa: B009 (stubs do not know it)
+
+
+def make_room(most: int, *tables: dict[Any, Any]) -> None:
+    """For one more entry in each; other threads may take entries, too."""
+    for table in tables:
+        while len(table) >= most:
+            table.pop(next(iter(table)), None)
+
 
 Run = Callable[..., Any]
 # What has been loaded, by symbol and device.
@@ -86,15 +94,12 @@ def launcher(op: Op) -> Launcher:
 
     def prepared(key: tuple[Any, ...], tensors: Tensors, attrs: Sequence[Any]) -> Ready:
         one = prepare(op, tensors, attrs)
-        while len(ready) >= REMEMBERED:
-            ready.pop(next(iter(ready)), None)
+        make_room(REMEMBERED, ready)
         ready[key] = one
         return one
 
     def make(one: Ready, kind: tuple[bool, ...], tensors: Tensors, attrs: Sequence[Any]) -> Run:
-        for known in (last, made):
-            while len(known) >= REMEMBERED:
-                known.pop(next(iter(known)), None)
+        make_room(REMEMBERED, last, made)
         arguments, results = ", ".join((*op.inputs, *op.attrs)), ", ".join(outputs)
         texts = {
             "parameters": f"{arguments}, {results}", "result": f"_into({', '.join(op.inputs)}, {results})",
@@ -112,10 +117,7 @@ def launcher(op: Op) -> Launcher:
         lead=next(iter(op.inputs)),
         attrs="".join(f"{name}, " for name in op.attrs), arguments=", ".join((*op.inputs, *op.attrs)),
         outputs=", ".join(outputs),
-        gradients=", ".join(
-            f"{name} is not None and {name}.requires_grad" if t.optional else f"{name}.requires_grad"
-            for name, t in op.inputs.items()
-        ),
+        gradients=asked_for(op),
     )  # fmt: skip
     space = define(
         source, f"launch {op.name}", _get=ready.get, _prepare=prepared, _last=last, _made=made.get, _make=make
