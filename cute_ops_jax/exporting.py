@@ -6,11 +6,14 @@ needs the compiler but no GPU; loading needs neither the compiler nor the declar
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
-from collections.abc import Callable, Sequence
+import shutil
+import uuid
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
@@ -19,8 +22,18 @@ from cute_ops.errors import CacheError
 from cute_ops.variant import Variant
 from cute_ops_jax import targets
 
-FORMAT = 1
+FORMAT = 2
+PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
+# The program of an export that calls no kernel.
+ANY = "any"
 _TARGET = re.compile(r"\bcute_\w+_[0-9a-f]{24}\b")
+
+
+class Program(NamedTuple):
+    """One serialised program and the names of the kernels that it calls."""
+
+    data: bytes
+    kernels: list[str]
 
 
 def export(
@@ -35,43 +48,91 @@ def export(
     """Write a program and the kernels that it calls into a folder.
 
     Args:
-        path: the folder; a former export is replaced.
+        path: the folder; a former export is replaced, by all of this one or by nothing.
         function: a function of JAX arrays, jitted or not.
         args, kwargs: arrays, or ``jax.ShapeDtypeStruct``; leading dims may be symbolic (``jax.export.symbolic_shape``),
             then at least one row.
-        platforms: what the program is to run on. On ``cpu`` it is the reference.
+        platforms: what the program is to run on: ``cuda``, ``cpu``, ``rocm``, ``tpu``. On all but ``cuda`` it is the
+            reference.
         arch: the GPUs to build for, ``"sm_90a"``; by default the one of this machine.
         vjp_order: 1 for a program that can be differentiated.
 
     Raises:
+        ValueError: no such platform or architecture; no ``arch`` for ``cuda`` on a machine without a GPU.
         CompileError: a kernel does not compile.
         CacheError: the folder holds something else.
         NotImplementedError: a symbolic size that a kernel must know; several devices with automatic axes.
     """
     where = Path(path)
-    chosen = (
-        [target.parse(a) for a in ([arch] if isinstance(arch, str) else arch)] if arch else [targets.device_target()]
-    )
     if where.exists() and any(where.iterdir()) and not (where / "program.json").exists():
         raise CacheError(f"cute_ops: {where} is not empty and no exported program: name another folder")
+    platforms = _platforms(platforms)
+    chosen = _architectures(arch) if "cuda" in platforms else []
     programs, variants = {}, dict[str, Variant]()
-    for one in chosen if "cuda" in platforms else chosen[:1]:
+    each: Sequence[target.Target | None] = chosen or [None]
+    for one in each:
         with targets.lowering_for(one):
             data, text = _serialized(function, platforms, vjp_order, args, kwargs)
         known = targets.known()
         symbols = sorted({s for s in _TARGET.findall(text) if s in known})
         variants |= {s: known[s] for s in symbols}
-        programs[str(one)] = (data, symbols)
+        programs[str(one or ANY)] = Program(data, symbols)
+    where.parent.mkdir(parents=True, exist_ok=True)
+    staging = where.with_name(f".{where.name}-{uuid.uuid4().hex}")
+    staging.mkdir()
+    try:
+        _fill(staging, platforms, programs, list(variants.values()), chosen)
+        if where.exists():
+            shutil.rmtree(where)
+        staging.replace(where)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+
+
+def _platforms(given: str | Sequence[str]) -> list[str]:
+    platforms = [given] if isinstance(given, str) else list(given)
+    for one in platforms:
+        if one not in PLATFORMS:
+            raise ValueError(f"cute_ops_jax.export: unknown platform {one!r}; known: {', '.join(PLATFORMS)}")
+    if not platforms:
+        raise ValueError(f"cute_ops_jax.export: no platform; known: {', '.join(PLATFORMS)}")
+    return platforms
+
+
+def _architectures(arch: str | Sequence[str] | None) -> list[target.Target]:
+    if arch:
+        return [target.parse(a) for a in ([arch] if isinstance(arch, str) else arch)]
+    try:
+        return [targets.device_target()]
+    except RuntimeError as error:
+        raise ValueError(
+            f"cute_ops_jax.export: no GPU is here to build for ({error}): name one, arch='sm_90a', or export for "
+            "platforms=('cpu',)"
+        ) from error
+
+
+def _fill(
+    where: Path,
+    platforms: Sequence[str],
+    programs: Mapping[str, Program],
+    variants: Sequence[Variant],
+    chosen: Sequence[target.Target],
+) -> None:
     from cute_ops import bundling  # which only who writes needs
 
-    where.mkdir(parents=True, exist_ok=True)
-    bundling.write(list(variants.values()), chosen, where / "kernels")
-    for name, (data, _) in programs.items():
-        (where / f"{name.replace(':', '-')}.jax").write_bytes(data)
+    if chosen:
+        bundling.write(variants, chosen, where / "kernels")
+    files = {name: f"{name.replace(':', '-')}.jax" for name in programs}
+    for name, program in programs.items():
+        (where / files[name]).write_bytes(program.data)
     record = {
         "format": FORMAT,
         "platforms": list(platforms),
-        "programs": {n: {"file": f"{n.replace(':', '-')}.jax", "kernels": s} for n, (_, s) in programs.items()},
+        "programs": {
+            name: {"file": files[name], "sha256": hashlib.sha256(program.data).hexdigest(), "kernels": program.kernels}
+            for name, program in programs.items()
+        },
     }
     (where / "program.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
 
@@ -82,7 +143,7 @@ def load(path: str | Path) -> Callable[..., Any]:
     It may be called inside of ``jit``, and differentiated where it was exported with ``vjp_order=1``.
 
     Raises:
-        CacheError: no program is there, it is for other GPUs or other versions, or an object is damaged.
+        CacheError: no program is there, it is for other GPUs or other versions, or a file is damaged.
         RuntimeError: jax-tvm-ffi is missing or does not fit.
     """
     where = Path(path)
@@ -91,22 +152,35 @@ def load(path: str | Path) -> Callable[..., Any]:
         if record["format"] != FORMAT:
             raise ValueError(f"format {record['format']}, this version of cute_ops reads {FORMAT}")
         programs = record["programs"]
+        chosen = _fitting(where, list(programs)) if _runs_kernels(record) else next(iter(programs))
+        data = (where / programs[chosen]["file"]).read_bytes()
+        intact = hashlib.sha256(data).hexdigest() == programs[chosen]["sha256"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CacheError(f"cute_ops: {where} holds no exported program: {error}") from error
-    chosen = next(iter(programs))
-    if jax.default_backend() == "gpu":
-        here = targets.device_target()
-        fitting = [name for name in programs if name.partition(":")[0] == here.arch]
-        if not fitting:
-            raise CacheError(
-                f"cute_ops: {where} was exported for {', '.join(programs)}, this GPU is {here.arch}: export it again "
-                f"with arch={here.arch!r}"
-            )
-        # Any of an architecture runs; one for as many SMs runs best.
-        chosen = str(here) if str(here) in fitting else fitting[0]
+    if not intact:
+        raise CacheError(
+            f"cute_ops: {where}: the checksum of {programs[chosen]['file']} does not match: export it again"
+        )
+    if _runs_kernels(record):
         _register(bundle.Bundle(where / "kernels"), programs[chosen]["kernels"])
-    exported = jax.export.deserialize(bytearray((where / programs[chosen]["file"]).read_bytes()))
-    return exported.call
+    return jax.export.deserialize(bytearray(data)).call
+
+
+def _runs_kernels(record: Mapping[str, Any]) -> bool:
+    return jax.default_backend() == "gpu" and "cuda" in record["platforms"]
+
+
+def _fitting(where: Path, programs: Sequence[str]) -> str:
+    """The program for this process's GPU."""
+    here = targets.device_target()
+    fitting = [name for name in programs if name.partition(":")[0] == here.arch]
+    if not fitting:
+        raise CacheError(
+            f"cute_ops: {where} was exported for {', '.join(programs)}, this GPU is {here.arch}: export it again "
+            f"with arch={here.arch!r}"
+        )
+    # Any of an architecture runs; one for as many SMs runs best.
+    return str(here) if str(here) in fitting else fitting[0]
 
 
 def _register(kernels: bundle.Bundle, symbols: Sequence[str]) -> None:

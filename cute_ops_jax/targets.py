@@ -47,8 +47,8 @@ def here() -> int | None:
 
 
 @contextmanager
-def lowering_for(chosen: target.Target) -> Iterator[None]:
-    """Lower for this architecture, whatever is here."""
+def lowering_for(chosen: target.Target | None) -> Iterator[None]:
+    """Lower for this architecture, whatever is here; None leaves it as it is."""
     token = _lowering_for.set(chosen)
     try:
         yield

@@ -120,6 +120,10 @@ def test_damage_is_told(exported: Path, tmp_path: Path, monkeypatch: pytest.Monk
         file.write(b"x")
     with pytest.raises(CacheError, match=f"the checksum of {symbol}.so does not match"):
         cute_ops_jax.load(copy)
+    with (copy / "sm_90a-132.jax").open("ab") as file:
+        file.write(b"x")
+    with pytest.raises(CacheError, match=r"the checksum of sm_90a-132\.jax does not match: export it again"):
+        cute_ops_jax.load(copy)
     (copy / "program.json").unlink()
     with pytest.raises(CacheError, match="holds no exported program"):
         cute_ops_jax.load(copy)
@@ -129,6 +133,38 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("chapter one")
     with pytest.raises(CacheError, match="is not empty and no exported program"):
         cute_ops_jax.export(tmp_path, forward, jnp.ones((2, 64)), jnp.ones(64), arch="sm_90a")
+
+
+def test_a_program_for_cpus_asks_for_no_gpu(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It replaces what was there, and runs on the CPU of a machine with a GPU, too."""
+    monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
+    monkeypatch.setattr(targets, "device_target", lambda: pytest.fail("asked for a GPU"))
+    where = tmp_path / "program"
+    shutil.copytree(exported, where)
+    x, w = jnp.arange(128.0).reshape(2, 64), jnp.ones(64)
+    cute_ops_jax.export(where, forward, x, w, platforms="cpu")
+    assert sorted(p.name for p in where.iterdir()) == ["any.jax", "program.json"]
+    assert [p.name for p in tmp_path.iterdir()] == ["program"]
+    np.testing.assert_array_equal(cute_ops_jax.load(where)(x, w), forward(x, w))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    assert callable(cute_ops_jax.load(where))
+
+
+def test_what_to_export_for_must_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def export(**options: Any) -> None:
+        cute_ops_jax.export(tmp_path / "program", forward, jnp.ones((2, 64)), jnp.ones(64), **options)
+
+    def no_gpu() -> Any:
+        raise RuntimeError("cute_ops: no CUDA driver")
+
+    monkeypatch.setattr(targets, "device_target", no_gpu)
+    with pytest.raises(ValueError, match=r"no GPU is here to build for \(cute_ops: no CUDA driver\): name one, arch="):
+        export()
+    with pytest.raises(ValueError, match="unknown platform 'gpu'; known: cpu, cuda, rocm, tpu"):
+        export(platforms=["gpu"], arch="sm_90a")
+    with pytest.raises(ValueError, match="no platform"):
+        export(platforms=[], arch="sm_90a")
+    assert not list(tmp_path.iterdir())
 
 
 def test_other_custom_calls_stay_forbidden(tmp_path: Path, fake_kernels: Any) -> None:
