@@ -2,9 +2,11 @@
 
 Every problem of the grid is tuned as ``python -m cute_ops tune`` does it, from nothing. A row is a class of calls: what
 the heuristic's tile takes, what the winner takes, and by how much of its time the best candidate was ahead; of a class
-whose heuristic stays, what the best candidate promised in the first samples, which is partly luck.
+whose heuristic stays, what the best candidate promised in the first samples, which is partly luck. A row counts as long
+as the heuristic and the kernel's sources are what they were.
 
     python benchmarks/tuning_gap.py --out out/benchmarks [--ops rmsnorm] [--append] [--ship cute_ops/tuned/sm_90a.json]
+    python benchmarks/tuning_gap.py --out benchmarks/results --report    # measures nothing
 """
 
 from __future__ import annotations
@@ -12,28 +14,57 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from common import Table, read
-from problems import BY_NAME, grid
+from common import ROOT, Table, read
+from problems import BY_NAME, Problem, grid
 from rich.console import Console
 
 from cute_ops import target, tuner, tuning
+from cute_ops.ops import OPS
 from cute_ops.plan import Memory
 
 COLUMNS = (
-    "call", "rows", "status", "us", "us_tuned", "gain", "change", "heuristic", "tile", "tried", "refused",
+    "call", "rows", "status", "us", "us_tuned", "gain", "change", "heuristic", "tile", "tried", "refused", "sources",
 )  # fmt: skip
 SHIPPED_GAIN = 0.03  # less is not worth a kernel that differs from the heuristic's
+RATES = ROOT / "benchmarks" / "results" / "device_time.csv"
+SM90 = "sm_90a:132"  # an H200, where --report is asked for
+STAGES = {stage.name: stage for op in OPS for stage in (op, op.grad) if stage}
+Row = Mapping[str, str]
 
 
-def trials(ops: list[str]) -> Iterator[tuner.Trial]:
-    for problem in grid(ops):
-        if problem.strided or problem.hot:
-            continue  # the same classes as compact and cold ones
-        for direction in problem.directions:
-            yield tuner.Trial(problem.binding(direction), dict[str, Memory]())
+def trials(ops: list[str]) -> list[tuner.Trial]:
+    """The calls of the grid, those that are the furthest from a copy's rate by the last results first."""
+    rates: dict[tuple[str, ...], float] = {}
+    for row in read(RATES) if RATES.exists() else []:
+        if row["contender"] == "ours (torch)" and row["of_copy"]:
+            key = tuple(row[name] for name in ("op", "direction", "rows", "n", "dtype"))
+            rates[key] = min(rates.get(key, 1.0), float(row["of_copy"]))
+
+    def rate(call: tuple[Problem, str]) -> float:
+        problem, direction = call
+        return rates.get((problem.op, direction, str(problem.rows), str(problem.n), problem.dtype), 0.0)
+
+    # Compact and cold ones are of the same classes as the others.
+    calls = [(p, direction) for p in grid(ops) if not (p.strided or p.hot) for direction in p.directions]
+    return [tuner.Trial(p.binding(direction), dict[str, Memory]()) for p, direction in sorted(calls, key=rate)]
+
+
+def classes(ops: list[str], on: target.Target) -> list[tuning.Key]:
+    return [group.key for group in tuner.grouped(trials(ops), on)]
+
+
+def current(rows: Iterable[Row], among: Iterable[tuning.Key]) -> list[Row]:
+    """The last row of each class that is as it was when it was measured."""
+    found = {winner(row).key: row for row in rows if row["sources"] == sources(row["call"])}
+    return [found[key] for key in among if key in found]
+
+
+def sources(call: str) -> str:
+    stage = STAGES.get(call.partition(" ")[0])
+    return tuning.sources_of(stage) if stage else ""
 
 
 def config(text: str) -> dict[str, int]:
@@ -48,7 +79,7 @@ def numbers(text: str) -> list[float]:
     return [float(word) for word in text.split()]
 
 
-def winner(row: Mapping[str, str]) -> tuning.Winner:
+def winner(row: Row) -> tuning.Winner:
     """What a row of the table says, as the package ships it."""
     measured = {
         "us": [list(pair) for pair in zip(numbers(row["us"]), numbers(row["us_tuned"]), strict=True)],
@@ -58,7 +89,7 @@ def winner(row: Mapping[str, str]) -> tuning.Winner:
     return tuning.Winner(row["call"], config(row["heuristic"]), config(row["tile"]), measured)
 
 
-def ship(rows: list[dict[str, str]], where: Path) -> None:
+def ship(rows: Iterable[Row], where: Path) -> None:
     """Write the winners that are worth it: they gain enough, and on few rows and many where they serve both."""
     good = [
         row
@@ -77,26 +108,43 @@ def main() -> None:
     parser.add_argument("--ops", nargs="+", default=list(BY_NAME), choices=list(BY_NAME))
     parser.add_argument("--ship", type=Path, help=f"write winners that gain at least {SHIPPED_GAIN:.0%} to this file")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no class of calls after so many seconds")
-    parser.add_argument("--ship-only", action="store_true", help="measure nothing: write the file from the table")
+    parser.add_argument("--report", action="store_true", help="measure nothing: read the table of an earlier run")
     parser.add_argument("--append", action="store_true", help="measure only what the file of an earlier run lacks")
     options = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False)
     path = options.out / "tuning_gap.csv"
-    if options.ship_only:
-        return ship(read(path), options.ship)
-    earlier = read(path) if options.append and path.exists() else []
-    known = {found.key: found for found in map(winner, earlier)}
-    table = Table(path, COLUMNS, append=options.append)
+    on = target.parse(SM90) if options.report else target.of_device()
+    wanted = classes(options.ops, on)
+    if not options.report:
+        measure(options.ops, path, options.append, options.seconds, on, console)
+    rows = current(read(path), wanted)
+    gaps = {row["call"]: float(row["gain"]) if row["status"] == "tuned" else 0.0 for row in rows if row["us"]}
+    console.print(f"{len(gaps)} of {len(wanted)} classes of calls are measured")
+    if gaps:
+        far = [call for call, gap in gaps.items() if gap > SHIPPED_GAIN]
+        console.print(
+            f"the heuristic is within {SHIPPED_GAIN:.0%} of tuned in {len(gaps) - len(far)} of them, "
+            f"the mean gap is {statistics.mean(gaps.values()):.2%}, the largest {max(gaps.values()):.1%}"
+        )
+        for call in far:
+            console.print(f"  {gaps[call]:.1%} {call}")
+    if options.ship:
+        ship(rows, options.ship)
+
+
+def measure(ops: list[str], path: Path, append: bool, seconds: float, on: target.Target, console: Console) -> None:
+    begin = time.perf_counter()
+    calls = trials(ops)
+    earlier = current(read(path), classes(ops, on)) if append and path.exists() else []
+    known = {found.key: found for found in map(winner, (row for row in earlier if row["us"]))}
+    table = Table(path, COLUMNS, append=append)
     left = 0
 
     def groups(found: int) -> None:
         nonlocal left
         left = found
 
-    begin = time.perf_counter()
-    outcomes = tuner.tune(
-        trials(options.ops), target.of_device(), tuner.examiner(), known=known, done=lambda text: None, groups=groups
-    )
+    outcomes = tuner.tune(calls, on, tuner.examiner(), known=known, done=lambda text: None, groups=groups)
     for outcome in outcomes:
         left -= 1
         found, refused = outcome.winner, outcome.refused
@@ -108,22 +156,13 @@ def main() -> None:
             "gain": f"{outcome.gain:.4f}", "change": tuner.changes(found), "heuristic": show(found.heuristic),
             "tile": show(found.tile), "tried": outcome.tried,
             "refused": "; ".join(f"{show(dict(tile))}: {why}" for tile, why in refused.items()),
+            "sources": sources(found.call),
         })  # fmt: skip
         console.print(f"{time.perf_counter() - begin:5.1f} s  {found.call}\n         {tuner.describe(outcome)}")
-        if time.perf_counter() - begin > options.seconds:
+        if time.perf_counter() - begin > seconds:
             console.print(f"the time is over: {left} classes are left")
             break
     outcomes.close()
-    rows = read(path)
-    gaps = [float(row["gain"]) if row["status"] == "tuned" else 0.0 for row in rows if row["us"]]
-    if gaps:
-        far = sum(gap > SHIPPED_GAIN for gap in gaps)
-        console.print(
-            f"{len(gaps)} classes of calls: the heuristic is within {SHIPPED_GAIN:.0%} of tuned in {len(gaps) - far}, "
-            f"the mean gap is {statistics.mean(gaps):.2%}, the largest {max(gaps):.1%}"
-        )
-    if options.ship:
-        ship(rows, options.ship)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """Which of some plans is fastest: checked, then timed against each other, in the process that has the GPU.
 
-Every tile's kernel is checked on a small problem against float64, by the rule of the tests, and on the whole one
-against what the heuristic's gives. Then all take turns, sample by sample, on the same buffers. The best one meets the
-heuristic's again, for new samples, since the best of many is partly the luckiest; it wins where it is faster by a least
-amount, in nearly all pairs of samples, and nowhere slower. Where the clock of the GPU drifts, it drifts for both.
+Every tile's kernel is checked on a small problem against float64, by the rule of the tests. Then all take turns, sample
+by sample, on the same buffers; those clearly behind after one sample take no more. What could win is checked on the
+whole problem, against what the heuristic's gives. The best one meets the heuristic's again, for new samples, since the
+best of many is partly the luckiest; it wins where it is faster by a least amount, in nearly all pairs of samples, and
+nowhere slower. Where the clock of the GPU drifts, it drifts for both.
 
 The memory and the CUDA graphs that this takes are a framework's: an adapter's module is a :class:`Measurer`.
 """
@@ -15,6 +16,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
+from itertools import islice
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -32,6 +34,7 @@ CHANCE = 0.001  # how likely so many pairs may be won by two tiles that are as f
 SLOWER = 0.01  # no problem of the class may lose so much
 SCREENED, SELECTED, CONFIRMED = 3, 7, 20  # samples of each tile
 FINALISTS = 3
+FAR = 1.06  # who takes so much longer than the heuristic's in the first sample is not sampled again
 SMALL = 1 << 16  # elements of the problem that is checked against float64
 
 
@@ -133,11 +136,14 @@ def examine(
             _Announced(stack.enter_context(by.contest(*trial, own)), trying)
             for trial, own in zip(trials, plans, strict=True)
         ]
-        for i in range(1, len(tiles)):
-            wrong = "" if i in refused else next((w for c in contests if (w := c.differs(i, floors))), "")
+
+        def right(i: int) -> bool:
+            wrong = next((w for c in contests if (w := c.differs(i, floors))), "")
             if wrong:
                 refused[i] = wrong
-        verdict = select(contests, [i for i in range(1, len(tiles)) if i not in refused], least)
+            return not wrong
+
+        verdict = select(contests, [i for i in range(1, len(tiles)) if i not in refused], least, right)
     return Examined(verdict.which, verdict.before, verdict.after, verdict.gain, refused, by.device())
 
 
@@ -156,29 +162,43 @@ class _Announced:
         return self._contest.sample(index)
 
 
-def select(contests: Sequence[Contest], among: Sequence[int], least: float = LEAST) -> Verdict:
+def select(
+    contests: Sequence[Contest],
+    among: Sequence[int],
+    least: float = LEAST,
+    right: Callable[[int], bool] = lambda i: True,
+) -> Verdict:
     """The fastest of some plans, where it is faster than the first one beyond doubt.
 
     Args:
         contests: one a call; all calls count the same.
         among: the plans besides the first.
+        right: whether a plan's results are; asked of those that could win.
     """
     times: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, *among)}
-    _rounds(contests, times, (0, *among), SCREENED)
-    close = sorted(among, key=lambda i: _ratio(times, i))[:FINALISTS]
-    if close and _ratio(times, close[0]) < 1 - least / 2:
+    _rounds(contests, times, (0, *among), 1)
+    left = [i for i in among if _ratio(times, i) < FAR]
+    _rounds(contests, times, (0, *left), SCREENED - 1)
+    ranked = sorted(among, key=lambda i: _ratio(times, i))
+    promising = [i for i in ranked if i in left and _ratio(times, i) < 1 - least / 2]
+    close = list(islice(filter(right, promising), FINALISTS))
+    if close:
         close = [i for i in close if _ratio(times, i) < 1.03 * _ratio(times, close[0])]
         _rounds(contests, times, (0, *close), SELECTED)
         close.sort(key=lambda i: _ratio(times, i))
     before = [statistics.median(t) for t in times[0]]
     if not close or _ratio(times, close[0]) >= 1 - least / 2:
-        return Verdict(0, before, before, 1 - _ratio(times, close[0]) if close else 0.0, 1.0)
+        best = next((i for i in (*close, *ranked) if i in close or i not in promising), 0)
+        return Verdict(0, before, before, 1 - _ratio(times, best), 1.0)
     best = close[0]
     fresh: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, best)}
     for half in ((0, best), (best, 0)):  # either one comes first as often
         _rounds(contests, fresh, half, CONFIRMED // 2)
-    won = [sum(b < a for a, b in zip(*pairs, strict=True)) for pairs in zip(fresh[0], fresh[best], strict=True)]
-    chance = min(1.0, len(contests) * by_chance(max(won), CONFIRMED))  # of any of the calls
+        won = [sum(b < a for a, b in zip(*pairs, strict=True)) for pairs in zip(fresh[0], fresh[best], strict=True)]
+        missing = CONFIRMED - len(fresh[0][0])
+        chance = min(1.0, len(contests) * by_chance(max(won) + missing, CONFIRMED))  # of any of the calls
+        if chance > CHANCE:
+            break  # whatever the rest would show
     gain = 1 - _ratio(fresh, best)
     worst = max(_median_ratio(fresh, best, c) for c in range(len(contests)))
     wins = gain >= least and chance <= CHANCE and worst <= 1 + SLOWER

@@ -115,7 +115,7 @@ def tune(
         groups: is told how many classes there are, before the first.
     """
     remembered = tuning.stores() if known is None else [known]
-    found = [g for g in _grouped(trials, target) if anew or not any(g.key in winners for winners in remembered)]
+    found = [g for g in grouped(trials, target) if anew or not any(g.key in winners for winners in remembered)]
     groups(len(found))
     for group in found:
         _plan(group, target)
@@ -129,7 +129,7 @@ def now(binding: Binding, memory: Mapping[str, Memory], target: Target, device: 
     """The fastest tile of a call, measured and stored, unless another process just did; the heuristic's where that
     fails, which the log says.
     """
-    (group,) = _grouped([Trial(binding, memory)], target)
+    (group,) = grouped([Trial(binding, memory)], target)
     call, heuristic = group.key
     problem = problem_of(binding, memory, target)
     name = "tuning-" + hashlib.sha256(repr(group.key).encode()).hexdigest()[:24]
@@ -173,7 +173,7 @@ def changes(winner: Winner) -> str:
     return ", ".join(f"{n} {winner.heuristic.get(n, '-')} -> {winner.tile.get(n, '-')}" for n in names)
 
 
-def _grouped(trials: Iterable[Trial], target: Target) -> list[Group]:
+def grouped(trials: Iterable[Trial], target: Target) -> list[Group]:
     """Calls by class; those whose op has nothing to choose from are left out."""
     groups: dict[tuning.Key, Group] = {}
     for trial in trials:

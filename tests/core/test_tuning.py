@@ -226,11 +226,13 @@ class Times:
 
     def __init__(self, *us: float, noise: float = 0.0, seed: int = 0) -> None:
         self.us, self.noise, self.random = us, noise, random.Random(seed)
+        self.samples = [0] * len(us)
 
     def differs(self, index: int, floors: Mapping[str, float]) -> str:
         return ""
 
     def sample(self, index: int) -> float:
+        self.samples[index] += 1
         return self.us[index] * (1 + self.noise * self.random.random())
 
 
@@ -260,6 +262,36 @@ def test_a_call_of_the_class_that_gets_slower_forbids_it() -> None:
     assert select([fast], (1,)).which == 1
     assert select([fast, slow], (1,)).which == 0
     assert select([fast, Times(100.0, 100.5)], (1,)).which == 1
+
+
+def test_time_goes_to_what_could_win() -> None:
+    """Who is far behind is sampled once; who cannot win any more meets the heuristic's in half of the pairs."""
+    times = Times(100.0, 130.0, 99.5, 95.0)
+    assert select([times], (1, 2, 3)).which == 3
+    assert times.samples == [3 + 7 + 20, 1, 3, 3 + 7 + 20]
+
+    class Lucky(Times):
+        """Ahead until it is chosen."""
+
+        def sample(self, index: int) -> float:
+            return super().sample(index) if index == 0 or self.samples[1] < 10 else 101.0
+
+    lucky = Lucky(100.0, 90.0)
+    assert select([lucky], (1,)).which == 0 and lucky.samples[0] == 3 + 7 + 10
+
+
+def test_only_what_could_win_is_checked_and_the_next_takes_a_wrong_ones_place() -> None:
+    asked = []
+
+    def right(index: int) -> bool:
+        asked.append(index)
+        return index != 2
+
+    found = select([Times(100.0, 90.0, 80.0, 100.0, 120.0)], (1, 2, 3, 4), right=right)
+    assert found.which == 1 and asked == [2, 1]
+    # Of what is wrong nothing is promised.
+    found = select([Times(100.0, 104.0, 80.0)], (1, 2), right=lambda index: False)
+    assert found.which == 0 and found.gain == pytest.approx(-0.04)
 
 
 def test_chance() -> None:
