@@ -120,5 +120,14 @@ def cache_clear() -> None:
         fail(error)
 
 
+def main() -> None:
+    """A file that cannot be read or written is one line, not a traceback."""
+    try:
+        app()
+    except OSError as error:
+        console.print(str(error), style="red", highlight=False, markup=False)
+        sys.exit(1)
+
+
 if __name__ == "__main__":
-    sys.exit(app())
+    main()

@@ -129,7 +129,7 @@ class Apart:
         if not ready:
             return {"fatal": True, "error": f"did not end within {seconds:.0f} s"}
         line = process.stdout.readline()
-        if line:
+        if line.endswith(b"\n"):  # else it died in the middle of its answer
             return json.loads(line)
         return {"fatal": True, "error": f"ended the process with {exit_text(process.wait())}{self._tail()}"}
 

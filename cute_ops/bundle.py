@@ -46,8 +46,8 @@ class Bundle:
     def __init__(self, where: Path) -> None:
         self.where = where
         try:
-            self._check_trusted(where)
-            self._check_trusted(where / "bundle.json")
+            self._check_folder(where)
+            self._check_file(where / "bundle.json")
             record = json.loads((where / "bundle.json").read_bytes())
             self.format, self.platform = record["format"], record["platform"]
             self.versions: Mapping[str, str] = record["versions"]
@@ -124,22 +124,32 @@ class Bundle:
 
     def _verify(self, path: Path, digest: str) -> None:
         try:
-            self._check_trusted(path)
+            self._check_folder(path.parent)
+            self._check_file(path)
             data = path.read_bytes()
         except OSError as error:
             raise self._refusal(f"is damaged: {path.name}: {error.strerror}") from error
         if hashlib.sha256(data).hexdigest() != digest:
             raise self._refusal(f"is damaged: the checksum of {path.name} does not match")
 
-    def _check_trusted(self, path: Path) -> None:
+    def _check_folder(self, path: Path) -> None:
+        status = path.stat()  # a link may lead to it
+        if not stat.S_ISDIR(status.st_mode):
+            raise self._refusal("is not a folder" if path == self.where else f"is damaged: {path.name} is not a folder")
+        self._check_mode(path, status.st_mode)
+
+    def _check_file(self, path: Path) -> None:
         status = os.lstat(path)
-        if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(status.st_mode):
-            mode = f"{stat.S_IMODE(status.st_mode):o}"
-            raise self._refusal(
-                f"holds native code, but others can write {path.name} (mode {mode}): chmod -R go-w {self.where}"
-            )
-        if path != self.where and not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(status.st_mode):
             raise self._refusal(f"is damaged: {path.name} is not a file")
+        self._check_mode(path, status.st_mode)
+
+    def _check_mode(self, path: Path, mode: int) -> None:
+        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+            raise self._refusal(
+                f"holds native code, but others can write {path.name} (mode {stat.S_IMODE(mode):o}): "
+                f"chmod -R go-w {self.where}"
+            )
 
     def _refusal(self, problem: str) -> CacheError:
         return CacheError(f"cute_ops: bundle {self.where} {problem}")

@@ -66,18 +66,26 @@ def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, c
     _check_replaceable(where)
     where.parent.mkdir(parents=True, exist_ok=True)
     staging = Path(tempfile.mkdtemp(prefix=f".{where.name}-", dir=where.parent))
+    made, before = staging / "made", staging / "before"
     try:
-        _fill(staging, calls, targets, variants)
+        made.mkdir()
+        _fill(made, calls, targets, variants)
         if where.exists():
-            shutil.rmtree(where)
-        staging.replace(where)
-    except BaseException:
+            where.replace(before)  # programs keep what they have mapped
+        try:
+            made.replace(where)
+        except OSError:
+            if before.exists():
+                before.replace(where)
+            raise
+    finally:
         shutil.rmtree(staging, ignore_errors=True)
-        raise
     bundle.forget()
 
 
 def _check_replaceable(where: Path) -> None:
+    if where.exists() and not where.is_dir():
+        raise CacheError(f"cute_ops: {where} is not a folder: name another one")
     if where.exists() and any(where.iterdir()) and not (where / "bundle.json").exists():
         raise CacheError(f"cute_ops: {where} is not empty and no bundle: name another folder")
 

@@ -1,8 +1,8 @@
 """Where compiled kernels live: memory, then bundles, then disk, then the compiler.
 
-A kernel is two files of the user's private folder (:mod:`cute_ops.storage`), ``<symbol>.so`` and ``<symbol>.json``
-with the variant and the object's checksum, written aside and renamed into place; one that does not match is deleted
-and built again. Nothing on a disk that fails costs more than a compile.
+A kernel is two files of the user's private folder (:mod:`cute_ops.storage`), ``<symbol>.json`` with the variant and the
+object's checksum and then ``<symbol>.so``, written aside and renamed into place; one that does not match is deleted, by
+whoever has its lock, and built again. Nothing on a disk that fails costs more than a compile.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops import bundle, loader, storage, toolchain
+from cute_ops import bundle, loader, settings, storage, toolchain
 from cute_ops import worker as workers
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.variant import Variant
 from cute_ops.worker import worker
 
 log = logging.getLogger("cute_ops")
-MAX_BYTES = int(os.environ.get("CUTE_OPS_CACHE_MAX_BYTES", str(1 << 30)))
+MAX_BYTES = int(settings.number("CUTE_OPS_CACHE_MAX_BYTES", 1 << 30))
 # Whoever holds a lock for longer than a compile may take has stopped: to wait is worse than to compile twice.
 LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
 
@@ -91,7 +91,7 @@ def build(variant: Variant) -> float:
     with _process_lock(variant.symbol) as usable:
         if not usable:
             raise CacheError(f"cute_ops: cache folder {storage.folder()} cannot be written")
-        if _verified(variant):
+        if _verified(variant, locked=True):
             return 0.0
         _require_compiler(variant)
         with tempfile.TemporaryDirectory(prefix="cute_ops-") as staging:
@@ -190,23 +190,26 @@ def _from_installed(variant: Variant) -> Callable[..., Any] | None:
     return loader.load(path, variant.symbol)
 
 
-def _from_disk(variant: Variant) -> Callable[..., Any] | None:
+def _from_disk(variant: Variant, locked: bool = False) -> Callable[..., Any] | None:
     storage.in_use.add(variant.symbol)
-    path = _verified(variant)
+    path = _verified(variant, locked)
     if path is None:
         return None
     try:
         function = loader.load(path, variant.symbol)
     except CacheError as error:
-        _reject(path, error)
+        if locked:
+            _reject(path, error)
         return None
     counters.disk += 1
     _touch(path)
     return function
 
 
-def _verified(variant: Variant) -> Path | None:
-    """The variant's object on disk, its checksum and variant compared; a bad one is deleted."""
+def _verified(variant: Variant, locked: bool = False) -> Path | None:
+    """The variant's object on disk, its checksum and variant compared. Who has the lock deletes a bad one; without it,
+    another process may just be writing it.
+    """
     where = storage.folder()
     path = where / f"{variant.symbol}.so"
     if not path.exists() and not path.is_symlink():
@@ -221,7 +224,8 @@ def _verified(variant: Variant) -> Path | None:
         if Variant.from_json(json.dumps(record["variant"])).digest != variant.digest:
             raise ValueError("it holds another variant")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        _reject(path, error)
+        if locked:
+            _reject(path, error)
         return None
     return path
 
@@ -246,7 +250,7 @@ def _build(variant: Variant) -> Callable[..., Any]:
         return shipped
     with _process_lock(variant.symbol) as usable:
         if usable:
-            function = _from_disk(variant)
+            function = _from_disk(variant, locked=True)
             if function is not None:
                 return function  # another process built it while we waited
         _require_compiler(variant)
@@ -261,11 +265,16 @@ def _build(variant: Variant) -> Callable[..., Any]:
         log.info("compiled %s in %.2f s", variant.describe(), seconds)
         kept = _store(variant, built, seconds) if usable else None
         if kept:
-            shutil.rmtree(staging, ignore_errors=True)
-        else:
-            # The only copy of a loaded object must stay while the process lives.
-            atexit.register(shutil.rmtree, staging, ignore_errors=True)
-        return loader.load(kept or built, variant.symbol)
+            try:
+                function = loader.load(kept, variant.symbol)
+            except CacheError as error:
+                log.warning("what was just compiled has left the cache folder (%s)", error)
+            else:
+                shutil.rmtree(staging, ignore_errors=True)
+                return function
+        # The only copy of a loaded object must stay while the process lives.
+        atexit.register(shutil.rmtree, staging, ignore_errors=True)
+        return loader.load(built, variant.symbol)
 
 
 def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
@@ -275,8 +284,9 @@ def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
     record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
         storage.sweep(where)
-        storage.write_whole(path, data)
+        # The object comes last: where it is, its record is.
         storage.write_whole(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
+        storage.write_whole(path, data)
         _evict(keep=path)
     except OSError as error:
         log.warning("cannot keep a compiled kernel in %s (%s): the next process compiles it again", where, error)
@@ -290,7 +300,10 @@ def _evict(keep: Path) -> None:
     now = time.time()
     found = []
     for path in keep.parent.glob("cute_*.so"):
-        status = path.stat()
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue  # another process was faster
         # A time to come is of a clock that was set back since: it must not last until that time.
         found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, path))
     total = sum(size for _, size, _ in found)
@@ -306,7 +319,7 @@ def _evict(keep: Path) -> None:
 
 
 def _remove(path: Path) -> None:
-    for name in (path.with_suffix(".json"), path):
+    for name in (path, path.with_suffix(".json")):
         try:
             name.unlink(missing_ok=True)
         except OSError as error:

@@ -53,7 +53,7 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
 
 
 def new_file(where: Path, prefix: str) -> tuple[int, Path]:
-    """A new file in a folder, open and locked: :func:`abandoned` once this process is dead.
+    """A new file in a folder, open and locked: :func:`remove_abandoned` takes it away once this process is dead.
 
     Raises:
         OSError: the file cannot be made.
@@ -75,14 +75,16 @@ def acquire(handle: int) -> bool | None:
     return True
 
 
-def abandoned(path: Path) -> bool:
-    """Whether nobody holds the file's lock: whoever made it has died."""
+def remove_abandoned(path: Path) -> None:
+    """Delete a file whose lock nobody holds: whoever made it has died."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
-        return False
+        return
     try:
-        return acquire(handle) is True
+        # Deleted while the lock is held: one that is just being made sees that it is gone.
+        if acquire(handle):
+            path.unlink(missing_ok=True)
     finally:
         os.close(handle)
 

@@ -10,7 +10,7 @@ import logging
 import os
 import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cute_ops import locks
@@ -87,8 +87,7 @@ def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
 def sweep(where: Path) -> None:
     """Delete what processes left that were killed."""
     for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
-        if locks.abandoned(path):
-            path.unlink(missing_ok=True)
+        locks.remove_abandoned(path)
 
 
 class Use:
@@ -121,7 +120,8 @@ class Use:
         sweep(where)
         symbols: set[str] = set()
         for path in where.glob("cute_use-*"):
-            symbols.update(path.read_text().split())
+            with suppress(FileNotFoundError):  # a process that has just ended
+                symbols.update(path.read_text().split())
         return symbols
 
     def close(self) -> None:

@@ -18,11 +18,12 @@ import time
 from pathlib import Path
 from typing import IO, Any
 
+from cute_ops import settings
 from cute_ops.errors import CompileError
 from cute_ops.variant import Variant
 
 IDLE_SECONDS = 60.0
-TIMEOUT_SECONDS = float(os.environ.get("CUTE_OPS_COMPILE_TIMEOUT", "300"))
+TIMEOUT_SECONDS = settings.number("CUTE_OPS_COMPILE_TIMEOUT", 300.0)
 _LOG_TAIL = 4000
 
 
@@ -75,7 +76,7 @@ class Worker:
             self._stop()
             return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s (CUTE_OPS_COMPILE_TIMEOUT)\n{self._tail()}"}
         line = answers.readline()
-        if line:
+        if line.endswith(b"\n"):  # else it died in the middle of its answer
             return json.loads(line)
         if process.wait() == 0:
             return None
@@ -122,7 +123,7 @@ class Pool:
     @property
     def size(self) -> int:
         """``CUTE_OPS_COMPILE_WORKERS``, or the cores this process may use."""
-        return self._size or max(int(os.environ.get("CUTE_OPS_COMPILE_WORKERS") or len(os.sched_getaffinity(0))), 1)
+        return self._size or max(int(settings.number("CUTE_OPS_COMPILE_WORKERS", len(os.sched_getaffinity(0)))), 1)
 
     def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
         """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a worker.

@@ -157,6 +157,8 @@ def bench(
                 declaration.name, str(rows), str(size), f"{found.us:.1f}", f"{found.low:.1f} to {found.high:.1f}",
                 f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}",
             )  # fmt: skip
+    if not rows_found:
+        fail("nothing was measured")
     console.print(table)
     out.mkdir(parents=True, exist_ok=True)
     header = "op,rows,n,us,us_min,us_max,gb_s,copy_gb_s\n"

@@ -164,6 +164,11 @@ def test_bench_writes_a_table_and_a_picture(
     lines = (tmp_path / "bench.csv").read_text().splitlines()
     assert len(lines) == 3 and lines[1].startswith("silu_mul,") and lines[1].endswith(",2000,4000")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
+    author.bench(SOFTCAP, n=[256], out=tmp_path / "own")
+    assert (tmp_path / "own" / "bench.csv").read_text().splitlines()[1].startswith("softcap,")
+    with pytest.raises(typer.Exit):
+        author.bench("silu_mul_bwd", n=[128], out=tmp_path / "none")
+    assert "nothing was measured" in capsys.readouterr().out and not (tmp_path / "none").exists()
     fake.available = lambda: False
     with pytest.raises(typer.Exit):
         author.bench("silu_mul", out=tmp_path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import os
@@ -117,6 +118,12 @@ def link(where: Path) -> None:
     path.symlink_to(where / "elsewhere.so")
 
 
+def open_behind_a_link(where: Path) -> None:
+    where.rename(where.with_name("open"))
+    where.with_name("open").chmod(0o777)
+    where.symlink_to(where.with_name("open"))
+
+
 @pytest.mark.fault(
     "a bundle that is damaged, open to others, or of other versions, sources or another machine",
     "one sentence says what does not fit",
@@ -138,10 +145,13 @@ def link(where: Path) -> None:
         (lambda where: (where / "kernels" / f"{wanted().symbol}.so").unlink(), ".so: No such file or directory"),
         (lambda where: where.chmod(0o777), "holds native code, but others can write bundle (mode 777)"),
         (lambda where: (where / "bundle.json").chmod(0o666), "others can write bundle.json (mode 666)"),
+        (lambda where: (where / "kernels").chmod(0o775), "others can write kernels (mode 775)"),
+        (open_behind_a_link, "others can write bundle (mode 777)"),
+        (lambda where: (shutil.rmtree(where), where.write_text("")), "is not a folder"),
     ],
     ids=[
         "no record", "broken record", "no folder", "format", "platform", "version", "sources", "flipped bit",
-        "truncated", "link", "missing", "open folder", "open record",
+        "truncated", "link", "missing", "open folder", "open record", "open kernels", "link to an open folder", "file",
     ],
 )  # fmt: skip
 def test_a_bundle_that_does_not_fit_is_refused(
@@ -253,9 +263,35 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path,
     with pytest.raises(CacheError, match="is not empty and no bundle: name another folder"):
         bundling.build(CALLS[:1], TARGETS[:1], where)
     assert (where / "thesis.txt").exists()
+    with pytest.raises(CacheError, match="is not a folder: name another one"):
+        bundling.build(CALLS[:1], TARGETS[:1], where / "thesis.txt")
     again = Path(shutil.copytree(made, tmp_path / "again"))
     bundling.build(CALLS[:1], TARGETS[:1], again)
     assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again-*"))
+
+
+@pytest.mark.fault(
+    "the disk is full, or a kernel leaves the cache, while a bundle replaces another", "an error; the other one stays",
+    "nothing",
+)  # fmt: skip
+@pytest.mark.parametrize("step", ["_licenses", "replace"])
+def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
+    made: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    again, plain = Path(shutil.copytree(made, tmp_path / "again")), Path.replace
+
+    def full(*given: Path) -> Path:
+        if step == "replace" and given != (given[0], again):
+            return plain(*given)
+        if step == "replace" and given[0].name == "before":
+            return plain(*given)
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(*((Path, "replace") if step == "replace" else (bundling, "_licenses")), full)
+    with pytest.raises(OSError, match="No space left"):
+        bundling.build(CALLS[:1], TARGETS[:1], again)
+    monkeypatch.undo()
+    assert Bundle(again).verify() == 4 and not list(tmp_path.glob(".again-*"))
 
 
 @pytest.mark.fault(
@@ -305,6 +341,8 @@ def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_fo
     (Path(where) / "kernels" / f"{wanted().symbol}.so").write_bytes(b"")
     checked = run("bundle", "check", where)
     assert checked.returncode == 1 and "is damaged: the checksum of" in checked.stdout
+    closed = run("build", text, "-o", "/proc/bundle", "--arch", "sm_90a")
+    assert closed.returncode == 1 and "'/proc/" in closed.stdout and not closed.stderr, closed.stderr
     wrong = run("build", str(tmp_path / "train.py"), "-o", where)
     assert wrong.returncode == 1 and "train.py, line 1: no op 'from'" in wrong.stdout
 

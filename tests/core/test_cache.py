@@ -34,7 +34,8 @@ print(cache.counters.compiled, cache.counters.disk, "cutlass" in sys.modules, fl
 def process_getting(where: Path, kernel: str = "Copy", before: str = "", after: str = "") -> subprocess.Popen[str]:
     code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel=kernel, before=before) + after
     environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(where), "PYTHONPATH": os.pathsep.join(sys.path)}
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True, env=environment)
+    command = [sys.executable, "-c", code]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
 def compiles(action: Callable[[], object]) -> int:
@@ -252,6 +253,83 @@ def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
     follower = process_getting(cache_folder)
     assert follower.communicate(timeout=60)[0].split()[:2] == ["1", "0"]
     assert not half.exists() and not list(cache_folder.glob("cute_use-*"))
+
+
+PAUSING = """
+import sys
+from cute_ops import storage
+write_whole = storage.write_whole
+def paused(path, data):
+    write_whole(path, data)
+    print("written", flush=True)
+    sys.stdin.readline()
+storage.write_whole = paused
+"""
+ASKING = """
+from cute_ops import storage
+locked = storage.locked
+def asking(*arguments):
+    print("asks", flush=True)
+    return locked(*arguments)
+storage.locked = asking
+"""
+
+
+def line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+@pytest.mark.fault(
+    "a process looks for a kernel while another is between its two files", "it waits for the other", "nothing"
+)
+@pytest.mark.parametrize("files", [1, 2])
+def test_a_look_at_what_is_being_written(cache_folder: Path, files: int) -> None:
+    writer = process_getting(cache_folder, before=PAUSING)
+    assert writer.stdin is not None and line(writer) == "written\n"
+    if files == 2:
+        print(file=writer.stdin, flush=True)
+        assert line(writer) == "written\n"
+    reader = process_getting(cache_folder, before=ASKING)
+    first = line(reader)
+    assert first == ("asks\n" if files == 1 else "0 1 False\n"), "what is whole is there"
+    assert writer.communicate("\n\n", timeout=60)[0].split()[-3:] == ["1", "0", "False"]
+    rest = reader.communicate(timeout=60)[0]
+    assert (first + rest).split()[-3:] == ["0", "1", "False"]
+
+
+@pytest.mark.fault(
+    "a kernel that was just compiled is deleted before it is loaded", "a warning; the compiler's copy is loaded",
+    "a compile",
+)  # fmt: skip
+def test_what_is_deleted_before_it_is_loaded(
+    cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(cache, "_evict", lambda keep: keep.unlink())
+    with caplog.at_level(logging.WARNING, "cute_ops"):
+        assert compiles(lambda: cache.get(variant())) == 1
+    assert "has left the cache folder" in caplog.text
+
+
+def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between its making and its lock: who makes it sees that it is gone, and makes another."""
+    acquire, taken = locks.acquire, []
+
+    def late(handle: int) -> bool | None:
+        if not taken:
+            taken.extend(tmp_path.iterdir())
+            locks.remove_abandoned(taken[0])
+        return acquire(handle)
+
+    monkeypatch.setattr(locks, "acquire", late)
+    handle, path = locks.new_file(tmp_path, "cute_tmp-")
+    monkeypatch.undo()
+    assert taken[0] != path and [path] == list(tmp_path.iterdir())
+    locks.remove_abandoned(path)
+    assert path.exists(), "its maker lives"
+    os.close(handle)
+    locks.remove_abandoned(path)
+    assert not path.exists()
 
 
 @pytest.mark.fault(

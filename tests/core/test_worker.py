@@ -76,6 +76,28 @@ def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
     worker.close()
 
 
+@pytest.mark.fault("the compiler dies in the middle of its answer", "that variant's error", "nothing")
+def test_half_an_answer_is_none(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker, popen = Worker(), subprocess.Popen
+    with monkeypatch.context() as patch:
+        dies = [os.sys.executable, "-c", "import os; os.write(1, b'{\"err'); os.abort()"]  # type: ignore[attr-defined]
+        patch.setattr(workers.subprocess, "Popen", lambda _, **given: popen(dies, **given))
+        with pytest.raises(CompileError, match="the compiler died with signal 6"):
+            worker.compile(variant(), tmp_path / "a.so")
+    assert works(worker, variant(), tmp_path)
+    worker.close()
+
+
+def test_numbers_of_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    for text, size in (("3", 3), ("", len(os.sched_getaffinity(0)))):
+        monkeypatch.setenv("CUTE_OPS_COMPILE_WORKERS", text)
+        assert Pool().size == size
+    for text in ("many", "0", "-2", "nan", "inf"):
+        monkeypatch.setenv("CUTE_OPS_COMPILE_WORKERS", text)
+        with pytest.raises(ValueError, match=f"CUTE_OPS_COMPILE_WORKERS is '{text}', it must be a number above 0"):
+            _ = Pool().size
+
+
 @pytest.mark.fault("the compiler hangs", "it is ended after CUTE_OPS_COMPILE_TIMEOUT, an error says so", "nothing")
 def test_a_compile_that_hangs_is_ended(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Worker()
