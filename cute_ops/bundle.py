@@ -39,12 +39,17 @@ _open: dict[str, list[Bundle | CacheError]] = {}
 class Bundle:
     """A bundle's folder, its record read and checked.
 
+    Args:
+        installed: it lies among installed packages, whose code runs whoever of the group can write it: installers
+            leave files as the user's umask says.
+
     Raises:
         CacheError: it is no bundle, others can write it, or it was built for another machine or other versions.
     """
 
-    def __init__(self, where: Path) -> None:
+    def __init__(self, where: Path, installed: bool = False) -> None:
         self.where = where
+        self._others = stat.S_IWOTH if installed else stat.S_IWGRP | stat.S_IWOTH
         try:
             self._check_folder(where)
             self._check_file(where / "bundle.json")
@@ -145,7 +150,7 @@ class Bundle:
         self._check_mode(path, status.st_mode)
 
     def _check_mode(self, path: Path, mode: int) -> None:
-        if mode & (stat.S_IWGRP | stat.S_IWOTH):
+        if mode & self._others:
             raise self._refusal(
                 f"holds native code, but others can write {path.name} (mode {stat.S_IMODE(mode):o}): "
                 f"chmod -R go-w {self.where}"
@@ -209,10 +214,10 @@ def forget() -> None:
 
 
 def _search(name: str, folders: Callable[[], Iterable[Path]], variant: Variant) -> tuple[Path | None, list[CacheError]]:
-    """The object, and why bundles were refused."""
+    """The object, and why bundles were refused; ``name`` is what names the folders, empty for installed ones."""
     with _lock:
         if name not in _open:
-            _open[name] = [_opened(where) for where in folders()]
+            _open[name] = [_opened(where, installed=not name) for where in folders()]
     refusals = []
     for bundle in _open[name]:
         try:
@@ -227,9 +232,9 @@ def _search(name: str, folders: Callable[[], Iterable[Path]], variant: Variant) 
     return None, refusals
 
 
-def _opened(where: Path) -> Bundle | CacheError:
+def _opened(where: Path, installed: bool) -> Bundle | CacheError:
     try:
-        return Bundle(where)
+        return Bundle(where, installed)
     except CacheError as error:
         return error
 

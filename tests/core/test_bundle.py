@@ -246,6 +246,8 @@ def test_an_installed_package_serves_its_bundle(
         (information / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
         (information / "entry_points.txt").write_text(f"[cute_ops.bundles]\nany = {name}.kernels_of_it\n")
     edit(site / "stale" / "kernels_of_it", change_version)
+    for path in [site / "shipped", *(site / "shipped").rglob("*")]:
+        path.chmod(0o775 if path.is_dir() else 0o664)  # as pip leaves it where the umask is 002
     monkeypatch.syspath_prepend(str(site))
     before = cache.counters.bundled, cache.counters.compiled
     with caplog.at_level(logging.WARNING, "cute_ops"):
@@ -254,6 +256,21 @@ def test_an_installed_package_serves_its_bundle(
         cache.get(manifest.parse("silu_mul gate:float16[*,32] up:float16[*,32]")[0].variant(parse("sm_90a")))
     assert caplog.text.count("was built with nvidia-cutlass-dsl 4.7.0") == 1
     assert cache.counters.compiled == before[1] + 1
+    (site / "shipped" / "kernels_of_it").chmod(0o777)
+    bundle.forget()
+    assert bundle.find_installed(wanted()) is None and "others can write kernels_of_it (mode 777)" in caplog.text
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_a_bundle_of_another_user_that_nobody_can_write(served: Path, cache_folder: Path) -> None:
+    """What several users share: it serves, and is left as it is."""
+    for path in [served, *served.rglob("*")]:
+        os.chown(path, 65534, 65534)
+        path.chmod(0o555 if path.is_dir() else 0o444)
+    content = {path: path.stat().st_mtime for path in served.rglob("*")}
+    before = cache.counters.bundled
+    assert callable(cache.get(wanted())) and cache.counters.bundled == before + 1
+    assert {path: path.stat().st_mtime for path in served.rglob("*")} == content and not cache_folder.exists()
 
 
 def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path, cache_folder: Path) -> None:

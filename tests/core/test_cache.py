@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import stat
 import subprocess
@@ -69,12 +70,16 @@ def test_sixteen_processes_one_compile(cache_folder: Path) -> None:
     assert all(c[2] == "False" for c in counts), "the compiler was imported into the caller's process"
 
 
-def test_threads_compile_once(cache_folder: Path, variant: Make) -> None:
+def test_threads_compile_once_and_say_so_once(
+    cache_folder: Path, variant: Make, caplog: pytest.LogCaptureFixture
+) -> None:
     from concurrent.futures import ThreadPoolExecutor
 
     wanted = variant()
-    with ThreadPoolExecutor(8) as pool:
+    with ThreadPoolExecutor(8) as pool, caplog.at_level(logging.INFO, "cute_ops"):
         assert compiles(lambda: list(pool.map(cache.get, [wanted] * 8))) == 1
+    (said,) = caplog.messages
+    assert re.fullmatch(r"compiled copying sm_90a x:bfloat16\[\?,64\] out:bfloat16\[\?,64\] in \d+\.\d\d s", said)
 
 
 def replace(path: Path, data: bytes) -> None:

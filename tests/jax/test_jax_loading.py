@@ -132,3 +132,36 @@ def test_two_processes_of_one_program(tmp_path: Path) -> None:
     (first, hits, misses, _), (second, *_) = both()
     assert first == second == same
     assert (hits, misses) == (6, 0)
+
+
+COMPILING = """
+import json, sys
+sys.modules["torch"] = None
+import jax, jax.numpy as jnp
+jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
+import cute_ops_jax
+from cute_ops import cache
+from jax.experimental import multihost_utils
+x, weight = jnp.ones((8, 64)), jnp.ones(64)
+step = jax.jit(jax.grad(lambda x, weight: cute_ops_jax.rmsnorm(x, weight).sum(), (0, 1)))
+traced = step.trace(x, weight)
+multihost_utils.sync_global_devices("both ask at once")
+traced.lower(lowering_platforms=("cuda",))
+print(json.dumps(vars(cache.counters)))
+"""
+
+
+def test_two_processes_compile_once_and_never_when_warm(tmp_path: Path, cache_folder: Path) -> None:
+    """Their programs are lowered for a GPU, at once, with real kernels."""
+
+    def both() -> list[dict[str, int]]:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            address = f"127.0.0.1:{free.getsockname()[1]}"
+        return [result(p) for p in [run(COMPILING, address, rank) for rank in "01"]]
+
+    cold, warm = both(), both()
+    kernels = sum(rank["compiled"] for rank in cold)
+    assert kernels >= 1 and len(list(cache_folder.glob("*.so"))) == kernels
+    assert all(rank["compiled"] + rank["disk"] == kernels for rank in cold), cold
+    assert warm == [{"bundled": 0, "disk": kernels, "compiled": 0}] * 2
