@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_ops.errors import message
 from cute_ops.op import Array, Op, Tensor
 
 
-@dataclass(frozen=True)
-class Binding:
+class Binding(NamedTuple):
     """A checked call of an op.
 
     Attributes:

@@ -17,9 +17,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -40,13 +38,11 @@ _building: dict[str, threading.Lock] = {}
 _guard = threading.Lock()
 
 
-@dataclass
 class Counters:
     """What this process did: loads from bundles and from disk, compiles."""
 
-    bundled: int = 0
-    disk: int = 0
-    compiled: int = 0
+    def __init__(self) -> None:
+        self.bundled = self.disk = self.compiled = 0
 
 
 counters = Counters()
@@ -111,6 +107,8 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
     Returns:
         One entry a variant, in order, without doubles.
     """
+    from concurrent.futures import ThreadPoolExecutor, as_completed  # which only who builds needs
+
     unique = list({variant.symbol: variant for variant in variants}.values())
 
     def attempt(variant: Variant) -> Built:

@@ -11,8 +11,8 @@ file of winners is advice, not configuration.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
 from itertools import product
+from typing import NamedTuple
 
 from cute_ops.op import Problem
 
@@ -22,8 +22,7 @@ MAX_SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 120: 101_376}  # bytes of o
 _SHARED = 232_448
 
 
-@dataclass(frozen=True)
-class Needs:
+class Needs(NamedTuple):
     """What one CTA takes of an SM: less than the kernel surely takes, so that no candidate is lost.
 
     Args:
@@ -39,8 +38,7 @@ class Needs:
     resident: int = 1
 
 
-@dataclass(frozen=True)
-class Tuning:
+class Tuning(NamedTuple):
     """What measuring may choose from.
 
     Args:

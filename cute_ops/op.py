@@ -7,10 +7,8 @@ tests, benchmarks and documentation.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -21,10 +19,6 @@ ITEMSIZE = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
     "float8_e4m3fn": 1, "bool": 1,
 }  # fmt: skip
-
-
-_DIM = re.compile(r"([1-9]\d*)?([A-Za-z_]\w*)")
-_LEADING = re.compile(r"\*(#?)([A-Za-z_]\w*)")
 
 
 class Array(NamedTuple):
@@ -49,6 +43,34 @@ class Dim(NamedTuple):
         return self.name if self.factor == 1 else f"{self.factor}{self.name}"
 
 
+class Shape(NamedTuple):
+    """A declared shape taken apart: the name of the leading dims or None, whether some of them may be missing, the
+    other dims, and what is wrong with it.
+    """
+
+    rows: str | None
+    broadcast: bool
+    dims: tuple[Dim, ...]
+    wrong: str = ""
+
+
+@cache
+def parse(shape: str) -> Shape:
+    words = shape.split()
+    leading = words.pop(0) if shape.startswith("*") else ""
+    rows = leading.removeprefix("*").removeprefix("#")
+    parts = [(word, word.lstrip("0123456789")) for word in words]
+    dims = tuple(Dim(int(word.removesuffix(name) or 1), name) for word, name in parts)
+    wrong = ""
+    if any("*" in word for word in words):
+        wrong = f"leading dims must come first, got {shape!r}"
+    elif any(word[0] == "0" or not name.isidentifier() for word, name in parts) or (
+        leading and not rows.isidentifier()
+    ):
+        wrong = f"{shape!r} is not a shape like '*m n' or '*#m 2n'"
+    return Shape(rows or None, leading.startswith("*#"), dims, wrong)
+
+
 class OneOf:
     """The values that an attribute may take, the default first: ``attrs={"approximate": OneOf("tanh", "none")}``."""
 
@@ -58,8 +80,7 @@ class OneOf:
         self.values = values
 
 
-@dataclass(frozen=True)
-class Tensor:
+class Tensor(NamedTuple):
     """One input or output of an op.
 
     Args:
@@ -91,22 +112,20 @@ class Tensor:
     hidden: bool = False
     reuses: str | None = None
 
-    @cached_property
+    @property
     def dims(self) -> tuple[Dim, ...]:
         """The dims after the leading ones."""
-        found = [_DIM.fullmatch(d) for d in self.shape.split() if not d.startswith("*")]
-        return tuple(Dim(int(match[1] or 1), match[2]) for match in found if match)
+        return parse(self.shape).dims
 
-    @cached_property
+    @property
     def rows(self) -> str | None:
         """The name that binds the leading dims, or None."""
-        match = _LEADING.match(self.shape)
-        return match[2] if match else None
+        return parse(self.shape).rows
 
-    @cached_property
+    @property
     def broadcast(self) -> bool:
         """Whether some of the leading dims may be missing."""
-        return self.shape.startswith("*#")
+        return parse(self.shape).broadcast
 
     def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape for these sizes, with all leading dims."""
@@ -117,8 +136,7 @@ class Tensor:
         return f"{self.dtype}[{self.shape}]"
 
 
-@dataclass(frozen=True)
-class Case:
+class Case(NamedTuple):
     """A named problem that tests, tuning and benchmarks share.
 
     Args:
@@ -132,14 +150,13 @@ class Case:
 
     name: str
     dims: Mapping[str, Any]
-    dtypes: Mapping[str, str] = field(default_factory=dict)
+    dtypes: Mapping[str, str] = {}
     absent: tuple[str, ...] = ()
-    attrs: Mapping[str, Any] = field(default_factory=dict)
-    leading: Mapping[str, int] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = {}
+    leading: Mapping[str, int] = {}
 
 
-@dataclass(frozen=True)
-class Finish:
+class Finish(NamedTuple):
     """What the Python functions do after an op, in array-API style: the framework differentiates it.
 
     Args:
@@ -164,8 +181,7 @@ class Finish:
                 raise ValueError(f"cute.{what}: option `{name}` is {options[name]!r}, expected {known}.")
 
 
-@dataclass(frozen=True)
-class Split:
+class Split(NamedTuple):
     """How devices with a slice each of one dim run an op together: each runs it on its slice, as a call of its own, and
     what they get is combined. In array-API style.
 
@@ -183,8 +199,7 @@ class Split:
     merge: Callable[..., Mapping[str, Any]] | None = None
 
 
-@dataclass(frozen=True)
-class Problem:
+class Problem(NamedTuple):
     """What a tile heuristic may look at: sizes, dtypes and alignments by tensor name, and the target."""
 
     m: int
@@ -346,12 +361,8 @@ class Op:
                 raise ValueError(
                     f"op {self.name}: {name} reuses {t.reuses!r}, which is no input of its shape and dtype"
                 )
-            first, *rest = t.shape.split() or [""]
-            if any("*" in d for d in rest):
-                raise ValueError(f"op {self.name}: {name}: leading dims must come first, got {t.shape!r}")
-            wrong = [d for d in rest if not _DIM.fullmatch(d)]
-            if wrong or (first and not (_LEADING if first.startswith("*") else _DIM).fullmatch(first)):
-                raise ValueError(f"op {self.name}: {name}: {t.shape!r} is not a shape like '*m n' or '*#m 2n'")
+            if wrong := parse(t.shape).wrong:
+                raise ValueError(f"op {self.name}: {name}: {wrong}")
         whole = {t.rows for t in self.inputs.values() if t.rows and not t.broadcast}
         for name, t in [*self.inputs.items(), *self.outputs.items()]:
             if t.broadcast and (name in self.outputs or t.rows not in whole):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache, partial
 from itertools import pairwise
 from pathlib import Path
@@ -43,8 +42,7 @@ class View(NamedTuple):
     strides: tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Plan:
+class Plan(NamedTuple):
     """One way to run a binding: the variant, the scratch arrays, and views for arrays that need one."""
 
     variant: Variant

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cache
+from typing import NamedTuple
 
 # SM counts of the usual part of each architecture, for building where no GPU is.
 _ARCHES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170}
@@ -18,8 +18,7 @@ _MULTIPROCESSOR_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUde
 _CAPTURE_MODE_RELAXED = 2  # CUstreamCaptureMode
 
 
-@dataclass(frozen=True)
-class Target:
+class Target(NamedTuple):
     """An SM architecture and how many SMs the device has (it sets the grid of persistent kernels)."""
 
     arch: str

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -182,7 +181,7 @@ def small(case: Case, most: int = 65) -> Case:
     largest = max((v for v in case.dims.values() if not isinstance(v, tuple)), default=1)
     shrink = lambda v: max(v * most // largest, 1) if largest > most else v  # noqa: E731
     dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else shrink(v) for k, v in case.dims.items()}
-    return replace(case, dims=dims)
+    return case._replace(dims=dims)
 
 
 def elements(case: Case) -> int:

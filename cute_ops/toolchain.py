@@ -16,11 +16,19 @@ DSL_TESTED = "4.8"
 
 
 def version(distribution: str) -> str | None:
-    """The installed version, or None."""
+    """The installed version, or None.
+
+    Read from the metadata's first lines: to parse all of it, as ``metadata.version`` does, takes every start longer
+    than to find it.
+    """
     try:
-        return metadata.version(distribution)
+        found = metadata.distribution(distribution)
     except metadata.PackageNotFoundError:
         return None
+    lines = (found.read_text("METADATA") or "").partition("\n\n")[0].splitlines()
+    return (
+        next((line.partition(":")[2].strip() for line in lines if line.startswith("Version:")), None) or found.version
+    )
 
 
 @cache

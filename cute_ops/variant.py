@@ -9,17 +9,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from functools import cached_property
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from cute_ops.op import ITEMSIZE
 
 VECTOR = 16  # bytes: the widest load and store of one thread
 
 
-@dataclass(frozen=True)
-class TensorKey:
+class TensorKey(NamedTuple):
     """What a kernel knows of one tensor at compile time.
 
     Attributes:
@@ -48,8 +46,20 @@ class TensorKey:
         return ITEMSIZE[self.dtype]
 
 
-@dataclass(frozen=True)
-class Variant:
+class _Fields(NamedTuple):
+    op: str
+    kernel: str
+    arch: str
+    names: tuple[str, ...]
+    args: tuple[TensorKey | None, ...]
+    static: tuple[tuple[str, int | None], ...]
+    attributes: tuple[tuple[str, Any], ...]
+    config: tuple[tuple[str, int], ...]
+    toolchain: tuple[str, str]
+    sources: str
+
+
+class Variant(_Fields):
     """One compiled kernel.
 
     Attributes:
@@ -64,17 +74,6 @@ class Variant:
         toolchain: versions of the DSL and TVM-FFI.
         sources: digest of the kernel's sources.
     """
-
-    op: str
-    kernel: str
-    arch: str
-    names: tuple[str, ...]
-    args: tuple[TensorKey | None, ...]
-    static: tuple[tuple[str, int | None], ...]
-    attributes: tuple[tuple[str, Any], ...]
-    config: tuple[tuple[str, int], ...]
-    toolchain: tuple[str, str]
-    sources: str
 
     @cached_property
     def tensors(self) -> Mapping[str, TensorKey | None]:
@@ -102,7 +101,8 @@ class Variant:
         return f"cute_{self.op}_{self.digest[:24]}"
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+        raw = self._asdict() | {"args": [key and key._asdict() for key in self.args]}
+        return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> Variant:

@@ -6,7 +6,6 @@ A mismatch shows late and badly ("No FFI handler registered"), so versions are c
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from itertools import takewhile
 
@@ -45,6 +44,8 @@ def require() -> None:
     """
     problems = versions()
     if not problems and _compat.jax_version() >= UNKNOWN_JAX and _has_cpu():
+        from concurrent.futures import ThreadPoolExecutor
+
         # In a thread of its own, since this one is tracing a program.
         with ThreadPoolExecutor(1) as pool:
             problems = pool.submit(probe).result()

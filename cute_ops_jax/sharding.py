@@ -16,8 +16,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import cute_ops
@@ -197,6 +195,10 @@ def by_partitioner(
     Raises:
         NotImplementedError: when XLA compiles shardings that do not name the axes of one mesh.
     """
+    # Here, since programs on one device have no use for them.
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.experimental.xla_metadata import set_xla_metadata
+
     binding = bind(op, specs(dict(zip(names, arrays, strict=True))), attrs)
     named = factors(binding, split=True)
     outputs = [n for n, out in binding.outputs.items() if out is not None]

@@ -129,8 +129,10 @@ def loaded() -> Any:
     if not enabled():
         return None
     try:
-        # Asked first: naming the extension costs an import of package metadata.
-        if not any(storage.folder().glob("torch_extension_*.so")) or not _verified(where := path()):
+        # Asked first: naming the extension takes reading package metadata.
+        folder = storage.folder()
+        entries = os.scandir(folder) if folder.is_dir() else ()
+        if not any(entry.name.startswith("torch_extension_") for entry in entries) or not _verified(where := path()):
             return None
         loader = importlib.machinery.ExtensionFileLoader(MODULE, str(where))
         module = importlib.util.module_from_spec(importlib.util.spec_from_file_location(MODULE, where, loader=loader))  # type: ignore[arg-type]

@@ -27,8 +27,9 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     """Make ``torch.ops.<namespace>.<name>`` of a declaration, and of its gradient.
 
     The op has a CUDA implementation, the reference on CPU, a fake kernel, reverse-mode autograd and a vmap
-    rule. Autocast leaves it alone: kernels accumulate in float32 whatever the inputs are, so casting inputs
-    would cost bandwidth and gain nothing. Registering the same declaration again returns the same function.
+    rule. Autocast, which passes what nobody registered for it, leaves it alone: kernels accumulate in float32 whatever
+    the inputs are, so casting inputs would cost bandwidth and gain nothing. Registering the same declaration again
+    returns the same function.
 
     Returns:
         The op as a Python function, with the declaration's signature and docstring.
@@ -48,7 +49,9 @@ def define(op: Op, namespace: str = "cute") -> Registered:
             raise ValueError(f"torch.ops.{namespace}.{op.name} is registered already, for another declaration")
         return known
     gradient = None if op.grad is None else define(op.grad, namespace)
-    library = _libraries.setdefault(namespace, torch.library.Library(namespace, "FRAGMENT"))
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    library = _libraries[namespace]
     # Exact strides: Inductor must not hand over a layout that eager would have refused.
     library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     made = _registered[key] = Registered(op, getattr(getattr(torch.ops, namespace), op.name).default, gradient)
@@ -59,8 +62,6 @@ def define(op: Op, namespace: str = "cute") -> Registered:
         kernel = autograd_kernel(op, made.overload, made.direct, made.raw_gradient)
         library.impl(op.name, kernel, "Autograd", with_keyset=True)
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
-    for autocast in ("AutocastCPU", "AutocastCUDA"):
-        library.impl(op.name, torch.library.fallthrough_kernel, autocast)
     register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))
     torch.library.register_vmap(f"{namespace}::{op.name}", vmap, lib=library)

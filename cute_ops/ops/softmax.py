@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
@@ -68,7 +67,7 @@ softmax_bwd = Op(
 
 log_softmax_bwd = Op(
     "log_softmax_bwd",
-    inputs={"out": replace(ROWS, at_most=0.0), "dout": ROWS},
+    inputs={"out": ROWS._replace(at_most=0.0), "dout": ROWS},
     outputs={"dx": ROWS},
     dtypes=DTYPES,
     reference=reference_log_bwd,

@@ -338,7 +338,7 @@ def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_fo
         "from cute_ops.plan import plan; from cute_ops.target import parse\n"
         "arrays = dict.fromkeys(('gate', 'up'), Array((4, 64), 'bfloat16'))\n"
         "cache.get(plan(bind(declarations.find('silu_mul'), arrays), {}, parse('sm_90a')).variant)\n"
-        "print(cache.counters); raise SystemExit(3)\n"
+        "print(vars(cache.counters)); raise SystemExit(3)\n"
     )
     (tmp_path / "train.py").write_text(program)
     train, text, where = str(tmp_path / "train.py"), str(tmp_path / "m.txt"), str(tmp_path / "bundle")
@@ -354,7 +354,7 @@ def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_fo
     cache.clear()
     environment = {**os.environ, "CUTE_OPS_BUNDLE": where, "PYTHONPATH": str(ROOT)}
     served = subprocess.run([sys.executable, train], capture_output=True, text=True, env=environment, check=False)
-    assert served.stdout.strip() == "Counters(bundled=1, disk=0, compiled=0)"
+    assert served.stdout.strip() == "{'bundled': 1, 'disk': 0, 'compiled': 0}"
     (Path(where) / "kernels" / f"{wanted().symbol}.so").write_bytes(b"")
     checked = run("bundle", "check", where)
     assert checked.returncode == 1 and "is damaged: the checksum of" in checked.stdout

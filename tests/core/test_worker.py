@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import signal
 import subprocess
@@ -129,7 +128,7 @@ def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> N
     "nothing",
 )
 def test_sources_edited_under_a_running_program_are_refused(worker: Worker, variant: Make, tmp_path: Path) -> None:
-    stale = dataclasses.replace(variant(), sources="0" * 64)
+    stale = variant()._replace(sources="0" * 64)
     with pytest.raises(CompileError, match="the sources of copying:Copy have changed since this program started"):
         worker.compile(stale, tmp_path / "a.so")
 

@@ -7,7 +7,6 @@ declared: a new op needs no new test. On the CPU a case keeps its dtypes, attrib
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 import itertools
 import os
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +56,7 @@ def small(cases: tuple[Case, ...]) -> list[Case]:
     """The cases at small sizes, those that are then the same only once."""
     found: dict[str, Case] = {}
     for case in map(testing.small, cases):
-        found.setdefault(str(dataclasses.replace(case, name="")), case)
+        found.setdefault(str(case._replace(name="")), case)
     return list(found.values())
 
 

@@ -4,7 +4,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import os
@@ -122,7 +121,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
             for i, case in enumerate(op.cases if gpu else map(testing.small, op.cases)):
                 if fixture == "turn" and dtype != FLOATS[i % len(FLOATS)]:
                     continue
-                look = (op.name, fixture == "turn" or dtype, str(dataclasses.replace(case, name="")))
+                look = (op.name, fixture == "turn" or dtype, str(case._replace(name="")))
                 if look not in seen:
                     seen.add(look)
                     problems.append(pytest.param(Problem(op, case, dtype), id=f"{op.name}-{dtype}-{case.name}"))
