@@ -106,6 +106,19 @@ def plan(
     return Plan(variant, workspaces, views)
 
 
+def target_of(binding: Binding, find: Callable[[], Target]) -> Target:
+    """What ``find`` gives; where no kernel is built for that GPU, the error tells the call.
+
+    Raises:
+        NotImplementedError: a GPU that no kernel is built for.
+    """
+    try:
+        return find()
+    except NotImplementedError as error:
+        problem = f"{str(error).removeprefix('cute_ops: ')}."
+        raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes)) from None
+
+
 class _Look(NamedTuple):
     """A binding on a target before a tile is chosen."""
 

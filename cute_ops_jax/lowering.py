@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.op import Array, Op
-from cute_ops.plan import Plan, folded, plan
+from cute_ops.plan import Plan, folded, plan, target_of
 from cute_ops_jax import targets
 from cute_ops_jax.arrays import spec, specs
 
@@ -64,7 +64,7 @@ def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str,
     whole = bind(op, given, dict(attrs))
     shapes = folded(whole)
     binding = bind(op, {n: Array(shapes[n], a.dtype) for n, a in given.items() if a}, dict(attrs))
-    target = targets.device_target()
+    target = target_of(whole, targets.device_target)
     if not any(_symbolic(size) for array in binding.inputs.values() if array for size in array.shape):
         return Chosen(whole, binding, plan(binding, {}, target, device=targets.here()))
     inner = {n: a.shape[len(a.shape) - len(op.inputs[n].dims) :] for n, a in binding.inputs.items() if a}

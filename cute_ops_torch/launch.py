@@ -16,7 +16,7 @@ import torch
 from cute_ops import cache, loader, target
 from cute_ops.binding import Binding
 from cute_ops.op import Op
-from cute_ops.plan import Plan, View, compact, plan
+from cute_ops.plan import Plan, View, compact, plan, target_of
 from cute_ops_torch.guards import asked_for, guarded
 from cute_ops_torch.reference import run_reference
 from cute_ops_torch.schema import define, parameters
@@ -182,7 +182,8 @@ def ready_to_run(binding: Binding, chosen: Plan, tensors: Tensors) -> Ready:
 def _plan(binding: Binding, tensors: Tensors, device: torch.device) -> Plan:
     index = device.index or 0
     on = index if device.type == "cuda" else None
-    return plan(binding, memory(binding.op, tensors), target.of_device(index), device=on)
+    where = target_of(binding, lambda: target.of_device(index))
+    return plan(binding, memory(binding.op, tensors), where, device=on)
 
 
 def _loaded(chosen: Plan, device: torch.device) -> Run:

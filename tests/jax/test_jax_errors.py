@@ -126,6 +126,23 @@ def test_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
         jax.jit(lambda x: cute_ops_jax.rmsnorm(x)).trace(X).lower(lowering_platforms=("cuda",))
 
 
+OLD_GPU = """\
+cute.rmsnorm: device 0 has compute capability 7.5; kernels exist for 8.0.
+  x: float32[3, 5, 64]   declared T[*m n]
+  bound so far: *m=(3, 5), n=64, T=float32"""
+
+
+def test_a_gpu_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(index: int) -> None:
+        raise NotImplementedError("cute_ops: device 0 has compute capability 7.5; kernels exist for 8.0")
+
+    monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
+    monkeypatch.setattr(targets.target, "of_device", refuse)
+    with pytest.raises(NotImplementedError) as caught:
+        jax.jit(lambda x: cute_ops_jax.rmsnorm(x)).trace(X).lower(lowering_platforms=("cuda",))
+    assert str(caught.value).startswith(OLD_GPU)
+
+
 def test_targets_run_out_with_a_warning_first(
     fake_kernels: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
