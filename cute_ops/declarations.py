@@ -68,11 +68,12 @@ def place(op: Op) -> str | None:
     """The name that :func:`find` finds an op by; None where no module holds it."""
     if ours().get(op.name) is op:
         return op.name
-    for module in list(sys.modules.values()):
-        for name, value in list(getattr(module, "__dict__", {}).items()):
+    # The program comes last: what it imports by name is found without running it.
+    for here, module in sorted(sys.modules.items(), key=lambda item: item[0] == "__main__"):
+        where = getattr(module, "__file__", None) if here == "__main__" else here
+        for name, value in list(getattr(module, "__dict__", {}).items()) if where else ():
             if isinstance(value, Op) and op in (value, value.grad):
-                here = getattr(module, "__file__", None) if module.__name__ == "__main__" else module.__name__
-                return f"{here}:{name}{'' if value is op else '.grad'}" if here else None
+                return f"{where}:{name}{'' if value is op else '.grad'}"
     return None
 
 

@@ -146,12 +146,12 @@ def _walk(problem: Problem, held: int, cluster: int, per_thread: int, threads: i
     return tile if cluster == 1 else tile | {"sorted_by": period}
 
 
-def _staged(problem: Problem, vectors: int, most: int, full: bool = False) -> dict[str, int]:
+def _staged(problem: Problem, vectors: int, most: int, full: bool = False, span: int = 4096 + LINE) -> dict[str, int]:
     """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit.
 
-    ``full``: with as many CTAs on an SM as find room.
+    ``full``: with as many CTAs on an SM as find room. ``span``: vectors that one of them holds.
     """
-    cluster = _doubled(vectors, 4096 + LINE, most)
+    cluster = _doubled(vectors, span, most)
     part = -(-vectors // cluster)
     row = _threads(part, 8, 512 + WARP)
     inputs = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "logits") if name in problem.dtypes]
@@ -305,17 +305,17 @@ def _clusters(problem: Problem, cluster: int) -> int:
 
 
 def pointwise(problem: Problem) -> dict[str, int]:
-    """Small CTAs, which keep step with the pages of memory. Two vectors to a thread where there is one input: too few
-    bytes would be on their way.
+    """Five streams keep step with the pages of memory in small CTAs only. Two vectors to a thread where there is one
+    input: too few bytes would be on their way.
     """
     if "dout" in problem.dtypes:
-        return {"threads": 128, "unroll": 1}
+        return {"threads": 256 if "x" in problem.dtypes else 128, "unroll": 1}
     return {"threads": 128, "unroll": 2} if "x" in problem.dtypes else {"threads": 256, "unroll": 1}
 
 
 def pointwise_halves(problem: Problem) -> dict[str, int]:
-    """As :func:`pointwise`, but one vector to a thread where halves lie off a vector, which takes registers."""
-    return pointwise(problem) | ({"unroll": 1} if _unaligned(problem) else {})
+    """As :func:`pointwise` of two inputs, which packed halves are; small CTAs where they lie off a vector."""
+    return {"threads": 128 if "dout" in problem.dtypes or _unaligned(problem) else 256, "unroll": 1}
 
 
 def backward_parts(problem: Problem, tile: dict[str, int]) -> int:
@@ -341,7 +341,8 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     """As the forward, for rows held in fp32; ``staged`` where they outgrow the registers of a CTA and ``long`` where
     they outgrow a cluster; ``late`` as in :func:`rows_forward`.
 
-    Four vectors to a thread, and registers capped so that about 1100 threads of an SM have theirs on the way.
+    Four vectors to a thread, and registers capped so that about 1100 threads of an SM have theirs on the way. Two where
+    nothing is summed and a row has 256 of them: the last vectors of few rows arrive sooner.
     """
     if problem.n is None:
         return {"threads": 512}
@@ -376,10 +377,17 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     if unaligned:
         room = 960 if "up" in problem.dtypes else 768 if two else min(room, 1024)
     columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
+    resident = max(1, room // threads)
+    if cluster == 1 and part >= 256 and not (columns or unaligned):
+        row = _threads(part, 2)
+        threads = max(row, 128)
     return {
-        "threads": threads, "threads_per_row": row, "cluster": cluster, "resident": max(1, room // threads),
+        "threads": threads,
+        "threads_per_row": row,
+        "cluster": cluster,
+        "resident": resident,
         "late": int(columns > 2),
-    }  # fmt: skip
+    }
 
 
 def _staged_quantized(problem: Problem, vectors: int, unaligned: bool, most: int) -> dict[str, int]:
@@ -467,7 +475,9 @@ def rows_mapped(problem: Problem) -> dict[str, int]:
         return {"threads": 512}
     vectors, unit = _vectors(problem), LINE if problem.dims["n"] >= SHORT else 1
     if vectors > 1024:
-        staged = _staged(problem, vectors + unit * _unaligned(problem), _most_ctas(problem))
+        # Where one CTA does not hold a row, small ones begin sooner.
+        span = 2048 if vectors > 4096 and not _unaligned(problem) else 4096 + LINE
+        staged = _staged(problem, vectors + unit * _unaligned(problem), _most_ctas(problem), span=span)
         return {**staged, "unit": unit} if staged else {"threads": 1024, "long": 1}
     row = _forward_row(problem, vectors)
     return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
@@ -488,27 +498,32 @@ def pairs_reduced(problem: Problem) -> dict[str, int]:
     row = _threads(part, 4)
     if part > row * (4 if row <= 800 else 3):
         return {"threads": 1024, "long": 1}
-    return {"threads": row, "threads_per_row": row, "cluster": cluster, "unit": unit, "resident": max(1, 800 // row)}
+    resident = max(1, (1024 if cluster > 8 else 800) // row)
+    return {"threads": row, "threads_per_row": row, "cluster": cluster, "unit": unit, "resident": resident}
 
 
 def rows_apart(problem: Problem) -> dict[str, int]:
     """No reduction: threads, those of a row, parts of a row that go to different CTAs."""
     if problem.n is None:
         return {"threads": 512}
-    vectors = _vectors(problem)
-    unit = LINE if problem.dims["n"] >= SHORT else 1
+    vectors, off = _vectors(problem), _unaligned(problem)
+    unit = LINE if problem.n >= SHORT else 1
     if vectors <= 1024:
-        row = _forward_row(problem, vectors)
+        row = _forward_row(problem, vectors) if off or vectors <= 512 else _threads(vectors, 2)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
     # Rows off a vector have edges to mask: fewer and longer parts.
-    threads, part = (256, 4096 + LINE) if _unaligned(problem) else (512, 2048)
-    # Few rows are cut into more parts, so that every SM has one.
-    part = part if problem.m * -(-vectors // part) >= 2 * problem.sm_count else part // 2
-    segments = -(-(vectors + unit * _unaligned(problem)) // part)
+    threads, part = (256, 4096 + LINE) if off else (512, 2048)
+    if problem.m * -(-vectors // part) < 2 * problem.sm_count:
+        part //= 2  # few rows are cut into more parts, so that every SM has one
+    elif vectors <= 8192:
+        part = max(part, 4096)
+    segments = -(-(vectors + unit * off) // part)
     return {"threads": threads, "threads_per_row": threads, "segments": segments, "unit": unit}
 
 
 def rows_filled(problem: Problem) -> dict[str, int]:
     """As :func:`rows_apart`, for a kernel that reads no rows: CTAs that write little are over before others start."""
-    tile = rows_apart(problem)
-    return tile | {"threads": max(tile["threads"], 256)}
+    if problem.n is None or _vectors(problem) > 1024:
+        return rows_apart(problem)
+    row = _forward_row(problem, _vectors(problem))
+    return {"threads": max(256, row), "threads_per_row": row, "unit": LINE if problem.n >= SHORT else 1}

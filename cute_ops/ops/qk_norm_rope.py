@@ -61,7 +61,7 @@ def tile_backward(problem: Any) -> dict[str, int]:
     dims, tile = problem.dims, {"threads": 128, "heads": 2, "resident": 3}
     threads = _power(problem.m) * (dims["hq"] + dims["hk"]) * max(dims["d"] // 16, 1)
     if threads < tile["threads"] * tile["resident"] * problem.sm_count:
-        return {"threads": 256, "heads": 1, "resident": 2}
+        return {"threads": 256, "heads": 1, "resident": 1}
     return tile
 
 

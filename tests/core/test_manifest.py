@@ -129,6 +129,17 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
     calls = manifest.read(tmp_path / "m.txt")
     assert [call.op.name for call in calls] == ["mine", "mine_bwd"]
 
+    # A program that has it from a module, its own or none's file: by the module, which can be imported.
+    _, condition, calling = file.read_text().partition("if __name__")
+    (tmp_path / "uses.py").write_text(f"from mine import *\n{condition}{calling}")
+    for program in (["uses.py"], ["-c", (tmp_path / "uses.py").read_text()]):
+        (tmp_path / "m.txt").unlink()
+        subprocess.run([sys.executable, *program], cwd=tmp_path, env=environment, check=True)
+        assert (tmp_path / "m.txt").read_text().splitlines() == [
+            "mine:mine x:float32[4,64]",
+            "mine:mine.grad dout:float32[4,64]",
+        ]
+
 
 def test_a_manifest_that_cannot_be_written_costs_only_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
