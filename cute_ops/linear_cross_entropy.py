@@ -7,18 +7,22 @@ from typing import Any
 from cute_ops.ops.cross_entropy import FINISH
 
 
-def check(what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str) -> None:
+def check(
+    what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str, chunk_rows: int | None = None
+) -> None:
     """Raise unless these arrays of a framework fit together; ``what`` is the function that was called.
 
     Raises:
         TypeError: dtypes that differ.
-        ValueError: shapes that do not fit, an unknown reduction.
+        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
     """
 
     def fail(kind: type[Exception], problem: str) -> Exception:
         return kind(f"cute.{what}: {problem}")
 
     FINISH.check(what, {"reduction": reduction})
+    if chunk_rows is not None and chunk_rows < 1:
+        raise fail(ValueError, f"option `chunk_rows` is {chunk_rows}, expected at least 1.")
     for name, a in (("weight", weight), ("bias", bias)):
         if a is not None and a.dtype != hidden.dtype:
             raise fail(TypeError, f"argument `{name}` has dtype {a.dtype}, but `hidden` has {hidden.dtype}.")

@@ -12,11 +12,13 @@ loop on theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.custom_derivatives import SymbolicZero
 
 from cute_ops import chunks
 from cute_ops.linear_cross_entropy import check
@@ -40,7 +42,7 @@ Array = jax.Array
 Arrays = Mapping[str, Any]
 
 
-@partial(jax.jit, static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction"), inline=True)
+@partial(jax.jit, static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows"), inline=True)
 def linear_cross_entropy(
     hidden: Array,
     weight: Array,
@@ -50,6 +52,7 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    chunk_rows: int | None = None,
 ) -> Array:
     """Cross entropy of ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -64,25 +67,31 @@ def linear_cross_entropy(
         label_smoothing: part of the target that is spread evenly over all classes.
         z_loss: weight of ``lse^2``.
         reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
+        chunk_rows: rows whose logits are held at a time. Where None, up to 2048, as long as their logits take no more
+            than twice the memory of the weight; more of them make products faster where h is small.
 
     Returns:
         float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T; the weight's is
-        added up in T, chunk after chunk.
+        added up in T, chunk after chunk. What is not differentiated costs no product: a frozen weight, for one.
 
     Raises:
         TypeError: dtypes that differ or are not listed.
-        ValueError: shapes that do not fit, an unknown reduction.
+        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
 
     Where devices have some of the rows, each runs the loop on its own. Where they have some of the classes, each keeps
     those, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
 
     Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
-    setting = Setting(ignore_index, label_smoothing, z_loss, reduction)
+    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows)
     return _checked("linear_cross_entropy", setting, hidden, weight, target, bias)
 
 
-@partial(jax.jit, static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction"), inline=True)
+@partial(
+    jax.jit,
+    static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows"),
+    inline=True,
+)
 def vocab_parallel_linear_cross_entropy(
     hidden: Array,
     weight: Array,
@@ -93,6 +102,7 @@ def vocab_parallel_linear_cross_entropy(
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
     reduction: str = "mean",
+    chunk_rows: int | None = None,
 ) -> Array:
     """:func:`linear_cross_entropy` inside ``jax.shard_map``, each device with its share of the weight's rows.
 
@@ -107,6 +117,7 @@ def vocab_parallel_linear_cross_entropy(
         bias: ``T[n]``, cut like the weight; -inf for classes that only fill up.
         ignore_index, label_smoothing, z_loss: as in :func:`linear_cross_entropy`, over all classes.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has.
+        chunk_rows: as in :func:`linear_cross_entropy`.
 
     Returns:
         float32: a scalar, or ``[*m]``, the same on all devices of the axis. Gradients are those of the written-out
@@ -114,17 +125,17 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         TypeError: dtypes that differ or are not listed.
-        ValueError: shapes that do not fit, an unknown reduction.
+        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
         NameError: no such axis of a ``shard_map``.
     """
-    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name)
+    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name, chunk_rows=chunk_rows)
     return _checked("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias)
 
 
 def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
     hidden, weight, target = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(target)
     bias = None if bias is None else jnp.asarray(bias)
-    check(what, hidden, weight, target, bias, setting.reduction)
+    check(what, hidden, weight, target, bias, setting.reduction, setting.chunk_rows)
     if setting.axis is not None:
         check_axis(setting.axis, what)
     (hidden, weight, bias), target = spread((hidden, weight, bias), target, setting.axis)
@@ -136,11 +147,14 @@ def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: 
 Inputs = tuple[Any, Any, Any]
 
 
-def _each(inputs: Inputs, start: Any, body: Callable[[Any, Any, int], Any]) -> Any:
+def _each(setting: Setting, inputs: Inputs, start: Any, body: Callable[[Any, Any, int], Any]) -> Any:
     """``state = body(state, first row, rows)`` for every chunk: a loop over whole ones, then the rest."""
     hidden, weight, _ = inputs
     rows = hidden.shape[0]
-    size = chunks.rows_per_chunk(rows, hidden.shape[1], weight.shape[0], hidden.dtype.itemsize, chunks.ENOUGH)
+    size = setting.chunk_rows or chunks.rows_per_chunk(
+        rows, hidden.shape[1], weight.shape[0], hidden.dtype.itemsize, chunks.ENOUGH
+    )
+    size = min(size, rows)
     whole, rest = divmod(rows, size)
     state = start
     if whole == 1:
@@ -168,17 +182,25 @@ def _add(gradients: Inputs, inputs: Inputs, first: Any, rows: int, dlogits: Any)
     """The gradients of the inputs with those of one more chunk."""
     hidden, weight, _ = inputs
     dhidden, dweight, dbias = gradients
+    if dhidden is not None:
+        dhidden = _put(dhidden, dlogits @ weight, first)
+    if dweight is not None:
+        dweight = dweight + dlogits.T @ _cut(hidden, first, rows)
     if dbias is not None:
         dbias = dbias + jnp.sum(dlogits, axis=0, dtype=jnp.float32)
-    return _put(dhidden, dlogits @ weight, first), dweight + dlogits.T @ _cut(hidden, first, rows), dbias
-
-
-def _nothing(inputs: Inputs) -> Inputs:
-    hidden, weight, bias = inputs
-    dhidden, dweight = (sharding.varying_like(jnp.zeros_like(a), a) for a in (hidden, weight))
-    # A sum over rows, one rounding at the end.
-    dbias = None if bias is None else sharding.varying_like(jnp.zeros(bias.shape, jnp.float32), bias)
     return dhidden, dweight, dbias
+
+
+def _nothing(setting: Setting, inputs: Inputs) -> Inputs:
+    """Gradients before the first chunk, None for those that nobody wants."""
+
+    def zeros(name: str, a: Any, dtype: Any = None) -> Any:
+        return sharding.varying_like(jnp.zeros(a.shape, dtype or a.dtype), a) if name in setting.wanted else None
+
+    hidden, weight, bias = inputs
+    # The bias's is a sum over rows, one rounding at the end.
+    dbias = None if bias is None else zeros("dbias", bias, jnp.float32)
+    return zeros("dhidden", hidden), zeros("dweight", weight), dbias
 
 
 def _zeros(target: Array) -> Array:
@@ -193,7 +215,7 @@ def _rows(setting: Setting, inputs: Inputs, target: Array, call: Call = by_stage
         loss, lse = (_put(s, a, first) for s, a in zip(state, found, strict=True))
         return loss, lse
 
-    return _each(inputs, (_zeros(target), _zeros(target)), body)
+    return _each(setting, inputs, (_zeros(target), _zeros(target)), body)
 
 
 def _step(setting: Setting, inputs: Inputs, target: Array, dloss: Array, call: Call = by_stage) -> tuple[Array, Inputs]:
@@ -205,8 +227,8 @@ def _step(setting: Setting, inputs: Inputs, target: Array, dloss: Array, call: C
         loss, dlogits = loss_and_gradient(setting, logits, classes, share, call)
         return _put(total, loss, first), _add(gradients, inputs, first, rows, dlogits)
 
-    loss, gradients = _each(inputs, (_zeros(target), _nothing(inputs)), body)
-    return loss, _rounded(gradients)
+    loss, gradients = _each(setting, inputs, (_zeros(target), _nothing(setting, inputs)), body)
+    return loss, _rounded(gradients, inputs)
 
 
 def _rows_bwd(
@@ -220,12 +242,12 @@ def _rows_bwd(
         dlogits = gradient(setting, logits, classes, sums, share, inplace=True, call=call)
         return _add(gradients, inputs, first, rows, dlogits)
 
-    return _rounded(_each(inputs, _nothing(inputs), body))
+    return _rounded(_each(setting, inputs, _nothing(setting, inputs), body), inputs)
 
 
-def _rounded(gradients: Inputs) -> Inputs:
+def _rounded(gradients: Inputs, inputs: Inputs) -> Inputs:
     dhidden, dweight, dbias = gradients
-    return dhidden, dweight, None if dbias is None else dbias.astype(dweight.dtype)
+    return dhidden, dweight, None if dbias is None else dbias.astype(inputs[2].dtype)
 
 
 # --- as ops, whose rows devices share ------------------------------------------------------------------------------
@@ -265,24 +287,27 @@ PROGRAMS: dict[str, tuple[Callable[..., Arrays], dict[str, Tensor], dict[str, Te
 
 
 @cache
-def _composite(name: str) -> Composite:
+def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None) -> Composite:
     run, inputs, outputs = PROGRAMS[name]
 
     def body(call: Call, given: Arrays, attrs: Arrays, axes: sharding.Axes = ()) -> Arrays:
+        setting = Setting(**attrs, reduction="none", axis=axes or None, chunk_rows=chunk_rows, wanted=wanted)
         if not axes:
-            return _flat(run, Setting(**attrs, reduction="none"), given, call)
+            return _flat(run, setting, given, call)
         layer = tuple(given[n] for n in ("hidden", "weight", "bias"))
         layer, target = spread(layer, given["target"], axes)
         rows = {n: sharding.varying_like(given[n], layer[0], axes) for n in inputs}
         given = {**dict(zip(("hidden", "weight", "bias"), layer, strict=True)), "target": target, **rows}
-        found = _flat(run, Setting(**attrs, reduction="none", axis=axes), given, call)
+        found = _flat(run, setting, given, call)
         # The one that is a sum over classes.
-        return {n: jax.lax.psum(a, axes) if n == "dhidden" else a for n, a in found.items()}
+        return {n: jax.lax.psum(a, axes) if n == "dhidden" and a is not None else a for n, a in found.items()}
 
+    # The name is all that XLA's cache sees of the program.
+    names = [name, *wanted, *([f"rows{chunk_rows}"] if chunk_rows else [])]
     declared = Op(
-        f"linear_cross_entropy_{name}",
+        "_".join(["linear_cross_entropy", *names]),
         inputs={**GIVEN, **inputs, **BIAS},
-        outputs=outputs,
+        outputs={n: t for n, t in outputs.items() if n not in GRADIENTS or n in wanted},
         dtypes=op.dtypes,
         attrs={n: op.attrs[n] for n in ("ignore_index", "label_smoothing", "z_loss")},
         static=("n", "h"),
@@ -299,14 +324,14 @@ def _flat(run: Callable[..., Arrays], setting: Setting, given: Arrays, call: Cal
     rows = [given[n].reshape(-1) for n in ("target", "lse", "dloss") if given.get(n) is not None]
     found = run(setting, (hidden.reshape(-1, hidden.shape[-1]), given["weight"], given["bias"]), *rows, call)
     shapes = {"dhidden": hidden.shape, "loss": lead, "lse": lead}
-    return {n: a.reshape(shapes[n]) if n in shapes else a for n, a in found.items()}
+    return {n: a.reshape(shapes[n]) if n in shapes and a is not None else a for n, a in found.items()}
 
 
 def _run(name: str, setting: Setting, inputs: Inputs, target: Array, **rows: Array) -> Arrays:
     given = {**dict(zip(("hidden", "weight", "bias"), inputs, strict=True)), "target": target, **rows}
     if setting.axis is not None:  # inside of a shard_map, and what devices exchange is written out
         return _flat(PROGRAMS[name][0], setting, given, by_stage)
-    composite = _composite(name)
+    composite = _composite(name, tuple(n for n in setting.wanted if n in PROGRAMS[name][2]), setting.chunk_rows)
     return composite(given, {n: setting.attrs[n] for n in composite.op.attrs})
 
 
@@ -315,26 +340,41 @@ def _loss(setting: Setting, inputs: Inputs, target: Array) -> Array:
     return reduced(setting, _run("rows", setting, inputs, target)["loss"], target)
 
 
-def _forward(setting: Setting, inputs: Inputs, target: Array) -> tuple[Array, Any]:
+def _forward(setting: Setting, inputs: Inputs, target: Any) -> tuple[Array, Any]:
+    """Of what nobody differentiates there is no gradient to make."""
+    given = zip(GRADIENTS, inputs, strict=True)
+    setting = setting._replace(wanted=tuple(n for n, a in given if a is not None and a.perturbed))
+    inputs, target = jax.tree.map(lambda a: a.value, (inputs, target), is_leaf=lambda a: hasattr(a, "perturbed"))
     if setting.reduction == "none":
         found = _run("rows", setting, inputs, target)
-        return found["loss"], (inputs, target, found["lse"])
+        return found["loss"], (Wanted(setting.wanted), inputs, target, found["lse"])
     share = jnp.ones((), jnp.float32)
     if setting.reduction == "mean":
         share = share / jnp.sum(target != setting.ignore_index)
     found = _run("step", setting, inputs, target, dloss=jnp.broadcast_to(share, target.shape))
-    return reduced(setting, found["loss"], target), tuple(found[n] for n in GRADIENTS)
+    return reduced(setting, found["loss"], target), tuple(found.get(n) for n in GRADIENTS)
 
 
-def _backward(setting: Setting, saved: Any, dloss: Array) -> tuple[Inputs, None]:
+def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Inputs, None]:
+    if isinstance(dloss, SymbolicZero):
+        return (None, None, None), None
     dloss = summed(setting, dloss)
     if setting.reduction != "none":
         dhidden, dweight, dbias = (None if g is None else g * dloss.astype(g.dtype) for g in saved)
     else:
-        inputs, target, lse = saved
+        wanted, inputs, target, lse = saved
+        setting = setting._replace(wanted=wanted.names)
         found = _run("rows_bwd", setting, inputs, target, lse=lse, dloss=dloss)
-        dhidden, dweight, dbias = (found[n] for n in GRADIENTS)
+        dhidden, dweight, dbias = (found.get(n) for n in GRADIENTS)
     return (dhidden, dweight, dbias), None
 
 
-_loss.defvjp(_forward, _backward)
+@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["names"])
+@dataclass(frozen=True)
+class Wanted:
+    """Names of gradients, among arrays that a forward saves."""
+
+    names: tuple[str, ...]
+
+
+_loss.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -36,6 +36,9 @@ class Setting(NamedTuple):
     reduction: str
     axis: Axis | None = None
     inplace: bool = True
+    # Of linear_cross_entropy: rows of a chunk, where it is not to choose, and the gradients that somebody wants.
+    chunk_rows: int | None = None
+    wanted: tuple[str, ...] = ()
 
     @property
     def attrs(self) -> dict[str, Any]:

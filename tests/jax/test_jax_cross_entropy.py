@@ -73,18 +73,54 @@ def test_linear_holds_the_logits_of_one_chunk(monkeypatch: pytest.MonkeyPatch) -
     jax.clear_caches()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("wrt", [(0,), (1,), (2,), (0, 2)], ids=["hidden", "weight", "bias", "hidden and bias"])
+def test_what_is_frozen_costs_no_product(
+    wrt: tuple[int, ...], reduction: str, chunked: None, close: Callable[..., Any]
+) -> None:
+    """One product makes logits, one each the gradients of hidden and weight; in the backward logits once more."""
+    arrays, target = linear()
+
+    def gradient(function: Any) -> Any:
+        def loss(*some: Any) -> Any:
+            h, w, b = (dict(zip(wrt, some, strict=True)).get(i, a) for i, a in enumerate(arrays))
+            return jnp.sum(jnp.cos(function(h, w, target, b, reduction=reduction)))
+
+        return jax.jit(jax.value_and_grad(loss, tuple(range(len(wrt)))))
+
+    some = [arrays[i] for i in wrt]
+    close(gradient(cute_ops_jax.linear_cross_entropy)(*some), gradient(by_hand)(*some))
+    text = gradient(cute_ops_jax.linear_cross_entropy).lower(*some).as_text()
+    each = 1 + (reduction == "none") + len({0, 1} & set(wrt))
+    assert text.count("stablehlo.dot_general") in (each, 2 * each)  # in the loop's body, and for a rest of rows
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 5, 100])
+def test_linear_in_chunks_of_so_many_rows(chunk_rows: int, close: Callable[..., Any]) -> None:
+    arrays, target = linear()
+
+    def gradients(rows: int | None) -> Any:
+        loss = partial(cute_ops_jax.linear_cross_entropy, target=target, chunk_rows=rows)
+        return jax.jit(jax.value_and_grad(lambda h, w, b: loss(h, w, bias=b), (0, 1, 2)))
+
+    close(gradients(chunk_rows)(*arrays), gradients(None)(*arrays))
+    assert f"tensor<{min(chunk_rows, 12)}x67xf32>" in gradients(chunk_rows).lower(*arrays).as_text()
+    with pytest.raises(ValueError, match=r"^cute\.linear_cross_entropy: option `chunk_rows` is 0, expected at least 1"):
+        cute_ops_jax.linear_cross_entropy(*arrays[:2], target, chunk_rows=0)
+
+
 @pytest.fixture
 def linear_through_ffi(ffi_stage: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its loops take the CUDA lowering on the CPU."""
     jax.clear_caches()
-    made: dict[str, Composite] = {}
+    made: dict[Any, Composite] = {}
     make = module._composite.__wrapped__
 
-    def composite(name: str) -> Composite:
-        if name not in made:
-            made[name] = make(name)
-            made[name].run_kernels_on("cpu")
-        return made[name]
+    def composite(*which: Any) -> Composite:
+        if which not in made:
+            made[which] = make(*which)
+            made[which].run_kernels_on("cpu")
+        return made[which]
 
     monkeypatch.setattr(module, "_composite", composite)
     monkeypatch.setattr(composites, "stage", ffi_stage)
