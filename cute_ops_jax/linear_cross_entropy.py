@@ -12,7 +12,6 @@ loop on theirs.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -340,41 +339,41 @@ def _loss(setting: Setting, inputs: Inputs, target: Array) -> Array:
     return reduced(setting, _run("rows", setting, inputs, target)["loss"], target)
 
 
+# In place of a gradient that nobody wants. JAX takes what a forward saves to have one structure, whatever is
+# differentiated; shapes may differ.
+NOT_WANTED = (0,)
+
+
 def _forward(setting: Setting, inputs: Inputs, target: Any) -> tuple[Array, Any]:
     """Of what nobody differentiates there is no gradient to make."""
-    given = zip(GRADIENTS, inputs, strict=True)
-    setting = setting._replace(wanted=tuple(n for n, a in given if a is not None and a.perturbed))
+    given = {n: a for n, a in zip(GRADIENTS, inputs, strict=True) if a is not None}
+    setting = setting._replace(wanted=tuple(n for n, a in given.items() if a.perturbed))
     inputs, target = jax.tree.map(lambda a: a.value, (inputs, target), is_leaf=lambda a: hasattr(a, "perturbed"))
     if setting.reduction == "none":
         found = _run("rows", setting, inputs, target)
-        return found["loss"], (Wanted(setting.wanted), inputs, target, found["lse"])
+        marks = {n: jnp.zeros((0, 0) if n in setting.wanted else NOT_WANTED) for n in given}
+        return found["loss"], (marks, inputs, target, found["lse"])
     share = jnp.ones((), jnp.float32)
     if setting.reduction == "mean":
         share = share / jnp.sum(target != setting.ignore_index)
     found = _run("step", setting, inputs, target, dloss=jnp.broadcast_to(share, target.shape))
-    return reduced(setting, found["loss"], target), tuple(found.get(n) for n in GRADIENTS)
+    gradients = {n: found[n] if n in setting.wanted else jnp.zeros(NOT_WANTED) for n in given}
+    return reduced(setting, found["loss"], target), gradients
 
 
 def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Inputs, None]:
     if isinstance(dloss, SymbolicZero):
         return (None, None, None), None
     dloss = summed(setting, dloss)
-    if setting.reduction != "none":
-        dhidden, dweight, dbias = (None if g is None else g * dloss.astype(g.dtype) for g in saved)
+    marks, *others = saved if setting.reduction == "none" else (saved,)
+    wanted = tuple(n for n, a in marks.items() if a.shape != NOT_WANTED)
+    if others:
+        inputs, target, lse = others
+        found = _run("rows_bwd", setting._replace(wanted=wanted), inputs, target, lse=lse, dloss=dloss)
     else:
-        wanted, inputs, target, lse = saved
-        setting = setting._replace(wanted=wanted.names)
-        found = _run("rows_bwd", setting, inputs, target, lse=lse, dloss=dloss)
-        dhidden, dweight, dbias = (found.get(n) for n in GRADIENTS)
+        found = {n: saved[n] * dloss.astype(saved[n].dtype) for n in wanted}
+    dhidden, dweight, dbias = (found.get(n) for n in GRADIENTS)
     return (dhidden, dweight, dbias), None
-
-
-@partial(jax.tree_util.register_dataclass, data_fields=[], meta_fields=["names"])
-@dataclass(frozen=True)
-class Wanted:
-    """Names of gradients, among arrays that a forward saves."""
-
-    names: tuple[str, ...]
 
 
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)

@@ -95,6 +95,22 @@ def test_what_is_frozen_costs_no_product(
     assert text.count("stablehlo.dot_general") in (each, 2 * each)  # in the loop's body, and for a rest of rows
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_one_trace_serves_whatever_is_differentiated(reduction: str, close: Callable[..., Any]) -> None:
+    """JAX keeps one structure of what a forward saves, that of its last trace, for all that may be differentiated."""
+    arrays, target = linear((5, 2), 31)
+
+    def gradients(function: Any, wrt: tuple[int, ...]) -> Any:
+        def loss(h: Any, w: Any, b: Any) -> Any:
+            return jnp.sum(jnp.cos(function(h, w, target, b, reduction=reduction)))
+
+        return jax.jit(jax.grad(loss, wrt))(*arrays)
+
+    expected = gradients(by_hand, (0, 1, 2))
+    for wrt in ((0,), (0, 1, 2), (0,), (1,), (0, 2), (0, 1, 2)):
+        close(gradients(cute_ops_jax.linear_cross_entropy, wrt), tuple(expected[i] for i in wrt))
+
+
 @pytest.mark.parametrize("chunk_rows", [1, 5, 100])
 def test_linear_in_chunks_of_so_many_rows(chunk_rows: int, close: Callable[..., Any]) -> None:
     arrays, target = linear()
