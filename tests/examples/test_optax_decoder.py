@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import jax
 import pytest
 
 pytest.importorskip("flax", reason="flax is not installed")
@@ -15,9 +16,9 @@ import optax_step
 import cute_ops_jax
 
 
-@pytest.mark.parametrize("model", decoder.MODELS)
-def test_losses_agree_and_fall(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert optax_step.main(["--model", model, "--rounds", "1", "--steps", "8"]) == 0
+@pytest.mark.parametrize("options", [*decoder.MODELS, "gemma3-270m --freeze embedding"])
+def test_losses_agree_and_fall(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert optax_step.main(["--model", *options.split(), "--rounds", "1", "--steps", "8"]) == 0
     out = capsys.readouterr().out
     losses = [[float(x) for x in re.findall(r"\d\.\d{4}", line)] for line in out.splitlines() if line.startswith("│")]
     assert len(losses) == 2
@@ -25,6 +26,13 @@ def test_losses_agree_and_fall(model: str, capsys: pytest.CaptureFixture[str]) -
         assert first == pytest.approx(6.238, abs=0.3)  # untrained: nearly uniform over 512 tokens
         assert last < first - 0.3
     assert re.search(r"ours: \d\.\d\d x XLA's tokens/s", out)
+
+
+def test_what_is_frozen_stays() -> None:
+    run = optax_step.Run(decoder.small(decoder.MODELS["gemma3-270m"]), decoder.PARTS["ours"], "embedding")
+    frozen, trained = jax.tree.leaves(run.frozen), jax.tree.leaves(run.state[0])
+    assert [a.shape for a in frozen] == [(512, 64)]
+    assert frozen[0].shape not in {a.shape for a in trained}
 
 
 def test_it_fails_when_an_op_is_one_percent_off(monkeypatch: pytest.MonkeyPatch) -> None:
