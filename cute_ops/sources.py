@@ -88,17 +88,44 @@ def _local_imports(module: str, path: str, source: str) -> Iterator[tuple[str, l
 
 def _imports(source: str) -> Iterator[tuple[str, list[str]]]:
     """What stands in import statements, relative ones with their dots: a module, and what is imported from it."""
-    at = source.find("import ")
+    at = source.find("import")
     while at >= 0:
-        before = source[source.rfind("\n", 0, at) + 1 : at].split()
-        begin = at + len("import ")
-        if source.startswith("(", begin):
-            listed = source[begin + 1 :].partition(")")[0]
-        else:
-            listed = source[begin:].partition("\n")[0].partition("#")[0]
-        names = [word for word in listed.replace(",", " ").split() if word.replace(".", "_").isidentifier()]
-        if not before:
-            yield from ((name, []) for name in names)
-        elif before[0] == "from" and len(before) == 2:
-            yield before[1], names
-        at = source.find("import ", begin)
+        begin = at + len("import")
+        if source[begin : begin + 1] in {" ", "\t", "(", "\\"}:
+            before = _before(source, at).rpartition(";")[2].split()
+            listed = _after(source, begin).partition(";")[0]
+            for sign in ",()":
+                listed = listed.replace(sign, " ")
+            names = [word for word in listed.split() if word.replace(".", "_").isidentifier()]
+            if len(before) > 1 and before[-2] == "from":
+                yield before[-1], names
+            elif not before or before[-1].endswith(":"):
+                yield from ((name, []) for name in names)
+        at = source.find("import", begin)
+
+
+def _before(source: str, at: int) -> str:
+    """The statement's line as far as there; a backslash joins two."""
+    start = source.rfind("\n", 0, at) + 1
+    text = source[start:at]
+    while source.endswith("\\\n", 0, start):
+        end = start - 2
+        start = source.rfind("\n", 0, end) + 1
+        text = f"{source[start:end]} {text}"
+    return text
+
+
+def _after(source: str, begin: int) -> str:
+    """The rest of the statement without comments; a backslash or an open parenthesis takes more lines to it."""
+    text, end = "", begin
+    while end < len(source):
+        end = source.find("\n", begin)
+        end = len(source) if end < 0 else end
+        text += source[begin:end].partition("#")[0]
+        begin = end + 1
+        if text.endswith("\\"):
+            text = text[:-1]
+        elif "(" not in text or ")" in text:
+            break
+        text += " "
+    return text

@@ -38,6 +38,25 @@ def test_a_change_in_any_imported_module_counts(package: Path, name: str) -> Non
     assert "mypackage" not in sys.modules
 
 
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "from . import unrelated", "from .unrelated import c", "import mypackage.unrelated", "from . import(unrelated)",
+        "import mypackage.unrelated as u", "from mypackage.unrelated import *", "import os; from . import unrelated",
+        "from . import _one; import os\nimport os, mypackage.unrelated", "if True: from . import unrelated",
+        "def f():\n\tfrom .unrelated import c", "from . import (\n    _one,  # like f(x)\n    unrelated,\n)",
+        "from . import _one, \\\n    unrelated", "from mypackage \\\n    import unrelated",
+        "from mypackage.unrelated \\\n    import \\\n    c", "from . import _one  # (\nfrom . import unrelated",
+    ],
+)  # fmt: skip
+def test_every_way_to_import_is_seen(package: Path, statement: str) -> None:
+    (package / "kernel.py").write_text(f"a = 'import'\n{statement}\n")
+    compile((package / "kernel.py").read_text(), "kernel.py", "exec")
+    before = digest()
+    (package / "unrelated.py").write_text("c = 2\n")
+    assert digest() != before
+
+
 def test_an_unrelated_module_does_not_count(package: Path) -> None:
     before = digest()
     (package / "unrelated.py").write_text("c = 2\n")
