@@ -1,8 +1,8 @@
 """Our kernels or Inductor's own fusion: graphs in which one or the other is faster, and what max-autotune takes.
 
 "ours" and "fused by Inductor" are the two forms of a graph as max-autotune itself compiles and times them before it
-chooses. Its choice, and the graph as PyTorch writes it without us, are compiled and timed from outside: forward without
-gradients or, where it says so, the backward alone.
+chooses; `took` says which one that was. Its choice, and the graph as PyTorch writes it without us, are compiled and
+timed from outside: forward without gradients or, where it says so, the backward alone.
 
     python benchmarks/fusion.py --out out/benchmarks
 """
@@ -23,7 +23,7 @@ from rich.table import Table as View
 
 import cute_ops_torch as ours
 
-COLUMNS = ("graph", "rows", "n", "contender", "status", "us", "us_min", "us_max")
+COLUMNS = ("graph", "rows", "n", "contender", "status", "us", "us_min", "us_max", "took")
 CONTENDERS = ("ours", "fused by Inductor", "max-autotune's choice", "torch's own")
 EPS = 1e-6
 Function = Callable[..., Any]
@@ -161,6 +161,8 @@ def measure(graph: Graph, rounds: int, small: bool) -> list[dict[str, Any]]:
     timed = list(_choice._known.values())[-1:]  # of the backward, which comes after the forward
     for k, name in enumerate(CONTENDERS[:2]):
         rows_of[name] |= {"us": timed[0][k] * 1e3} if timed else {"status": "not timed"}
+    if timed:
+        rows_of[CONTENDERS[2]]["took"] = CONTENDERS[_choice.fused_wins(*timed[0])]
     return list(rows_of.values())
 
 
@@ -181,6 +183,7 @@ def main(arguments: list[str] | None = None) -> None:
         for row in rows:
             table.add(row)
         cells = [f"{row['us']:.1f}" if "us" in row else row["status"] for row in rows]
+        cells[2] += f" ({rows[2]['took']})" if "took" in rows[2] else ""
         view.add_row(f"{GRAPHS[index].name} {rows[0]['rows']}x{rows[0]['n']}", *cells)
     Console(width=120).print(view)
 

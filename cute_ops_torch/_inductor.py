@@ -6,6 +6,7 @@ allocated before it. Ahead-of-time code runs without Python and goes through the
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,13 +17,14 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 
 from cute_ops.op import Op
+from cute_ops_torch import extension
 from cute_ops_torch._choice import asked_for, decomposed
-from cute_ops_torch.launch import Launcher
+from cute_ops_torch.launch import Launcher, site
 from cute_ops_torch.schema import defaults
 
 # Inductor's cached code names a kernel and outlives a process, so a name must never change its meaning: with another
 # calling convention, count up; from the first release on, keep registering the old names too.
-VERSION = 2
+VERSION = 3
 
 
 def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
@@ -32,8 +34,11 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
     stem = f"{overload.namespace}_{op.name}"
     kernels = {"cuda": f"{stem}_v{VERSION}", "cpu": f"{stem}_cpu_v{VERSION}"}
-    setattr(extern_kernels, kernels["cuda"], launch.into)
-    setattr(extern_kernels, kernels["cpu"], _by_overload(overload, len(names)))
+    # Generated code calls these once for each of its calls of the op, and keeps what they return.
+    find = launch.find if extension.loaded() is None else None
+    setattr(extern_kernels, kernels["cuda"], lambda given, attrs: site(op, given, attrs, launch.into, find))
+    by_overload = _by_overload(overload, len(names))
+    setattr(extern_kernels, kernels["cpu"], lambda given, attrs: site(op, given, attrs, by_overload, None))
 
     @lowering.register_lowering(overload, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
@@ -50,7 +55,8 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
             other = decomposed(op, overload, V.graph.current_node, args)
             if other is not None:
                 return other
-        call = _Call(device, f"extern_kernels.{kernels[device.type]}", tensors, [_literal(a) for a in attrs])
+        given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
+        call = _Call(device, f"extern_kernels.{kernels[device.type]}", given, [_literal(a) for a in attrs])
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
@@ -69,12 +75,16 @@ def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
 
 
 class _Call(ir.ExternKernelAlloc):
-    """The call of a kernel: inputs, attributes, then one buffer per output; an output without readers is None."""
+    """The call of a kernel: inputs, then one buffer per output; an output without readers is None.
 
-    def __init__(self, device: torch.device, kernel: str, tensors: Sequence[Any], attrs: Sequence[str]) -> None:
-        inputs = [_realize(t) for t in tensors if t is not None]
+    The kernel is asked for a function of its own for this call, see :func:`cute_ops_torch.launch.site`. Its key is what
+    the inputs' sizes and strides depend on: nothing, or the symbols in them.
+    """
+
+    def __init__(self, device: torch.device, kernel: str, given: dict[str, Any], attrs: Sequence[str]) -> None:
+        inputs = [_realize(t) for t in given.values()]
         super().__init__(ir.MultiOutputLayout(device=device), inputs, python_kernel_name=kernel)
-        self.given, self.attrs = [t is not None for t in tensors], attrs
+        self.given, self.attrs = tuple(given), attrs
 
     def codegen(self, wrapper: Any) -> None:
         self.codegen_comment(wrapper)
@@ -82,11 +92,45 @@ class _Call(ir.ExternKernelAlloc):
         for output, needed in zip(self.outputs, wanted, strict=True):
             if needed:
                 wrapper.codegen_allocation(output)
-        inputs: Any = iter(self.inputs)
-        tensors = [next(inputs).codegen_reference() if here else "None" for here in self.given]
+        inputs: Any = self.inputs
+        tensors = [t.codegen_reference() for t in inputs]
         outputs = [out.get_name() if needed else "None" for out, needed in zip(self.outputs, wanted, strict=True)]
-        arguments = ", ".join([*tensors, *self.attrs, *outputs])
-        wrapper.writeline(f"{self.get_name()} = {self.get_kernel_name()}({arguments})")
+        symbols = [wrapper.codegen_python_sizevar(s) for s in sorted(self._symbols(), key=str)]
+        key = f"({', '.join(symbols)})" if symbols[1:] else symbols[0] if symbols else "None"
+        arguments = ", ".join([key, *tensors, *outputs])
+        wrapper.writeline(f"{self.get_name()} = {self._site(wrapper)}({arguments})")
+
+    def _site(self, wrapper: Any) -> str:
+        """The name of the call's function, which the generated module makes when it is imported."""
+        attrs = "".join(f"{a}, " for a in self.attrs)
+        kernel = f"{self.get_kernel_name()}({self.given}, ({attrs}))"
+        inputs: Any = self.inputs
+        like = [(t.get_device(), t.get_dtype(), *map(_simplified, (t.get_size(), t.get_stride()))) for t in inputs]
+        # Named by all that its calls have in common: one module may hold several graphs with names of their own.
+        digest = hashlib.sha256(f"{kernel} {like}".encode()).hexdigest()[:16]
+        name = f"{self.get_kernel_name().removeprefix('extern_kernels.')}_{digest}"
+        while hasattr(wrapper, "parent_wrapper"):
+            wrapper = wrapper.parent_wrapper
+        known = wrapper.__dict__.setdefault("_cute_sites", set())
+        if name not in known:
+            known.add(name)
+            wrapper.imports.writeline(f"{name} = {kernel}")
+        return name
+
+    def _symbols(self) -> set[Any]:
+        inputs: Any = self.inputs
+        return {
+            s for t in inputs for sizes in (t.get_size(), t.get_stride()) for e in _simplified(sizes)
+            for s in e.free_symbols
+        }  # fmt: skip
+
+    def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
+        found = super().get_free_symbol_uses(unbacked_only)
+        return found if unbacked_only else found | self._symbols()
+
+
+def _simplified(sizes: Sequence[Any]) -> list[Any]:
+    return [V.graph.sizevars.simplify(e) for e in sizes]
 
 
 class _Output(ir.MultiOutput):

@@ -68,6 +68,17 @@ def _learn({arguments}, {outputs}):
 """
 
 
+_SITE = """
+def make(_into, _get, _learn, {values}):
+    def site(_key, {given}, {outputs}):
+        if {otherwise}:
+            _into({arguments}, {outputs})
+        else:
+            (_get(_key) or _learn(_key, ({tensors},)))({tensors}, {outputs})
+    return site
+"""
+
+
 class Launcher(NamedTuple):
     """One op on CUDA tensors.
 
@@ -123,6 +134,37 @@ def launcher(op: Op) -> Launcher:
         source, f"launch {op.name}", _get=ready.get, _prepare=prepared, _last=last, _made=made.get, _make=make
     )
     return Launcher(space["launch"], space["into"], space["_find"], ready)
+
+
+def site(op: Op, given: Sequence[str], attrs: Sequence[Any], into: Run, find: Callable[..., Ready] | None) -> Run:
+    """``into`` for one place in a compiled program: ``call(key, *given inputs, *outputs)``.
+
+    Calls from there differ in addresses, and in the sizes that ``key`` holds; all else is known to be the same, so
+    nothing else is looked at.
+
+    Args:
+        op: the declaration.
+        given: names of the inputs that are there.
+        attrs: all attributes.
+        into: the launcher's.
+        find: the launcher's; None where ``into`` itself looks a call up faster than this could.
+    """
+    ready: dict[Any, Run] = {}
+
+    def learn(key: Any, tensors: tuple[Any, ...]) -> Run:
+        assert find is not None
+        make_room(REMEMBERED, ready)
+        made = ready[key] = find(*tensors, *attrs).into
+        return made
+
+    tensors = ", ".join(name if name in given else "None" for name in op.inputs)
+    values = {f"_given_{name}": value for name, value in zip(op.attrs, attrs, strict=True)}
+    pointers = " | ".join(f"{name}.data_ptr()" for name in given)
+    source = _SITE.format(
+        values=", ".join(values), given=", ".join(given), tensors=tensors, arguments=", ".join((tensors, *values)),
+        outputs=", ".join(_numbered("out", op.outputs)), otherwise=f"({pointers}) & 15" if find else "True",
+    )  # fmt: skip
+    return _maker(source)(into, ready.get, learn, **values)  # type: ignore[no-any-return]
 
 
 def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:
@@ -256,7 +298,7 @@ def make({values}):
 
 
 @lru_cache(1024)
-def _maker(source: str) -> Callable[..., tuple[Run, Run]]:
+def _maker(source: str) -> Callable[..., Any]:
     return define(source, "ready")["make"]
 
 

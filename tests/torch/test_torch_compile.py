@@ -71,26 +71,32 @@ def test_inductor_calls_ops_directly() -> None:
         return [out, *torch.autograd.grad(out.sum(), tensors)]
 
     x, y = torch.randn(4, 3, 64), torch.randn(3, 4, 64).transpose(0, 1)
-    arguments = [t.requires_grad_() for t in (x, y, torch.randn(64))]
+    tensors = [t.requires_grad_() for t in (x, y, torch.randn(64))]
     compiled = torch.compile(function, fullgraph=True, dynamic=True)
     with torch.no_grad():
-        _, (inference,) = run_and_get_code(compiled, *arguments)
-    got, (forward, backward) = run_and_get_code(step, compiled, *arguments)
-    torch.testing.assert_close(got, step(function, *arguments), rtol=1e-4, atol=1e-4)
+        _, (inference,) = run_and_get_code(compiled, *tensors)
+    got, (forward, backward) = run_and_get_code(step, compiled, *tensors)
+    torch.testing.assert_close(got, step(function, *tensors), rtol=1e-4, atol=1e-4)
     for code in (forward, backward, inference):
         assert "torch.ops.cute." not in code
-    calls = [
-        re.sub(r"(?<=[(,] )[a-z]\w*|(?<=\()[a-z]\w*", "T", line.split("extern_kernels.cute_")[1])
-        for line in (inference + backward).splitlines()
-        if "extern_kernels." in line
-    ]
+    # Each call has a function of its own, made for the inputs and attributes that it has; its key is the sizes.
+    calls = []
+    for code in (inference, backward):
+        known = dict(re.findall(r"^(cute_\w+) = extern_kernels\.cute_(.*)$", code, re.MULTILINE))
+        for name, arguments in re.findall(r" = (cute_\w+)\((.*)\)$", code, re.MULTILINE):
+            arguments = re.sub(r"^(\(s[\w, ]*\)|s\d+)(?=, )", "SIZES", arguments)
+            calls.append((known[name], re.sub(r"\b[a-z]\w*", "T", arguments)))
     assert calls == [
-        "add_rmsnorm_cpu_v2(T, T, None, T, 1e-05, 0.0, T, None)",  # nobody reads residual_out
-        "rmsnorm_cpu_v2(T, None, T, 1e-05, 0.0, T)",
-        "silu_mul_cpu_v2(T, T, T)",
-        "silu_mul_bwd_cpu_v2(T, T, T, T, T)",
-        "rmsnorm_bwd_cpu_v2(T, T, None, T, 1e-05, 0.0, T, None, T)",
-        "add_rmsnorm_bwd_cpu_v2(T, T, None, None, T, 1e-05, 0.0, None, T, None, T)",
+        # Nobody reads residual_out.
+        ("add_rmsnorm_cpu_v3(('x', 'residual', 'bias'), (1e-05, 0.0, ))", "SIZES, T, T, T, T, None"),
+        ("rmsnorm_cpu_v3(('x', 'bias'), (1e-05, 0.0, ))", "SIZES, T, T, T"),
+        ("silu_mul_cpu_v3(('gate', 'up'), ())", "SIZES, T, T, T"),
+        ("silu_mul_bwd_cpu_v3(('gate', 'up', 'dout'), ())", "SIZES, T, T, T, T, T"),
+        ("rmsnorm_bwd_cpu_v3(('x', 'dout', 'bias'), (1e-05, 0.0, ))", "SIZES, T, T, T, T, None, T"),
+        (
+            "add_rmsnorm_bwd_cpu_v3(('residual_out', 'dout', 'bias'), (1e-05, 0.0, ))",
+            "SIZES, T, T, T, None, T, None, T",
+        ),
     ]
 
 

@@ -93,6 +93,37 @@ def test_calls_of_one_shape_are_told_apart(compiled: Any, monkeypatch: pytest.Mo
     assert len(compiled.calls) == count
 
 
+def test_a_place_in_a_program_fills_outputs(turn: Any, compiled: Any) -> None:
+    cuda, tensors, attrs = launcher(turn.op), turn.tensors(), tuple(turn.attrs.values())
+    made = cuda.launch(*tensors, *attrs)
+    given = {name: t for name, t in zip(turn.op.inputs, tensors, strict=True) if t is not None}
+    for find in (cuda.find, None):
+        site = launch.site(turn.op, tuple(given), attrs, cuda.into, find)
+
+        def into(*args: Any, site: Any = site) -> None:
+            site(None, *given.values(), *args[len(tensors) + len(attrs) :])
+
+        turn.check_into(into, made)
+
+
+def test_a_place_in_a_program_plans_once_for_a_size(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda, w, base = launcher(rmsnorm), torch.rand(64), torch.randn(9, 64)
+    site = launch.site(rmsnorm, ("x", "weight"), (1e-6, 0.0), cuda.into, cuda.find)
+
+    def check(x: torch.Tensor) -> None:
+        out = torch.full((len(x), 64), torch.nan)
+        site(len(x), x, w, out)
+        torch.testing.assert_close(out, torch.ops.cute.rmsnorm(x, w))
+
+    shifted = torch.empty(4 * 64 + 1)[1:].view(4, 64).copy_(base[:4])  # what was planned for aligned rows does not fit
+    for again in (False, True):
+        if again:
+            monkeypatch.setattr(launch, "prepare", None)
+        for x in (base[:4], base[:5], shifted, base[:4] + 1):
+            check(x)
+    assert len({v.digest for v in compiled.variants}) == 2
+
+
 def test_any_argument_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("key", "get", "ready", "prepare", "args", "self")
     own = Op(
