@@ -240,7 +240,7 @@ def _functional(graph: Graph, node: Any, op: str, tensors: tuple[str, ...]) -> b
         return False
     eps = given["eps"]
     if eps is None:
-        eps = torch.finfo(x.dtype).eps if op == "rmsnorm" else 1e-5
+        eps = torch.finfo(torch.float32).eps if op == "rmsnorm" else 1e-5  # whatever the dtype of x is
     weights = [given[name] for name in tensors]
     if op == "rmsnorm":
         made = _insert(graph, node, op, given["input"], *weights, None, float(eps), 0.0)

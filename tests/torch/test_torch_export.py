@@ -115,13 +115,13 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path) -
         subprocess.run([sys.executable, str(EXAMPLE / "build.py"), str(tmp_path / "run")], check=True)
     else:
         warnings.warn("this Python has no shared library: nothing is run in C++", stacklevel=1)
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONFAULTHANDLER": "1"}
     for command in ([sys.executable, "-c", LOAD], *([[str(tmp_path / "run")]] if embeds else [])):
         made = tmp_path / "outputs.pt"
         done = subprocess.run(
             [*command, *map(str, (package, given, made))], capture_output=True, text=True, env=environment, timeout=240
         )
-        assert done.returncode == 0, done.stderr
+        assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {done.stderr}"
         for got, tensors in zip(torch.load(made, weights_only=False), inputs, strict=True):
             expected = calls(*tensors)
             for op in OPS:
