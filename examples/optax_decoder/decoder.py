@@ -1,4 +1,6 @@
-"""A decoder of ``flax.nnx`` modules, like Qwen3 or Gemma 3. ``Parts`` is all that differs between our ops and XLA's."""
+"""A decoder of ``flax.nnx`` modules, like Llama, Qwen3 or Gemma 3. ``Parts`` is all that differs between our ops and
+XLA's.
+"""
 
 from __future__ import annotations
 
@@ -37,6 +39,8 @@ class Config:
     window: int | None = None  # tokens that attention sees
     full_every: int = 1  # of so many layers, one sees all of them
     norms_after: bool = False  # of what attention and the MLP give
+    qk_norm: bool = True  # of queries and keys
+    theta: float = 1e6  # base of the rotations' frequencies
 
     @property
     def tokens(self) -> int:
@@ -49,8 +53,10 @@ MODELS = {
     "qwen3-0.6b": Config(8, 1024, 3072, 16, 8, 128, 151936, 4, 4096, "bfloat16"),
     # Gemma 3 270M, but for the scale of its embedding and the second frequency of its rotations.
     "gemma3-270m": Config(
-        18, 640, 2048, 4, 1, 256, 262144, 16, 2048, "bfloat16", "gelu_tanh", window=512, full_every=6, norms_after=True
+        18, 640, 2048, 4, 1, 256, 262144, 8, 2048, "bfloat16", "gelu_tanh", window=512, full_every=6, norms_after=True
     ),
+    # The Llama of 15 million parameters that llama2.c trains on TinyStories, with its 131072 tokens a step.
+    "stories15m": Config(6, 288, 768, 6, 6, 48, 32000, 512, 256, "bfloat16", qk_norm=False, theta=1e4),
 }
 
 
@@ -67,6 +73,7 @@ class Parts(NamedTuple):
     norm: type[ours.RMSNorm]
     add_norm: type[ours.AddRMSNorm]
     qk_norm_rope: type[ours.QKNormRope]
+    rope: Any
     mlp: type[ours.GatedMLP]
     loss: Any
 
@@ -115,12 +122,17 @@ def xla_loss(hidden: Array, weight: Array, target: Array) -> Array:
     return jnp.mean(optax.softmax_cross_entropy_with_integer_labels(logits, target))
 
 
-# Products of so many rows fill a GPU where hidden states are small, too.
-our_loss = partial(cute_ops_jax.linear_cross_entropy, chunk_rows=4096)
+# 2 GiB of logits at a time: products of many rows fill a GPU where hidden states are small, too.
+LOGITS = 1 << 30
+
+
+def our_loss(hidden: Array, weight: Array, target: Array) -> Array:
+    return cute_ops_jax.linear_cross_entropy(hidden, weight, target, chunk_rows=LOGITS // weight.shape[0])
+
 
 PARTS = {
-    "XLA": Parts(XlaRMSNorm, XlaAddRMSNorm, XlaQKNormRope, XlaGatedMLP, xla_loss),
-    "ours": Parts(ours.RMSNorm, ours.AddRMSNorm, ours.QKNormRope, ours.GatedMLP, our_loss),
+    "XLA": Parts(XlaRMSNorm, XlaAddRMSNorm, XlaQKNormRope, rope, XlaGatedMLP, xla_loss),
+    "ours": Parts(ours.RMSNorm, ours.AddRMSNorm, ours.QKNormRope, cute_ops_jax.rope, ours.GatedMLP, our_loss),
 }
 
 
@@ -140,7 +152,8 @@ class Layer(nnx.Module):
         self.k = nnx.Linear(c.hidden, c.kv_heads * c.headdim, kernel_init=normal(0.02), **linear)
         self.v = nnx.Linear(c.hidden, c.kv_heads * c.headdim, kernel_init=normal(0.02), **linear)
         self.out = nnx.Linear(c.heads * c.headdim, c.hidden, kernel_init=narrow, **linear)
-        self.qk_norm_rope = parts.qk_norm_rope(c.headdim, epsilon=EPS, **options)
+        self.rope = parts.rope
+        self.qk_norm_rope = nnx.data(parts.qk_norm_rope(c.headdim, epsilon=EPS, **options) if c.qk_norm else None)
         self.mlp_norm = parts.add_norm(c.hidden, epsilon=EPS, **options)
         self.mlp = parts.mlp(
             c.hidden, c.mlp, activation=c.activation, dtype=c.dtype, kernel_init=normal(0.02), **options
@@ -159,7 +172,10 @@ class Layer(nnx.Module):
 
     def attention(self, x: Array, cos: Array, sin: Array) -> Array:
         q, k, v = (a.reshape(*x.shape[:2], -1, self.config.headdim) for a in (self.q(x), self.k(x), self.v(x)))
-        q, k = self.qk_norm_rope(q, k, cos, sin)
+        if self.qk_norm_rope is None:
+            q, k = self.rope(q, cos, sin), self.rope(k, cos, sin)
+        else:
+            q, k = self.qk_norm_rope(q, k, cos, sin)
         # cuDNN's fused attention takes half precision only.
         fused = "cudnn" if jax.default_backend() == "gpu" and x.dtype == jnp.bfloat16 else None
         heads = jax.nn.dot_product_attention(
@@ -169,7 +185,7 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """RMSNorm, normed and rotated queries and keys, grouped causal attention, gated MLPs, tied embeddings."""
+    """RMSNorm, rotated queries and keys that may be normed, grouped causal attention, gated MLPs, tied embeddings."""
 
     def __init__(self, config: Config, parts: Parts, rngs: nnx.Rngs) -> None:
         c, self.config, self.loss = config, config, parts.loss
@@ -191,6 +207,6 @@ class Decoder(nnx.Module):
 
 def rotary(config: Config) -> tuple[Array, Array]:
     """Cosines and sines, ``float32[seqlen, headdim / 2]``."""
-    frequency = 1e6 ** (-np.arange(0, config.headdim, 2) / config.headdim)
+    frequency = config.theta ** (-np.arange(0, config.headdim, 2) / config.headdim)
     angle = np.arange(config.seqlen)[:, None] * frequency
     return jnp.asarray(np.cos(angle), jnp.float32), jnp.asarray(np.sin(angle), jnp.float32)

@@ -1,11 +1,11 @@
 """Train one decoder with optax twice, with our ops and with what XLA makes of jax.numpy: losses and tokens/s.
 
 Both start from the same weights and see the same words; the script fails when their losses part. On a GPU the decoder
-has the layers of Qwen3-0.6B, or of Gemma 3 270M, in bfloat16; on a CPU it is tiny. ``--freeze embedding`` trains the
-layers alone, as fine-tuning often does: two thirds of Gemma's parameters are its embedding, which is also what makes
-logits. ``pip install flax optax`` first.
+is like Qwen3-0.6B, like Gemma 3 270M or like the Llama of TinyStories with 15 million parameters, in bfloat16; on a CPU
+it is tiny. ``--freeze embedding`` trains the layers alone, as fine-tuning may: two thirds of Gemma's parameters are its
+embedding, which also makes the logits. ``pip install flax optax`` first.
 
-    python examples/optax_decoder/optax_step.py --model gemma3-270m
+    python examples/optax_decoder/optax_step.py --model stories15m
 """
 
 from __future__ import annotations
