@@ -24,10 +24,10 @@ def rows_per_chunk(rows: int, hidden: int, vocab: int, itemsize: int, enough: in
     there anyway, unless that made more than 32 chunks.
 
     Args:
-        enough: at least so many rows, as long as their logits take no more than twice the memory of the weight.
+        enough: at least so many rows, as long as their logits take no more than four times the memory of the weight.
     """
     room = int(max(SHARE * rows * hidden * itemsize, LEAST_BYTES)) // max(vocab * itemsize, 1)
-    room = max(room, min(enough, 2 * hidden))
+    room = max(room, min(enough, 4 * hidden))
     wanted = max(min(room, FULL) // TILE, -(-rows // (MOST * TILE)), 1)
     return max(min(wanted * TILE, rows), 1)
 

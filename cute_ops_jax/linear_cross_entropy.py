@@ -67,7 +67,7 @@ def linear_cross_entropy(
         z_loss: weight of ``lse^2``.
         reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
         chunk_rows: rows whose logits are held at a time. Where None, up to 2048, as long as their logits take no more
-            than twice the memory of the weight; more of them make products faster where h is small.
+            than four times the memory of the weight; more of them make products faster where h is small.
 
     Returns:
         float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T; the weight's is
