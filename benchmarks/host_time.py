@@ -12,6 +12,7 @@ results are there: as XLA runs it, in a command buffer (a CUDA graph), and launc
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import time
 from collections.abc import Callable
@@ -35,12 +36,33 @@ CHAINS = (5, 25)
 
 
 class Chain(NamedTuple):
-    """Two calls, of which the second runs so many ops more."""
+    """Two calls, of which the second runs so many ops more.
+
+    Attributes:
+        ops: how many.
+        first: another such call, for what a process pays for once when it compiles.
+        finished: whether the time counts until the results are there.
+    """
 
     short: Call
     long: Call
     ops: int
-    finished: bool = False  # whether the time counts until the results are there
+    first: Call
+    finished: bool = False
+
+    @classmethod
+    def of(cls, chain: Callable[[int], Call], finished: bool = False) -> Chain:
+        short, long = CHAINS
+        return cls(chain(short), chain(long), long - short, chain(2), finished)
+
+
+def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``torch.compile`` of a function with a code of its own: variants of one share a limit, and are tried in turn."""
+    function.__code__ = function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}")
+    return torch.compile(function, fullgraph=True)
+
+
+_numbers = itertools.count()
 
 
 def in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> Chain:
@@ -52,10 +74,10 @@ def in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> C
                 x = op(x, weight)
             return x
 
-        compiled = torch.compile(function, fullgraph=True)
+        compiled = compiled_alone(function)
         return lambda: compiled(x, weight)
 
-    return Chain(*map(chain, CHAINS), CHAINS[1] - CHAINS[0])
+    return Chain.of(chain)
 
 
 def apart_in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> Chain:
@@ -67,10 +89,10 @@ def apart_in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor
         def function(xs: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
             return [op(x, weight) for x, weight in zip(xs.unbind(), weights.unbind(), strict=True)]
 
-        compiled = torch.compile(function, fullgraph=True)
+        compiled = compiled_alone(function)
         return lambda: compiled(xs, weights)
 
-    return Chain(*map(calls, CHAINS), CHAINS[1] - CHAINS[0])
+    return Chain.of(calls)
 
 
 def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call | Chain]]:
@@ -219,7 +241,7 @@ def jax_entries() -> dict[str, Callable[[], Call | Chain]]:
             compiled = jax.jit(function, compiler_options=options)
             return lambda: compiled(x, weight)
 
-        return Chain(*map(chain, CHAINS), CHAINS[1] - CHAINS[0], finished=True)
+        return Chain.of(chain, finished=True)
 
     def program_of_ours(options: dict[str, Any] | None = None) -> Callable[[], Chain]:
         def make() -> Chain:
@@ -272,7 +294,8 @@ def compile_ms(chain: Chain, wait: Callable[[Any], None]) -> float:
     """Milliseconds that one more op of a chain takes to compile: its calls are the first."""
     seconds = []
     with torch._inductor.config.patch(force_disable_caches=True):
-        for call in chain[:2]:  # the short one pays for what is done once
+        wait(chain.first())
+        for call in chain[:2]:
             begin = time.perf_counter()
             wait(call())
             seconds.append(time.perf_counter() - begin)

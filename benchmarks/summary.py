@@ -1,4 +1,5 @@
 """What the figures of device_time.csv come to: geometric means, the points that are short, who is ahead where.
+Where they are beside it, host_time.csv against its aims, who wins the graphs of fusion.csv, and the training steps.
 
     python benchmarks/summary.py benchmarks/results [--write benchmarks/results/summary.md]
 
@@ -186,6 +187,42 @@ def step(rows: Sequence[dict[str, str]]) -> str:
     return markdown(("training step", "tokens/s", "peak GB", *(f"x {other}" for other in others)), cells)
 
 
+# Of F.rms_norm's host time: without the extension, with it.
+HOST = {"no": 1.3, "yes": 1.0}
+IN_A_GRAPH = 1.0  # microseconds of an op in a compiled graph, beyond the compiled function alone
+CALLS = ("torch.ops.cute.rmsnorm", "cute_ops_torch.rmsnorm", "cute_ops_torch.nn.RMSNorm")
+
+
+def host(rows: Sequence[dict[str, str]]) -> str:
+    """Host time against its aims. Of two rows of the same call the last counts."""
+    known = {(r["call"], r["grad"], r["extension"]): r for r in rows if r["status"] == "ok"}
+    lines = [
+        (f"`{call}`, {'with' if grad == 'yes' else 'without'} grad, {'with' if extension == 'yes' else 'without'} "
+         "extension: of F.rms_norm", f"{HOST[extension]}", f"{float(row['of_rms_norm']):.2f}")
+        for extension in HOST for call in CALLS for grad in ("no", "yes")
+        if (row := known.get((call, grad, extension)))
+    ]  # fmt: skip
+    alone, one = (
+        known.get((name, "no", "no")) for name in ("the compiled function alone", "in a graph: cute_ops_torch.rmsnorm")
+    )
+    if alone and one:
+        cell = f"{float(one['us']) - float(alone['us']):.2f}"
+        lines.append(("in a compiled graph, us an op beyond the compiled function", f"{IN_A_GRAPH}", cell))
+    return markdown(("host time", "aim, at most", "is"), lines)
+
+
+def fusion(rows: Sequence[dict[str, str]]) -> str:
+    """Which form of a graph is faster, and which max-autotune took."""
+    us: dict[str, dict[str, str]] = {}
+    for r in rows:
+        cells = us.setdefault(f"{r['graph']} {r['rows']}x{r['n']}", {})
+        cells[r["contender"]] = f"{float(r['us']):.1f}" if r["us"] else r["status"]
+        cells["took"] = r["took"] or cells.get("took", "")
+    names = ("ours", "fused by Inductor", "took", "max-autotune's choice", "torch's own")
+    lines = [(graph, *(cells.get(name, "") for name in names)) for graph, cells in us.items()]
+    return markdown(("graph, us", "ours", "fused by Inductor", "max-autotune took", "its time", "torch's own"), lines)
+
+
 def summary(folder: Path) -> str:
     rows = read(folder / "device_time.csv")
     found = points(rows)
@@ -213,9 +250,12 @@ def summary(folder: Path) -> str:
         "## Without a figure",
         failures(found),
     ]
-    steps = folder / "llama_step.csv"
-    if steps.exists():
-        parts += ["## Training step", step(read(steps))]
+    for name, title, make in (
+        ("host_time", "Host time", host), ("fusion", "Ours or fused", fusion), ("llama_step", "Training step", step)
+    ):  # fmt: skip
+        path = folder / f"{name}.csv"
+        if path.exists():
+            parts += [f"## {title}", make(read(path))]
     return "\n\n".join(parts) + "\n"
 
 

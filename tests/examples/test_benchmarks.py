@@ -192,6 +192,13 @@ def test_summary(tmp_path: Path) -> None:
     assert norm.ahead(xla) == pytest.approx(130 / 64)
     assert points["softmax backward 4096x64"].best() == ("torch eager", 128.0)
     assert summary.behind(points.values()) == [points["rmsnorm backward 4096x64"]]
+    host = "call,grad,extension,status,us,of_rms_norm\n"
+    host += "the compiled function alone,no,no,ok,4.0,0.4\nin a graph: cute_ops_torch.rmsnorm,no,no,ok,4.75,0.5\n"
+    host += "cute_ops_torch.rmsnorm,yes,yes,ok,9.0,0.9\ncute_ops_torch.nn.RMSNorm,no,no,failed: E: no,,\n"
+    (tmp_path / "host_time.csv").write_text(host)
+    graphs = "graph,rows,n,contender,status,us,took\ng,8,64,ours,ok,2.0,\ng,8,64,fused by Inductor,ok,1.0,\n"
+    graphs += "g,8,64,max-autotune's choice,ok,1.1,fused by Inductor\ng,8,64,torch's own,wrong,,\n"
+    (tmp_path / "fusion.csv").write_text(graphs)
     target = tmp_path / "summary.md"
     summary.main([str(tmp_path), "--write", str(target)])
     text = target.read_text()
@@ -208,6 +215,9 @@ def test_summary(tmp_path: Path) -> None:
         "| JAX, 128 MB and more: time over PyTorch's | 1.03 | at most 1.100, 1 over | 2 |",
         "| rmsnorm backward 4096x64 bfloat16 | 80.00 | 80.0% | quack 77.00 | 0.963 |",
         "| rmsnorm backward 4096x64 bfloat16 | Liger | failed: E: no |",
+        "| in a compiled graph, us an op beyond the compiled function | 1.0 | 0.75 |",
+        "| `cute_ops_torch.rmsnorm`, with grad, with extension: of F.rms_norm | 1.0 | 0.90 |",
+        "| g 8x64 | 2.0 | 1.0 | fused by Inductor | 1.1 | wrong |",
     ):
         assert line in text, line
     assert "not available" not in text
