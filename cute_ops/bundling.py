@@ -97,7 +97,10 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
     for variant in sorted(variants, key=lambda v: v.symbol):
         data = cache.read(variant)
         if data is None:
-            raise CacheError(f"cute_ops: {variant.symbol}.so has left the cache folder while the bundle was built")
+            raise CacheError(
+                f"cute_ops: {variant.symbol}.so has left the cache folder while the bundle was built: "
+                f"CUTE_OPS_CACHE_MAX_BYTES is {cache.MAX_BYTES}, is that too little?"
+            )
         (where / "kernels" / f"{variant.symbol}.so").write_bytes(data)
         kernels[variant.symbol] = {
             "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.to_json()),

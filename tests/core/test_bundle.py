@@ -287,6 +287,17 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path,
     assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again-*"))
 
 
+def test_a_cache_that_holds_no_whole_bundle(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cache, "MAX_BYTES", 1)
+    with pytest.raises(
+        CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES is 1, is that too"
+    ):
+        bundling.build(CALLS, TARGETS[:1], tmp_path / "bundle")
+    assert not list(tmp_path.glob("*bundle*"))
+
+
 @pytest.mark.fault(
     "the disk is full, or a kernel leaves the cache, while a bundle replaces another", "an error; the other one stays",
     "nothing",
