@@ -68,11 +68,13 @@ def place(op: Op) -> str | None:
     """The name that :func:`find` finds an op by; None where no module holds it."""
     if ours().get(op.name) is op:
         return op.name
+    program = sys.modules.get("__main__")  # (multiprocessing gives it a second name)
+    modules = [(where, module) for where, module in list(sys.modules.items()) if module is not program]
     # The program comes last: what it imports by name is found without running it.
-    for here, module in sorted(sys.modules.items(), key=lambda item: item[0] == "__main__"):
-        where = getattr(module, "__file__", None) if here == "__main__" else here
+    for where, module in (*modules, (getattr(program, "__file__", None), program)):
         for name, value in list(getattr(module, "__dict__", {}).items()) if where else ():
-            if isinstance(value, Op) and op in (value, value.grad):
+            # By its type: to ask an object for its class may run code of it, warnings for one.
+            if issubclass(type(value), Op) and op in (value, value.grad):
                 return f"{where}:{name}{'' if value is op else '.grad'}"
     return None
 

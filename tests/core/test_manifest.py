@@ -131,7 +131,7 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
 
     # A program that has it from a module, its own or none's file: by the module, which can be imported.
     _, condition, calling = file.read_text().partition("if __name__")
-    (tmp_path / "uses.py").write_text(f"from mine import *\n{condition}{calling}")
+    (tmp_path / "uses.py").write_text(f"import multiprocessing\nfrom mine import *\n{condition}{calling}")
     for program in (["uses.py"], ["-c", (tmp_path / "uses.py").read_text()]):
         (tmp_path / "m.txt").unlink()
         subprocess.run([sys.executable, *program], cwd=tmp_path, env=environment, check=True)
