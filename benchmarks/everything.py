@@ -65,7 +65,7 @@ PHASES = {
         60, (script("host_time", "--out", "{out}", "--append", "--only", "^(?!in a)", **WITH_EXTENSION),)
     ),
     "fusion": Phase(120, (script("fusion", "--out", "{out}"),)),
-    "tuning_gap": Phase(600, (script("tuning_gap", "--out", "{out}", "--seconds", "{seconds}"),)),
+    "tuning_gap": Phase(150, (script("tuning_gap", "--out", "{out}", "--seconds", "{seconds}"),)),
     "picture": Phase(60, (script("plot", "{out}"),)),
     "summary": Phase(30, (script("summary", "{out}", "--write", "{out}/summary.md"),)),
 }  # fmt: skip

@@ -48,8 +48,8 @@ def tune(
 
     Example: python -m cute_ops record -o train.txt -- python train.py; python -m cute_ops tune train.txt
 
-    Programs that start afterwards use the winners; CUTE_OPS_TUNE=0 turns that off. CUTE_OPS_TUNE=1 measures, in a
-    PyTorch program, whatever it calls first. `build` puts what calls were tuned to into the bundle. See docs/tuning.md.
+    Programs that start afterwards use the winners; CUTE_OPS_TUNE=0 turns that off. CUTE_OPS_TUNE=1 measures whatever a
+    program calls first, PyTorch's or JAX's. `build` puts what calls were tuned to into the bundle. See docs/tuning.md.
     """
     from cute_ops import tuner
 

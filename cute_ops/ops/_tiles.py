@@ -99,27 +99,34 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
                 return _walk(problem, vectors + unit, 1, 6, 128, unit)
             row = WARP if vectors <= 5 * WARP else _threads(vectors, 4)
             return {"threads": max(128, row), "threads_per_row": row, "late": 1, "unit": unit}
-        row = _forward_row(problem, vectors)
+        row, off, two = _forward_row(problem, vectors), _unaligned(problem), "residual" in problem.dtypes
+        if off and two and problem.n >= SHORT and vectors + unit <= 768:
+            row = _threads(vectors + unit, 1)
+        elif not off and vectors > 512 and _wide(problem):
+            row = _threads(vectors, 6)
         # Four rows to a thread where a CTA would be over before the next one has started.
-        tiny = vectors <= 8 and not _unaligned(problem)
+        tiny = vectors <= 8 and not off
         threads = 128 if tiny or vectors > WARP else 256
-        return {"threads": max(threads, row), "threads_per_row": row, "unroll": 4 if tiny else 1, "unit": unit}
+        tile = {"threads": max(threads, row), "threads_per_row": row, "unroll": 4 if tiny else 1, "unit": unit}
+        return tile | {"late": 1} if 8 < vectors <= WARP and not (off or two or centred) else tile
     held = vectors + unit
     if centred and _unaligned(problem) and 4096 < held <= 2 * WALKED and most > 1:
         return _walk(problem, held, 2, 5, 640, unit)
     if vectors > (4096 if _unaligned(problem) else 8192):
         full = _unaligned(problem) and not centred and "residual" not in problem.dtypes
-        staged = _staged(problem, vectors + unit * _unaligned(problem), most, full)
+        span = 2048 if "residual" in problem.dtypes and not _unaligned(problem) else 4096 + LINE
+        staged = _staged(problem, vectors + unit * _unaligned(problem), most, full, span)
         if staged:
             return {**staged, "unit": unit}
-    cluster = _doubled(vectors, 2048, most)
+    pair = vectors <= 2048 and not (centred or _unaligned(problem) or "residual" in problem.dtypes)
+    cluster = _doubled(vectors, 1024 if pair else 2048, most)
     part = -(-vectors // cluster)
     if part > 4096:
         return {"threads": 1024, "long": 1}
     row = _threads(part, 4)
     # Two halves of 16 bits each, widened to add them, need more registers than three CTAs leave.
     halves = "residual" in problem.dtypes and max(ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual")) == 2
-    threads = 1024 if halves or centred else 1536
+    threads = 1024 if halves or centred or pair else 1536
     return {
         "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1, "unit": unit,
         "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row),
@@ -149,16 +156,18 @@ def _walk(problem: Problem, held: int, cluster: int, per_thread: int, threads: i
 def _staged(problem: Problem, vectors: int, most: int, full: bool = False, span: int = 4096 + LINE) -> dict[str, int]:
     """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit.
 
-    ``full``: with as many CTAs on an SM as find room. ``span``: vectors that one of them holds.
+    ``full``: with as many CTAs on an SM as find room, and twice as many threads to a row where there are so many.
+    ``span``: vectors that a CTA holds.
     """
     cluster = _doubled(vectors, span, most)
     part = -(-vectors // cluster)
-    row = _threads(part, 8, 512 + WARP)
+    deep = 4 if full and part <= 4 * 800 else 8
+    row = _threads(part, deep, 512 + WARP if deep == 8 else 1024)
     inputs = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "logits") if name in problem.dtypes]
     widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
-    slot = row * 8 * (VECTOR_BYTES // widest) * sum(inputs)
+    slot = row * deep * (VECTOR_BYTES // widest) * sum(inputs)
     shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
-    if part > 8 * row or slot > shared - 2048:
+    if part > deep * row or slot > shared - 2048:
         return {}
     resident = shared // slot if full else min(STAGED_BYTES, shared) // slot
     resident = max(1, min(resident, (MOST_THREADS if full else STAGED_THREADS) // row))
@@ -212,7 +221,8 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     if vectors > WARP and (sums == 2 or (centred and _unaligned(problem))):
         # Many columns per thread: what two column sums cost in threads, fewer partial sums of a row give back.
         per_thread = -(-vectors // WARP) if vectors <= 5 * WARP else 3 if _unaligned(problem) and cluster == 1 else 4
-        room = 768 if problem.n <= 12 * WARP or _wide(problem) else 576 if _unaligned(problem) else 384
+        many = vectors > 5 * WARP if _wide(problem) else problem.n <= 12 * WARP
+        room = 768 if many else 576 if _unaligned(problem) else 384
     elif _unaligned(problem) and part <= 1024 and cluster <= 2:
         per_thread, room = (1, 1152) if part <= 512 else (2, 640)
     elif vectors <= 1024 and cluster == 2:
@@ -222,7 +232,7 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     elif cluster > 1 or part <= 768:
         per_thread, room = 2 if part <= 1024 else 4, 800
     else:
-        per_thread, room = 4, 512
+        per_thread, room = 2 if _wide(problem) else 4, 512
     if per_thread == 4:
         # The fewest vectors for the busiest of an SM's four schedulers.
         per_thread = min((4, 5), key=lambda k: -(-_threads(part, k, 512) // (4 * WARP)) * k)
@@ -233,7 +243,12 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     slot_bytes = -(-slot // cluster) * (threads // row) + 64 * VECTOR_BYTES
     if part > max(4, per_thread) * row or 2 * slot_bytes > shared:
         return {**long, "long": 1}
-    stages = 3 if cluster > 1 and vectors > 1024 and 3 * slot_bytes <= shared else 2
+    deeper = cluster > 1 and vectors > 1024
+    if "dresidual_out" not in problem.dtypes:
+        deeper |= cluster == 2 and part <= 256
+    elif _unaligned(problem) and cluster == 1 and 512 < part <= 1024:
+        deeper, room = True, threads  # one CTA, whose rows of three inputs are on their way longer
+    stages = 3 if deeper and 3 * slot_bytes <= shared else 2
     resident = max(1, min(shared // (stages * slot_bytes + 2048), room // threads))
     tile = {
         "threads": threads, "threads_per_row": row, "cluster": cluster, "stages": stages, "resident": resident,
@@ -341,8 +356,8 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     """As the forward, for rows held in fp32; ``staged`` where they outgrow the registers of a CTA and ``long`` where
     they outgrow a cluster; ``late`` as in :func:`rows_forward`.
 
-    Four vectors to a thread, and registers capped so that about 1100 threads of an SM have theirs on the way. Two where
-    nothing is summed and a row has 256 of them: the last vectors of few rows arrive sooner.
+    Four vectors to a thread, and registers capped so that about 1100 threads of an SM have theirs on the way. Two or
+    one where nothing is summed and a row has 256 of them: the last vectors of few rows arrive sooner.
     """
     if problem.n is None:
         return {"threads": 512}
@@ -379,8 +394,8 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
     resident = max(1, room // threads)
     if cluster == 1 and part >= 256 and not (columns or unaligned):
-        row = _threads(part, 2)
-        threads = max(row, 128)
+        row = threads = max(_threads(part, 2), 256)
+        resident = min(resident, max((1536 if two else 2048) // threads, 2))
     return {
         "threads": threads,
         "threads_per_row": row,
@@ -476,7 +491,7 @@ def rows_mapped(problem: Problem) -> dict[str, int]:
     vectors, unit = _vectors(problem), LINE if problem.dims["n"] >= SHORT else 1
     if vectors > 1024:
         # Where one CTA does not hold a row, small ones begin sooner.
-        span = 2048 if vectors > 4096 and not _unaligned(problem) else 4096 + LINE
+        span = 1024 if vectors > 4096 and not _unaligned(problem) else 4096 + LINE
         staged = _staged(problem, vectors + unit * _unaligned(problem), _most_ctas(problem), span=span)
         return {**staged, "unit": unit} if staged else {"threads": 1024, "long": 1}
     row = _forward_row(problem, vectors)
@@ -502,8 +517,11 @@ def pairs_reduced(problem: Problem) -> dict[str, int]:
     return {"threads": row, "threads_per_row": row, "cluster": cluster, "unit": unit, "resident": resident}
 
 
-def rows_apart(problem: Problem) -> dict[str, int]:
-    """No reduction: threads, those of a row, parts of a row that go to different CTAs."""
+def rows_apart(problem: Problem, whole: int = 8192) -> dict[str, int]:
+    """No reduction: threads, those of a row, parts of a row that go to different CTAs.
+
+    ``whole``: vectors of a row that is not parted where rows are many.
+    """
     if problem.n is None:
         return {"threads": 512}
     vectors, off = _vectors(problem), _unaligned(problem)
@@ -515,8 +533,8 @@ def rows_apart(problem: Problem) -> dict[str, int]:
     threads, part = (256, 4096 + LINE) if off else (512, 2048)
     if problem.m * -(-vectors // part) < 2 * problem.sm_count:
         part //= 2  # few rows are cut into more parts, so that every SM has one
-    elif vectors <= 8192:
-        part = max(part, 4096)
+    elif vectors <= whole:
+        part = part if off else whole
     segments = -(-(vectors + unit * off) // part)
     return {"threads": threads, "threads_per_row": threads, "segments": segments, "unit": unit}
 
@@ -524,6 +542,10 @@ def rows_apart(problem: Problem) -> dict[str, int]:
 def rows_filled(problem: Problem) -> dict[str, int]:
     """As :func:`rows_apart`, for a kernel that reads no rows: CTAs that write little are over before others start."""
     if problem.n is None or _vectors(problem) > 1024:
-        return rows_apart(problem)
-    row = _forward_row(problem, _vectors(problem))
-    return {"threads": max(256, row), "threads_per_row": row, "unit": LINE if problem.n >= SHORT else 1}
+        return rows_apart(problem, 2048)
+    vectors, unit = _vectors(problem), LINE if problem.n >= SHORT else 1
+    if 256 < vectors <= 512 and not _unaligned(problem):
+        row = _threads(vectors, 6)
+        return {"threads": 2 * row, "threads_per_row": row, "unit": unit}
+    row = _forward_row(problem, vectors)
+    return {"threads": max(256, row), "threads_per_row": row, "unit": unit}
