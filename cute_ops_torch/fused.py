@@ -3,8 +3,8 @@
 A gated MLP written as modules saves the product of gate and up for the gradient of the layer behind it, though it
 follows from gate and up, which are saved too; and autograd adds the two gradients of its input in a pass of their own.
 Here the backward makes the product again in the pass that it needs anyway, over the memory of its cotangent, and the
-second matrix product adds to the result of the first. Where a norm reads a residual stream that goes on, its backward
-adds the stream's gradient.
+second matrix product adds to the result of the first. Queries, keys and values are one layer's in the backward. Where a
+norm reads a residual stream that goes on, its backward adds the stream's gradient.
 """
 
 from __future__ import annotations
@@ -60,6 +60,40 @@ def _again() -> Any:
     op, run, into = family("cute", "silu_mul_again")
     keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     return run if keep else inplace_gradient(op, run, into)
+
+
+def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+    """``x @ w.T`` for each weight: of linear layers that read the same input.
+
+    Gradients of the weights are parts of one tensor where all are wanted.
+    """
+    return _Projections.apply(x, *weights)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _Projections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        rows = x.reshape(-1, x.shape[-1])
+        # Frozen weights need no x.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, *weights)
+        ctx.lead = x.shape[:-1]
+        return tuple((rows @ w.t()).view(*x.shape[:-1], w.shape[0]) for w in weights)
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = ctx.saved_tensors
+        wanted_x, *wanted = ctx.needs_input_grad
+        # Side by side they are the gradient of one layer: its products take less time than three and two sums.
+        dout = torch.cat([d.reshape(-1, w.shape[0]) for d, w in zip(douts, weights, strict=True)], -1)
+        dx = (dout @ torch.cat(weights)).view(*ctx.lead, weights[0].shape[1]) if wanted_x else None
+        dweights: list[Tensor | None] = [None] * len(weights)
+        if all(wanted):
+            dweights = list((dout.t() @ x.reshape(-1, x.shape[-1])).split([w.shape[0] for w in weights]))
+        elif any(wanted):
+            rows, parts = x.reshape(-1, x.shape[-1]), dout.split([w.shape[0] for w in weights], -1)
+            dweights = [d.t() @ rows if w else None for d, w in zip(parts, wanted, strict=True)]
+        return dx, *dweights
 
 
 def norm_of_stream(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ import math
 import textwrap
 import types
 from collections.abc import Callable
-from functools import cache, partial
+from functools import cache, partial, wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch import nn
 from cute_ops import chunks
 from cute_ops_torch import functions
 from cute_ops_torch.front import transformed
-from cute_ops_torch.fused import norm_of_stream, silu_mlp
+from cute_ops_torch.fused import norm_of_stream, projections, silu_mlp
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
 
 # mypy: disable-error-code="attr-defined, no-untyped-def, has-type"
@@ -299,16 +299,123 @@ def _rotates(module: nn.Module, model: nn.Module) -> bool:
 
 
 def _rotating(original: type[nn.Module]) -> Callable[..., Any]:
-    return _rebound(original.forward, apply_rotary_pos_emb=_rotate)
+    forward = _rebound(original.forward, apply_rotary_pos_emb=_rotate)
+    return _projecting(forward) if _projects(original.forward) else forward
+
+
+def _held(forward: Any) -> bool:
+    """Whether :func:`_rebound` reaches a function through its decorators."""
+    while (inner := getattr(forward, "__wrapped__", None)) is not None:
+        cells = forward.__closure__ or () if isinstance(forward, types.FunctionType) else ()
+        if not any(cell.cell_contents is inner for cell in cells):
+            return False
+        forward = inner
+    return isinstance(forward, types.FunctionType)
 
 
 def _rebound(forward: Any, **names: Any) -> Callable[..., Any]:
-    """A class's own ``forward``, in which these names mean ours."""
+    """A class's own ``forward``, in which these names mean ours; decorators hold it in a closure."""
+    inner, closure = getattr(forward, "__wrapped__", None), forward.__closure__
+    if inner is not None:
+        within = _rebound(inner, **names)
+        closure = tuple(types.CellType(within) if c.cell_contents is inner else c for c in closure)
+        names = {}
     # Without a name: Dynamo would look names up in the module of that name.
     scope = {k: v for k, v in forward.__globals__.items() if k != "__name__"} | names
-    ours = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    ours = types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, closure)
     ours.__kwdefaults__ = forward.__kwdefaults__
     return ours
+
+
+# The causal mask
+
+
+_MASKS = ("create_causal_mask", "create_sliding_window_causal_mask")
+_OWN_POSITIONS = "position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past_seen_tokens"
+_SAY_POSITIONS = ("attention_mask", "position_ids", "past_key_values")
+
+
+def _counts_positions(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a ``forward`` counts positions itself where it is given none, and makes its masks of them."""
+    forward = inspect.unwrap(type(module).forward)
+    if not isinstance(forward, types.FunctionType) or not set(_MASKS) & set(forward.__code__.co_names):
+        return False
+    tree = ast.parse(textwrap.dedent(inspect.getsource(forward)))
+    masks = [forward.__globals__[name] for name in _MASKS if name in forward.__code__.co_names]
+    return (
+        _held(type(module).forward)
+        and _OWN_POSITIONS in map(ast.unparse, ast.walk(tree))
+        and set(_SAY_POSITIONS) <= set(inspect.signature(forward).parameters)
+        and all(inspect.signature(mask).parameters["position_ids"].default is None for mask in masks)
+    )
+
+
+def _counting(original: type[nn.Module]) -> Callable[..., Any]:
+    """Masks without a look at positions that the model has counted: it would wait for the GPU, to find one sequence."""
+    plain = original.forward
+    forward = inspect.unwrap(plain)
+    masks = {name: _without_positions(forward.__globals__[name]) for name in _MASKS if name in forward.__globals__}
+    counted, names = _rebound(plain, **masks), list(inspect.signature(plain).parameters)[1:]
+
+    @wraps(plain)
+    def counting(self, *args: Any, **kwargs: Any) -> Any:
+        given = {**dict(zip(names, args, strict=False)), **kwargs}
+        own = all(given.get(name) is None for name in _SAY_POSITIONS)
+        return (counted if own else plain)(self, *args, **kwargs)
+
+    return counting
+
+
+def _without_positions(mask: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *args, position_ids=None, **kwargs: mask(*args, **kwargs)
+
+
+# Queries, keys and values
+
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def _projects(forward: Any) -> bool:
+    """Whether a ``forward`` hands its input to each projection once, and otherwise only reads the module."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    nodes = list(ast.walk(tree))
+    made = [ast.unparse(n) for n in nodes if isinstance(n, ast.Call) and ast.unparse(n.func).endswith("_proj")]
+    named = [n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr in _PROJECTIONS]
+    stored = [n for n in nodes if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store | ast.Del)]
+    kept = all(isinstance(n, ast.Name) and n.id not in ("self", "hidden_states") for n in stored)
+    return (
+        sorted(named) == sorted(_PROJECTIONS)
+        and all(f"self.{name}(hidden_states)" in made for name in _PROJECTIONS)
+        and kept
+        and "super" not in forward.__code__.co_names
+    )
+
+
+class _Projected:
+    """An attention whose projections have been computed: calls of them give the results."""
+
+    def __init__(self, module: nn.Module, results: dict[str, torch.Tensor]) -> None:
+        self._module = module
+        for name, result in results.items():
+            setattr(self, name, lambda _, result=result: result)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _projecting(forward: Any) -> Callable[..., Any]:
+    """Computes the projections as one node of autograd, then the rest of a ``forward``."""
+
+    @wraps(forward)
+    def projecting(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        layers = [getattr(self, name) for name in _PROJECTIONS]
+        if torch.is_grad_enabled() and _plain(hidden_states, *layers):
+            results = projections(hidden_states, *(layer.weight for layer in layers))
+            self = _Projected(self, dict(zip(_PROJECTIONS, results, strict=True)))
+        return forward(self, hidden_states, *args, **kwargs)
+
+    return projecting
 
 
 # Attention whose weights are written out
@@ -463,6 +570,7 @@ FORMS = (
     *_gelus("none"),
     _form("add_rmsnorm", _LAYER, _layer, _llama_norm_follows),
     Form("rope", _rotates, _rotating),
+    Form("attention_mask", _counts_positions, _counting),
     Form("linear_cross_entropy", _next_token_loss, _causal_lm),
 )
 # And this one besides: an attention may rotate, too.

@@ -17,7 +17,11 @@ from cute_ops_torch.hugging_face import ATTENTION, FORMS, Form
 
 
 class Replaced(NamedTuple):
-    """One module that :func:`patch` changed: its name in the model, and the op it now runs."""
+    """One module that :func:`patch` changed: its name in the model, and the op it now runs.
+
+    Of a decoder, ``attention_mask``: where it counts positions itself, they are not searched for packed sequences,
+    which would wait for the GPU.
+    """
 
     module: str
     op: str
@@ -52,7 +56,7 @@ def patch(model: nn.Module) -> list[Replaced]:
         )
     unused = {f"{name}.{form.unused}" for name, _, form in found if form.unused}
     found = [each for each in found if each[0] not in unused]
-    for _, module, form in found:
+    for _, module, form in reversed(found):  # an attention's softmax first: the other form wraps what that is bound to
         module.__class__ = _subclass(type(module), form)  # type: ignore[assignment, arg-type]
     return [Replaced(name, form.op) for name, _, form in found]
 

@@ -508,7 +508,8 @@ def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
         model = copy.deepcopy(whole)
         model.zero_grad()
         replaced = {r.op for r in cute_ops_torch.patch(model)}
-        assert replaced == {"rmsnorm", "add_rmsnorm", "silu_mul", "rope", "linear_cross_entropy"}, replaced
+        ops = {"rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
+        assert replaced == ops, replaced
         for layer in (*model.model.layers, *([model.lm_head] if apart else [])):
             fully_shard(layer, mesh=world.line)
         fully_shard(model, mesh=world.line)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -81,7 +82,7 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch)
     replaced = compare(model)
     assert replaced == [
-        ("", "linear_cross_entropy"),
+        ("", "linear_cross_entropy"), ("model", "attention_mask"),
         *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
     ]  # fmt: skip
     # Twice: with labels, and for the logits.
@@ -111,13 +112,8 @@ def test_the_loss_of_shifted_and_counted_labels() -> None:
 
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
 def test_models_built_alike(kind: str) -> None:
-    assert {op for _, op in compare(llama(kind))} == {
-        "rmsnorm",
-        "add_rmsnorm",
-        "silu_mul",
-        "rope",
-        "linear_cross_entropy",
-    }
+    ops = {"rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
+    assert {op for _, op in compare(llama(kind))} == ops
 
 
 @pytest.mark.parametrize("kind", ["Gemma", "Gemma3"])
@@ -275,7 +271,49 @@ def test_unknown_models_are_refused() -> None:
 
 @pytest.mark.gpu
 def test_llama_on_a_gpu() -> None:
-    assert len(compare(llama().cuda(), "cuda")) == 12
+    assert len(compare(llama().cuda(), "cuda")) == 14
+
+
+class Counts(TorchDispatchMode):
+    """Counts what runs below autograd, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.of: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.of[func.name()] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_positions_that_the_model_counts_are_not_looked_at(kind: str) -> None:
+    """That would wait for the GPU. Positions that are given may be those of several sequences in a row."""
+    plain = llama(kind)
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    tokens = torch.randint(0, 97, (2, 19))
+    packed = torch.cat([torch.arange(7), torch.arange(12)]).expand(2, -1)
+    for m, looks in ((plain, True), (model, False)):
+        with Counts() as counts:
+            m(tokens, labels=tokens, use_cache=False).loss.backward()
+        assert (counts.of["aten::_local_scalar_dense"] > 0) == looks
+    for given in ({"position_ids": packed}, {"attention_mask": (tokens > 9).long()}, {"use_cache": True}):
+        expected, got = (m.eval()(tokens, **given).logits for m in (plain, model))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(model(tokens, position_ids=packed).logits, model(tokens).logits, atol=1e-3)
+
+
+def test_the_backward_of_a_patched_layer_runs_fewer_products() -> None:
+    model, tokens = llama(num_hidden_layers=1), torch.randint(0, 97, (2, 19))
+    # Two a linear layer; then queries, keys and values are one, and gate and up add their gradients of the input.
+    for products, added in ((14, 0), (10, 1)):
+        hidden = model.model(tokens).last_hidden_state.square().sum()
+        with Counts() as counts:
+            hidden.backward()
+        assert (counts.of["aten::mm"] + counts.of["aten::addmm_"], counts.of["aten::addmm_"]) == (products, added)
+        if not added:
+            cute_ops_torch.patch(model)
 
 
 class Calls(TorchDispatchMode):
