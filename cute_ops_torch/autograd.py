@@ -7,6 +7,7 @@ also skip the dispatcher where nothing listens below autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -262,6 +263,41 @@ def _without_gradient(op: Op, run: Call, first: int) -> dict[str, Call]:
         raise NotImplementedError(message(op, without_gradient_text(op), ctx.given))
 
     return {"forward": forward, "backward": backward}
+
+
+def once(name: str) -> Callable[[Call], Call]:
+    """For a Function's backward: what it returns raises when it is differentiated.
+
+    Torch's ``once_differentiable`` returns constants where the cotangents are constants, as those of a sum are.
+    """
+
+    def wrap(backward: Call) -> Call:
+        @wraps(backward)
+        def run(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+            with torch.no_grad():
+                found = backward(ctx, *cotangents)
+            # Compilers refuse double backwards themselves; functorch takes every gradient as if there was to be one.
+            if torch.compiler.is_compiling() or _C._are_functorch_transforms_active() or not torch.is_grad_enabled():
+                return found  # type: ignore[no-any-return]
+            made = iter(_Last.apply(name, *[g.detach().requires_grad_() for g in found if g is not None]))  # type: ignore[no-untyped-call]
+            return tuple(None if g is None else next(made) for g in found)
+
+        return run
+
+    return wrap
+
+
+class _Last(torch.autograd.Function):
+    """Gradients that have none."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.name = name
+        return tuple(g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(f"cute.{ctx.name}: its gradient has none of its own, so there is no double backward.")
 
 
 def without_gradient_text(op: Op) -> str:

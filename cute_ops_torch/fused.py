@@ -12,10 +12,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from cute_ops_torch import functions
-from cute_ops_torch.autograd import _row_major, inplace_gradient
+from cute_ops_torch.autograd import _row_major, inplace_gradient, once
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
@@ -37,7 +36,7 @@ class _SiluMLP(torch.autograd.Function):
         return out.view(*x.shape[:-1], down.shape[0])
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once("silu_mul in a gated MLP")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         x, gate, up, down, g, u = ctx.saved_tensors
         wanted_x, wanted_gate, wanted_up, wanted_down = ctx.needs_input_grad
@@ -110,7 +109,7 @@ class _NormOfStream(torch.autograd.Function):
         return functions.rmsnorm(x, weight, None, eps), x.view_as(x)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once("rmsnorm of a residual stream")
     def backward(ctx: Any, dout: Tensor | None, dx: Tensor | None) -> tuple[Tensor | None, Tensor | None, None]:
         if dout is None:
             return dx, None, None

@@ -22,7 +22,7 @@ from cute_ops.linear_cross_entropy import check
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_bwd
-from cute_ops_torch.autograd import inplace_gradient
+from cute_ops_torch.autograd import inplace_gradient, once
 from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
@@ -118,10 +118,13 @@ class _Direct(torch.autograd.Function):
         return loss
 
     @staticmethod
+    @once("linear_cross_entropy")
     def backward(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
         (dloss,) = cotangents
-        # No second buffer of the weight's size; another backward through this loss gets autograd's error.
-        found = [g.mul_(dloss.to(g.dtype)) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
+        # No second buffer of the weight's size, unless another backward is to come.
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+        scale = _scale if keep else _scale_
+        found = [scale(g, dloss) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True)]
         return found[0], found[1], None, found[2], *[None] * 6
 
 
@@ -317,6 +320,7 @@ def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.save_for_backward(hidden, weight, target, bias, output[1])
 
 
+@once("linear_cross_entropy")
 def _backward_rows(ctx: Any, dloss: Tensor, _: Any) -> tuple[Any, ...]:
     hidden, weight, target, bias, lse = ctx.saved_tensors
     needed = ctx.needs_input_grad
@@ -334,6 +338,7 @@ def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) ->
     ctx.save_for_backward(*output[1:])
 
 
+@once("linear_cross_entropy")
 def _backward_step(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
     pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
     scale = torch.ops.cute.linear_cross_entropy_scale
@@ -343,6 +348,10 @@ def _backward_step(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
 
 def _scale(gradient: Tensor, dloss: Tensor) -> Tensor:
     return gradient * dloss.to(gradient.dtype)
+
+
+def _scale_(gradient: Tensor, dloss: Tensor) -> Tensor:
+    return gradient.mul_(dloss.to(gradient.dtype))
 
 
 # What sharding needs to know of the ops above: the dims of their arrays.

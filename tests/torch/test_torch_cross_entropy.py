@@ -191,6 +191,19 @@ def test_linear_in_chunks_of_so_many_rows(chunk_rows: int) -> None:
         cute_ops_torch.linear_cross_entropy(hidden, weight, target, chunk_rows=0)
 
 
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_linear_is_differentiated_once_and_as_often_as_one_likes(reduction: str) -> None:
+    (hidden, weight, bias), target = linear("cpu")
+    for function in (cute_ops_torch.linear_cross_entropy, torch.ops.cute.linear_cross_entropy):
+        loss = function(hidden, weight, target, bias, reduction=reduction).sum()
+        first, again = (torch.autograd.grad(3 * loss, hidden, retain_graph=True)[0] for _ in range(2))
+        torch.testing.assert_close(first, again, rtol=0, atol=0)
+        (dhidden,) = torch.autograd.grad(3 * loss, hidden, create_graph=True)
+        torch.testing.assert_close(dhidden, first, rtol=0, atol=0)
+        with pytest.raises(NotImplementedError, match=r"cute\.linear_cross_entropy: .* no double backward"):
+            dhidden.square().sum().backward()
+
+
 def test_linear_without_rows() -> None:
     hidden, weight = torch.randn(0, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
     loss = cute_ops_torch.linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.long), reduction="sum")

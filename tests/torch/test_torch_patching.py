@@ -247,14 +247,28 @@ def test_a_hook_on_a_fused_norm_still_runs() -> None:
     assert seen == [(2, 19, 64)] * 2
 
 
+def test_gradients_of_fused_parts_are_not_differentiated() -> None:
+    model = llama()
+    cute_ops_torch.patch(model)
+    layer = model.model.layers[0]
+    for parameter in (layer.mlp.up_proj.weight, layer.post_attention_layernorm.weight):
+        loss = model(torch.arange(7)[None]).logits.sum()  # its cotangents ask for no gradient
+        (gradient,) = torch.autograd.grad(loss, parameter, create_graph=True)
+        with pytest.raises(NotImplementedError, match="no double backward"):
+            gradient.square().sum().backward()
+
+
 def test_a_patched_model_compiles_without_a_break() -> None:
     torch._dynamo.reset()
     model = llama()
     tokens = torch.randint(0, 97, (2, 11))
     expected = model(tokens).logits
+    wanted = torch.autograd.grad(expected.square().sum(), list(model.parameters()))
     cute_ops_torch.patch(model)
     got = torch.compile(model, fullgraph=True, backend="aot_eager")(tokens).logits
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
+    found = torch.autograd.grad(got.square().sum(), list(model.parameters()))
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=1e-4)
 
 
 def test_unknown_models_are_refused() -> None:
