@@ -79,7 +79,7 @@ class _Projections(torch.autograd.Function):
         return tuple((rows @ w.t()).view(*x.shape[:-1], w.shape[0]) for w in weights)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once("layers of one input")
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
         wanted_x, *wanted = ctx.needs_input_grad
