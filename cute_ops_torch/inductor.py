@@ -148,14 +148,20 @@ def _insert(graph: Graph, node: Any, op: str, *args: Any) -> Any:
     return made
 
 
+def _method(graph: Graph, like: Any, name: str, of: Any, value: Any, *rest: Any) -> Any:
+    """A method's call, here. Without values on all of them AOTAutograd would not cache the graph."""
+    made = graph.call_method(name, (of, *rest))
+    made.meta = {**like.meta, "example_value": value}
+    return made
+
+
 def _finish(graph: Graph, node: Any, made: Any, dtype: torch.dtype) -> bool:
     """Puts ``made``, of ``dtype``, in a node's place."""
     value = value_of(node)
     assert value is not None
     if value.dtype != dtype:
         with graph.inserting_before(node):
-            made = graph.call_method("to", (made, value.dtype))
-        made.meta = dict(node.meta)
+            made = _method(graph, node, "to", made, value, value.dtype)
     node.replace_all_uses_with(made)
     return True
 
@@ -313,13 +319,17 @@ def _cross_entropy(graph: Graph, node: Any) -> bool:
     logits = _narrow(graph, node, given["input"])
     raw = _insert(graph, node, "cross_entropy", logits, given["target"], ignored, smoothing, 0.0)
     raw.meta.pop("example_value", None)
+    losses, counted = target.new_empty(target.shape, dtype=torch.float32), target.ne(ignored)
     with graph.inserting_before(node):
         made = graph.call_function(operator.getitem, (raw, 0))
+        made.meta = {**node.meta, "example_value": losses}
         if given["reduction"] != "none":
-            made = graph.call_method("sum", (made,))
+            made = _method(graph, node, "sum", made, losses.sum())
         if given["reduction"] == "mean":
-            kept = graph.call_method("sum", (graph.call_function(operator.ne, (given["target"], ignored)),))
-            made = graph.call_function(operator.truediv, (made, kept))
+            kept = graph.call_function(operator.ne, (given["target"], ignored))
+            kept.meta = {**node.meta, "example_value": counted}
+            made = graph.call_function(operator.truediv, (made, _method(graph, node, "sum", kept, counted.sum())))
+            made.meta = {**node.meta, "example_value": losses.sum()}
     return _finish(graph, node, made, torch.float32)
 
 
@@ -332,9 +342,13 @@ def _narrow(graph: Graph, node: Any, wide: Any) -> Any:
     narrow = _uncast(source, torch.float32)
     if narrow is source or _rows(narrow) is None or changed(graph, source, node):
         return wide
+    if any(value_of(view) is None for view in views):
+        return wide
+    dtype = value_of(narrow).dtype  # type: ignore[union-attr]
     with graph.inserting_before(node):
         for view in reversed(views):
             narrow = graph.call_method(view.target, (narrow, *view.args[1:]), dict(view.kwargs))
+            narrow.meta = {**view.meta, "example_value": value_of(view).to(dtype)}  # type: ignore[union-attr]
     return narrow
 
 

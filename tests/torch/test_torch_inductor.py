@@ -366,6 +366,7 @@ def test_other_untouched_models(family: str) -> None:
 
 PROGRAM = """
 import torch, cute_ops_torch
+import torch.nn.functional as F
 from torch._dynamo.utils import counters
 
 def called(x, w):
@@ -375,28 +376,31 @@ def written_out(x, w):
     wide = x.float()
     return w * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype)
 
-def hits(function):
+def loss(x, w):
+    return F.cross_entropy(x.float().view(-1, 64), torch.arange(4)) + w.sum()
+
+def hits(function, dtype=torch.float32):
     counters.clear()
-    x, w = torch.randn(4, 64, requires_grad=True), torch.randn(64, requires_grad=True)
+    x, w = torch.randn(4, 64, dtype=dtype, requires_grad=True), torch.randn(64, requires_grad=True)
     out = torch.compile(function, fullgraph=True)(x, w)
     out.sum().backward()
-    torch.testing.assert_close(out, function(x, w))
-    return counters["inductor"]["fxgraph_cache_hit"] + counters["aot_autograd"]["autograd_cache_hit"]
+    torch.testing.assert_close(out, function(x, w), rtol=1e-2, atol=1e-2)
+    return counters["aot_autograd"]["autograd_cache_hit"]
 
 first = hits(called)
 import cute_ops_torch.inductor
 cute_ops_torch.inductor.enable(devices=("cpu",))
-print(first, hits(written_out))
+print(first, hits(written_out), hits(loss, torch.bfloat16), *cute_ops_torch.inductor.replaced)
 """
 
 
 def test_a_fresh_process_runs_what_another_compiled(tmp_path: Path) -> None:
-    """Ops that are called, and those that the pass puts in. Nothing else is in the graphs: no C++ to compile."""
+    """Ops that are called, and those that the pass puts in: from the cache that spares AOTAutograd, too."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
     hits = []
     for _ in range(2):
         done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
-        hits.append([int(count) for count in done.stdout.split()[-2:]])
-    assert hits[0] == [0, 0]
-    assert min(hits[1]) > 0
+        hits.append(done.stdout.split())
+    assert hits[0] == ["0", "0", "0", "rmsnorm", "cross_entropy"]
+    assert hits[1][:3] == ["1", "1", "1"]
