@@ -9,9 +9,10 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._pointwise_shifted import PointwiseShifted
 from cute_ops.kernels._rows import ITEMSIZE, row_address, row_count
-from cute_ops.kernels._vectors import fragment, load_if, store_masked
+from cute_ops.kernels._vectors import fetch_ahead, fragment, load, narrow, store, store_if, store_masked, widen
 
 VECTOR_BYTES = 16
+AHEAD = 2048  # CTAs that may find room beside the previous kernel's; for later ones to fetch ahead only costs
 
 
 class Part(NamedTuple):
@@ -27,9 +28,10 @@ class Pointwise:
 
     Where all tensors are compact and whole, they are one long row, whatever n; others go row by row. Tile: a CTA of
     ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more of them where alignment makes vectors
-    shorter than 16 bytes. All loads of a thread are in flight together. No shared memory. Bytes moved per element:
-    every tensor once. Rows that start off half a vector, unless they are short, go to
-    :class:`~cute_ops.kernels._pointwise_shifted.PointwiseShifted`.
+    shorter than 16 bytes. All loads of a thread are in flight together: none hangs on a condition, since conversions
+    would follow it there and make the next load wait. CTAs that start while the previous kernel is busy have L2 fetch
+    what they will load. No shared memory. Bytes moved per element: every tensor once. Rows that start off half a
+    vector, unless they are short, go to :class:`~cute_ops.kernels._pointwise_shifted.PointwiseShifted`.
 
     Args:
         variant: the kernel's variant.
@@ -53,6 +55,11 @@ class Pointwise:
         self.threads = variant.tile.get("threads", 256)
         self.unroll = variant.tile.get("unroll", 1) * max(widest // self.vec, 1)
         self.block = self.threads * self.unroll
+        # Rows of whole vectors need no masks inside a vector.
+        self.whole = self.n is not None and self.n % self.vec == 0
+        per_row = self.n // self.vec if self.whole else 0
+        # CTAs to a row, where they come out even: then neither loads nor stores need a mask, nor places a division.
+        self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
         self.chained = can_chain(variant.arch)
 
     def _start(self, part):
@@ -103,15 +110,25 @@ class Pointwise:
         places = []
         for u in cutlass.range_constexpr(self.unroll):
             places.append(self._place(start, Int32(u * self.threads) + tidx, rows, n))
+        sources = []
+        for row, first, _ in places:
+            sources.append([self._address(mX, part, n, row, first) for mX, part in zip(inputs, self.inputs)])
+        if const_expr(self.chained):
+            for addresses in sources:
+                for address in addresses:
+                    fetch_ahead(address, bidx < AHEAD)
+        let_next_start(self.chained)
         wait_for_previous(self.chained)
         loaded = []
-        for u in cutlass.range_constexpr(self.unroll):
-            loaded.append([self._load(mX, part, n, *places[u]) for mX, part in zip(inputs, self.inputs)])
-        let_next_start(self.chained)
-        for u in cutlass.range_constexpr(self.unroll):
-            results = self._computed([rX.load().to(Float32) for rX in loaded[u]])
+        for addresses in sources:
+            vectors = [fragment(mX.element_type, self.vec) for mX in inputs]
+            for rX, address in zip(vectors, addresses):
+                load(rX, address)
+            loaded.append(vectors)
+        for place, vectors in zip(places, loaded):
+            results = self._computed([widen(rX) for rX in vectors])
             for mX, part, rX in zip(outputs, self.outputs, results):
-                self._store(rX, mX, part, n, *places[u])
+                self._store(rX, mX, part, n, *place)
 
     def _computed(self, given):
         """fp32 fragments of the outputs."""
@@ -122,11 +139,18 @@ class Pointwise:
         return results
 
     def _place(self, start, index, rows, n):
-        """Where a vector lies: (its row, the element of the row it starts at, elements left in that row)."""
+        """Where a vector lies: (its row, the element of the row it starts at, elements left in that row).
+
+        One that is not there, of which no element is left, gets a place where another is: it is loaded, not stored.
+        """
         if self.one_row:
-            left = n - start * self.vec
             first = index * self.vec
-            return Int64(0), start * self.vec + first, Int32(cutlass.min(left, Int64(self.block * self.vec))) - first
+            left = Int32(cutlass.min(n - start * self.vec, Int64(self.block * self.vec))) - first
+            return Int64(0), start * self.vec + cutlass.select_(left > 0, first, Int32(0)), left
+        if self.even:
+            row = start // (self.even * self.block)
+            first = Int32(start - row * (self.even * self.block)) + index
+            return row, Int64(first * self.vec), Int32(self.vec)
         per_row = (n + (self.vec - 1)) // self.vec
         # One division in 64 bits per CTA, the rest in 32.
         above = start // per_row
@@ -134,7 +158,8 @@ class Pointwise:
         below = local // Int32(per_row)
         first = (local - below * Int32(per_row)) * self.vec
         row = above + below
-        return row, Int64(first), cutlass.select_(row < rows, Int32(n) - first, Int32(0))
+        left = cutlass.select_(row < rows, Int32(n) - first, Int32(0))
+        return cutlass.min(row, rows - 1), Int64(first), left
 
     def _address(self, mX, part, n, row, first):
         itemsize = mX.element_type.width // 8
@@ -143,15 +168,15 @@ class Pointwise:
         first = first + part.index * Int64(n)
         return row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1]) + first * itemsize
 
-    def _load(self, mX, part, n, row, first, left):
-        rX = fragment(mX.element_type, self.vec)
-        load_if(left > 0, rX, self._address(mX, part, n, row, first))
-        return rX
-
     def _store(self, rX, mX, part, n, row, first, left):
-        rOut = fragment(mX.element_type, self.vec)
-        rOut.store(rX.load().to(mX.element_type))
-        store_masked(rOut, self._address(mX, part, n, row, first), Int32(0), left, True)
+        rOut = narrow(rX.load(), mX.element_type, self.vec)
+        address = self._address(mX, part, n, row, first)
+        if self.even:
+            store(rOut, address, True)
+        elif self.whole:
+            store_if(left > 0, rOut, address, True)
+        else:
+            store_masked(rOut, address, Int32(0), left, True)
 
 
 def _parts(names):

@@ -50,6 +50,11 @@ def load(rX, address, shared=False):
     cute.copy(atom, gmem_vector(dtype, address, vec), cute.make_tensor(rX.iterator, pieces(dtype, vec)))
 
 
+def fetch_ahead(address, wanted):
+    """Have L2 fetch what lies at an address, while the kernel that may still write it runs: in L2 all see the same."""
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address], predicate=wanted)
+
+
 def store(rX, address, streaming=False):
     """Store a whole vector. ``streaming`` marks what is not read again soon."""
     dtype, vec = rX.element_type, cute.size(rX)

@@ -16,6 +16,7 @@ from cute_ops import Array, Op, machine, target
 from cute_ops.binding import bind
 from cute_ops.op import ITEMSIZE
 from cute_ops.ops import OPS
+from cute_ops.ops._candidates import POINTWISE
 from cute_ops.plan import Memory, compact, plan
 from cute_ops.target import parse
 from cute_ops.variant import Variant
@@ -96,6 +97,20 @@ def test_aligned_rows_move_16_bytes_at_a_time(op: Op, dtype: str, compiled: Comp
     if any(t.dims for t in op.outputs.values()):
         assert re.search(rf"STG\.E\S*\.{width}\b|UBLKCP" if width > 32 else r"STG\.E ", code), "no wide store"
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"
+
+
+@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in ALL if op.tuning is POINTWISE])
+def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(op: Op, compiled: Compiled) -> None:
+    code = machine.sass(compiled(variant_of(op, "bfloat16", 4096, "sm_90a")))
+    lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?);", code)
+    places = [i for i, line in enumerate(lines) if re.search(r"\bLDG\.E\S*\.128", line)]
+    assert len(places) >= sum(t.dims != () for t in op.inputs.values())
+    loaded: set[int] = set()
+    for line in lines[places[0] : places[-1] + 1]:
+        written, *read = [int(number) for number in re.findall(r"\bR(\d+)", line)] or [-1]
+        assert loaded.isdisjoint(read), f"{line} waits for a load, and so do the loads after it"
+        if "LDG" in line:
+            loaded |= set(range(written, written + 4))
 
 
 ANYWHERE = [
