@@ -5,10 +5,9 @@ that together exceed three times the L2 cache (four sets at least), and write to
 inputs nor outputs are found in L2. The graph's replay time, by events, divided by its calls is one sample.
 
 JAX contenders: one jitted program calls once per buffer set, one call after another, on the same buffers, imported
-without a copy (jax_program.py). The driver's trace says when the first kernel of a run of the program began and when
-the last one ended; that span divided by the calls is one sample.
+without a copy, between two events on XLA's stream (jax_program.py). Their time divided by the calls is one sample.
 
-Samples of a problem's contenders are interleaved, PyTorch's first, then JAX's in one trace, until their medians have
+Samples of a problem's contenders are interleaved, PyTorch's first, then JAX's, until their medians have
 settled; the median counts and the extremes are kept. Every contender's result is checked first. GB/s counts the least
 bytes: each input read once, each output written once. The copy rate is that of a large ``copy_``, by events, outside of
 a graph (inside, it would use the copy engine).
@@ -187,9 +186,9 @@ class Bench:
                     samples[name].append(sample())
                 if all(map(settled, samples.values())):
                     break
-        with self.step("traces"):
+        with self.step("JAX samples"):
             try:
-                samples |= zip(programs, self.traced(list(programs.values())), strict=True)
+                samples |= zip(programs, self.sampled(list(programs.values())), strict=True)
             except RuntimeError as failure:
                 status |= dict.fromkeys(programs, f"failed: {first_line(failure)}")
         calls = {name: count for name, (_, count) in samplers.items()}
@@ -252,7 +251,7 @@ class Bench:
         program.run()  # the first run made no graph yet
         return program
 
-    def traced(self, programs: Sequence[Any]) -> list[list[float]]:
+    def sampled(self, programs: Sequence[Any]) -> list[list[float]]:
         if not programs:
             return []
         if self.cuda:

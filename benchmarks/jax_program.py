@@ -1,23 +1,26 @@
 """A contender's JAX program: one call per buffer set, one after another. Made for prewarm.py and device_time.py.
 
 CUDA graphs inside XLA close most of the gaps between launches. An optimization barrier keeps XLA from merging calls.
+
+Two more calls, before the first and after the last one, record events on XLA's own stream. The driver's trace would not
+do: it slows some kernels, whoever launches them, by up to 6%.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 from contenders import as_tuple
 from problems import Buffers, Problem
-from torch.autograd import DeviceType
-from torch.profiler import ProfilerActivity, profile
+
+from cute_ops_torch.measure import WAIT_CYCLES
 
 MAX_CALLS = 128
-MARK_CYCLES = 20_000  # of a kernel that does nothing but wait, between the runs of a trace
-MARK = "spin_kernel"
+START, END = "bench_start", "bench_end"
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class Program:
     """A compiled program and its arguments.
 
     Attributes:
-        compiled: returns one tuple of outputs per call.
+        compiled: returns one tuple of outputs per call, and a token.
         arguments: what it is called with.
         calls: how many calls one run makes.
         returned: which of the contender's outputs a call returns.
@@ -39,7 +42,40 @@ class Program:
     def run(self) -> Any:
         import jax
 
-        return jax.block_until_ready(self.compiled(self.arguments))
+        return jax.block_until_ready(self.compiled(self.arguments))[0]
+
+
+@cache
+def events() -> dict[str, torch.cuda.Event]:
+    """The events that :func:`_marked` records, their calls made known to XLA."""
+    import jax_tvm_ffi
+
+    from cute_ops import loader
+
+    tvm_ffi = loader.tvm_ffi()
+    made = {name: torch.cuda.Event(enable_timing=True) for name in (START, END)}
+
+    def record(name: str, token: Any, out: Any) -> None:
+        stream = torch.cuda.ExternalStream(tvm_ffi.get_raw_stream(tvm_ffi.device("cuda", torch.cuda.current_device())))
+        with torch.cuda.stream(stream):
+            if name == START:  # the host enqueues the program meanwhile
+                torch.cuda._sleep(WAIT_CYCLES)
+            made[name].record(stream)
+
+    for name in made:
+        called = tvm_ffi.convert(lambda token, out, name=name: record(name, token, out))
+        jax_tvm_ffi.register_ffi_target(name, called, arg_spec=["args", "rets"], platform="gpu")
+    return made
+
+
+def _marked(name: str, token: Any) -> Any:
+    """A call that records an event; what depends on its token comes after it."""
+    import jax
+
+    if jax.default_backend() != "gpu":
+        return token
+    events()
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(token.shape, token.dtype), has_side_effect=True)(token)
 
 
 def build(function: Callable[..., Any], problem: Problem, direction: str, sets: Sequence[Buffers]) -> Program:
@@ -76,37 +112,29 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
 
     def program(sets: Any) -> Any:
         outputs: list[Any] = []
-        for arguments in sets:
-            if outputs:  # a call waits for the one before it
+        token = _marked(START, jax.numpy.zeros(1))
+        for arguments in sets:  # a call waits for the one before it
+            if outputs:
                 arguments, outputs[-1] = jax.lax.optimization_barrier((arguments, outputs[-1]))
+            else:
+                arguments, token = jax.lax.optimization_barrier((arguments, token))
             outputs.append(call(*arguments))
-        return outputs
+        outputs[-1], token = jax.lax.optimization_barrier((outputs[-1], token))
+        return outputs, _marked(END, token)
 
     arguments = [imported[id(s)] for s in sets]
     return Program(jax.jit(program).lower(arguments).compile(), arguments, len(sets), returned)
 
 
 def sample(programs: Sequence[Program], rounds: int) -> list[list[float]]:
-    """Microseconds per call of every program, in turns, from the first kernel of a run to the end of its last one."""
-    with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as trace:
-        for _ in range(rounds):
-            for program in programs:
-                torch.cuda._sleep(MARK_CYCLES)
-                torch.cuda.synchronize()
-                program.run()
-    events = [e for e in trace.profiler.kineto_results.events() if e.device_type() == DeviceType.CUDA]
-    runs: list[list[Any]] = []
-    for event in sorted(events, key=lambda e: e.start_ns()):
-        if MARK in event.name():
-            runs.append([])
-        elif runs:
-            runs[-1].append(event)
-    if len(runs) != rounds * len(programs) or not all(runs):
-        raise RuntimeError(f"the trace holds {len(runs)} runs, not {rounds * len(programs)}")
-    spans = [max(e.start_ns() + e.duration_ns() for e in run) - run[0].start_ns() for run in runs]
-    return [
-        [ns / 1e3 / program.calls for ns in spans[i :: len(programs)]] for i, program in enumerate(programs)
-    ]  # fmt: skip
+    """Microseconds per call of every program, in turns."""
+    found: list[list[float]] = [[] for _ in programs]
+    for _ in range(rounds):
+        for samples, program in zip(found, programs, strict=True):
+            program.run()
+            torch.cuda.synchronize()
+            samples.append(events()[START].elapsed_time(events()[END]) * 1e3 / program.calls)
+    return found
 
 
 def only(function: Callable[..., Any], inputs: Sequence[Any], wanted: Sequence[bool]) -> tuple[Any, list[Any]]:
