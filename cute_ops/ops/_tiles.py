@@ -156,12 +156,12 @@ def _walk(problem: Problem, held: int, cluster: int, per_thread: int, threads: i
 def _staged(problem: Problem, vectors: int, most: int, full: bool = False, span: int = 4096 + LINE) -> dict[str, int]:
     """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit.
 
-    ``full``: with as many CTAs on an SM as find room, and twice as many threads to a row where there are so many.
-    ``span``: vectors that a CTA holds.
+    ``full``: with as many CTAs on an SM as find room, and off a vector with four vectors to a thread where these are no
+    more than 800 threads. ``span``: vectors that a CTA holds.
     """
     cluster = _doubled(vectors, span, most)
     part = -(-vectors // cluster)
-    deep = 4 if full and part <= 4 * 800 else 8
+    deep = 4 if full and _unaligned(problem) and part <= 4 * 800 else 8
     row = _threads(part, deep, 512 + WARP if deep == 8 else 1024)
     inputs = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "logits") if name in problem.dtypes]
     widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
