@@ -113,16 +113,15 @@ def main() -> None:
     if not options.report:
         measure(options.ops, path, options.append, options.seconds, on, console)
     rows = current(read(path), wanted)
-    gaps = {row["call"]: float(row["gain"]) if row["status"] == "tuned" else 0.0 for row in rows if row["us"]}
+    gaps = [(float(row["gain"]) * (row["status"] == "tuned"), row["call"]) for row in rows if row["us"]]
     console.print(f"{len(gaps)} of {len(wanted)} classes of calls are measured")
     if gaps:
-        far = [call for call, gap in gaps.items() if gap > NEAR]
+        far = [f"  {gap:.1%} {call}" for gap, call in gaps if gap > NEAR]
         console.print(
             f"the heuristic is within {NEAR:.0%} of tuned in {len(gaps) - len(far)} of them, "
-            f"the mean gap is {statistics.mean(gaps.values()):.2%}, the largest {max(gaps.values()):.1%}"
+            f"the mean gap is {statistics.mean(gap for gap, _ in gaps):.2%}, the largest {max(gaps)[0]:.1%}"
         )
-        for call in far:
-            console.print(f"  {gaps[call]:.1%} {call}")
+        console.print("\n".join(far))
     if options.ship:
         ship(rows, options.ship)
 

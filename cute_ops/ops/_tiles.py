@@ -114,7 +114,7 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         return _walk(problem, held, 2, 5, 640, unit)
     if vectors > (4096 if _unaligned(problem) else 8192):
         full = _unaligned(problem) and not centred and "residual" not in problem.dtypes
-        span = 2048 if "residual" in problem.dtypes and not _unaligned(problem) else 4096 + LINE
+        span = 1024 if "residual" in problem.dtypes and not _unaligned(problem) else 4096 + LINE
         staged = _staged(problem, vectors + unit * _unaligned(problem), most, full, span)
         if staged:
             return {**staged, "unit": unit}
@@ -128,7 +128,7 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     halves = "residual" in problem.dtypes and max(ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual")) == 2
     threads = 1024 if halves or centred or pair else 1536
     return {
-        "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": 1, "unit": unit,
+        "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": int(not pair), "unit": unit,
         "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row),
     }  # fmt: skip
 
@@ -320,12 +320,11 @@ def _clusters(problem: Problem, cluster: int) -> int:
 
 
 def pointwise(problem: Problem) -> dict[str, int]:
-    """Five streams keep step with the pages of memory in small CTAs only. Two vectors to a thread where there is one
-    input: too few bytes would be on their way.
+    """A vector to a thread. Five streams keep step with the pages of memory in small CTAs only; of four-byte elements a
+    CTA takes as many with twice the threads.
     """
-    if "dout" in problem.dtypes:
-        return {"threads": 256 if "x" in problem.dtypes else 128, "unroll": 1}
-    return {"threads": 128, "unroll": 2} if "x" in problem.dtypes else {"threads": 256, "unroll": 1}
+    threads = 128 if "dout" in problem.dtypes and "x" not in problem.dtypes else 256
+    return {"threads": 2 * threads if _wide(problem) else threads, "unroll": 1}
 
 
 def pointwise_halves(problem: Problem) -> dict[str, int]:
@@ -411,10 +410,12 @@ def _staged_quantized(problem: Problem, vectors: int, unaligned: bool, most: int
     held = vectors + LINE * unaligned
     cluster = _doubled(held * len(widths), 4096 + LINE, most)
     part = -(-held // cluster)
-    row = _threads(part, 8, 512 + WARP)
-    slot = row * 8 * (VECTOR_BYTES // max(widths)) * sum(widths)
+    # A scale of the whole row is known late: fewer threads wait for it.
+    deep = 16 if "weight" in problem.dtypes and not (unaligned or problem.attrs["block"]) and part > 2048 else 8
+    row = _threads(part, deep, 512 + WARP)
+    slot = row * deep * (VECTOR_BYTES // max(widths)) * sum(widths)
     shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
-    if part > 8 * row or slot > shared - 2048:
+    if part > deep * row or slot > shared - 2048:
         return {}
     # The weight takes registers; rows that start anywhere without one take more time than memory.
     room, bytes_ = (1632, shared) if unaligned else (1536, min(STAGED_BYTES, shared))
