@@ -5,7 +5,17 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
 from cute_ops.kernels._rows import element_address, row_address
-from cute_ops.kernels._vectors import fragment, gmem_elements, load, load_if, store, store_if, store_masked, trim
+from cute_ops.kernels._vectors import (
+    fetch_ahead,
+    fragment,
+    gmem_elements,
+    load,
+    load_if,
+    store,
+    store_if,
+    store_masked,
+    trim,
+)
 
 
 class RowAccess:
@@ -31,6 +41,13 @@ class RowAccess:
     def ragged(self, k):
         """Whether some thread's k-th vector may be part inside, part outside the row."""
         return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
+
+    def fetch_ahead(self, mX, name, row, first, wanted):
+        """Have L2 fetch this thread's vectors of a row that is there."""
+        base = row_address(mX, self.variant.tensors[name], row, self.n)
+        for start in first:
+            inside = (start >= 0) & (start < self.n)
+            fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), wanted & inside)
 
     def load(self, mX, name, row, first, wanted):
         """This thread's vectors of a row, all on their way together; ``empty`` where the row is not wanted."""

@@ -13,6 +13,8 @@ from cute_ops.kernels._columns import column_vectors, scale
 from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, row_address, row_count
 from cute_ops.kernels._statistics import normalised, row_statistics
 from cute_ops.kernels._vectors import (
+    AHEAD,
+    fetch_ahead,
     forget,
     fragment,
     load,
@@ -35,7 +37,8 @@ class NormForward:
 
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows, ``unroll`` times. All loads of a thread are in flight
-    together; the weight's too, except where registers are short. The sums cross a warp by shuffles, a CTA by shared
+    together; the weight's too, except where registers are short. Of few rows L2 fetches x while the previous kernel is
+    busy. The sums cross a warp by shuffles, a CTA by shared
     memory, a cluster by distributed shared memory.
     Shared memory: 4 bytes per sum, warp and CTA of the cluster; none where a row fits a warp.
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
@@ -92,6 +95,10 @@ class NormForward:
         rows = [(group + u * self.period) * self.tile.rows + local for u in range(self.unroll)]
         firsts = [self._first(t, rank, rows[0])] * self.unroll
 
+        if const_expr(self.chained):
+            few = cute.arch.grid_dim()[0] <= AHEAD
+            self._fetch_ahead(mX, "x", rows, count, firsts, few)
+            self._fetch_ahead(mResidual, "residual", rows, count, firsts, few)
         wait_for_previous(self.chained)
         held = [
             (self._load_row(mX, "x", row, count, first), self._load_row(mResidual, "residual", row, count, first))
@@ -108,6 +115,16 @@ class NormForward:
             if const_expr(self.late):
                 columns = self._load_weights(mWeight, mBias, firsts)
             self._finish(rH, mean, rstd, *columns[u], mOut, row, count, first)
+
+    def _fetch_ahead(self, mX, name, rows, count, firsts, wanted):
+        """Have L2 fetch this thread's vectors of its rows."""
+        if mX is None:
+            return
+        for row, first in zip(rows, firsts):
+            base = row_address(mX, self.variant.tensors[name], cutlass.min(row, count - 1), self.n)
+            for start in first:
+                inside = (start >= 0) & (start < self.n)
+                fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), wanted & inside)
 
     def _first(self, t, rank, row):
         """First columns of this thread's vectors of a row."""

@@ -9,7 +9,7 @@ from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._reduce import RowSum
 from cute_ops.kernels._ring import RowRing
 from cute_ops.kernels._rows import RowTile, Vectors, present, row_address, row_count
-from cute_ops.kernels._vectors import fill_outside, forget, fragment, narrow
+from cute_ops.kernels._vectors import AHEAD, fill_outside, forget, fragment, narrow
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
@@ -124,8 +124,13 @@ class HeldRows:
 
         t = tidx % self.tile.threads_per_row
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
-        there = row < row_count(inputs[0])
+        count = row_count(inputs[0])
+        there = row < count
         first = self.access.first(t, rank, row)
+        if const_expr(self.chained and self.ring is None):
+            few = cute.arch.grid_dim()[0] <= AHEAD
+            for mX, name in zip(inputs, self.function.inputs):
+                self.access.fetch_ahead(mX, name, cutlass.min(row, count - 1), first, few)
         wait_for_previous(self.chained)
         context, wanted = self.function.begin(self.variant, numbers, row, there)
         held = slots

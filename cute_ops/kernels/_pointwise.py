@@ -9,10 +9,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._pointwise_shifted import PointwiseShifted
 from cute_ops.kernels._rows import ITEMSIZE, row_address, row_count
-from cute_ops.kernels._vectors import fetch_ahead, fragment, load, narrow, store, store_if, store_masked, widen
+from cute_ops.kernels._vectors import AHEAD, fetch_ahead, fragment, load, narrow, store, store_if, store_masked, widen
 
 VECTOR_BYTES = 16
-AHEAD = 2048  # CTAs that may find room beside the previous kernel's; for later ones to fetch ahead only costs
 
 
 class Part(NamedTuple):

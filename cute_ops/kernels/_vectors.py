@@ -10,6 +10,7 @@ from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMo
 
 MAX_BITS = 128
 UPPER_HALF = -65536  # of a word
+AHEAD = 2048  # CTAs that may find room beside the previous kernel's; for later ones to fetch ahead only costs
 
 
 def access_bits(dtype, vec):
