@@ -79,24 +79,39 @@ class NormBackward(RowWalk):
 
     def _finish(self, slots, outputs, rWeight, accumulated, first, row, step, sums):
         """Write a row's gradient and add to the column sums."""
-        rDweight, rDbias = accumulated
-        mean, rstd, pull, push = self.sum.backward_terms(sums, 1.0 / self.n)
-        stage = step % self.ring.stages
+        terms = self.sum.backward_terms(sums, 1.0 / self.n)
+        places = [
+            None if m is None else self._start_of(m, name, row, first) for m, name in zip(outputs, self.dx_names)
+        ]  # fmt: skip
+        given = slots, outputs, places, rWeight, accumulated, first, step % self.ring.stages, terms
         for k in range(self.tile.per_thread):
-            x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
-            x = centre(x, mean)
-            scaled = dout * rstd
-            rest = x * pull if push is None else x * pull + push
-            dx = (scaled if rWeight is None else scaled * scale(rWeight[k], self.weight_offset)) - rest
-            if slots[2] is not None:
-                dx = dx + widen(self.ring.read(slots[2], k, stage))
-            for mDx, name in zip(outputs, self.dx_names):
-                if mDx is not None:
-                    self._store_row(mDx, name, narrow(dx, mDx.element_type, self.tile.vec), row, first[k], k)
-            if rDweight is not None:
-                rDweight[k].store(rDweight[k].load() + x * scaled)
-            if rDbias is not None:
-                rDbias[k].store(rDbias[k].load() + dout)
+            if self.tile.sparse(k):
+                self._finish_if(first[k] < self.n, given, k)
+            else:
+                self._finish_vector(*given, k)
+
+    @cute.jit
+    def _finish_if(self, there, given: cutlass.Constexpr, k: cutlass.Constexpr):
+        if there:
+            self._finish_vector(*given, k)
+
+    def _finish_vector(self, slots, outputs, places, rWeight, accumulated, first, stage, terms, k):
+        mean, rstd, pull, push = terms
+        rDweight, rDbias = accumulated
+        x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
+        x = centre(x, mean)
+        scaled = dout * rstd
+        rest = x * pull if push is None else x * pull + push
+        dx = (scaled if rWeight is None else scaled * scale(rWeight[k], self.weight_offset)) - rest
+        if slots[2] is not None:
+            dx = dx + widen(self.ring.read(slots[2], k, stage))
+        for mDx, place in zip(outputs, places):
+            if mDx is not None:
+                self._store_row(place, narrow(dx, mDx.element_type, self.tile.vec), first[k], k)
+        if rDweight is not None:
+            rDweight[k].store(rDweight[k].load() + x * scaled)
+        if rDbias is not None:
+            rDbias[k].store(rDbias[k].load() + dout)
 
     def _keep(self, mWeight, first):
         if mWeight is None:

@@ -69,10 +69,12 @@ class NormForwardWalk(RowWalk):
         else:
             held, mean, rstd = sums
         (mOut, mResidualOut), (rWeight, rBias) = outputs, kept
+        place = self._start_of(mOut, "out", row, first)
+        beside = None if mResidualOut is None else self._start_of(mResidualOut, "residual_out", row, first)
         for k in range(self.tile.per_thread):
             rH = self._hidden(slots, first, k, step % self.ring.stages) if held is None else held[k]
             if const_expr(mResidualOut is not None):
-                self._store_row(mResidualOut, "residual_out", rH, row, first[k], k)
+                self._store_row(beside, rH, first[k], k)
             y = normalised(widen(rH), mean, rstd, rH.element_type)
             for rColumns in (rWeight, rBias):
                 if rColumns is not None:
@@ -82,4 +84,4 @@ class NormForwardWalk(RowWalk):
                 y = y * scale(rWeight[k], self.weight_offset)
             if rBias is not None:
                 y = y + widen(rBias[k])
-            self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, first[k], k)
+            self._store_row(place, narrow(y, mOut.element_type, self.tile.vec), first[k], k)

@@ -22,6 +22,8 @@ class RowSum:
     """
 
     def __init__(self, tile, values, stages):
+        if stages & (stages - 1):
+            raise ValueError(f"{stages} stages are no power of two")
         self.tile = tile
         self.values = values
         self.stages = stages
@@ -84,8 +86,12 @@ class RowSum:
             tidx = cute.arch.thread_idx()[0]
             warp = tidx // WARP
             part = local * self.warps + warp % self.warps
-            self._share(values, sSum, mbar, step % self.stages, tidx % WARP, warp // self.warps, part)
+            self._share(values, sSum, mbar, self._stage(step), tidx % WARP, warp // self.warps, part)
         return values
+
+    def _stage(self, step):
+        """The stage of a step, a power of two of them: a remainder would be that of a number which may be negative."""
+        return step & (self.stages - 1)
 
     @cute.jit
     def _halve(self, v0, v1):
@@ -128,11 +134,11 @@ class RowSum:
             if const_expr(self.halved):
                 return tuple(cute.arch.shuffle_sync(v, offset=i * (WARP // 2)) for v in given for i in range(2))
             return given
-        stage = step % self.stages
+        stage = self._stage(step)
         if const_expr(self.tile.cluster == 1):
             cute.arch.barrier()
         else:
-            cute.arch.mbarrier_wait(mbar + stage, (step // self.stages) % 2)
+            cute.arch.mbarrier_wait(mbar + stage, step >> self.stages.bit_length() - 1 & 1)
         tidx = cute.arch.thread_idx()[0]
         return self._combine(sSum, stage, tidx % WARP, tidx // WARP // self.warps)
 

@@ -96,7 +96,9 @@ class RowRing:
         if first < 0 or first + self.tile.vec > self.tile.n:
             for sX in slots:
                 sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
-                fill_outside(cute.make_tensor(sV.iterator, cute.coalesce(sV.layout)), first, Int32(self.tile.n), value)
+                # Where it is, once, not again for every element.
+                place = cute.make_ptr(sX.element_type, opaque(sV.iterator.toint()), cute.AddressSpace.smem)
+                fill_outside(cute.make_tensor(place, cute.coalesce(sV.layout)), first, Int32(self.tile.n), value)
 
     def read(self, sX, k, stage):
         """This thread's k-th vector of a slot, in registers."""

@@ -43,7 +43,7 @@ class RowMax(_Beside):
         if const_expr(not self.alone):
             tidx = cute.arch.thread_idx()[0]
             warp = tidx // WARP
-            self._share(values, sMax, mbar, step % self.stages, tidx % WARP, warp // self.warps, warp % self.warps)
+            self._share(values, sMax, mbar, self._stage(step), tidx % WARP, warp // self.warps, warp % self.warps)
         return values
 
     @cute.jit

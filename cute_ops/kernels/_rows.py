@@ -11,8 +11,11 @@ the columns ``v * vec - shift + j``, ``j < vec``. Three ways to lay vectors over
 * narrow: whatever else; vectors shrink down to one element.
 """
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
+
+from cute_ops.kernels._reduce import WARP
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 VECTOR_BYTES = 16
@@ -61,7 +64,9 @@ class RowTile:
     """Static thread mapping of whole rows.
 
     ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each, and a CTA holds
-    ``rows`` rows. Vector ``k`` of thread ``t`` of cluster rank ``r`` is ``(r * per_thread + k) * threads_per_row + t``.
+    ``rows`` rows. Vector ``k`` of thread ``t`` of cluster rank ``r`` is ``r * span + k * threads_per_row + t``: a CTA
+    holds ``span`` vectors, as many as its threads could or, where the tile says ``balanced``, as few whole warps' as
+    serve. Then some threads have no last vector.
     """
 
     def __init__(self, vectors, tile):
@@ -75,6 +80,10 @@ class RowTile:
         longest = self.n + (vectors.unit - 1 if vectors.shifted else 0)
         self.count = -(-longest // self.vec)
         self.per_thread = -(-self.count // (self.threads_per_row * self.cluster))
+        self.span = self.per_thread * self.threads_per_row
+        if tile.get("balanced", 0):
+            self.span = -(-self.count // (self.cluster * WARP)) * WARP
+            self.per_thread = -(-self.span // self.threads_per_row)
 
     @property
     def even(self):
@@ -83,7 +92,19 @@ class RowTile:
 
     def vector(self, t, rank, k):
         """Index of this thread's k-th vector in its row."""
-        return (rank * self.per_thread + k) * self.threads_per_row + t
+        return rank * self.span + k * self.threads_per_row + t
+
+    def sparse(self, k):
+        """Whether most of a CTA's threads have no k-th vector."""
+        return k > 0 and 2 * (self.span - k * self.threads_per_row) < self.threads_per_row
+
+    def first(self, t, rank, k, shift):
+        """First column of this thread's k-th vector, far outside the row where it has none."""
+        column = self.vector(t, rank, k) * self.vec - shift
+        if (k + 1) * self.threads_per_row <= self.span:
+            return column
+        # So far that no lane's first column, from which another's is counted, is inside.
+        return cutlass.select_(k * self.threads_per_row + t < self.span, column, self.n + WARP * self.vec)
 
     def reach(self, k):
         """Columns from the first element of a thread's first vector to that of its k-th, a static number."""
@@ -100,7 +121,8 @@ class RowTile:
 
     def ends_outside(self, k):
         """Whether some thread's k-th vector may reach past the row's end."""
-        return ((self.cluster - 1) * self.per_thread + k + 1) * self.threads_per_row * self.vec > self.n
+        end = (k + 1) * self.threads_per_row
+        return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec > self.n
 
 
 def extent(mX, dim):

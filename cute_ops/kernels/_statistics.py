@@ -10,10 +10,10 @@ import operator
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, const_expr
+from cutlass import Boolean, Float32, Int32, const_expr
 
 from cute_ops.kernels._reduce import WARP, RowSum
-from cute_ops.kernels._vectors import fragment, trim
+from cute_ops.kernels._vectors import fragment, opaque, trim
 
 
 def row_statistics(centred, tile, eps, backward, stages, narrow=False, held=True):
@@ -157,7 +157,9 @@ class Moments(Statistics):
 
     A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added: vectors, then
     threads, warps and rows take the deviations from their own mean and correct them for the difference to the mean of
-    all (Chan, Golub and LeVeque). One exchange suffices: what a warp sends is its mean, its sum of squared deviations,
+    all (Chan, Golub and LeVeque). Among as many of them as a warp has lanes or a row has warps, deviations are added up
+    from the mean of one of them, all sums at once: however far from the mean of all that is, what cancels is at most as
+    many times the result. One exchange suffices: what a warp sends is its mean, its sum of squared deviations,
     in the backward the sums of g and of g times the deviations, and its number of elements where warps differ in it.
     """
 
@@ -172,20 +174,27 @@ class Moments(Statistics):
         self.halved = self.halved and backward
 
     def counts(self, first):
-        """Elements of the row that this thread and its warp hold, and one over that."""
+        """Elements of the row that this thread and its warp hold, and one over that; one of the warp's lanes that holds
+        any.
+        """
         tile = self.tile
         if tile.even:
             count = float(tile.per_thread * tile.vec)
             together = count * min(tile.threads_per_row, WARP)
-            return (count, 1.0 / count), (together, 1.0 / together)
+            return (count, 1.0 / count), (together, 1.0 / together), Int32(0)
         lanes = min(tile.threads_per_row, WARP)
         lane = cute.arch.thread_idx()[0] % lanes
         held, together = 0, 0
         for k, f in enumerate(first):
             held = held + self._held(k, f, tile.vec)
             together = together + self._held(k, f - lane * tile.vec, lanes * tile.vec)
-        count, together = Float32(held), Float32(together)
-        return (count, _reciprocal(count)), (together, _reciprocal(together))
+        lane = Int32(0)
+        if tile.per_thread == 1 and tile.v.unit > tile.vec:
+            # The first lanes' only vectors may lie before the row.
+            holding = cute.arch.vote_ballot_sync(Int32(held) > 0)
+            lane = cute.arch.bfind(holding & -holding)
+        count, together = opaque(Float32(held)), opaque(Float32(together))
+        return (count, _reciprocal(count)), (together, _reciprocal(together)), lane
 
     def _held(self, k, first, width):
         """Elements of the row among ``width`` from the column ``first`` on, which are k-th vectors."""
@@ -199,7 +208,7 @@ class Moments(Statistics):
 
     def thread(self, read, first, counts):
         """As :meth:`MeanSquare.thread`, with the counts."""
-        tile, ((count, inverse), _) = self.tile, counts
+        tile, (count, inverse) = self.tile, counts[0]
         inner = [k for k in range(tile.per_thread) if not (tile.starts_outside(k) or tile.ends_outside(k))]
         if self.narrow and inner:
             # One pass: deviations from one of the thread's own numbers. However far from the others that is, what
@@ -215,25 +224,46 @@ class Moments(Statistics):
         if tile.per_thread > 4:
             # So many vectors are read again, not kept.
             cute.arch.sync_warp()
-        _, *others = self._deviations(read, first, mean, total=False)
+        _, *others = self._deviations(read, first, mean)
         return counts, mean, *others
 
-    def _deviations(self, read, first, middle, total=True):
+    def _deviations(self, read, first, middle):
         """A thread's sums: deviations from ``middle``, their squares, g, and deviations times g."""
-        tile = self.tile
-        sums, squares, gradients, products = (Total(tile.per_thread) for _ in range(4))
-        for k in range(tile.per_thread):
-            x, *g = read(k)
-            apart = x - middle
-            if tile.starts_outside(k) or tile.ends_outside(k):
-                apart = trimmed(apart, first[k], tile.n)
-            if total:
-                sums.add(apart)
-            squares.add(apart, apart)
-            if g:
-                gradients.add(*g)
-                products.add(apart, *g)
-        return tuple(t.value() if t.sums else Float32(0.0) for t in (sums, squares, gradients, products))
+        sums = [Total(self.tile.per_thread) for _ in range(4)]
+        for k in range(self.tile.per_thread):
+            if self.tile.sparse(k):
+                rFound = fragment(Float32, 4)
+                rFound.fill(0.0)
+                self._deviations_if(first[k] < self.tile.n, rFound, read, first, middle, k)
+                for i, t in enumerate(sums[: 4 if self.backward else 2]):
+                    t.sums[0] = t.sums[0] + rFound[i]
+            else:
+                self._deviate(sums, read, first, middle, k)
+        return tuple(t.value() if t.sums else Float32(0.0) for t in sums)
+
+    @cute.jit
+    def _deviations_if(
+        self, there: Boolean, rFound: cute.Tensor, read: cutlass.Constexpr, first: cutlass.Constexpr, middle: Float32,
+        k: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The sums of the k-th vectors alone, where there are any."""
+        if there:
+            sums = [Total(2) for _ in range(4)]
+            self._deviate(sums, read, first, middle, k)
+            for i in cutlass.range_constexpr(4 if self.backward else 2):
+                rFound[i] = sums[i].value()
+
+    def _deviate(self, sums, read, first, middle, k):
+        """Add the k-th vectors to a thread's sums."""
+        x, *g = read(k)
+        apart = x - middle
+        if self.tile.starts_outside(k) or self.tile.ends_outside(k):
+            apart = trimmed(apart, first[k], self.tile.n)
+        sums[0].add(apart)
+        sums[1].add(apart, apart)
+        if g:
+            sums[2].add(*g)
+            sums[3].add(apart, *g)
 
     def begin(self):
         return (Float32(0.0),) * 5
@@ -262,28 +292,35 @@ class Moments(Statistics):
     def whole(self, sums):
         """As :meth:`MeanSquare.whole`."""
         together = self.warp_sum(sums[0])
-        return ((sums[0], None), (together, _reciprocal(together))), *sums[1:]
+        return ((sums[0], None), (together, _reciprocal(together)), Int32(0)), *sums[1:]
 
     def give(self, values, sSum, mbar, step):
-        ((count, _), (together, inverse)), mean, squares, gradients, products = values
+        ((count, _), (together, inverse), lane), mean, squares, gradients, products = values
+        origin = self._of_lane(mean, lane)
+        apart = mean - origin
+        moved = apart * count
+        squares, products = squares + apart * moved, products + apart * gradients
         if not self.backward:
-            middle = _quotient(self.warp_sum(mean * count), together, inverse)
-            apart = mean - middle
-            found = [middle, self.warp_sum(squares + apart * apart * count)]
+            moved, squares = self.warp_sum(moved), self.warp_sum(squares)
+            shift = _quotient(moved, together, inverse)
+            found = [origin + shift, squares - shift * moved]
         elif self.halved:
-            (sums,) = self.warp_sums((mean * count, gradients))
-            middle = _quotient(cute.arch.shuffle_sync(sums, offset=0), together, inverse)
-            apart = mean - middle
-            (others,) = self.warp_sums((squares + apart * apart * count, products + apart * gradients))
-            found = [cutlass.select_(cute.arch.lane_idx() < WARP // 2, middle, sums), others]
+            # The upper half of a warp has the second of each pair.
+            sums, others = self.warp_sums((moved, gradients, squares, products))
+            shift = _quotient(self._of_lane(sums, 0), together, inverse)
+            found = [cutlass.select_(cute.arch.lane_idx() < WARP // 2, origin + shift, sums), others - shift * sums]
         else:
-            middle = _quotient(self.warp_sum(mean * count), together, inverse)
-            apart = mean - middle
-            found = [middle, self.warp_sum(gradients), self.warp_sum(squares + apart * apart * count)]
-            found.append(self.warp_sum(products + apart * gradients))
+            moved, gradients, squares, products = map(self.warp_sum, (moved, gradients, squares, products))
+            shift = _quotient(moved, together, inverse)
+            found = [origin + shift, gradients, squares - shift * moved, products - shift * gradients]
         if not self.tile.even:
             found += [Float32(together)] * (2 if self.backward and not self.halved else 1)
         return self.send(tuple(found), sSum, mbar, step)
+
+    def _of_lane(self, value, lane):
+        """What a lane holds, of those that share a row and a warp."""
+        apart = WARP - min(self.tile.threads_per_row, WARP)
+        return cute.arch.shuffle_sync(value, offset=lane, mask_and_clamp=apart << 8 | WARP - 1)
 
     @cute.jit
     def _combine(self, sSum, stage, lane, row):
@@ -316,20 +353,20 @@ class Moments(Statistics):
             for part in parts:
                 count = count + part[0]
             inverse = _reciprocal(across(count))
-        mean = Float32(0.0)
+        moved, gradients, squares, products = (Float32(0.0) for _ in range(4))
         for part in parts:
-            mean = mean + (part[1] - pivot) * part[0]
-        mean = pivot + across(mean) * inverse
-        gradients, squares, products = Float32(0.0), Float32(0.0), Float32(0.0)
-        for part in parts:
-            apart = part[1] - mean
+            apart = part[1] - pivot
+            step = apart * part[0]
+            moved, squares = moved + step, squares + part[3 if self.backward else 2] + apart * step
             if self.backward:
-                gradients = gradients + part[2]
-                products = products + part[4] + apart * part[2]
-            squares = squares + part[3 if self.backward else 2] + apart * apart * part[0]
+                gradients, products = gradients + part[2], products + part[4] + apart * part[2]
+        moved, squares = across(moved), across(squares)
+        shift = moved * inverse
+        mean, squares = pivot + shift, squares - shift * moved
         if not self.backward:
-            return mean, across(squares)
-        return mean, across(gradients), across(squares), across(products)
+            return mean, squares
+        gradients, products = across(gradients), across(products)
+        return mean, gradients, squares, products - shift * gradients
 
     def take(self, given, sSum, mbar, step):
         """The row's (mean, squares), in the backward (mean, gradients, squares, products)."""

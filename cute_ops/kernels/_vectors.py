@@ -5,7 +5,7 @@ Fragments are flat, ``vec`` elements; an access moves at most 16 bytes, so a vec
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
 MAX_BITS = 128
@@ -107,10 +107,13 @@ def store_elements(rX: cute.Tensor, address: Int64, first: Int32, n: Int32):
 @cute.jit
 def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, streaming: cutlass.Constexpr = False):
     """Store the columns ``first + j`` that lie in ``[0, n)``: in one go where all do, else one by one."""
+    if const_expr(cute.size(rX) * rX.element_type.width % 32 == 0):
+        # Or every element would be computed again before it is stored.
+        forget(rX)
     if first >= 0 and first + cute.size(rX) <= n:
         store(rX, address, streaming)
     else:
-        store_elements(rX, address, first, n)
+        store_elements(rX, opaque(address), first, n)
 
 
 @cute.jit

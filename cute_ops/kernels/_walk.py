@@ -6,7 +6,7 @@ from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._ring import RowRing
-from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, present, row_address, row_count, vector_address
+from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, present, row_address, row_count
 from cute_ops.kernels._statistics import row_statistics
 from cute_ops.kernels._vectors import opaque, store, store_if, store_masked
 
@@ -125,7 +125,7 @@ class RowWalk:
         """
         tidx = cute.arch.thread_idx()[0]
         count = row_count(inputs[0])
-        start = opaque(start)
+        start, steps = opaque(start), opaque(steps)
         row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
         first = self._first(tidx % self.tile.threads_per_row, rank, start)
         for stage in cutlass.range_constexpr(self.ring.stages - 1):
@@ -157,7 +157,7 @@ class RowWalk:
     def _first(self, t, rank, row):
         """First columns of this thread's vectors of a row."""
         shift = self.tile.v.shift(row, self.n)
-        return [self.tile.vector(t, rank, k) * self.tile.vec - shift for k in range(self.tile.per_thread)]
+        return [self.tile.first(t, rank, k, shift) for k in range(self.tile.per_thread)]
 
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
@@ -186,9 +186,14 @@ class RowWalk:
         """Whether some thread's k-th vector may be part inside, part outside the row."""
         return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
 
-    def _store_row(self, mX, name, rX, row, first, k):
+    def _start_of(self, mX, name, row, first):
+        """Byte address of this thread's first vector of a row, computed once."""
         address = row_address(mX, self.variant.tensors[name], row, self.n)
-        address = vector_address(mX, address, self.tile, first, k)
+        return opaque(address + Int64(first[0]) * (mX.element_type.width // 8))
+
+    def _store_row(self, place, rX, first, k):
+        """Store this thread's k-th vector, which begins with the column ``first``."""
+        address = place + self.tile.reach(k) * (rX.element_type.width // 8)
         if self._ragged(k):
             store_masked(rX, address, first, Int32(self.n), True)
         elif self.tile.ends_outside(k):

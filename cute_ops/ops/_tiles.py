@@ -93,6 +93,11 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         return {"threads": 512}
     vectors, most = _vectors(problem), _most_ctas(problem)
     unit = LINE if problem.n >= SHORT else 1
+    if centred and vectors > 512 and not _unaligned(problem):
+        # Twice its threads meet before a row is written: in shared memory, of which more rows find room meanwhile.
+        staged = _staged(problem, vectors, most, full=True)
+        if staged:
+            return {**staged, "unit": unit}
     if vectors <= 1024:
         if centred and vectors > WARP:
             if _unaligned(problem):
@@ -237,10 +242,15 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
         # The fewest vectors for the busiest of an SM's four schedulers.
         per_thread = min((4, 5), key=lambda k: -(-_threads(part, k, 512) // (4 * WARP)) * k)
     row = _threads(part, per_thread, 512 if per_thread > 1 else 1024)
+    balanced = {}
+    if cluster > 2 and sums == 2 and _unaligned(problem):
+        row, balanced = _balanced(part), {"balanced": 1}
     threads, room = max(256, row) if sums == 1 else max(256 // row, 1) * row, room * 2 // (1 + sums)
     if cluster > 1:
         threads = row
     slot_bytes = -(-slot // cluster) * (threads // row) + 64 * VECTOR_BYTES
+    if balanced:
+        slot_bytes = row * -(-(part + WARP - 1) // row) * -(-slot // vectors)
     if part > max(4, per_thread) * row or 2 * slot_bytes > shared:
         return {**long, "long": 1}
     deeper = cluster > 1 and vectors > 1024
@@ -252,10 +262,23 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     resident = max(1, min(shared // (stages * slot_bytes + 2048), room // threads))
     tile = {
         "threads": threads, "threads_per_row": row, "cluster": cluster, "stages": stages, "resident": resident,
-        "parts": _clusters(problem, cluster) * resident, "unit": unit,
+        "parts": _clusters(problem, cluster) * resident, "unit": unit, **balanced,
     }  # fmt: skip
     # So few clusters that no multiple of the places where rows may start fills the chip. Few rows have few places.
     return {**tile, "sorted_by": VECTOR_ELEMENTS * unit} if _unaligned(problem) and cluster > 2 else tile
+
+
+def _balanced(part: int) -> int:
+    """Threads of a CTA that holds so many vectors, up to five to a thread, whose registers for two column sums of them
+    leave room for twelve warps: those of which the busiest of an SM's four schedulers has the fewest vectors.
+    """
+    together = -(-part // WARP)
+
+    def busiest(warps: int) -> int:
+        return sum(together // warps + (w < together % warps) for w in range(0, warps, 4))
+
+    least = min(-(-together // 5), 12)
+    return WARP * min(range(12, least - 1, -1), key=busiest)
 
 
 def _few(problem: Problem, vectors: int, slot: int, most: int) -> dict[str, int]:
@@ -480,9 +503,18 @@ def rows_mapped_once(problem: Problem) -> dict[str, int]:
     """As :func:`rows_mapped`, for a kernel that writes where it has read."""
     tile = rows_mapped(problem)
     vectors = _vectors(problem)
-    if problem.n is None or vectors <= 1024:
+    if problem.n is None or vectors <= 4 * WARP:
         return tile
-    return _staged_full(problem, vectors, LINE if problem.dims["n"] >= SHORT else 1) or tile
+    unit = LINE if problem.dims["n"] >= SHORT else 1
+    if vectors > 1024 or (_unaligned(problem) and vectors > 8 * WARP):
+        return _staged_full(problem, vectors, unit) or tile
+    if _unaligned(problem):
+        return tile
+    row = max(_threads(vectors, 8), 2 * WARP)
+    shared = SHARED_BYTES.get(_sm(problem.arch), min(SHARED_BYTES.values()))
+    # Exponentials take registers, which more threads would not have.
+    resident = min(shared // (row * -(-vectors // row) * VECTOR_BYTES + OWN_BYTES), 1024 // row)
+    return {"threads": row, "threads_per_row": row, "unit": unit, "staged": 1, "resident": resident}
 
 
 def rows_mapped(problem: Problem) -> dict[str, int]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Problem, Tensor
 from cute_ops.ops._candidates import POINTWISE
-from cute_ops.ops._tiles import LINE, SHORT, VECTOR_BYTES
+from cute_ops.ops._tiles import LINE, SHORT, VECTOR_BYTES, _threads
 from cute_ops.reference import widen
 
 EPS = {"eps": 0.1}
@@ -32,15 +32,17 @@ def reference(
 
 
 def tile(problem: Problem) -> dict[str, int]:
-    """Two vectors of every tensor to a thread."""
+    """A vector of every tensor to a thread, and as much of a row to a CTA as it can hold."""
     n = problem.dims["n"]
     if problem.n is None:
         return {"threads": 256}
     widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS)
-    vectors = -(-n * widest // VECTOR_BYTES)
-    row = 1 << max(-(-vectors // 2) - 1, 0).bit_length() if vectors < 64 else min(-(-vectors // 64) * 32, 256)
     unit = LINE if n >= SHORT else 1
-    return {"threads": max(128, row), "threads_per_row": row, "segments": -(-(vectors + unit) // 512), "unit": unit}
+    unaligned = min(problem.aligns[name] for name in ROWS) < VECTOR_BYTES
+    vectors = -(-n * widest // VECTOR_BYTES) + unit * unaligned
+    segments = -(-vectors // 1024)
+    row = _threads(-(-vectors // segments), 1)
+    return {"threads": max(128, row), "threads_per_row": row, "segments": segments, "unit": unit}
 
 
 adamw = Op(
