@@ -78,8 +78,11 @@ def test_export_of_a_module() -> None:
     torch.testing.assert_close(program.module()(torch.randn(7, 64).fill_(2)), norm(torch.full((7, 64), 2.0)))
 
 
+# Torch compiles and loads a program for each kind of vector instructions, by a process that imports torch: minutes on a
+# large machine, in every process that builds or loads a package. There is nothing to vectorize here.
 LOAD = """
-import sys, torch, cute_ops_torch
+import sys, torch, cute_ops_torch, torch._inductor.cpu_vec_isa
+torch._inductor.cpu_vec_isa.valid_vec_isa_list = list
 model = torch._inductor.aoti_load_package(sys.argv[1])
 torch.save([model(*tensors) for tensors in torch.load(sys.argv[2])], sys.argv[3])
 """
@@ -101,8 +104,11 @@ def has_cuda_headers() -> bool:
         pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.feature("GPU: AOTInductor, the same")]),
     ],
 )
-def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path) -> None:
+def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All ops in one package, since most of the time goes to a C++ compiler."""
+    from torch._inductor import cpu_vec_isa  # late: it takes a second
+
+    monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
     if device == "cuda" and not has_cuda_headers():
         pytest.skip("AOTInductor needs the headers of the CUDA toolkit")
     calls, package, given = Calls(OPS), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
