@@ -95,7 +95,7 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     unit = LINE if problem.n >= SHORT else 1
     if centred and vectors > 512 and not _unaligned(problem):
         # Twice its threads meet before a row is written: in shared memory, of which more rows find room meanwhile.
-        staged = _staged(problem, vectors, most, full=True)
+        staged = _staged(problem, vectors, most, full=True, centred=True)
         if staged:
             return {**staged, "unit": unit}
     if vectors <= 1024:
@@ -158,15 +158,17 @@ def _walk(problem: Problem, held: int, cluster: int, per_thread: int, threads: i
     return tile if cluster == 1 else tile | {"sorted_by": period}
 
 
-def _staged(problem: Problem, vectors: int, most: int, full: bool = False, span: int = 4096 + LINE) -> dict[str, int]:
+def _staged(
+    problem: Problem, vectors: int, most: int, full: bool = False, span: int = 4096 + LINE, centred: bool = False
+) -> dict[str, int]:  # fmt: skip
     """Tile of a row that waits in the shared memory of a cluster; nothing where it does not fit.
 
-    ``full``: with as many CTAs on an SM as find room, and off a vector with four vectors to a thread where these are no
-    more than 800 threads. ``span``: vectors that a CTA holds.
+    ``full``: with as many CTAs on an SM as find room, and off a vector, or where a row's mean is subtracted, with four
+    vectors to a thread where these are no more than 800 threads. ``span``: vectors that a CTA holds.
     """
     cluster = _doubled(vectors, span, most)
     part = -(-vectors // cluster)
-    deep = 4 if full and _unaligned(problem) and part <= 4 * 800 else 8
+    deep = 4 if full and (_unaligned(problem) or centred) and part <= 4 * 800 else 8
     row = _threads(part, deep, 512 + WARP if deep == 8 else 1024)
     inputs = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "logits") if name in problem.dtypes]
     widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
