@@ -98,7 +98,7 @@ def apart_in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor
 def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Call | Chain]]:
     """Makers of calls by name; a maker may raise where its package is missing."""
     x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16).requires_grad_(grad)
-    weight = torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16).requires_grad_(grad)
+    weight = torch.nn.Parameter(torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16), grad)  # as in a model
 
     def alone() -> Call:
         from cute_ops.ops import OPS

@@ -60,7 +60,9 @@ class Direct:
         texts = {
             "parameters": parameters(op), "result": run, "otherwise": "None", "condition": "_ad._current_level < 0"
         }  # fmt: skip
-        made = self._made[(ready, *kind)] = guarded(op, tensors, attrs, texts, **values)
+        # A guard is of exact types, too: a weight that is a Parameter is not one that is a Tensor.
+        types = tuple(map(type, tensors))
+        made = self._made[(ready, kind, types)] = guarded(op, tensors, attrs, texts, **values)
         return made
 
     def put(self, shape: Any, call: Call) -> None:
@@ -88,7 +90,8 @@ _SOURCE = """
 def learn({parameters}):
     _ready = _find({arguments})
     _kind = ({gradients},)
-    _call = _get((_ready, *_kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
+    _types = ({types},)
+    _call = _get((_ready, _kind, _types)) or _make(_ready, _kind, ({tensors},), ({attrs}))
     _put({lead}.shape, _call)
     _out = _call({arguments})
     return _otherwise({arguments}) if _out is None else _out
@@ -111,6 +114,7 @@ def _learner(direct: Direct) -> Call:
     source = _SOURCE.format(
         parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)), tensors=", ".join(op.inputs),
         attrs="".join(f"{name}, " for name in op.attrs), gradients=asked_for(op), lead=next(iter(op.inputs)),
+        types=", ".join(f"type({name})" for name in op.inputs),
     )  # fmt: skip
     space = define(
         source, f"learn {op.name}", _find=cuda.find, _put=direct.put, _get=direct._made.get, _make=direct.make,

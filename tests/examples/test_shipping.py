@@ -37,7 +37,7 @@ from decoder import MODELS, PARTS, small
 from optax_step import Run
 config = small(MODELS["qwen3-0.6b"])
 run = Run(config, PARTS["ours"])
-traced = jax.jit(run._update).trace(run.state, jnp.zeros((config.batch, config.seqlen + 1), jnp.int32))
+traced = jax.jit(run._update).trace(run.state, run.frozen, jnp.zeros((config.batch, config.seqlen + 1), jnp.int32))
 """,
 }
 

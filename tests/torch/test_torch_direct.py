@@ -263,3 +263,14 @@ def test_calls_that_take_turns_are_known(make: Any, monkeypatch: pytest.MonkeyPa
         torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))
     with pytest.raises(TypeError, match="NoneType"):
         made.function(x, torch.rand(72).half())
+
+
+def test_a_parameter_after_a_tensor_is_known(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, weight = make(rmsnorm), torch.randn(4, 72), torch.rand(72)
+    calls = [(x, weight), (x, torch.nn.Parameter(weight, requires_grad=False))]
+    for arguments in calls:
+        made.function(*arguments)
+    monkeypatch.setattr(made.direct, "_learn", None)
+    monkeypatch.setattr(direct, "_learner", None)
+    for arguments in calls * 2:
+        torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))

@@ -97,6 +97,18 @@ def has_cuda_headers() -> bool:
         return False
 
 
+def link_shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have compilers link the C++ library that torch has loaded.
+
+    One that finds no ``libstdc++.so`` takes the archive: a package with a second copy of the library dies when it is
+    loaded, in ``std::regex``, whatever model is in it.
+    """
+    loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libstdc++.so" in line]
+    folder.mkdir()
+    (folder / "libstdc++.so").symlink_to(loaded[0])
+    monkeypatch.setenv("LIBRARY_PATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("LIBRARY_PATH")))))
+
+
 @pytest.mark.parametrize(
     "device",
     [
@@ -109,6 +121,7 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     from torch._inductor import cpu_vec_isa  # late: it takes a second
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
+    link_shared(tmp_path / "lib", monkeypatch)
     if device == "cuda" and not has_cuda_headers():
         pytest.skip("AOTInductor needs the headers of the CUDA toolkit")
     calls, package, given = Calls(OPS), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
