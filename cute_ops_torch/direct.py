@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from cute_ops.op import Op
 from cute_ops_torch.autograd import graph_node, node_of
-from cute_ops_torch.guards import asked_for, guarded
+from cute_ops_torch.guards import Kinds, guarded, kinds
 from cute_ops_torch.launch import REMEMBERED, Launcher, Ready, make_room
 from cute_ops_torch.schema import define, parameters
 
@@ -45,12 +45,12 @@ class Direct:
             self._learn = _learner(self)
         return self._learn(*args)
 
-    def make(self, ready: Ready, kind: tuple[bool, ...], tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Call:
+    def make(self, ready: Ready, kind: Kinds, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Call:
         """The function of calls like this one."""
         op, gradient = self.op, self._parts()[1]
         make_room(REMEMBERED, self.table, self._made, self._alike)
         run, values = f"_run({', '.join(op.inputs)})", {"_run": ready.run, "_ad": forward_ad}
-        if any(kind):
+        if any(asks for _, asks in kind):
             values["_grad_enabled"] = torch.is_grad_enabled
             node = "None"  # raises when it is differentiated, with this call's shapes
             if op.grad is not None and gradient is not None:
@@ -60,9 +60,7 @@ class Direct:
         texts = {
             "parameters": parameters(op), "result": run, "otherwise": "None", "condition": "_ad._current_level < 0"
         }  # fmt: skip
-        # A guard is of exact types, too: a weight that is a Parameter is not one that is a Tensor.
-        types = tuple(map(type, tensors))
-        made = self._made[(ready, kind, types)] = guarded(op, tensors, attrs, texts, **values)
+        made = self._made[(ready, kind)] = guarded(op, tensors, attrs, texts, **values)
         return made
 
     def put(self, shape: Any, call: Call) -> None:
@@ -89,9 +87,8 @@ class Direct:
 _SOURCE = """
 def learn({parameters}):
     _ready = _find({arguments})
-    _kind = ({gradients},)
-    _types = ({types},)
-    _call = _get((_ready, _kind, _types)) or _make(_ready, _kind, ({tensors},), ({attrs}))
+    _kind = ({kinds},)
+    _call = _get((_ready, _kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
     _put({lead}.shape, _call)
     _out = _call({arguments})
     return _otherwise({arguments}) if _out is None else _out
@@ -113,8 +110,7 @@ def _learner(direct: Direct) -> Call:
 
     source = _SOURCE.format(
         parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)), tensors=", ".join(op.inputs),
-        attrs="".join(f"{name}, " for name in op.attrs), gradients=asked_for(op), lead=next(iter(op.inputs)),
-        types=", ".join(f"type({name})" for name in op.inputs),
+        attrs="".join(f"{name}, " for name in op.attrs), kinds=kinds(op), lead=next(iter(op.inputs)),
     )  # fmt: skip
     space = define(
         source, f"learn {op.name}", _find=cuda.find, _put=direct.put, _get=direct._made.get, _make=direct.make,

@@ -16,6 +16,7 @@ import torch
 from cute_ops.op import Op
 from cute_ops_torch.schema import define
 
+Kinds = tuple[tuple[type, bool], ...]
 _TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 _SOURCE = """
@@ -63,10 +64,14 @@ def guarded(
     return _maker(source)(guard.check, **values)  # type: ignore[no-any-return]
 
 
-def asked_for(op: Op) -> str:
-    """Source of what a guard's kind of call is: of each input, whether it asks for a gradient."""
+def kinds(op: Op) -> str:
+    """Source of what tells a guard from others for the same kernel: of each input its exact type (a Parameter is not a
+    Tensor to it), and whether it asks for a gradient.
+    """
     return ", ".join(
-        f"{name} is not None and {name}.requires_grad" if t.optional else f"{name}.requires_grad"
+        f"(type({name}), {name} is not None and {name}.requires_grad)"
+        if t.optional
+        else f"(type({name}), {name}.requires_grad)"
         for name, t in op.inputs.items()
     )
 

@@ -17,7 +17,7 @@ from cute_ops import cache, loader, target
 from cute_ops.binding import Binding
 from cute_ops.op import Op
 from cute_ops.plan import Plan, View, compact, plan, target_of
-from cute_ops_torch.guards import asked_for, guarded
+from cute_ops_torch.guards import Kinds, guarded, kinds
 from cute_ops_torch.reference import run_reference
 from cute_ops_torch.schema import define, parameters
 from cute_ops_torch.tensors import DTYPES, Tensors, absent_dtype, bind_tensors, check_strides, memory
@@ -62,8 +62,8 @@ def into({arguments}, {outputs}):
 
 def _learn({arguments}, {outputs}):
     _ready = _find({arguments})
-    _kind = ({gradients},)
-    _last[{lead}.shape] = _made((_ready, *_kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
+    _kind = ({kinds},)
+    _last[{lead}.shape] = _made((_ready, _kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
     _ready.into({tensors}, {outputs})
 """
 
@@ -109,14 +109,14 @@ def launcher(op: Op) -> Launcher:
         ready[key] = one
         return one
 
-    def make(one: Ready, kind: tuple[bool, ...], tensors: Tensors, attrs: Sequence[Any]) -> Run:
+    def make(one: Ready, kind: Kinds, tensors: Tensors, attrs: Sequence[Any]) -> Run:
         make_room(REMEMBERED, last, made)
         arguments, results = ", ".join((*op.inputs, *op.attrs)), ", ".join(outputs)
         texts = {
             "parameters": f"{arguments}, {results}", "result": f"_into({', '.join(op.inputs)}, {results})",
             "otherwise": f"_learn({arguments}, {results})",
         }  # fmt: skip
-        call = made[(one, *kind)] = guarded(op, tensors, attrs, texts, _into=one.into, _learn=space["_learn"])
+        call = made[(one, kind)] = guarded(op, tensors, attrs, texts, _into=one.into, _learn=space["_learn"])
         return call
 
     places = [
@@ -128,7 +128,7 @@ def launcher(op: Op) -> Launcher:
         lead=next(iter(op.inputs)),
         attrs="".join(f"{name}, " for name in op.attrs), arguments=", ".join((*op.inputs, *op.attrs)),
         outputs=", ".join(outputs),
-        gradients=asked_for(op),
+        kinds=kinds(op),
     )  # fmt: skip
     space = define(
         source, f"launch {op.name}", _get=ready.get, _prepare=prepared, _last=last, _made=made.get, _make=make
