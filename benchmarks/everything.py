@@ -59,6 +59,7 @@ PHASES = {
         300, (script("device_time", "--out", "{out}", "--resume", "--workers", "0", "--seconds", "{seconds}"),)
     ),
     "llama_step": Phase(240, (script("llama_step", "--out", "{out}"),)),
+    "linear_cross_entropy": Phase(90, (script("linear_cross_entropy", "--out", "{out}"),)),
     "startup": Phase(120, (script("startup", "--out", "{out}"),)),
     "host_time": Phase(90, (script("host_time", "--out", "{out}"),)),
     "host_time_extension": Phase(

@@ -16,6 +16,7 @@ import device_time
 import everything
 import fusion
 import host_time
+import linear_cross_entropy
 import llama_step
 import plot
 import prewarm
@@ -55,6 +56,14 @@ def test_training_step_smoke() -> None:
     rows = [llama_step.measure(name, 1, 33, 1, 2, small=True) for name in ("eager", "ours + AdamW")]
     assert abs(rows[0]["loss_first"] - rows[1]["loss_first"]) <= llama_step.TOLERANCE
     assert all(r["tokens_per_s_min"] <= r["tokens_per_s"] <= r["tokens_per_s_max"] for r in rows)
+
+
+def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
+    names = [linear_cross_entropy.OURS, "torch eager"]
+    linear_cross_entropy.main(["--cpu-smoke", "--out", str(tmp_path), "--contenders", *names])
+    rows = common.read(tmp_path / "linear_cross_entropy.csv")
+    assert [(row["contender"], row["status"]) for row in rows] == [(name, "ok") for name in names]
+    assert abs(float(rows[0]["loss"]) - float(rows[1]["loss"])) < 0.01
 
 
 def test_device_time_smoke(tmp_path: Path) -> None:
