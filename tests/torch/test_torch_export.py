@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -97,16 +98,22 @@ def has_cuda_headers() -> bool:
         return False
 
 
-def link_shared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have compilers link the C++ library that torch has loaded.
+def take_a_compiler_that_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have torch and the example build with a compiler that links the C++ library which torch has loaded.
 
-    One that finds no ``libstdc++.so`` takes the archive: a package with a second copy of the library dies when it is
-    loaded, in ``std::regex``, whatever model is in it.
+    Where ``$CXX`` puts a copy of its own into each library, a package dies when it is loaded, in ``std::regex``,
+    whatever model is in it.
     """
-    loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libstdc++.so" in line]
-    folder.mkdir()
-    (folder / "libstdc++.so").symlink_to(loaded[0])
-    monkeypatch.setenv("LIBRARY_PATH", os.pathsep.join(filter(None, (str(folder), os.environ.get("LIBRARY_PATH")))))
+    import torch._inductor.config as config
+
+    source, library = folder / "shares.cpp", folder / "shares.so"
+    source.write_text("#include <locale>\nstd::locale made() { return std::locale(); }\n")
+    for compiler in filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "c++")):
+        made = subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=False)
+        if made.returncode == 0 and b"libstdc++.so" in library.read_bytes():
+            monkeypatch.setenv("CXX", compiler)
+            monkeypatch.setattr(config.cpp, "cxx", (None, compiler))
+            return
 
 
 @pytest.mark.parametrize(
@@ -121,7 +128,7 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     from torch._inductor import cpu_vec_isa  # late: it takes a second
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
-    link_shared(tmp_path / "lib", monkeypatch)
+    take_a_compiler_that_shares(tmp_path, monkeypatch)
     if device == "cuda" and not has_cuda_headers():
         pytest.skip("AOTInductor needs the headers of the CUDA toolkit")
     calls, package, given = Calls(OPS), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
