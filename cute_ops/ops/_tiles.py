@@ -59,6 +59,13 @@ def _unaligned(problem: Problem) -> bool:
     return min(problem.aligns[name] for name in ROWS if name in problem.dtypes) < VECTOR_BYTES
 
 
+def _column_bytes(problem: Problem) -> int:
+    """Bytes of the weight and the bias beside a vector of a row."""
+    widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS if name in problem.dtypes)
+    columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
+    return columns * VECTOR_BYTES // widest
+
+
 def _threads(vectors: int, per_thread: int, most: int = 1024) -> int:
     """Threads of a row: a power of two within a warp, whole warps beyond."""
     wanted = -(-vectors // per_thread)
@@ -95,7 +102,8 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     unit = LINE if problem.n >= SHORT else 1
     if centred and vectors > 512 and not _unaligned(problem):
         # Twice its threads meet before a row is written: in shared memory, of which more rows find room meanwhile.
-        staged = _staged(problem, vectors, most, full=True, centred=True)
+        # Four vectors to a thread from two CTAs on: of few rows, more SMs share the work.
+        staged = _staged(problem, vectors, most, full=True, span=2048, centred=True)
         if staged:
             return {**staged, "unit": unit}
     if vectors <= 1024:
@@ -107,11 +115,12 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         row, off, two = _forward_row(problem, vectors), _unaligned(problem), "residual" in problem.dtypes
         if off and two and problem.n >= SHORT and vectors + unit <= 768:
             row = _threads(vectors + unit, 1)
-        elif not off and vectors > 512 and _wide(problem):
-            row = _threads(vectors, 6)
+        elif not off and vectors > WARP and (two or vectors > 512):
+            # Of few rows the last bytes arrive sooner where threads have little to wait for, and many do not mind.
+            row = _threads(vectors, 3 if not two else 1 if vectors <= 512 else 2)
         # Four rows to a thread where a CTA would be over before the next one has started.
         tiny = vectors <= 8 and not off
-        threads = 128 if tiny or vectors > WARP else 256
+        threads = 128 if tiny or (vectors > WARP and (off or not two)) else 256
         tile = {"threads": max(threads, row), "threads_per_row": row, "unroll": 4 if tiny else 1, "unit": unit}
         return tile | {"late": 1} if 8 < vectors <= WARP and not (off or two or centred) else tile
     held = vectors + unit
@@ -124,7 +133,7 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         if staged:
             return {**staged, "unit": unit}
     pair = vectors <= 2048 and not (centred or _unaligned(problem) or "residual" in problem.dtypes)
-    cluster = _doubled(vectors, 1024 if pair else 2048, most)
+    cluster = _doubled(vectors, 512 if pair else 2048, most)
     part = -(-vectors // cluster)
     if part > 4096:
         return {"threads": 1024, "long": 1}
@@ -132,8 +141,11 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     # Two halves of 16 bits each, widened to add them, need more registers than three CTAs leave.
     halves = "residual" in problem.dtypes and max(ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual")) == 2
     threads = 1024 if halves or centred or pair else 1536
+    # With as many, a weight of no more bytes than a vector has room beside them, unless masks take it.
+    whole = vectors == 4 * row * cluster and not _unaligned(problem)
+    early = (pair or halves) and whole and _column_bytes(problem) <= VECTOR_BYTES
     return {
-        "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": int(not pair), "unit": unit,
+        "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": int(not early), "unit": unit,
         "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row),
     }  # fmt: skip
 
@@ -179,8 +191,7 @@ def _staged(
     resident = shared // slot if full else min(STAGED_BYTES, shared) // slot
     resident = max(1, min(resident, (MOST_THREADS if full else STAGED_THREADS) // row))
     # Registers for all of a thread's weight at once, while the row loads.
-    columns = sum(ITEMSIZE[problem.dtypes[name]] for name in ("weight", "bias") if name in problem.dtypes)
-    late = int(resident * row > 1024 + 2 * WARP or columns * VECTOR_BYTES // widest > VECTOR_BYTES)
+    late = int(resident * row > 1024 + 2 * WARP or _column_bytes(problem) > VECTOR_BYTES)
     return {"threads": row, "threads_per_row": row, "cluster": cluster, "staged": 1, "late": late, "resident": resident}
 
 
@@ -255,10 +266,8 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
         slot_bytes = row * -(-(part + WARP - 1) // row) * -(-slot // vectors)
     if part > max(4, per_thread) * row or 2 * slot_bytes > shared:
         return {**long, "long": 1}
-    deeper = cluster > 1 and vectors > 1024
-    if "dresidual_out" not in problem.dtypes:
-        deeper |= cluster == 2 and part <= 256
-    elif _unaligned(problem) and cluster == 1 and 512 < part <= 1024:
+    deeper = cluster > 1 and (vectors > 1024 or (cluster == 2 and part <= 256))
+    if "dresidual_out" in problem.dtypes and _unaligned(problem) and cluster == 1 and 512 < part <= 1024:
         deeper, room = True, threads  # one CTA, whose rows of three inputs are on their way longer
     stages = 3 if deeper and 3 * slot_bytes <= shared else 2
     resident = max(1, min(shared // (stages * slot_bytes + 2048), room // threads))
@@ -539,9 +548,13 @@ def pairs_reduced(problem: Problem) -> dict[str, int]:
         return {"threads": 512}
     vectors, most = _vectors(problem), _most_ctas(problem)
     unit = LINE if problem.dims["n"] >= SHORT else 1
-    if vectors <= 1024:
+    if vectors <= 1024 and _unaligned(problem):
         row = _forward_row(problem, vectors)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
+    if vectors <= 1024:
+        # A thread has a vector of each input on its way, and nothing to wait for behind them.
+        row = _threads(vectors, 1)
+        return {"threads": max(256, row), "threads_per_row": row, "unit": unit}
     # Four vectors of 16 bytes of each input have room in a thread.
     cluster = _doubled(vectors, 1024, most)
     part = -(-(vectors + unit * _unaligned(problem)) // cluster)
