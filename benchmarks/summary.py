@@ -1,5 +1,6 @@
 """What the figures of device_time.csv come to: geometric means, the points that are short, who is ahead where.
-Where they are beside it, host_time.csv against its aims, who wins the graphs of fusion.csv, and the training steps.
+Where they are beside it, host_time.csv against its aims, who wins the graphs of fusion.csv, the training steps and the
+loss of a linear head.
 
     python benchmarks/summary.py benchmarks/results [--write benchmarks/results/summary.md]
 
@@ -223,6 +224,15 @@ def fusion(rows: Sequence[dict[str, str]]) -> str:
     return markdown(("graph, us", "ours", "fused by Inductor", "max-autotune took", "its time", "torch's own"), lines)
 
 
+def head(rows: Sequence[dict[str, str]]) -> str:
+    """The loss of a linear head: each contender's time and peak memory, shape by shape."""
+    lines = [
+        (r["contender"], f"{r['rows']} x {r['hidden']} x {r['vocabulary']}", r["ms"] or r["status"], r["peak_mb"])
+        for r in rows
+    ]
+    return markdown(("loss of a linear head", "rows x hidden x vocabulary", "ms", "peak MB"), lines)
+
+
 def summary(folder: Path) -> str:
     rows = read(folder / "device_time.csv")
     found = points(rows)
@@ -251,7 +261,8 @@ def summary(folder: Path) -> str:
         failures(found),
     ]
     for name, title, make in (
-        ("host_time", "Host time", host), ("fusion", "Ours or fused", fusion), ("llama_step", "Training step", step)
+        ("host_time", "Host time", host), ("fusion", "Ours or fused", fusion), ("llama_step", "Training step", step),
+        ("linear_cross_entropy", "Loss of a linear head", head),
     ):  # fmt: skip
         path = folder / f"{name}.csv"
         if path.exists():
