@@ -105,6 +105,11 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         q_out = rope(rmsnorm(q.float(), q_weight.float()), *tables)
         return q_out.to(q.dtype), rope(rmsnorm(k.float(), k_weight.float()), *tables).to(k.dtype)
 
+    def rope_bwd_joined(
+        dq: torch.Tensor, dk: torch.Tensor, dv: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        return torch.cat([rope(dq, cos, -sin), rope(dk, cos, -sin), dv], -2)
+
     def cross_entropy_step(
         x: torch.Tensor, target: torch.Tensor, dloss: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -144,6 +149,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         "relu2": lambda x: F.relu(x).square(),
         "rope": rope,
         "qk_norm_rope": qk_norm_rope,
+        "rope_bwd_joined": rope_bwd_joined,
         # In float32, as the softmax: what it gives for bfloat16 logits is a bfloat16 loss.
         "cross_entropy": lambda x, target: F.cross_entropy(x.float(), target, reduction="none"),
         "softmax": lambda x: F.softmax(x, -1),
@@ -307,6 +313,9 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         q_out = rope(rmsnorm(q.astype(jnp.float32), q_weight), *tables)
         return q_out.astype(q.dtype), rope(rmsnorm(k.astype(jnp.float32), k_weight), *tables).astype(k.dtype)
 
+    def rope_bwd_joined(dq: Any, dk: Any, dv: Any, cos: Any, sin: Any) -> Any:
+        return jnp.concatenate([rope(dq, cos, -sin), rope(dk, cos, -sin), dv], -2)
+
     def cross_entropy_step(x: Any, target: Any, dloss: Any) -> tuple[Any, Any]:
         loss, pull = jax.vjp(lambda x: cross_entropy(x, target), x)
         return pull(dloss)[0], loss
@@ -339,6 +348,7 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         "relu2": lambda x: jnp.square(jax.nn.relu(x)),
         "rope": rope,
         "qk_norm_rope": qk_norm_rope,
+        "rope_bwd_joined": rope_bwd_joined,
         "cross_entropy": cross_entropy,
         "softmax": lambda x: jax.nn.softmax(x.astype(jnp.float32), -1).astype(x.dtype),
         "log_softmax": lambda x: jax.nn.log_softmax(x.astype(jnp.float32), -1).astype(x.dtype),

@@ -216,10 +216,10 @@ def _scaled(op: str, *shapes: tuple[int, int]) -> tuple[Problem, ...]:
     return whole + tuple(Problem(op, *s, attrs=(("block", 128),)) for s in shapes if s[1] % 128 == 0)
 
 
-def _qk(batch: int, seqlen: int, heads: int, kv_heads: int, **more: Any) -> Problem:
-    sizes = (("hq", heads), ("hk", kv_heads), ("d", 128), ("r", 64))
-    n = (heads + kv_heads) * 128
-    return Problem("qk_norm_rope", batch * seqlen, n, lead=(batch, seqlen), sizes=sizes, **more)
+def _qk(op: str, batch: int, seqlen: int, heads: int, kv_heads: int, headdim: int = 128, **more: Any) -> Problem:
+    sizes = (("hq", heads), ("hk", kv_heads), ("d", headdim), ("r", headdim // 2))
+    n = (heads + kv_heads) * headdim
+    return Problem(op, batch * seqlen, n, lead=(batch, seqlen), sizes=sizes, **more)
 
 
 _EXACT = (("approximate", "none"),)
@@ -271,7 +271,11 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         _heads("rope", 4, 8192, 32, 128, 64), _heads("rope", 4, 8192, 32, 128, 64, strided=True),
         _heads("rope", 4, 8192, 8, 128, 64), _heads("rope", 4, 8192, 64, 96, 12), _heads("rope", 64, 1, 32, 128, 64),
     ),
-    "qk_norm_rope": (_qk(4, 4096, 32, 8), _qk(4, 4096, 32, 8, strided=True), _qk(4, 8192, 16, 8), _qk(64, 1, 32, 8)),
+    "qk_norm_rope": (
+        _qk("qk_norm_rope", 4, 4096, 32, 8), _qk("qk_norm_rope", 4, 4096, 32, 8, strided=True),
+        _qk("qk_norm_rope", 4, 8192, 16, 8), _qk("qk_norm_rope", 64, 1, 32, 8),
+    ),
+    "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),
 }  # fmt: skip
 _SPECIAL = (
     Problem("rmsnorm", 64, 4096, hot=True),

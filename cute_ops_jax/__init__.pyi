@@ -105,3 +105,11 @@ def adamw(
     beta2: float = 0.999,
     eps: float = 1e-08,
 ) -> tuple[Array, Array, Array]: ...
+def rope_bwd_joined(
+    dq: ArrayLike,
+    dk: ArrayLike,
+    dv: ArrayLike,
+    cos: ArrayLike,
+    sin: ArrayLike,
+    interleaved: bool = False,
+) -> Array: ...

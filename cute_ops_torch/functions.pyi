@@ -20,6 +20,7 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_fp8",
     "rope",
+    "rope_bwd_joined",
     "silu",
     "silu_mul",
     "silu_mul_again",
@@ -116,3 +117,11 @@ def adamw(
     beta2: float = 0.999,
     eps: float = 1e-08,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+def rope_bwd_joined(
+    dq: Tensor,
+    dk: Tensor,
+    dv: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    interleaved: bool = False,
+) -> Tensor: ...

@@ -3,12 +3,14 @@
 A gated MLP written as modules saves the product of gate and up for the gradient of the layer behind it, though it
 follows from gate and up, which are saved too; and autograd adds the two gradients of its input in a pass of their own.
 Here the backward makes the product again in the pass that it needs anyway, over the memory of its cotangent, and the
-second matrix product adds to the result of the first. Queries, keys and values are one layer's in the backward. Where a
-norm reads a residual stream that goes on, its backward adds the stream's gradient.
+second matrix product adds to the result of the first. Queries, keys and values are one layer's in the backward; where
+heads are rotated, the kernel that turns their gradients back lays them side by side. Where a norm reads a residual
+stream that goes on, its backward adds the stream's gradient.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -82,17 +84,56 @@ class _Projections(torch.autograd.Function):
     @once("layers of one input")
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = ctx.saved_tensors
-        wanted_x, *wanted = ctx.needs_input_grad
-        # Side by side they are the gradient of one layer: its products take less time than three and two sums.
         dout = torch.cat([d.reshape(-1, w.shape[0]) for d, w in zip(douts, weights, strict=True)], -1)
-        dx = (dout @ torch.cat(weights)).view(*ctx.lead, weights[0].shape[1]) if wanted_x else None
-        dweights: list[Tensor | None] = [None] * len(weights)
+        return _of_one_layer(ctx, dout, x, weights)
+
+
+def _of_one_layer(ctx: Any, dout: Tensor, x: Tensor | None, weights: list[Tensor]) -> tuple[Tensor | None, ...]:
+    """Gradients of an input and of the weights that it met, whose outputs' gradients lie side by side.
+
+    As those of one layer: its products take less time than three and two sums.
+    """
+    wanted_x, *wanted = ctx.needs_input_grad[: 1 + len(weights)]
+    dx = (dout @ torch.cat(weights)).view(*ctx.lead, weights[0].shape[1]) if wanted_x else None
+    dweights: list[Tensor | None] = [None] * len(weights)
+    if x is not None:
+        rows, sizes = x.reshape(-1, x.shape[-1]), [w.shape[0] for w in weights]
         if all(wanted):
-            dweights = list((dout.t() @ x.reshape(-1, x.shape[-1])).split([w.shape[0] for w in weights]))
-        elif any(wanted):
-            rows, parts = x.reshape(-1, x.shape[-1]), dout.split([w.shape[0] for w in weights], -1)
-            dweights = [d.t() @ rows if w else None for d, w in zip(parts, wanted, strict=True)]
-        return dx, *dweights
+            dweights = list((dout.t() @ rows).split(sizes))
+        else:
+            dweights = [d.t() @ rows if w else None for d, w in zip(dout.split(sizes, -1), wanted, strict=True)]
+    return dx, *dweights
+
+
+def rotated_projections(
+    x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int
+) -> tuple[Tensor, ...]:
+    """``(rope(x @ q.T), rope(x @ k.T), x @ v.T)`` as (..., heads, headdim), for weights ``(q, k, v)``.
+
+    As :func:`projections`; the gradients of the products come side by side from the kernel that turns them back.
+    """
+    return _RotatedProjections.apply(x, *weights, cos, sin, headdim)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _RotatedProjections(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
+        *weights, cos, sin, headdim = arguments
+        rows = x.reshape(-1, x.shape[-1])
+        # Frozen weights need no x.
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:4]) else None, *weights, cos, sin)
+        ctx.lead = x.shape[:-1]
+        shape = (*x.shape[:-1], -1, headdim)
+        q, k = (functions.rope((rows @ w.t()).view(shape), cos, sin) for w in weights[:2])
+        return q, k, (rows @ weights[2].t()).view(shape)
+
+    @staticmethod
+    @once("rope of layers of one input")
+    def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights, cos, sin = ctx.saved_tensors
+        joined = torch.ops.cute.rope_bwd_joined(*map(_row_major, douts), cos, sin)
+        dout = joined.view(-1, joined.shape[-2] * joined.shape[-1])
+        return *_of_one_layer(ctx, dout, x, weights), None, None, None
 
 
 def norm_of_stream(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:

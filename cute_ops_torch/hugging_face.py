@@ -21,7 +21,7 @@ from torch import nn
 from cute_ops import chunks
 from cute_ops_torch import functions
 from cute_ops_torch.front import transformed
-from cute_ops_torch.fused import norm_of_stream, projections, silu_mlp
+from cute_ops_torch.fused import norm_of_stream, projections, rotated_projections, silu_mlp
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
 
 # mypy: disable-error-code="attr-defined, no-untyped-def, has-type"
@@ -272,15 +272,18 @@ _ROTATE = "6e071d28b2d6c73c"
 def _rotate(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    half = cos.shape[-1] // 2  # both halves are the same
-    cos, sin = cos[..., :half], sin[..., :half]
-    if cos.shape[0] == 1:
-        cos, sin = cos[0], sin[0]
+    cos, sin = _angles(cos), _angles(sin)
     if unsqueeze_dim == 2:
         return functions.rope(q, cos, sin), functions.rope(k, cos, sin)
     # Heads come before positions, as a view of memory in which they come after.
     q, k = (functions.rope(x.transpose(1, 2), cos, sin).transpose(1, 2) for x in (q, k))
     return q, k
+
+
+def _angles(table: torch.Tensor) -> torch.Tensor:
+    """One of the two halves, which are the same; of all sequences where they share it."""
+    table = table[..., : table.shape[-1] // 2]
+    return table[0] if table.shape[0] == 1 else table
 
 
 def _rotates(module: nn.Module, model: nn.Module) -> bool:
@@ -300,7 +303,15 @@ def _rotates(module: nn.Module, model: nn.Module) -> bool:
 
 def _rotating(original: type[nn.Module]) -> Callable[..., Any]:
     forward = _rebound(original.forward, apply_rotary_pos_emb=_rotate)
-    return _projecting(forward) if _projects(original.forward) else forward
+    if not _projects(original.forward):
+        return forward
+    turned = _rebound(original.forward, apply_rotary_pos_emb=_turned) if _rotates_at_once(original.forward) else None
+    return _projecting(forward, turned)
+
+
+def _turned(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """In place of a rotation of heads that are turned already."""
+    return q, k
 
 
 def _held(forward: Any) -> bool:
@@ -392,6 +403,25 @@ def _projects(forward: Any) -> bool:
     )
 
 
+# Heads are rotated as they come out of their projections.
+_AT_ONCE = """
+query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)
+cos, sin = position_embeddings
+query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)
+"""
+
+
+def _rotates_at_once(forward: Any) -> bool:
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    body = [ast.unparse(statement) for statement in tree.body[0].body]
+    wanted = _AT_ONCE.strip().splitlines()
+    return "hidden_shape = (*input_shape, -1, self.head_dim)" in body and any(
+        body[i : i + len(wanted)] == wanted for i in range(len(body))
+    )
+
+
 class _Projected:
     """An attention whose projections have been computed: calls of them give the results."""
 
@@ -404,15 +434,26 @@ class _Projected:
         return getattr(self._module, name)
 
 
-def _projecting(forward: Any) -> Callable[..., Any]:
-    """Computes the projections as one node of autograd, then the rest of a ``forward``."""
+def _projecting(forward: Any, turned: Any) -> Callable[..., Any]:
+    """Computes the projections as one node of autograd, then the rest of a ``forward``.
+
+    Args:
+        forward: of the attention.
+        turned: the same, for projections that are rotated already; None where something lies between.
+    """
 
     @wraps(forward)
     def projecting(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         layers = [getattr(self, name) for name in _PROJECTIONS]
         if torch.is_grad_enabled() and _plain(hidden_states, *layers):
-            results = projections(hidden_states, *(layer.weight for layer in layers))
-            self = _Projected(self, dict(zip(_PROJECTIONS, results, strict=True)))
+            weights, tables = [layer.weight for layer in layers], kwargs.get("position_embeddings")
+            run, results = forward, tuple[torch.Tensor, ...]()
+            if turned is None or tables is None:
+                results = projections(hidden_states, *weights)
+            else:
+                run, (cos, sin) = turned, tables
+                results = rotated_projections(hidden_states, weights, _angles(cos), _angles(sin), self.head_dim)
+            return run(_Projected(self, dict(zip(_PROJECTIONS, results, strict=True))), hidden_states, *args, **kwargs)
         return forward(self, hidden_states, *args, **kwargs)
 
     return projecting

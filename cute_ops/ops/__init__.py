@@ -13,7 +13,7 @@ from cute_ops.ops.qk_norm_rope import qk_norm_rope
 from cute_ops.ops.quantize_fp8 import quantize_fp8
 from cute_ops.ops.rmsnorm import rmsnorm
 from cute_ops.ops.rmsnorm_fp8 import rmsnorm_fp8
-from cute_ops.ops.rope import rope
+from cute_ops.ops.rope import rope, rope_bwd_joined
 from cute_ops.ops.row_sums import row_mean, row_sum
 from cute_ops.ops.silu_mul import silu_mul, silu_mul_again
 from cute_ops.ops.silu_mul_fp8 import silu_mul_fp8
@@ -23,5 +23,5 @@ OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
     cross_entropy, softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
-    silu_mul_again, cross_entropy_step, adamw,
+    silu_mul_again, cross_entropy_step, adamw, rope_bwd_joined,
 )  # fmt: skip

@@ -45,6 +45,11 @@ def reference_bwd(xp: Any, dout: Any, cos: Any, sin: Any, *, interleaved: bool) 
     return (xp.astype(rotate(xp, dy, c, -s, interleaved), dout.dtype),)
 
 
+def reference_joined(xp: Any, dq: Any, dk: Any, dv: Any, cos: Any, sin: Any, *, interleaved: bool) -> tuple[Any]:
+    turned = (reference_bwd(xp, d, cos, sin, interleaved=interleaved)[0] for d in (dq, dk))
+    return (xp.concat([*turned, dv], axis=-2),)
+
+
 def check(binding: Any) -> str | None:
     d, r = binding.dims["d"], binding.dims["r"]
     cos, sin = (tuple(binding.inputs[name].shape) for name in ("cos", "sin"))
@@ -115,3 +120,53 @@ rope = Op(
     Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
     """,
 )
+
+rope_bwd_joined = Op(
+    "rope_bwd_joined",
+    inputs={
+        "dq": Tensor("*m hq d", "T"), "dk": Tensor("*m hk d", "T"), "dv": Tensor("*m hk d", "T"),
+        "cos": TABLE, "sin": TABLE,
+    },
+    outputs={"dqkv": Tensor("*m h d", "T")},
+    derived={"h": lambda dims, attrs: dims["hq"] + 2 * dims["hk"]},
+    dtypes={"T": FLOATS, "C": FLOATS},
+    attrs={"interleaved": False},
+    static=("hq", "hk", "d", "r"),
+    reference=reference_joined,
+    kernel="cute_ops.kernels.rope:RopeBackwardJoined",
+    tile=tile,
+    tuning=ROTARY,
+    check=check,
+    cases=(
+        Case("llama3-8b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED),
+        Case("llama3-1b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 64, "r": 32}),
+        Case("odd-head", {"m": (3, 5), "hq": 3, "hk": 1, "d": 7, "r": 3}),
+        Case("interleaved", {"m": (131,), "hq": 4, "hk": 4, "d": 128, "r": 32}, leading=SHARED,
+             attrs={"interleaved": True}),
+    ),
+    doc="""Gradient of :func:`rope` to q and to k, and that of v, side by side: as those of one projection to all three.
+
+    ``dqkv = concat([rope_bwd(dq, cos, sin), rope_bwd(dk, cos, sin), dv])``, of heads
+
+    Projections of one input have one product in the backward where their gradients are the columns of one matrix. The
+    bits are those of the two ops.
+
+    Args:
+        dq: ``T[*m hq d]``, the cotangent of rotated queries: (batch, seqlen, nheads, headdim), or (tokens, nheads,
+            headdim); float32, float16 or bfloat16. Heads and positions may have any stride.
+        dk: ``T[*m hk d]``, of rotated keys.
+        dv: ``T[*m hk d]``, of values.
+        cos: ``C[*#m r]``, as :func:`rope` has it.
+        sin: ``C[*#m r]``, likewise.
+        interleaved: as :func:`rope` has it.
+
+    Returns:
+        ``T[*m h d]`` with ``h = hq + 2 hk``, compact. Computed in float32, rounded once. Not differentiable.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous, ``d < 2r``.
+
+    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+    """,
+)  # fmt: skip

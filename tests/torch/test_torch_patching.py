@@ -330,6 +330,60 @@ def test_the_backward_of_a_patched_layer_runs_fewer_products() -> None:
             cute_ops_torch.patch(model)
 
 
+def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor | None]:
+    model.zero_grad()
+    model(tokens, labels=tokens).loss.backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("frozen", ["", "q_proj", "v_proj", "_proj", "input_layernorm"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Gemma"])
+def test_gradients_of_heads_come_joined_from_the_rotation(
+    kind: str, frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the bits that they have where each is rotated alone and all are copied side by side."""
+    tokens = torch.randint(0, 97, (2, 19))
+    joined = llama(kind).bfloat16()
+    for name, p in joined.named_parameters():
+        p.requires_grad_(not frozen or frozen not in name)
+    apart = copy.deepcopy(joined)
+    cute_ops_torch.patch(joined)
+    with monkeypatch.context() as patched:
+        patched.setattr(cute_ops_torch.hugging_face, "_rotates_at_once", lambda forward: False)
+        cute_ops_torch.patching._subclass.cache_clear()
+        cute_ops_torch.patch(apart)
+    cute_ops_torch.patching._subclass.cache_clear()
+    for model, back, copies in ((joined, {"joined": 2, "bwd": 0}, 2), (apart, {"joined": 0, "bwd": 4}, 4)):
+        loss = model(tokens, labels=tokens).loss
+        with Counts() as counts:
+            loss.backward()
+        assert {"joined": counts.of["cute::rope_bwd_joined"], "bwd": counts.of["cute::rope_bwd"]} == back
+        assert counts.of["aten::cat"] == copies  # of the weights, and of gradients
+    expected, got = gradients(apart, tokens), gradients(joined, tokens)
+    for name, e in expected.items():
+        assert (e is None) == (got[name] is None) == bool(frozen and frozen in name), name
+        assert e is None or torch.equal(e, got[name]), name
+
+
+def test_projections_that_somebody_looks_at_are_called() -> None:
+    """Where one has a hook, or the tables come by position, heads are rotated by themselves; all is as it was."""
+    model, tokens, seen = llama(), torch.randint(0, 97, (2, 19)), []
+    plain = copy.deepcopy(model)
+    cute_ops_torch.patch(model)
+    model.model.layers[0].self_attn.k_proj.register_forward_hook(lambda *a: seen.append(a[2].shape))
+    expected, got = gradients(plain, tokens), gradients(model, tokens)
+    assert seen == [(2, 19, 32)]
+    for name, e in expected.items():
+        torch.testing.assert_close(got[name], e, rtol=1e-4, atol=1e-6)
+    x, angles = torch.randn(2, 19, 64), torch.randn(1, 19, 8)
+    tables = tuple(torch.cat([t, t], -1) for t in (angles.cos(), angles.sin()))
+    layers = [m.model.layers[1].self_attn for m in (plain, model)]
+    torch.testing.assert_close(*(layer(x, tables, None)[0] for layer in layers), rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(
+        *(layer(x, position_embeddings=tables, attention_mask=None)[0] for layer in layers), rtol=1e-4, atol=1e-6
+    )
+
+
 class Calls(TorchDispatchMode):
     """Notes the kernels that calls of our ops would run on a GPU."""
 
@@ -364,7 +418,9 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
 
     monkeypatch.setattr(sys.modules["cute_ops_torch.linear_cross_entropy"], "family", noted)
     tokens = torch.randint(0, 97, (64, manifest.ROWS // 64))
+    loss = model(tokens, labels=tokens).loss  # with parts of layers that are for nobody to watch
     with calls:
+        loss.backward()
         model(tokens, labels=tokens).loss.backward()
         with torch.no_grad():
             for prompt in (tokens[:1, :9], tokens[:3, :1]):
@@ -372,4 +428,5 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
     told = {c.variant(sm90).symbol for c in calls_of_model(model.config.to_dict(), "float32", train=True)}
     names = {call.name for call in calls.found.values()}
     assert {"rmsnorm", "rmsnorm_bwd", "rope", "rope_bwd", "cross_entropy_step"} <= names
+    assert ("rope_bwd_joined" in names) == (kind != "Qwen3")
     assert not [str(call) for symbol, call in calls.found.items() if symbol not in told]
