@@ -102,8 +102,9 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     unit = LINE if problem.n >= SHORT else 1
     if centred and vectors > 512 and not _unaligned(problem):
         # Twice its threads meet before a row is written: in shared memory, of which more rows find room meanwhile.
-        # Four vectors to a thread from two CTAs on: of few rows, more SMs share the work.
-        staged = _staged(problem, vectors, most, full=True, span=2048, centred=True)
+        # Four vectors to a thread as far as clusters of 4 reach: of few rows, more SMs share the work.
+        span = 2048 if vectors <= 4 * 2048 else 4096 + LINE
+        staged = _staged(problem, vectors, most, full=True, span=span, centred=True)
         if staged:
             return {**staged, "unit": unit}
     if vectors <= 1024:
@@ -115,9 +116,8 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         row, off, two = _forward_row(problem, vectors), _unaligned(problem), "residual" in problem.dtypes
         if off and two and problem.n >= SHORT and vectors + unit <= 768:
             row = _threads(vectors + unit, 1)
-        elif not off and vectors > WARP and (two or vectors > 512):
-            # Of few rows the last bytes arrive sooner where threads have little to wait for, and many do not mind.
-            row = _threads(vectors, 3 if not two else 1 if vectors <= 512 else 2)
+        elif two and not off and vectors > WARP:
+            row = _pair_row(vectors, 512)
         # Four rows to a thread where a CTA would be over before the next one has started.
         tiny = vectors <= 8 and not off
         threads = 128 if tiny or (vectors > WARP and (off or not two)) else 256
@@ -133,7 +133,8 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         if staged:
             return {**staged, "unit": unit}
     pair = vectors <= 2048 and not (centred or _unaligned(problem) or "residual" in problem.dtypes)
-    cluster = _doubled(vectors, 512 if pair else 2048, most)
+    # Few rows want four CTAs, but none of less than a warp for each of an SM's four schedulers.
+    cluster = _doubled(vectors, 2048 if not pair else 512 if vectors > 3 * 512 else 1024, most)
     part = -(-vectors // cluster)
     if part > 4096:
         return {"threads": 1024, "long": 1}
@@ -141,12 +142,14 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     # Two halves of 16 bits each, widened to add them, need more registers than three CTAs leave.
     halves = "residual" in problem.dtypes and max(ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual")) == 2
     threads = 1024 if halves or centred or pair else 1536
-    # With as many, a weight of no more bytes than a vector has room beside them, unless masks take it.
+    resident = 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row)
+    # A weight of no more bytes than a vector has room beside the row, unless masks take it; where registers leave none
+    # to a third CTA anyway.
     whole = vectors == 4 * row * cluster and not _unaligned(problem)
-    early = (pair or halves) and whole and _column_bytes(problem) <= VECTOR_BYTES
+    early = (pair or (halves and resident * row == threads)) and whole and _column_bytes(problem) <= VECTOR_BYTES
     return {
         "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": int(not early), "unit": unit,
-        "resident": 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row),
+        "resident": resident,
     }  # fmt: skip
 
 
@@ -205,6 +208,16 @@ def _forward_row(problem: Problem, vectors: int) -> int:
     if WARP * 2 < vectors <= WARP * 3:
         return WARP
     return _threads(vectors, 2 if vectors <= 512 or _wide(problem) else 4)
+
+
+def _pair_row(vectors: int, most: int) -> int:
+    """Threads of an aligned row of two inputs that one CTA holds.
+
+    A vector of each to a thread, up to ``most`` threads: of few rows the last bytes arrive sooner. Two where CTAs of
+    that size leave more than an eighth of an SM's threads out, and many rows would have fewer bytes on their way.
+    """
+    row = _threads(vectors, 1)
+    return row if vectors <= most and 2048 // row * row >= 1792 else _threads(vectors, 2)
 
 
 def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
@@ -552,8 +565,7 @@ def pairs_reduced(problem: Problem) -> dict[str, int]:
         row = _forward_row(problem, vectors)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
     if vectors <= 1024:
-        # A thread has a vector of each input on its way, and nothing to wait for behind them.
-        row = _threads(vectors, 1)
+        row = _pair_row(vectors, 1024)
         return {"threads": max(256, row), "threads_per_row": row, "unit": unit}
     # Four vectors of 16 bytes of each input have room in a thread.
     cluster = _doubled(vectors, 1024, most)
