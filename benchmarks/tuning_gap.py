@@ -84,7 +84,7 @@ def winner(row: Row) -> tuning.Winner:
     measured = {
         "us": [list(pair) for pair in zip(numbers(row["us"]), numbers(row["us_tuned"]), strict=True)],
         "rows": [int(rows) for rows in row["rows"].split()],
-        **{name: row[name] for name in ("gpu", "date", "commit")},
+        **{name: row[name] for name in ("gpu", "date", "commit", "sources")},
     }
     return tuning.Winner(row["call"], config(row["heuristic"]), config(row["tile"]), measured)
 

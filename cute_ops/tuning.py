@@ -122,7 +122,7 @@ def remembered(op: Op, problem: Problem, heuristic: Tile, key: Key, anew: bool =
 
 
 def sources_of(op: Op) -> str:
-    """Names the state of a kernel's sources: another one is measured anew. What is shipped does not say it."""
+    """Names the state of a kernel's sources: another one is measured anew."""
     return sources.digest(op.kernel)[:16]
 
 

@@ -133,8 +133,8 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
         if staged:
             return {**staged, "unit": unit}
     pair = vectors <= 2048 and not (centred or _unaligned(problem) or "residual" in problem.dtypes)
-    # Few rows want four CTAs, but none of less than a warp for each of an SM's four schedulers.
-    cluster = _doubled(vectors, 2048 if not pair else 512 if vectors > 3 * 512 else 1024, most)
+    # Few rows want four CTAs; many mind, unless a warp for each of an SM's four schedulers holds its part to the full.
+    cluster = _doubled(vectors, 2048 if not pair else 1024 if vectors % (4 * 512) else 512, most)
     part = -(-vectors // cluster)
     if part > 4096:
         return {"threads": 1024, "long": 1}
@@ -143,10 +143,11 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
     halves = "residual" in problem.dtypes and max(ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual")) == 2
     threads = 1024 if halves or centred or pair else 1536
     resident = 1 if most == 1 else 2 if cluster == 1 else max(1, threads // row)
-    # A weight of no more bytes than a vector has room beside the row, unless masks take it; where registers leave none
-    # to a third CTA anyway.
+    # A weight of no more bytes than a vector has room beside one input and, where as many threads have no more
+    # registers anyway, beside two halves; unless masks take it, as of float16, which is widened in pairs.
     whole = vectors == 4 * row * cluster and not _unaligned(problem)
-    early = (pair or (halves and resident * row == threads)) and whole and _column_bytes(problem) <= VECTOR_BYTES
+    early = (pair and (whole or problem.dtypes["x"] != "float16")) or (halves and whole and resident * row == threads)
+    early &= _column_bytes(problem) <= VECTOR_BYTES
     return {
         "threads": row, "threads_per_row": row, "cluster": cluster, "packed": 1, "late": int(not early), "unit": unit,
         "resident": resident,
@@ -214,10 +215,10 @@ def _pair_row(vectors: int, most: int) -> int:
     """Threads of an aligned row of two inputs that one CTA holds.
 
     A vector of each to a thread, up to ``most`` threads: of few rows the last bytes arrive sooner. Two where CTAs of
-    that size leave more than an eighth of an SM's threads out, and many rows would have fewer bytes on their way.
+    that size leave an eighth or more of an SM's threads out, and many rows would have fewer bytes on their way.
     """
     row = _threads(vectors, 1)
-    return row if vectors <= most and 2048 // row * row >= 1792 else _threads(vectors, 2)
+    return row if vectors <= most and 2048 // row * row > 1792 else _threads(vectors, 2)
 
 
 def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
