@@ -19,9 +19,9 @@ from cute_ops.op import Op
 @cache
 def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
-    from cute_ops.ops import OPS
+    from cute_ops.ops import OPS, PARTS
 
-    return {op.name: op for forward in OPS for op in (forward, forward.grad) if op}
+    return {op.name: op for forward in (*OPS, *PARTS) for op in (forward, forward.grad) if op}
 
 
 def find(name: str) -> Op:

@@ -97,6 +97,8 @@ def _losses(vocab: int, dtype: str) -> Iterator[Call]:
     step = {"logits": logits, "target": target, "dloss": Array((ROWS,), "float32")}
     yield Call("cross_entropy_step", step, memory=weight)
     yield Call("cross_entropy", {"logits": logits, "target": target})
+    # Gradients in one row of any length, by the loss' cotangent.
+    yield Call("scale", {"x": Array((1, ROWS), dtype), "factor": Array((1,), "float32")})
 
 
 def _rows(

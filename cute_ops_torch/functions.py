@@ -1,12 +1,17 @@
-"""The one loop: every declaration of ``cute_ops.ops`` becomes an op of torch, its function here when first used."""
+"""The one loop: every declaration of ``cute_ops.ops`` becomes an op of torch, its function here when first used; parts
+of our functions become ops only.
+"""
 
 from typing import Any
 
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 from cute_ops_torch.registry import define
 
 _DEFINED = {op.name: define(op) for op in OPS}
 __all__ = list(_DEFINED)
+
+for _part in PARTS:
+    define(_part)
 
 
 def __getattr__(name: str) -> Any:

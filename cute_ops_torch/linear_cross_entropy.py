@@ -204,7 +204,7 @@ class _Gradients:
         self.hidden, self.weight, self.empty = hidden, weight, hidden.shape[0] == 0
         if memory is not None:
             memory = memory[: hidden.numel()].view(hidden.shape)
-        self.dhidden = (torch.empty_like(hidden) if memory is None else memory) if wanted[0] else None
+        self.dhidden = (hidden.new_empty(hidden.shape) if memory is None else memory) if wanted[0] else None
         self.dweight = torch.empty_like(weight) if wanted[1] else None
         # A sum over rows, one rounding at the end.
         self.dbias = None if bias is None or not wanted[2] else torch.zeros_like(bias, dtype=torch.float32)
@@ -302,8 +302,10 @@ def _fake_rows(hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tu
 def _fake_gradients(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    like = zip((hidden, weight, bias), wanted, strict=True)
-    return tuple(hidden.new_empty(t.shape if w and t is not None else (0,)) for t, w in like)  # type: ignore[return-value]
+    none = [hidden.new_empty((0,)) for _ in wanted]
+    dbias = none[2] if bias is None else hidden.new_empty(bias.shape)
+    like = zip((hidden.new_empty(hidden.shape), torch.empty_like(weight), dbias), none, wanted, strict=True)
+    return tuple(there if w else absent for there, absent, w in like)  # type: ignore[return-value]
 
 
 def _fake_rows_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -317,11 +319,14 @@ def _fake_step(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, target, bias, *ctx.attrs, ctx.part, ctx.group = inputs
     ctx.mark_non_differentiable(output[1])
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(hidden, weight, target, bias, output[1])
 
 
 @once("linear_cross_entropy")
-def _backward_rows(ctx: Any, dloss: Tensor, _: Any) -> tuple[Any, ...]:
+def _backward_rows(ctx: Any, dloss: Tensor | None, _: Any) -> tuple[Any, ...]:
+    if dloss is None:
+        return (None,) * 9
     hidden, weight, target, bias, lse = ctx.saved_tensors
     needed = ctx.needs_input_grad
     wanted = [needed[0], needed[1], needed[3]]
@@ -335,11 +340,14 @@ def _backward_rows(ctx: Any, dloss: Tensor, _: Any) -> tuple[Any, ...]:
 def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wanted = inputs[-4]
     ctx.mark_non_differentiable(*output[1:])
+    ctx.set_materialize_grads(False)  # or they would be zeros of the gradients' size
     ctx.save_for_backward(*output[1:])
 
 
 @once("linear_cross_entropy")
-def _backward_step(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+def _backward_step(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+    if dloss is None:
+        return (None,) * 12
     pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
     scale = torch.ops.cute.linear_cross_entropy_scale
     dhidden, dweight, dbias = (scale(g, dloss) if w else None for g, w in pairs)
@@ -347,11 +355,31 @@ def _backward_step(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
 
 
 def _scale(gradient: Tensor, dloss: Tensor) -> Tensor:
-    return gradient * dloss.to(gradient.dtype)
+    """The product in float32, rounded once."""
+    line = _line(gradient)
+    if line is None:
+        return (gradient.float() * dloss).to(gradient.dtype)
+    _, run, _ = family("cute", "scale")
+    return run(line, dloss.view(1)).as_strided(gradient.shape, gradient.stride())  # type: ignore[no-any-return]
 
 
 def _scale_(gradient: Tensor, dloss: Tensor) -> Tensor:
-    return gradient.mul_(dloss.to(gradient.dtype))
+    """The same in place: no more than a launch where dloss is one, which only the device needs to know."""
+    line = _line(gradient)
+    if line is None or type(dloss) not in EXACT:
+        return gradient.copy_(_scale(gradient, dloss))
+    inplace_gradient(*family("cute", "scale"))(line, dloss.view(1))
+    return gradient
+
+
+def _line(tensor: Tensor) -> Tensor | None:
+    """The elements as one row, in the order of memory, None where that has gaps: one kernel for every shape."""
+    ordered = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return ordered.view(1, -1) if ordered.is_contiguous() else None
+
+
+def _fake_scale(gradient: Tensor, dloss: Tensor) -> Tensor:
+    return torch.empty_like(gradient)
 
 
 # What sharding needs to know of the ops above: the dims of their arrays.
@@ -390,10 +418,11 @@ def _register() -> None:
             _fake_step,
         ),
         # An op, so that the gradients' layout on several devices stays as it is.
-        "linear_cross_entropy_scale": ("(Tensor gradient, Tensor dloss) -> Tensor", _scale, _scale),
+        "linear_cross_entropy_scale": ("(Tensor gradient, Tensor dloss) -> Tensor", _scale, _fake_scale),
     }
     for name, (schema, implementation, fake) in inner.items():
-        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        # A weight's gradient has its strides, whatever these are.
+        library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
         library.impl(name, implementation, "CompositeExplicitAutograd")
         register_fake(library, name, fake)
     for name, save, backward in (

@@ -16,7 +16,7 @@ from rich.progress import Progress
 
 from cute_ops import FLOATS, cache, target, testing
 from cute_ops.op import Array, Tensor
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 from cute_ops.plan import plan
 from cute_ops.variant import Variant
 from cute_ops_torch.tensors import DTYPES, bind_tensors, memory
@@ -41,7 +41,7 @@ def variants(arch: target.Target) -> Iterator[Variant]:
     """The variants of every declared case, dtype and layout."""
     for layout in LAYOUTS:
         for dtype in FLOATS:
-            for op in (*OPS, *(op.grad for op in OPS if op.grad)):
+            for op in (*OPS, *PARTS, *(op.grad for op in OPS if op.grad)):
                 for case in op.cases:
                     tensors = [
                         None if spec is None else laid_out(op.inputs[name], spec, layout)

@@ -1,4 +1,6 @@
-"""The declarations. Tests, benchmarks, documentation, stubs and both adapters iterate ``OPS``."""
+"""The declarations. Tests, benchmarks, documentation, stubs and both adapters iterate ``OPS``; ``PARTS`` are what our
+own functions are made of, ops without functions.
+"""
 
 from cute_ops.op import Op
 from cute_ops.ops.activations import gelu, relu2, silu
@@ -15,6 +17,7 @@ from cute_ops.ops.rmsnorm import rmsnorm
 from cute_ops.ops.rmsnorm_fp8 import rmsnorm_fp8
 from cute_ops.ops.rope import rope, rope_bwd_joined
 from cute_ops.ops.row_sums import row_mean, row_sum
+from cute_ops.ops.scale import scale
 from cute_ops.ops.silu_mul import silu_mul, silu_mul_again
 from cute_ops.ops.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.softmax import log_softmax, softmax
@@ -25,3 +28,4 @@ OPS: tuple[Op, ...] = (
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
     silu_mul_again, cross_entropy_step, adamw, rope_bwd_joined,
 )  # fmt: skip
+PARTS: tuple[Op, ...] = (scale,)

@@ -15,14 +15,14 @@ import pytest
 from cute_ops import Array, Op, machine, target
 from cute_ops.binding import bind
 from cute_ops.op import ITEMSIZE
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 from cute_ops.ops._candidates import POINTWISE
 from cute_ops.plan import Memory, compact, plan
 from cute_ops.target import parse
 from cute_ops.variant import Variant
 from cute_ops.worker import worker
 
-ALL = [o for op in OPS for o in (op, op.grad) if o is not None]
+ALL = [o for op in (*OPS, *PARTS) for o in (op, op.grad) if o is not None]
 REGISTERS = 65536
 Compiled = Callable[[Variant], Path]
 

@@ -204,6 +204,33 @@ def test_linear_is_differentiated_once_and_as_often_as_one_likes(reduction: str)
             dhidden.square().sum().backward()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_with_the_weight_of_a_transposed_layer(reduction: str) -> None:
+    """Its gradient has its strides, in compiled programs too."""
+    hidden, kernel = torch.randn(8, 16, requires_grad=True), torch.randn(16, 32, requires_grad=True)
+    target = torch.randint(32, (8,))
+
+    def model(hidden: torch.Tensor, kernel: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.linear_cross_entropy(hidden, kernel.t(), target, reduction=reduction)
+
+    torch._dynamo.reset()
+    expected = gradients(model(hidden, kernel), hidden, kernel)
+    torch.testing.assert_close(gradients(torch.compile(model)(hidden, kernel), hidden, kernel), expected)
+    weight = kernel.detach().t().contiguous().requires_grad_()
+    by_rows = gradients(cute_ops_torch.linear_cross_entropy(hidden, weight, target, reduction=reduction), weight)
+    torch.testing.assert_close(by_rows[0].t(), expected[1])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_linear_makes_no_zeros_of_the_gradients_size(reduction: str) -> None:
+    (hidden, weight, bias), target = linear("cpu")
+    loss = torch.ops.cute.linear_cross_entropy(hidden, weight, target, bias, reduction=reduction)
+    with torch.profiler.profile(record_shapes=True) as profile:
+        gradients(loss, hidden, weight, bias)
+    zeros = [event.input_shapes for event in profile.events() if event.name == "aten::zero_"]
+    assert not [shapes for shapes in zeros if shapes[0] in ([3, 5, 16], [67, 16])]
+
+
 def test_linear_without_rows() -> None:
     hidden, weight = torch.randn(0, 16, requires_grad=True), torch.randn(5, 16, requires_grad=True)
     loss = cute_ops_torch.linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.long), reduction="sum")

@@ -1,0 +1,99 @@
+"""Rows times a number each, which no function of ours shows: what the loss' backward scales its gradients with."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from cute_ops.op import FLOATS
+from cute_ops.ops import PARTS, scale
+from cute_ops.verification import installed, verify
+from cute_ops_torch.autograd import inplace_gradient
+from cute_ops_torch.linear_cross_entropy import _scale, _scale_
+from cute_ops_torch.registry import family
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+NUMBERS = (1.0, -1.7, 1 / 3, 0.0, 1e30, 1e-30, math.nan, math.inf)
+DTYPES = [torch.float32, torch.float16, torch.bfloat16]
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> None:
+    assert a.dtype == b.dtype and a.stride() == b.stride()
+    torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_case(device: str) -> None:
+    """Kernels where there is a GPU, the reference elsewhere."""
+    verdicts = list(verify(PARTS, installed(["torch"]), repeats=2))
+    assert len(verdicts) == len(scale.cases) * len(FLOATS)
+    assert not [v for v in verdicts if v.problem]
+    assert device == "cpu" or {v.device for v in verdicts} == {"cuda"}
+
+
+def test_as_torch_wants_ops_to_be() -> None:
+    x, factor = torch.randn(3, 5, 7), torch.randn(3, 5)
+    torch.library.opcheck(torch.ops.cute.scale.default, (x, factor))
+    with pytest.raises(ValueError, match=r"^cute\.scale: argument `factor` has leading dims \(3,\), but \*m=\(3, 5\)"):
+        torch.ops.cute.scale(x, factor[:, 0])
+    with pytest.raises(NotImplementedError, match=r"^cute\.scale: has no gradient of its own"):
+        torch.ops.cute.scale(x.requires_grad_(), factor).sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_in_place(dtype: torch.dtype, device: str) -> None:
+    """Each has a number of its own; those with one stay, whatever is in them."""
+    x = torch.randn(len(NUMBERS), 3, 1000, device=device).to(dtype)
+    x[..., :3] = torch.tensor([math.nan, -math.inf, -0.0])
+    factor = torch.tensor(NUMBERS, device=device)[:, None].expand(-1, 3)
+    expected, place = (x.float() * factor[..., None]).to(dtype), x.data_ptr()
+    bits = x[0].clone().view(torch.uint8)
+    out = inplace_gradient(*family("cute", "scale"))(x, factor)
+    same(out, expected)
+    assert out.data_ptr() == x.data_ptr() == place
+    assert torch.equal(x[0].view(torch.uint8), bits)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("number", NUMBERS)
+def test_gradients(number: float, dtype: torch.dtype, device: str) -> None:
+    """Of any shape, strides and start: the product in float32, rounded once."""
+    line = (3 * torch.randn(9000, device=device)).to(dtype)
+    line[5:8] = torch.tensor([math.nan, math.inf, 6e-8])
+    factor = torch.tensor(number, device=device)
+    for gradient in (
+        line[:1], line, line[1:8], line[:8193].view(3, 2731), line[1:106].view(3, 5, 7), line[:0].view(0, 3),
+        line[:64].view(8, 8).t(), line[1:8].view(1, 1, 7), line[:60].view(6, 10)[:, ::2], line[:12].view(3, 4)[:, :3],
+    ):  # fmt: skip
+        expected = (gradient.float() * factor).to(dtype)
+        same(_scale(gradient, factor), expected)
+        copy = line.clone()
+        mine = copy.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset())
+        assert _scale_(mine, factor) is mine
+        same(mine.clone(memory_format=torch.preserve_format), expected)
+        # And nothing beside it.
+        mine.copy_(gradient)
+        torch.testing.assert_close(copy, line, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.gpu
+def test_nobody_waits_for_the_device() -> None:
+    gradient, factor = torch.randn(512, 2048, device="cuda"), torch.ones((), device="cuda")
+    before = gradient.clone()
+    _scale_(gradient, factor)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _scale_(gradient, factor)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert torch.equal(gradient, before)
+
+
+@pytest.mark.gpu
+def test_more_than_2_31_elements() -> None:
+    gradient = torch.full((2**31 + 4099,), 3.0, dtype=torch.bfloat16, device="cuda")
+    assert (_scale_(gradient, torch.tensor(0.5, device="cuda")) == 1.5).all()
