@@ -15,7 +15,7 @@ import pytest
 from cute_ops import Array, Op, machine, target
 from cute_ops.binding import bind
 from cute_ops.op import ITEMSIZE
-from cute_ops.ops import OPS, PARTS
+from cute_ops.ops import OPS, PARTS, add_rmsnorm, rmsnorm
 from cute_ops.ops._candidates import POINTWISE
 from cute_ops.plan import Memory, compact, plan
 from cute_ops.target import parse
@@ -80,6 +80,18 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
     for kernel in kernels:
         assert (kernel.stack, kernel.local) == (0, 0), kernel
         assert kernel.registers * variant.tile["threads"] <= REGISTERS, kernel
+
+
+# Rows that leave a thread 64 registers: their weight and bias wait outside until the row's sum is known.
+@pytest.mark.parametrize(
+    ("op", "n", "dtype"),
+    [(rmsnorm, 16384, "bfloat16"), (rmsnorm, 10240, "float16"), (add_rmsnorm, 32768, "bfloat16")],
+    ids=lambda value: getattr(value, "name", str(value)),
+)
+def test_long_rows_beside_a_weight_and_a_bias_do_not_spill(op: Op, n: int, dtype: str, compiled: Compiled) -> None:
+    variant = variant_of(op, dtype, n, "sm_90a")
+    assert variant.tile["threads"] * variant.tile["resident"] > 512
+    assert [(kernel.stack, kernel.local) for kernel in machine.resources(compiled(variant))] == [(0, 0)]
 
 
 # In one of two dtypes, in turn: disassembling takes longer than compiling.

@@ -719,7 +719,7 @@ def test_what_ships_is_forgotten_when_the_kernel_changes(tmp_path: Path, monkeyp
 
 
 def test_the_files_that_ship_are_sound_and_of_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    """``python benchmarks/tuning_gap.py --out benchmarks/results --report --ship FILE`` leaves out those that are not."""
+    """``benchmarks/tuning_gap.py --out benchmarks/results --report --ship FILE`` leaves out those that are not."""
     monkeypatch.undo()
     stages = {stage.name: stage for op in OPS for stage in (op, op.grad) if stage}
     for path in tuning.SHIPPED.glob("*.json"):
