@@ -52,7 +52,11 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
             heads = config.get("num_attention_heads", 1)
             size = config.get("head_dim") or hidden // heads
             yield from _rows("rmsnorm", {"x": size, "weight": size}, dtype, attrs, train, (*LEAD, heads))
-        yield from _rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train)
+        summed = list(_rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train))
+        yield from summed
+        if train:  # after the last layer the sum does not go on
+            last = {name: array for name, array in summed[-1].inputs.items() if name != "dresidual_out"}
+            yield Call("add_rmsnorm_bwd", last, attrs=summed[-1].attrs)
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation in _GATED and "intermediate_size" in config:
         gated, attrs = _GATED[activation]

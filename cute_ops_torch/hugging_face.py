@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import inspect
+import itertools
 import math
 import textwrap
 import types
@@ -19,7 +20,7 @@ import torch
 from torch import nn
 
 from cute_ops import chunks
-from cute_ops_torch import functions
+from cute_ops_torch import functions, handed_on
 from cute_ops_torch.front import transformed
 from cute_ops_torch.fused import norm_of_stream, projections, rotated_projections, silu_mlp
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
@@ -93,6 +94,8 @@ _NORM = "075c8d1982795b4a"
 
 
 def _norm(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and (out := handed_on.take(self, hidden_states)) is not None:
+        return out
     out = functions.rmsnorm(hidden_states, self.weight, None, self.variance_epsilon)
     return out.to(torch.promote_types(out.dtype, self.weight.dtype))  # as the product above promotes
 
@@ -234,12 +237,25 @@ def _layer(
     else:  # mixed dtypes promote step by step in the original; hooks want the module called
         residual = residual + attended
         hidden_states = norm(residual)
-    return residual + self.mlp(hidden_states)
+    out, norm = self.mlp(hidden_states), None if torch.compiler.is_compiling() else handed_on.norm_after(self)
+    if norm is None or not _goes_on(norm, out) or not _goes_on(norm, residual):
+        return residual + out
+    return handed_on.add(out, residual, norm)
 
 
 def _norm_of_stream(norm: Any, stream: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The norm of a residual stream, and the stream, as it goes on."""
-    if (
+    if _goes_on(norm, stream):
+        normed = handed_on.take(norm, stream)
+        if normed is not None:
+            return normed, stream
+        return norm_of_stream(stream, norm.weight, norm.variance_epsilon)
+    return norm(stream), stream
+
+
+def _goes_on(norm: Any, stream: torch.Tensor) -> bool:
+    """Whether the norm of a residual stream may be one node with what else becomes of the stream."""
+    return (
         type(norm).forward is _norm
         and torch.is_grad_enabled()
         and not torch.compiler.is_compiling()
@@ -247,10 +263,38 @@ def _norm_of_stream(norm: Any, stream: torch.Tensor) -> tuple[torch.Tensor, torc
         and type(stream) is torch.Tensor
         and type(norm.weight) is nn.Parameter
         and stream.dtype == norm.weight.dtype
+        and stream.device == norm.weight.device
+        and "forward" not in vars(norm)
         and not _hooked(norm)
-    ):
-        return norm_of_stream(stream, norm.weight, norm.variance_epsilon)
-    return norm(stream), stream
+    )
+
+
+def _hands_on(forward: Any) -> bool:
+    """Whether a model's ``forward`` does nothing with its layers' outputs but to give them to the next, then a norm."""
+    body = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward)))).body[0].body
+    for loop, after in itertools.pairwise(body):
+        if isinstance(loop, ast.For) and "self.layers[" in ast.unparse(loop.iter) and len(loop.body) == 1:
+            step = ast.unparse(loop.body[0]).replace("\n", "")
+            alone = step.startswith("hidden_states = decoder_layer(hidden_states,") and not loop.orelse
+            return alone and ast.unparse(after) == "hidden_states = self.norm(hidden_states)"
+    return False
+
+
+def _norms_after(model: Any) -> dict[int, nn.Module]:
+    """Of each layer that nobody looks at: the norm that reads its output, the next layer's or the model's."""
+    if not torch.is_grad_enabled() or transformed() or nn.modules.module._has_any_global_hook():
+        return {}
+    layers = list(model.layers)[: model.config.num_hidden_layers]
+    quiet = [
+        inspect.unwrap(type(m).forward) is _layer  # checkpointing wraps it
+        and "forward" not in vars(m)
+        and not getattr(m, "gradient_checkpointing", False)  # its second forward is alone
+        and not _hooked(m)
+        for m in layers
+    ]
+    norms = [m.input_layernorm if q else None for m, q in zip(layers, quiet, strict=True)]
+    pairs = zip(layers, quiet, [*norms[1:], model.norm], strict=True)
+    return {id(layer): norm for layer, q, norm in pairs if q and norm is not None}
 
 
 def _llama_norm_follows(module: nn.Module) -> bool:
@@ -367,12 +411,17 @@ def _counting(original: type[nn.Module]) -> Callable[..., Any]:
     forward = inspect.unwrap(plain)
     masks = {name: _without_positions(forward.__globals__[name]) for name in _MASKS if name in forward.__globals__}
     counted, names = _rebound(plain, **masks), list(inspect.signature(plain).parameters)[1:]
+    hands_on = _hands_on(plain)
 
     @wraps(plain)
     def counting(self, *args: Any, **kwargs: Any) -> Any:
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         own = all(given.get(name) is None for name in _SAY_POSITIONS)
-        return (counted if own else plain)(self, *args, **kwargs)
+        run = counted if own else plain
+        if not hands_on or torch.compiler.is_compiling():
+            return run(self, *args, **kwargs)
+        with handed_on.followed(_norms_after(self)):
+            return run(self, *args, **kwargs)
 
     return counting
 

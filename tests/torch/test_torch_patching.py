@@ -12,11 +12,13 @@ import pytest
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import cute_ops_torch
 from cute_ops import Op, declarations, manifest
 from cute_ops.models import calls_of_model
 from cute_ops.target import Target, parse
+from cute_ops_torch import handed_on
 from cute_ops_torch.registry import family
 from cute_ops_torch.tensors import bind_tensors, memory
 
@@ -85,8 +87,8 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "linear_cross_entropy"), ("model", "attention_mask"),
         *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
     ]  # fmt: skip
-    # Twice: with labels, and for the logits.
-    assert calls == {"rmsnorm": 6, "add_rmsnorm": 4, "silu_mul": 4, "rope": 8}
+    # Twice: with labels, where a sum and the norm of it are one also between layers, and for the logits.
+    assert calls == {"rmsnorm": 4, "add_rmsnorm": 6, "silu_mul": 4, "rope": 8}
     with pytest.raises(ValueError, match=r"cute_ops_torch\.patch: LlamaForCausalLM is patched already"):
         cute_ops_torch.patch(model)
     cute_ops_torch.unpatch(model)
@@ -382,6 +384,122 @@ def test_projections_that_somebody_looks_at_are_called() -> None:
     torch.testing.assert_close(
         *(layer(x, position_embeddings=tables, attention_mask=None)[0] for layer in layers), rtol=1e-4, atol=1e-6
     )
+
+
+def sees_a_layer(model: nn.Module) -> None:
+    model.model.layers[0].register_forward_hook(lambda *a: None)
+
+
+def changes_a_layer(model: nn.Module) -> None:
+    model.model.layers[0].register_forward_hook(lambda *a: a[2].mul_(2))
+
+
+def changes_a_weight(model: nn.Module) -> None:
+    def before(layer: nn.Module, _: Any) -> None:
+        layer.input_layernorm.weight.data.mul_(1.5)
+
+    model.model.layers[1].register_forward_pre_hook(before)
+
+
+def wraps_a_layer(model: nn.Module) -> None:
+    class Wrapped(nn.Module):
+        def __init__(self, layer: nn.Module) -> None:
+            super().__init__()
+            self.layer = layer
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            return checkpoint(self.layer, *args, use_reentrant=False, **kwargs)
+
+    model.model.layers[0] = Wrapped(model.model.layers[0])
+
+
+def drops_a_layer(model: nn.Module) -> None:
+    model.config.num_hidden_layers = 2
+
+
+def replaces_a_norm(model: nn.Module) -> None:
+    model.model.norm = nn.LayerNorm(64)
+
+
+def freezes_a_norm(model: nn.Module) -> None:
+    model.model.layers[1].input_layernorm.requires_grad_(False)
+
+
+@pytest.mark.parametrize(
+    ("somebody", "handed"),
+    [
+        (lambda model: None, 3), (sees_a_layer, 2), (changes_a_layer, 2), (changes_a_weight, 1), (wraps_a_layer, 2),
+        (drops_a_layer, 2), (replaces_a_norm, 2), (freezes_a_norm, 3), (nn.Module.eval, 3),
+    ],
+)  # fmt: skip
+def test_a_layer_adds_with_the_norm_after_it(somebody: Any, handed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody has a look at what is between; what somebody does there is done."""
+    plain, tokens, taken = llama(num_hidden_layers=3), torch.randint(0, 97, (2, 19)), []
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    take = handed_on.take
+
+    def noted(norm: nn.Module, total: torch.Tensor) -> torch.Tensor | None:
+        taken.append(take(norm, total))
+        return taken[-1]
+
+    monkeypatch.setattr(handed_on, "take", noted)
+    losses, grads = [], []
+    for m in (plain, model):
+        somebody(m)
+        out = m(tokens, labels=tokens)
+        out.loss.backward()
+        losses.append(out.loss)
+        grads.append([p.grad for p in m.parameters()])
+    # A second forward, as of a checkpoint, takes what it made itself.
+    assert sum(t is not None for t in taken) == handed
+    torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
+    for e, g in zip(*grads, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
+
+
+def test_a_norm_that_was_handed_on_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokens = llama(num_hidden_layers=3).bfloat16(), torch.randint(0, 97, (2, 19))
+    cute_ops_torch.patch(model)
+    got = gradients(model, tokens)
+    monkeypatch.setattr(cute_ops_torch.hugging_face, "_norms_after", lambda model: {})
+    expected = gradients(model, tokens)
+    assert all(torch.equal(got[name], e) for name, e in expected.items())
+
+
+def test_hidden_states_of_a_patched_model_are_there_and_have_gradients() -> None:
+    plain, tokens = llama(num_hidden_layers=3), torch.randint(0, 97, (2, 19))
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    found = []
+    for m in (plain, model):
+        states = m.model(tokens, output_hidden_states=True).hidden_states
+        (gradient,) = torch.autograd.grad(sum(h.square().sum() for h in states), m.model.embed_tokens.weight)
+        found.append((*states, gradient))
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+
+
+def test_a_norm_is_taken_only_of_what_it_was_made_of() -> None:
+    norm = llama().model.norm
+    x, residual = torch.randn(2, 3, 64, requires_grad=True), torch.randn(2, 3, 64)
+
+    def changed(total: torch.Tensor) -> None:
+        with torch.no_grad():
+            total.mul_(2)
+
+    def other_weight(_: torch.Tensor) -> None:
+        with torch.no_grad():
+            norm.weight.add_(1)
+
+    for between, there in ((lambda t: None, True), (changed, False), (other_weight, False)):
+        total = handed_on.add(x, residual, norm)
+        torch.testing.assert_close(total, x + residual)
+        assert handed_on.take(llama().model.norm, handed_on.add(x, residual, norm)) is None
+        between(total)
+        normed = handed_on.take(norm, total)
+        assert (normed is not None) == there and handed_on.take(norm, total) is None
+        if normed is not None:
+            torch.testing.assert_close(normed, norm(x + residual))
 
 
 class Calls(TorchDispatchMode):
