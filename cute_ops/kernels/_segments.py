@@ -8,7 +8,7 @@ from cute_ops.kernels._access import RowAccess
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._long import LongTile
 from cute_ops.kernels._rows import RowTile, Vectors, row_address, row_count
-from cute_ops.kernels._vectors import fragment, load_elements, narrow, store_elements
+from cute_ops.kernels._vectors import AHEAD, fragment, load_elements, narrow, store_elements
 
 
 class Segments:
@@ -16,7 +16,8 @@ class Segments:
 
     Tile: a CTA of ``threads`` holds ``threads / threads_per_row`` rows or, of a long row, one of ``segments`` parts.
     No shared memory. Bytes moved per element: every row tensor once. Each thread reads what it writes over, and reads
-    it first: an output may have an input's memory.
+    it first: an output may have an input's memory. CTAs that start while the previous kernel is busy have L2 fetch what
+    they will load.
 
     Args:
         variant: the kernel's variant.
@@ -56,12 +57,20 @@ class Segments:
             rank = 0
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
         there = row < row_count(outputs[0])
+        if const_expr(self.known and self.chained):
+            self._fetch_ahead(inputs, tidx % self.tile.threads_per_row, rank, row, there, bidx)
         wait_for_previous(self.chained)
         context, wanted = self.function.begin(self.variant, numbers, row, there)
         if const_expr(self.known):
             self._vectors(inputs, outputs, tidx % self.tile.threads_per_row, rank, row, there, wanted, context)
         else:
             self._elements(inputs, outputs, tidx, row, context)
+
+    def _fetch_ahead(self, inputs, t, rank, row, there, bidx):
+        index = bidx if self.segments == 1 else bidx + rank * cute.arch.grid_dim()[0]
+        first = self.access.first(t, rank, row)
+        for m, name in zip(inputs, self.function.inputs):
+            self.access.fetch_ahead(m, name, row, first, there & (index < AHEAD))
 
     def _vectors(self, inputs, outputs, t, rank, row, there, wanted, context):
         function = self.function
