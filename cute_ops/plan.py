@@ -272,21 +272,19 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, 
     Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo how many they have.
     """
     op = binding.op
-    rows = {
-        n: t
-        for n, t in op.inputs.items()
-        if t.rows and not t.broadcast and n in memory and binding.inputs[n] is not None
-    }
+    rows = {n: t for n, t in op.inputs.items() if t.rows and not t.broadcast and binding.inputs[n] is not None}
+    shapes = {n: tuple(binding.inputs[n].shape) for n in rows}  # type: ignore[union-attr]
+    strides = {n: memory[n].strides if n in memory else compact(shape) for n, shape in shapes.items()}
     # A kernel's tensors have dims: one number for the one row of a vector becomes a row of one.
-    alone = any(not binding.inputs[n].shape for n in rows)  # type: ignore[union-attr]
-    if not alone and not any(_uneven(binding.inputs[n].shape, memory[n].strides) for n in rows):  # type: ignore[union-attr]
+    alone = not all(shapes.values())
+    if not alone and not any(_uneven(shapes[n], strides[n]) for n in rows):
         return {}
     lead = binding.dims[next(t.rows for t in rows.values() if t.rows)]
     kept = [i for i, size in enumerate(lead) if size != 1]
     groups: list[list[int]] = []
     for i in kept:
         previous = groups[-1][-1] if groups else None
-        if previous is not None and all(memory[n].strides[previous] == memory[n].strides[i] * lead[i] for n in rows):
+        if previous is not None and all(strides[n][previous] == strides[n][i] * lead[i] for n in rows):
             groups[-1].append(i)
         else:
             groups.append([i])
@@ -304,8 +302,7 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, 
     for name, tensor in {**op.inputs, **op.outputs}.items():
         array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
         if array is not None and tensor.rows and not tensor.broadcast:
-            strides = memory[name].strides if name in memory else compact(array.shape)
-            views[name] = view(tensor, tuple(array.shape), tuple(strides))
+            views[name] = view(tensor, tuple(array.shape), tuple(strides.get(name, compact(array.shape))))
     return views
 
 

@@ -51,10 +51,13 @@ class Scale:
         grid, _, _ = cute.arch.grid_dim()
         let_next_start(self.chained)
         wait_for_previous(self.chained)
-        per_row = self._per_row(mOut)
+        rows, per_row = row_count(mOut), self._per_row(mOut)
         same = mX.iterator.toint() == mOut.iterator.toint()
         # One division each here instead of one in every step, which takes as long as leaving a block alone.
-        steps = Int32((row_count(mOut) * per_row - bidx + (grid - 1)) // Int64(grid))
+        steps = Int32((rows * per_row - bidx + (grid - 1)) // Int64(grid))
+        # A gradient is one row: to leave its blocks alone one by one would take longer than the launch.
+        none = same & (rows == 1) & (load_number(mFactor, self.keys["factor"], Int64(0)) == Float32(1.0))
+        steps = cutlass.select_(none, Int32(0), steps)
         row, rows_on = Int64(bidx) // per_row, Int64(grid) // per_row
         block, blocks_on = Int64(bidx) - row * per_row, Int64(grid) - rows_on * per_row
         for _ in cutlass.range(steps, unroll=1):

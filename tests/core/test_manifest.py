@@ -16,7 +16,7 @@ from cute_ops import plan as planning
 from cute_ops.binding import bind
 from cute_ops.models import calls_of_model
 from cute_ops.ops import OPS
-from cute_ops.plan import Memory, plan
+from cute_ops.plan import Memory, compact, plan
 from cute_ops.target import Target, parse
 
 HERE = Path(__file__).parent
@@ -66,6 +66,19 @@ def test_what_was_recorded_is_what_ran(
     # The same line is other kernels elsewhere.
     assert call.variant(parse("sm_100a")).arch == "sm_100a"
     assert call.attrs == {"eps": 1e-5}, "only what differs from the declaration"
+
+
+@pytest.mark.parametrize("name", ["adamw", "sum_bwd", "scale"])
+def test_what_ran_on_a_vector_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Its number is a row's, of which there is one."""
+    op, ran = declarations.find(name), []
+    arrays = {n: Array(t.of({"m": (), "n": 7}), op.dtype_near(t, "float32")) for n, t in op.inputs.items()}
+
+    def program() -> None:
+        ran.append(plan(bind(op, arrays), {n: Memory(compact(a.shape)) for n, a in arrays.items()}, SM90).variant)
+
+    (call,) = recorded(tmp_path / "m.txt", program, monkeypatch)
+    assert call.variant(SM90) == ran[0]
 
 
 def test_a_dynamic_kernel_is_recorded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
