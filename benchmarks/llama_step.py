@@ -2,8 +2,9 @@
 
 The model is Hugging Face's ``LlamaForCausalLM`` with random weights (the layers of Llama 3.2 1B, eight of them), in
 bfloat16, with SDPA attention and PyTorch's fused AdamW ("ours + AdamW": with ours). Every contender trains from the
-same weights on the same tokens in a process of its own, because Liger changes Hugging Face's modules for good. Their
-first losses are compared.
+same weights on the same tokens in a process of its own, because Liger changes Hugging Face's modules for good. All
+processes are ready before the first sample; then they take turns, so that a GPU which gets warmer does so for all of
+them. Their first losses are compared.
 
 python benchmarks/llama_step.py --out out/benchmarks
 """
@@ -15,7 +16,9 @@ import gc
 import json
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,7 @@ COLUMNS = (
     "contender", "batch", "seqlen", "tokens_per_s", "tokens_per_s_min", "tokens_per_s_max", "ms", "peak_gb",
     "loss_first", "loss_last",
 )  # fmt: skip
+READY = "ready"
 # The largest difference of two contenders' losses after the same steps, in nats.
 TOLERANCE = 0.02
 
@@ -80,45 +84,102 @@ def optimizer_of(contender: str, model: Any, small: bool) -> torch.optim.Optimiz
     return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=not small)
 
 
-def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, small: bool) -> dict[str, Any]:
-    """Train a few steps; medians over rounds."""
-    model = build(small=small)
-    device = next(model.parameters()).device
-    tokens = torch.randint(0, model.config.vocab_size, (batch, seqlen), device=device)
-    run = prepare(contender, model)
-    optimizer = optimizer_of(contender, model, small)
+class Trainer:
+    """A contender's model, compiled and warm."""
 
-    def step() -> torch.Tensor:
-        optimizer.zero_grad(set_to_none=True)
-        loss = run(input_ids=tokens, labels=tokens).loss
+    def __init__(self, contender: str, batch: int, seqlen: int, small: bool) -> None:
+        self.contender, self.batch, self.seqlen = contender, batch, seqlen
+        model = build(small=small)
+        self.device = next(model.parameters()).device
+        self.tokens = torch.randint(0, model.config.vocab_size, (batch, seqlen), device=self.device)
+        self.run = prepare(contender, model)
+        self.optimizer = optimizer_of(contender, model, small)
+        self.times: list[float] = []
+        self.losses = [self.step() for _ in range(4)]  # compiles, too
+        self.wait()
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+
+    def step(self) -> torch.Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.run(input_ids=self.tokens, labels=self.tokens).loss
         loss.backward()
-        optimizer.step()
-        return loss.detach()
+        self.optimizer.step()
+        return loss.detach()  # type: ignore[no-any-return]
 
-    def wait() -> None:
-        if device.type == "cuda":
+    def wait(self) -> None:
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    losses = [step() for _ in range(4)]  # compiles, too
-    wait()
-    gc.collect()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    times = []
-    for _ in range(rounds):
+    def sample(self, steps: int) -> None:
         begin = time.perf_counter()
         for _ in range(steps):
-            last = step()
-        wait()
-        times.append((time.perf_counter() - begin) / steps)
-    peak = torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else 0.0
-    seconds = spread(times)
-    count = batch * seqlen
-    return {
-        "contender": contender, "batch": batch, "seqlen": seqlen, "tokens_per_s": count / seconds.median,
-        "tokens_per_s_min": count / seconds.high, "tokens_per_s_max": count / seconds.low, "ms": seconds.median * 1e3,
-        "peak_gb": peak, "loss_first": losses[0].item(), "loss_last": last.item(),
-    }  # fmt: skip
+            last = self.step()
+        self.wait()
+        self.times.append((time.perf_counter() - begin) / steps)
+        self.losses.append(last)
+
+    def row(self) -> dict[str, Any]:
+        """Medians over the samples."""
+        peak = torch.cuda.max_memory_allocated() / 1e9 if self.device.type == "cuda" else 0.0
+        seconds, count = spread(self.times), self.batch * self.seqlen
+        return {
+            "contender": self.contender, "batch": self.batch, "seqlen": self.seqlen,
+            "tokens_per_s": count / seconds.median, "tokens_per_s_min": count / seconds.high,
+            "tokens_per_s_max": count / seconds.low, "ms": seconds.median * 1e3, "peak_gb": peak,
+            "loss_first": self.losses[0].item(), "loss_last": self.losses[-1].item(),
+        }  # fmt: skip
+
+
+def measure(contender: str, batch: int, seqlen: int, steps: int, rounds: int, small: bool) -> dict[str, Any]:
+    """One contender alone."""
+    trainer = Trainer(contender, batch, seqlen, small)
+    for _ in range(rounds):
+        trainer.sample(steps)
+    return trainer.row()
+
+
+def obey(trainer: Trainer, steps: int) -> None:
+    """A contender's process: a sample for each line that comes, then its row."""
+    print(READY, flush=True)
+    for _ in sys.stdin:
+        trainer.sample(steps)
+        print(READY, flush=True)
+    print(json.dumps(trainer.row()), flush=True)
+
+
+class Worker:
+    """Such a process, from outside."""
+
+    def __init__(self, contender: str, options: Sequence[str]) -> None:
+        self.contender = contender
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        command = [sys.executable, __file__, "--one", contender, "--in-turns", *options]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._errors, text=True
+        )
+
+    def ready(self) -> bool:
+        """Waits until it has done what it was told; False where it has ended."""
+        assert self._process.stdout
+        return any(line.strip() == READY for line in iter(self._process.stdout.readline, ""))
+
+    def sample(self) -> bool:
+        assert self._process.stdin
+        try:
+            print(file=self._process.stdin, flush=True)
+        except BrokenPipeError:
+            return False
+        return self.ready()
+
+    def end(self) -> dict[str, Any] | str:
+        """Its row, or the end of what it said before it died."""
+        output, _ = self._process.communicate()
+        if self._process.returncode == 0:
+            return json.loads(output.splitlines()[-1])  # type: ignore[no-any-return]
+        self._errors.seek(0)
+        return self._errors.read()[-2000:]
 
 
 def show(path: Path, console: Console) -> None:
@@ -139,9 +200,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="steps of one sample")
     parser.add_argument("--rounds", type=int, default=5, help="samples")
     parser.add_argument("--cpu-smoke", action="store_true", help="a tiny model on the CPU: checks this file only")
-    parser.add_argument("--one", choices=CONTENDERS, help=argparse.SUPPRESS)
+    parser.add_argument("--one", choices=CONTENDERS, help="this contender alone, in this process")
+    parser.add_argument("--in-turns", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     sizes = (options.batch, options.seqlen, options.steps, options.rounds, options.cpu_smoke)
+    if options.one and options.in_turns:
+        obey(Trainer(options.one, options.batch, options.seqlen, options.cpu_smoke), options.steps)
+        return 0
     if options.one:
         print(json.dumps(measure(options.one, *sizes)))
         return 0
@@ -149,16 +214,21 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=110)
     path = options.out / "llama_step.csv"
     table = Table(path, COLUMNS)
-    losses = []
+    passed_on = ["--batch", str(options.batch), "--seqlen", str(options.seqlen), "--steps", str(options.steps)]
+    passed_on += ["--cpu-smoke"] if options.cpu_smoke else []
+    workers, alive = [], []
     for contender in options.contenders:
-        command = [sys.executable, __file__, "--one", contender, "--batch", str(options.batch)]
-        command += ["--seqlen", str(options.seqlen), "--steps", str(options.steps), "--rounds", str(options.rounds)]
-        command += ["--cpu-smoke"] if options.cpu_smoke else []
-        result = subprocess.run(command, capture_output=True, text=True, check=False)
-        if result.returncode:
-            console.print(f"{contender}: failed\n{result.stderr[-2000:]}")
+        workers.append(Worker(contender, passed_on))
+        if workers[-1].ready():
+            alive.append(workers[-1])
+    for _ in range(options.rounds):
+        alive = [worker for worker in alive if worker.sample()]
+    losses = []
+    for worker in workers:
+        row = worker.end()
+        if isinstance(row, str):
+            console.print(f"{worker.contender}: failed\n{row}")
             continue
-        row = json.loads(result.stdout.splitlines()[-1])
         losses.append(row["loss_first"])
         table.add(row)
     show(path, console)

@@ -58,6 +58,15 @@ def test_training_step_smoke() -> None:
     assert all(r["tokens_per_s_min"] <= r["tokens_per_s"] <= r["tokens_per_s_max"] for r in rows)
 
 
+def test_training_steps_in_turns(tmp_path: Path) -> None:
+    sizes = ["--batch", "1", "--seqlen", "33", "--steps", "1", "--rounds", "2"]
+    assert llama_step.main(["--cpu-smoke", "--out", str(tmp_path), "--contenders", "eager", *sizes]) == 0
+    (row,) = common.read(tmp_path / "llama_step.csv")
+    assert row["contender"] == "eager"
+    assert float(row["tokens_per_s"]) > 0
+    assert float(row["loss_first"]) > float(row["loss_last"])  # six steps on the same tokens
+
+
 def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
     names = [linear_cross_entropy.OURS, "torch eager"]
     linear_cross_entropy.main(["--cpu-smoke", "--out", str(tmp_path), "--contenders", *names])
