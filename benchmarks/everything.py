@@ -60,6 +60,7 @@ PHASES = {
     ),
     "llama_step": Phase(240, (script("llama_step", "--out", "{out}"),)),
     "linear_cross_entropy": Phase(90, (script("linear_cross_entropy", "--out", "{out}"),)),
+    "optax_decoder": Phase(90, (script("optax_decoder", "--out", "{out}"),)),
     "startup": Phase(120, (script("startup", "--out", "{out}"),)),
     "host_time": Phase(90, (script("host_time", "--out", "{out}"),)),
     "host_time_extension": Phase(

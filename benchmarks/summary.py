@@ -233,6 +233,17 @@ def head(rows: Sequence[dict[str, str]]) -> str:
     return markdown(("loss of a linear head", "rows x hidden x vocabulary", "ms", "peak MB"), lines)
 
 
+def optax(rows: Sequence[dict[str, str]]) -> str:
+    """Training steps in JAX: ours beside XLA's own."""
+    speed = {(r["model"], r["ops"]): float(r["tokens_per_s"]) for r in rows}
+    lines = [
+        (r["model"], r["ops"], f"{speed[r['model'], r['ops']]:,.0f}", r["temporaries_gb"], r["loss_last"],
+         f"{speed[r['model'], r['ops']] / speed[r['model'], 'XLA']:.3f}")
+        for r in rows
+    ]  # fmt: skip
+    return markdown(("decoder trained with optax", "ops", "tokens/s", "temporaries, GB", "last loss", "x XLA"), lines)
+
+
 def summary(folder: Path) -> str:
     rows = read(folder / "device_time.csv")
     found = points(rows)
@@ -262,7 +273,7 @@ def summary(folder: Path) -> str:
     ]
     for name, title, make in (
         ("host_time", "Host time", host), ("fusion", "Ours or fused", fusion), ("llama_step", "Training step", step),
-        ("linear_cross_entropy", "Loss of a linear head", head),
+        ("linear_cross_entropy", "Loss of a linear head", head), ("optax_decoder", "Training step in JAX", optax),
     ):  # fmt: skip
         path = folder / f"{name}.csv"
         if path.exists():

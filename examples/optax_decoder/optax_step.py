@@ -46,6 +46,7 @@ class Run:
         window = jax.ShapeDtypeStruct((config.batch, config.seqlen + 1), np.int32)
         self.lowered = jax.jit(self._update, donate_argnums=0).lower(self.state, self.frozen, window)
         self.losses: list[float] = []
+        self.seconds: list[float] = []  # per step, of each round
 
     def compile(self) -> None:
         self.step = self.lowered.compile()
@@ -58,7 +59,7 @@ class Run:
         return (optax.apply_updates(params, updates), memory), loss
 
     def train(self, windows: list[np.ndarray]) -> float:
-        """Seconds per step."""
+        """A step per window; seconds per step."""
         found = []
         start = time.perf_counter()
         for window in windows:
@@ -81,6 +82,24 @@ def batches(config: Config, seed: int = 0) -> Iterator[np.ndarray]:
         yield np.stack([text[s : s + config.seqlen + 1] for s in starts])
 
 
+def train(config: Config, freeze: str | None, rounds: int, steps: int) -> dict[str, Run]:
+    """Both, in turns; the first round warms up."""
+    runs = {name: Run(config, parts, freeze) for name, parts in PARTS.items()}
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(Run.compile, runs.values()))
+    source = batches(config)
+    for _ in range(rounds + 1):
+        windows = [next(source) for _ in range(steps)]
+        for run in runs.values():
+            run.seconds.append(run.train(windows))
+    return runs
+
+
+def apart(runs: dict[str, Run]) -> float:
+    """The largest difference of the losses after the same steps, in nats."""
+    return float(np.max(np.abs(np.subtract(runs["ours"].losses, runs["XLA"].losses))))
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Train and compare; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -93,17 +112,8 @@ def main(arguments: list[str] | None = None) -> int:
     if jax.default_backend() != "gpu":
         config = small(config)
 
-    runs = {name: Run(config, parts, options.freeze) for name, parts in PARTS.items()}
-    with ThreadPoolExecutor() as pool:
-        list(pool.map(Run.compile, runs.values()))
-    source = batches(config)
-    rounds = [[next(source) for _ in range(options.steps)] for _ in range(options.rounds + 1)]
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for windows in rounds:
-        for name, run in runs.items():
-            seconds[name].append(run.train(windows))
-
-    rates = {name: config.tokens / statistics.median(s[1:]) for name, s in seconds.items()}  # the first warms up
+    runs = train(config, options.freeze, options.rounds, options.steps)
+    rates = {name: config.tokens / statistics.median(run.seconds[1:]) for name, run in runs.items()}
     device = jax.devices()[0]
     table = Table("ops", "tokens/s", "ms per step", "temporaries", "first loss", "last loss", title=device.device_kind)
     for name, run in runs.items():
@@ -112,10 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console(width=110)
     console.print(config)
     console.print(table)
-    apart = float(np.max(np.abs(np.subtract(runs["ours"].losses, runs["XLA"].losses))))
     console.print(f"ours: {rates['ours'] / rates['XLA']:.2f} x XLA's tokens/s")
-    agree = apart <= TOLERANCE[config.dtype]
-    console.print(f"losses differ by at most {apart:.1e} nats{'' if agree else ', which is too much'}")
+    agree = apart(runs) <= TOLERANCE[config.dtype]
+    console.print(f"losses differ by at most {apart(runs):.1e} nats{'' if agree else ', which is too much'}")
     return 0 if agree else 1
 
 

@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import csv
-import sys
 import time
 from pathlib import Path
 
-import pytest
-import torch
-
-sys.path.append(str(Path(__file__).parents[2] / "benchmarks"))
 import common
 import device_time
 import everything
@@ -20,8 +15,10 @@ import linear_cross_entropy
 import llama_step
 import plot
 import prewarm
+import pytest
 import startup
 import summary
+import torch
 from problems import BY_NAME, Problem, by_importance, grid, smoke
 
 
@@ -217,6 +214,8 @@ def test_summary(tmp_path: Path) -> None:
     graphs = "graph,rows,n,contender,status,us,took\ng,8,64,ours,ok,2.0,\ng,8,64,fused by Inductor,ok,1.0,\n"
     graphs += "g,8,64,max-autotune's choice,ok,1.1,fused by Inductor\ng,8,64,torch's own,wrong,,\n"
     (tmp_path / "fusion.csv").write_text(graphs)
+    steps = "model,ops,tokens_per_s,temporaries_gb,loss_last\nm,XLA,1000,3,2.5\nm,ours,1500,1,2.4\n"
+    (tmp_path / "optax_decoder.csv").write_text(steps)
     target = tmp_path / "summary.md"
     summary.main([str(tmp_path), "--write", str(target)])
     text = target.read_text()
@@ -236,6 +235,7 @@ def test_summary(tmp_path: Path) -> None:
         "| in a compiled graph, us an op beyond the compiled function | 1.0 | 0.75 |",
         "| `cute_ops_torch.rmsnorm`, with grad, with extension: of F.rms_norm | 1.0 | 0.90 |",
         "| g 8x64 | 2.0 | 1.0 | fused by Inductor | 1.1 | wrong |",
+        "| m | ours | 1,500 | 1 | 2.4 | 1.500 |",
     ):
         assert line in text, line
     assert "not available" not in text

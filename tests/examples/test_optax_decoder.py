@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -11,7 +12,9 @@ import pytest
 pytest.importorskip("flax", reason="flax is not installed")
 pytest.importorskip("optax", reason="optax is not installed")
 import decoder  # (found through conftest)
+import optax_decoder as benchmark
 import optax_step
+from common import read
 
 import cute_ops_jax
 
@@ -43,3 +46,11 @@ def test_it_fails_when_an_op_is_one_percent_off(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(decoder.PARTS, "ours", decoder.PARTS["ours"]._replace(mlp=Wrong))
     monkeypatch.setitem(optax_step.TOLERANCE, "float32", 1e-5)
     assert optax_step.main(["--rounds", "1", "--steps", "4"]) == 1
+
+
+def test_benchmark(tmp_path: Path) -> None:
+    benchmark.main(["--cpu-smoke", "--out", str(tmp_path), "--rounds", "1", "--steps", "2"])
+    xla, ours = read(tmp_path / "optax_decoder.csv")
+    assert (xla["ops"], ours["ops"]) == ("XLA", "ours")
+    assert float(ours["apart"]) < 2e-4
+    assert float(ours["tokens_per_s"]) > 0
