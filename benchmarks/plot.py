@@ -15,7 +15,7 @@ from typing import Any
 
 from common import markdown, read
 from matplotlib.figure import Figure
-from summary import overview, points
+from summary import head, optax, overview, points
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
 STYLES = {
@@ -164,6 +164,8 @@ def section(folder: Path) -> str:
     for name, title, make in (
         ("device_time", "Device time", device_table),
         ("llama_step", "Training step", step_table),
+        ("optax_decoder", "Training step in JAX", optax),
+        ("linear_cross_entropy", "Loss of a linear head", head),
         ("host_time", "Host time", host_table),
         ("fusion", "Our kernels or Inductor's fusion", fusion_table),
         ("startup", "Start-up", startup_table),
