@@ -114,13 +114,13 @@ def rows_forward(problem: Problem, centred: bool = False) -> dict[str, int]:
             row = WARP if vectors <= 5 * WARP else _threads(vectors, 4)
             return {"threads": max(128, row), "threads_per_row": row, "late": 1, "unit": unit}
         row, off, two = _forward_row(problem, vectors), _unaligned(problem), "residual" in problem.dtypes
+        if two and not off and vectors > WARP:
+            return {**_pairs(vectors, 512), "unroll": 1, "unit": unit}
         if off and two and problem.n >= SHORT and vectors + unit <= 768:
             row = _threads(vectors + unit, 1)
-        elif two and not off and vectors > WARP:
-            row = _pair_row(vectors, 512)
         # Four rows to a thread where a CTA would be over before the next one has started.
         tiny = vectors <= 8 and not off
-        threads = 128 if tiny or (vectors > WARP and (off or not two)) else 256
+        threads = 128 if tiny or vectors > WARP else 256
         tile = {"threads": max(threads, row), "threads_per_row": row, "unroll": 4 if tiny else 1, "unit": unit}
         return tile | {"late": 1} if 8 < vectors <= WARP and not (off or two or centred) else tile
     held = vectors + unit
@@ -211,14 +211,18 @@ def _forward_row(problem: Problem, vectors: int) -> int:
     return _threads(vectors, 2 if vectors <= 512 or _wide(problem) else 4)
 
 
-def _pair_row(vectors: int, most: int) -> int:
-    """Threads of an aligned row of two inputs that one CTA holds.
+def _pairs(vectors: int, most: int) -> dict[str, int]:
+    """Tile of aligned rows of two inputs that one CTA holds.
 
-    A vector of each to a thread, up to ``most`` threads: of few rows the last bytes arrive sooner. Two where CTAs of
-    that size leave an eighth or more of an SM's threads out, and many rows would have fewer bytes on their way.
+    A vector of each to a thread, up to ``most`` threads, and at least 256 threads: of few rows the last bytes arrive
+    sooner. Two vectors where CTAs of that size leave an eighth or more of an SM's threads out, and many rows would have
+    fewer bytes on their way.
     """
     row = _threads(vectors, 1)
-    return row if vectors <= most and 2048 // row * row > 1792 else _threads(vectors, 2)
+    if vectors > most or 2048 // row * row <= 1792:
+        row = _threads(vectors, 2)
+        return {"threads": row, "threads_per_row": row}
+    return {"threads": -(-256 // row) * row, "threads_per_row": row}
 
 
 def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
@@ -272,6 +276,7 @@ def rows_backward(problem: Problem, centred: bool = False) -> dict[str, int]:
     balanced = {}
     if cluster > 2 and sums == 2 and _unaligned(problem):
         row, balanced = _balanced(part), {"balanced": 1}
+        unit = min(unit, LINE // 2)  # every other place where rows may start, and half as many sums to begin and store
     threads, room = max(256, row) if sums == 1 else max(256 // row, 1) * row, room * 2 // (1 + sums)
     if cluster > 1:
         threads = row
@@ -566,8 +571,7 @@ def pairs_reduced(problem: Problem) -> dict[str, int]:
         row = _forward_row(problem, vectors)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
     if vectors <= 1024:
-        row = _pair_row(vectors, 1024)
-        return {"threads": max(256, row), "threads_per_row": row, "unit": unit}
+        return {**_pairs(vectors, 1024), "unit": unit}
     # Four vectors of 16 bytes of each input have room in a thread.
     cluster = _doubled(vectors, 1024, most)
     part = -(-(vectors + unit * _unaligned(problem)) // cluster)
