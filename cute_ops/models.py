@@ -23,7 +23,7 @@ _GATED: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
-    """Norms, gates, rotations and the loss of a decoder, as :func:`cute_ops_torch.patch` has it call them.
+    """Norms, gates, rotations, embedding and loss of a decoder, as :func:`cute_ops_torch.patch` has it call them.
 
     Args:
         config: what is in ``config.json``; of a model with parts, its ``text_config`` is read.
@@ -72,6 +72,7 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
     if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
         yield from _rotations(config, dtype, train)
     if train and "vocab_size" in config:
+        yield _embedding(config["vocab_size"], hidden, dtype)
         yield from _losses(config["vocab_size"], dtype)
 
 
@@ -92,6 +93,13 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
         inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
         table = Array((ROWS, size // 2), dtype)
         yield Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
+
+
+def _embedding(vocab: int, hidden: int, dtype: str) -> Call:
+    """The gradient of the table, from sorted tokens."""
+    tokens = {"classes": Array((ROWS,), "int32"), "order": Array((ROWS,), "int64")}
+    inputs = {"ends": Array((vocab,), "int32"), **tokens, "dout": Array((ROWS, hidden), dtype)}
+    return Call("sorted_embedding_bwd", inputs)
 
 
 def _losses(vocab: int, dtype: str) -> Iterator[Call]:

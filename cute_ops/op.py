@@ -318,7 +318,7 @@ class Op:
         ones with the default attributes.
         """
         tensors = [*self.inputs.values(), *self.outputs.values()]
-        known = {"n": n} if self.static == ("n",) else {**(self.cases[0].dims if self.cases else {}), "n": n}
+        known = {**(self.cases[0].dims if self.cases else {}), "n": n}
         known |= {name: size(known, self.attrs) for name, size in self.derived.items()}
         return {d.name: known[d.name] for t in tensors for d in t.dims} | {t.rows: lead for t in tensors if t.rows}
 

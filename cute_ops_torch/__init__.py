@@ -9,6 +9,7 @@ True
 from typing import TYPE_CHECKING, Any
 
 from cute_ops_torch import functions, nn
+from cute_ops_torch.embedding import embedding
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.registry import register
 from cute_ops_torch.when_imported import when_imported
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
     from cute_ops_torch.patching import patch, unpatch
 
-__all__ = ["linear_cross_entropy", "nn", "patch", "register", "unpatch", *functions.__all__]
+__all__ = ["embedding", "linear_cross_entropy", "nn", "patch", "register", "unpatch", *functions.__all__]
 
 # Ops take DTensors wherever there are any.
 when_imported("torch.distributed.tensor", "cute_ops_torch.distributed")

@@ -21,6 +21,7 @@ from torch import nn
 
 from cute_ops import chunks
 from cute_ops_torch import functions, handed_on
+from cute_ops_torch.embedding import embedding
 from cute_ops_torch.front import transformed
 from cute_ops_torch.fused import norm_of_stream, projections, rotated_projections, silu_mlp
 from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
@@ -120,6 +121,25 @@ def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
     if torch.is_autocast_enabled(input.device.type):
         return nn.LayerNorm.forward(self, input)  # autocast makes it float32, its output too
     return functions.layernorm(input, self.weight, self.bias, self.eps)
+
+
+# Embeddings
+
+
+def _is_embedding(module: nn.Module, model: nn.Module) -> bool:
+    return (
+        type(module) is nn.Embedding
+        and module.max_norm is None
+        and not (module.scale_grad_by_freq or module.sparse)
+        and module.weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    )
+
+
+def _embedding(self, input: torch.Tensor) -> torch.Tensor:
+    # Only its gradient is ours; parameters that ranks share (tensor parallelism) are torch's.
+    if not (torch.is_grad_enabled() and self.weight.requires_grad) or type(self.weight) is not nn.Parameter:
+        return nn.Embedding.forward(self, input)
+    return embedding(input, self.weight, self.padding_idx)
 
 
 # Gated MLPs
@@ -655,6 +675,7 @@ FORMS = (
     _form("rmsnorm", _NORM, _norm),
     _form("rmsnorm", _GEMMA_NORM, _gemma_norm, lambda m: written(type(m)._norm) == _GEMMA_INNER_NORM),
     Form("layernorm", _is_layer_norm, lambda original: _layer_norm),
+    Form("embedding", _is_embedding, lambda original: _embedding),
     _form("silu_mul", _MLP, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn"),
     *_gelus("tanh"),
     *_gelus("none"),

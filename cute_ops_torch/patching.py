@@ -1,4 +1,4 @@
-"""``patch(model)``: a Hugging Face model's norms, gated MLPs, rotations, softmaxes and loss run on our ops.
+"""``patch(model)``: a Hugging Face model's embeddings, norms, gated MLPs, rotations, softmaxes and loss run on our ops.
 
 A module is known by the code of its ``forward``, not by its name: it is replaced only where that code is, word
 for word, one of the forms in :mod:`cute_ops_torch.hugging_face`. So other models of the same build (Mistral, Qwen)
@@ -28,8 +28,8 @@ class Replaced(NamedTuple):
 
 
 def patch(model: nn.Module) -> list[Replaced]:
-    """Run a model's norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on cute ops, in
-    place.
+    """Run a model's embeddings, norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on
+    cute ops, in place.
 
     Parameters and state dict stay as they are; :func:`unpatch` undoes it. To pickle the whole model (not its
     state dict), unpatch it first. Where a causal language model is in training mode and is given ``labels``, it

@@ -8,6 +8,7 @@ from cute_ops.ops.adamw import adamw
 from cute_ops.ops.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.add_rmsnorm_fp8 import add_rmsnorm_fp8
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_step
+from cute_ops.ops.embedding import sorted_embedding_bwd
 from cute_ops.ops.gelu_mul import gelu_mul
 from cute_ops.ops.glu import geglu, swiglu
 from cute_ops.ops.layernorm import layernorm
@@ -28,4 +29,4 @@ OPS: tuple[Op, ...] = (
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
     silu_mul_again, cross_entropy_step, adamw, rope_bwd_joined,
 )  # fmt: skip
-PARTS: tuple[Op, ...] = (scale,)
+PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd)

@@ -84,7 +84,7 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = count_calls(monkeypatch)
     replaced = compare(model)
     assert replaced == [
-        ("", "linear_cross_entropy"), ("model", "attention_mask"),
+        ("", "linear_cross_entropy"), ("model", "attention_mask"), ("model.embed_tokens", "embedding"),
         *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
     ]  # fmt: skip
     # Twice: with labels, where a sum and the norm of it are one also between layers, and for the logits.
@@ -114,7 +114,7 @@ def test_the_loss_of_shifted_and_counted_labels() -> None:
 
 @pytest.mark.parametrize("kind", ["Mistral", "Qwen2", "Qwen3"])
 def test_models_built_alike(kind: str) -> None:
-    ops = {"rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
+    ops = {"embedding", "rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
     assert {op for _, op in compare(llama(kind))} == ops
 
 
@@ -131,7 +131,7 @@ def test_bert() -> None:
     plain = transformers.BertModel(transformers.BertConfig(num_attention_heads=4, **sizes)).eval()
     model, tokens = copy.deepcopy(plain), torch.randint(0, 97, (2, 19))
     replaced = dict(cute_ops_torch.patch(model))
-    assert set(replaced.values()) == {"layernorm", "gelu"}
+    assert set(replaced.values()) == {"embedding", "layernorm", "gelu"}
     assert replaced["encoder.layer.1.output.LayerNorm"] == "layernorm"
     expected, got = (m(tokens).last_hidden_state for m in (plain, model))
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
@@ -518,7 +518,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
-        if space == "cute" and not name.startswith("linear_cross_entropy"):
+        if space == "cute" and not name.startswith(("linear_cross_entropy", "embedding")):
             self.note(declarations.find(name), args)
         return func(*args, **(kwargs or {}))
 
@@ -534,7 +534,8 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
         op, run, into = family(*names)
         return op, lambda *arguments: (calls.note(op, arguments), run(*arguments))[1], into
 
-    monkeypatch.setattr(sys.modules["cute_ops_torch.linear_cross_entropy"], "family", noted)
+    for composition in ("linear_cross_entropy", "embedding"):
+        monkeypatch.setattr(sys.modules[f"cute_ops_torch.{composition}"], "family", noted)
     tokens = torch.randint(0, 97, (64, manifest.ROWS // 64))
     loss = model(tokens, labels=tokens).loss  # with parts of layers that are for nobody to watch
     with calls:
@@ -545,6 +546,6 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
                 model(prompt)
     told = {c.variant(sm90).symbol for c in calls_of_model(model.config.to_dict(), "float32", train=True)}
     names = {call.name for call in calls.found.values()}
-    assert {"rmsnorm", "rmsnorm_bwd", "rope", "rope_bwd", "cross_entropy_step"} <= names
+    assert {"rmsnorm", "rmsnorm_bwd", "rope", "rope_bwd", "cross_entropy_step", "sorted_embedding_bwd"} <= names
     assert ("rope_bwd_joined" in names) == (kind != "Qwen3")
     assert not [str(call) for symbol, call in calls.found.items() if symbol not in told]

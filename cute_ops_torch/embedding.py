@@ -1,0 +1,208 @@
+"""Rows of a table, whose gradient is written in one pass.
+
+The forward is torch's gather. The backward sorts the tokens by class with torch's sort and finds where each class's
+tokens end; our kernel then writes each row of the table's gradient once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from cute_ops import embedding as declared
+from cute_ops.errors import message
+from cute_ops.op import Op
+from cute_ops.ops.embedding import sorted_embedding_bwd
+from cute_ops_torch.autograd import refuse_tangents, without_gradient_text
+from cute_ops_torch.reference import register_fake
+from cute_ops_torch.registry import define, family
+from cute_ops_torch.tensors import arrays, bind_tensors
+
+Tensor = torch.Tensor
+_C = torch._C
+library = torch.library.Library("cute", "FRAGMENT")
+define(sorted_embedding_bwd)
+
+
+def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Rows of a table: ``out = weight[index]``.
+
+    Args:
+        index: int64 or int32 ``[*m]``: the class of each token. One that is no class is torch's own error: IndexError
+            on the CPU, a failed assertion on a GPU.
+        weight: ``T[c n]``; float32, float16 or bfloat16.
+        padding_idx: a class that gets no gradient; a negative one counts from the end.
+
+    Returns:
+        ``T[*m n]``. The weight's gradient is dense and written in one pass: a row's sum over its tokens in float32, in
+        a fixed order, rounded once; zeros where there are none.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a ``padding_idx`` that is no class.
+    """
+    return torch.ops.cute.embedding(index, weight, padding_idx)  # type: ignore[no-any-return]
+
+
+# --- below autograd ------------------------------------------------------------------------------------------------
+
+
+def _check(index: Tensor, weight: Tensor, padding_idx: int | None) -> tuple[Any, ...]:
+    """The shape of the rows."""
+    bound = bind_tensors(declared.embedding, (index, weight), ())
+    if padding_idx is not None:
+        declared.padding(padding_idx, weight.shape[0])
+    return bound.outputs["out"].shape  # type: ignore[union-attr]
+
+
+def _rows(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    _check(index, weight, padding_idx)
+    return torch.embedding(weight, index)
+
+
+def _fake_rows(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    return weight.new_empty(_check(index, weight, padding_idx))
+
+
+def _like_weight(dout: Tensor, classes: int) -> Tensor:
+    """A tensor of the weight's shape, in the memory of one row."""
+    return dout.new_empty((1, dout.shape[-1])).expand(classes, -1)
+
+
+def _gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
+    bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), ())
+    rows, key = dout.reshape(-1, dout.shape[-1]), index.reshape(-1).to(torch.int32)
+    if rows.stride(-1) != 1:
+        rows = rows.contiguous()
+    if padding_idx >= 0:
+        key = key.masked_fill(key == padding_idx, classes)  # behind all classes, where nothing is read
+    key, order = key.sort(stable=True)
+    every = torch.arange(classes, dtype=torch.int32, device=key.device)
+    ends = torch.searchsorted(key, every, right=True, out_int32=True)
+    _, run, _ = family("cute", "sorted_embedding_bwd")
+    return run(ends, key, order, rows)  # type: ignore[no-any-return]
+
+
+def _fake_gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
+    bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), ())
+    return dout.new_empty((classes, dout.shape[-1]))
+
+
+# --- autograd ------------------------------------------------------------------------------------------------------
+
+
+class _Rows(_SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], index: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(index)
+        ctx.classes, ctx.padding_idx = weight.shape[0], padding_idx
+        return run(index, weight, padding_idx)
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
+        (index,) = ctx.saved_tensors
+        padding_idx = declared.padding(ctx.padding_idx, ctx.classes)
+        return None, None, torch.ops.cute.embedding_bwd(dout, index, ctx.classes, padding_idx), None
+
+
+class _Gradient(_SingleLevelFunction):
+    @staticmethod
+    def forward(ctx: Any, run: Callable[..., Tensor], dout: Tensor, index: Tensor, *sizes: int) -> Tensor:
+        ctx.given = arrays(declared.embedding_bwd, (index, None, dout))
+        return run(dout, index, *sizes)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        op = declared.embedding_bwd
+        raise NotImplementedError(message(op, without_gradient_text(op), ctx.given))
+
+
+def _autograd(op: Op, overload: Any, node: Any, inputs: Callable[..., Any]) -> Callable[..., Any]:
+    """The kernel for torch's Autograd dispatch keys, as :mod:`cute_ops_torch.autograd` makes them of declarations.
+
+    ``inputs``: the declaration's, from the arguments.
+    """
+    defaults = [a.default_value for a in overload._schema.arguments if a.has_default_value()]
+    arity = len(overload._schema.arguments)
+
+    def kernel(keyset: Any, *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with _C._AutoDispatchBelowAutograd():
+                return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+
+        args = (*args, *defaults[len(defaults) - (arity - len(args)) :][: arity - len(args)])
+        if forward_ad._current_level >= 0:
+            refuse_tangents(op, inputs(*args))
+        if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
+            return run(*args)
+        if not _C._are_functorch_transforms_active():
+            return node.apply(run, *args)
+
+        def run_in_node(*args: Any) -> Any:
+            # As there: a Function's forward turns off what functorch's outer levels still want.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return run(*args)
+
+        with enable_single_level_autograd_function():
+            return node.apply(run_in_node, *args)
+
+    return kernel
+
+
+# --- vmap ----------------------------------------------------------------------------------------------------------
+
+
+def _vmap_rows(
+    info: Any, in_dims: tuple[Any, ...], index: Tensor, weight: Tensor, padding_idx: int | None = None
+) -> Any:
+    """More tokens; a table per example is one after another."""
+    of_index, of_weight = in_dims[0], in_dims[1]
+    if of_index is not None:
+        index = index.movedim(of_index, 0)
+    if of_weight is None:
+        return torch.ops.cute.embedding(index, weight, padding_idx), 0
+    weights = weight.movedim(of_weight, 0).unbind()
+    indices = [index] * len(weights) if of_index is None else index.unbind()
+    each = [torch.ops.cute.embedding(i, w, padding_idx) for i, w in zip(indices, weights, strict=True)]
+    return torch.stack(each), 0
+
+
+def _vmap_gradient(
+    info: Any, in_dims: tuple[Any, ...], dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1
+) -> Any:
+    """A sum per example."""
+    each = [
+        [t] * info.batch_size if dim is None else t.movedim(dim, 0).unbind()
+        for t, dim in zip((dout, index), in_dims, strict=False)
+    ]
+    made = [torch.ops.cute.embedding_bwd(d, i, classes, padding_idx) for d, i in zip(*each, strict=True)]
+    return torch.stack(made), 0
+
+
+# --- registration --------------------------------------------------------------------------------------------------
+
+
+def _register() -> None:
+    rows = "(Tensor index, Tensor weight, int? padding_idx=None) -> Tensor"
+    gradient = "(Tensor dout, Tensor index, SymInt classes, int padding_idx=-1) -> Tensor"
+    for op, schema, run, fake, vmap, node, inputs in (
+        (declared.embedding, rows, _rows, _fake_rows, _vmap_rows, _Rows, lambda i, w, _: (i, w)),
+        (
+            declared.embedding_bwd, gradient, _gradient, _fake_gradient, _vmap_gradient, _Gradient,
+            lambda d, i, *_: (i, None, d),
+        ),
+    ):  # fmt: skip
+        library.define(op.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        library.impl(op.name, run, "CompositeExplicitAutograd")
+        overload = getattr(torch.ops.cute, op.name).default
+        library.impl(op.name, _autograd(op, overload, node, inputs), "Autograd", with_keyset=True)
+        register_fake(library, op.name, fake)
+        torch.library.register_vmap(f"cute::{op.name}", vmap, lib=library)
+
+
+_register()

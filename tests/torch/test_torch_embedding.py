@@ -1,0 +1,197 @@
+"""Embeddings: torch's rows, gradients beside float64, and what every op can do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import cute_ops_torch
+from cute_ops_torch.patching import Replaced
+
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+FLOATS = [torch.float32, torch.float16, torch.bfloat16]
+# Tokens, classes, columns: few and many tokens to a class, chunks of one class, rows off a vector, and no token.
+SIZES = [(300, 33, 257), (700, 5, 96), (40, 4000, 64), (2000, 3, 8), (5, 9, 7), (0, 11, 24)]
+
+
+def indices(kind: str, tokens: int, classes: int) -> torch.Tensor:
+    index = torch.randint(classes, (tokens,))
+    if kind == "half":  # of the tokens are of one class
+        index[torch.rand(tokens) < 0.5] = classes // 3
+    elif kind == "edges":
+        index[: tokens // 3], index[tokens // 3 : tokens // 2] = 0, classes - 1
+    return index
+
+
+def exact_gradient(dout: torch.Tensor, index: torch.Tensor, classes: int, padding_idx: int) -> tuple[torch.Tensor, ...]:
+    """In float64, and the sum of absolute values."""
+    kept = index != padding_idx
+    rows = dout[kept].double()
+    return tuple(rows.new_zeros(classes, rows.shape[1]).index_add_(0, index[kept], r) for r in (rows, rows.abs()))
+
+
+def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
+    """Half a unit in the last place, and what adding in float32 loses."""
+    unit = torch.finfo(got.dtype).eps / 2
+    # Where float16 has no more places, a unit is that of its smallest normal number.
+    limit = 1.01 * unit * exact.abs().clamp(min=torch.finfo(got.dtype).tiny) + 4 * torch.finfo(torch.float32).eps * size
+    assert ((got.double() - exact).abs() <= limit).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("kind", ["uniform", "half", "edges"])
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+def test_gradient(sizes: tuple[int, int, int], kind: str, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    tokens, classes, n = sizes
+    index = indices(kind, tokens, classes).to(device)
+    weight = torch.randn(classes, n, dtype=dtype, device=device, requires_grad=True)
+    dout = torch.randn(tokens, n, dtype=dtype, device=device)
+    for padding_idx in (None, 0, -2):
+        found = []
+        for each in (index, index.int()):
+            out = cute_ops_torch.embedding(each, weight, padding_idx)
+            assert torch.equal(out, F.embedding(index, weight))
+            found += torch.autograd.grad(out, weight, dout)
+        assert torch.equal(*found)
+        left_out = -1 if padding_idx is None else padding_idx % classes
+        exact, size = exact_gradient(dout, index, classes, left_out)
+        assert_rounded_once(found[0], exact, size)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_leading_dims_and_strides(device: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(13, 24, device=device, requires_grad=True)
+    wide = torch.randn(4, 5, 3, 48, device=device)
+    for index in (torch.tensor(3), torch.randint(13, (4, 5, 3)), torch.randint(13, (3, 5, 4)).transpose(0, 2)):
+        index = index.to(device)
+        whole = wide[: 1 if index.ndim == 0 else None]
+        for dout in (whole[..., :24], whole[..., 1:25], whole[..., ::2], whole[..., :1].expand(*whole.shape[:-1], 24)):
+            dout = dout[0, 0, 0] if index.ndim == 0 else dout
+            grads = [
+                torch.autograd.grad(f(index, weight), weight, dout)[0] for f in (cute_ops_torch.embedding, F.embedding)
+            ]
+            torch.testing.assert_close(*grads)
+
+
+@pytest.mark.gpu
+def test_tables_beyond_32_bits() -> None:
+    """More than 2^31 elements; and no index of an element has 32 bits."""
+    classes, n = 1_050_000, 2056
+    index = torch.cat([torch.randint(classes, (600,)), torch.tensor([classes - 1, 0])]).cuda()
+    dout = torch.randn(len(index), n, device="cuda", dtype=torch.bfloat16)
+    got = torch.ops.cute.embedding_bwd(dout, index, classes)
+    there, place = index.unique(return_inverse=True)
+    exact, size = exact_gradient(dout, place, len(there), -1)
+    assert_rounded_once(got[there], exact, size)
+    assert got.count_nonzero() == got[there].count_nonzero()
+
+
+@pytest.mark.gpu
+def test_the_same_bits_every_time() -> None:
+    index = indices("half", 20_000, 700).cuda()
+    dout = torch.randn(20_000, 256, device="cuda", dtype=torch.bfloat16)
+    first = torch.ops.cute.embedding_bwd(dout, index, 700)
+    for _ in range(5):
+        assert torch.equal(torch.ops.cute.embedding_bwd(dout, index, 700), first)
+
+
+def test_as_an_op() -> None:
+    index, weight = torch.randint(7, (3, 5)), torch.randn(7, 4)
+    torch.library.opcheck(torch.ops.cute.embedding.default, (index, weight.requires_grad_(), 2))
+    torch.library.opcheck(torch.ops.cute.embedding_bwd.default, (torch.randn(3, 5, 4), index, 7, 2))
+
+
+def test_transforms() -> None:
+    index, weight = torch.randint(7, (3, 5)), torch.randn(7, 4)
+
+    def loss(function: Any, weight: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        return function(index, weight).pow(2).sum()
+
+    for function in (torch.func.grad(loss, 1), torch.vmap(torch.func.grad(loss, 1), (None, None, 0))):
+        torch.testing.assert_close(*(function(f, weight, index) for f in (cute_ops_torch.embedding, F.embedding)))
+    weights = torch.randn(7, 3, 4)
+    for dims in ((0, None), (1, None), (None, 1), (0, 1)):
+        table = weight if dims[1] is None else weights
+        got, expected = (torch.vmap(f, dims)(index, table) for f in (cute_ops_torch.embedding, F.embedding))
+        assert torch.equal(got, expected)
+    with pytest.raises(NotImplementedError, match=r"cute\.embedding: forward-mode AD"):
+        torch.func.jvp(lambda w: cute_ops_torch.embedding(index, w), (weight,), (weight,))
+
+
+def test_differentiated_once() -> None:
+    index, weight = torch.randint(7, (3, 5)), torch.randn(7, 4, requires_grad=True)
+    (grad,) = torch.autograd.grad(cute_ops_torch.embedding(index, weight).pow(2).sum(), weight, create_graph=True)
+    with pytest.raises(NotImplementedError, match=r"cute\.embedding_bwd: has no gradient .* no double backward"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_compiled(device: str) -> None:
+    torch.manual_seed(0)
+    weight = torch.randn(31, 16, device=device, requires_grad=True)
+    compiled = torch.compile(lambda i, w: cute_ops_torch.embedding(i, w, 1) * 2, fullgraph=True, dynamic=True)
+    for shape in ((3, 5), (2, 9)):
+        index = torch.randint(31, shape, device=device)
+        grads = []
+        for function in (compiled, lambda i, w: F.embedding(i, w, 1) * 2):
+            grads += torch.autograd.grad(function(index, weight).sum(), weight)
+        torch.testing.assert_close(*grads)
+
+
+def test_autocast_leaves_it_alone() -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        out = cute_ops_torch.embedding(torch.tensor([1]), torch.randn(3, 4, requires_grad=True))
+    assert out.dtype == torch.float32
+
+
+def test_errors() -> None:
+    index, weight = torch.randint(7, (3, 5)), torch.randn(7, 4)
+    for wrong, kind, text in (
+        ((index.short(), weight), TypeError, "`index` has dtype int16, expected int64 or int32"),
+        ((index, weight.double()), TypeError, "`weight` has dtype float64"),
+        ((index, weight[0]), ValueError, "`weight` has 1 dims, expected 2"),
+        ((index, weight, 7), ValueError, "option `padding_idx` is 7, which is none of 7 classes"),
+        ((index, weight, -8), ValueError, "option `padding_idx` is -8"),
+        ((index.to("meta"), weight), ValueError, "`weight` is on cpu, but `index` is on meta"),
+    ):
+        with pytest.raises(kind, match=rf"^cute\.embedding: (argument )?{text}"):
+            cute_ops_torch.embedding(*wrong)
+    with pytest.raises(IndexError):
+        cute_ops_torch.embedding(index + 7, weight)
+    with pytest.raises(ValueError, match=r"^cute\.embedding_bwd: argument `dout` has leading dims"):
+        torch.ops.cute.embedding_bwd(torch.randn(5, 3, 4), index, 7)
+
+
+def test_modules() -> None:
+    """Those that do no more than :func:`embedding`."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({
+        "plain": nn.Embedding(11, 8), "padded": nn.Embedding(11, 8, padding_idx=3),
+        "max": nn.Embedding(11, 8, max_norm=1.0),
+        "frequency": nn.Embedding(11, 8, scale_grad_by_freq=True), "sparse": nn.Embedding(11, 8, sparse=True),
+        "wide": nn.Embedding(11, 8, dtype=torch.float64), "bag": nn.EmbeddingBag(11, 8),
+    })  # fmt: skip
+    index = torch.randint(11, (4, 6))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        for name in ("plain", "padded"):
+            model[name](index).pow(2).sum().backward()
+        return [model[name].weight.grad.clone() for name in ("plain", "padded")]
+
+    expected = gradients()
+    assert cute_ops_torch.patch(model) == [Replaced("plain", "embedding"), Replaced("padded", "embedding")]
+    out = model["plain"](index)
+    assert type(out.grad_fn).__name__ == "_RowsBackward"
+    with torch.no_grad():
+        assert torch.equal(model["plain"](index), out)
+    torch.testing.assert_close(gradients(), expected)
+    cute_ops_torch.unpatch(model)
+    assert type(model["plain"]) is nn.Embedding
