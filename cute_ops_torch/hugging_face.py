@@ -127,9 +127,13 @@ def _layer_norm(self, input: torch.Tensor) -> torch.Tensor:
 
 
 def _is_embedding(module: nn.Module, model: nn.Module) -> bool:
+    return type(module) is nn.Embedding and _gathers(module)
+
+
+def _gathers(module: Any) -> bool:
+    """Whether an embedding does no more than gather rows of a dtype that we take."""
     return (
-        type(module) is nn.Embedding
-        and module.max_norm is None
+        module.max_norm is None
         and not (module.scale_grad_by_freq or module.sparse)
         and module.weight.dtype in (torch.float32, torch.float16, torch.bfloat16)
     )
@@ -140,6 +144,18 @@ def _embedding(self, input: torch.Tensor) -> torch.Tensor:
     if not (torch.is_grad_enabled() and self.weight.requires_grad) or type(self.weight) is not nn.Parameter:
         return nn.Embedding.forward(self, input)
     return embedding(input, self.weight, self.padding_idx)
+
+
+# Gemma's: what the above gives, times `embed_scale`.
+_SCALED_EMBEDDING = "d7afd985f430fa7f"
+
+
+def _scaled_embedding(self, input_ids: torch.Tensor) -> torch.Tensor:
+    return _embedding(self, input_ids) * self.embed_scale.to(self.weight.dtype)
+
+
+def _is_scaled_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding) and type(module).__mro__[1] is nn.Embedding and _gathers(module)
 
 
 # Gated MLPs
@@ -676,6 +692,7 @@ FORMS = (
     _form("rmsnorm", _GEMMA_NORM, _gemma_norm, lambda m: written(type(m)._norm) == _GEMMA_INNER_NORM),
     Form("layernorm", _is_layer_norm, lambda original: _layer_norm),
     Form("embedding", _is_embedding, lambda original: _embedding),
+    _form("embedding", _SCALED_EMBEDDING, _scaled_embedding, _is_scaled_embedding),
     _form("silu_mul", _MLP, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn"),
     *_gelus("tanh"),
     *_gelus("none"),

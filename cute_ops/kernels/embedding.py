@@ -8,6 +8,9 @@ from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._rows import ITEMSIZE, extent, row_address
 from cute_ops.kernels._vectors import fragment, load_if, narrow, store_if, widen
 
+# CTAs on an SM at least, for which the compiler spills nothing (left alone it may, to get one more), and the part of an
+# SM's fast memory that all CTAs which find room take; the rest is L1.
+RESIDENT, SMEM_PERCENT = 5, 30
 # Rows of tokens that a thread has on their way.
 UNROLL = 4
 
@@ -46,10 +49,13 @@ class EmbeddingBackward:
             stream=stream,
             use_pdl=self.chained,
         )
-        of_block = self.groups * self.classes
-        blocks = (Int32(extent(mEnds, 0)) + (of_block - 1)) // of_block
         self.write_rows(mEnds, mClasses, mOrder, mDout, mDweight, mParts).launch(
-            grid=[blocks * segments, 1, 1], block=[self.threads, 1, 1], stream=stream, use_pdl=self.chained
+            grid=[self._blocks(mEnds) * segments, 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+            min_blocks_per_mp=RESIDENT,
+            preferred_smem_carveout=SMEM_PERCENT,
         )
 
     def _segments(self, mDweight):
@@ -105,7 +111,7 @@ class EmbeddingBackward:
         let_next_start(self.chained)
         cute.arch.barrier()
         count = Int32(extent(mEnds, 0))
-        first = (block * self.groups + cutlass.min(group, self.groups - 1)) * self.classes
+        first = self._first(mEnds, block, cutlass.min(group, self.groups - 1))
         begin = self._begin(mEnds, first, count)
         ends = [mEnds[cutlass.min(first + i, count - 1)] for i in range(self.classes)]
         rZero = fragment(mDweight.element_type, self.vec)
@@ -119,6 +125,14 @@ class EmbeddingBackward:
         cute.arch.barrier()
         if sLong[0] != 0:
             self._together(mEnds, mOrder, mDout, mDweight, mParts, sSum, block, group, column, inside)
+
+    def _blocks(self, mEnds):
+        of_block = self.groups * self.classes
+        return (Int32(extent(mEnds, 0)) + (of_block - 1)) // of_block
+
+    def _first(self, mEnds, block, group):
+        """The first of a group's classes. Common ones, neighbours in most vocabularies, go to many CTAs."""
+        return (group * self._blocks(mEnds) + block) * self.classes
 
     @staticmethod
     def _begin(mEnds, c, count):
@@ -179,7 +193,7 @@ class EmbeddingBackward:
         """The classes of all groups that have a chunk of tokens, one after another."""
         count = Int32(extent(mEnds, 0))
         for g in cutlass.range(self.groups, unroll=1):
-            first = (block * self.groups + g) * self.classes
+            first = self._first(mEnds, block, g)
             start = self._begin(mEnds, first, count)
             if mEnds[cutlass.min(first + self.classes, count) - 1] - start >= self.chunk:
                 for c in cutlass.range(first, cutlass.min(first + self.classes, count), 1, unroll=1):

@@ -6,6 +6,7 @@ A stage of :func:`embedding` in both adapters, which sort the tokens by class wi
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.op import FLOATS, ITEMSIZE, Array, Case, Op, Problem, Tensor
@@ -22,8 +23,8 @@ CASES = (
 THREADS, LANES = 256, 64
 # Tokens of one class that are added up beforehand.
 CHUNK = 64
-# Classes of a group of threads, as long as so many tokens or fewer belong to them.
-CLASSES, TOKENS = 8, 48
+# Classes of a group of threads where most have no token.
+CLASSES = 8
 
 
 def reference(xp: Any, ends: Any, classes: Any, order: Any, dout: Any) -> Any:
@@ -43,8 +44,8 @@ def reference(xp: Any, ends: Any, classes: Any, order: Any, dout: Any) -> Any:
 
 
 def tile(problem: Problem) -> dict[str, int]:
-    """Threads of a row's part, at most a quarter of a CTA; classes of such a group: several where they have few tokens
-    and there are enough for all SMs.
+    """Threads of a row's part, at most a quarter of a CTA; classes of such a group: several where they are more than
+    the tokens, and enough for all SMs.
     """
     lanes = LANES
     segments = 1
@@ -56,11 +57,11 @@ def tile(problem: Problem) -> dict[str, int]:
         lanes = -(-vectors // segments)
     tokens, classes = problem.dims["t"], problem.dims["c"]
     ctas = classes * segments // (THREADS // lanes * CLASSES)
-    many = tokens * CLASSES <= classes * TOKENS and ctas >= 4 * problem.sm_count
+    many = tokens <= classes and ctas >= 4 * problem.sm_count
     return {"threads": THREADS, "lanes": lanes, "classes": CLASSES if many else 1, "chunk": CHUNK}
 
 
-def workspace(problem: Problem, tile: dict[str, int]) -> dict[str, Array]:
+def workspace(problem: Problem, tile: Mapping[str, int]) -> Mapping[str, Array | None]:
     """The sums of chunks of one class."""
     return {"parts": Array((max(problem.dims["t"] // tile["chunk"], 1), problem.dims["n"]), "float32")}
 

@@ -123,6 +123,7 @@ def test_gemma(kind: str) -> None:
     replaced = dict(compare(llama(kind)))
     assert replaced["model.layers.0.mlp"] == "gelu_mul"
     assert replaced["model.norm"] == "rmsnorm"
+    assert replaced["model.embed_tokens"] == "embedding"
 
 
 def test_bert() -> None:
