@@ -16,12 +16,14 @@ from typing import Any, cast
 import torch
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
+from cute_ops import embedding as _declared
 from cute_ops.binding import Binding
 from cute_ops.errors import message
 from cute_ops.factors import factors
 from cute_ops.op import Op
 from cute_ops.plan import compact
 from cute_ops_torch import registry
+from cute_ops_torch.embedding import library as _embeddings
 from cute_ops_torch.launch import REMEMBERED, make_room
 from cute_ops_torch.linear_cross_entropy import GRADIENTS, ROWS, composite
 from cute_ops_torch.linear_cross_entropy import library as _library
@@ -228,11 +230,35 @@ def _scale(gradient: DTensor, dloss: Tensor) -> DTensor:
     )  # fmt: skip
 
 
+# --- embedding -----------------------------------------------------------------------------------------------------
+
+
+def _embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Rows of tokens and columns of the table may be cut. Classes may not: torch's own embedding has them masked."""
+    op = _declared.embedding
+    layout = Layout(op, (index, weight))
+    if any(p.is_shard(0) for p in cast(DTensor, weight).placements):
+        problem = "argument `weight` is sharded along its classes; torch.nn.functional.embedding takes it so."
+        raise NotImplementedError(_refusal(layout.binding, problem))
+    parts = layout.parts((index, weight))
+    return layout.whole((torch.ops.cute.embedding(*parts, padding_idx),))[0]
+
+
+def _embedding_bwd(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
+    local = dout.to_local() if isinstance(dout, DTensor) else dout
+    like = local.new_empty((1, dout.shape[-1])).expand(classes, -1)  # says how many rows there are, and costs one
+    layout = Layout(_declared.embedding_bwd, (index, like, dout))
+    index, _, dout = (cast(Tensor, part) for part in layout.parts((index, like, dout)))
+    return layout.whole((torch.ops.cute.embedding_bwd(dout, index, classes, padding_idx),))[0]
+
+
 # --- registration --------------------------------------------------------------------------------------------------
 
 for _each in registry.everything():
     shard(*_each)
 # In inference mode nothing takes it apart on the way here.
 _add("cute::linear_cross_entropy", composite, _library)
+_add("cute::embedding", _embedding, _embeddings)
+_add("cute::embedding_bwd", _embedding_bwd, _embeddings)
 for _name, _call in {"rows": _rows, "rows_bwd": _rows_bwd, "step": _step, "scale": _scale}.items():
     _add(f"cute::linear_cross_entropy_{_name}", _call, _library)

@@ -76,7 +76,8 @@ def _like_weight(dout: Tensor, classes: int) -> Tensor:
 
 def _gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
     bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), ())
-    rows, key = dout.reshape(-1, dout.shape[-1]), index.reshape(-1).to(torch.int32)
+    key = index.reshape(-1).to(torch.int32)
+    rows = dout.reshape(len(key), dout.shape[-1])
     if rows.stride(-1) != 1:
         rows = rows.contiguous()
     if padding_idx >= 0:

@@ -169,6 +169,39 @@ def a_sharded_last_dim_gives_right_numbers(world: World) -> None:
 
 
 @check
+def embeddings_of_sharded_tokens_and_columns(world: World) -> None:
+    """Each rank makes its part of the table's gradient; nothing moves."""
+    torch.manual_seed(0)
+    index, weight = torch.randint(7, (5, 3), device=world.device), torch.randn(7, 6, device=world.device)
+    plain = weight.clone().requires_grad_()
+    out = cute_ops_torch.embedding(index, plain, 2)
+    cotangent = torch.randn_like(out)
+    (expected,) = torch.autograd.grad(out, plain, cotangent)
+    rows, columns = (Shard(0), Replicate(), Shard(0), Partial()), (Replicate(), Shard(1), Shard(2), Shard(1))
+    whole = (Replicate(),) * 4
+    for mesh, cuts in (
+        (world.line, [rows]),
+        (world.line, [columns]),
+        (world.line, [whole]),
+        (world.grid, [rows, columns]),
+    ):
+        of_index, of_weight, of_out, of_gradient = zip(*cuts, strict=True)
+        table = spread(weight, mesh, of_weight).requires_grad_()
+        with CommDebugMode() as moved:
+            got = cute_ops_torch.embedding(spread(index, mesh, of_index), table, 2)
+            (gradient,) = torch.autograd.grad(got, table, spread(cotangent, mesh, of_out))
+        assert moved.get_total_counts() == 0, cuts
+        assert (got.placements, gradient.placements) == (of_out, of_gradient), cuts
+        world.close(got, out.detach())
+        world.close(gradient, expected)
+    table = spread(weight, world.line, [Shard(0)])
+    with raises(NotImplementedError, "cute.embedding: argument `weight` is sharded along its classes"):
+        cute_ops_torch.embedding(spread(index, world.line, [Replicate()]), table)
+    with raises(TypeError, "cute.embedding: argument `weight` is a torch.Tensor, but `index` is a DTensor"):
+        cute_ops_torch.embedding(spread(index, world.line, [Replicate()]), weight)
+
+
+@check
 def partial_and_unlike_inputs_are_redistributed(world: World) -> None:
     torch.manual_seed(0)
     x, residual, weight = (torch.randn(s, device=world.device) for s in ((5, 3, 8), (5, 3, 8), (8,)))
@@ -508,7 +541,7 @@ def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
         model = copy.deepcopy(whole)
         model.zero_grad()
         replaced = {r.op for r in cute_ops_torch.patch(model)}
-        ops = {"rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
+        ops = {"embedding", "rmsnorm", "add_rmsnorm", "silu_mul", "rope", "attention_mask", "linear_cross_entropy"}
         assert replaced == ops, replaced
         for layer in (*model.model.layers, *([model.lm_head] if apart else [])):
             fully_shard(layer, mesh=world.line)

@@ -14,8 +14,8 @@ from cute_ops_torch.patching import Replaced
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# Tokens, classes, columns: few and many tokens to a class, chunks of one class, rows off a vector, and no token.
-SIZES = [(300, 33, 257), (700, 5, 96), (40, 4000, 64), (2000, 3, 8), (5, 9, 7), (0, 11, 24)]
+# Tokens, classes, columns: few and many tokens to a class, chunks of one class, rows off a vector, no token, no column.
+SIZES = [(300, 33, 257), (700, 5, 96), (40, 4000, 64), (2000, 3, 8), (5, 9, 7), (0, 11, 24), (4, 3, 0)]
 
 
 def indices(kind: str, tokens: int, classes: int) -> torch.Tensor:
