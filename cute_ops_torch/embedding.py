@@ -17,16 +17,14 @@ from torch.autograd.function import _SingleLevelFunction
 from cute_ops import embedding as declared
 from cute_ops.errors import message
 from cute_ops.op import Op
-from cute_ops.ops.embedding import sorted_embedding_bwd
 from cute_ops_torch.autograd import refuse_tangents, without_gradient_text
 from cute_ops_torch.reference import register_fake
-from cute_ops_torch.registry import define, family
+from cute_ops_torch.registry import family
 from cute_ops_torch.tensors import arrays, bind_tensors
 
 Tensor = torch.Tensor
 _C = torch._C
 library = torch.library.Library("cute", "FRAGMENT")
-define(sorted_embedding_bwd)
 
 
 def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:

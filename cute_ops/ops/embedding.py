@@ -69,8 +69,8 @@ def workspace(problem: Problem, tile: Mapping[str, int]) -> Mapping[str, Array |
 sorted_embedding_bwd = Op(
     "sorted_embedding_bwd",
     inputs={
-        "ends": Tensor("c", "int32"),
-        "classes": Tensor("t", "int32"),
+        "ends": Tensor("c", "int32", below="t"),
+        "classes": Tensor("t", "int32", below="c"),
         "order": Tensor("t", "I", below="t"),
         "dout": Tensor("t n", "T"),
     },
@@ -88,7 +88,8 @@ sorted_embedding_bwd = Op(
 
     Args:
         ends: int32 ``[c]``: how many of the sorted tokens belong to a class up to this one.
-        classes: int32 ``[t]``: the classes of the tokens, ascending. What lies behind the last end counts nowhere.
+        classes: int32 ``[t]``: the classes of the tokens, ascending; ``ends`` must say the same. What lies behind the
+            last end counts nowhere.
         order: ``I[t]``, int64 or int32: which token it is.
         dout: ``T[t n]``; float32, float16 or bfloat16; any row stride.
 
