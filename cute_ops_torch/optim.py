@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 
-from cute_ops_torch.autograd import inplace_gradient
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
@@ -20,7 +20,8 @@ class AdamW(torch.optim.Optimizer):
     """:func:`cute_ops_torch.adamw` on every parameter, in place: as :class:`torch.optim.AdamW`, with its state.
 
     Each parameter and its moments are read once and written once, in the parameter's dtype, computed in float32. State
-    dicts of ``torch.optim.AdamW`` load, and the other way round.
+    dicts of ``torch.optim.AdamW`` load, and the other way round. A kernel a parameter: where there are many and small
+    ones, a step takes as long as launching them, and PyTorch's fused form, which takes them together, is faster.
 
     Args:
         params: parameters or groups of them, float32, float16 or bfloat16.
@@ -56,31 +57,63 @@ class AdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        op, run, into = family("cute", "adamw")
-        update = inplace_gradient(op, run, into)
         for group in self.param_groups:
-            numbers: dict[tuple[int, torch.device], tuple[Tensor, ...]] = {}
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                if parameter.grad.is_sparse:
-                    raise RuntimeError("cute_ops_torch.optim.AdamW: sparse gradients are not supported.")
-                state = self.state[parameter]
-                if not state:
-                    state["step"] = torch.zeros((), dtype=torch.float32)
-                    state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                    state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
-                state["step"] += 1
-                key = int(state["step"]), parameter.device
-                if key not in numbers:
-                    numbers[key] = _numbers(group, *key)
-                given = [_local(t) for t in (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])]
-                if not given[0].numel():
-                    continue
-                rows = _rows(given)
-                lead = rows[0].shape[:-1]
-                update(*rows, *(n.expand(lead) for n in numbers[key]), *group["betas"], group["eps"])
+            self._step(group)
         return loss
+
+    def _step(self, group: dict[str, Any]) -> None:
+        """Host time counts here: a small parameter's kernel is over sooner than the next is launched."""
+        parameters = [p for p in group["params"] if p.grad is not None]
+        if any(p.grad.is_sparse for p in parameters):
+            raise RuntimeError("cute_ops_torch.optim.AdamW: sparse gradients are not supported.")
+        states = [self.state[p] or self._begin(p) for p in parameters]
+        if not states:
+            return
+        torch._foreach_add_([state["step"] for state in states], torch.ones(()))
+
+        @cache
+        def numbers(step: int, device: torch.device) -> tuple[Tensor, ...]:
+            return _numbers(group, step, device)
+
+        @cache
+        def expanded(step: int, device: torch.device, lead: torch.Size) -> tuple[Tensor, ...]:
+            return tuple(number.expand(lead) for number in numbers(step, device))
+
+        _, run, into = family("cute", "adamw")
+        constants = *group["betas"], group["eps"]
+        for parameter, state in zip(parameters, states, strict=True):
+            given = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
+            if hasattr(parameter, "to_local"):
+                # A DTensor's part on this rank: what happens to an element depends on no other one.
+                given = [t.to_local() for t in given]
+            if not given[0].numel():
+                continue
+            rows = _rows(given)
+            inputs = *rows, *expanded(int(state["step"]), parameter.device, rows[0].shape[:-1]), *constants
+            results = rows[0], rows[2], rows[3]
+            if all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results):
+                into(*inputs, *results)
+                # Whoever has saved this memory for a backward gets autograd's error, not other numbers.
+                torch.autograd.graph.increment_version(results)
+            else:
+                for result, value in zip(results, run(*inputs), strict=True):
+                    result.copy_(value)
+
+    def _begin(self, parameter: Tensor) -> dict[str, Any]:
+        """The state of a parameter that has made no step."""
+        state: dict[str, Any] = self.state[parameter]
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Also that of ``torch.optim.AdamW``, whatever its form."""
+        super().load_state_dict(state_dict)
+        for state in self.state.values():
+            if "step" in state:
+                # A fused optimizer counts on the GPU, and to read from there waits for it.
+                state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
 
 
 def _numbers(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -91,11 +124,6 @@ def _numbers(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
     lr, (beta1, beta2) = float(group["lr"]), group["betas"]
     values = (1 - lr * group["weight_decay"], lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
     return tuple(torch.full((), value, dtype=torch.float32, device=device) for value in values)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    """A DTensor's part on this rank: what happens to an element depends on no other one."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor  # type: ignore[operator, no-any-return]
 
 
 def _rows(tensors: list[Tensor]) -> list[Tensor]:

@@ -53,6 +53,37 @@ def test_as_torch_and_from_its_state(dtype: torch.dtype, device: str) -> None:
         torch.testing.assert_close(p, q, **limits)
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_from_a_fused_optimizers_state(device: str) -> None:
+    """It counts its steps where its parameters are; to ask the GPU for the count at each step would wait for it."""
+    ours, theirs = nn.Linear(32, 64, device=device), nn.Linear(32, 64, device=device)
+    one, other = AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
+    steps(theirs, other)
+    ours.load_state_dict(theirs.state_dict())
+    one.load_state_dict(copy.deepcopy(other.state_dict()))
+    assert {state["step"].device.type for state in one.state.values()} == {"cpu"}
+    steps(ours, one, 2, 4)
+    steps(theirs, other, 2, 4)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_parameters_without_gradients() -> None:
+    """Each counts its own steps."""
+    weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
+    optimizer = AdamW(weights, lr=0.1, weight_decay=0.0)
+    optimizer.step()
+    assert not optimizer.state
+    for given in (weights, weights[:1], weights):
+        optimizer.zero_grad()
+        for weight in given:
+            weight.grad = torch.ones(3, 4)
+        optimizer.step()
+    assert [int(optimizer.state[weight]["step"]) for weight in weights] == [3, 2]
+    for weight, count in zip(weights, (3, 2), strict=True):  # a constant gradient moves by the rate
+        torch.testing.assert_close(weight.detach(), torch.full((3, 4), 1 - 0.1 * count), rtol=1e-5, atol=1e-5)
+
+
 def test_closures_groups_and_schedules() -> None:
     weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(3)]
     optimizer = AdamW([{"params": weights[:1], "lr": 0.0}, {"params": weights[1:], "weight_decay": 0.0}], lr=0.1)
