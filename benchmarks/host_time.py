@@ -2,9 +2,10 @@
 
 Tensors are tiny, so the device is never the limit. A sample times 200 calls that are only enqueued, waits for the
 device outside of the timed region, and divides. Samples of all entries are interleaved; the median counts. Entries
-"in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take. Their `compile_ms`
-is what one more takes to compile, without caches. Those "in a program" are the same of a jitted JAX program, until its
-results are there: as XLA runs it, in a command buffer (a CUDA graph), and launched op by op.
+"in a graph" are the cost of one more op in a compiled graph: what 25 in a row take less what 5 take. Buffers of such a
+row take turns, so no op allocates; an allocation is an entry of its own. Their `compile_ms` is what one more op takes
+to compile, without caches. Those "in a program" are the same of a jitted JAX program, until its results are there: as
+XLA runs it, in a command buffer (a CUDA graph), and launched op by op.
 
     python benchmarks/host_time.py --out out/benchmarks
 """
@@ -65,11 +66,11 @@ def compiled_alone(function: Callable[..., Any]) -> Callable[..., Any]:
 _numbers = itertools.count()
 
 
-def in_graph(op: Callable[..., Any], x: torch.Tensor, weight: torch.Tensor) -> Chain:
-    """The cost of one more op in a compiled graph."""
+def in_graph(op: Callable[..., Any], x: Any, weight: torch.Tensor) -> Chain:
+    """The cost of one more op in a compiled graph: each takes what the one before returns."""
 
     def chain(length: int) -> Call:
-        def function(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        def function(x: Any, weight: torch.Tensor) -> Any:
             for _ in range(length):
                 x = op(x, weight)
             return x
@@ -100,13 +101,26 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
     x = torch.randn(SHAPE, device=device, dtype=torch.bfloat16).requires_grad_(grad)
     weight = torch.nn.Parameter(torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16), grad)  # as in a model
 
-    def alone() -> Call:
+    residual = torch.randn_like(x)
+
+    def into(name: str, *tensors: torch.Tensor | None) -> Callable[..., None]:
         from cute_ops.ops import OPS
         from cute_ops_torch.registry import define
 
-        (op,), out = [op for op in OPS if op.name == "rmsnorm"], torch.empty_like(x)
-        into = define(op).cuda.find(x, weight, None, EPS, 0.0).into
-        return lambda: into(x, weight, None, out)
+        (op,) = (op for op in OPS if op.name == name)
+        return define(op).cuda.find(*tensors, EPS, 0.0).into
+
+    def alone() -> Call:
+        call, out = into("rmsnorm", x, weight, None), torch.empty_like(x)
+        return lambda: call(x, weight, None, out)
+
+    def alone_with_two_outputs() -> Call:
+        call, outs = into("add_rmsnorm", x, residual, weight, None), (torch.empty_like(x), torch.empty_like(x))
+        return lambda: call(x, residual, weight, None, *outs)
+
+    def allocation() -> Call:
+        new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+        return lambda: new(SHAPE, (SHAPE[-1], 1), torch.bfloat16)
 
     def raw() -> Call:
         import cute_ops_torch  # noqa: F401 (registers the op)
@@ -162,7 +176,8 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
     def graph_of_two_outputs() -> Chain:
         from cute_ops_torch import add_rmsnorm
 
-        return in_graph(lambda x, weight: add_rmsnorm(x, x, weight, eps=EPS)[0], x, weight)
+        # Both are read, as in a model: one that nobody reads would be allocated for the kernel in every call.
+        return in_graph(lambda both, weight: add_rmsnorm(*both, weight, eps=EPS), (x, residual), weight)
 
     def graph_of_user_kernel() -> Chain:
         from triton_rmsnorm import rmsnorm
@@ -184,6 +199,8 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
     only_forward: dict[str, Callable[[], Call | Chain]] = {
         "the compiled function alone": alone,
+        "the compiled function alone: add_rmsnorm": alone_with_two_outputs,
+        "an output's allocation, as in a graph": allocation,
         "Triton kernel": user_kernel,
         "in a graph: cute_ops_torch.rmsnorm": graph_of_ours,
         "in a graph: cute_ops_torch.add_rmsnorm": graph_of_two_outputs,

@@ -19,12 +19,12 @@ from torch._inductor.virtualized import V
 from cute_ops.op import Op
 from cute_ops_torch import extension
 from cute_ops_torch._choice import asked_for, decomposed
-from cute_ops_torch.launch import Launcher, site
+from cute_ops_torch.launch import Launcher, Site, site
 from cute_ops_torch.schema import defaults
 
 # Inductor's cached code names a kernel and outlives a process, so a name must never change its meaning: with another
 # calling convention, count up; from the first release on, keep registering the old names too.
-VERSION = 3
+VERSION = 4
 
 
 def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
@@ -36,9 +36,9 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
     kernels = {"cuda": f"{stem}_v{VERSION}", "cpu": f"{stem}_cpu_v{VERSION}"}
     # Generated code calls these once for each of its calls of the op, and keeps what they return.
     find = launch.find if extension.loaded() is None else None
-    setattr(extern_kernels, kernels["cuda"], lambda given, attrs: site(op, given, attrs, launch.into, find))
+    setattr(extern_kernels, kernels["cuda"], lambda *place: site(op, Site(*place), launch.into, find))
     by_overload = _by_overload(overload, len(names))
-    setattr(extern_kernels, kernels["cpu"], lambda given, attrs: site(op, given, attrs, by_overload, None))
+    setattr(extern_kernels, kernels["cpu"], lambda *place: site(op, Site(*place), by_overload, None))
 
     @lowering.register_lowering(overload, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,8 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
             if other is not None:
                 return other
         given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
-        call = _Call(device, f"extern_kernels.{kernels[device.type]}", given, [_literal(a) for a in attrs])
+        kernel = f"extern_kernels.{kernels[device.type]}"
+        call = _Call(device, kernel, given, [_literal(a) for a in attrs], list(op.outputs))
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
@@ -75,36 +76,40 @@ def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
 
 
 class _Call(ir.ExternKernelAlloc):
-    """The call of a kernel: inputs, then one buffer per output; an output without readers is None.
+    """The call of a kernel: inputs, then one buffer per output that has readers.
 
     The kernel is asked for a function of its own for this call, see :func:`cute_ops_torch.launch.site`. Its key is what
     the inputs' sizes and strides depend on: nothing, or the symbols in them.
     """
 
-    def __init__(self, device: torch.device, kernel: str, given: dict[str, Any], attrs: Sequence[str]) -> None:
+    def __init__(
+        self, device: torch.device, kernel: str, given: dict[str, Any], attrs: Sequence[str], names: Sequence[str]
+    ) -> None:
         inputs = [_realize(t) for t in given.values()]
         super().__init__(ir.MultiOutputLayout(device=device), inputs, python_kernel_name=kernel)
-        self.given, self.attrs = tuple(given), attrs
+        self.given, self.attrs, self.names = tuple(given), attrs, names
 
     def codegen(self, wrapper: Any) -> None:
         self.codegen_comment(wrapper)
-        wanted = [output.get_name() not in V.graph.removed_buffers for output in self.outputs]
-        for output, needed in zip(self.outputs, wanted, strict=True):
-            if needed:
-                wrapper.codegen_allocation(output)
+        wanted = {
+            name: output for name, output in zip(self.names, self.outputs, strict=True)
+            if output.get_name() not in V.graph.removed_buffers
+        }  # fmt: skip
+        for output in wanted.values():
+            wrapper.codegen_allocation(output)
         inputs: Any = self.inputs
         tensors = [t.codegen_reference() for t in inputs]
-        outputs = [out.get_name() if needed else "None" for out, needed in zip(self.outputs, wanted, strict=True)]
         symbols = [wrapper.codegen_python_sizevar(s) for s in sorted(self._symbols(), key=str)]
-        key = f"({', '.join(symbols)})" if symbols[1:] else symbols[0] if symbols else "None"
-        arguments = ", ".join([key, *tensors, *outputs])
-        wrapper.writeline(f"{self.get_name()} = {self._site(wrapper)}({arguments})")
+        key = [f"({', '.join(symbols)})"] if symbols[1:] else symbols
+        arguments = ", ".join([*key, *tensors, *(output.get_name() for output in wanted.values())])
+        wrapper.writeline(f"{self.get_name()} = {self._site(wrapper, tuple(wanted), bool(symbols))}({arguments})")
 
-    def _site(self, wrapper: Any) -> str:
+    def _site(self, wrapper: Any, wanted: tuple[str, ...], sized: bool) -> str:
         """The name of the call's function, which the generated module makes when it is imported."""
         attrs = "".join(f"{a}, " for a in self.attrs)
-        kernel = f"{self.get_kernel_name()}({self.given}, ({attrs}))"
         inputs: Any = self.inputs
+        anywhere = tuple(name for name, t in zip(self.given, inputs, strict=True) if not _allocated(t))
+        kernel = f"{self.get_kernel_name()}({self.given}, ({attrs}), {wanted}, {anywhere}, {sized})"
         like = [(t.get_device(), t.get_dtype(), *map(_simplified, (t.get_size(), t.get_stride()))) for t in inputs]
         # Named by all that its calls have in common: one module may hold several graphs with names of their own.
         digest = hashlib.sha256(f"{kernel} {like}".encode()).hexdigest()[:16]
@@ -127,6 +132,15 @@ class _Call(ir.ExternKernelAlloc):
     def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
         found = super().get_free_symbol_uses(unbacked_only)
         return found if unbacked_only else found | self._symbols()
+
+
+def _allocated(tensor: Any) -> bool:
+    """Whether Inductor has allocated it, which is as aligned as memory gets: no input, no view, no part of another."""
+    own = isinstance(tensor, ir.Buffer) and tensor.should_allocate()
+    # A backward may reuse the memory of inputs that autograd leaves to it.
+    inherited = V.graph.bw_donated_idxs and V.graph.unaligned_buffers
+    layout = tensor.get_layout()
+    return own and isinstance(layout, ir.FixedLayout) and layout.offset == 0 and not inherited
 
 
 def _simplified(sizes: Sequence[Any]) -> list[Any]:

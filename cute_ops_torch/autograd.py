@@ -25,6 +25,10 @@ _C = torch._C
 _is_grad_enabled, _any_requires_grad = torch.is_grad_enabled, _C._any_requires_grad
 # The dispatch keys of a call that nothing below autograd watches: no mode, no subclass, no negated view.
 PLAIN_CUDA = _C.DispatchKeySet(_C.DispatchKey.CUDA).add(_C.DispatchKey.AutogradCUDA).raw_repr()
+# Keys that the dispatcher leaves out of a call: our ops have no kernels for them, and torch's fallbacks pass them by.
+_FALL_THROUGH = _C.DispatchKeySet(_C.DispatchKey.ADInplaceOrView)
+for _name in ("BackendSelect", "AutocastCPU", "AutocastCUDA"):
+    _FALL_THROUGH = _FALL_THROUGH.add(getattr(_C.DispatchKey, _name))
 
 if TYPE_CHECKING:
     from cute_ops_torch.direct import Direct
@@ -46,47 +50,61 @@ def autograd_kernel(
             needed: written-out code takes a while to compile.
         plain: the dispatch keys of a call that nothing watches; tests run stand-ins on the CPU.
     """
-    fill, get = filler(op), direct.table.get
+    fill, get, arity = filler(op), direct.table.get, len(op.inputs)
 
-    def run(keyset: Any, args: tuple[Any, ...]) -> Any:
+    def run(*args: Any) -> Any:
         """What happens below autograd."""
+        keys = dispatch_keys(args[:arity]) & _C._after_autograd_keyset
         with _C._AutoDispatchBelowAutograd():
-            return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
+            return overload.redispatch(keys, *args)
 
-    def run_in_node(keyset: Any, *args: Any) -> Any:
+    def run_in_node(*args: Any) -> Any:
         if not _C._are_functorch_transforms_active():
-            return run(keyset, args)
+            return run(*args)
         # A Function's forward turns both kinds of gradient off; functorch's outer levels still want theirs.
         with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            return run(keyset, args)
+            return run(*args)
 
     def node(*args: Any) -> Any:
         nonlocal node
-        node = graph_node(op, run_in_node, gradient(), context=True).apply  # type: ignore[assignment]
+        node = graph_node(op, run_in_node, gradient()).apply  # type: ignore[assignment]
         return node(*args)
 
-    def kernel(keyset: Any, *args: Any) -> Any:
+    def kernel(*args: Any) -> Any:
         try:
             call = get(args[0].shape, unknown)
         except (AttributeError, TypeError):  # no tensor; a symbolic shape, which has no hash
             call = unknown
         out = call(*args)
-        if out is not None:
-            return out
+        return otherwise(*args) if out is None else out
+
+    def otherwise(*args: Any) -> Any:
         if forward_ad._current_level >= 0:
             refuse_tangents(op, fill(args))
-        elif keyset.raw_repr() == plain:
+        elif dispatch_keys(args[:arity]).raw_repr() == plain:
             return direct.learn(*args)
         if not (_is_grad_enabled() and _any_requires_grad(*args)):
-            return run(keyset, args)
+            return run(*args)
         if not _C._are_functorch_transforms_active():
-            return node(keyset, *fill(args))
+            return node(*fill(args))
         # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
         # on that level is right here, but torch wants to be told.
         with enable_single_level_autograd_function():
-            return node(keyset, *fill(args))
+            return node(*fill(args))
 
     return kernel
+
+
+def dispatch_keys(tensors: Sequence[Any]) -> Any:
+    """The dispatch keys of a call with these inputs, as the dispatcher finds them.
+
+    A kernel may have them handed to it, but wrapping them for Python costs every call 5% of its host time.
+    """
+    keys = _C._dispatch_tls_local_include_set()
+    for tensor in tensors:
+        if isinstance(tensor, torch.Tensor):
+            keys |= _C._dispatch_keys(tensor)
+    return keys - _C._dispatch_tls_local_exclude_set() - _FALL_THROUGH
 
 
 def refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:
@@ -97,16 +115,11 @@ def refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:
         raise NotImplementedError(message(op, problem, arrays(op, tensors)))
 
 
-def graph_node(op: Op, run: Call, gradient: Call | None, context: bool = False) -> Any:
-    """The autograd Function of an op: ``apply(*inputs, *attributes)`` calls ``run`` with the same.
-
-    Args:
-        context: both take one more argument, in front.
-    """
-    before = ("_context",) if context else ()
+def graph_node(op: Op, run: Call, gradient: Call | None) -> Any:
+    """The autograd Function of an op: ``apply(*inputs, *attributes)`` calls ``run`` with the same."""
     if op.grad is None or gradient is None:
-        return _function(op, _without_gradient(op, run, len(before)))
-    names = [*before, *op.inputs, *op.attrs]
+        return _function(op, _without_gradient(op, run))
+    names = [*op.inputs, *op.attrs]
     return _function(op, _with_gradient(op, gradient, names, f"_run({', '.join(names)})", _run=run))
 
 
@@ -252,11 +265,11 @@ def _row_major(cotangent: torch.Tensor) -> torch.Tensor:
     return cotangent if cotangent.ndim == 0 or cotangent.stride(-1) == 1 else cotangent.contiguous()
 
 
-def _without_gradient(op: Op, run: Call, first: int) -> dict[str, Call]:
+def _without_gradient(op: Op, run: Call) -> dict[str, Call]:
     """Runs, and raises when differentiated. Backward ops are such ops: there is no double backward."""
 
     def forward(ctx: Any, *args: Any) -> Any:
-        ctx.given = arrays(op, args[first : first + len(op.inputs)])
+        ctx.given = arrays(op, args[: len(op.inputs)])
         return run(*args)
 
     def backward(ctx: Any, *given: Any) -> Any:

@@ -14,11 +14,12 @@ from torch.autograd import forward_ad
 
 from cute_ops.op import Op
 from cute_ops_torch.autograd import graph_node, node_of
-from cute_ops_torch.guards import Kinds, guarded, kinds
+from cute_ops_torch.guards import Kinds, guarded, kinds, unknown
 from cute_ops_torch.launch import REMEMBERED, Launcher, Ready, make_room
 from cute_ops_torch.schema import define, parameters
 
 Call = Callable[..., Any]
+Before = Callable[[Call], Call]  # the function of some calls, of that of others
 ALIKE = 3  # functions per shape: each that does not fit costs a call its time
 
 
@@ -35,8 +36,8 @@ class Direct:
         self.op, self._parts = op, parts
         self.table: dict[Any, Call] = {}
         self._learn: Call | None = None
-        self._made: dict[Any, Call] = {}
-        self._alike: dict[Any, list[Call]] = {}
+        self._made: dict[Any, Before] = {}
+        self._alike: dict[Any, list[Before]] = {}
         self._nodes: dict[Any, Call] = {}
 
     def learn(self, *args: Any) -> Any:
@@ -45,8 +46,8 @@ class Direct:
             self._learn = _learner(self)
         return self._learn(*args)
 
-    def make(self, ready: Ready, kind: Kinds, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Call:
-        """The function of calls like this one."""
+    def make(self, ready: Ready, kind: Kinds, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Before:
+        """The function of calls like this one, before that of others."""
         op, gradient = self.op, self._parts()[1]
         make_room(REMEMBERED, self.table, self._made, self._alike)
         run, values = f"_run({', '.join(op.inputs)})", {"_run": ready.run, "_ad": forward_ad}
@@ -58,23 +59,20 @@ class Direct:
                 values["_node"], node = self._node(gradient, given, attrs), f"_node(_run, {', '.join(given)})"
             run = f"{node} if _grad_enabled() else {run}"
         texts = {
-            "parameters": parameters(op), "result": run, "otherwise": "None", "condition": "_ad._current_level < 0"
+            "parameters": parameters(op), "arguments": ", ".join((*op.inputs, *op.attrs)), "result": run,
+            "condition": "_ad._current_level < 0",
         }  # fmt: skip
         made = self._made[(ready, kind)] = guarded(op, tensors, attrs, texts, **values)
         return made
 
-    def put(self, shape: Any, call: Call) -> None:
-        """Into the table, before those that are known for the shape."""
-        calls = self._alike[shape] = [call, *(c for c in self._alike.get(shape, ()) if c is not call)][:ALIKE]
-
-        def first_that_fits(*args: Any) -> Any:
-            for one in calls:
-                out = one(*args)
-                if out is not None:
-                    return out
-            return None
-
-        self.table[shape] = first_that_fits if calls[1:] else call
+    def put(self, shape: Any, known: Before) -> Call:
+        """Into the table, before those that are known for the shape: what does not fit one asks the next."""
+        alike = self._alike[shape] = [known, *(k for k in self._alike.get(shape, ()) if k is not known)][:ALIKE]
+        call: Call = unknown
+        for before in reversed(alike):
+            call = before(call)
+        self.table[shape] = call
+        return call
 
     def _node(self, gradient: Call, given: tuple[str, ...], attrs: tuple[Any, ...]) -> Call:
         key = (given, tuple((type(a), a) for a in attrs))
@@ -88,9 +86,8 @@ _SOURCE = """
 def learn({parameters}):
     _ready = _find({arguments})
     _kind = ({kinds},)
-    _call = _get((_ready, _kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
-    _put({lead}.shape, _call)
-    _out = _call({arguments})
+    _known = _get((_ready, _kind)) or _make(_ready, _kind, ({tensors},), ({attrs}))
+    _out = _put({lead}.shape, _known)({arguments})
     return _otherwise({arguments}) if _out is None else _out
 """
 

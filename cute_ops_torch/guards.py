@@ -21,11 +21,13 @@ _TensorGuards = torch._C._dynamo.guards.TensorGuards
 
 _SOURCE = """
 def make(_same, {names}):
-    def guarded({parameters}):
-        if {condition}:
-            return {result}
-        return {otherwise}
-    return guarded
+    def before(_rest):
+        def guarded({parameters}):
+            if {condition}:
+                return {result}
+            return _rest({arguments})
+        return guarded
+    return before
 """
 
 
@@ -35,15 +37,15 @@ def guarded(
     attrs: Sequence[Any],
     texts: dict[str, str],
     **values: Any,
-) -> Callable[..., Any]:
-    """A function that computes ``result`` in calls like this one, ``otherwise`` in others.
+) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """``before(rest)``: a function that computes ``result`` in calls like this one, and asks ``rest`` in others.
 
     Args:
         op: the declaration.
         tensors: the call's.
         attrs: the call's.
-        texts: source of the ``parameters``, of the ``result`` and of what happens ``otherwise``; ``condition`` is one
-            more to be met.
+        texts: source of the ``parameters``, of the ``arguments`` that hand all of them on, and of the ``result``;
+            ``condition`` is one more to be met.
         values: what these use.
     """
     given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}

@@ -41,10 +41,24 @@ _on_devices: dict[tuple[str, int], Run] = {}
 
 
 class Ready(NamedTuple):
-    """A planned problem: ``run(*inputs)`` allocates its outputs, ``into(*inputs, *outputs)`` fills given ones."""
+    """A planned problem.
+
+    Attributes:
+        run: ``run(*inputs)`` allocates the outputs and returns them.
+        into: ``into(*inputs, *outputs)`` fills given ones.
+        bare: the compiled function, where that is all of ``into``.
+    """
 
     run: Run
     into: Run
+    bare: Bare | None = None
+
+
+class Bare(NamedTuple):
+    """``function(*inputs, *outputs)`` takes the inputs that are there and the outputs of these names."""
+
+    function: Run
+    outputs: tuple[str, ...]
 
 
 # Kernels are compiled for an alignment of at most 16 bytes.
@@ -70,11 +84,16 @@ def _learn({arguments}, {outputs}):
 
 _SITE = """
 def make(_into, _get, _learn, {values}):
-    def site(_key, {given}, {outputs}):
+    _known = None
+    def _whole(_fill):
+        return lambda {given}, {wanted}: _fill({tensors}, {outputs})
+    def site({key}{given}, {wanted}):
+        nonlocal _known
         if {otherwise}:
-            _into({arguments}, {outputs})
+            _into({tensors}, {attributes}{outputs})
         else:
-            (_get(_key) or _learn(_key, ({tensors},)))({tensors}, {outputs})
+            _fill = {find}
+            _fill({given}, {wanted})
     return site
 """
 
@@ -113,10 +132,10 @@ def launcher(op: Op) -> Launcher:
         make_room(REMEMBERED, last, made)
         arguments, results = ", ".join((*op.inputs, *op.attrs)), ", ".join(outputs)
         texts = {
-            "parameters": f"{arguments}, {results}", "result": f"_into({', '.join(op.inputs)}, {results})",
-            "otherwise": f"_learn({arguments}, {results})",
+            "parameters": f"{arguments}, {results}", "arguments": f"{arguments}, {results}",
+            "result": f"_into({', '.join(op.inputs)}, {results})",
         }  # fmt: skip
-        call = made[(one, kind)] = guarded(op, tensors, attrs, texts, _into=one.into, _learn=space["_learn"])
+        call = made[(one, kind)] = guarded(op, tensors, attrs, texts, _into=one.into)(space["_learn"])
         return call
 
     places = [
@@ -136,33 +155,56 @@ def launcher(op: Op) -> Launcher:
     return Launcher(space["launch"], space["into"], space["_find"], ready)
 
 
-def site(op: Op, given: Sequence[str], attrs: Sequence[Any], into: Run, find: Callable[..., Ready] | None) -> Run:
-    """``into`` for one place in a compiled program: ``call(key, *given inputs, *outputs)``.
+class Site(NamedTuple):
+    """What is known of one place in a compiled program: all its calls have it in common.
 
-    Calls from there differ in addresses, and in the sizes that ``key`` holds; all else is known to be the same, so
-    nothing else is looked at.
+    Attributes:
+        given: names of the inputs that are there.
+        attrs: all attributes.
+        wanted: names of the outputs that are read.
+        anywhere: names of the inputs that may lie at any address.
+        sized: whether sizes differ; a key of them is the first argument then.
+    """
+
+    given: tuple[str, ...]
+    attrs: tuple[Any, ...]
+    wanted: tuple[str, ...]
+    anywhere: tuple[str, ...]
+    sized: bool
+
+
+def site(op: Op, place: Site, into: Run, find: Callable[..., Ready] | None) -> Run:
+    """``into`` for one place in a compiled program: ``call(*key, *given inputs, *wanted outputs)``.
+
+    What calls from there have in common is not looked at again.
 
     Args:
         op: the declaration.
-        given: names of the inputs that are there.
-        attrs: all attributes.
+        place: the place.
         into: the launcher's.
         find: the launcher's; None where ``into`` itself looks a call up faster than this could.
     """
     ready: dict[Any, Run] = {}
 
-    def learn(key: Any, tensors: tuple[Any, ...]) -> Run:
+    def learn(key: Any, whole: Callable[[Run], Run], *tensors: Any) -> Run:
         assert find is not None
         make_room(REMEMBERED, ready)
-        made = ready[key] = find(*tensors, *attrs).into
+        _, fill, bare = find(*tensors, *place.attrs)
+        made = ready[key] = bare.function if bare and bare.outputs == place.wanted else whole(fill)
         return made
 
-    tensors = ", ".join(name if name in given else "None" for name in op.inputs)
-    values = {f"_given_{name}": value for name, value in zip(op.attrs, attrs, strict=True)}
-    pointers = " | ".join(f"{name}.data_ptr()" for name in given)
+    names = _numbered("out", op.outputs)
+    outs = [out if name in place.wanted else "None" for out, name in zip(names, op.outputs, strict=True)]
+    tensors = ", ".join(name if name in place.given else "None" for name in op.inputs)
+    values = {f"_given_{name}": value for name, value in zip(op.attrs, place.attrs, strict=True)}
+    pointers = " | ".join(f"{name}.data_ptr()" for name in place.anywhere)
     source = _SITE.format(
-        values=", ".join(values), given=", ".join(given), tensors=tensors, arguments=", ".join((tensors, *values)),
-        outputs=", ".join(_numbered("out", op.outputs)), otherwise=f"({pointers}) & 15" if find else "True",
+        values=", ".join(values), attributes="".join(f"{value}, " for value in values), given=", ".join(place.given),
+        tensors=tensors, wanted=", ".join(out for out in outs if out != "None"), outputs=", ".join(outs),
+        key="_key, " if place.sized else "",
+        otherwise="True" if find is None else f"({pointers}) & 15" if pointers else "False",
+        find=f"_get(_key) or _learn(_key, _whole, {tensors})" if place.sized
+        else f"_known = _known or _learn(None, _whole, {tensors})",
     )  # fmt: skip
     return _maker(source)(into, ready.get, learn, **values)  # type: ignore[no-any-return]
 
@@ -176,7 +218,8 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:
     device = next(t.device for t in tensors if t is not None)
     ready = ready_to_run(binding, _plan(binding, tensors, device), tensors)
     if torch.cuda.device_count() > 1:
-        ready = Ready(_on_device(ready.run, device), _on_device(ready.into, device))
+        bare = ready.bare and ready.bare._replace(function=_on_device(ready.bare.function, device))
+        ready = Ready(_on_device(ready.run, device), _on_device(ready.into, device), bare)
     return ready
 
 
@@ -283,7 +326,9 @@ def _ready(binding: Binding, chosen: Plan, function: Run, tensors: Tensors, devi
             for out, new in zip(outs, made, strict=True) if out in written
         ),
     )  # fmt: skip
-    return Ready(*_maker(source)(**values))
+    run, into = _maker(source)(**values)
+    present = tuple(name for name, array in binding.outputs.items() if array is not None)
+    return Ready(run, into, None if chosen.views or scratch else Bare(function, present))
 
 
 _READY = """

@@ -59,8 +59,7 @@ def define(op: Op, namespace: str = "cute") -> Registered:
         made.native = extension.bind(op, made.overload, partial(describe, op), gradient.native if gradient else None)
     else:
         library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
-        kernel = autograd_kernel(op, made.overload, made.direct, made.raw_gradient)
-        library.impl(op.name, kernel, "Autograd", with_keyset=True)
+        library.impl(op.name, autograd_kernel(op, made.overload, made.direct, made.raw_gradient), "Autograd")
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
     register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))

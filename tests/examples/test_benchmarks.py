@@ -232,7 +232,7 @@ def test_summary(tmp_path: Path) -> None:
         "| JAX, 128 MB and more: time over PyTorch's | 1.03 | at most 1.100, 1 over | 2 |",
         "| rmsnorm backward 4096x64 bfloat16 | 80.00 | 80.0% | quack 77.00 | 0.963 |",
         "| rmsnorm backward 4096x64 bfloat16 | Liger | failed: E: no |",
-        "| in a compiled graph, us an op beyond the compiled function | 1.0 | 0.75 |",
+        "| rmsnorm in a compiled graph, us an op beyond the compiled function | 1.0 | 0.75 |",
         "| `cute_ops_torch.rmsnorm`, with grad, with extension: of F.rms_norm | 1.0 | 0.90 |",
         "| g 8x64 | 2.0 | 1.0 | fused by Inductor | 1.1 | wrong |",
         "| m | ours | 1,500 | 1 | 2.4 | 1.500 |",

@@ -79,7 +79,9 @@ def test_inductor_calls_ops_directly() -> None:
     torch.testing.assert_close(got, step(function, *tensors), rtol=1e-4, atol=1e-4)
     for code in (forward, backward, inference):
         assert "torch.ops.cute." not in code
-    # Each call has a function of its own, made for the inputs and attributes that it has; its key is the sizes.
+    # Each call has a function of its own, made for the inputs and attributes that it has, the outputs that are read,
+    # and the inputs that may lie anywhere: what the graph is given, and in a backward what may reuse memory of that.
+    # Its key is the sizes.
     calls = []
     for code in (inference, backward):
         known = dict(re.findall(r"^(cute_\w+) = extern_kernels\.cute_(.*)$", code, re.MULTILINE))
@@ -88,14 +90,24 @@ def test_inductor_calls_ops_directly() -> None:
             calls.append((known[name], re.sub(r"\b[a-z]\w*", "T", arguments)))
     assert calls == [
         # Nobody reads residual_out.
-        ("add_rmsnorm_cpu_v3(('x', 'residual', 'bias'), (1e-05, 0.0, ))", "SIZES, T, T, T, T, None"),
-        ("rmsnorm_cpu_v3(('x', 'bias'), (1e-05, 0.0, ))", "SIZES, T, T, T"),
-        ("silu_mul_cpu_v3(('gate', 'up'), ())", "SIZES, T, T, T"),
-        ("silu_mul_bwd_cpu_v3(('gate', 'up', 'dout'), ())", "SIZES, T, T, T, T, T"),
-        ("rmsnorm_bwd_cpu_v3(('x', 'dout', 'bias'), (1e-05, 0.0, ))", "SIZES, T, T, T, T, None, T"),
         (
-            "add_rmsnorm_bwd_cpu_v3(('residual_out', 'dout', 'bias'), (1e-05, 0.0, ))",
-            "SIZES, T, T, T, None, T, None, T",
+            "add_rmsnorm_cpu_v4(('x', 'residual', 'bias'), (1e-05, 0.0, ), ('out',), ('residual', 'bias'), True)",
+            "SIZES, T, T, T, T",
+        ),
+        ("rmsnorm_cpu_v4(('x', 'bias'), (1e-05, 0.0, ), ('out',), ('bias',), True)", "SIZES, T, T, T"),
+        ("silu_mul_cpu_v4(('gate', 'up'), (), ('out',), (), True)", "SIZES, T, T, T"),
+        (
+            "silu_mul_bwd_cpu_v4(('gate', 'up', 'dout'), (), ('dgate', 'dup'), ('gate', 'up', 'dout'), True)",
+            "SIZES, T, T, T, T, T",
+        ),
+        (
+            "rmsnorm_bwd_cpu_v4(('x', 'dout', 'bias'), (1e-05, 0.0, ), ('dx', 'dbias'), ('x', 'dout', 'bias'), True)",
+            "SIZES, T, T, T, T, T",
+        ),
+        (
+            "add_rmsnorm_bwd_cpu_v4(('residual_out', 'dout', 'bias'), (1e-05, 0.0, ), ('dresidual', 'dbias'), "
+            "('residual_out', 'dout', 'bias'), True)",
+            "SIZES, T, T, T, T, T",
         ),
     ]
 

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ops import Op
 from cute_ops.ops import OPS
@@ -43,7 +45,7 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             way = direct.Direct(op, lambda: (cuda, gradient))
             library.impl(op.name, lambda *args: cuda.launch(*args), "CPU")
             kernel = autograd.autograd_kernel(op, overload, way, lambda: gradient, keys.raw_repr())
-            library.impl(op.name, kernel, "Autograd", with_keyset=True)
+            library.impl(op.name, kernel, "Autograd")
             torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake_kernel(op, lambda: None), lib=library)
             made[op.name] = Made(overload, front.make_function(op, overload, way, raw=True, device="cpu"), way, cuda)
         return made[op.name]
@@ -159,6 +161,46 @@ def test_what_is_watched_goes_through_the_dispatcher(make: Any, check_watched: A
             assert call(torch.empty(3, 96)).is_meta
         with torch.autocast("cpu", torch.bfloat16):
             assert call(x).dtype == torch.float32
+
+
+class Passing(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+def test_dispatch_keys_are_the_dispatchers() -> None:
+    """Those that the dispatcher hands to a kernel that asks for them."""
+    library = torch.library.Library(f"{NAMESPACE}_keys", "FRAGMENT")
+    library.define("add(Tensor x, Tensor? y=None) -> Tensor")
+    seen: list[tuple[Any, Any]] = []
+
+    def kernel(keys: Any, x: torch.Tensor, y: torch.Tensor | None = None) -> torch.Tensor:
+        seen.append((keys, autograd.dispatch_keys((x, y))))
+        return x + (x if y is None else y)
+
+    library.impl("add", kernel, "Autograd", with_keyset=True)
+    call, x = torch.ops.cute_direct_keys.add.default, torch.randn(3, 4)
+    try:
+        for leaf in (x, x.clone().requires_grad_()):
+            call(leaf)
+            call(leaf, x)
+            with torch.autocast("cpu", torch.bfloat16):
+                call(leaf)
+        assert [given.raw_repr() for given, _ in seen] == [own.raw_repr() for _, own in seen]
+        for leaf in (x, x.clone().requires_grad_()):
+            with Passing():
+                call(leaf)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                call(leaf)
+            torch.func.grad(lambda t: call(t, x).sum())(leaf)
+            torch.func.grad(lambda t: torch.func.grad(lambda u: call(u, t).sum())(t).sum())(leaf)
+            call(torch._neg_view(leaf))
+            call(leaf.to("meta"))
+        below = torch._C._after_autograd_keyset
+        assert len(seen) == 18
+        assert [(given & below).raw_repr() for given, _ in seen] == [(own & below).raw_repr() for _, own in seen]
+    finally:
+        library._destroy()
 
 
 def test_transforms_of_a_known_call(make: Any) -> None:

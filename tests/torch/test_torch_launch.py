@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -97,18 +98,25 @@ def test_a_place_in_a_program_fills_outputs(turn: Any, compiled: Any) -> None:
     cuda, tensors, attrs = launcher(turn.op), turn.tensors(), tuple(turn.attrs.values())
     made = cuda.launch(*tensors, *attrs)
     given = {name: t for name, t in zip(turn.op.inputs, tensors, strict=True) if t is not None}
-    for find in (cuda.find, None):
-        site = launch.site(turn.op, tuple(given), attrs, cuda.into, find)
+    for find, anywhere in itertools.product((cuda.find, None), (tuple(given), ())):
+        sites: dict[tuple[str, ...], Any] = {}
 
-        def into(*args: Any, site: Any = site) -> None:
-            site(None, *given.values(), *args[len(tensors) + len(attrs) :])
+        def into(*args: Any, find: Any = find, anywhere: Any = anywhere, sites: Any = sites) -> None:
+            outputs = zip(turn.op.outputs, args[len(tensors) + len(attrs) :], strict=True)
+            wanted = {name: out for name, out in outputs if out is not None}
+            place = launch.Site(tuple(given), attrs, tuple(wanted), anywhere, False)
+            sites.setdefault(place.wanted, launch.site(turn.op, place, cuda.into, find))(
+                *given.values(), *wanted.values()
+            )
 
         turn.check_into(into, made)
+        assert sites
 
 
 def test_a_place_in_a_program_plans_once_for_a_size(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     cuda, w, base = launcher(rmsnorm), torch.rand(64), torch.randn(9, 64)
-    site = launch.site(rmsnorm, ("x", "weight"), (1e-6, 0.0), cuda.into, cuda.find)
+    place = launch.Site(("x", "weight"), (1e-6, 0.0), ("out",), ("x", "weight"), True)
+    site = launch.site(rmsnorm, place, cuda.into, cuda.find)
 
     def check(x: torch.Tensor) -> None:
         out = torch.full((len(x), 64), torch.nan)
