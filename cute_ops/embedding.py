@@ -36,6 +36,7 @@ embedding_bwd = Op(
     "embedding_bwd",
     inputs={"index": _INDEX, "weight": _WEIGHT._replace(unread=True), "dout": _ROWS},
     outputs={"dweight": _WEIGHT},
+    attrs={"padding_idx": -1},
     **_COMMON,
 )
 embedding = Op(

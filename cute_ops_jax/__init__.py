@@ -7,6 +7,7 @@ from typing import Any
 
 from cute_ops.ops import OPS
 from cute_ops_jax.bridge import probe
+from cute_ops_jax.embedding import embedding
 from cute_ops_jax.exporting import export, load
 from cute_ops_jax.front import register
 from cute_ops_jax.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
@@ -14,6 +15,7 @@ from cute_ops_jax.vocabulary import vocab_parallel_cross_entropy
 
 _DECLARED = {op.name: op for op in OPS}
 __all__ = [
+    "embedding",
     "export",
     "linear_cross_entropy",
     "load",

@@ -4,6 +4,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from cute_ops_jax.bridge import probe as probe
+from cute_ops_jax.embedding import embedding as embedding
 from cute_ops_jax.exporting import export as export
 from cute_ops_jax.exporting import load as load
 from cute_ops_jax.front import register as register

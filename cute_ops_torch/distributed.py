@@ -247,7 +247,7 @@ def _embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) ->
 def _embedding_bwd(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
     local = dout.to_local() if isinstance(dout, DTensor) else dout
     like = local.new_empty((1, dout.shape[-1])).expand(classes, -1)  # says how many rows there are, and costs one
-    layout = Layout(_declared.embedding_bwd, (index, like, dout))
+    layout = Layout(_declared.embedding_bwd, (index, like, dout), (padding_idx,))
     index, _, dout = (cast(Tensor, part) for part in layout.parts((index, like, dout)))
     return layout.whole((torch.ops.cute.embedding_bwd(dout, index, classes, padding_idx),))[0]
 

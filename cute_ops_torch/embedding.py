@@ -73,7 +73,7 @@ def _like_weight(dout: Tensor, classes: int) -> Tensor:
 
 
 def _gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
-    bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), ())
+    bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), (padding_idx,))
     key = index.reshape(-1).to(torch.int32)
     rows = dout.reshape(len(key), dout.shape[-1])
     if rows.stride(-1) != 1:
@@ -88,7 +88,7 @@ def _gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) 
 
 
 def _fake_gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
-    bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), ())
+    bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), (padding_idx,))
     return dout.new_empty((classes, dout.shape[-1]))
 
 
