@@ -17,16 +17,21 @@ from cute_ops.ops import OPS
 
 
 def _compile_quickly() -> None:
-    """On a CPU XLA takes longer to compile than what it compiled takes to run, once."""
+    """On a CPU XLA and Inductor take longer to compile than what they compiled takes to run, once."""
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-    # XLA ends a process at a flag that it does not know, so only where constraints.txt's JAX is.
-    flags, ours = os.environ.get("XLA_FLAGS", ""), "--xla_cpu_use_fusion_emitters=false"
-    known = any(found.version.startswith("0.10.") for found in metadata.distributions(name="jaxlib"))
-    if known and ours not in flags:
-        os.environ["XLA_FLAGS"] = f"{flags} {ours}".strip()
+    # XLA ends a process at a flag that it does not know, so only where constraints.txt's JAX is. Splitting a small
+    # program to generate its code in parallel takes longer than generating it.
+    flags = os.environ.get("XLA_FLAGS", "").split()
+    ours = ["--xla_cpu_use_fusion_emitters=false", "--xla_cpu_parallel_codegen_split_count=1"]
+    if any(found.version.startswith("0.10.") for found in metadata.distributions(name="jaxlib")):
+        os.environ["XLA_FLAGS"] = " ".join(dict.fromkeys([*flags, *ours]))
+    # No vector instructions, which each kind takes a program and a process that imports torch to look for, and no
+    # processes that wait for something to compile: they import torch, too.
+    os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
-# Before any folder's conftest imports JAX.
+# Before any folder's conftest imports JAX or torch.
 if not target.device_count():
     _compile_quickly()
 
@@ -98,13 +103,22 @@ def table(page: Path) -> dict[tuple[str, str], str]:
     return {(row[0].strip(), op): cell.strip() for row in rows[1:] for op, cell in zip(ops, row[1:], strict=True)}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """``gpu`` tests skip only where there is no GPU."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """``gpu`` tests skip only where there is no GPU. One case of each says so: thousands take half a minute."""
     if target.device_count():
         return
+    left: dict[str, pytest.Item] = {}
     for item in items:
         if item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
+            # The table of features has every case.
+            name = item.nodeid if "CUTE_OPS_FEATURES" in os.environ else item.nodeid.partition("[")[0]
+            left.setdefault(name, item)
+        else:
+            left[item.nodeid] = item
+    kept = set(left.values())
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = [item for item in items if item in kept]
 
 
 @pytest.fixture

@@ -16,11 +16,17 @@ import model_torch  # noqa: E402
 
 
 def only(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One way to train, of one layer: compiling takes most of the demo's time, and one test has all of it."""
+    """One way to train: compiling takes most of the demo's time, and one test has all of them."""
     monkeypatch.setattr(train, "MODES", {mode: train.MODES[mode]})
+
+
+@pytest.fixture
+def one_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second one would be compiled again."""
     monkeypatch.setattr(train, "SMALL", replace(train.SMALL, layers=1))
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert train.main(["--steps", "4", "--speed-steps", "0", "--out", str(tmp_path)]) == 0
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
@@ -33,6 +39,7 @@ def test_demo(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "The curves agree." in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize("op", model_torch.Ops._fields)
 @pytest.mark.parametrize("mode", ["torch eager", "jax.jit"])
 def test_demo_fails_when_an_op_is_one_percent_off(
@@ -50,6 +57,7 @@ def test_demo_fails_when_an_op_is_one_percent_off(
     assert train.main(["--steps", "12", "--speed-steps", "0", "--out", str(tmp_path)]) == 1
 
 
+@pytest.mark.usefixtures("one_layer")
 def test_demo_fails_on_nan(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     only("torch eager", monkeypatch)
     right = model_torch.OPS["our"]

@@ -87,20 +87,21 @@ def test_the_extension_is_used() -> None:
     assert type(cute_ops_torch.rmsnorm(x).grad_fn).__name__ == "CppFunction"
 
 
-def test_values_against_float64(problem: Any, native: Any, compiled: Any) -> None:
-    call, tensors = native(problem.op).call, problem.tensors()
-    problem.check(call(*tensors, *problem.attrs.values()))
-    problem.check(raw(problem.op)(*tensors, **problem.attrs))  # through the dispatcher
-    assert compiled.calls == [problem.op.name] * 2
+# Dtypes in turn: to the C++ code they are numbers in a key.
+def test_values_against_float64(turn: Any, native: Any, compiled: Any) -> None:
+    call, tensors = native(turn.op).call, turn.tensors()
+    turn.check(call(*tensors, *turn.attrs.values()))
+    turn.check(raw(turn.op)(*tensors, **turn.attrs))  # through the dispatcher
+    assert compiled.calls == [turn.op.name] * 2
 
 
-def test_strided_rows_are_read_in_place(structure: Any, native: Any, compiled: Any) -> None:
-    structure.check(native(structure.op).call(*structure.strided(), *structure.attrs.values()))
+def test_strided_rows_are_read_in_place(turn: Any, native: Any, compiled: Any) -> None:
+    turn.check(native(turn.op).call(*turn.strided(), *turn.attrs.values()))
 
 
-def test_into_given_outputs(structure: Any, native: Any) -> None:
-    made = native(structure.op)
-    structure.check_into(made.into, made.call(*structure.tensors(), *structure.attrs.values()))
+def test_into_given_outputs(turn: Any, native: Any) -> None:
+    made = native(turn.op)
+    turn.check_into(made.into, made.call(*turn.tensors(), *turn.attrs.values()))
 
 
 def test_gradients(op: Op, native: Any, make_inputs: Callable[..., Any], compiled: Any) -> None:
