@@ -8,9 +8,8 @@ from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._rows import ITEMSIZE, extent, row_address
 from cute_ops.kernels._vectors import fragment, load_if, narrow, store_if, widen
 
-# CTAs on an SM at least, for which the compiler spills nothing (left alone it may, to get one more), and the part of an
-# SM's fast memory that all CTAs which find room take; the rest is L1.
-RESIDENT, SMEM_PERCENT = 5, 30
+# The part of an SM's fast memory that all CTAs which find room take; the rest is L1.
+SMEM_PERCENT = 30
 # Rows of tokens that a thread has on their way.
 UNROLL = 4
 
@@ -33,7 +32,7 @@ class EmbeddingBackward:
         self.keys, self.n = variant.tensors, variant.dims["n"]
         tile = variant.tile
         self.lanes, self.classes, self.chunk = tile["lanes"], tile["classes"], tile["chunk"]
-        self.threads = tile["threads"]
+        self.threads, self.resident = tile["threads"], tile["resident"]
         self.groups = self.threads // self.lanes
         rows = [self.keys["dout"], self.keys["dweight"]]
         self.vec = min(min(key.align, key.row_align) // ITEMSIZE[key.dtype] for key in rows)
@@ -54,7 +53,7 @@ class EmbeddingBackward:
             block=[self.threads, 1, 1],
             stream=stream,
             use_pdl=self.chained,
-            min_blocks_per_mp=RESIDENT,
+            min_blocks_per_mp=self.resident,
             preferred_smem_carveout=SMEM_PERCENT,
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.op import FLOATS, ITEMSIZE, Array, Case, Op, Problem, Tensor
-from cute_ops.ops._tiles import VECTOR_BYTES
+from cute_ops.ops._tiles import VECTOR_BYTES, WARP
 from cute_ops.reference import widen
 
 CASES = (
@@ -58,7 +58,12 @@ def tile(problem: Problem) -> dict[str, int]:
     tokens, classes = problem.dims["t"], problem.dims["c"]
     ctas = classes * segments // (THREADS // lanes * CLASSES)
     many = tokens <= classes and ctas >= 4 * problem.sm_count
-    return {"threads": THREADS, "lanes": lanes, "classes": CLASSES if many else 1, "chunk": CHUNK}
+    # As many CTAs on an SM as leave the compiler enough registers: left alone, it spills some to get one more. Groups
+    # whose warps have threads of others take more of them.
+    resident = 4 if lanes % WARP and WARP % lanes else 5
+    return {
+        "threads": THREADS, "lanes": lanes, "classes": CLASSES if many else 1, "chunk": CHUNK, "resident": resident,
+    }  # fmt: skip
 
 
 def workspace(problem: Problem, tile: Mapping[str, int]) -> Mapping[str, Array | None]:
