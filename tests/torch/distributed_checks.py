@@ -585,7 +585,24 @@ def compiled_without_a_graph_break(world: World) -> None:
         world.close(compiled, eager.full_tensor().detach())
 
 
+def fork(ranks: int) -> None:
+    """Become the ranks; the process that was started waits for them and ends."""
+    if find_spec("transformers") is not None:
+        from transformers import LlamaForCausalLM  # noqa: F401  once for all
+    children = []
+    for rank in range(ranks):
+        os.environ["RANK"] = str(rank)
+        if not (child := os.fork()):
+            return
+        children.append(child)
+    for child in children:
+        os.waitpid(child, 0)
+    os._exit(0)
+
+
 def main(ranks: int, device: str, folder: Path) -> None:
+    if os.environ["RANK"] == "all":
+        fork(ranks)
     rank = int(os.environ["RANK"])
     torch.set_num_threads(1)
     if device == "cuda":

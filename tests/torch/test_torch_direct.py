@@ -66,12 +66,12 @@ def differentiable(outputs: Any) -> list[torch.Tensor]:
     return [o for o in as_tuple(outputs) if o.requires_grad]
 
 
-def test_values_against_float64(problem: Any, make: Any, compiled: Any) -> None:
-    made, tensors = make(problem.op), problem.tensors()
+def test_values_against_float64(structure: Any, make: Any, compiled: Any) -> None:
+    made, tensors = make(structure.op), structure.tensors()
     for _ in range(2):  # learned, then known
-        problem.check(made.function(*tensors, *problem.attrs.values()))
-        problem.check(made.raw(*tensors, **problem.attrs))
-    assert compiled.calls == [problem.op.name] * 4
+        structure.check(made.function(*tensors, *structure.attrs.values()))
+        structure.check(made.raw(*tensors, **structure.attrs))
+    assert compiled.calls == [structure.op.name] * 4
 
 
 def test_gradients(op: Op, make: Any, make_inputs: Callable[..., Any], compiled: Any) -> None:
