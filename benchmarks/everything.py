@@ -81,7 +81,12 @@ def run(name: str, phase: Phase, out: Path, deadline: float) -> str:
         if left < LEAST:
             return "no time left"
         codes = together(name, phase, out, end)
-        if RESUME not in codes:
+        # A contender that takes the process down with it costs its own figures only: what goes on asks for --resume.
+        died = [
+            code is not None and code < 0 and "--resume" in c.arguments
+            for code, c in zip(codes, phase.commands, strict=True)
+        ]
+        if RESUME not in codes and not any(died):
             break
     return ", ".join("over its limit" if code is None else f"ended with {code}" for code in codes if code != 0) or "ok"
 

@@ -592,7 +592,8 @@ def rows_apart(problem: Problem, whole: int = 8192) -> dict[str, int]:
     vectors, off = _vectors(problem), _unaligned(problem)
     unit = LINE if problem.n >= SHORT else 1
     if vectors <= 1024:
-        row = _forward_row(problem, vectors) if off or vectors <= 512 else _threads(vectors, 2)
+        # Three vectors to a thread of long ones: CTAs of few rows start sooner, and many rows do not mind.
+        row = _forward_row(problem, vectors) if off or vectors <= 512 else _threads(vectors, 3)
         return {"threads": max(128 if vectors > WARP else 256, row), "threads_per_row": row, "unit": unit}
     # Rows off a vector have edges to mask: fewer and longer parts.
     threads, part = (256, 4096 + LINE) if off else (512, 2048)

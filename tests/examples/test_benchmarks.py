@@ -318,8 +318,11 @@ def python(program: str) -> everything.Command:
 def test_every_benchmark_has_a_limit_and_a_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that loses the GPU is started again, one that does not end is stopped, and the others still run."""
     count = "import pathlib, sys; p = pathlib.Path(sys.argv[1], 'starts'); p.open('a').write('x'); "
+    dies = "import os, pathlib, sys; p = pathlib.Path(sys.argv[1], 'died'); "
+    dies += "p.exists() or (p.touch(), os.kill(os.getpid(), 9))"
     phases = {
         "again": everything.Phase(60, (python(count + "sys.exit(3 if len(p.read_text()) < 3 else 0)"),)),
+        "dies": everything.Phase(60, (everything.Command((*python(dies).arguments, "--resume"), {}),)),
         "hangs": everything.Phase(2, (python("import time; print('here', flush=True); time.sleep(99)"), python(""))),
         "fails": everything.Phase(60, (python("sys.exit(1)"),)),
         "works": everything.Phase(60, (python("import os; print(os.environ['CUTE_OPS_TORCH_EXTENSION'])"),)),
@@ -329,7 +332,7 @@ def test_every_benchmark_has_a_limit_and_a_log(tmp_path: Path, monkeypatch: pyte
     (tmp_path / "logs").mkdir()
     for name, phase in phases.items():
         said[name] = everything.run(name, phase, tmp_path, time.monotonic() + 100)
-    assert said == {"again": "ok", "hangs": "over its limit", "fails": "ended with 1", "works": "ok"}
+    assert said == {"again": "ok", "dies": "ok", "hangs": "over its limit", "fails": "ended with 1", "works": "ok"}
     assert (tmp_path / "starts").read_text() == "xxx"
     assert (tmp_path / "logs" / "hangs.txt").read_text() == "here\n"
     assert (tmp_path / "logs" / "works.txt").read_text() == "0\n"
