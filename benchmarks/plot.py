@@ -175,7 +175,8 @@ def section(folder: Path) -> str:
             rows = read(path)
             first = rows[0]
             machine = f"{first['gpu']}, driver {first['driver']}"
-            source = f"{machine}; {first['versions']}; commit {first['commit']}, {first['date']}"
+            commits = unique(row["commit"] for row in rows)
+            source = f"{machine}; {first['versions']}; commit {', '.join(commits)}, {first['date']}"
             parts.append(f"<details><summary>{title}</summary>\n\n{source}.\n\n{make(rows)}\n\n</details>")
     return "\n\n".join(parts)
 
