@@ -21,14 +21,14 @@ from common import ROOT, Table
 
 from cute_ops import FLOATS, manifest, testing
 from cute_ops.binding import bind
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 
 COLUMNS = ("calls", "kernels", "targets", "dtype", "cores", "load", "seconds", "megabytes")
 
 
 def calls(dtype: str) -> Iterator[manifest.Call]:
     """Every declared case of every op and gradient, as a manifest has it."""
-    for op in (*OPS, *(op.grad for op in OPS if op.grad)):
+    for op in (*OPS, *PARTS, *(op.grad for op in OPS if op.grad)):
         for case in op.cases:
             binding = bind(op, testing.specs(op, case, dtype), testing.attributes(op, case))
             call = None if binding.empty else manifest.call_of(binding, {})

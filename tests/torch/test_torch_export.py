@@ -98,22 +98,20 @@ def has_cuda_headers() -> bool:
         return False
 
 
-def take_a_compiler_that_shares(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have torch and the example build with a compiler that links the C++ library which torch has loaded.
+def sharing_compiler(folder: Path) -> str:
+    """A compiler that links the C++ library which torch has loaded.
 
     Where ``$CXX`` puts a copy of its own into each library, a package dies when it is loaded, in ``std::regex``,
     whatever model is in it.
     """
-    import torch._inductor.config as config
-
     source, library = folder / "shares.cpp", folder / "shares.so"
     source.write_text("#include <locale>\nstd::locale made() { return std::locale(); }\n")
-    for compiler in filter(shutil.which, (os.environ.get("CXX", "g++"), "g++", "c++")):
+    named = os.environ.get("CXX", "g++")
+    for compiler in filter(shutil.which, (named, "g++", "c++")):
         made = subprocess.run([compiler, "-shared", "-fPIC", str(source), "-o", str(library)], check=False)
         if made.returncode == 0 and b"libstdc++.so" in library.read_bytes():
-            monkeypatch.setenv("CXX", compiler)
-            monkeypatch.setattr(config.cpp, "cxx", (None, compiler))
-            return
+            return compiler
+    return named
 
 
 @pytest.mark.parametrize(
@@ -128,14 +126,16 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     from torch._inductor import cpu_vec_isa  # late: it takes a second
 
     monkeypatch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
-    take_a_compiler_that_shares(tmp_path, monkeypatch)
+    compiler = sharing_compiler(tmp_path)
+    monkeypatch.setenv("CXX", compiler)  # for the example
+    configs = {**QUICK, "cpp.cxx": (None, compiler)}
     if device == "cuda" and not has_cuda_headers():
         pytest.skip("AOTInductor needs the headers of the CUDA toolkit")
     calls, package, given = Calls(OPS), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
     inputs = [[t for op in OPS for t in make_inputs(op, (m, 3), device=device)] for m in (5, 2, 9)]
     torch.save(inputs, given)  # before the export, which leaves marks on them
     program = torch.export.export(calls, tuple(inputs[0]), dynamic_shapes=dynamic(OPS))
-    torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=QUICK)
+    torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=configs)
     embeds = Path(sysconfig.get_config_var("LIBDIR"), f"libpython{sysconfig.get_config_var('LDVERSION')}.so").exists()
     if embeds:
         subprocess.run([sys.executable, str(EXAMPLE / "build.py"), str(tmp_path / "run")], check=True)
