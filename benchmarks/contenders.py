@@ -118,10 +118,10 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         classes = torch.arange(x.shape[-1], device=x.device)
         return ((logs.exp() - (classes == target[..., None]).float()) * dloss[..., None]).to(x.dtype), loss
 
-    def silu_mul_again(gate: torch.Tensor, up: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        g, u, d = gate.float(), up.float(), dout.float()
+    def swiglu_again(x: torch.Tensor, dout: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        (g, u), d = x.float().chunk(2, -1), dout.float()
         s = torch.sigmoid(g)
-        return tuple(t.to(gate.dtype) for t in (d * u * s * (1 + g * (1 - s)), d * g * s, g * s * u))
+        return torch.cat([d * u * s * (1 + g * (1 - s)), d * g * s], -1).to(x.dtype), (g * s * u).to(x.dtype)
 
     def adamw(
         param: torch.Tensor, grad: torch.Tensor, mean: torch.Tensor, square: torch.Tensor, *numbers: torch.Tensor
@@ -135,7 +135,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
 
     return {
         "cross_entropy_step": cross_entropy_step,
-        "silu_mul_again": silu_mul_again,
+        "swiglu_again": swiglu_again,
         "adamw": adamw,
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,
@@ -320,9 +320,9 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         loss, pull = jax.vjp(lambda x: cross_entropy(x, target), x)
         return pull(dloss)[0], loss
 
-    def silu_mul_again(gate: Any, up: Any, dout: Any) -> tuple[Any, Any, Any]:
-        out, pull = jax.vjp(silu_mul, gate, up)
-        return *pull(dout), out
+    def swiglu_again(x: Any, dout: Any) -> tuple[Any, Any]:
+        out, pull = jax.vjp(lambda x: silu_mul(*jnp.split(x, 2, -1)), x)
+        return pull(dout)[0], out
 
     def adamw(param: Any, grad: Any, mean: Any, square: Any, *numbers: Any) -> tuple[Any, Any, Any]:
         p, g, m, v = (a.astype(jnp.float32) for a in (param, grad, mean, square))
@@ -334,7 +334,7 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
 
     function = {
         "cross_entropy_step": cross_entropy_step,
-        "silu_mul_again": silu_mul_again,
+        "swiglu_again": swiglu_again,
         "adamw": adamw,
         "rmsnorm": rmsnorm,
         "add_rmsnorm": add_rmsnorm,

@@ -262,7 +262,7 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         Problem("softmax", 8192, 50257), Problem("softmax", 16384, 4096, dtype="float32"), Problem("softmax", 64, 4096),
     ),
     "cross_entropy_step": (Problem("cross_entropy_step", 16384, 8192), Problem("cross_entropy_step", 2048, 128256)),
-    "silu_mul_again": (Problem("silu_mul_again", 16384, 8192),),
+    "swiglu_again": (Problem("swiglu_again", 16384, 8192),),
     "adamw": tuple(Problem("adamw", 16384, 8192, weight=w, attrs=(("eps", 0.1),)) for w in (None, "float32")),
     "log_softmax": (Problem("log_softmax", 16384, 8192), Problem("log_softmax", 4096, 131072)),
     "sum": (Problem("sum", 16384, 8192), Problem("sum", 32768, 1024), Problem("sum", 64, 4096)),

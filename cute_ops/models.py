@@ -63,10 +63,9 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
         for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
             yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train)
             if train and gated == "silu_mul":  # as one node with its products, between matrices
-                yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train, (ROWS,))
-                yield from _rows(
-                    "silu_mul_again", dict.fromkeys(("gate", "up", "dout"), size), dtype, {}, train, (ROWS,)
-                )
+                yield from _rows("swiglu", {"x": 2 * size}, dtype, {}, False, (ROWS,))
+                for name in ("swiglu_bwd", "swiglu_again"):
+                    yield from _rows(name, {"x": 2 * size, "dout": size}, dtype, {}, False, (ROWS,))
     # Of heads that are rotated in part the rest is cut off before.
     whole = config.get("partial_rotary_factor") in (None, 1.0)
     if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
@@ -89,9 +88,11 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                 inputs = {rotated: Array((1, positions, count, size), dtype), "cos": table, "sin": table}
                 yield Call(name, inputs, memory=memory)
     if train:  # of heads that are rotated as they come out of their projections
+        together = Array((1, ROWS, heads + (config.get("num_key_value_heads") or heads), size), dtype)
+        table = Array((ROWS, size // 2), dtype)
+        yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
         counts = {"dq": heads, "dk": config.get("num_key_value_heads") or heads}
         inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
-        table = Array((ROWS, size // 2), dtype)
         yield Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
 
 

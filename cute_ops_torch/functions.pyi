@@ -23,11 +23,11 @@ __all__ = [
     "rope_bwd_joined",
     "silu",
     "silu_mul",
-    "silu_mul_again",
     "silu_mul_fp8",
     "softmax",
     "sum",
     "swiglu",
+    "swiglu_again",
 ]
 
 def rmsnorm(
@@ -96,7 +96,7 @@ def add_rmsnorm_fp8(
     block: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def silu_mul_fp8(gate: Tensor, up: Tensor, block: int = 0) -> tuple[Tensor, Tensor]: ...
-def silu_mul_again(gate: Tensor, up: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+def swiglu_again(x: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]: ...
 def cross_entropy_step(
     logits: Tensor,
     target: Tensor,

@@ -2,10 +2,10 @@
 
 A gated MLP written as modules saves the product of gate and up for the gradient of the layer behind it, though it
 follows from gate and up, which are saved too; and autograd adds the two gradients of its input in a pass of their own.
-Here the backward makes the product again in the pass that it needs anyway, over the memory of its cotangent, and the
-second matrix product adds to the result of the first. Queries, keys and values are one layer's in the backward; where
-heads are rotated, the kernel that turns their gradients back lays them side by side. Where a norm reads a residual
-stream that goes on, its backward adds the stream's gradient.
+Here the backward makes the product again in the pass that it needs anyway, over the memory of its cotangent. Layers of
+one input (gate and up; queries, keys and values) are one layer in the backward and, where their weights lie side by
+side, in the forward, too. The kernel that turns the gradients of rotated heads back lays them side by side. Where a
+norm reads a residual stream that goes on, its backward adds the stream's gradient.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from typing import Any
 import torch
 
 from cute_ops_torch import functions
-from cute_ops_torch.autograd import _row_major, inplace_gradient, once
+from cute_ops_torch.autograd import _row_major, once
 from cute_ops_torch.registry import family
+from cute_ops_torch.side_by_side import as_one
 
 Tensor = torch.Tensor
 
@@ -30,37 +31,40 @@ def silu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 class _SiluMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        rows = x.reshape(-1, x.shape[-1])
-        g, u = rows @ gate.t(), rows @ up.t()
-        out = functions.silu_mul(g, u) @ down.t()
+        both = _products(x.reshape(-1, x.shape[-1]), (gate, up))
+        out = functions.swiglu(both) @ down.t()
         # Frozen weights need no x.
-        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, gate, up, down, g, u)
-        return out.view(*x.shape[:-1], down.shape[0])
+        ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, gate, up, down, both)
+        ctx.lead = x.shape[:-1]
+        return out.view(*ctx.lead, down.shape[0])
 
     @staticmethod
     @once("silu_mul in a gated MLP")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, g, u = ctx.saved_tensors
-        wanted_x, wanted_gate, wanted_up, wanted_down = ctx.needs_input_grad
-        lead, dout, ddown = dout.shape[:-1], dout.reshape(-1, down.shape[0]), None
-        if wanted_down:
-            dg, du, product = _again()(g, u, dout @ down)
+        x, gate, up, down, both = ctx.saved_tensors
+        dout, ddown = dout.reshape(-1, down.shape[0]), None
+        if ctx.needs_input_grad[3]:
+            dboth, product = _again(both, dout @ down)
             ddown = dout.t() @ product
             del product
         else:
-            dg, du = torch.ops.cute.silu_mul_bwd(g, u, dout @ down)
-        rows = None if x is None else x.reshape(-1, x.shape[-1])
-        dgate = dg.t() @ rows if wanted_gate else None
-        dup = du.t() @ rows if wanted_up else None
-        dx = (dg @ gate).addmm_(du, up).view(*lead, gate.shape[1]) if wanted_x else None
-        return dx, dgate, dup, ddown
+            dboth = torch.ops.cute.swiglu_bwd(both, dout @ down)
+        return *_of_one_layer(ctx, dboth, x, (gate, up)), ddown
 
 
-def _again() -> Any:
-    """Gradients and product, over the memory of what they are made of, unless another backward is to come."""
-    op, run, into = family("cute", "silu_mul_again")
-    keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
-    return run if keep else inplace_gradient(op, run, into)
+def _again(both: Tensor, dproduct: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradient and product, over the memory of what they are made of, unless another backward is to come."""
+    _, run, into = family("cute", "swiglu_again")
+    arguments = both, dproduct
+    # A thread stores where it has read, but not where vectors of a row's halves overlap its end.
+    whole = all(t.is_cuda and t.data_ptr() % 16 == 0 for t in arguments) and dproduct[:1].nbytes % 16 == 0
+    if not whole or not both.numel() or torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
+        return run(*arguments)  # type: ignore[no-any-return]
+    results = both.detach(), dproduct.detach()
+    into(*arguments, *results)
+    # Whoever else has saved this memory for a backward of his own gets autograd's error, not other numbers.
+    torch.autograd.graph.increment_version(results)
+    return results
 
 
 def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
@@ -88,13 +92,24 @@ class _Projections(torch.autograd.Function):
         return _of_one_layer(ctx, dout, x, weights)
 
 
-def _of_one_layer(ctx: Any, dout: Tensor, x: Tensor | None, weights: list[Tensor]) -> tuple[Tensor | None, ...]:
+def _products(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``rows @ w.T`` for each weight, side by side."""
+    one = as_one(weights)
+    if one is not None:
+        return rows @ one.t()
+    out = rows.new_empty(rows.shape[0], sum(w.shape[0] for w in weights))
+    for weight, part in zip(weights, out.split([w.shape[0] for w in weights], -1), strict=True):
+        torch.mm(rows, weight.t(), out=part)
+    return out
+
+
+def _of_one_layer(ctx: Any, dout: Tensor, x: Tensor | None, weights: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
     """Gradients of an input and of the weights that it met, whose outputs' gradients lie side by side.
 
-    As those of one layer: its products take less time than three and two sums.
+    As those of one layer: its products take less time than those of each and sums.
     """
     wanted_x, *wanted = ctx.needs_input_grad[: 1 + len(weights)]
-    dx = (dout @ torch.cat(weights)).view(*ctx.lead, weights[0].shape[1]) if wanted_x else None
+    dx = _back(dout, weights).view(*ctx.lead, weights[0].shape[1]) if wanted_x else None
     dweights: list[Tensor | None] = [None] * len(weights)
     if x is not None:
         rows, sizes = x.reshape(-1, x.shape[-1]), [w.shape[0] for w in weights]
@@ -103,6 +118,21 @@ def _of_one_layer(ctx: Any, dout: Tensor, x: Tensor | None, weights: list[Tensor
         else:
             dweights = [d.t() @ rows if w else None for d, w in zip(dout.split(sizes, -1), wanted, strict=True)]
     return dx, *dweights
+
+
+def _back(dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
+    """``sum(d @ w)`` over weights and their columns of ``dout``."""
+    one, (first, *others) = as_one(weights), weights
+    # To copy weights moves twice their elements, to add to a result twice its own.
+    if one is None and sum(w.numel() for w in weights) < dout.shape[0] * first.shape[1] * len(others):
+        one = torch.cat(list(weights))
+    if one is not None:
+        return dout @ one
+    start, *rest = dout.split([w.shape[0] for w in weights], -1)
+    result = start @ first
+    for part, weight in zip(rest, others, strict=True):
+        result.addmm_(part, weight)
+    return result
 
 
 def rotated_projections(
@@ -124,7 +154,8 @@ class _RotatedProjections(torch.autograd.Function):
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:4]) else None, *weights, cos, sin)
         ctx.lead = x.shape[:-1]
         shape = (*x.shape[:-1], -1, headdim)
-        q, k = (functions.rope((rows @ w.t()).view(shape), cos, sin) for w in weights[:2])
+        turned = functions.rope(_products(rows, weights[:2]).view(shape), cos, sin)
+        q, k = turned.split([w.shape[0] // headdim for w in weights[:2]], -2)
         return q, k, (rows @ weights[2].t()).view(shape)
 
     @staticmethod

@@ -37,12 +37,14 @@ class Form(NamedTuple):
         fits: ``fits(module, model)``: is the module of this form?
         forward: the new ``forward`` for a class of modules.
         unused: the name of a submodule that the new ``forward`` does not call.
+        together: ``together(module)``: names of linear layers that it runs as one where weights lie side by side.
     """
 
     op: str
     fits: Callable[[nn.Module, nn.Module], bool]
     forward: Callable[[type[nn.Module]], Callable[..., Any]]
     unused: str = ""
+    together: Callable[[nn.Module], tuple[str, ...]] = lambda module: ()
 
 
 @cache
@@ -72,13 +74,14 @@ def _form(
     ours: Callable[..., Any],
     also: Callable[[nn.Module], bool] = lambda module: True,
     unused: str = "",
+    together: tuple[str, ...] = (),
 ) -> Form:
     """The form of modules whose ``forward`` is written like this."""
 
     def fits(module: nn.Module, model: nn.Module) -> bool:
         return written(type(module).forward) == digest and also(module)
 
-    return Form(op, fits, lambda original: ours, unused)
+    return Form(op, fits, lambda original: ours, unused, lambda module: together)
 
 
 def _hooked(module: nn.Module) -> bool:
@@ -693,11 +696,11 @@ FORMS = (
     Form("layernorm", _is_layer_norm, lambda original: _layer_norm),
     Form("embedding", _is_embedding, lambda original: _embedding),
     _form("embedding", _SCALED_EMBEDDING, _scaled_embedding, _is_scaled_embedding),
-    _form("silu_mul", _MLP, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn"),
+    _form("silu_mul", _MLP, _silu_mlp, lambda m: _is_silu(m.act_fn), "act_fn", ("gate_proj", "up_proj")),
     *_gelus("tanh"),
     *_gelus("none"),
     _form("add_rmsnorm", _LAYER, _layer, _llama_norm_follows),
-    Form("rope", _rotates, _rotating),
+    Form("rope", _rotates, _rotating, together=lambda m: _PROJECTIONS if _projects(type(m).forward) else ()),
     Form("attention_mask", _counts_positions, _counting),
     Form("linear_cross_entropy", _next_token_loss, _causal_lm),
 )

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from torch import nn
 
 from cute_ops_torch.hugging_face import ATTENTION, FORMS, Form
+from cute_ops_torch.side_by_side import lay_side_by_side
 
 
 class Replaced(NamedTuple):
@@ -31,7 +32,9 @@ def patch(model: nn.Module) -> list[Replaced]:
     """Run a model's embeddings, norms, gated MLPs, rotary embeddings, eager attention's softmax and next-token loss on
     cute ops, in place.
 
-    Parameters and state dict stay as they are; :func:`unpatch` undoes it. To pickle the whole model (not its
+    Parameters and state dict stay as they are; :func:`unpatch` undoes it. On a GPU, weights that meet the same input
+    (gate and up; queries, keys and values) move in memory, to lie side by side: patch before CUDA graphs are captured,
+    and after the model is where and in what dtype it is to train. To pickle the whole model (not its
     state dict), unpatch it first. Where a causal language model is in training mode and is given ``labels``, it
     computes the loss straight from the hidden states and returns ``logits=None``: they never exist.
 
@@ -57,6 +60,7 @@ def patch(model: nn.Module) -> list[Replaced]:
     unused = {f"{name}.{form.unused}" for name, _, form in found if form.unused}
     found = [each for each in found if each[0] not in unused]
     for _, module, form in reversed(found):  # an attention's softmax first: the other form wraps what that is bound to
+        _lay_together(module, form)
         module.__class__ = _subclass(type(module), form)  # type: ignore[assignment, arg-type]
     return [Replaced(name, form.op) for name, _, form in found]
 
@@ -72,6 +76,13 @@ def unpatch(model: nn.Module) -> None:
         raise ValueError(f"cute_ops_torch.unpatch: {type(model).__name__} is not patched")
     for module in patched:
         module.__class__ = type(module)._cute_original  # type: ignore[attr-defined]
+
+
+def _lay_together(module: nn.Module, form: Form) -> None:
+    """Weights that meet the same input, on a GPU: one product instead of several then needs no copy of them."""
+    layers = [getattr(module, name) for name in form.together(module)]
+    if layers and all(type(layer) is nn.Linear and layer.weight.is_cuda for layer in layers):
+        lay_side_by_side([layer.weight for layer in layers])
 
 
 def _forms_of(module: nn.Module, model: nn.Module) -> list[Form]:

@@ -89,17 +89,6 @@ class GatedBackward:
         self.form((mGate, mUp, mDout), (mDgate, mDup), stream)
 
 
-class GatedAgain:
-    """Both gradients of :class:`Gated`, and its output once more."""
-
-    def __init__(self, variant, activation):
-        self.form = Pointwise(variant, ("gate", "up", "dout"), ("dgate", "dup", "out"), gated_again(activation))
-
-    @cute.jit
-    def __call__(self, mGate, mUp, mDout, mDgate, mDup, mOut, stream):
-        self.form((mGate, mUp, mDout), (mDgate, mDup, mOut), stream)
-
-
 class Packed:
     """``out = activation(x[:n]) * x[n:]`` of rows of ``2n``."""
 
@@ -120,3 +109,14 @@ class PackedBackward:
     @cute.jit
     def __call__(self, mX, mDout, mDx, stream):
         self.form((mX, mX, mDout), (mDx, mDx), stream)
+
+
+class PackedAgain:
+    """Both gradients of :class:`Packed`, as :class:`PackedBackward` has them, and its output once more."""
+
+    def __init__(self, variant, activation):
+        self.form = Pointwise(variant, (*PACKED, "dout"), (*DPACKED, "out"), gated_again(activation))
+
+    @cute.jit
+    def __call__(self, mX, mDout, mDx, mOut, stream):
+        self.form((mX, mX, mDout), (mDx, mDx, mOut), stream)

@@ -1,7 +1,7 @@
 """Gated products of packed rows."""
 
 from cute_ops.kernels._activations import GELU, silu
-from cute_ops.kernels._gated import Packed, PackedBackward
+from cute_ops.kernels._gated import Packed, PackedAgain, PackedBackward
 
 
 class SwiGLU(Packed):
@@ -10,6 +10,11 @@ class SwiGLU(Packed):
 
 
 class SwiGLUBackward(PackedBackward):
+    def __init__(self, variant):
+        super().__init__(variant, silu)
+
+
+class SwiGLUAgain(PackedAgain):
     def __init__(self, variant):
         super().__init__(variant, silu)
 

@@ -1,7 +1,7 @@
 """SiLU-gated product kernels."""
 
 from cute_ops.kernels._activations import silu
-from cute_ops.kernels._gated import Gated, GatedAgain, GatedBackward
+from cute_ops.kernels._gated import Gated, GatedBackward
 
 
 class SiluMul(Gated):
@@ -10,10 +10,5 @@ class SiluMul(Gated):
 
 
 class SiluMulBackward(GatedBackward):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
-
-
-class SiluMulAgain(GatedAgain):
     def __init__(self, variant):
         super().__init__(variant, silu)

@@ -10,7 +10,7 @@ from cute_ops.ops.add_rmsnorm_fp8 import add_rmsnorm_fp8
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_step
 from cute_ops.ops.embedding import sorted_embedding_bwd
 from cute_ops.ops.gelu_mul import gelu_mul
-from cute_ops.ops.glu import geglu, swiglu
+from cute_ops.ops.glu import geglu, swiglu, swiglu_again
 from cute_ops.ops.layernorm import layernorm
 from cute_ops.ops.qk_norm_rope import qk_norm_rope
 from cute_ops.ops.quantize_fp8 import quantize_fp8
@@ -19,7 +19,7 @@ from cute_ops.ops.rmsnorm_fp8 import rmsnorm_fp8
 from cute_ops.ops.rope import rope, rope_bwd_joined
 from cute_ops.ops.row_sums import row_mean, row_sum
 from cute_ops.ops.scale import scale
-from cute_ops.ops.silu_mul import silu_mul, silu_mul_again
+from cute_ops.ops.silu_mul import silu_mul
 from cute_ops.ops.silu_mul_fp8 import silu_mul_fp8
 from cute_ops.ops.softmax import log_softmax, softmax
 
@@ -27,6 +27,6 @@ OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
     cross_entropy, softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
-    silu_mul_again, cross_entropy_step, adamw, rope_bwd_joined,
+    swiglu_again, cross_entropy_step, adamw, rope_bwd_joined,
 )  # fmt: skip
 PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd)

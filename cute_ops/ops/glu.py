@@ -57,6 +57,10 @@ def _swiglu_bwd(xp: Any, x: Any, dout: Any) -> tuple[Any]:
     return (xp.astype(xp.concat([dy * up * slope, dy * y], axis=-1), x.dtype),)
 
 
+def _swiglu_again(xp: Any, x: Any, dout: Any) -> tuple[Any, Any]:
+    return *_swiglu_bwd(xp, x, dout), _swiglu(xp, x)
+
+
 def _geglu(xp: Any, x: Any, *, approximate: str) -> Any:
     gate, up = _halves(widen(xp, x)[0])
     return xp.astype(gelu(xp, gate, approximate)[0] * up, x.dtype)
@@ -129,4 +133,36 @@ geglu = Op(
         attributes="\n        approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.",
         errors=", another ``approximate``",
     ),
+)
+
+swiglu_again = Op(
+    "swiglu_again",
+    inputs={"x": X, "dout": OUT},
+    outputs={"dx": X, "out": OUT},
+    dtypes={"T": FLOATS},
+    reference=_swiglu_again,
+    kernel="cute_ops.kernels.glu:SwiGLUAgain",
+    tile=pointwise_halves,
+    tuning=POINTWISE,
+    cases=SWIGLU_CASES,
+    doc="""Gradient of :func:`swiglu`, and its output again.
+
+    ``dx`` as :func:`swiglu_bwd`, ``out = gate * sigmoid(gate) * up`` with ``gate, up = x[..., :n], x[..., n:]``
+
+    For a backward that needs the output, as that of the linear layer behind it does: the forward then need not keep it.
+    The bits are those of the two ops.
+
+    Args:
+        x: ``T[*m 2n]``, gate then up; float32, float16 or bfloat16; any leading shape, any row stride.
+        dout: ``T[*m n]``, the cotangent of the output.
+
+    Returns:
+        ``(dx, out)``: ``T[*m 2n]`` and ``T[*m n]``, compact. Computed in float32, rounded once. Not differentiable.
+
+    Raises:
+        TypeError: a dtype that is not listed, or two different ones.
+        ValueError: shapes that do not fit, a last dim that is odd or not contiguous.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """,
 )

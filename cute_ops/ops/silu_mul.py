@@ -32,10 +32,6 @@ def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
     return xp.astype(dy * u * slope, gate.dtype), xp.astype(dy * y, up.dtype)
 
 
-def reference_again(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any, Any]:
-    return *reference_bwd(xp, gate, up, dout), reference(xp, gate, up)
-
-
 ROWS = Tensor("*m n", "T")
 COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS}, "parallel": ("n",), "tile": pointwise, "tuning": POINTWISE}
 
@@ -72,41 +68,6 @@ silu_mul = Op(
 
     Returns:
         ``T[*m n]``, compact. Computed in float32, rounded once.
-
-    Raises:
-        TypeError: a dtype that is not listed, or two different ones.
-        ValueError: shapes that do not fit, a last dim that is not contiguous.
-
-    Source: Shazeer, GLU Variants Improve Transformer, 2020.
-    """,
-)
-
-silu_mul_again = Op(
-    "silu_mul_again",
-    inputs={"gate": ROWS, "up": ROWS, "dout": ROWS},
-    outputs={
-        "dgate": Tensor("*m n", "T", reuses="gate"),
-        "dup": Tensor("*m n", "T", reuses="up"),
-        "out": Tensor("*m n", "T", reuses="dout"),
-    },
-    **COMMON,
-    reference=reference_again,
-    kernel="cute_ops.kernels.silu_mul:SiluMulAgain",
-    cases=CASES[2:6],
-    doc="""Gradients of :func:`silu_mul`, and its output again.
-
-    ``dgate`` and ``dup`` as :func:`silu_mul_bwd`, ``out = gate * sigmoid(gate) * up``
-
-    For a backward that needs the output, as that of the linear layer behind it does: the forward then need not keep it.
-    The bits are those of the two ops.
-
-    Args:
-        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
-        up: ``T[*m n]``.
-        dout: ``T[*m n]``, the cotangent of the output.
-
-    Returns:
-        ``(dgate, dup, out)``: ``T[*m n]``, compact. Computed in float32, rounded once. Not differentiable.
 
     Raises:
         TypeError: a dtype that is not listed, or two different ones.

@@ -6,6 +6,7 @@ import copy
 import sys
 from collections import Counter
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ import cute_ops_torch
 from cute_ops import Op, declarations, manifest
 from cute_ops.models import calls_of_model
 from cute_ops.target import Target, parse
-from cute_ops_torch import handed_on
+from cute_ops_torch import handed_on, side_by_side
 from cute_ops_torch.registry import family
 from cute_ops_torch.tensors import bind_tensors, memory
 
@@ -87,8 +88,9 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "linear_cross_entropy"), ("model", "attention_mask"), ("model.embed_tokens", "embedding"),
         *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
     ]  # fmt: skip
-    # Twice: with labels, where a sum and the norm of it are one also between layers, and for the logits.
-    assert calls == {"rmsnorm": 4, "add_rmsnorm": 6, "silu_mul": 4, "rope": 8}
+    # Twice: with labels, where a sum and the norm of it are one also between layers, and gate and up, queries and keys
+    # are halves of one product; and for the logits.
+    assert calls == {"rmsnorm": 4, "add_rmsnorm": 6, "swiglu": 2, "silu_mul": 2, "rope": 2 + 4}
     with pytest.raises(ValueError, match=r"cute_ops_torch\.patch: LlamaForCausalLM is patched already"):
         cute_ops_torch.patch(model)
     cute_ops_torch.unpatch(model)
@@ -321,16 +323,91 @@ def test_positions_that_the_model_counts_are_not_looked_at(kind: str) -> None:
     assert not torch.allclose(model(tokens, position_ids=packed).logits, model(tokens).logits, atol=1e-3)
 
 
-def test_the_backward_of_a_patched_layer_runs_fewer_products() -> None:
-    model, tokens = llama(num_hidden_layers=1), torch.randint(0, 97, (2, 19))
-    # Two a linear layer; then queries, keys and values are one, and gate and up add their gradients of the input.
-    for products, added in ((14, 0), (10, 1)):
-        hidden = model.model(tokens).last_hidden_state.square().sum()
-        with Counts() as counts:
-            hidden.backward()
-        assert (counts.of["aten::mm"] + counts.of["aten::addmm_"], counts.of["aten::addmm_"]) == (products, added)
-        if not added:
-            cute_ops_torch.patch(model)
+def lay_side_by_side(model: nn.Module) -> None:
+    """What patching does on a GPU."""
+    for layer in model.model.layers:
+        for parent, names in ((layer.mlp, ("gate_proj", "up_proj")), (layer.self_attn, ("q_proj", "k_proj", "v_proj"))):
+            side_by_side.lay_side_by_side([getattr(parent, name).weight for name in names])
+
+
+def test_a_patched_layer_runs_fewer_products() -> None:
+    """Two a linear layer in the backward; of layers of one input those of one, or sums or copies in their place."""
+    model = llama(num_hidden_layers=1)
+
+    def count(rows: int) -> tuple[int, ...]:
+        tokens = torch.randint(0, 97, (1, rows))
+        with torch.profiler.profile() as forward:
+            loss = model.model(tokens).last_hidden_state.square().sum()
+        with Counts() as back:
+            loss.backward()
+        products = sum(event.name == "aten::mm" for event in forward.events())
+        return products, *(back.of[name] for name in ("aten::mm", "aten::addmm_", "aten::cat"))
+
+    assert count(19) == (7, 14, 0, 0)
+    cute_ops_torch.patch(model)
+    assert count(19) == (7, 8, 3, 0) and count(201) == (7, 8, 0, 2)
+    lay_side_by_side(model)
+    assert count(19) == count(201) == (5, 8, 0, 0)
+    model.double().float()  # somebody moves them again
+    assert count(201) == (7, 8, 0, 2)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
+def test_weights_that_lie_side_by_side(kind: str, tmp_path: Path) -> None:
+    model, tokens = llama(kind), torch.randint(0, 97, (2, 19))
+    cute_ops_torch.patch(model)
+    parameters, state = list(model.parameters()), {n: t.clone() for n, t in model.state_dict().items()}
+    expected = gradients(model, tokens)
+    model.zero_grad()
+    lay_side_by_side(model)
+    assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
+    for name, gradient in gradients(model, tokens).items():
+        torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
+    model.save_pretrained(tmp_path)
+    for again in (type(model).from_pretrained(tmp_path), copy.deepcopy(model)):
+        assert all(torch.equal(t, state[name]) for name, t in again.state_dict().items())
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    for name, p in model.named_parameters():  # none has changed another one
+        torch.testing.assert_close(p.data, state[name] - expected[name], rtol=1e-4, atol=1e-5)
+
+
+def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
+    def two() -> list[nn.Parameter]:
+        return [nn.Parameter(torch.randn(rows, 4)) for rows in (3, 5)]
+
+    weights, (a, b) = two(), two()
+    side_by_side.lay_side_by_side(weights)
+    one = side_by_side.as_one(weights)
+    assert one is not None and torch.equal(one, torch.cat(weights)) and side_by_side.as_one(weights[::-1]) is None
+    view, whole = a.detach(), torch.randn(20, 4)
+    parts = [nn.Parameter(whole[:3]), nn.Parameter(whole[7:])]
+    shared, wide = two(), [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5, 6))]
+    shared[0].share_memory_()
+    turned, double = [nn.Parameter(torch.randn(4, 5).t()), *two()], [a, nn.Parameter(b.double())]
+    for kept in ([a, b], parts, shared, wide, turned, double):
+        places = [w.data_ptr() for w in kept]
+        side_by_side.lay_side_by_side(kept)
+        assert [w.data_ptr() for w in kept] == places and side_by_side.as_one(kept) is None
+    assert view.data_ptr() == a.data_ptr()
+    chance = torch.randn(8, 4)  # neighbours, but not of one storage
+    pair = [
+        torch.frombuffer(chance.numpy().data, dtype=torch.float32, count=n, offset=o) for n, o in ((12, 0), (20, 48))
+    ]
+    assert side_by_side.as_one([t.view(-1, 4) for t in pair]) is None
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_patching_lays_weights_side_by_side() -> None:
+    tokens = torch.randint(0, 97, (2, 200)).cuda()
+    plain = llama(num_hidden_layers=1).cuda().bfloat16()
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    for parent, names in ((model.model.layers[0].mlp, ["gate_proj", "up_proj"]),
+                          (model.model.layers[0].self_attn, ["q_proj", "k_proj", "v_proj"])):  # fmt: skip
+        assert side_by_side.as_one([getattr(parent, name).weight for name in names]) is not None
+    expected, got = gradients(plain.float(), tokens), gradients(model, tokens)
+    for name, e in expected.items():
+        assert (got[name] - e).norm() <= 0.03 * e.norm(), name
 
 
 def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor | None]:
@@ -356,12 +433,12 @@ def test_gradients_of_heads_come_joined_from_the_rotation(
         cute_ops_torch.patching._subclass.cache_clear()
         cute_ops_torch.patch(apart)
     cute_ops_torch.patching._subclass.cache_clear()
-    for model, back, copies in ((joined, {"joined": 2, "bwd": 0}, 2), (apart, {"joined": 0, "bwd": 4}, 4)):
+    for model, back, copies in ((joined, {"joined": 2, "bwd": 0}, 0), (apart, {"joined": 0, "bwd": 4}, 2)):
         loss = model(tokens, labels=tokens).loss
         with Counts() as counts:
             loss.backward()
         assert {"joined": counts.of["cute::rope_bwd_joined"], "bwd": counts.of["cute::rope_bwd"]} == back
-        assert counts.of["aten::cat"] == copies  # of the weights, and of gradients
+        assert counts.of["aten::cat"] == copies  # of gradients
     expected, got = gradients(apart, tokens), gradients(joined, tokens)
     for name, e in expected.items():
         assert (e is None) == (got[name] is None) == bool(frozen and frozen in name), name
