@@ -51,24 +51,14 @@ def autograd_kernel(
         plain: the dispatch keys of a call that nothing watches; tests run stand-ins on the CPU.
     """
     fill, get, arity = filler(op), direct.table.get, len(op.inputs)
+    apply: Call | None = None
 
-    def run(*args: Any) -> Any:
-        """What happens below autograd."""
-        keys = dispatch_keys(args[:arity]) & _C._after_autograd_keyset
-        with _C._AutoDispatchBelowAutograd():
-            return overload.redispatch(keys, *args)
+    def node(run: Call, *args: Any) -> Any:
+        nonlocal apply
+        apply = apply or graph_node(op, gradient()).apply
+        return apply(run, *fill(args))
 
-    def run_in_node(*args: Any) -> Any:
-        if not _C._are_functorch_transforms_active():
-            return run(*args)
-        # A Function's forward turns both kinds of gradient off; functorch's outer levels still want theirs.
-        with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-            return run(*args)
-
-    def node(*args: Any) -> Any:
-        nonlocal node
-        node = graph_node(op, run_in_node, gradient()).apply  # type: ignore[assignment]
-        return node(*args)
+    dispatched = dispatching_kernel(op, overload, lambda *args: fill(args)[:arity], node)
 
     def kernel(*args: Any) -> Any:
         try:
@@ -79,18 +69,44 @@ def autograd_kernel(
         return otherwise(*args) if out is None else out
 
     def otherwise(*args: Any) -> Any:
-        if forward_ad._current_level >= 0:
-            refuse_tangents(op, fill(args))
-        elif dispatch_keys(args[:arity]).raw_repr() == plain:
+        keys = dispatch_keys(args[:arity])
+        if keys.raw_repr() == plain and forward_ad._current_level < 0:
             return direct.learn(*args)
+        return dispatched(keys, *args)
+
+    return kernel
+
+
+def dispatching_kernel(op: Op, overload: Any, inputs: Call, node: Call) -> Call:
+    """The Autograd kernel of an op whose calls all go on in the dispatcher: ``kernel(keys, *args)``.
+
+    Args:
+        op: the declaration.
+        overload: the registered op.
+        inputs: ``inputs(*args)`` are the declaration's, as far as a tangent may be theirs.
+        node: a Function's ``apply``: ``node(run, *args)`` calls ``run`` with the same, which goes on below autograd.
+    """
+
+    def kernel(keys: Any, *args: Any) -> Any:
+        def run(*args: Any) -> Any:
+            with _C._AutoDispatchBelowAutograd():
+                return overload.redispatch(keys & _C._after_autograd_keyset, *args)
+
+        def run_in_transform(*args: Any) -> Any:
+            # A Function's forward turns both kinds of gradient off; functorch's outer levels still want theirs.
+            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+                return run(*args)
+
+        if forward_ad._current_level >= 0:
+            refuse_tangents(op, inputs(*args))
         if not (_is_grad_enabled() and _any_requires_grad(*args)):
             return run(*args)
         if not _C._are_functorch_transforms_active():
-            return node(*fill(args))
+            return node(run, *args)
         # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
         # on that level is right here, but torch wants to be told.
         with enable_single_level_autograd_function():
-            return node(*fill(args))
+            return node(run_in_transform, *args)
 
     return kernel
 
@@ -98,7 +114,8 @@ def autograd_kernel(
 def dispatch_keys(tensors: Sequence[Any]) -> Any:
     """The dispatch keys of a call with these inputs, as the dispatcher finds them.
 
-    A kernel may have them handed to it, but wrapping them for Python costs every call 5% of its host time.
+    A kernel may have them handed to it, but wrapping them for Python costs every call 5% of its host time: too much
+    where most calls have no use for them, less than this where all do.
     """
     keys = _C._dispatch_tls_local_include_set()
     for tensor in tensors:
@@ -107,20 +124,19 @@ def dispatch_keys(tensors: Sequence[Any]) -> Any:
     return keys - _C._dispatch_tls_local_exclude_set() - _FALL_THROUGH
 
 
-def refuse_tangents(op: Op, args: tuple[Any, ...]) -> None:
+def refuse_tangents(op: Op, tensors: Sequence[Any]) -> None:
     """Raise where an input carries a forward-mode tangent, which would silently be dropped."""
-    tensors = args[: len(op.inputs)]
     if any(t is not None and forward_ad.unpack_dual(t).tangent is not None for t in tensors):
         problem = "forward-mode AD (jvp) is not supported; reverse mode is."
         raise NotImplementedError(message(op, problem, arrays(op, tensors)))
 
 
-def graph_node(op: Op, run: Call, gradient: Call | None) -> Any:
-    """The autograd Function of an op: ``apply(*inputs, *attributes)`` calls ``run`` with the same."""
+def graph_node(op: Op, gradient: Call | None) -> Any:
+    """The autograd Function of an op: ``apply(run, *inputs, *attributes)`` calls ``run`` with the same."""
     if op.grad is None or gradient is None:
-        return _function(op, _without_gradient(op, run))
+        return _function(op, _without_gradient(op))
     names = [*op.inputs, *op.attrs]
-    return _function(op, _with_gradient(op, gradient, names, f"_run({', '.join(names)})", _run=run))
+    return _function(op, _with_gradient(op, gradient, ["_run", *names], f"_run({', '.join(names)})"))
 
 
 def node_of(op: Op, gradient: Call, given: Sequence[str], attrs: Sequence[Any]) -> Any:
@@ -265,10 +281,10 @@ def _row_major(cotangent: torch.Tensor) -> torch.Tensor:
     return cotangent if cotangent.ndim == 0 or cotangent.stride(-1) == 1 else cotangent.contiguous()
 
 
-def _without_gradient(op: Op, run: Call) -> dict[str, Call]:
+def _without_gradient(op: Op) -> dict[str, Call]:
     """Runs, and raises when differentiated. Backward ops are such ops: there is no double backward."""
 
-    def forward(ctx: Any, *args: Any) -> Any:
+    def forward(ctx: Any, run: Call, *args: Any) -> Any:
         ctx.given = arrays(op, args[: len(op.inputs)])
         return run(*args)
 

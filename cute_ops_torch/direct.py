@@ -102,8 +102,8 @@ def _learner(direct: Direct) -> Call:
         if not (torch.is_grad_enabled() and torch._C._any_requires_grad(*args)):
             return cuda.launch(*args)
         if node is None:
-            node = graph_node(op, cuda.launch, gradient).apply
-        return node(*args)
+            node = graph_node(op, gradient).apply
+        return node(cuda.launch, *args)
 
     source = _SOURCE.format(
         parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)), tensors=", ".join(op.inputs),

@@ -10,20 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function
-from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
 from cute_ops import embedding as declared
 from cute_ops.errors import message
-from cute_ops.op import Op
-from cute_ops_torch.autograd import refuse_tangents, without_gradient_text
+from cute_ops_torch.autograd import dispatching_kernel, without_gradient_text
 from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
 from cute_ops_torch.tensors import arrays, bind_tensors
 
 Tensor = torch.Tensor
-_C = torch._C
 library = torch.library.Library("cute", "FRAGMENT")
 
 
@@ -97,7 +93,9 @@ def _fake_gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int =
 
 class _Rows(_SingleLevelFunction):
     @staticmethod
-    def forward(ctx: Any, run: Callable[..., Tensor], index: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+    def forward(
+        ctx: Any, run: Callable[..., Tensor], index: Tensor, weight: Tensor, padding_idx: int | None = None
+    ) -> Tensor:
         ctx.save_for_backward(index)
         ctx.classes, ctx.padding_idx = weight.shape[0], padding_idx
         return run(index, weight, padding_idx)
@@ -119,38 +117,6 @@ class _Gradient(_SingleLevelFunction):
     def backward(ctx: Any, *_: Any) -> None:
         op = declared.embedding_bwd
         raise NotImplementedError(message(op, without_gradient_text(op), ctx.given))
-
-
-def _autograd(op: Op, overload: Any, node: Any, inputs: Callable[..., Any]) -> Callable[..., Any]:
-    """The kernel for torch's Autograd dispatch keys, as :mod:`cute_ops_torch.autograd` makes them of declarations.
-
-    ``inputs``: the declaration's, from the arguments.
-    """
-    defaults = [a.default_value for a in overload._schema.arguments if a.has_default_value()]
-    arity = len(overload._schema.arguments)
-
-    def kernel(keyset: Any, *args: Any) -> Any:
-        def run(*args: Any) -> Any:
-            with _C._AutoDispatchBelowAutograd():
-                return overload.redispatch(keyset & _C._after_autograd_keyset, *args)
-
-        args = (*args, *defaults[len(defaults) - (arity - len(args)) :][: arity - len(args)])
-        if forward_ad._current_level >= 0:
-            refuse_tangents(op, inputs(*args))
-        if not (torch.is_grad_enabled() and any(isinstance(a, Tensor) and a.requires_grad for a in args)):
-            return run(*args)
-        if not _C._are_functorch_transforms_active():
-            return node.apply(run, *args)
-
-        def run_in_node(*args: Any) -> Any:
-            # As there: a Function's forward turns off what functorch's outer levels still want.
-            with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                return run(*args)
-
-        with enable_single_level_autograd_function():
-            return node.apply(run_in_node, *args)
-
-    return kernel
 
 
 # --- vmap ----------------------------------------------------------------------------------------------------------
@@ -190,7 +156,7 @@ def _register() -> None:
     rows = "(Tensor index, Tensor weight, int? padding_idx=None) -> Tensor"
     gradient = "(Tensor dout, Tensor index, SymInt classes, int padding_idx=-1) -> Tensor"
     for op, schema, run, fake, vmap, node, inputs in (
-        (declared.embedding, rows, _rows, _fake_rows, _vmap_rows, _Rows, lambda i, w, _: (i, w)),
+        (declared.embedding, rows, _rows, _fake_rows, _vmap_rows, _Rows, lambda i, w, *_: (i, w)),
         (
             declared.embedding_bwd, gradient, _gradient, _fake_gradient, _vmap_gradient, _Gradient,
             lambda d, i, *_: (i, None, d),
@@ -199,7 +165,8 @@ def _register() -> None:
         library.define(op.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         library.impl(op.name, run, "CompositeExplicitAutograd")
         overload = getattr(torch.ops.cute, op.name).default
-        library.impl(op.name, _autograd(op, overload, node, inputs), "Autograd", with_keyset=True)
+        kernel = dispatching_kernel(op, overload, inputs, node.apply)  # type: ignore[union-attr]
+        library.impl(op.name, kernel, "Autograd", with_keyset=True)
         register_fake(library, op.name, fake)
         torch.library.register_vmap(f"cute::{op.name}", vmap, lib=library)
 

@@ -157,13 +157,13 @@ def make_inplace(op: Op, overload: Any, cuda: Launcher, gradient: Callable[..., 
     """
     assert op.grad is not None
     inplace = inplace_gradient(op.grad, gradient, into)
-    node, arity = graph_node(op, overload, inplace).apply, len(op.inputs)
+    node, arity = graph_node(op, inplace).apply, len(op.inputs)
 
     def elsewhere(*args: Any) -> Any:
         if torch.compiler.is_compiling() or watched():
             return overload(*args)
         exact = all(t is None or type(t) in EXACT for t in args[:arity])
-        return node(*args) if exact and torch.is_grad_enabled() else overload(*args)
+        return node(overload, *args) if exact and torch.is_grad_enabled() else overload(*args)
 
     return make_function(op, elsewhere, Direct(op, lambda: (cuda, inplace)), raw=True)
 
