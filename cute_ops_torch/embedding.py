@@ -15,6 +15,7 @@ from torch.autograd.function import _SingleLevelFunction
 from cute_ops import embedding as declared
 from cute_ops.errors import message
 from cute_ops_torch.autograd import dispatching_kernel, without_gradient_text
+from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
 from cute_ops_torch.tensors import arrays, bind_tensors
@@ -70,6 +71,10 @@ def _like_weight(dout: Tensor, classes: int) -> Tensor:
 
 def _gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
     bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), (padding_idx,))
+    return _checked_gradient(dout, index, classes, padding_idx)
+
+
+def _checked_gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int) -> Tensor:
     key = index.reshape(-1).to(torch.int32)
     rows = dout.reshape(len(key), dout.shape[-1])
     if rows.stride(-1) != 1:
@@ -103,8 +108,10 @@ class _Rows(_SingleLevelFunction):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Any, ...]:  # type: ignore[override]
         (index,) = ctx.saved_tensors
-        padding_idx = declared.padding(ctx.padding_idx, ctx.classes)
-        return None, None, torch.ops.cute.embedding_bwd(dout, index, ctx.classes, padding_idx), None
+        unwatched = type(dout) in EXACT and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or watched())
+        # Autograd's cotangents are of the rows that the forward has checked.
+        run = _checked_gradient if unwatched else torch.ops.cute.embedding_bwd
+        return None, None, run(dout, index, ctx.classes, declared.padding(ctx.padding_idx, ctx.classes)), None
 
 
 class _Gradient(_SingleLevelFunction):
