@@ -12,6 +12,19 @@ from cute_ops.op import Op, Tensor
 from cute_ops.ops.embedding import sorted_embedding_bwd
 
 _MOST = 2**31 - 2
+DOC = """Args:
+    index: int64 or int32 ``[*m]``: the class of each token.
+    weight: ``T[c n]``; float32, float16 or bfloat16.
+    padding_idx: a class that gets no gradient; a negative one counts from the end.
+
+Returns:
+    ``T[*m n]``. The weight's gradient is dense and written in one pass: a row's sum over its tokens in float32, in
+    a fixed order, rounded once; zeros where there are none.
+
+Raises:
+    TypeError: a dtype that is not listed.
+    ValueError: shapes that do not fit, a ``padding_idx`` that is no class.
+"""
 
 
 def _check(binding: Binding) -> str | None:

@@ -6,6 +6,28 @@ from typing import Any
 
 from cute_ops.ops.cross_entropy import FINISH
 
+DOC = """Args:
+    hidden: ``T[*m h]``; float32, float16 or bfloat16.
+    weight: ``T[n h]``.
+    target: int64 or int32 ``[*m]``, the class of each row.
+    bias: ``T[n]``.
+    ignore_index: rows with this target have loss 0 and gradient 0.
+    label_smoothing: part of the target that is spread evenly over all classes.
+    z_loss: weight of ``lse^2``.
+    reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
+    chunk_rows: rows whose logits are held at a time; where None, as above.
+
+Returns:
+    float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T; the weight's is
+    added up in T, chunk after chunk.
+
+Raises:
+    TypeError: dtypes that differ or are not listed.
+    ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
+
+Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
+"""
+
 
 def check(
     what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str, chunk_rows: int | None = None

@@ -18,6 +18,7 @@ from jax.sharding import AxisType
 
 from cute_ops import embedding as declared
 from cute_ops.binding import bind
+from cute_ops.docstrings import continued
 from cute_ops.ops.embedding import sorted_embedding_bwd
 from cute_ops_jax import sharding
 from cute_ops_jax.arrays import specs
@@ -27,22 +28,11 @@ Array = jax.Array
 
 
 @partial(jax.jit, static_argnames=("padding_idx",), inline=True)
+@continued(declared.DOC)
 def embedding(index: Array, weight: Array, padding_idx: int | None = None) -> Array:
     """Rows of a table: ``out = weight[index]``.
 
-    Args:
-        index: int32 or int64 ``[*m]``: the class of each token. As in ``jnp.take``, a negative one counts from the end,
-            and one that is no class gives NaN and has no gradient.
-        weight: ``T[c n]``; float32, float16 or bfloat16.
-        padding_idx: a class that gets no gradient; a negative one counts from the end.
-
-    Returns:
-        ``T[*m n]``. The weight's gradient is dense and written in one pass: a row's sum over its tokens in float32, in
-        a fixed order, rounded once; zeros where there are none.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a ``padding_idx`` that is no class.
+    As in ``jnp.take``, a negative index counts from the end, and one that is no class gives NaN and has no gradient.
     """
     index, weight = jnp.asarray(index), jnp.asarray(weight)
     bind(declared.embedding, specs({"index": index, "weight": weight}))

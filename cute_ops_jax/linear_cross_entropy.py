@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from cute_ops import chunks
-from cute_ops.linear_cross_entropy import check
+from cute_ops.docstrings import continued
+from cute_ops.linear_cross_entropy import DOC, check
 from cute_ops.op import Op, Tensor
 from cute_ops.ops.cross_entropy import cross_entropy as op
 from cute_ops_jax import sharding
@@ -42,6 +43,7 @@ Arrays = Mapping[str, Any]
 
 
 @partial(jax.jit, static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows"), inline=True)
+@continued(DOC)
 def linear_cross_entropy(
     hidden: Array,
     weight: Array,
@@ -57,30 +59,12 @@ def linear_cross_entropy(
 
     ``logits = hidden @ weight.T + bias``, rounded to the dtype of hidden; the rest as :func:`cross_entropy`.
 
-    Args:
-        hidden: ``T[*m h]``; float32, float16 or bfloat16.
-        weight: ``T[n h]``.
-        target: int64 or int32 ``[*m]``, the class of each row.
-        bias: ``T[n]``.
-        ignore_index: rows with this target have loss 0 and gradient 0.
-        label_smoothing: part of the target that is spread evenly over all classes.
-        z_loss: weight of ``lse^2``.
-        reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
-        chunk_rows: rows whose logits are held at a time. Where None, up to 2048, as long as their logits take no more
-            than four times the memory of the weight; more of them make products faster where h is small.
-
-    Returns:
-        float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T; the weight's is
-        added up in T, chunk after chunk. What is not differentiated costs no product: a frozen weight, for one.
-
-    Raises:
-        TypeError: dtypes that differ or are not listed.
-        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
+    What is not differentiated costs no product: a frozen weight, for one. Where ``chunk_rows`` is None, up to 2048, as
+    long as their logits take no more than four times the memory of the weight; more of them make products faster where
+    h is small.
 
     Where devices have some of the rows, each runs the loop on its own. Where they have some of the classes, each keeps
     those, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
-
-    Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows)
     return _checked("linear_cross_entropy", setting, hidden, weight, target, bias)

@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import _SingleLevelFunction
 
 from cute_ops import embedding as declared
+from cute_ops.docstrings import continued
 from cute_ops.errors import message
 from cute_ops_torch.autograd import dispatching_kernel, without_gradient_text
 from cute_ops_torch.front import EXACT, watched
@@ -24,22 +25,11 @@ Tensor = torch.Tensor
 library = torch.library.Library("cute", "FRAGMENT")
 
 
+@continued(declared.DOC)
 def embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Rows of a table: ``out = weight[index]``.
 
-    Args:
-        index: int64 or int32 ``[*m]``: the class of each token. One that is no class is torch's own error: IndexError
-            on the CPU, a failed assertion on a GPU.
-        weight: ``T[c n]``; float32, float16 or bfloat16.
-        padding_idx: a class that gets no gradient; a negative one counts from the end.
-
-    Returns:
-        ``T[*m n]``. The weight's gradient is dense and written in one pass: a row's sum over its tokens in float32, in
-        a fixed order, rounded once; zeros where there are none.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a ``padding_idx`` that is no class.
+    An index that is no class is torch's own error: IndexError on the CPU, a failed assertion on a GPU.
     """
     return torch.ops.cute.embedding(index, weight, padding_idx)  # type: ignore[no-any-return]
 

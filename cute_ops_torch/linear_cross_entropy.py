@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from cute_ops import chunks
-from cute_ops.linear_cross_entropy import check
+from cute_ops.docstrings import continued
+from cute_ops.linear_cross_entropy import DOC, check
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_bwd
@@ -36,6 +37,7 @@ _INPUTS = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
 _SLICE = "int[] part=[], str group=''"
 
 
+@continued(DOC)
 def linear_cross_entropy(
     hidden: Tensor,
     weight: Tensor,
@@ -51,27 +53,8 @@ def linear_cross_entropy(
 
     ``logits = hidden @ weight.T + bias``, rounded to the dtype of hidden; the rest as :func:`cross_entropy`.
 
-    Args:
-        hidden: ``T[*m h]``; float32, float16 or bfloat16.
-        weight: ``T[n h]``.
-        target: int64 or int32 ``[*m]``, the class of each row.
-        bias: ``T[n]``.
-        ignore_index: rows with this target have loss 0 and gradient 0.
-        label_smoothing: part of the target that is spread evenly over all classes.
-        z_loss: weight of ``lse^2``.
-        reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
-        chunk_rows: rows whose logits are held at a time, a hint for training outside of ``torch.compile``. Where None,
-            as few as lose little time; up to about 4096, more of them are faster.
-
-    Returns:
-        float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T; the weight's is
-        added up in T, chunk after chunk. Deterministic where the framework's matrix products are.
-
-    Raises:
-        TypeError: dtypes that differ or are not listed.
-        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
-
-    Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
+    Deterministic where the framework's matrix products are. ``chunk_rows`` is a hint for training outside of
+    ``torch.compile``: where None, as few as lose little time; up to about 4096, more of them are faster.
     """
     arguments = (hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction)
     if chunk_rows is not None and chunk_rows < 1:

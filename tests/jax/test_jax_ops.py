@@ -164,6 +164,15 @@ def test_function_looks_like_its_declaration(op: Op) -> None:
     assert op.name in cute_ops_jax.__all__
 
 
+@pytest.mark.parametrize("name", ["embedding", "linear_cross_entropy"])
+def test_compositions_are_documented(name: str) -> None:
+    function = getattr(cute_ops_jax, name)
+    headline, *parts = function.__doc__.split("\n\n")
+    assert headline.endswith(".") and {part.split("\n")[0] for part in parts} >= {"Args:", "Returns:", "Raises:"}
+    for parameter in inspect.signature(function).parameters:
+        assert f"\n    {parameter}: " in function.__doc__
+
+
 def test_attributes_by_position_and_by_name() -> None:
     x = np.linspace(-1, 1, 12, dtype=np.float32).reshape(2, 6)
     by_name = cute_ops_jax.rmsnorm(x, x[0], eps=0.5, weight_offset=1.0)

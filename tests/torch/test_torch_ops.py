@@ -60,6 +60,15 @@ def test_function_is_the_raw_op(op: Op, make_inputs: Callable[..., Any]) -> None
     torch.testing.assert_close(function(**by_name, **op.attrs), function(*tensors), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["embedding", "linear_cross_entropy"])
+def test_compositions_are_documented(name: str) -> None:
+    function = getattr(cute_ops_torch, name)
+    headline, *parts = function.__doc__.split("\n\n")
+    assert headline.endswith(".") and {part.split("\n")[0] for part in parts} >= {"Args:", "Returns:", "Raises:"}
+    for parameter in inspect.signature(function).parameters:
+        assert f"\n    {parameter}: " in function.__doc__
+
+
 def test_schema_text() -> None:
     texts = {op.name: schema.schema(op) for op in OPS}
     assert texts["rmsnorm"] == (
