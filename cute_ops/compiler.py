@@ -30,7 +30,7 @@ _LINKERS = (("cc", "-shared"), ("gcc", "-shared"), ("clang", "-shared"), ("ld", 
 
 def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> None:
     """Compile a variant and write it to ``path``: a shared object, a relocatable one for ``.o``, or for ``.cubin``
-    the GPU's machine code alone, which takes a quarter less time.
+    the GPU's machine code alone, which takes a third less time.
 
     Args:
         dump: folder for PTX, cubin and the launches' dynamic shared memory.
@@ -47,8 +47,10 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         kernel = getattr(importlib.import_module(module), name)(variant)
         arguments = [_fake(key) for key in variant.args if key]
         stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
-        options = f"--enable-tvm-ffi --gpu-arch {variant.arch} --opt-level 3"
         only_cubin = path.suffix == ".cubin"
+        # What calls the kernel is no part of its machine code; of dumps it is.
+        entry_point = "" if only_cubin and not dump else "--enable-tvm-ffi "
+        options = f"{entry_point}--gpu-arch {variant.arch} --opt-level 3"
         keep = dump or (Path(tempfile.mkdtemp(dir=path.parent)) if only_cubin else None)
         if keep:
             keep.mkdir(parents=True, exist_ok=True)

@@ -6,13 +6,17 @@ per CTA where the tile asks for them.
 from __future__ import annotations
 
 import re
+import struct
+import subprocess
+from bisect import bisect_right
 from collections.abc import Callable
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import Array, Op, machine, target
+from cute_ops import Array, Op, machine, storage, target
 from cute_ops.binding import bind
 from cute_ops.op import ITEMSIZE
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, rmsnorm
@@ -94,13 +98,84 @@ def test_long_rows_beside_a_weight_and_a_bias_do_not_spill(op: Op, n: int, dtype
     assert [(kernel.stack, kernel.local) for kernel in machine.resources(compiled(variant))] == [(0, 0)]
 
 
-# In one of two dtypes, in turn: disassembling takes longer than compiling.
-@pytest.mark.parametrize(
-    ("op", "dtype"),
-    [pytest.param(op, ("bfloat16", "float32")[i % 2], id=op.name) for i, op in enumerate(ALL)],
-)
-def test_aligned_rows_move_16_bytes_at_a_time(op: Op, dtype: str, compiled: Compiled) -> None:
-    code = machine.sass(compiled(variant_of(op, dtype, 4096, "sm_90a")))
+class Wanted(NamedTuple):
+    """A kernel whose instructions tests read."""
+
+    op: Op
+    dtype: str
+    n: int
+    attrs: tuple[tuple[str, Any], ...] = ()
+
+
+# In one of two dtypes, in turn.
+ALIGNED = [Wanted(op, ("bfloat16", "float32")[i % 2], 4096) for i, op in enumerate(ALL)]
+POINTWISE_LOADS = [Wanted(op, "bfloat16", 4096) for op in ALL if op.tuning is POINTWISE]
+ANYWHERE = [
+    Wanted(op, "bfloat16", 4097, tuple(attrs.items()))
+    for op in ALL if op.name in ("swiglu", "geglu_bwd", "quantize_fp8", "rmsnorm_fp8", "add_rmsnorm_fp8")
+    for attrs in ({}, *({"block": value} for value in op.choices.get("block", ())[1:]))
+]  # fmt: skip
+# Neighbours in tests' order, each once.
+DISASSEMBLED = list(dict.fromkeys([*ALIGNED, *POINTWISE_LOADS, *ANYWHERE]))
+AT_ONCE = 12
+
+
+def named(wanted: Wanted) -> Any:
+    return pytest.param(wanted, id="-".join([wanted.op.name, *(str(value) for _, value in wanted.attrs)]))
+
+
+@pytest.fixture(scope="session")
+def sass(compiled: Compiled) -> Callable[[Wanted], str]:
+    """A kernel's instructions. To start the disassembler takes longer than to compile a kernel, so that it gets
+    neighbours' code at once, as one piece, and the pieces of what it prints are kept for all of pytest's processes.
+    """
+
+    def code(wanted: Wanted) -> str:
+        path = place(wanted)
+        if not path.exists():
+            start = DISASSEMBLED.index(wanted) // AT_ONCE * AT_ONCE
+            _disassemble([place(each) for each in DISASSEMBLED[start : start + AT_ONCE]])
+        return path.read_text()
+
+    def place(wanted: Wanted) -> Path:
+        variant = variant_of(wanted.op, wanted.dtype, wanted.n, "sm_90a", **dict(wanted.attrs))
+        return compiled(variant).with_suffix(".sass")
+
+    return code
+
+
+def _disassemble(places: list[Path]) -> None:
+    """Write the instructions of these cubins of SM 9.0 beside them."""
+    pieces = [_instructions(path.with_suffix(".cubin").read_bytes()) for path in places]
+    whole = places[0].with_suffix(".bin")
+    whole.write_bytes(b"".join(pieces))
+    command = [machine.tool("nvdisasm"), "--binary", "SM90a", "--no-dataflow", str(whole)]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    starts = list(accumulate(map(len, pieces), initial=0))
+    texts: list[list[str]] = [[] for _ in pieces]
+    for line in printed.splitlines():
+        if address := re.match(r" *\/\*([0-9a-f]{4,})\*/", line):
+            texts[bisect_right(starts, int(address[1], 16)) - 1].append(line)
+    for path, piece, text in zip(places, pieces, texts, strict=True):
+        assert len(text) == len(piece) // 16, "an instruction is 16 bytes"
+        storage.write_whole(path, "\n".join(text).encode())
+
+
+def _instructions(cubin: bytes) -> bytes:
+    """The code sections of an ELF file."""
+    (table,) = struct.unpack_from("<Q", cubin, 40)
+    size, count, names = struct.unpack_from("<HHH", cubin, 58)
+    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
+    found = b""
+    for name, _, _, _, offset, length in sections:
+        if cubin.startswith(b".text.", sections[names][4] + name):
+            found += cubin[offset : offset + length]
+    return found
+
+
+@pytest.mark.parametrize("wanted", [named(each) for each in ALIGNED])
+def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, sass: Callable[[Wanted], str]) -> None:
+    (op, dtype, *_), code = wanted, sass(wanted)
     if any(t.dims and not t.unread for t in op.inputs.values()):
         assert re.search(r"LDG\.E\S*\.128|LDGSTS\S*\.128|UBLKCP", code), "no 16-byte load"
     # Narrower outputs take as many elements at a time as the inputs.
@@ -111,10 +186,9 @@ def test_aligned_rows_move_16_bytes_at_a_time(op: Op, dtype: str, compiled: Comp
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"
 
 
-@pytest.mark.parametrize("op", [pytest.param(op, id=op.name) for op in ALL if op.tuning is POINTWISE])
-def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(op: Op, compiled: Compiled) -> None:
-    code = machine.sass(compiled(variant_of(op, "bfloat16", 4096, "sm_90a")))
-    lines = re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?);", code)
+@pytest.mark.parametrize("wanted", [named(each) for each in POINTWISE_LOADS])
+def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(wanted: Wanted, sass: Callable[[Wanted], str]) -> None:
+    op, lines = wanted.op, re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?);", sass(wanted))
     places = [i for i, line in enumerate(lines) if re.search(r"\bLDG\.E\S*\.128", line)]
     assert len(places) >= sum(t.dims != () for t in op.inputs.values())
     loaded: set[int] = set()
@@ -125,16 +199,9 @@ def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(op: Op, compiled: Com
             loaded |= set(range(written, written + 4))
 
 
-ANYWHERE = [
-    pytest.param(op, attrs, id="-".join([op.name, *map(str, attrs.values())]))
-    for op in ALL if op.name in ("swiglu", "geglu_bwd", "quantize_fp8", "rmsnorm_fp8", "add_rmsnorm_fp8")
-    for attrs in ({}, *({"block": value} for value in op.choices.get("block", ())[1:]))
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("op", "attrs"), ANYWHERE)
-def test_rows_that_start_anywhere_move_16_bytes_at_a_time(op: Op, attrs: dict[str, Any], compiled: Compiled) -> None:
-    code = machine.sass(compiled(variant_of(op, "bfloat16", 4097, "sm_90a", **attrs)))
+@pytest.mark.parametrize("wanted", [named(each) for each in ANYWHERE])
+def test_rows_that_start_anywhere_move_16_bytes_at_a_time(wanted: Wanted, sass: Callable[[Wanted], str]) -> None:
+    code = sass(wanted)
     # Alone are a row's elements on its edges; in loops of bytes, weights and edges are one instruction each.
     assert len(re.findall(r"LDG\.E\S*\.128", code)) > len(re.findall(r"LDG\.E\S*\.[US](?:8|16)\b", code))
     assert re.search(r"STG\.E\S*\.128", code)
@@ -144,8 +211,15 @@ def test_rows_that_start_anywhere_move_16_bytes_at_a_time(op: Op, attrs: dict[st
 LENGTHS = (1, 2, 7, 96, 128, 1000, 4097, 8192, 50257, 131072, 262144)
 
 
-# One kernel but for a formula: each takes every second length.
-TWINS = (("softmax", "log_softmax"), ("softmax_bwd", "log_softmax_bwd"), ("sum", "mean"), ("sum_bwd", "mean_bwd"))
+# One kernel but for a formula: they take lengths in turn.
+TWINS = [
+    tuple(name + end for name in names)
+    for names in (
+        ("softmax", "log_softmax"), ("sum", "mean"), ("silu_mul", "gelu_mul"), ("swiglu", "geglu"),
+        ("silu", "gelu", "relu2"),
+    )
+    for end in ("", "_bwd")
+]  # fmt: skip
 
 
 def lengths(op: Op) -> list[int]:
@@ -160,18 +234,19 @@ def lengths(op: Op) -> list[int]:
             tile["cluster"] = -(n // tile["cluster"])
         aligned = tuple(a and (a.row_align, a.shape if "n" not in op.static else ()) for a in variant.args)
         kinds[tuple(tile.items()), aligned] = n
-    turn = next((pair.index(op.name) for pair in TWINS if op.name in pair), None)
-    return list(kinds.values())[turn::2] if turn is not None else list(kinds.values())
+    twins = next((names for names in TWINS if op.name in names), (op.name,))
+    return list(kinds.values())[twins.index(op.name) :: len(twins)]
 
 
 @pytest.mark.parametrize(
     ("op", "n"), [(op, n) for op in ALL for n in lengths(op)], ids=lambda v: v.name if isinstance(v, Op) else None
 )
 def test_every_length_compiles(op: Op, n: int, compiled: Compiled) -> None:
-    """With at most four registers on the stack; a bias' column sums of the longest rows take more. With a bias some."""
-    kernels = machine.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", absent=("bias",))))
+    """With at most four registers on the stack; some with a bias, which takes more in the longest rows."""
+    absent = () if n in (128, 4097) else ("bias",)
+    kernels = machine.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", absent=absent)))
     assert max(kernel.stack for kernel in kernels) <= 16, kernels
-    if "bias" in op.inputs and n in (128, 4097, 262144):
+    if "bias" in op.inputs and n == 262144:
         compiled(variant_of(op, "bfloat16", n, "sm_90a"))
 
 
@@ -196,15 +271,19 @@ def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatc
     if target.sm(arch) < op.least_sm:
         return
     rows = {name: t for name, t in op.inputs.items() if t.rows}
-    shapes = {name: t.of(op.example((4096,), 1000)) for name, t in rows.items()}
-    strided = {
-        n: Memory(compact((*shape[:-1], 2 * shape[-1] + 1)), address=2) if rows[n].dims else Memory((3,), address=8)
-        for n, shape in shapes.items()
-    }
+
+    def strided(n: int) -> dict[str, Memory]:
+        shapes = {name: t.of(op.example((4096,), n)) for name, t in rows.items()}
+        return {
+            name: Memory(compact((*shape[:-1], 2 * shape[-1] + 1)), 2) if rows[name].dims else Memory((3,), address=8)
+            for name, shape in shapes.items()
+        }
+
     if arch == "sm_90a":
-        compiled(variant_of(op, "float16", 1000, arch, strided))
+        # Elements one by one: in rows twice as long the code is the same twice.
+        compiled(variant_of(op, "float16", 488, arch, strided(488)))
     monkeypatch.setattr(planning, "STATIC_LIMIT", 0)
     monkeypatch.setattr(planning, "_static_seen", {})
-    dynamic = variant_of(op, "bfloat16", 1000, arch, strided if arch == "sm_80" else None)  # there, both at once
+    dynamic = variant_of(op, "bfloat16", 1000, arch, strided(1000) if arch == "sm_80" else None)  # there, both at once
     assert dynamic.dims == dict.fromkeys(op.static)
     compiled(dynamic)
