@@ -29,6 +29,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ from problems import BY_NAME, DIRECTIONS, Buffers, Problem, by_importance, grid,
 from rich.console import Console
 from torch._functorch import config as functorch_config
 
-from cute_ops_torch.measure import CALLS, LONG_US, graph_sampler
+from cute_ops_torch.measure import CALLS, LONG_US, elapsed, graph_sampler
 
 KEY = ("op", "direction", "rows", "n", "dtype", "weight", "residual", "layout")
 COLUMNS = (
@@ -85,18 +86,9 @@ def copy_rate(device: torch.device, gigabytes: float) -> list[float]:
     rates = []
     for i in range(24):
         source, target = pairs[i % 2]
-        if device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            target.copy_(source)
-            end.record()
-            end.synchronize()
-            seconds = start.elapsed_time(end) * 1e-3
-        else:
-            begin = time.perf_counter()
-            target.copy_(source)
-            seconds = time.perf_counter() - begin
-        rates.append(8 * elements / seconds / 1e9)
+        copy = partial(target.copy_, source)
+        us = elapsed(copy) if device.type == "cuda" else loop_sampler([copy], 1)()
+        rates.append(8 * elements / us / 1e3)
     return rates[4:]
 
 

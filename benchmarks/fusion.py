@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table as View
 
 import cute_ops_torch as ours
+from cute_ops_torch.measure import elapsed
 
 COLUMNS = ("graph", "rows", "n", "contender", "status", "us", "us_min", "us_max", "took")
 CONTENDERS = ("ours", "fused by Inductor", "max-autotune's choice", "torch's own")
@@ -111,14 +112,12 @@ def sampler(call: Callable[[], Any], calls: int) -> Callable[[], float]:
     than the caches together, so one set of them will do.
     """
 
-    def sample() -> float:
-        begin, end = (torch.cuda.Event(enable_timing=True) for _ in "be")
-        begin.record()
+    def all_calls() -> None:
         for _ in range(calls):
             call()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / calls
+
+    def sample() -> float:
+        return elapsed(all_calls) / calls
 
     sample()
     return sample

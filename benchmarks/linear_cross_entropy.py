@@ -21,6 +21,8 @@ from common import Table, first_line, read, spread
 from rich.console import Console
 from rich.table import Table as View
 
+from cute_ops_torch.measure import elapsed
+
 COLUMNS = (
     "contender", "rows", "hidden", "vocabulary", "dtype", "status", "ms", "ms_min", "ms_max", "peak_mb", "loss",
     "relative_error",
@@ -75,16 +77,6 @@ def step(loss: Loss, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
     return value.detach()
 
 
-def timed(run: Callable[[], Tensor]) -> float:
-    """Milliseconds on the device."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    begin.record()
-    run()
-    end.record()
-    end.synchronize()
-    return begin.elapsed_time(end)
-
-
 def measure(table: Table, shape: tuple[int, int, int], device: torch.device, rounds: int, names: list[str]) -> None:
     x, weight, target = inputs(*shape, device)
     runs: dict[str, Callable[[], Tensor]] = {}
@@ -115,7 +107,7 @@ def measure(table: Table, shape: tuple[int, int, int], device: torch.device, rou
     samples: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds if device.type == "cuda" else 0):
         for name, run in runs.items():
-            samples[name].append(timed(run))
+            samples[name].append(elapsed(run) / 1e3)
     for name, row in found.items():
         if samples.get(name):
             ms = spread(samples[name])

@@ -184,24 +184,29 @@ def graph_sampler(
     with torch.cuda.graph(graph, pool=pool, stream=stream):
         for i in range(count):
             keep[i % len(calls)] = calls[i % len(calls)]()
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     graph.replay()
 
     def sample() -> float:
         torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
-        start.record()  # type: ignore[no-untyped-call]
-        graph.replay()
-        end.record()  # type: ignore[no-untyped-call]
-        end.synchronize()  # type: ignore[no-untyped-call]
-        return start.elapsed_time(end) * 1e3 / count  # type: ignore[no-untyped-call]
+        return elapsed(graph.replay) / count
 
     # A graph owns only what was allocated inside: inputs and what autograd saved for backward stay with the calls.
     sample.owns = graph, keep, calls  # type: ignore[attr-defined]
     return sample
 
 
+def elapsed(action: Callable[[], Any]) -> float:
+    """Microseconds on the device between an action's begin and its end, the host's among them where that is slower."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()  # type: ignore[no-untyped-call]
+    action()
+    end.record()  # type: ignore[no-untyped-call]
+    end.synchronize()  # type: ignore[no-untyped-call]
+    return start.elapsed_time(end) * 1e3  # type: ignore[no-untyped-call, no-any-return]
+
+
 def _events(action: Callable[[], Any], count: int) -> list[float]:
-    """Microseconds of each of ``count`` runs, after some to warm up."""
+    """The same of each of ``count`` runs, after some to warm up; all are enqueued before the first is waited for."""
     for _ in range(3):
         action()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
