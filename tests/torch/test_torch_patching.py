@@ -410,6 +410,19 @@ def test_on_a_gpu_patching_lays_weights_side_by_side() -> None:
         assert (got[name] - e).norm() <= 0.03 * e.norm(), name
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("size", [96, 97])
+def test_on_a_gpu_a_gated_mlp_makes_its_product_again_in_place(size: int) -> None:
+    """With the bits that it has in memory of its own, which it takes where another backward is to come."""
+    model = llama(num_hidden_layers=1, intermediate_size=size).cuda().bfloat16()
+    cute_ops_torch.patch(model)
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out, wanted = mlp(x), [x, *mlp.parameters()]
+    apart, in_place = [torch.autograd.grad(out.square().sum(), wanted, retain_graph=k) for k in (True, False)]
+    assert all(torch.equal(a, b) for a, b in zip(apart, in_place, strict=True))
+
+
 def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor | None]:
     model.zero_grad()
     model(tokens, labels=tokens).loss.backward()
