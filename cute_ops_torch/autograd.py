@@ -257,6 +257,8 @@ def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
         reused = [None if k is None else args[k].detach() for k in sources]
         results = tuple(t for t in reused if t is not None)
         whole = all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results)
+        # A negated view has the memory of its base.
+        whole &= not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args)
         if whole and len(results) == len(reused):
             if all(t.numel() for t in results):
                 into(*args, *results)

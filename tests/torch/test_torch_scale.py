@@ -42,6 +42,28 @@ def test_as_torch_wants_ops_to_be() -> None:
         torch.ops.cute.scale(x.requires_grad_(), factor).sum().backward()
 
 
+class OnDevice(torch.Tensor):
+    """A stand-in for what kernels run on."""
+
+    is_cuda = True
+
+
+def test_kernels_in_place_get_no_negated_views() -> None:
+    """Their memory is that of what they negate; only the dispatcher knows."""
+    x, factor = torch.randn(2, 4), torch.tensor([2.0, -0.5])
+    launched: list[torch.Tensor] = []
+
+    def into(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor) -> None:
+        launched.append(out.copy_(x * factor[:, None]))
+
+    for times in (factor, torch._neg_view(factor)):
+        for rows in (x.clone().as_subclass(OnDevice), torch._neg_view(x.clone()).as_subclass(OnDevice)):
+            expected = rows * times[:, None]
+            torch.testing.assert_close(inplace_gradient(scale, torch.ops.cute.scale, into)(rows, times), expected)
+            torch.testing.assert_close(rows, expected)
+            assert len(launched) == 1, "of all, only numbers that are what is in memory"
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_rows_in_place(dtype: torch.dtype, device: str) -> None:
