@@ -5,6 +5,7 @@ They are compositions: of kernels they have that of :mod:`cute_ops.ops.embedding
 
 from __future__ import annotations
 
+from operator import index
 from typing import Any
 
 from cute_ops.binding import Binding
@@ -22,7 +23,7 @@ Returns:
     a fixed order, rounded once; zeros where there are none.
 
 Raises:
-    TypeError: a dtype that is not listed.
+    TypeError: a dtype that is not listed, a ``padding_idx`` that is no integer.
     ValueError: shapes that do not fit, a ``padding_idx`` that is no class.
 """
 
@@ -61,10 +62,16 @@ def padding(padding_idx: int | None, classes: int) -> int:
     """The class without a gradient, counted from the start; -1 where there is none.
 
     Raises:
+        TypeError: not an integer.
         ValueError: no such class.
     """
     if padding_idx is None:
         return -1
+    try:
+        padding_idx = index(padding_idx)
+    except TypeError:
+        problem = f"option `padding_idx` is {padding_idx!r}, expected an int or None."
+        raise TypeError(f"cute.embedding: {problem}") from None
     if not -classes <= padding_idx < classes:
         raise ValueError(f"cute.embedding: option `padding_idx` is {padding_idx}, which is none of {classes} classes.")
     return padding_idx % classes

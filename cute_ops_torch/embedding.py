@@ -60,6 +60,7 @@ def _like_weight(dout: Tensor, classes: int) -> Tensor:
 
 
 def _gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
+    """Of the forward's tokens: that they are classes is not looked at again."""
     bind_tensors(declared.embedding_bwd, (index, _like_weight(dout, classes), dout), (padding_idx,))
     return _checked_gradient(dout, index, classes, padding_idx)
 

@@ -119,6 +119,7 @@ def test_errors() -> None:
         ((index.astype("int16"), weight), TypeError, "argument `index` has dtype int16, expected int64 or int32"),
         ((index, weight[0]), ValueError, "argument `weight` has 1 dims, expected 2"),
         ((index, weight, 7), ValueError, "option `padding_idx` is 7, which is none of 7 classes"),
+        ((index, weight, 2.5), TypeError, "option `padding_idx` is 2.5, expected an int or None"),
     ):
         with pytest.raises(kind, match=rf"^cute\.embedding: {text}"):
             cute_ops_jax.embedding(*wrong)
