@@ -70,21 +70,9 @@ mean_bwd = Op(
     doc="""Gradient of :func:`mean`: ``dx = dout / n`` in every column. Of x only the shape is used; it is not read.""",
 )
 
-row_sum = Op(
-    "sum",
-    inputs={"x": ROWS},
-    outputs={"out": ROW},
-    dtypes=DTYPES,
-    reference=reference,
-    kernel="cute_ops.kernels.row_sums:RowTotal",
-    tile=rows_walked,
-    tuning=HELD,
-    grad=sum_bwd,
-    check=check,
-    cases=CASES,
-    doc="""Sum over the last dim.
+_DOC = """{what} over the last dim.
 
-    ``out = sum(x)``
+    ``out = {formula}``
 
     Args:
         x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n of 1 or more.
@@ -98,7 +86,21 @@ row_sum = Op(
         ValueError: n = 0, a last dim that is not contiguous.
 
     Source: the running example of the CuTe DSL introduction.
-    """,
+    """
+
+row_sum = Op(
+    "sum",
+    inputs={"x": ROWS},
+    outputs={"out": ROW},
+    dtypes=DTYPES,
+    reference=reference,
+    kernel="cute_ops.kernels.row_sums:RowTotal",
+    tile=rows_walked,
+    tuning=HELD,
+    grad=sum_bwd,
+    check=check,
+    cases=CASES,
+    doc=_DOC.format(what="Sum", formula="sum(x)"),
 )
 
 row_mean = Op(
@@ -113,21 +115,5 @@ row_mean = Op(
     grad=mean_bwd,
     check=check,
     cases=CASES,
-    doc="""Mean over the last dim.
-
-    ``out = sum(x) / n``
-
-    Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n of 1 or more.
-
-    Returns:
-        ``T[*m]``. Accumulated in float32 in a fixed order, rounded once. The gradient is written out; PyTorch's own is
-        an expanded view, which moves nothing until something reads it.
-
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: n = 0, a last dim that is not contiguous.
-
-    Source: the running example of the CuTe DSL introduction.
-    """,
+    doc=_DOC.format(what="Mean", formula="sum(x) / n"),
 )
