@@ -172,16 +172,15 @@ def entries() -> list[tuple[Variant, int, float]]:
 
 def _from_bundles(variant: Variant) -> Callable[..., Any] | None:
     """From the bundles of ``CUTE_OPS_BUNDLE``."""
-    path = bundle.find(variant)
-    if path is None:
-        return None
-    counters.bundled += 1
-    return loader.load(path, variant.symbol)
+    return _bundled(variant, bundle.find(variant))
 
 
 def _from_installed(variant: Variant) -> Callable[..., Any] | None:
     """From the bundles of installed packages. Looking for those takes longer than a look at the disk."""
-    path = bundle.find_installed(variant)
+    return _bundled(variant, bundle.find_installed(variant))
+
+
+def _bundled(variant: Variant, path: Path | None) -> Callable[..., Any] | None:
     if path is None:
         return None
     counters.bundled += 1
