@@ -150,9 +150,15 @@ def node_of(op: Op, gradient: Call, given: Sequence[str], attrs: Sequence[Any]) 
     return _function(op, _with_gradient(op, gradient, ["_run", *given], call, _attributes=passed))
 
 
+class Node(_SingleLevelFunction):
+    """Base of our nodes. Not autograd.Function itself: its ``apply`` is for calls from outside the dispatcher."""
+
+    # What compiled autograd tells backwards apart by.
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
 def _function(op: Op, methods: Mapping[str, Call]) -> Any:
-    # Not autograd.Function itself: its `apply` is for functions called from outside the dispatcher.
-    made: Any = type(f"cute_{op.name}", (_SingleLevelFunction,), {k: staticmethod(v) for k, v in methods.items()})
+    made: Any = type(f"cute_{op.name}", (Node,), {k: staticmethod(v) for k, v in methods.items()})
     # What a context remembers: slots cost less than a dict.
     made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _REMEMBERED})
     return made

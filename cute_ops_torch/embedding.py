@@ -10,12 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd.function import _SingleLevelFunction
 
 from cute_ops import embedding as declared
 from cute_ops.docstrings import continued
 from cute_ops.errors import message
-from cute_ops_torch.autograd import dispatching_kernel, without_gradient_text
+from cute_ops_torch.autograd import Node, dispatching_kernel, without_gradient_text
 from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
@@ -87,7 +86,7 @@ def _fake_gradient(dout: Tensor, index: Tensor, classes: int, padding_idx: int =
 # --- autograd ------------------------------------------------------------------------------------------------------
 
 
-class _Rows(_SingleLevelFunction):
+class _Rows(Node):
     @staticmethod
     def forward(
         ctx: Any, run: Callable[..., Tensor], index: Tensor, weight: Tensor, padding_idx: int | None = None
@@ -105,7 +104,7 @@ class _Rows(_SingleLevelFunction):
         return None, None, run(dout, index, ctx.classes, declared.padding(ctx.padding_idx, ctx.classes)), None
 
 
-class _Gradient(_SingleLevelFunction):
+class _Gradient(Node):
     @staticmethod
     def forward(ctx: Any, run: Callable[..., Tensor], dout: Tensor, index: Tensor, *sizes: int) -> Tensor:
         ctx.given = arrays(declared.embedding_bwd, (index, None, dout))

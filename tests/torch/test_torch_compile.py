@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
+from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import cute_ops_torch
@@ -159,6 +161,19 @@ def test_a_float_argument_as_an_attribute() -> None:
     x = torch.randn(4, 64)
     for eps in (1e-6, 0.5):
         torch.testing.assert_close(compiled(x, eps), cute_ops_torch.rmsnorm(x, eps=eps), rtol=1e-5, atol=1e-5)
+
+
+def test_compiled_autograd() -> None:
+    """A backward that torch traces while it runs, of a forward that it has not seen."""
+    x, weight, index = torch.randn(3, 64), torch.randn(64, requires_grad=True), torch.randint(3, (5,))
+    for eps in (1e-6, 0.5):
+        for function in (cute_ops_torch.rmsnorm, torch.ops.cute.rmsnorm):
+            rows, grads = x.clone().requires_grad_(), []
+            for compiled in (True, False):
+                out = function(cute_ops_torch.embedding(index, rows), weight, eps=eps)
+                with compiled_autograd._enable(torch.compile(backend="aot_eager")) if compiled else nullcontext():
+                    grads.append(torch.autograd.grad(out.pow(2).sum(), (rows, weight)))
+            torch.testing.assert_close(*grads)
 
 
 def test_an_attribute_that_changes_is_seen() -> None:
