@@ -16,18 +16,21 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from cute_ops import chunks
 from cute_ops.docstrings import continued
+from cute_ops.errors import message
 from cute_ops.linear_cross_entropy import DOC, check
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_bwd
-from cute_ops_torch.autograd import inplace_gradient, once
+from cute_ops_torch.autograd import inplace_gradient, once, refuse_tangents
 from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
 from cute_ops_torch.slices import Slice, run_on_slice
+from cute_ops_torch.tensors import Tensors, arrays
 
 Tensor = torch.Tensor
 library = torch.library.Library("cute", "FRAGMENT")
@@ -79,6 +82,7 @@ def composite(
 ) -> Tensor:  # fmt: skip
     """``torch.ops.cute.linear_cross_entropy``, of ops that are no compositions."""
     check("linear_cross_entropy", hidden, weight, target, bias, reduction)
+    _refuse_transforms((hidden, weight, target, bias))
     attrs = (ignore_index, label_smoothing, z_loss)
     inputs = (hidden, weight, bias)
     wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
@@ -88,6 +92,15 @@ def composite(
     if reduction == "none":
         return loss
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
+
+
+def _refuse_transforms(tensors: Tensors) -> None:
+    """Raise where a tangent would silently be dropped, or torch would ask for what a user cannot give."""
+    if forward_ad._current_level >= 0:
+        refuse_tangents(ROWS, tensors)
+    if any(t is not None and torch._C._functorch.is_gradtrackingtensor(t) for t in tensors):
+        problem = "gradients of torch.func are not supported; those of autograd are, and torch.func's of cross_entropy."
+        raise NotImplementedError(message(ROWS, problem, arrays(ROWS, tensors)))
 
 
 class _Direct(torch.autograd.Function):

@@ -239,6 +239,23 @@ def test_linear_without_rows() -> None:
     assert not loss and not dweight.any()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_linear_says_what_transforms_it_does_not_take(reduction: str) -> None:
+    hidden, weight, target = torch.randn(5, 4), torch.randn(7, 4), torch.randint(7, (5,))
+
+    def loss(hidden: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
+
+    with pytest.raises(NotImplementedError, match=r"^cute\.linear_cross_entropy: forward-mode AD \(jvp\) is not supp"):
+        torch.func.jvp(loss, (hidden,), (hidden,))
+    with pytest.raises(
+        NotImplementedError, match=r"^cute\.linear_cross_entropy: gradients of torch\.func are not supp"
+    ):
+        torch.func.grad(loss)(hidden)
+    several = torch.stack([hidden, -hidden])
+    torch.testing.assert_close(torch.vmap(loss)(several), torch.stack([loss(h) for h in several]))
+
+
 def test_linear_errors() -> None:
     hidden, weight, target = torch.randn(2, 3, 16), torch.randn(5, 16), torch.zeros(2, 3, dtype=torch.long)
     call = cute_ops_torch.linear_cross_entropy
