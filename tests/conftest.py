@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import shutil
 import tempfile
@@ -34,6 +35,14 @@ def _compile_quickly() -> None:
 # Before any folder's conftest imports JAX or torch.
 if not target.device_count():
     _compile_quickly()
+
+
+def pytest_collection_finish() -> None:
+    """Frameworks and thousands of tests stay: the garbage collector need not look at them again and again."""
+    if not target.device_count():  # whose memory garbage must not hold
+        gc.collect()
+        gc.freeze()
+        gc.set_threshold(10_000, 20, 20)
 
 
 def pytest_configure(config: pytest.Config) -> None:
