@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import struct
 import subprocess
+import tempfile
 from bisect import bisect_right
 from collections.abc import Callable
 from itertools import accumulate
@@ -147,10 +148,11 @@ def sass(compiled: Compiled) -> Callable[[Wanted], str]:
 def _disassemble(places: list[Path]) -> None:
     """Write the instructions of these cubins of SM 9.0 beside them."""
     pieces = [_instructions(path.with_suffix(".cubin").read_bytes()) for path in places]
-    whole = places[0].with_suffix(".bin")
-    whole.write_bytes(b"".join(pieces))
-    command = [machine.tool("nvdisasm"), "--binary", "SM90a", "--no-dataflow", str(whole)]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    with tempfile.NamedTemporaryFile() as whole:  # another process may be at the same kernels
+        whole.write(b"".join(pieces))
+        whole.flush()
+        command = [machine.tool("nvdisasm"), "--binary", "SM90a", "--no-dataflow", whole.name]
+        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     starts = list(accumulate(map(len, pieces), initial=0))
     texts: list[list[str]] = [[] for _ in pieces]
     for line in printed.splitlines():
