@@ -25,12 +25,13 @@ from cute_ops.linear_cross_entropy import DOC, check
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_bwd
+from cute_ops_torch import loss_in_transforms
 from cute_ops_torch.autograd import inplace_gradient, once, refuse_tangents
 from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
 from cute_ops_torch.slices import Slice, run_on_slice
-from cute_ops_torch.tensors import Tensors, arrays
+from cute_ops_torch.tensors import arrays
 
 Tensor = torch.Tensor
 library = torch.library.Library("cute", "FRAGMENT")
@@ -64,6 +65,10 @@ def linear_cross_entropy(
         raise ValueError(f"cute.linear_cross_entropy: option `chunk_rows` is {chunk_rows}, expected at least 1.")
     inputs = (hidden, weight, bias)
     wanted = [t is not None and t.requires_grad for t in inputs]
+    if not torch.compiler.is_compiling() and loss_in_transforms.active((hidden, weight, target, bias)):
+        check("linear_cross_entropy", hidden, weight, target, bias, reduction)
+        step, rows = loss_in_transforms.step, loss_in_transforms.rows
+        return _reduced(step, rows, (hidden, weight, target, bias), arguments[4:7], reduction, wanted)
     if (
         torch.compiler.is_compiling()
         or watched()
@@ -82,25 +87,30 @@ def composite(
 ) -> Tensor:  # fmt: skip
     """``torch.ops.cute.linear_cross_entropy``, of ops that are no compositions."""
     check("linear_cross_entropy", hidden, weight, target, bias, reduction)
-    _refuse_transforms((hidden, weight, target, bias))
-    attrs = (ignore_index, label_smoothing, z_loss)
-    inputs = (hidden, weight, bias)
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
-    if reduction != "none" and any(wanted):
-        return torch.ops.cute.linear_cross_entropy_step(hidden, weight, target, bias, *attrs, reduction, wanted)[0]
-    loss = torch.ops.cute.linear_cross_entropy_rows(hidden, weight, target, bias, *attrs)[0]
-    if reduction == "none":
-        return loss
-    return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
-
-
-def _refuse_transforms(tensors: Tensors) -> None:
-    """Raise where a tangent would silently be dropped, or torch would ask for what a user cannot give."""
+    tensors = hidden, weight, target, bias
     if forward_ad._current_level >= 0:
         refuse_tangents(ROWS, tensors)
-    if any(t is not None and torch._C._functorch.is_gradtrackingtensor(t) for t in tensors):
-        problem = "gradients of torch.func are not supported; those of autograd are, and torch.func's of cross_entropy."
+    if loss_in_transforms.differentiated(tensors):
+        problem = (
+            "gradients of torch.func are those of the function, cute_ops_torch.linear_cross_entropy, not of the op."
+        )
         raise NotImplementedError(message(ROWS, problem, arrays(ROWS, tensors)))
+    inputs = (hidden, weight, bias)
+    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
+    ops, attrs = torch.ops.cute, (ignore_index, label_smoothing, z_loss)
+    return _reduced(ops.linear_cross_entropy_step, ops.linear_cross_entropy_rows, tensors, attrs, reduction, wanted)
+
+
+def _reduced(
+    step: Any, rows: Any, tensors: Sequence[Tensor | None], attrs: Sequence[Any], reduction: str, wanted: Sequence[bool]
+) -> Tensor:
+    """The loss by one of two ops: with the gradients that are wanted, or of each row."""
+    if reduction != "none" and any(wanted):
+        return step(*tensors, *attrs, reduction, wanted)[0]  # type: ignore[no-any-return]
+    loss: Tensor = rows(*tensors, *attrs)[0]
+    if reduction == "none":
+        return loss
+    return loss.sum() if reduction == "sum" else loss.sum() / (tensors[2] != attrs[0]).sum()
 
 
 class _Direct(torch.autograd.Function):

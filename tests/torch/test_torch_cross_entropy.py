@@ -4,6 +4,7 @@ a linear layer."""
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -145,7 +146,7 @@ def linear(device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     return leaves, target
 
 
-def by_hand(hidden: Any, weight: Any, target: Any, bias: Any, **options: Any) -> torch.Tensor:
+def by_hand(hidden: Any, weight: Any, target: Any, bias: Any = None, **options: Any) -> torch.Tensor:
     logits = F.linear(hidden, weight, bias)
     return cute_ops_torch.cross_entropy(logits, target, **options)
 
@@ -239,21 +240,49 @@ def test_linear_without_rows() -> None:
     assert not loss and not dweight.any()
 
 
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_linear_in_transforms(reduction: str) -> None:
+    (hidden, weight, bias), target = linear("cpu")
+    hidden, weight, bias = (t.detach() for t in (hidden, weight, bias))
+
+    def loss(function: Callable[..., Any], *inputs: torch.Tensor) -> torch.Tensor:
+        found = function(inputs[0], inputs[1], target, *inputs[2:], label_smoothing=0.1, reduction=reduction)
+        return (found * torch.arange(1, 1 + found.numel()).view(found.shape)).sum().square()
+
+    ours, theirs = (partial(loss, f) for f in (cute_ops_torch.linear_cross_entropy, by_hand))
+    for inputs in ((hidden, weight, bias), (hidden, weight)):
+        for argnums in (0, 1, (0, 1), tuple(range(len(inputs)))):
+            for transform in (torch.func.grad, torch.func.jacrev):
+                got, expected = (transform(f, argnums=argnums)(*inputs) for f in (ours, theirs))
+                torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    several = torch.stack([hidden, -hidden, 2 * hidden]), torch.stack([weight, weight + 1, -weight])
+    for in_dims in ((0, None), (None, 0), (0, 0)):
+        examples = tuple(s if d == 0 else s[0] for s, d in zip(several, in_dims, strict=True))
+        got, expected = (torch.vmap(torch.func.grad(f, (0, 1)), in_dims)(*examples) for f in (ours, theirs))
+        torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(*(torch.vmap(f, in_dims)(*examples) for f in (ours, theirs)), rtol=1e-4, atol=1e-4)
+    outside = weight.clone().requires_grad_()  # autograd around a transform
+    value = torch.func.vjp(lambda h: ours(h, outside), hidden)[0]
+    expected = torch.autograd.grad(theirs(hidden, outside), outside)[0]
+    torch.testing.assert_close(torch.autograd.grad(value, outside)[0], expected, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_linear_says_what_transforms_it_does_not_take(reduction: str) -> None:
     hidden, weight, target = torch.randn(5, 4), torch.randn(7, 4), torch.randint(7, (5,))
 
-    def loss(hidden: torch.Tensor) -> torch.Tensor:
+    def loss(hidden: torch.Tensor, weight: torch.Tensor = weight) -> torch.Tensor:
         return cute_ops_torch.linear_cross_entropy(hidden, weight, target, reduction=reduction).sum()
 
     with pytest.raises(NotImplementedError, match=r"^cute\.linear_cross_entropy: forward-mode AD \(jvp\) is not supp"):
         torch.func.jvp(loss, (hidden,), (hidden,))
     with pytest.raises(
-        NotImplementedError, match=r"^cute\.linear_cross_entropy: gradients of torch\.func are not supp"
+        NotImplementedError, match=r"^cute\.linear_cross_entropy: gradients of torch\.func are those of "
     ):
-        torch.func.grad(loss)(hidden)
-    several = torch.stack([hidden, -hidden])
-    torch.testing.assert_close(torch.vmap(loss)(several), torch.stack([loss(h) for h in several]))
+        torch.func.grad(lambda h: torch.ops.cute.linear_cross_entropy(h, weight, target))(hidden)
+    for of in (0, 1):  # the gradient's gradient, of either
+        with pytest.raises(NotImplementedError, match=r"^cute\.linear_cross_entropy: its gradient has none of its own"):
+            torch.func.grad(lambda h, w: torch.func.grad(loss)(h, w).sum(), of)(hidden, weight)
 
 
 def test_linear_errors() -> None:
