@@ -88,6 +88,7 @@ class AdamW(torch.optim.Optimizer):
                 given = [t.to_local() for t in given]
             if not given[0].numel():
                 continue
+            given[1] = given[1].resolve_neg()  # past the dispatcher, which would do it
             rows = _rows(given)
             inputs = *rows, *expanded(int(state["step"]), parameter.device, rows[0].shape[:-1]), *constants
             results = rows[0], rows[2], rows[3]
