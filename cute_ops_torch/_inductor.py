@@ -15,6 +15,7 @@ from torch._inductor import ir, lowering
 from torch._inductor.select_algorithm import extern_kernels
 from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
+from torch.compiler import config
 
 from cute_ops.op import Op
 from cute_ops_torch import extension
@@ -22,13 +23,13 @@ from cute_ops_torch._choice import asked_for, decomposed
 from cute_ops_torch.launch import Launcher, Site, site
 from cute_ops_torch.schema import defaults
 
-# Inductor's cached code names a kernel and outlives a process, so a name must never change its meaning: with another
-# calling convention, count up; from the first release on, keep registering the old names too.
+# Inductor's cached code names a kernel and outlives a process: with another calling convention, count up.
 VERSION = 4
 
 
 def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
     """Register the lowering of an op."""
+    _mark_caches()
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
@@ -61,6 +62,13 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
         outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
         return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _mark_caches() -> None:
+    """Have torch look past graphs that another version of this package has compiled: its caches know nothing of us."""
+    tag = f"cute_ops v{VERSION}"
+    if tag not in config.cache_key_tag:
+        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
 
 
 def _by_overload(overload: Any, arity: int) -> Callable[..., None]:

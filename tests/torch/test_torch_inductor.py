@@ -368,9 +368,12 @@ def test_other_untouched_models(family: str) -> None:
 
 
 PROGRAM = """
-import torch, cute_ops_torch
+import sys, torch, cute_ops_torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
+from cute_ops_torch import _inductor
+
+_inductor.VERSION = int(sys.argv[1])
 
 def called(x, w):
     return cute_ops_torch.rmsnorm(x, w, eps=1e-5)
@@ -398,12 +401,16 @@ print(first, hits(written_out), hits(loss, torch.bfloat16), *cute_ops_torch.indu
 
 
 def test_a_fresh_process_runs_what_another_compiled(tmp_path: Path) -> None:
-    """Ops that are called, and those that the pass puts in: from the cache that spares AOTAutograd, too."""
+    """Ops that are called, and those that the pass puts in: from the cache that spares AOTAutograd, too. What another
+    version of this package has compiled calls kernels that are no more: it is compiled anew.
+    """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
     hits = []
-    for _ in range(2):
-        done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, env=environment)
+    for version in ("1", "1", "2"):
+        command = [sys.executable, "-c", PROGRAM, version]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         hits.append(done.stdout.split())
     assert hits[0] == ["0", "0", "0", "rmsnorm", "cross_entropy"]
     assert hits[1][:3] == ["1", "1", "1"]
+    assert hits[2][:3] == ["0", "0", "0"]
