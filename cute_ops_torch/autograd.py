@@ -258,6 +258,17 @@ def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
     """
     names = list(grad.inputs)
     sources = [names.index(t.reuses) if t.reuses else None for t in grad.outputs.values()]
+    return overwriting(gradient, into, sources)
+
+
+def overwriting(call: Call, into: Call, sources: Sequence[int | None]) -> Call:
+    """A raw function of tensors with its outputs in the memory of arguments: which one's, for each output.
+
+    Args:
+        call: the function.
+        into: its CUDA implementation with outputs given.
+        sources: places of the arguments; None for an output with memory of its own.
+    """
 
     def run(*args: Any) -> Any:
         reused = [None if k is None else args[k].detach() for k in sources]
@@ -271,7 +282,7 @@ def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
                 # Whoever else has saved this memory for a backward of his own gets autograd's error, not other numbers.
                 torch.autograd.graph.increment_version(results)
         else:
-            made = gradient(*args)
+            made = call(*args)
             made = made if isinstance(made, tuple) else (made,)
             results = tuple(r if t is None else t.copy_(r) for r, t in zip(made, reused, strict=True))
         return results[0] if len(results) == 1 else results

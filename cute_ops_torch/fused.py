@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from cute_ops_torch import functions
-from cute_ops_torch.autograd import _row_major, once
+from cute_ops_torch.autograd import _row_major, once, overwriting
 from cute_ops_torch.registry import family
 from cute_ops_torch.side_by_side import as_one
 
@@ -55,16 +55,11 @@ class _SiluMLP(torch.autograd.Function):
 def _again(both: Tensor, dproduct: Tensor) -> tuple[Tensor, Tensor]:
     """Gradient and product, over the memory of what they are made of, unless another backward is to come."""
     _, run, into = family("cute", "swiglu_again")
-    arguments = both, dproduct
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
     # A thread stores where it has read, but not where vectors of a row's halves overlap its end.
-    whole = all(t.is_cuda and t.data_ptr() % 16 == 0 for t in arguments) and dproduct[:1].nbytes % 16 == 0
-    if not whole or not both.numel() or torch._C._autograd._get_current_graph_task_keep_graph():  # type: ignore[attr-defined]
-        return run(*arguments)  # type: ignore[no-any-return]
-    results = both.detach(), dproduct.detach()
-    into(*arguments, *results)
-    # Whoever else has saved this memory for a backward of his own gets autograd's error, not other numbers.
-    torch.autograd.graph.increment_version(results)
-    return results
+    if not keep and dproduct.shape[-1] * dproduct.itemsize % 16 == 0:
+        run = overwriting(run, into, (0, 1))
+    return run(both, dproduct)  # type: ignore[no-any-return]
 
 
 def projections(x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
