@@ -54,6 +54,14 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
     return rule
 
 
+def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The arguments of each of ``size`` examples; ``dims`` says where those that are batched have them."""
+    each = [
+        a.movedim(d, 0).unbind() if isinstance(d, int) else [a] * size for a, d in zip(arguments, dims, strict=True)
+    ]
+    return list(zip(*each, strict=True))
+
+
 def _lead(tensors: Sequence[Any], declared: Sequence[Tensor], batched: Sequence[bool]) -> tuple[int, ...]:
     """The leading dims of one example."""
     for t, d, b in zip(tensors, declared, batched, strict=True):

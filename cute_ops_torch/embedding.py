@@ -15,6 +15,7 @@ from cute_ops import embedding as declared
 from cute_ops.docstrings import continued
 from cute_ops.errors import message
 from cute_ops_torch.autograd import Node, dispatching_kernel, without_gradient_text
+from cute_ops_torch.batching import examples
 from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.reference import register_fake
 from cute_ops_torch.registry import family
@@ -138,12 +139,8 @@ def _vmap_gradient(
     info: Any, in_dims: tuple[Any, ...], dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1
 ) -> Any:
     """A sum per example."""
-    each = [
-        [t] * info.batch_size if dim is None else t.movedim(dim, 0).unbind()
-        for t, dim in zip((dout, index), in_dims, strict=False)
-    ]
-    made = [torch.ops.cute.embedding_bwd(d, i, classes, padding_idx) for d, i in zip(*each, strict=True)]
-    return torch.stack(made), 0
+    each = examples(info.batch_size, in_dims[:2], (dout, index))
+    return torch.stack([torch.ops.cute.embedding_bwd(d, i, classes, padding_idx) for d, i in each]), 0
 
 
 # --- registration --------------------------------------------------------------------------------------------------

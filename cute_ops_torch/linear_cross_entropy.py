@@ -63,8 +63,7 @@ def linear_cross_entropy(
     arguments = (hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction)
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"cute.linear_cross_entropy: option `chunk_rows` is {chunk_rows}, expected at least 1.")
-    inputs = (hidden, weight, bias)
-    wanted = [t is not None and t.requires_grad for t in inputs]
+    wanted = _wanted(hidden, weight, bias)
     if not torch.compiler.is_compiling() and loss_in_transforms.active((hidden, weight, target, bias)):
         check("linear_cross_entropy", hidden, weight, target, bias, reduction)
         step, rows = loss_in_transforms.step, loss_in_transforms.rows
@@ -74,7 +73,7 @@ def linear_cross_entropy(
         or watched()
         or any(type(t) not in EXACT for t in (hidden, weight, target, bias) if t is not None)
         or reduction == "none"
-        or not (any(wanted) and torch.is_grad_enabled())
+        or not any(wanted)
     ):
         return torch.ops.cute.linear_cross_entropy(*arguments)
     check("linear_cross_entropy", hidden, weight, target, bias, reduction)
@@ -95,10 +94,14 @@ def composite(
             "gradients of torch.func are those of the function, cute_ops_torch.linear_cross_entropy, not of the op."
         )
         raise NotImplementedError(message(ROWS, problem, arrays(ROWS, tensors)))
-    inputs = (hidden, weight, bias)
-    wanted = [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
+    wanted = _wanted(hidden, weight, bias)
     ops, attrs = torch.ops.cute, (ignore_index, label_smoothing, z_loss)
     return _reduced(ops.linear_cross_entropy_step, ops.linear_cross_entropy_rows, tensors, attrs, reduction, wanted)
+
+
+def _wanted(*inputs: Tensor | None) -> list[bool]:
+    """Which of them get gradients."""
+    return [torch.is_grad_enabled() and t is not None and t.requires_grad for t in inputs]
 
 
 def _reduced(

@@ -7,11 +7,13 @@ says so instead of passing for a constant. A batch of examples goes one by one: 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.autograd import forward_ad
+
+from cute_ops_torch.batching import examples
 
 Tensor = torch.Tensor
 
@@ -37,20 +39,19 @@ def rows(*arguments: Any) -> tuple[Tensor, ...]:
     return _Rows.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _one_by_one(call: Callable[..., tuple[Tensor, ...]]) -> Callable[..., Any]:
-    """The vmap rule of a function of tensors and other arguments."""
+def _one_by_one(node: Any) -> Any:
+    """A node that goes through a batch of examples by itself."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        each = [
-            a.movedim(d, 0).unbind() if isinstance(d, int) else [a] * info.batch_size
-            for a, d in zip(arguments, in_dims, strict=True)
-        ]
-        columns = list(zip(*(call(*example) for example in zip(*each, strict=True)), strict=True))
+        each = [node.apply(*example) for example in examples(info.batch_size, in_dims, arguments)]
+        columns = list(zip(*each, strict=True))
         return tuple(map(torch.stack, columns)), (0,) * len(columns)
 
-    return rule
+    node.vmap = staticmethod(rule)
+    return node
 
 
+@_one_by_one
 class _Step(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -72,9 +73,8 @@ class _Step(torch.autograd.Function):
         ]
         return found[0], found[1], None, found[2], *[None] * ctx.rest
 
-    vmap = staticmethod(_one_by_one(lambda *arguments: _Step.apply(*arguments)))
 
-
+@_one_by_one
 class _Rows(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -95,9 +95,8 @@ class _Rows(torch.autograd.Function):
         dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
         return dhidden, dweight, None, dbias, None, None, None
 
-    vmap = staticmethod(_one_by_one(lambda *arguments: _Rows.apply(*arguments)))
 
-
+@_one_by_one
 class _RowsGradient(torch.autograd.Function):
     @staticmethod
     def forward(*arguments: Any) -> Any:
@@ -110,8 +109,6 @@ class _RowsGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
         raise _no_double_backward()
-
-    vmap = staticmethod(_one_by_one(lambda *arguments: _RowsGradient.apply(*arguments)))
 
 
 def _no_double_backward() -> NotImplementedError:
