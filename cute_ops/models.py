@@ -88,10 +88,10 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                 inputs = {rotated: Array((1, positions, count, size), dtype), "cos": table, "sin": table}
                 yield Call(name, inputs, memory=memory)
     if train:  # of heads that are rotated as they come out of their projections
-        together = Array((1, ROWS, heads + (config.get("num_key_value_heads") or heads), size), dtype)
+        counts = {"dq": heads, "dk": config.get("num_key_value_heads") or heads}
+        together = Array((1, ROWS, sum(counts.values()), size), dtype)
         table = Array((ROWS, size // 2), dtype)
         yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
-        counts = {"dq": heads, "dk": config.get("num_key_value_heads") or heads}
         inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
         yield Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
 

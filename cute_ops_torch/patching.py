@@ -81,7 +81,8 @@ def unpatch(model: nn.Module) -> None:
 def _lay_together(module: nn.Module, form: Form) -> None:
     """Weights that meet the same input, on a GPU: one product instead of several then needs no copy of them."""
     layers = [getattr(module, name) for name in form.together(module)]
-    if layers and all(type(layer) is nn.Linear and layer.weight.is_cuda for layer in layers):
+    # With a bias each runs by itself.
+    if layers and all(type(m) is nn.Linear and m._parameters["bias"] is None and m.weight.is_cuda for m in layers):
         lay_side_by_side([layer.weight for layer in layers])
 
 
