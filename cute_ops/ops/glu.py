@@ -11,6 +11,7 @@ from cute_ops.ops._tiles import pointwise_halves
 from cute_ops.reference import widen
 
 X, OUT = Tensor("*m 2n", "T"), Tensor("*m n", "T")
+COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS}, "tile": pointwise_halves, "tuning": POINTWISE}
 SWIGLU_CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
     Case("odd", {"m": (37,), "n": 4097}),
@@ -77,20 +78,16 @@ swiglu = Op(
     "swiglu",
     inputs={"x": X},
     outputs={"out": OUT},
-    dtypes={"T": FLOATS},
+    **COMMON,
     reference=_swiglu,
     kernel="cute_ops.kernels.glu:SwiGLU",
-    tile=pointwise_halves,
-    tuning=POINTWISE,
     grad=Op(
         "swiglu_bwd",
         inputs={"x": X, "dout": OUT},
         outputs={"dx": X},
-        dtypes={"T": FLOATS},
+        **COMMON,
         reference=_swiglu_bwd,
         kernel="cute_ops.kernels.glu:SwiGLUBackward",
-        tile=pointwise_halves,
-        tuning=POINTWISE,
         cases=SWIGLU_CASES,
         doc="Gradient of :func:`swiglu`: those of gate and up side by side, as in x.",
     ),
@@ -107,22 +104,18 @@ geglu = Op(
     "geglu",
     inputs={"x": X},
     outputs={"out": OUT},
-    dtypes={"T": FLOATS},
+    **COMMON,
     attrs={"approximate": OneOf("tanh", "none")},
     reference=_geglu,
     kernel="cute_ops.kernels.glu:GEGLU",
-    tile=pointwise_halves,
-    tuning=POINTWISE,
     grad=Op(
         "geglu_bwd",
         inputs={"x": X, "dout": OUT},
         outputs={"dx": X},
-        dtypes={"T": FLOATS},
+        **COMMON,
         attrs={"approximate": OneOf("tanh", "none")},
         reference=_geglu_bwd,
         kernel="cute_ops.kernels.glu:GEGLUBackward",
-        tile=pointwise_halves,
-        tuning=POINTWISE,
         cases=GEGLU_CASES,
         doc="Gradient of :func:`geglu`: those of gate and up side by side, as in x.",
     ),
@@ -139,11 +132,9 @@ swiglu_again = Op(
     "swiglu_again",
     inputs={"x": X, "dout": OUT},
     outputs={"dx": X, "out": OUT},
-    dtypes={"T": FLOATS},
+    **COMMON,
     reference=_swiglu_again,
     kernel="cute_ops.kernels.glu:SwiGLUAgain",
-    tile=pointwise_halves,
-    tuning=POINTWISE,
     cases=SWIGLU_CASES,
     doc="""Gradient of :func:`swiglu`, and its output again.
 

@@ -42,17 +42,16 @@ def check(binding: Binding) -> str | None:
     return no_columns(binding, "x")
 
 
+COMMON: dict[str, Any] = {"dtypes": DTYPES, "tuning": HELD, "check": check, "cases": CASES}
+
 sum_bwd = Op(
     "sum_bwd",
     inputs={"x": Tensor("*m n", "T", unread=True), "dout": ROW},
     outputs={"dx": ROWS},
-    dtypes=DTYPES,
+    **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.row_sums:RowTotalBackward",
     tile=rows_filled,
-    tuning=HELD,
-    check=check,
-    cases=CASES,
     doc="""Gradient of :func:`sum`: ``dx = dout`` in every column. Of x only the shape is used; it is not read.""",
 )
 
@@ -60,13 +59,10 @@ mean_bwd = Op(
     "mean_bwd",
     inputs={"x": Tensor("*m n", "T", unread=True), "dout": ROW},
     outputs={"dx": ROWS},
-    dtypes=DTYPES,
+    **COMMON,
     reference=reference_mean_bwd,
     kernel="cute_ops.kernels.row_sums:RowMeanBackward",
     tile=rows_filled,
-    tuning=HELD,
-    check=check,
-    cases=CASES,
     doc="""Gradient of :func:`mean`: ``dx = dout / n`` in every column. Of x only the shape is used; it is not read.""",
 )
 
@@ -92,14 +88,11 @@ row_sum = Op(
     "sum",
     inputs={"x": ROWS},
     outputs={"out": ROW},
-    dtypes=DTYPES,
+    **COMMON,
     reference=reference,
     kernel="cute_ops.kernels.row_sums:RowTotal",
     tile=rows_walked,
-    tuning=HELD,
     grad=sum_bwd,
-    check=check,
-    cases=CASES,
     doc=_DOC.format(what="Sum", formula="sum(x)"),
 )
 
@@ -107,13 +100,10 @@ row_mean = Op(
     "mean",
     inputs={"x": ROWS},
     outputs={"out": ROW},
-    dtypes=DTYPES,
+    **COMMON,
     reference=reference_mean,
     kernel="cute_ops.kernels.row_sums:RowMean",
     tile=rows_walked,
-    tuning=HELD,
     grad=mean_bwd,
-    check=check,
-    cases=CASES,
     doc=_DOC.format(what="Mean", formula="sum(x) / n"),
 )
