@@ -74,7 +74,9 @@ class Total:
     def value(self):
         while len(self.sums) > 1:
             half = len(self.sums) // 2
-            self.sums = [self.sums[i] + self.sums[i + half] for i in range(half)]
+            # Of an odd number of sums the last one has no partner.
+            pairs = [self.sums[i] + self.sums[i + half] for i in range(half)]
+            self.sums = pairs + self.sums[2 * half :]
         return self.sums[0]
 
 
