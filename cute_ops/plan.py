@@ -211,6 +211,13 @@ def _version(number: int) -> str:
     return f"{number // 10}.{number % 10}"
 
 
+def limit_static(count: int) -> None:
+    """Let each op have kernels for so many sizes of its static dims from now on, as if none had been seen."""
+    global STATIC_LIMIT
+    STATIC_LIMIT = count
+    _static_seen.clear()
+
+
 def _static_allowed(op: str, values: tuple[int, ...]) -> bool:
     seen = _static_seen.setdefault(op, set())
     if values not in seen and len(seen) >= STATIC_LIMIT:

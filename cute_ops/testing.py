@@ -1,4 +1,6 @@
-"""Inputs, expected results and the tolerance rule, for tests and ``verify``. NumPy only.
+"""Inputs, expected results and the tolerance rule, for tests and ``verify``.
+
+Inputs are NumPy arrays. Everything else takes NumPy arrays or a framework's, on whatever device they lie.
 
 The rule: an element may differ from the float64 reference by at most twice what the reference itself loses
 when it runs in the inputs' dtypes with float32 arithmetic. That loss is one unit in the last place of the
@@ -10,7 +12,7 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -101,78 +103,115 @@ def shown(op: Op, raw: Any) -> tuple[Any, ...]:
     return tuple(named[name] for name in op.shown)
 
 
-def run_reference(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
-    """The reference on NumPy arrays, always as a tuple."""
-    result = op.reference(np, *arrays.values(), **attrs)
+def run_reference(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """The reference on arrays of one framework, always as a tuple."""
+    result = op.reference(namespace(arrays.values()), *arrays.values(), **attrs)
     return result if isinstance(result, tuple) else (result,)
 
 
-def expected(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+def namespace(arrays: Iterable[Any]) -> Any:
+    """The array-API namespace of some arrays, NumPy itself for NumPy's."""
+    first = next(a for a in arrays if a is not None)
+    if isinstance(first, np.ndarray):
+        return np
+    from array_api_compat import array_namespace  # only where a framework's arrays are
+
+    return array_namespace(first)
+
+
+def dtype_name(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")
+
+
+def expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The reference in float64 on the same values; outputs stay float64."""
-    wide = {n: a if a is None or a.dtype.kind == "i" else a.astype(np.float64) for n, a in arrays.items()}
+    return _expected(op, arrays, attrs, run_reference(op, arrays, attrs))
+
+
+def _expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any], lows: tuple[Any, ...]) -> tuple[Any, ...]:
+    xp = namespace(arrays.values())
+    wide = {n: a if a is None or _is_integer(a) else xp.astype(a, xp.float64) for n, a in arrays.items()}
     exact = dict(zip(op.outputs, run_reference(op, wide, attrs), strict=True))
-    lows = dict(zip(op.outputs, run_reference(op, arrays, attrs), strict=True))
+    present = dict(zip(op.outputs, lows, strict=True))
     # In float64 all dtypes are equal, so an output that shares another's array is missing here.
     shared = {n: t.same_as for n, t in op.outputs.items() if t.same_as and exact[n] is None}
-    return tuple(None if lows[n] is None else exact[shared.get(n, n)] for n in op.outputs)
+    return tuple(None if present[n] is None else exact[shared.get(n, n)] for n in op.outputs)
 
 
-def tolerances(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+def _is_integer(array: Any) -> bool:
+    return "int" in dtype_name(array)
+
+
+def tolerances(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The largest absolute error allowed, per element of each output."""
-    result: list[np.ndarray | None] = []
-    numbers = [a for a in arrays.values() if a is not None and a.dtype.kind != "i"]
-    largest = max(float(np.max(np.abs(a), initial=0.0, where=np.isfinite(a))) for a in numbers)
-    for low, exact in zip(run_reference(op, arrays, attrs), expected(op, arrays, attrs), strict=True):
-        if low is None or exact is None:
-            result.append(None)
-            continue
-        finite, overflows = np.isfinite(exact), np.isinf(low.astype(np.float64))
-        unit = EPS[str(low.dtype)] * np.abs(exact)
-        with np.errstate(invalid="ignore"):
-            error = np.abs(low.astype(np.float64) - exact) - unit
-        beyond = np.max(error, initial=0.0, where=finite & ~overflows)
-        floor = EPS["float32"] * np.max(np.abs(exact), initial=largest, where=finite)
-        tolerance = 2 * (unit + max(float(beyond), float(floor)))
-        # Only of an element that the reference's dtype has no room for nothing is asked.
-        result.append(np.where(finite & overflows, np.inf, tolerance))
-    return tuple(result)
+    return limits(op, arrays, attrs)[1]
 
 
-def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], outputs: tuple[np.ndarray | None, ...]) -> None:
+def limits(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """What :func:`expected` and :func:`tolerances` give."""
+    lows = run_reference(op, arrays, attrs)
+    exacts = _expected(op, arrays, attrs, lows)
+    xp = namespace(arrays.values())
+    wide = [xp.astype(a, xp.float64) for a in arrays.values() if a is not None and not _is_integer(a)]
+    largest = max(_largest(xp, xp.abs(a), xp.isfinite(a)) for a in wide)
+    allowed = [
+        None if low is None or exact is None else _allowed(xp, low, exact, largest)
+        for low, exact in zip(lows, exacts, strict=True)
+    ]
+    return exacts, tuple(allowed)
+
+
+def _allowed(xp: Any, low: Any, exact: Any, largest: float) -> Any:
+    wide = xp.astype(low, xp.float64)
+    finite, overflows = xp.isfinite(exact), xp.isinf(wide)
+    unit = EPS[dtype_name(low)] * xp.abs(exact)
+    with np.errstate(invalid="ignore"):
+        error = xp.abs(wide - exact) - unit
+    beyond = _largest(xp, error, finite & ~overflows)
+    floor = EPS["float32"] * max(_largest(xp, xp.abs(exact), finite), largest)
+    tolerance = 2 * (unit + max(beyond, floor))
+    # Only of an element that the reference's dtype has no room for nothing is asked.
+    return xp.where(finite & overflows, xp.full_like(tolerance, math.inf), tolerance)
+
+
+def _largest(xp: Any, values: Any, where: Any) -> float:
+    """The largest of the chosen values, zero where there is none above."""
+    return float(xp.max(xp.where(where, values, xp.zeros_like(values)))) if math.prod(values.shape) else 0.0
+
+
+def check(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any], outputs: tuple[Any, ...]) -> None:
     """Raise AssertionError unless every output is within tolerance of the float64 reference."""
-    compare(op, outputs, expected(op, arrays, attrs), tolerances(op, arrays, attrs))
+    compare(op, outputs, *limits(op, arrays, attrs))
 
 
-def compare(
-    op: Op,
-    outputs: tuple[np.ndarray | None, ...],
-    expecteds: tuple[np.ndarray | None, ...],
-    allowed: tuple[np.ndarray | None, ...],
-) -> None:
+def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowed: tuple[Any, ...]) -> None:
     """As :func:`check`, with what is expected and allowed known."""
     for name, got, exact, tolerance in zip(op.outputs, outputs, expecteds, allowed, strict=True):
         if exact is None or tolerance is None:
             if got is not None:
                 raise AssertionError(f"{op.name}: output {name} should be absent")
             continue
-        if got is None or got.shape != exact.shape:
-            raise AssertionError(f"{op.name}: output {name} is {None if got is None else got.shape}, not {exact.shape}")
-        wide = got.astype(np.float64)
-        if not np.array_equal(np.isnan(wide), np.isnan(exact)):
+        if got is None or tuple(got.shape) != tuple(exact.shape):
+            came = None if got is None else tuple(got.shape)
+            raise AssertionError(f"{op.name}: output {name} is {came}, not {tuple(exact.shape)}")
+        xp = namespace([exact])
+        wide = xp.astype(got, xp.float64)
+        if not bool(xp.all(xp.isnan(wide) == xp.isnan(exact))):
             raise AssertionError(f"{op.name}: output {name} has NaN where the reference has none, or the reverse")
-        infinite = np.isinf(exact)
-        if not np.array_equal(wide[infinite], exact[infinite]):
+        if bool(xp.any(xp.isinf(exact) & (wide != exact))):
             raise AssertionError(f"{op.name}: output {name} differs from the reference's infinities")
-        # Where the reference is finite and the output is not, the difference fails the comparison too.
+        # Where the reference is finite and the output is not, the difference fails the comparison too. Where the dtype
+        # has no room for the exact value, the reference overflows too and nothing is asked.
         with np.errstate(invalid="ignore"):
-            excess = np.where(np.isfinite(exact), np.abs(wide - exact) - tolerance, 0.0)
-        # Where the dtype has no room for the exact value, the reference overflows too and nothing is asked.
-        excess = np.where(np.isinf(tolerance), 0.0, excess)
-        if not np.all(excess <= 0):
-            worst = np.unravel_index(np.argmax(np.where(np.isnan(excess), np.inf, excess)), exact.shape)
+            excess = xp.abs(wide - exact) - tolerance
+        excess = xp.where(xp.isfinite(exact) & ~xp.isinf(tolerance), excess, xp.zeros_like(excess))
+        if not bool(xp.all(excess <= 0)):
+            index = int(xp.argmax(xp.where(xp.isnan(excess), xp.full_like(excess, math.inf), excess)))
+            worst = tuple(map(int, np.unravel_index(index, tuple(exact.shape))))
             raise AssertionError(
-                f"{op.name}: output {name}: error {abs(wide[worst] - exact[worst]):.3g} exceeds {tolerance[worst]:.3g} "
-                f"at {tuple(map(int, worst))}: got {wide[worst]:.8g}, expected {exact[worst]:.8g}"
+                f"{op.name}: output {name}: error {float(abs(wide[worst] - exact[worst])):.3g} exceeds "
+                f"{float(tolerance[worst]):.3g} at {worst}: got {float(wide[worst]):.8g}, "
+                f"expected {float(exact[worst]):.8g}"
             )
 
 

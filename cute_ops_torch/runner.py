@@ -1,4 +1,4 @@
-"""PyTorch's side of ``python -m cute_ops verify``: one call of an op on NumPy arrays."""
+"""PyTorch's side of ``python -m cute_ops verify``: one call of an op."""
 
 from __future__ import annotations
 
@@ -9,26 +9,70 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_ops import target
-from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops import sweep, target, testing
+from cute_ops.op import ITEMSIZE, Array, Op, Tensor
 from cute_ops.plan import plan
 from cute_ops.testing import Arrays, numpy_dtype
 from cute_ops_torch.registry import register
-from cute_ops_torch.tensors import DTYPES, bind_tensors, memory
+from cute_ops_torch.tensors import DTYPES, NAMES, bind_tensors, memory
 
 
 def device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def broken() -> bool:
+    """Whether a kernel has left the GPU's context unusable."""
+    from cute_ops_torch import measure
+
+    return device() == "cuda" and measure.broken()
+
+
 def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
-    """Call the registered op; None for absent outputs.
+    """Call the registered op on NumPy arrays; None for absent outputs.
 
     Raises:
         AssertionError: on a GPU no output lies in memory that was filled with NaN, so that nothing would be shown.
     """
+    outputs = _call(op, [None if a is None else to_torch(a) for a in arrays.values()], attrs)
+    return tuple(None if out is None else to_numpy(out) for out in outputs)
+
+
+def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str) -> None:
+    """Compare a call with float64, all on the device, the inputs laid out as ``base`` says; see :mod:`cute_ops.sweep`.
+
+    Raises:
+        AssertionError: an output is wrong, or an input was written to.
+    """
+    tensors = [
+        None if array is None else laid_out(to_torch(array), declared, base)
+        for array, declared in zip(arrays.values(), op.inputs.values(), strict=True)
+    ]
+    outputs = _call(op, tensors, attrs)
+    testing.check(op, dict(zip(op.inputs, tensors, strict=True)), attrs, outputs)
+    for name, tensor, array in zip(op.inputs, tensors, arrays.values(), strict=True):
+        if tensor is not None and not torch.equal(_bits(tensor), _bits(to_torch(array))):
+            raise AssertionError(f"{op.name}: input {name} was written to")
+
+
+def laid_out(tensor: torch.Tensor, declared: Tensor, base: str) -> torch.Tensor:
+    """A copy of a tensor, with NaN around it (or the largest integer), as a sweep lays it out."""
+    where = sweep.place(declared, Array(tuple(tensor.shape), NAMES[tensor.dtype]), base)
+    buffer = torch.full((where.size * tensor.itemsize,), 127, dtype=torch.uint8, device=tensor.device)
+    buffer = buffer.view(tensor.dtype)
+    if tensor.is_floating_point():
+        buffer.fill_(torch.nan)
+    view = buffer.as_strided(tensor.shape, where.strides, where.start)
+    view.copy_(tensor)
+    return view
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _call(op: Op, tensors: list[torch.Tensor | None], attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
     register(op)
-    tensors = [None if a is None else to_torch(a) for a in arrays.values()]
     poisoned = _poison(op, tensors, attrs) if device() == "cuda" else None
     result = getattr(torch.ops.cute, op.name).default(*tensors, *attrs.values())
     outputs = result if isinstance(result, tuple) else (result,)
@@ -36,7 +80,7 @@ def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | 
         raise AssertionError(f"{op.name}: no output lies where memory was poisoned")
     # An absent output is an empty tensor to torch.
     expected = bind_tensors(op, tensors, list(attrs.values())).outputs.values()
-    return tuple(None if e is None else to_numpy(out) for out, e in zip(outputs, expected, strict=True))
+    return tuple(None if e is None else out for e, out in zip(expected, outputs, strict=True))
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:

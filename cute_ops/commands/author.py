@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, NamedTuple, NoReturn
 
 import typer
 from rich.table import Table
@@ -26,6 +28,10 @@ Which = Annotated[
     typer.Argument(metavar="OP", help="rmsnorm, or yours: file.py, file.py:name, module:name; gradients come along."),
 ]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}; repeat. Default: all.")]
+
+
+# Ops whose inputs no random numbers fit.
+NOT_SWEPT = {"sorted_embedding_bwd": "its tokens must be sorted; tests/torch/test_gpu_sweep.py sweeps embedding"}
 
 
 class Kernel(NamedTuple):
@@ -80,10 +86,15 @@ def inspect(
 
 
 def verify(
-    op: Which,
+    op: Annotated[str, typer.Argument(metavar="OP", help="As for inspect. Default with --sweep: all of ours.")] = "",
     dtype: Dtypes = None,
     framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
     repeats: Annotated[int, typer.Option(help="Calls on a GPU, all of which must give the same bits.")] = 20,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Every row length, dtype and layout, in PyTorch.")] = False,
+    number: Annotated[int, typer.Option("--round", help="Of the sweep: 0 to 11 are all of it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of what a sweep draws at random.")] = 0,
+    processes: Annotated[int, typer.Option(help="Of the sweep. Default: one a core.")] = 0,
+    seconds: Annotated[float, typer.Option(help="The sweep begins nothing later.")] = float("inf"),
 ) -> None:
     """Check every named case of an op in every dtype and installed framework against float64.
 
@@ -91,8 +102,20 @@ def verify(
     which is not written shows; calls are repeated, since a race gives other bits sooner or later; both frameworks must
     agree to the bit. On a CPU the declared reference runs. Exit code 1 when anything is wrong.
 
-    Example: python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
+    With --sweep: every row length from 1 to 300, both sides of every length at which the heuristic changes its mind and
+    random ones up to 262144, with 1, 2, 5, 201 and 4099 rows, in one pair of dtype and layout a length; twelve rounds
+    take each length in every pair. A round compiles some 35000 kernels for all of our ops.
+
+    Examples:
+
+      python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
+
+      python -m cute_ops verify rmsnorm --sweep --round 3
     """
+    if sweep:
+        _sweep(_ops(op) if op else list(declarations.ours().values()), number, seed, processes, seconds)
+    if not op:
+        raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
     from cute_ops.verification import installed
     from cute_ops.verification import verify as verdicts
 
@@ -119,6 +142,35 @@ def verify(
     what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
     console.print(f"{cases - failed} of {cases} right, {calls} calls ({what})", highlight=False)
     raise typer.Exit(int(failed > 0))
+
+
+def _sweep(ops: list[Op], number: int, seed: int, processes: int, seconds: float) -> NoReturn:
+    """Run a round of a sweep, say what is wrong and leave with exit code 1 if anything is."""
+    from cute_ops.sweep_run import sweep
+    from cute_ops.verification import RUNNERS
+
+    left_out = [o.name for o in ops if o.name in NOT_SWEPT]
+    start, count, kernels, wrong = time.monotonic(), 0, 0, 0
+    with console.status("") as status:
+        for found in sweep(
+            [o for o in ops if o.name not in left_out], RUNNERS["torch"], number, seed,
+            processes or len(os.sched_getaffinity(0)), seconds,
+        ):  # fmt: skip
+            count, kernels = count + 1, kernels + found.kernels
+            if found.problem:
+                wrong += 1
+                console.print(f"BAD  {found.trial}", style="red", highlight=False, markup=False)
+                console.print(f"     {found.problem}", highlight=False, markup=False)
+            if count % 100 == 0:
+                status.update(f"{count} calls, {kernels} kernels, {wrong} wrong: {found.trial}")
+    for name in left_out:
+        console.print(f"{name} is not swept: {NOT_SWEPT[name]}", highlight=False)
+    console.print(
+        f"round {number}, seed {seed}: {count - wrong} of {count} calls right, {kernels} kernels compiled, "
+        f"{time.monotonic() - start:.0f} s",
+        highlight=False,
+    )
+    raise typer.Exit(int(wrong > 0))
 
 
 def bench(
