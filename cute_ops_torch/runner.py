@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -34,25 +34,33 @@ def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | 
     Raises:
         AssertionError: on a GPU no output lies in memory that was filled with NaN, so that nothing would be shown.
     """
-    outputs = _call(op, [None if a is None else to_torch(a) for a in arrays.values()], attrs)
+    outputs = _call(op, list(on_device(arrays).values()), attrs)
     return tuple(None if out is None else to_numpy(out) for out in outputs)
 
 
-def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str) -> None:
+def check(
+    op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: Callable[[], Iterable[Arrays]]
+) -> None:
     """Compare a call with float64, all on the device, the inputs laid out as ``base`` says; see :mod:`cute_ops.sweep`.
+
+    Args:
+        others: as :func:`cute_ops.testing.check` takes them.
 
     Raises:
         AssertionError: an output is wrong, or an input was written to.
     """
-    tensors = [
-        None if array is None else laid_out(to_torch(array), declared, base)
-        for array, declared in zip(arrays.values(), op.inputs.values(), strict=True)
-    ]
+    given = on_device(arrays)
+    tensors = [None if t is None else laid_out(t, op.inputs[name], base) for name, t in given.items()]
     outputs = _call(op, tensors, attrs)
-    testing.check(op, dict(zip(op.inputs, tensors, strict=True)), attrs, outputs)
-    for name, tensor, array in zip(op.inputs, tensors, arrays.values(), strict=True):
-        if tensor is not None and not torch.equal(_bits(tensor), _bits(to_torch(array))):
+    testing.check(op, given, attrs, outputs, lambda: map(on_device, others()))
+    for (name, before), after in zip(given.items(), tensors, strict=True):
+        if before is not None and after is not None and not torch.equal(_bits(before), _bits(after)):
             raise AssertionError(f"{op.name}: input {name} was written to")
+
+
+def on_device(arrays: Arrays) -> dict[str, torch.Tensor | None]:
+    """The same values as tensors, on the GPU where there is one."""
+    return {name: None if a is None else to_torch(a) for name, a in arrays.items()}
 
 
 def laid_out(tensor: torch.Tensor, declared: Tensor, base: str) -> torch.Tensor:
@@ -68,7 +76,8 @@ def laid_out(tensor: torch.Tensor, declared: Tensor, base: str) -> torch.Tensor:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().view(-1).view(torch.uint8)
+    # A copy: a view of one element may keep any stride.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 def _call(op: Op, tensors: list[torch.Tensor | None], attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:

@@ -381,6 +381,11 @@ class Moments(Statistics):
     def backward_terms(self, sums, inverse):
         mean, gradients, squares, products = sums
         _, rstd = self.forward_terms((mean, squares), inverse)
+        # The only element of a row is its mean: its gradients are zero, which rstd, up to 1 / sqrt(eps), would hide.
+        if self.tile.n is None:
+            rstd = cutlass.select_(Float32(inverse) == 1.0, Float32(0.0), rstd)
+        elif self.tile.n == 1:
+            rstd = Float32(0.0)
         return mean, rstd, rstd * rstd * rstd * (products * inverse), rstd * (gradients * inverse)
 
 

@@ -439,6 +439,8 @@ def rows_quantize(problem: Problem) -> dict[str, int]:
     # Rows that start anywhere arrive in pairs of vectors, which takes registers, and cost more besides, which wants few
     # threads.
     row = _threads(part, 4 if not unaligned else 5 if not two else 3)
+    if problem.attrs["block"] and problem.n > BLOCK:
+        row = max(row, BLOCK // vec)  # lanes that find the largest of a block together
     threads = max(row, 128)
     room = 768 if "bias" in problem.dtypes else 896 if "up" in problem.dtypes else 1120
     if unaligned:
