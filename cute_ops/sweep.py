@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -112,7 +113,9 @@ def trials(op: Op, target: Target, number: int, seed: int = 0) -> Iterator[Trial
         drawn = _draw(op, n, dtype, np.random.default_rng([seed, salt, number, n]))
         # A kernel for any length takes one of the counts, and rows that no other trial has.
         counts = [(rows, True) for rows in ROWS] + [(ROWS[n % len(ROWS)] + 2, False)] * bool(op.static)
-        for rows, fixed in counts if drawn else ():
+        if drawn is None:
+            continue
+        for rows, fixed in counts:
             case = _with_rows(op, drawn, rows)
             if _elements(op, case, dtype) <= MOST_ELEMENTS:
                 yield Trial(op, case, dtype, base, fixed)
@@ -135,7 +138,7 @@ def thresholds(op: Op, target: Target) -> list[int]:
             form = _Form(op, target, dtype, base, rows)
             # Between neighbours of this grid that agree nothing is looked for.
             grid = sorted({int(SHORTEST * (LONGEST / SHORTEST) ** (i / 128)) for i in range(129)})
-            for low, high in zip(grid, grid[1:]):
+            for low, high in pairwise(grid):
                 found |= set(_edges(form, low, high))
     return sorted(found)
 

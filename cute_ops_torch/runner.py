@@ -38,9 +38,7 @@ def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | 
     return tuple(None if out is None else to_numpy(out) for out in outputs)
 
 
-def check(
-    op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: Callable[[], Iterable[Arrays]]
-) -> None:
+def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: Callable[[], Iterable[Arrays]]) -> None:
     """Compare a call with float64, all on the device, the inputs laid out as ``base`` says; see :mod:`cute_ops.sweep`.
 
     Args:

@@ -106,11 +106,9 @@ def verify(
     random ones up to 262144, with 1, 2, 5, 201 and 4099 rows, in one pair of dtype and layout a length; twelve rounds
     take each length in every pair. A round compiles some 35000 kernels for all of our ops.
 
-    Examples:
+    Example: python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
 
-      python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
-
-      python -m cute_ops verify rmsnorm --sweep --round 3
+    Example: python -m cute_ops verify rmsnorm --sweep --round 3
     """
     if sweep:
         _sweep(_ops(op) if op else list(declarations.ours().values()), number, seed, processes, seconds)

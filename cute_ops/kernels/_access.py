@@ -4,18 +4,32 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
-from cute_ops.kernels._rows import element_address, row_address
+from cute_ops.kernels._rows import element_address, row_address, row_count
 from cute_ops.kernels._vectors import (
     fetch_ahead,
     fragment,
     gmem_elements,
     load,
     load_if,
+    load_inside,
     store,
     store_if,
     store_masked,
     trim,
 )
+
+
+def load_vector(rX, address, tile, k, first, readable, wanted):
+    """Load a thread's k-th vector of a row where it is wanted.
+
+    Args:
+        address, first: of its first element, and the column that this is.
+        readable: from :meth:`RowTile.readable`.
+    """
+    if tile.v.masked and tile.ends_outside(k):
+        load_inside(wanted, rX, address, readable - first)
+    else:
+        load_if(wanted, rX, address)
 
 
 class RowAccess:
@@ -55,18 +69,21 @@ class RowAccess:
         vectors = [fragment(mX.element_type, self.tile.vec) for _ in first]
         for rX in vectors:
             rX.fill(self.empty)
-        self._load(vectors, mX.element_type.width // 8, base, first, wanted)
+        readable = self.tile.readable(row, row_count(mX))
+        self._load(vectors, mX.element_type.width // 8, base, first, readable, wanted)
         return vectors
 
     @cute.jit
     def _load(
-        self, vectors: cutlass.Constexpr, itemsize: cutlass.Constexpr, base, first: cutlass.Constexpr, wanted: Boolean
-    ):
+        self, vectors: cutlass.Constexpr, itemsize: cutlass.Constexpr, base, first: cutlass.Constexpr, readable,
+        wanted: Boolean,
+    ):  # fmt: skip
         if wanted:
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 address = base + Int64(first[k]) * itemsize
                 if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
-                    load_if(self.tile.wanted(k, first[k]), vectors[k], address)
+                    inside = self.tile.wanted(k, first[k])
+                    load_vector(vectors[k], address, self.tile, k, first[k], readable, inside)
                 else:
                     load(vectors[k], address)
 

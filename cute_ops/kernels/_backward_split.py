@@ -11,7 +11,7 @@ from cute_ops.kernels._chain import let_next_start, wait_for_previous
 from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import row_address, row_count
 from cute_ops.kernels._statistics import centre
-from cute_ops.kernels._vectors import fragment, load_if, widen
+from cute_ops.kernels._vectors import fragment, load_inside, widen
 
 
 class NormBackwardSplit(NormBackward):
@@ -116,7 +116,9 @@ class NormBackwardSplit(NormBackward):
         rX.fill(0)
         address = row_address(mX, self.variant.tensors[name], row, self.n)
         address = address + Int64(column) * (mX.element_type.width // 8)
-        load_if((row < count) & (column < self.n), rX, address, shared=True)
+        wanted = (row < count) & (column < self.n)
+        # Aligned rows: masked where they have strides of their own.
+        load_inside(wanted, rX, address, self.n - column, shared=True)
         return rX
 
     @cute.jit

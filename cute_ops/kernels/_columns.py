@@ -2,11 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Boolean, Int32, Int64, const_expr
 
 from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import ITEMSIZE
-from cute_ops.kernels._vectors import fragment, load, load_elements, load_if, load_masked, widen
+from cute_ops.kernels._vectors import fragment, load, load_elements, load_if, load_masked, opaque, widen
 
 BYTES, WORD_BYTES = 16, 4
 # Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
@@ -63,7 +63,7 @@ def _realigned(dtype, base, tile, first, ks):
     A branch serves several vectors; a thread's only one is better off without, since loads do not cross it. Whole words
     are always selected: by the branch, which is right for halves, some came out wrong on an H200; why is not known.
 
-    The loads stay on the parameter's own 16 bytes; what a vector holds outside the row is anything, NaN too.
+    Nothing past the parameter's end is read; what a vector holds outside the row is anything, NaN too.
     """
     size = dtype.width // 8
     each = BYTES // size
@@ -80,9 +80,12 @@ def _realigned(dtype, base, tile, first, ks):
             place = lower + i
             if tile.starts_outside(k):
                 place = cutlass.max(place, 0)
+            rPart = cute.make_tensor(rLoaded.iterator + i * each, cute.make_layout(each))
             if tile.ends_outside(k) or not regular:
                 place = cutlass.min(place, last)
-            load(cute.make_tensor(rLoaded.iterator + i * each, cute.make_layout(each)), base + Int64(place) * BYTES)
+                _load_to_end(rPart, base + Int64(place) * BYTES, place < last, tile.n - last * each)
+            else:
+                load(rPart, base + Int64(place) * BYTES)
         loaded.append(rLoaded)
     vectors = [fragment(dtype, tile.vec) for _ in ks]
     if regular and len(ks) > 1 and tile.threads_per_row >= WARP and dtype.width == 16:
@@ -91,6 +94,18 @@ def _realigned(dtype, base, tile, first, ks):
         for k, rLoaded, rW in zip(ks, loaded, vectors):
             _select(rLoaded, rW, first[k] & (each - 1))
     return vectors
+
+
+@cute.jit
+def _load_to_end(rPart: cute.Tensor, address: Int64, whole: Boolean, rest: cutlass.Constexpr):
+    """An access of a parameter of which the last one has ``rest`` elements."""
+    if const_expr(rest == cute.size(rPart)):
+        load(rPart, address)
+    else:
+        if whole:
+            load(rPart, address)
+        else:
+            load_elements(rPart, opaque(address), Int32(0), Int32(rest))
 
 
 @cute.jit

@@ -8,6 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
+from cute_ops.kernels._access import load_vector
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._columns import column_vectors, scale
 from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, row_address, row_count
@@ -18,7 +19,6 @@ from cute_ops.kernels._vectors import (
     forget,
     fragment,
     load,
-    load_if,
     narrow,
     store,
     store_if,
@@ -174,16 +174,17 @@ class NormForward:
             # Threads past the last row repeat it and store nothing: all of them take part in the sums.
             row = cutlass.min(row, count - 1)
         base = row_address(mX, self.variant.tensors[name], row, self.n)
+        readable = self.tile.readable(row, count)
         vectors = []
         for k in range(self.tile.per_thread):
             rX = fragment(mX.element_type, self.tile.vec)
             address = base + Int64(first[k]) * (mX.element_type.width // 8)
-            if self.tile.v.shifted:
+            if self.tile.v.shifted or self.tile.ends_outside(k):
                 rX.fill(0)
-                load_if((row < count) & self.tile.wanted(k, first[k]), rX, address)
-            elif self.tile.ends_outside(k):
-                rX.fill(0)
-                load_if(self.tile.wanted(k, first[k]), rX, address)
+                wanted = self.tile.wanted(k, first[k])
+                if self.tile.v.shifted:
+                    wanted = (row < count) & wanted
+                load_vector(rX, address, self.tile, k, first[k], readable, wanted)
             else:
                 load(rX, address)
             vectors.append(rX)

@@ -10,13 +10,13 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._column_sum import ColumnSum
 from cute_ops.kernels._columns import column_elements, scale
-from cute_ops.kernels._rows import Vectors, row_address, row_count
+from cute_ops.kernels._rows import Vectors, readable, row_address, row_count
 from cute_ops.kernels._statistics import centre, row_statistics
 from cute_ops.kernels._vectors import (
     fragment,
     load,
     load_elements,
-    load_if,
+    load_inside,
     narrow,
     store,
     store_elements,
@@ -67,17 +67,16 @@ class LongRows:
             return None
         return row_address(mX, self.variant.tensors[name], row, mX.shape[len(mX.shape) - 1])
 
-    def read(self, mX, base, first, n):
-        """A vector in fp32, zero outside the row."""
+    def read(self, mX, base, first, n, readable):
+        """A vector in fp32, zero outside the row; ``readable`` as :func:`cute_ops.kernels._rows.readable` gives it."""
         rX = fragment(mX.element_type, self.tile.vec)
         address = base + Int64(first) * (mX.element_type.width // 8)
-        if self.tile.v.shifted:
+        if self.tile.v.masked:
             rX.fill(0)
-            load_if(first + self.tile.vec > 0, rX, address)
+            load_inside(first + self.tile.vec > 0, rX, address, readable - first)
+            trim(rX, first, n)
         else:
             load(rX, address)
-        if self.tile.v.masked:
-            trim(rX, first, n)
         return rX.load().to(Float32)
 
     def write(self, x, mX, base, first, n):
@@ -127,18 +126,19 @@ class NormForwardLong(LongRows):
             row = Int64(bidx) + Int64(step) * Int64(grid)
             shift = self.tile.v.shift(row, mX.shape[len(mX.shape) - 1])
             count = self.vectors(n, shift)
+            within = readable(self.tile.v, n, row, row_count(mX))
             x_base, out_base = self.row_base(mX, "x", row), self.row_base(mOut, "out", row)
             sums = self.sum.begin()
             if const_expr(mResidual is None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
                     first = v * vec - shift
-                    sums = self.sum.add(sums, (self.read(mX, x_base, first, n),), first, n)
+                    sums = self.sum.add(sums, (self.read(mX, x_base, first, n, within),), first, n)
             else:
                 residual_base = self.row_base(mResidual, "residual", row)
                 sum_base = self.row_base(mResidualOut, "residual_out", row)
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
                     first = v * vec - shift
-                    h = self.read(mX, x_base, first, n) + self.read(mResidual, residual_base, first, n)
+                    h = self.read(mX, x_base, first, n, within) + self.read(mResidual, residual_base, first, n, within)
                     self.write(h, mResidualOut, sum_base, first, n)
                     h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
                     sums = self.sum.add(sums, (h,), first, n)
@@ -148,9 +148,9 @@ class NormForwardLong(LongRows):
                 first = v * vec - shift
                 # With a residual, this thread's own stores are read back.
                 if const_expr(mResidual is None):
-                    h = self.read(mX, x_base, first, n)
+                    h = self.read(mX, x_base, first, n, within)
                 else:
-                    h = self.read(mResidualOut, self.row_base(mResidualOut, "residual_out", row), first, n)
+                    h = self.read(mResidualOut, self.row_base(mResidualOut, "residual_out", row), first, n, within)
                 y = centre(h, mean) * rstd
                 if const_expr(mWeight is not None):
                     y = y * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
@@ -212,23 +212,24 @@ class NormBackwardLong(LongRows):
         for step in cutlass.range(steps, unroll=1):
             row = Int64(group) + Int64(step) * Int64(groups)
             bases = [self.row_base(m, name, row) for m, name in zip(inputs, self.names)]
+            within = readable(self.tile.v, n, row, row_count(mX))
             targets = [self.row_base(m, name, row) for m, name in zip(outputs, self.dx_names)]
             sums = self.sum.begin()
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
                 first = v * vec - shift
-                x, _, g = self._terms(mX, mDout, mWeight, bases, first, n)
+                x, _, g = self._terms(mX, mDout, mWeight, bases, first, n, within)
                 sums = self.sum.add(sums, (x, g), first, n)
             sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
             mean, rstd, pull, push = self.sum.backward_terms(sums, 1.0 / Float32(n))
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
                 first = v * vec - shift
-                x, dout, g = self._terms(mX, mDout, mWeight, bases, first, n)
+                x, dout, g = self._terms(mX, mDout, mWeight, bases, first, n, within)
                 x = centre(x, mean)
                 dx = g * rstd - x * pull
                 if const_expr(push is not None):
                     dx = dx - push
                 if const_expr(mDres is not None):
-                    dx = dx + self.read(mDres, bases[2], first, n)
+                    dx = dx + self.read(mDres, bases[2], first, n, within)
                 for mDx, base in zip(outputs, targets):
                     if const_expr(mDx is not None):
                         self.write(dx, mDx, base, first, n)
@@ -239,8 +240,8 @@ class NormBackwardLong(LongRows):
                         self._store_part(rSum, mParts, group, first, n)
         let_next_start(self.chained)
 
-    def _terms(self, mX, mDout, mWeight, bases, first, n):
-        x, dout = self.read(mX, bases[0], first, n), self.read(mDout, bases[1], first, n)
+    def _terms(self, mX, mDout, mWeight, bases, first, n, within):
+        x, dout = self.read(mX, bases[0], first, n, within), self.read(mDout, bases[1], first, n, within)
         if mWeight is None:
             return x, dout, dout
         return x, dout, dout * scale(self.column(mWeight, "weight", first, n), self.weight_offset)

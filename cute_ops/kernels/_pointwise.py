@@ -9,7 +9,18 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._pointwise_shifted import PointwiseShifted
 from cute_ops.kernels._rows import ITEMSIZE, row_address, row_count
-from cute_ops.kernels._vectors import AHEAD, fetch_ahead, fragment, load, narrow, store, store_if, store_masked, widen
+from cute_ops.kernels._vectors import (
+    AHEAD,
+    fetch_ahead,
+    fragment,
+    load,
+    load_inside,
+    narrow,
+    store,
+    store_if,
+    store_masked,
+    widen,
+)
 
 VECTOR_BYTES = 16
 
@@ -119,10 +130,14 @@ class Pointwise:
         let_next_start(self.chained)
         wait_for_previous(self.chained)
         loaded = []
-        for addresses in sources:
+        for (_, _, left), addresses in zip(places, sources):
             vectors = [fragment(mX.element_type, self.vec) for mX in inputs]
             for rX, address in zip(vectors, addresses):
-                load(rX, address)
+                if const_expr(self.even or self.whole):
+                    load(rX, address)
+                else:
+                    rX.fill(0)
+                    load_inside(left > 0, rX, address, left)
             loaded.append(vectors)
         for place, vectors in zip(places, loaded):
             results = self._computed([widen(rX) for rX in vectors])

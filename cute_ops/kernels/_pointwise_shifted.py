@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._rows import ITEMSIZE, row_address
-from cute_ops.kernels._vectors import load_if, narrow, store_masked, widen
+from cute_ops.kernels._vectors import load_inside, narrow, store_masked, widen
 from cute_ops.kernels._windows import bytes_past, fetch, settle
 
 
@@ -80,7 +80,7 @@ class PointwiseShifted:
             # A row that is not there has no column that is.
             places.append((row, column, cutlass.select_(row < rows, Int32(n), Int32(-2 * self.vec))))
         wait_for_previous(self.chained)
-        loaded = [[self._load(inputs, outputs, group, n, *place) for group in self.groups] for place in places]
+        loaded = [[self._load(inputs, outputs, group, n, rows, *place) for group in self.groups] for place in places]
         let_next_start(self.chained)
         for place, groups in zip(places, loaded):
             for group, (shift, pairs) in zip(self.groups, groups):
@@ -91,7 +91,13 @@ class PointwiseShifted:
         address = row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1])
         return address + Int64(n) * (part.index * ITEMSIZE[self.keys[part.name].dtype])
 
-    def _load(self, inputs, outputs, group, n, row, column, end):
+    def _readable(self, part, n, row, rows):
+        """Columns of a part of a row that may be read: of compact rows the next part's, too."""
+        if self.keys[part.name].layout != "flat":
+            return n
+        return cutlass.select_((row + 1 < rows) | (part.index + 1 < part.count), n + self.vec, n)
+
+    def _load(self, inputs, outputs, group, n, rows, row, column, end):
         """What a group needs for the vector at a column of its outputs: (how far rows start in a vector, the pairs of
         vectors that hold it and where in them it begins).
         """
@@ -104,13 +110,15 @@ class PointwiseShifted:
             itemsize = ITEMSIZE[self.keys[part.name].dtype]
             rPair = cute.make_rmem_tensor((2 * self.vec,), mX.element_type)
             address = self._row(mX, part, n, row) + Int64(first) * itemsize
+            readable = self._readable(part, n, row, rows)
             past = self._apart(part, target)
             if past == 0:
                 low = cute.make_tensor(rPair.iterator, cute.make_layout(self.vec))
-                load_if((first + self.vec > 0) & (first < end), low, address)
+                wanted = (first + self.vec > 0) & (first < end)
+                load_inside(wanted, low, address, readable - first)
             else:
                 past = bytes_past(address, mX.element_type, self.vec) if past is None else past * itemsize
-                fetch(rPair, address - past, first - past // itemsize, end)
+                fetch(rPair, address - past, first - past // itemsize, end, readable)
             pairs.append((rPair, past))
         return first, pairs
 

@@ -115,7 +115,8 @@ class QuantizeRows(NormForward):
         pairs = []
         for start in first:
             rPair = cute.make_rmem_tensor((2 * vec,), dtype)
-            fetch(rPair, base - past + Int64(start) * itemsize, start - past // itemsize, end)
+            begin = start - past // itemsize
+            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, self.tile.readable(row, count))
             pairs.append(rPair)
         return pairs, past
 

@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_ops.kernels._rows import ITEMSIZE, vector_address
-from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, opaque
+from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, load_elements, opaque
 
 
 class RowRing:
@@ -61,10 +61,15 @@ class RowRing:
 
     @cute.jit
     def fetch(
-        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, stage: Int32,
+        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, readable, stage: Int32,
         ks: cutlass.Constexpr = None,
     ):  # fmt: skip
-        """Start copying this thread's vectors of a row, or some of them; the caller commits the group."""
+        """Start copying this thread's vectors of a row, or some of them; the caller commits the group.
+
+        Args:
+            valid: whether the row is there.
+            readable: from :meth:`RowTile.readable`.
+        """
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
             # Once, not again under the condition of every vector.
@@ -72,7 +77,21 @@ class RowRing:
         for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
             if valid and self.tile.wanted(k, first[k]):
                 source = vector_address(sX, address, self.tile, first[k], k)
-                self.copy(source, sX[None, None, tidx, k, stage])
+                target = sX[None, None, tidx, k, stage]
+                if const_expr(self.tile.v.masked and self.tile.ends_outside(k)):
+                    self.copy_inside(source, target, readable - first[k])
+                else:
+                    self.copy(source, target)
+
+    @cute.jit
+    def copy_inside(self, source: Int64, target: cute.Tensor, room: Int32):
+        """Copy a vector of which only the first ``room`` elements may be read."""
+        if room >= self.tile.vec:
+            self.copy(source, target)
+        else:
+            rX = fragment(target.element_type, self.tile.vec)
+            load_elements(rX, opaque(source), Int32(0), room)
+            cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
 
     def copy(self, source, target):
         """Start copying a vector."""

@@ -119,10 +119,22 @@ class RowTile:
         inside = first < self.n if self.ends_outside(k) else True
         return (first + self.vec > 0) & inside if self.starts_outside(k) and self.v.unit > self.vec else inside
 
+    def readable(self, row, count):
+        """Columns, counted from a row's first, that may be read: of rows one after another the next row's, too."""
+        return readable(self.v, self.n, row, count)
+
     def ends_outside(self, k):
         """Whether some thread's k-th vector may reach past the row's end."""
         end = (k + 1) * self.threads_per_row
         return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec > self.n
+
+
+def readable(vectors, n, row, count):
+    """See :meth:`RowTile.readable`; None where no vector reaches past what may be read."""
+    if not vectors.masked:
+        return None
+    # What lies between rows with strides of their own may be nobody's.
+    return cutlass.select_(row + 1 < count, n + vectors.vec, n) if vectors.shifted else n
 
 
 def extent(mX, dim):

@@ -72,6 +72,22 @@ def load_if(valid: Boolean, rX: cute.Tensor, address: Int64, shared: cutlass.Con
 
 
 @cute.jit
+def load_inside(
+    valid: Boolean, rX: cute.Tensor, address: Int64, room: Int32, shared: cutlass.Constexpr = False
+):  # fmt: skip
+    """As :func:`load_if`, for a vector of which only the first ``room`` elements may be read: whole where these are all
+    of it, else one by one.
+
+    A page would hold the rest too, but tools that watch memory object.
+    """
+    if valid:
+        if room >= cute.size(rX):
+            load(rX, address, shared)
+        else:
+            load_elements(rX, opaque(address), Int32(0), room)
+
+
+@cute.jit
 def store_if(valid: Boolean, rX: cute.Tensor, address: Int64, streaming: cutlass.Constexpr = False):
     if valid:
         store(rX, address, streaming)

@@ -6,8 +6,8 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._long import MAX_GRID
-from cute_ops.kernels._rows import Vectors, row_address, row_count
-from cute_ops.kernels._vectors import forget, fragment, load, load_if, narrow, store, store_masked, trim
+from cute_ops.kernels._rows import Vectors, readable, row_address, row_count
+from cute_ops.kernels._vectors import forget, fragment, load, load_if, load_inside, narrow, store, store_masked, trim
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
@@ -80,6 +80,7 @@ class WalkedRows:
             shift = self.tile.v.shift(row, long_n)
             count = (n + shift + (vec - 1)) // vec
             size = (count + (self.tile.cluster * local - 1)) // (self.tile.cluster * local)
+            readable_n = readable(self.tile.v, n, row, row_count(inputs[0]))
             bases = self._bases(inputs, self.function.inputs, row, long_n)
             targets = self._bases(outputs, self.function.outputs, row, long_n)
             last = cutlass.select_(wanted, count, Int32(0))
@@ -88,7 +89,7 @@ class WalkedRows:
                 end = cutlass.min(begin + size, last)
                 state = self.function.reduction.start()
                 for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
-                    state = self._batch(state, inputs, bases, base + tidx, end, shift, n)
+                    state = self._batch(state, inputs, bases, base + tidx, end, shift, n, readable_n)
                 self.sum.give(self.function.tied(state, context), sSum, mbar, step, j)
             results = self.sum.take(None, sSum, mbar, step)
             if (tidx == 0) & (rank == 0):
@@ -97,23 +98,25 @@ class WalkedRows:
                 begin = rank * local * size
                 end = cutlass.min(begin + local * size, count)
                 for v in cutlass.range(begin + tidx, end, self.tile.threads, unroll=2):
-                    self._emit(inputs, outputs, bases, targets, results, context, v * vec - shift, n)
+                    self._emit(inputs, outputs, bases, targets, results, context, v * vec - shift, n, readable_n)
 
     def _bases(self, tensors, names, row, n):
         return [row_address(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
 
-    def _emit(self, inputs, outputs, bases, targets, results, context, first, n):
-        values = self._read(inputs, bases, first, n, self.function.reduction.empty)
+    def _emit(self, inputs, outputs, bases, targets, results, context, first, n, readable):
+        values = self._read(inputs, bases, first, n, readable, self.function.reduction.empty)
         for x, mX, base in zip(self.function.emit(values, results, context, first), outputs, targets):
             self._write(x, mX, base, first, n)
 
-    def _batch(self, state, inputs, bases, start, end, shift, n):
+    def _batch(self, state, inputs, bases, start, end, shift, n, readable):
         """The state with up to four more vectors of this thread, all loaded before any is used."""
         empty, firsts, loaded = self.function.reduction.empty, [], []
         for i in range(BATCH):
             v = start + i * self.tile.threads
             firsts.append(v * self.tile.vec - shift)
-            loaded.append([self._load(mX, base, firsts[i], v < end, empty) for mX, base in zip(inputs, bases)])
+            loaded.append([
+                self._load(mX, base, firsts[i], readable, v < end, empty) for mX, base in zip(inputs, bases)
+            ])  # fmt: skip
         for first, vectors in zip(firsts, loaded):
             if self.tile.v.masked:
                 for rX in vectors:
@@ -133,12 +136,16 @@ class WalkedRows:
                 forget(rX)
         return tuple(rX.load().to(Float32) for rX in vectors)
 
-    def _load(self, mX, base, first, wanted, empty):
+    def _load(self, mX, base, first, readable, wanted, empty):
         rX = fragment(mX.element_type, self.tile.vec)
         rX.fill(empty)
+        address = base + Int64(first) * (mX.element_type.width // 8)
         if self.tile.v.shifted:
             wanted = wanted & (first + self.tile.vec > 0)
-        load_if(wanted, rX, base + Int64(first) * (mX.element_type.width // 8))
+        if self.tile.v.masked:
+            load_inside(wanted, rX, address, readable - first)
+        else:
+            load_if(wanted, rX, address)
         return rX
 
     def _inside(self, vectors, first, end, shift, n):
@@ -152,19 +159,17 @@ class WalkedRows:
             copies.append(copy.load().to(Float32))
         return tuple(copies)
 
-    def _read(self, inputs, bases, first, n, empty):
+    def _read(self, inputs, bases, first, n, readable, empty):
         """The inputs' vectors in fp32, ``empty`` outside the row."""
         values = []
         for mX, base in zip(inputs, bases):
-            rX = fragment(mX.element_type, self.tile.vec)
-            address = base + Int64(first) * (mX.element_type.width // 8)
-            if self.tile.v.shifted:
-                rX.fill(empty)
-                load_if(first + self.tile.vec > 0, rX, address)
-            else:
-                load(rX, address)
             if self.tile.v.masked:
+                wanted = first + self.tile.vec > 0
+                rX = self._load(mX, base, first, readable, wanted, empty)
                 trim(rX, first, n, empty)
+            else:
+                rX = fragment(mX.element_type, self.tile.vec)
+                load(rX, base + Int64(first) * (mX.element_type.width // 8))
             values.append(rX.load().to(Float32))
         return tuple(values)
 

@@ -29,19 +29,20 @@ class WindowRing(RowRing):
         return [f - past for f in first]
 
     @cute.jit
-    def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean):
+    def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean, readable):
         """Start copying the vector past this CTA's own, which the last of its threads wants too.
 
         Args:
             address: of the row, in bytes.
             rank: this CTA in its cluster.
+            valid, readable: as :meth:`fetch` takes them.
         """
         tile, dtype = self.tile, sX.element_type
         if cute.arch.thread_idx()[0] == 0:
             (begin,) = self.begins(sX, address, [Int32((rank + 1) * tile.per_thread * tile.threads * tile.vec)])
             if valid & (begin < tile.n):
                 source = address + Int64(begin) * (dtype.width // 8)
-                self.copy(source, self._vector(sX, tile.per_thread, Int32(0)))
+                self.copy_inside(source, self._vector(sX, tile.per_thread, Int32(0)), readable - begin)
 
     @property
     def complete(self):

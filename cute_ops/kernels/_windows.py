@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels._vectors import fragment, load
+from cute_ops.kernels._vectors import fragment, load_inside
 
 WORD_BYTES = 4
 # A byte permutation of two words that takes the lower one; so many more for every byte from there on.
@@ -21,22 +21,23 @@ def bytes_past(address, dtype, vec):
 
 
 @cute.jit
-def fetch(rPair: cute.Tensor, address: Int64, begin: Int32, end: Int32):
-    """Two neighbouring aligned vectors, on their way.
-
-    Only those that hold one of a row's columns, since others may lie on a page that is not there.
+def fetch(rPair: cute.Tensor, address: Int64, begin: Int32, end: Int32, readable: Int32):
+    """Two neighbouring aligned vectors, on their way: those that hold one of a row's columns, and of these no element
+    past what may be read.
 
     Args:
         rPair: receives both.
         address: of the lower one.
         begin: the column that it begins with, above ``-2 * vec``.
         end: columns of the row; a number below zero for none.
+        readable: columns that may be read; see :meth:`RowTile.readable`.
     """
     vec = cute.size(rPair) // 2
     for i in cutlass.range_constexpr(2):
         first = begin + i * vec
-        if (first + vec > 0) & (first < end):
-            load(cute.make_tensor(rPair.iterator + i * vec, cute.make_layout(vec)), address + i * _bytes(rPair) // 2)
+        half = cute.make_tensor(rPair.iterator + i * vec, cute.make_layout(vec))
+        wanted = (first + vec > 0) & (first < end)
+        load_inside(wanted, half, address + i * _bytes(rPair) // 2, readable - first)
 
 
 def settle(rPair, past):
