@@ -6,7 +6,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 
 from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import ITEMSIZE
-from cute_ops.kernels._vectors import fragment, load, load_elements, load_if, load_masked, opaque, widen
+from cute_ops.kernels._vectors import fragment, load, load_elements, load_first, load_if, load_masked, widen
 
 BYTES, WORD_BYTES = 16, 4
 # Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
@@ -81,7 +81,8 @@ def _realigned(dtype, base, tile, first, ks):
             if tile.starts_outside(k):
                 place = cutlass.max(place, 0)
             rPart = cute.make_tensor(rLoaded.iterator + i * each, cute.make_layout(each))
-            if tile.ends_outside(k) or not regular:
+            # The last of these accesses lies past the vector's own elements.
+            if tile.ends_outside(k, each) or not regular:
                 place = cutlass.min(place, last)
                 _load_to_end(rPart, base + Int64(place) * BYTES, place < last, tile.n - last * each)
             else:
@@ -105,7 +106,7 @@ def _load_to_end(rPart: cute.Tensor, address: Int64, whole: Boolean, rest: cutla
         if whole:
             load(rPart, address)
         else:
-            load_elements(rPart, opaque(address), Int32(0), Int32(rest))
+            load_first(rPart, address, Int32(rest))
 
 
 @cute.jit

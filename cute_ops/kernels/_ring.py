@@ -9,7 +9,7 @@ from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_ops.kernels._rows import ITEMSIZE, vector_address
-from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, load_elements, opaque
+from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, load_first, opaque
 
 
 class RowRing:
@@ -90,7 +90,7 @@ class RowRing:
             self.copy(source, target)
         else:
             rX = fragment(target.element_type, self.tile.vec)
-            load_elements(rX, opaque(source), Int32(0), room)
+            load_first(rX, source, room)
             cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
 
     def copy(self, source, target):

@@ -123,10 +123,10 @@ class RowTile:
         """Columns, counted from a row's first, that may be read: of rows one after another the next row's, too."""
         return readable(self.v, self.n, row, count)
 
-    def ends_outside(self, k):
-        """Whether some thread's k-th vector may reach past the row's end."""
+    def ends_outside(self, k, beyond=0):
+        """Whether some thread's k-th vector, or ``beyond`` elements after it, may reach past the row's end."""
         end = (k + 1) * self.threads_per_row
-        return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec > self.n
+        return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec + beyond > self.n
 
 
 def readable(vectors, n, row, count):

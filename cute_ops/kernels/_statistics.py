@@ -299,6 +299,9 @@ class Moments(Statistics):
     def give(self, values, sSum, mbar, step):
         ((count, _), (together, inverse), lane), mean, squares, gradients, products = values
         origin = self._of_lane(mean, lane)
+        if self.tile.n is None:
+            # Of short rows few lanes hold anything: one of them may be so far from the mean that bits cancel.
+            origin = _quotient(self.warp_sum(mean * count), together, inverse)
         apart = mean - origin
         moved = apart * count
         squares, products = squares + apart * moved, products + apart * gradients

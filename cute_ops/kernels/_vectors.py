@@ -5,11 +5,12 @@ Fragments are flat, ``vec`` elements; an access moves at most 16 bytes, so a vec
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, const_expr
+from cutlass import BFloat16, Boolean, Float32, Int16, Int32, Int64, Uint8, const_expr
 from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, LoadCacheMode, StoreCacheMode
 
 MAX_BITS = 128
 UPPER_HALF = -65536  # of a word
+BITS = {8: Uint8, 16: Int16, 32: Int32}
 AHEAD = 2048  # CTAs that may find room beside the previous kernel's; for later ones to fetch ahead only costs
 
 
@@ -84,7 +85,22 @@ def load_inside(
         if room >= cute.size(rX):
             load(rX, address, shared)
         else:
-            load_elements(rX, opaque(address), Int32(0), room)
+            load_first(rX, address, room)
+
+
+@cute.jit
+def load_first(rX: cute.Tensor, address: Int64, room: Int32):
+    """The first ``room`` elements of a vector, zeros for the others.
+
+    The loads are relaxed ones since the assembler makes one wide load of plain ones whose address it knows to be
+    aligned.
+    """
+    rX.fill(0)
+    bits = BITS[rX.element_type.width]
+    rBits, gBits = cute.recast_tensor(rX, bits), gmem_elements(bits, opaque(address), cute.size(rX))
+    for j in cutlass.range_constexpr(cute.size(rX)):
+        if j < room:
+            rBits[j] = cute.arch.load(gBits.iterator + j, bits, sem="relaxed", scope="cta")
 
 
 @cute.jit
