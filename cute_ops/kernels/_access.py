@@ -10,8 +10,8 @@ from cute_ops.kernels._vectors import (
     fragment,
     gmem_elements,
     load,
+    load_first_if,
     load_if,
-    load_inside,
     store,
     store_if,
     store_masked,
@@ -19,17 +19,27 @@ from cute_ops.kernels._vectors import (
 )
 
 
-def load_vector(rX, address, tile, k, first, readable, wanted):
-    """Load a thread's k-th vector of a row where it is wanted.
+@cute.jit
+def load_tail(
+    vectors: cutlass.Constexpr, base: Int64, first: cutlass.Constexpr, tile: cutlass.Constexpr, edge: cutlass.Constexpr
+):
+    """Load the vector that :meth:`RowTile.edge` leaves of a row, element by element.
 
     Args:
-        address, first: of its first element, and the column that this is.
-        readable: from :meth:`RowTile.readable`.
+        vectors, first: a thread's vectors, and the columns that they begin with.
+        base: address of the row.
     """
-    if tile.v.masked and tile.ends_outside(k):
-        load_inside(wanted, rX, address, readable - first)
-    else:
-        load_if(wanted, rX, address)
+    bound, tail = edge
+    if const_expr(tile.v.masked):
+        if tail:
+            _load_tails(vectors, base, first, tile, bound)
+
+
+def _load_tails(vectors, base, first, tile, bound):
+    for k, rX in enumerate(vectors):
+        if tile.ends_outside(k):
+            address = base + Int64(first[k]) * (rX.element_type.width // 8)
+            load_first_if((first[k] >= bound) & (first[k] < tile.n), rX, address, tile.n - first[k])
 
 
 class RowAccess:
@@ -69,23 +79,21 @@ class RowAccess:
         vectors = [fragment(mX.element_type, self.tile.vec) for _ in first]
         for rX in vectors:
             rX.fill(self.empty)
-        readable = self.tile.readable(row, row_count(mX))
-        self._load(vectors, mX.element_type.width // 8, base, first, readable, wanted)
+        self._load(vectors, base, first, self.tile.edge(row, row_count(mX)), wanted)
         return vectors
 
     @cute.jit
     def _load(
-        self, vectors: cutlass.Constexpr, itemsize: cutlass.Constexpr, base, first: cutlass.Constexpr, readable,
-        wanted: Boolean,
-    ):  # fmt: skip
+        self, vectors: cutlass.Constexpr, base, first: cutlass.Constexpr, edge: cutlass.Constexpr, wanted: Boolean
+    ):
         if wanted:
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                address = base + Int64(first[k]) * itemsize
+                address = base + Int64(first[k]) * (vectors[k].element_type.width // 8)
                 if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
-                    inside = self.tile.wanted(k, first[k])
-                    load_vector(vectors[k], address, self.tile, k, first[k], readable, inside)
+                    load_if(self.tile.wanted(k, first[k], edge[0]), vectors[k], address)
                 else:
                     load(vectors[k], address)
+            load_tail(vectors, base, first, self.tile, edge)
 
     def trim(self, rX, k, first):
         """Make what a loaded vector holds of the row's neighbours ``empty``."""

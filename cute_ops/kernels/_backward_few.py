@@ -11,7 +11,7 @@ from cute_ops.kernels._chain import let_next_start, wait_for_previous
 from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import row_address, row_count
 from cute_ops.kernels._statistics import centre, row_statistics
-from cute_ops.kernels._vectors import fragment, load_inside, widen
+from cute_ops.kernels._vectors import fragment, load_if, load_inside, widen
 
 
 class NormBackwardFew(NormBackward):
@@ -77,7 +77,7 @@ class NormBackwardFew(NormBackward):
                 if const_expr(mX is not None):
                     address = row_address(mX, self.variant.tensors[name], row, self.n)
                     wanted = row < count if const_expr(name == self.names[0]) else (row < count) & mine[stage]
-                    self.ring.fetch(sX, address, first, wanted, self.tile.readable(row, count), Int32(stage))
+                    self.ring.fetch(sX, address, first, wanted, self.tile.edge(row, count), Int32(stage))
             cute.arch.cp_async_commit_group()
         held = []
         if const_expr(any(m is not None for m in dcolumns)):
@@ -132,9 +132,11 @@ class NormBackwardFew(NormBackward):
             rDout = fragment(mDout.element_type, self.tile.vec)
             rDout.fill(0)
             inside = (Int64(row + top) < count) & (column < self.n) & (top < self.depth)
-            # Aligned rows: masked where they have strides of their own.
             address = address + Int64(column) * (mDout.element_type.width // 8)
-            load_inside(inside, rDout, address, self.n - column)
+            if const_expr(self.tile.v.masked):
+                load_inside(inside, rDout, address, self.n - column)
+            else:
+                load_if(inside, rDout, address)
             held.append(rDout)
         return held
 

@@ -11,7 +11,7 @@ from cute_ops.kernels._chain import let_next_start, wait_for_previous
 from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import row_address, row_count
 from cute_ops.kernels._statistics import centre
-from cute_ops.kernels._vectors import fragment, load_inside, widen
+from cute_ops.kernels._vectors import fragment, load_if, load_inside, widen
 
 
 class NormBackwardSplit(NormBackward):
@@ -117,8 +117,10 @@ class NormBackwardSplit(NormBackward):
         address = row_address(mX, self.variant.tensors[name], row, self.n)
         address = address + Int64(column) * (mX.element_type.width // 8)
         wanted = (row < count) & (column < self.n)
-        # Aligned rows: masked where they have strides of their own.
-        load_inside(wanted, rX, address, self.n - column, shared=True)
+        if const_expr(self.tile.v.masked):
+            load_inside(wanted, rX, address, self.n - column, shared=True)
+        else:
+            load_if(wanted, rX, address, shared=True)
         return rX
 
     @cute.jit

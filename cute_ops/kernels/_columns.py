@@ -2,11 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass import Boolean, Int16, Int32, Int64, const_expr
 
 from cute_ops.kernels._reduce import WARP
 from cute_ops.kernels._rows import ITEMSIZE
-from cute_ops.kernels._vectors import fragment, load, load_elements, load_first, load_if, load_masked, widen
+from cute_ops.kernels._vectors import fragment, load, load_elements, load_if, load_masked, widen
 
 BYTES, WORD_BYTES = 16, 4
 # Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
@@ -99,14 +99,35 @@ def _realigned(dtype, base, tile, first, ks):
 
 @cute.jit
 def _load_to_end(rPart: cute.Tensor, address: Int64, whole: Boolean, rest: cutlass.Constexpr):
-    """An access of a parameter of which the last one has ``rest`` elements."""
+    """An access of a parameter of which the last one has ``rest`` elements, a power of two after the other.
+
+    Relaxed loads: of plain ones the assembler would make a wide one.
+    """
     if const_expr(rest == cute.size(rPart)):
         load(rPart, address)
     else:
-        if whole:
-            load(rPart, address)
-        else:
-            load_first(rPart, address, Int32(rest))
+        load_if(whole, rPart, address)
+        size, place = rPart.element_type.width // 8, 0
+        for power in (4, 2, 1):
+            if const_expr(rest & power):
+                _load_piece(not whole, rPart, address, place, power * size)
+                place += power
+
+
+@cute.jit
+def _load_piece(
+    here: Boolean, rX: cute.Tensor, address: Int64, place: cutlass.Constexpr, bytes_: cutlass.Constexpr
+):  # fmt: skip
+    """So many bytes of a vector, from an element on."""
+    bits = {2: Int16, 4: Int32, 8: Int64}[bytes_]
+    size = rX.element_type.width // 8
+    if here:
+        source = cute.make_ptr(bits, address + place * size, cute.AddressSpace.gmem, assumed_align=bytes_)
+        found = cute.make_rmem_tensor((1,), bits)
+        found[0] = cute.arch.load(source, bits, sem="relaxed", scope="cta")
+        elements = cute.recast_tensor(found, rX.element_type)
+        for j in cutlass.range_constexpr(bytes_ // size):
+            rX[place + j] = elements[j]
 
 
 @cute.jit

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels._access import load_vector
+from cute_ops.kernels._access import load_tail
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._columns import column_vectors, scale
 from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, row_address, row_count
@@ -19,6 +19,7 @@ from cute_ops.kernels._vectors import (
     forget,
     fragment,
     load,
+    load_if,
     narrow,
     store,
     store_if,
@@ -174,20 +175,20 @@ class NormForward:
             # Threads past the last row repeat it and store nothing: all of them take part in the sums.
             row = cutlass.min(row, count - 1)
         base = row_address(mX, self.variant.tensors[name], row, self.n)
-        readable = self.tile.readable(row, count)
+        edge = self.tile.edge(row, count)
         vectors = []
         for k in range(self.tile.per_thread):
             rX = fragment(mX.element_type, self.tile.vec)
             address = base + Int64(first[k]) * (mX.element_type.width // 8)
             if self.tile.v.shifted or self.tile.ends_outside(k):
                 rX.fill(0)
-                wanted = self.tile.wanted(k, first[k])
-                if self.tile.v.shifted:
-                    wanted = (row < count) & wanted
-                load_vector(rX, address, self.tile, k, first[k], readable, wanted)
+                wanted = self.tile.wanted(k, first[k], edge[0])
+                load_if((row < count) & wanted if self.tile.v.shifted else wanted, rX, address)
             else:
                 load(rX, address)
             vectors.append(rX)
+        bound, tail = edge
+        load_tail(vectors, base, first, self.tile, (bound, (row < count) & tail if self.tile.v.shifted else tail))
         return vectors
 
     def _store_row(self, mX, name, rX, row, count, first, k):

@@ -2,11 +2,11 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._rows import ITEMSIZE, row_address
-from cute_ops.kernels._vectors import load_inside, narrow, store_masked, widen
+from cute_ops.kernels._vectors import load_first_if, load_if, narrow, store_masked, widen
 from cute_ops.kernels._windows import bytes_past, fetch, settle
 
 
@@ -91,11 +91,15 @@ class PointwiseShifted:
         address = row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1])
         return address + Int64(n) * (part.index * ITEMSIZE[self.keys[part.name].dtype])
 
-    def _readable(self, part, n, row, rows):
-        """Columns of a part of a row that may be read: of compact rows the next part's, too."""
+    def _edge(self, part, n, row, rows):
+        """As :meth:`RowTile.edge`, of a part of a row: behind one of compact rows lies the next one."""
+        # Of rows that are shorter than a vector nothing is loaded whole.
+        tail = Boolean(n < self.vec)
         if self.keys[part.name].layout != "flat":
-            return n
-        return cutlass.select_((row + 1 < rows) | (part.index + 1 < part.count), n + self.vec, n)
+            tail = Boolean(True)
+        elif part.index + 1 == part.count:
+            tail = tail | (row + 1 >= rows)
+        return cutlass.select_(tail, Int32(n - self.vec + 1), Int32(n)), tail
 
     def _load(self, inputs, outputs, group, n, rows, row, column, end):
         """What a group needs for the vector at a column of its outputs: (how far rows start in a vector, the pairs of
@@ -110,15 +114,15 @@ class PointwiseShifted:
             itemsize = ITEMSIZE[self.keys[part.name].dtype]
             rPair = cute.make_rmem_tensor((2 * self.vec,), mX.element_type)
             address = self._row(mX, part, n, row) + Int64(first) * itemsize
-            readable = self._readable(part, n, row, rows)
+            bound, tail = self._edge(part, n, row, rows)
             past = self._apart(part, target)
             if past == 0:
                 low = cute.make_tensor(rPair.iterator, cute.make_layout(self.vec))
-                wanted = (first + self.vec > 0) & (first < end)
-                load_inside(wanted, low, address, readable - first)
+                load_if((first + self.vec > 0) & (first < cutlass.min(end, bound)), low, address)
+                load_first_if(tail & (first >= bound) & (first < end), low, address, end - first)
             else:
                 past = bytes_past(address, mX.element_type, self.vec) if past is None else past * itemsize
-                fetch(rPair, address - past, first - past // itemsize, end, readable)
+                fetch(rPair, address - past, first - past // itemsize, end, bound, tail)
             pairs.append((rPair, past))
         return first, pairs
 

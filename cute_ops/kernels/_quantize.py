@@ -116,7 +116,7 @@ class QuantizeRows(NormForward):
         for start in first:
             rPair = cute.make_rmem_tensor((2 * vec,), dtype)
             begin = start - past // itemsize
-            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, self.tile.readable(row, count))
+            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, *self.tile.edge(row, count))
             pairs.append(rPair)
         return pairs, past
 

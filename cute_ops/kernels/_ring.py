@@ -61,37 +61,46 @@ class RowRing:
 
     @cute.jit
     def fetch(
-        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, readable, stage: Int32,
+        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean,
+        edge: cutlass.Constexpr, stage: Int32,
         ks: cutlass.Constexpr = None,
     ):  # fmt: skip
         """Start copying this thread's vectors of a row, or some of them; the caller commits the group.
 
         Args:
             valid: whether the row is there.
-            readable: from :meth:`RowTile.readable`.
+            edge: from :meth:`RowTile.edge`.
         """
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
             # Once, not again under the condition of every vector.
             address, tidx = opaque(address), opaque(tidx)
         for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
-            if valid and self.tile.wanted(k, first[k]):
+            if valid and self.tile.wanted(k, first[k], edge[0]):
                 source = vector_address(sX, address, self.tile, first[k], k)
-                target = sX[None, None, tidx, k, stage]
-                if const_expr(self.tile.v.masked and self.tile.ends_outside(k)):
-                    self.copy_inside(source, target, readable - first[k])
-                else:
-                    self.copy(source, target)
+                self.copy(source, sX[None, None, tidx, k, stage])
+        if const_expr(self.tile.v.masked):
+            self._fetch_tail(sX, address, first, valid & edge[1], edge[0], stage, ks)
 
     @cute.jit
-    def copy_inside(self, source: Int64, target: cute.Tensor, room: Int32):
-        """Copy a vector of which only the first ``room`` elements may be read."""
-        if room >= self.tile.vec:
-            self.copy(source, target)
-        else:
-            rX = fragment(target.element_type, self.tile.vec)
-            load_first(rX, source, room)
-            cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+    def _fetch_tail(
+        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, tail: Boolean, bound: Int32, stage: Int32,
+        ks: cutlass.Constexpr,
+    ):  # fmt: skip
+        """Copy the vector that must not be copied whole."""
+        if tail:
+            for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
+                if const_expr(self.tile.ends_outside(k)):
+                    if (first[k] >= bound) & (first[k] < self.tile.n):
+                        source = address + Int64(first[k]) * (sX.element_type.width // 8)
+                        target = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+                        self.copy_first(source, target, self.tile.n - first[k])
+
+    def copy_first(self, source, target, room):
+        """Copy the first ``room`` elements of a vector; zeros for the others."""
+        rX = fragment(target.element_type, self.tile.vec)
+        load_first(rX, source, room)
+        cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
 
     def copy(self, source, target):
         """Start copying a vector."""

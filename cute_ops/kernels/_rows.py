@@ -54,6 +54,9 @@ class Vectors:
         whole = n % self.vec == 0 if n is not None else flat
         self.masked = self.shifted or not whole
         self.bytes = {t.name: self.vec * s for t, s in zip(tensors, sizes)}
+        # Whether behind a row lies the next one, in all tensors. What lies between rows with strides of their own may
+        # be nobody's.
+        self.follows = all(t.layout == "flat" for t in tensors) and (n is None or n >= widest)
 
     def shift(self, row, n):
         """Elements of the neighbour that come before the row's in its first vectors."""
@@ -114,14 +117,22 @@ class RowTile:
         """Whether some thread's k-th vector may begin before the row."""
         return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
 
-    def wanted(self, k, first):
-        """Whether this thread's k-th vector has an element inside the row; True where every thread's has."""
-        inside = first < self.n if self.ends_outside(k) else True
+    def wanted(self, k, first, bound=None):
+        """Whether this thread's k-th vector has an element inside the row and begins before the column ``bound``; True
+        where every thread's does.
+        """
+        inside = first < (self.n if bound is None else bound) if self.ends_outside(k) else True
         return (first + self.vec > 0) & inside if self.starts_outside(k) and self.v.unit > self.vec else inside
 
-    def readable(self, row, count):
-        """Columns, counted from a row's first, that may be read: of rows one after another the next row's, too."""
-        return readable(self.v, self.n, row, count)
+    def edge(self, row, count):
+        """(bound, tail): a row's vectors that begin before the column ``bound`` may be loaded whole, and if ``tail``
+        one is left, which may not: what lies behind it may be nobody's.
+        """
+        if not self.v.masked:
+            return self.n, False
+        last = row + 1 >= count if self.v.follows else True
+        short = self.n - self.vec + 1
+        return cutlass.select_(last, Int32(short), Int32(self.n)) if self.v.follows else Int32(short), last
 
     def ends_outside(self, k, beyond=0):
         """Whether some thread's k-th vector, or ``beyond`` elements after it, may reach past the row's end."""
@@ -130,11 +141,12 @@ class RowTile:
 
 
 def readable(vectors, n, row, count):
-    """See :meth:`RowTile.readable`; None where no vector reaches past what may be read."""
+    """Columns, counted from a row's first, that may be read: of rows one after another the next row's, too. None where
+    no vector reaches past them.
+    """
     if not vectors.masked:
         return None
-    # What lies between rows with strides of their own may be nobody's.
-    return cutlass.select_(row + 1 < count, n + vectors.vec, n) if vectors.shifted else n
+    return cutlass.select_(row + 1 < count, n + vectors.vec, n) if vectors.follows else n
 
 
 def extent(mX, dim):

@@ -104,6 +104,12 @@ def load_first(rX: cute.Tensor, address: Int64, room: Int32):
 
 
 @cute.jit
+def load_first_if(valid: Boolean, rX: cute.Tensor, address: Int64, room: Int32):
+    if valid:
+        load_first(rX, address, room)
+
+
+@cute.jit
 def store_if(valid: Boolean, rX: cute.Tensor, address: Int64, streaming: cutlass.Constexpr = False):
     if valid:
         store(rX, address, streaming)

@@ -6,9 +6,9 @@ of it is served by L1.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64, const_expr
+from cutlass import Boolean, Int32, Int64, const_expr
 
-from cute_ops.kernels._vectors import fragment, load_inside
+from cute_ops.kernels._vectors import fragment, load, load_first
 
 WORD_BYTES = 4
 # A byte permutation of two words that takes the lower one; so many more for every byte from there on.
@@ -21,7 +21,7 @@ def bytes_past(address, dtype, vec):
 
 
 @cute.jit
-def fetch(rPair: cute.Tensor, address: Int64, begin: Int32, end: Int32, readable: Int32):
+def fetch(rPair: cute.Tensor, address: Int64, begin: Int32, end: Int32, bound: Int32, tail: Boolean):
     """Two neighbouring aligned vectors, on their way: those that hold one of a row's columns, and of these no element
     past what may be read.
 
@@ -30,14 +30,23 @@ def fetch(rPair: cute.Tensor, address: Int64, begin: Int32, end: Int32, readable
         address: of the lower one.
         begin: the column that it begins with, above ``-2 * vec``.
         end: columns of the row; a number below zero for none.
-        readable: columns that may be read; see :meth:`RowTile.readable`.
+        bound, tail: from :meth:`RowTile.edge`.
     """
     vec = cute.size(rPair) // 2
     for i in cutlass.range_constexpr(2):
         first = begin + i * vec
-        half = cute.make_tensor(rPair.iterator + i * vec, cute.make_layout(vec))
-        wanted = (first + vec > 0) & (first < end)
-        load_inside(wanted, half, address + i * _bytes(rPair) // 2, readable - first)
+        if (first + vec > 0) & (first < cutlass.min(end, bound)):
+            load(_half(rPair, i), address + i * _bytes(rPair) // 2)
+    if tail:
+        for i in cutlass.range_constexpr(2):
+            first = begin + i * vec
+            if (first >= bound) & (first < end):
+                load_first(_half(rPair, i), address + i * _bytes(rPair) // 2, end - first)
+
+
+def _half(rPair, i):
+    vec = cute.size(rPair) // 2
+    return cute.make_tensor(rPair.iterator + i * vec, cute.make_layout(vec))
 
 
 def settle(rPair, past):
