@@ -189,9 +189,9 @@ class Split(NamedTuple):
         dim: the name of the dim.
         part: ``part(xp, inputs, attrs, start, size, whole) -> (inputs, attrs)``: the call for the slice ``[start,
             start + size)`` of ``whole``; inputs with that dim are slices already. ``start`` may be an array.
-        merge: ``merge(xp, parts, inputs, attrs, whole) -> outputs``: the outputs without that dim, by name, from the
-            slices' ones, stacked in front, and the inputs and attributes of the call. Outputs with it are slices. None
-            where the former, if there are any, add up.
+        merge: ``merge(xp, parts, inputs, attrs, sizes, whole) -> outputs``: the outputs without that dim, by name, from
+            the slices' ones, stacked in front, the inputs and attributes of the call, and the slices' sizes. Outputs
+            with it are slices. None where the former, if there are any, add up.
     """
 
     dim: str

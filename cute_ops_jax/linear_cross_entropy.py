@@ -89,7 +89,7 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Array:
     """:func:`linear_cross_entropy` inside ``jax.shard_map``, each device with its share of the weight's rows.
 
-    Devices exchange two numbers per row; the gradient of hidden is the sum of what they give. Neither logits
+    Devices exchange three numbers per row; the gradient of hidden is the sum of what they give. Neither logits
     nor weights are gathered, and no device holds more than a chunk of its own logits.
 
     Args:
@@ -190,15 +190,14 @@ def _zeros(target: Array) -> Array:
     return sharding.varying_like(jnp.zeros(target.shape, jnp.float32), target)
 
 
-def _rows(setting: Setting, inputs: Inputs, target: Array, call: Call = by_stage) -> tuple[Array, Array]:
-    """Loss and lse of each row."""
+def _rows(setting: Setting, inputs: Inputs, target: Array, call: Call = by_stage) -> tuple[Array, ...]:
+    """Loss of each row, and its lse in two parts."""
 
-    def body(state: tuple[Array, Array], first: Any, rows: int) -> tuple[Array, Array]:
+    def body(state: tuple[Array, ...], first: Any, rows: int) -> tuple[Array, ...]:
         found = losses(setting, _logits(inputs, first, rows), _cut(target, first, rows), call)
-        loss, lse = (_put(s, a, first) for s, a in zip(state, found, strict=True))
-        return loss, lse
+        return tuple(_put(s, a, first) for s, a in zip(state, found, strict=True))
 
-    return _each(setting, inputs, (_zeros(target), _zeros(target)), body)
+    return _each(setting, inputs, (_zeros(target),) * 3, body)  # type: ignore[no-any-return]
 
 
 def _step(setting: Setting, inputs: Inputs, target: Array, dloss: Array, call: Call = by_stage) -> tuple[Array, Inputs]:
@@ -215,14 +214,15 @@ def _step(setting: Setting, inputs: Inputs, target: Array, dloss: Array, call: C
 
 
 def _rows_bwd(
-    setting: Setting, inputs: Inputs, target: Array, lse: Array, dloss: Array, call: Call = by_stage
-) -> Inputs:
+    setting: Setting, inputs: Inputs, target: Array, row_max: Array, log_sum: Array, dloss: Array,
+    call: Call = by_stage,
+) -> Inputs:  # fmt: skip
     """The gradients of the inputs, from logits that are made again."""
 
     def body(gradients: Inputs, first: Any, rows: int) -> Inputs:
-        classes, sums, share = (_cut(a, first, rows) for a in (target, lse, dloss))
+        classes, *lse, share = (_cut(a, first, rows) for a in (target, row_max, log_sum, dloss))
         logits = _logits(inputs, first, rows)
-        dlogits = gradient(setting, logits, classes, sums, share, inplace=True, call=call)
+        dlogits = gradient(setting, logits, classes, lse, share, inplace=True, call=call)
         return _add(gradients, inputs, first, rows, dlogits)
 
     return _rounded(_each(setting, inputs, _nothing(setting, inputs), body), inputs)
@@ -236,6 +236,7 @@ def _rounded(gradients: Inputs, inputs: Inputs) -> Inputs:
 # --- as ops, whose rows devices share ------------------------------------------------------------------------------
 
 ROW = Tensor("*m", "float32")
+LOSSES = dict.fromkeys(op.outputs, ROW)
 GIVEN = {
     "hidden": Tensor("*m h", "T"),
     "weight": Tensor("n h", "T"),
@@ -250,7 +251,7 @@ GRADIENTS = {
 
 
 def _rows_named(*given: Any) -> Arrays:
-    return dict(zip(("loss", "lse"), _rows(*given), strict=True))
+    return dict(zip(LOSSES, _rows(*given), strict=True))
 
 
 def _step_named(*given: Any) -> Arrays:
@@ -263,9 +264,9 @@ def _rows_bwd_named(*given: Any) -> Arrays:
 
 
 PROGRAMS: dict[str, tuple[Callable[..., Arrays], dict[str, Tensor], dict[str, Tensor]]] = {
-    "rows": (_rows_named, {}, {"loss": ROW, "lse": ROW}),
+    "rows": (_rows_named, {}, LOSSES),
     "step": (_step_named, {"dloss": ROW}, {"loss": ROW, **GRADIENTS}),
-    "rows_bwd": (_rows_bwd_named, {"lse": ROW, "dloss": ROW}, GRADIENTS),
+    "rows_bwd": (_rows_bwd_named, {"row_max": ROW, "log_sum": ROW, "dloss": ROW}, GRADIENTS),
 }
 
 
@@ -304,9 +305,9 @@ def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None) -> Co
 def _flat(run: Callable[..., Arrays], setting: Setting, given: Arrays, call: Call) -> Arrays:
     """``run`` on flat rows; what it gives has the leading dims that were there."""
     hidden, lead = given["hidden"], given["target"].shape
-    rows = [given[n].reshape(-1) for n in ("target", "lse", "dloss") if given.get(n) is not None]
+    rows = [given[n].reshape(-1) for n in ("target", "row_max", "log_sum", "dloss") if given.get(n) is not None]
     found = run(setting, (hidden.reshape(-1, hidden.shape[-1]), given["weight"], given["bias"]), *rows, call)
-    shapes = {"dhidden": hidden.shape, "loss": lead, "lse": lead}
+    shapes = {"dhidden": hidden.shape, **dict.fromkeys(LOSSES, lead)}
     return {n: a.reshape(shapes[n]) if n in shapes and a is not None else a for n, a in found.items()}
 
 
@@ -336,7 +337,7 @@ def _forward(setting: Setting, inputs: Inputs, target: Any) -> tuple[Array, Any]
     if setting.reduction == "none":
         found = _run("rows", setting, inputs, target)
         marks = {n: jnp.zeros((0, 0) if n in setting.wanted else NOT_WANTED) for n in given}
-        return found["loss"], (marks, inputs, target, found["lse"])
+        return found["loss"], (marks, inputs, target, {n: a for n, a in found.items() if n != "loss"})
     share = jnp.ones((), jnp.float32)
     if setting.reduction == "mean":
         share = share / jnp.sum(target != setting.ignore_index)
@@ -352,8 +353,8 @@ def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Inputs, None]:
     marks, *others = saved if setting.reduction == "none" else (saved,)
     wanted = tuple(n for n, a in marks.items() if a.shape != NOT_WANTED)
     if others:
-        inputs, target, lse = others
-        found = _run("rows_bwd", setting._replace(wanted=wanted), inputs, target, lse=lse, dloss=dloss)
+        inputs, target, rows = others
+        found = _run("rows_bwd", setting._replace(wanted=wanted), inputs, target, **rows, dloss=dloss)
     else:
         found = {n: saved[n] * dloss.astype(saved[n].dtype) for n in wanted}
     dhidden, dweight, dbias = (found.get(n) for n in GRADIENTS)

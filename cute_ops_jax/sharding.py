@@ -119,7 +119,8 @@ def on_slices(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], axis:
     found = dict(call(*op.split.part(jnp, inputs, attrs, jax.lax.axis_index(axis) * size, size, whole)))
     parts = {n: a for n, a in found.items() if a is not None and not _place(op.outputs[n], op.split.dim)}
     if parts and op.split.merge is not None:
-        found |= op.split.merge(jnp, _side_by_side(parts, axis), inputs, attrs, whole)
+        sizes = [size] * jax.lax.axis_size(axis)
+        found |= op.split.merge(jnp, _side_by_side(parts, axis), inputs, attrs, sizes, whole)
     return found
 
 

@@ -6,7 +6,7 @@ combined (:class:`cute_ops.Split`). Devices exchange a few numbers per row, neve
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -59,21 +59,23 @@ def reduced(setting: Setting, loss: Array, target: Array) -> Array:
     return found["loss"]
 
 
-def losses(setting: Setting, logits: Array, target: Array, call: Call = by_stage) -> tuple[Array, Array]:
-    """Loss and lse of each row of ``logits: T[m n]``, over all classes."""
+def losses(setting: Setting, logits: Array, target: Array, call: Call = by_stage) -> tuple[Array, ...]:
+    """Loss of each row of ``logits: T[m n]``, over all classes, and its lse in two parts."""
     given: Arrays = {"logits": logits, "target": target}
     if setting.axis is None:
         found: Arrays = call(op, given, setting.attrs)
     else:
         found = sharding.on_slices(op, given, setting.attrs, setting.axis, partial(call, op))
-    return found["loss"], found["lse"]
+    return tuple(found[name] for name in op.outputs)
 
 
 def gradient(
-    setting: Setting, logits: Array, target: Array, lse: Array, dloss: Array, inplace: bool, call: Call = by_stage
-) -> Array:
+    setting: Setting, logits: Array, target: Array, lse: Sequence[Array], dloss: Array, inplace: bool,
+    call: Call = by_stage,
+) -> Array:  # fmt: skip
     """Gradient of the logits that this device has; ``inplace``: in their memory."""
-    given: Arrays = {"logits": logits, "target": target, "lse": lse, "dloss": dloss}
+    arrays = (logits, target, *lse, dloss)
+    given: Arrays = dict(zip(op_bwd.inputs, arrays, strict=True))
     backward = partial(call, op_bwd, inplace=inplace)
     if setting.axis is None:
         found: Arrays = backward(given, setting.attrs)
@@ -90,7 +92,7 @@ def loss_and_gradient(
         given: Arrays = {"logits": logits, "target": target, "dloss": dloss}
         found: Arrays = call(op_step, given, {n: setting.attrs[n] for n in op_step.attrs}, inplace=True)
         return found["loss"], found["dlogits"]
-    loss, lse = losses(setting, logits, target, call)
+    loss, *lse = losses(setting, logits, target, call)
     return loss, gradient(setting, logits, target, lse, dloss, inplace=True, call=call)
 
 
@@ -112,7 +114,7 @@ def vocab_parallel_cross_entropy(
     """:func:`cross_entropy` inside ``jax.shard_map``, each device with its share of the classes.
 
     ``loss`` is that of the logits of all devices along ``axis_name``, side by side; they are never gathered. Devices
-    exchange two numbers per row in the forward and none in the backward.
+    exchange three numbers per row in the forward and none in the backward.
 
     Args:
         logits: ``T[*m n]``, the classes ``i * n`` to ``(i + 1) * n`` on device ``i`` of the axis.
@@ -175,7 +177,7 @@ def _loss(setting: Setting, logits: Array, target: Array) -> Array:
 
 
 def _forward(setting: Setting, logits: Array, target: Array) -> tuple[Array, Any]:
-    loss, lse = losses(setting, logits, target)
+    loss, *lse = losses(setting, logits, target)
     return reduced(setting, loss, target), (logits, target, lse)
 
 

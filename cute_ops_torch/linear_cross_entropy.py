@@ -157,18 +157,18 @@ class _Losses:
         self.attrs, self.own = dict(zip(cross_entropy.attrs, (*attrs, 0), strict=True)), own
 
     def forward(self, logits: Tensor, target: Tensor) -> list[Tensor]:
-        """Loss and lse over all classes."""
+        """Loss, and the lse in two parts, over all classes."""
         return self._run(cross_entropy, torch.ops.cute.cross_entropy, logits, target)
 
-    def gradient(self, logits: Tensor, target: Tensor, lse: Tensor, dloss: Tensor) -> Tensor:
+    def gradient(self, logits: Tensor, target: Tensor, lse: Sequence[Tensor], dloss: Tensor) -> Tensor:
         """Over the logits."""
         grad, gradient, into = family("cute", "cross_entropy_bwd")
-        return self._run(grad, inplace_gradient(grad, gradient, into), logits, target, lse, dloss)[0]
+        return self._run(grad, inplace_gradient(grad, gradient, into), logits, target, *lse, dloss)[0]
 
     def both(self, logits: Tensor, target: Tensor, dloss: Tensor, loss: Tensor) -> Tensor:
         """The gradient, over the logits; fills the losses."""
         if self.own:
-            found, lse = self.forward(logits, target)
+            found, *lse = self.forward(logits, target)
             loss.copy_(found)
             return self.gradient(logits, target, lse, dloss)
         op, run, into = family("cute", "cross_entropy_step")
@@ -249,31 +249,31 @@ def _flat(hidden: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 def _rows(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, ignore_index: int = -100,
     label_smoothing: float = 0.0, z_loss: float = 0.0, part: Sequence[int] = (), group: str = "",
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Loss and lse of each row."""
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Loss of each row, and its lse in two parts."""
     attrs = (ignore_index, label_smoothing, z_loss)
     h, t = _flat(hidden, target)
     own = Slice.of(part, group)
     logits, losses = _Logits(h, weight, bias), _Losses(attrs, own)
-    loss, lse = h.new_empty(t.shape, dtype=torch.float32), h.new_empty(t.shape, dtype=torch.float32)
+    loss, row_max, log_sum = (h.new_empty(t.shape, dtype=torch.float32) for _ in range(3))
     for at in _slices(h, weight, own):
-        loss[at], lse[at] = losses.forward(logits[at], t[at])
-    return loss.view(target.shape), lse.view(target.shape)
+        loss[at], row_max[at], log_sum[at] = losses.forward(logits[at], t[at])
+    return loss.view(target.shape), row_max.view(target.shape), log_sum.view(target.shape)
 
 
 def _rows_bwd(
-    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, lse: Tensor, dloss: Tensor,
-    ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0, wanted: Sequence[bool] = (),
-    part: Sequence[int] = (), group: str = "",
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None, row_max: Tensor, log_sum: Tensor,
+    dloss: Tensor, ignore_index: int = -100, label_smoothing: float = 0.0, z_loss: float = 0.0,
+    wanted: Sequence[bool] = (), part: Sequence[int] = (), group: str = "",
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients for a cotangent of each row's loss; the logits are made again."""
     attrs = (ignore_index, label_smoothing, z_loss)
     h, t = _flat(hidden, target)
     own = Slice.of(part, group)
     logits, losses, gradients = _Logits(h, weight, bias), _Losses(attrs, own), _Gradients(h, weight, bias, wanted)
-    s, d = lse.reshape(-1), dloss.reshape(-1)
+    m, s, d = (row.reshape(-1) for row in (row_max, log_sum, dloss))
     for at in _slices(h, weight, own):
-        gradients.add(at, losses.gradient(logits[at], t[at], s[at], d[at]))
+        gradients.add(at, losses.gradient(logits[at], t[at], (m[at], s[at]), d[at]))
     return gradients.results(hidden.shape)
 
 
@@ -304,8 +304,8 @@ def _step(
 # --- registration --------------------------------------------------------------------------------------------------
 
 
-def _fake_rows(hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    return tuple(target.new_empty(target.shape, dtype=torch.float32) for _ in range(2))  # type: ignore[return-value]
+def _fake_rows(hidden: Tensor, weight: Tensor, target: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return tuple(target.new_empty(target.shape, dtype=torch.float32) for _ in range(3))  # type: ignore[return-value]
 
 
 def _fake_gradients(
@@ -318,7 +318,7 @@ def _fake_gradients(
 
 
 def _fake_rows_bwd(*args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _fake_gradients(args[0], args[1], args[3], args[9])
+    return _fake_gradients(args[0], args[1], args[3], args[10])
 
 
 def _fake_step(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -327,20 +327,20 @@ def _fake_step(*args: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 
 def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     hidden, weight, target, bias, *ctx.attrs, ctx.part, ctx.group = inputs
-    ctx.mark_non_differentiable(output[1])
+    ctx.mark_non_differentiable(*output[1:])
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, target, bias, output[1])
+    ctx.save_for_backward(hidden, weight, target, bias, *output[1:])
 
 
 @once("linear_cross_entropy")
-def _backward_rows(ctx: Any, dloss: Tensor | None, _: Any) -> tuple[Any, ...]:
+def _backward_rows(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dloss is None:
         return (None,) * 9
-    hidden, weight, target, bias, lse = ctx.saved_tensors
+    hidden, weight, target, bias, row_max, log_sum = ctx.saved_tensors
     needed = ctx.needs_input_grad
     wanted = [needed[0], needed[1], needed[3]]
     found = torch.ops.cute.linear_cross_entropy_rows_bwd(
-        hidden, weight, target, bias, lse, dloss.contiguous(), *ctx.attrs, wanted, ctx.part, ctx.group
+        hidden, weight, target, bias, row_max, log_sum, dloss.contiguous(), *ctx.attrs, wanted, ctx.part, ctx.group
     )
     dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
     return dhidden, dweight, None, dbias, None, None, None, None, None
@@ -402,7 +402,7 @@ GRADIENTS = Op(
     "linear_cross_entropy",
     inputs={
         **_ARRAYS, **_BIAS,
-        "lse": Declared("*m", "float32", optional=True), "dloss": Declared("*m", "float32", optional=True),
+        **{name: Declared("*m", "float32", optional=True) for name in ("row_max", "log_sum", "dloss")},
     },
     outputs={"dhidden": _ARRAYS["hidden"], "dweight": _ARRAYS["weight"], "dbias": Declared("n", "T", given="bias")},
     dtypes=cross_entropy.dtypes, static=(), split=cross_entropy_bwd.split, reference=_rows_bwd,
@@ -414,9 +414,14 @@ def _register() -> None:
     library.define(f"linear_cross_entropy({_INPUTS}=None, {_ATTRS}, str reduction='mean') -> Tensor")
     library.impl("linear_cross_entropy", composite, "CompositeImplicitAutograd")
     inner: dict[str, tuple[str, Any, Any]] = {
-        "linear_cross_entropy_rows": (f"({_INPUTS}, {_ATTRS}, {_SLICE}) -> (Tensor, Tensor)", _rows, _fake_rows),
+        "linear_cross_entropy_rows": (
+            f"({_INPUTS}, {_ATTRS}, {_SLICE}) -> (Tensor, Tensor, Tensor)",
+            _rows,
+            _fake_rows,
+        ),
         "linear_cross_entropy_rows_bwd": (
-            f"({_INPUTS}, Tensor lse, Tensor dloss, {_ATTRS}, bool[] wanted=[], {_SLICE}) -> (Tensor, Tensor, Tensor)",
+            f"({_INPUTS}, Tensor row_max, Tensor log_sum, Tensor dloss, {_ATTRS}, bool[] wanted=[], {_SLICE}) "
+            "-> (Tensor, Tensor, Tensor)",
             _rows_bwd,
             _fake_rows_bwd,
         ),

@@ -35,7 +35,7 @@ def step(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def rows(*arguments: Any) -> tuple[Tensor, ...]:
-    """``linear_cross_entropy_rows``: loss and lse of each row."""
+    """``linear_cross_entropy_rows``: loss of each row, and its lse in two parts."""
     return _Rows.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -83,11 +83,11 @@ class _Rows(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.save_for_backward(*tensors, output[1])
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, _: Any) -> tuple[Any, ...]:
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad
         wanted = [needed[0], needed[1], needed[3]]
         attrs = ctx.ignore_index, ctx.label_smoothing, ctx.z_loss

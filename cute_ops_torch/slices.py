@@ -54,6 +54,11 @@ class Slice(NamedTuple):
     def size(self) -> int:
         return min(self.start + self.most, self.whole) - self.start
 
+    @property
+    def sizes(self) -> list[int]:
+        """The sizes of all slices that are not empty."""
+        return [min(self.most, self.whole - start) for start in range(0, self.whole, self.most)]
+
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
         """Tensors of all ranks whose slices are not empty, stacked in front. One collective per dtype."""
         gathered: dict[int, Tensor] = {}
@@ -63,7 +68,7 @@ class Slice(NamedTuple):
             # What DTensor itself calls: it can be traced, and needs no process group in a graph.
             every = torch.ops._c10d_functional.all_gather_into_tensor(flat, self.ranks, self.group)
             every = torch.ops._c10d_functional.wait_tensor(every).view(self.ranks, -1)
-            every = every[: -(-self.whole // self.most)]
+            every = every[: len(self.sizes)]
             sizes = [math.prod(parts[k].shape) for k in chosen]
             for k, block in zip(chosen, every.split(sizes, dim=1), strict=True):
                 gathered[k] = block.reshape(-1, *parts[k].shape)
@@ -99,7 +104,7 @@ def run_on_slice(
     rest = [n for n in op.outputs if n not in sliced]
     if rest and split.merge is not None:
         stacked = dict(zip(rest, own.gather([parts[n] for n in rest]), strict=True))
-        merged = split.merge(xp, stacked, inputs, attrs, own.whole)
+        merged = split.merge(xp, stacked, inputs, attrs, own.sizes, own.whole)
         parts |= {n: merged[n].to(parts[n].dtype) for n in rest}
     return list(parts.values())
 

@@ -9,7 +9,7 @@ from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._reduce import RowSum
 from cute_ops.kernels._ring import RowRing
 from cute_ops.kernels._rows import RowTile, Vectors, present, row_address, row_count
-from cute_ops.kernels._vectors import AHEAD, fill_outside, forget, fragment, narrow
+from cute_ops.kernels._vectors import AHEAD, Inside, forget, narrow
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
@@ -30,7 +30,7 @@ class Sum:
         return (Float32(0.0),)
 
     def add(self, state, get, inside):
-        """One more vector: ``get()`` reads the inputs', ``inside()`` reads them with zeros outside the row."""
+        """One more vector: ``get()`` reads the inputs', ``inside`` says what of them is inside the row."""
         return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
 
     def gather(self, gets, insides):
@@ -151,7 +151,7 @@ class HeldRows:
                 if const_expr(self.access.ragged(k)):
                     self.ring.trim(slots, k, Int32(0), first[k], self.function.reduction.empty)
         gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
-        insides = [lambda k=k: self._inside(held, k, first) for k in range(self.tile.per_thread)]
+        insides = [self._inside(k, first) for k in range(self.tile.per_thread)]
         values = self.function.tied(self._gather(gets, insides), context)
         self.sum.ready()
         results = self.sum(values, sSum, mbar, Int32(0))
@@ -181,17 +181,7 @@ class HeldRows:
                 forget(rX[k])
         return tuple(rX[k].load().to(Float32) for rX in held)
 
-    def _inside(self, held, k, first):
-        """The k-th vectors with zeros outside the row."""
-        if self.function.reduction.empty == 0 or not (self.access.ragged(k) or self.tile.ends_outside(k)):
-            return self._read(held, k)
-        copies = []
-        for rX in held:
-            if self.ring is not None:
-                copy = self.ring.read(rX, k, Int32(0))
-            else:
-                copy = fragment(rX[k].element_type, self.tile.vec)
-                copy.store(rX[k].load())
-            fill_outside(copy, first[k], Int32(self.n))
-            copies.append(copy.load().to(Float32))
-        return tuple(copies)
+    def _inside(self, k, first):
+        """What of the k-th vectors is inside the row."""
+        whole = not (self.access.ragged(k) or self.tile.ends_outside(k))
+        return Inside(self.tile.vec, first[k], Int32(self.n), whole)

@@ -3,6 +3,9 @@
 ``lse = log(sum(exp(x))) = M + log(S)`` with ``M = max(x)`` and ``S = sum(exp(x - M))``. Two pairs of a maximum and a
 sum combine into one, so that every thread finds its own and one exchange combines them all. Where the maximum is
 -inf, sums are relative to 0: an empty part counts nothing, a row of nothing but -inf has S = 0.
+
+M and S stay apart: once added, the rounding of a large M is more than all of log(S). So does the plain sum P = sum(x - M)
+of C elements: where a pair is moved to a larger maximum M', it gains C * (M - M'), of the same sign.
 """
 
 import math
@@ -22,13 +25,24 @@ def origin(m):
     return cutlass.select_(m > -Float32.inf, m, Float32(0.0))
 
 
+def moved(state, top):
+    """A pair, and its plain sum if there is one, relative to a maximum that is no smaller."""
+    m, s, *plain = state
+    base = origin(top)
+    s = s * exponentials(m, base)
+    if not plain:
+        return (top, s)
+    p, count = plain
+    return (top, s, p + count * (origin(m) - base), count)
+
+
 def exponentials(x, m):
     """``exp(x - m)``; the difference first, which is exact where it matters."""
     return cute.math.exp2((x - m) * LOG2_E, fastmath=True)
 
 
 class RowLogSum(RowSum):
-    """As :class:`RowSum`; of the values the first is a maximum, the second a sum relative to it, others plain sums."""
+    """As :class:`RowSum`; the values are those of a :class:`LogSum`."""
 
     def __init__(self, tile, values, stages):
         super().__init__(tile, values, stages)
@@ -39,12 +53,9 @@ class RowLogSum(RowSum):
 
     def _reduce(self, values, group):
         """Across the lanes of a group."""
-        m, s, *others = values
-        top = cute.arch.warp_reduction(m, cute.arch.fmax, threads_in_group=group)
-        s = s * exponentials(m, origin(top))
-        return (
-            top, *(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in (s, *others))
-        )  # fmt: skip
+        top = cute.arch.warp_reduction(values[0], cute.arch.fmax, threads_in_group=group)
+        _, *sums = moved(values, top)
+        return (top, *(cute.arch.warp_reduction(v, operator.add, threads_in_group=group) for v in sums))
 
     def _combine(self, sSum, stage, lane, row):
         if const_expr(self.parts <= 8):
@@ -68,9 +79,8 @@ class RowLogSum(RowSum):
             top = cute.arch.fmax(top, values[0])
         sums = [Float32(0.0) for _ in range(self.values - 1)]
         for values in found:
-            values[1] = values[1] * exponentials(values[0], origin(top))
-            for i in range(self.values - 1):
-                sums[i] = sums[i] + values[i + 1]
+            _, *parts = moved(values, top)
+            sums = [total + part for total, part in zip(sums, parts)]
         combined = (top, *sums)
         return combined if const_expr(self.parts <= 8) else self._reduce(combined, WARP)
 
@@ -79,14 +89,14 @@ class LogSum:
     """The pair (M, S) of a row, as a reduction for :class:`cute_ops.kernels._held.HeldRows`.
 
     Args:
-        plain: whether the plain sum of the row is wanted too.
+        plain: whether P and C are wanted too, the sum of ``x - M`` and the number of elements.
     """
 
     empty = -math.inf
 
     def __init__(self, plain=False):
         self.plain = plain
-        self.values = 3 if plain else 2
+        self.values = 4 if plain else 2
 
     def across(self, tile, stages):
         return RowLogSum(tile, self.values, stages)
@@ -95,23 +105,28 @@ class LogSum:
         return (-Float32.inf, *[Float32(0.0)] * (self.values - 1))
 
     def add(self, state, get, inside):
-        """One more vector: ``get()`` reads it, ``inside()`` reads it with zeros outside the row."""
-        m, s, *plain = state
+        """One more vector: ``get()`` reads it, ``inside`` says what of it is inside the row."""
         (x,) = get()
-        top = cute.arch.fmax(m, x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
-        base = origin(top)
-        s = s * exponentials(m, base) + exponentials(x, base).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        return (top, s, *(p + inside()[0].reduce(cute.ReductionOp.ADD, Float32(0.0), 0) for p in plain))
+        top = cute.arch.fmax(state[0], x.reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
+        return self._with(moved(state, top), x, inside)
 
     def gather(self, gets, insides):
         """All vectors at once: a maximum first, which spares the corrections."""
         top = -Float32.inf
         for get in gets:
             top = cute.arch.fmax(top, get()[0].reduce(cute.ReductionOp.MAX, -Float32.inf, 0))
-        base = origin(top)
-        s, plain = Float32(0.0), Float32(0.0)
+        state = (top, *self.start()[1:])
         for get, inside in zip(gets, insides):
-            s = s + exponentials(get()[0], base).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-            if self.plain:
-                plain = plain + inside()[0].reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
-        return (top, s, plain)[: self.values]
+            state = self._with(state, get()[0], inside)
+        return state
+
+    def _with(self, state, x, inside):
+        """The state with a vector whose elements its maximum counts already."""
+        top, s, *plain = state
+        base = origin(top)
+        s = s + exponentials(x, base).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        if not self.plain:
+            return (top, s)
+        p, count = plain
+        p = p + inside.only(x - base).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+        return (top, s, p, count + inside.count())

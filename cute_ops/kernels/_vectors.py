@@ -169,6 +169,33 @@ def trim(rX: cute.Tensor, first: Int32, n: Int32, value: cutlass.Constexpr = 0):
         fill_outside(rX, first, n, value)
 
 
+class Inside:
+    """What of a vector of ``vec`` elements, of which the first is column ``first``, lies in the columns ``[0, end)``.
+
+    Args:
+        whole: whether all of it is known to.
+    """
+
+    def __init__(self, vec, first, end, whole=False):
+        self.vec, self.first, self.end, self.whole = vec, first, end, whole
+
+    def only(self, x):
+        """The fp32 vector with zeros in place of the rest."""
+        if self.whole:
+            return x
+        copy = fragment(Float32, self.vec)
+        copy.store(x)
+        trim(copy, self.first, self.end)
+        return copy.load()
+
+    def count(self):
+        """How many elements that is, in fp32."""
+        if self.whole:
+            return Float32(self.vec)
+        last = cutlass.min(self.first + self.vec, self.end)
+        return Float32(cutlass.max(last - cutlass.max(self.first, Int32(0)), Int32(0)))
+
+
 def forget(rX):
     """Make the compiler forget what it knows of a fragment, so that it keeps this form of it and no wider one."""
     rW = cute.recast_tensor(rX, Int32)

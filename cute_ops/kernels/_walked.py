@@ -7,7 +7,18 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._long import MAX_GRID
 from cute_ops.kernels._rows import Vectors, readable, row_address, row_count
-from cute_ops.kernels._vectors import forget, fragment, load, load_if, load_inside, narrow, store, store_masked, trim
+from cute_ops.kernels._vectors import (
+    Inside,
+    forget,
+    fragment,
+    load,
+    load_if,
+    load_inside,
+    narrow,
+    store,
+    store_masked,
+    trim,
+)
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
@@ -125,7 +136,7 @@ class WalkedRows:
             state = self.function.reduction.add(
                 state,
                 lambda vectors=vectors: self._widened(vectors),
-                lambda first=first, vectors=vectors: self._inside(vectors, first, end, shift, n),
+                Inside(self.tile.vec, first, cutlass.min(end * self.tile.vec - shift, n)),
             )
         return state
 
@@ -147,17 +158,6 @@ class WalkedRows:
         else:
             load_if(wanted, rX, address)
         return rX
-
-    def _inside(self, vectors, first, end, shift, n):
-        """The vectors with zeros where there is nothing of this part of the row."""
-        last = cutlass.min(end * self.tile.vec - shift, n)
-        copies = []
-        for rX in vectors:
-            copy = fragment(rX.element_type, self.tile.vec)
-            copy.store(rX.load())
-            trim(copy, first, last)
-            copies.append(copy.load().to(Float32))
-        return tuple(copies)
 
     def _read(self, inputs, bases, first, n, readable, empty):
         """The inputs' vectors in fp32, ``empty`` outside the row."""

@@ -6,7 +6,7 @@ from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ops.kernels._access import number_or, store_number
 from cute_ops.kernels._held import RowFunction
-from cute_ops.kernels._log_sum import LogSum, exponentials, origin
+from cute_ops.kernels._log_sum import LogSum, exponentials, moved
 from cute_ops.kernels._rows import row_address
 from cute_ops.kernels._segments import Segments
 from cute_ops.kernels._vectors import fragment, gmem_elements
@@ -36,18 +36,28 @@ class Settings:
         self.classes = attrs.get("classes", 0)
         self.absent = 0.0 if self.classes else Float32.nan
 
-    def loss(self, results, picked, n):
-        """The loss of a row that counts, and its lse."""
-        lse = results[0] + cute.math.log(results[1])
-        loss = lse - picked
+    def loss(self, results, known, picked, n):
+        """The loss of a row that counts, and its log-sum: differences from the maximum, which may be large."""
+        top, log_sum = results[0], cute.math.log(results[1])
+        loss = log_sum + (1.0 - self.smoothing) * cutlass.select_(known, top - picked, Float32(self.absent))
         if self.smoothing != 0:
-            loss = lse - ((1.0 - self.smoothing) * picked + self.smoothing * (results[2] / Float32(self.classes or n)))
-        return loss + self.z * lse * lse if self.z != 0 else loss, lse
+            loss = loss - self.smoothing * (results[2] / Float32(self.classes or n))
+        if self.z != 0:
+            lse = top + log_sum
+            loss = loss + self.z * lse * lse
+        return loss, log_sum
 
-    def slope(self, x, lse, dloss, n):
+    def scales(self, log_sum, top, dloss, n):
+        """What the exponentials of a row's differences from the maximum are multiplied by for their gradient, and what
+        is taken off.
+        """
+        scale = dloss * (1.0 + 2.0 * self.z * (top + log_sum)) if self.z else dloss
+        return scale * cute.math.exp(-log_sum), dloss * (self.smoothing / Float32(self.classes or n))
+
+    def slope(self, x, top, scales):
         """The gradient of a vector of logits, but for the target."""
-        dx = exponentials(x, lse) * (dloss * (1.0 + 2.0 * self.z * lse) if self.z else dloss)
-        return dx - dloss * (self.smoothing / Float32(self.classes or n)) if self.smoothing else dx
+        dx = exponentials(x, top) * scales[0]
+        return dx - scales[1] if self.smoothing else dx
 
     def at_target(self, dloss):
         return dloss * (1.0 - self.smoothing)
@@ -67,20 +77,20 @@ class Loss(RowFunction):
         self.reduction = LogSum(plain=self.set.smoothing != 0)
 
     def begin(self, variant, numbers, row, there):
-        mLogits, mTarget, _, _ = numbers
+        mLogits, mTarget, *_ = numbers
         n = Int64(mLogits.shape[len(mLogits.shape) - 1])
         target = Int64(number_or(mTarget, variant.tensors["target"], row, there, 0))
         kept = target != self.set.ignored
         known = there & kept & (target >= 0) & (target < n)
-        picked = number_at(mLogits, variant.tensors["logits"], row, target, known, self.set.absent)
-        return (kept, picked), there & kept
+        picked = number_at(mLogits, variant.tensors["logits"], row, target, known, -Float32.inf)
+        return (kept, known, picked), there & kept
 
     def finish(self, variant, numbers, rows, results, context, row):
-        mLogits, _, mLoss, mLse = numbers
-        kept, picked = context
-        loss, lse = self.set.loss(results, picked, mLogits.shape[len(mLogits.shape) - 1])
-        store_number(number_where(kept, loss), mLoss, variant.tensors["loss"], row)
-        store_number(number_where(kept, lse), mLse, variant.tensors["lse"], row)
+        mLogits, _, mLoss, mMax, mSum = numbers
+        kept, known, picked = context
+        loss, log_sum = self.set.loss(results, known, picked, mLogits.shape[len(mLogits.shape) - 1])
+        for name, m, value in zip(("loss", "row_max", "log_sum"), (mLoss, mMax, mSum), (loss, results[0], log_sum)):
+            store_number(number_where(kept, value), m, variant.tensors[name], row)
 
 
 class CrossEntropy:
@@ -90,8 +100,8 @@ class CrossEntropy:
         self.form = run_rows(variant, Loss(variant))
 
     @cute.jit
-    def __call__(self, mLogits, mTarget, mLoss, mLse, stream):
-        self.form((mLogits,), (), (mLogits, mTarget, mLoss, mLse), stream)
+    def __call__(self, mLogits, mTarget, mLoss, mMax, mSum, stream):
+        self.form((mLogits,), (), (mLogits, mTarget, mLoss, mMax, mSum), stream)
 
 
 class LossGradient:
@@ -103,25 +113,26 @@ class LossGradient:
         self.set = Settings(variant)
 
     def begin(self, variant, numbers, row, there):
-        mLogits, mTarget, mLse, mDloss = numbers
+        mLogits, mTarget, mMax, mSum, mDloss = numbers
         n = mLogits.shape[len(mLogits.shape) - 1]
         tensors = variant.tensors
         target = Int64(number_or(mTarget, tensors["target"], row, there, 0))
-        lse = number_or(mLse, tensors["lse"], row, there, 0)
+        top = number_or(mMax, tensors["row_max"], row, there, 0)
+        log_sum = number_or(mSum, tensors["log_sum"], row, there, 0)
         dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
         kept = target != self.set.ignored
         known = (target >= 0) & (target < Int64(n))
         if not self.set.classes:
             dloss = cutlass.select_(known, dloss, Float32.nan)
-        # -inf in place of the logits of rows that are not read, and 0 for their lse: exp is 0, not NaN.
+        # Rows that are not read have zeros in place of their logits and of what the forward saved: no NaN.
         dloss = cutlass.select_(kept, dloss, Float32(0.0))
         column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
-        return (column, lse, dloss, n), there & kept
+        return (column, top, self.set.scales(log_sum, top, dloss, n), dloss), there & kept
 
     def emit(self, values, first, vec, context):
-        column, lse, dloss, n = context
+        column, top, scales, dloss = context
         rDx = fragment(Float32, vec)
-        rDx.store(self.set.slope(values[0], lse, dloss, n))
+        rDx.store(self.set.slope(values[0], top, scales))
         subtract_at(rDx, column - first, self.set.at_target(dloss))
         return (rDx.load(),)
 
@@ -142,31 +153,29 @@ class LossStep(RowFunction):
         dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
         kept = target != self.set.ignored
         known = kept & (target >= 0) & (target < Int64(n))
-        picked = number_at(mLogits, tensors["logits"], row, target, there & known, self.set.absent)
+        picked = number_at(mLogits, tensors["logits"], row, target, there & known, -Float32.inf)
         column = Int32(cutlass.select_(known, target, Int64(-1)))
-        return (kept, column, cutlass.select_(known, dloss, Float32.nan), picked, n), there & kept
+        return (kept, known, column, cutlass.select_(known, dloss, Float32.nan), picked, n), there & kept
 
     def tied(self, state, context):
         """The target's logit belongs to the maximum anyway. Nobody writes before everybody has given a maximum, so that
         it is not overwritten, in place, on its way to a thread.
         """
-        m, s, *plain = state
-        top = cute.arch.fmax(m, context[3])
-        return (top, s * exponentials(m, origin(top)), *plain)
+        return moved(state, cute.arch.fmax(state[0], context[4]))
 
     def emit(self, values, results, context, first):
-        kept, column, dloss, _, n = context
-        lse = results[0] + cute.math.log(results[1])
+        kept, _, column, dloss, _, n = context
+        scales = self.set.scales(cute.math.log(results[1]), results[0], dloss, n)
         rDx = fragment(Float32, cute.size(values[0].shape))
-        rDx.store(self.set.slope(values[0], lse, dloss, n))
+        rDx.store(self.set.slope(values[0], results[0], scales))
         subtract_within(rDx, column - first, self.set.at_target(dloss))
         zero_unless(rDx, kept)  # what is there in place of a row that was not read
         return (rDx.load(),)
 
     def finish(self, variant, numbers, rows, results, context, row):
         mLoss = numbers[3]
-        kept, _, _, picked, n = context
-        loss, _ = self.set.loss(results, picked, n)
+        kept, known, _, _, picked, n = context
+        loss, _ = self.set.loss(results, known, picked, n)
         store_number(number_where(kept, loss), mLoss, variant.tensors["loss"], row)
 
 
@@ -195,14 +204,14 @@ def number_where(there, number):
 
 
 class CrossEntropyBackward:
-    """Gradient of :class:`CrossEntropy`, from the saved lse."""
+    """Gradient of :class:`CrossEntropy`, from the saved maximum and log-sum."""
 
     def __init__(self, variant):
         self.form = Segments(variant, LossGradient(variant))
 
     @cute.jit
-    def __call__(self, mLogits, mTarget, mLse, mDloss, mDlogits, stream):
-        self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mLse, mDloss), stream)
+    def __call__(self, mLogits, mTarget, mMax, mSum, mDloss, mDlogits, stream):
+        self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mMax, mSum, mDloss), stream)
 
 
 class CrossEntropyStep:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cute_ops.binding import Binding
@@ -37,38 +37,48 @@ def _terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tup
     return target != ignore_index, known, columns == xp.astype(target, x.dtype)[..., None]
 
 
+def _origin(xp: Any, m: Any) -> Any:
+    """What exponents beside the maximum ``m`` are relative to."""
+    return xp.where(m > -xp.inf, m, xp.zeros_like(m))
+
+
 def reference(
     xp: Any, logits: Any, target: Any, *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int
-) -> tuple[Any, Any]:
+) -> tuple[Any, Any, Any]:
+    """The lse stays apart as a maximum and the rest, and all terms are differences from that maximum: a number that is
+    common to all logits, however large, leaves no trace.
+    """
     (x,) = widen(xp, logits)
     kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
-    m = xp.max(x, axis=-1, keepdims=True)
-    m = xp.where(m > -xp.inf, m, xp.zeros_like(m))
-    lse = m[..., 0] + xp.log(xp.sum(xp.exp(x - m), axis=-1))
-    loss = lse - (1 - label_smoothing) * xp.sum(xp.where(at_target, x, xp.zeros_like(x)), axis=-1)
+    m = xp.max(x, axis=-1)
+    shifted = x - _origin(xp, m)[..., None]
+    log_sum = xp.log(xp.sum(xp.exp(shifted), axis=-1))
+    below = m[..., None] - x  # NaN in a row of nothing but -inf, as its loss is
+    zero = xp.zeros_like(m)
+    loss = log_sum + (1 - label_smoothing) * xp.sum(xp.where(at_target, below, xp.zeros_like(x)), axis=-1)
     if label_smoothing:
-        loss = loss - label_smoothing / (classes or x.shape[-1]) * xp.sum(x, axis=-1)
+        loss = loss - label_smoothing / (classes or x.shape[-1]) * xp.sum(shifted, axis=-1)
     if z_loss:
-        loss = loss + z_loss * lse * lse
-    zero = xp.zeros_like(lse)
-    return xp.where(kept, xp.where(known, loss, zero + xp.nan), zero), xp.where(kept, lse, zero)
+        loss = loss + z_loss * (m + log_sum) * (m + log_sum)
+    loss = xp.where(known, loss, zero + xp.nan)
+    return xp.where(kept, loss, zero), xp.where(kept, m, zero), xp.where(kept, log_sum, zero)
 
 
 def reference_bwd(
-    xp: Any, logits: Any, target: Any, lse: Any, dloss: Any,
+    xp: Any, logits: Any, target: Any, row_max: Any, log_sum: Any, dloss: Any,
     *, ignore_index: int, label_smoothing: float, z_loss: float, classes: int,
 ) -> Any:  # fmt: skip
-    x, s, d = widen(xp, logits, lse, dloss)
+    x, m, s, d = widen(xp, logits, row_max, log_sum, dloss)
     kept, known, at_target = _terms(xp, x, target, ignore_index, classes)
-    slope = xp.exp(x - s[..., None]) * (1 + 2 * z_loss * s)[..., None]
+    slope = xp.exp((x - m[..., None]) - s[..., None]) * (1 + 2 * z_loss * (m + s))[..., None]
     slope = slope - xp.where(at_target, xp.ones_like(x), xp.zeros_like(x)) * (1 - label_smoothing)
     dx = (slope - label_smoothing / (classes or x.shape[-1])) * xp.where(known, d, d * 0 + xp.nan)[..., None]
     return xp.astype(xp.where(kept[..., None], dx, xp.zeros_like(dx)), logits.dtype)
 
 
 def reference_step(xp: Any, logits: Any, target: Any, dloss: Any, **attrs: Any) -> tuple[Any, Any]:
-    loss, lse = reference(xp, logits, target, **attrs, classes=0)
-    return reference_bwd(xp, logits, target, lse, dloss, **attrs, classes=0), loss
+    loss, row_max, log_sum = reference(xp, logits, target, **attrs, classes=0)
+    return reference_bwd(xp, logits, target, row_max, log_sum, dloss, **attrs, classes=0), loss
 
 
 def check(binding: Binding) -> str | None:
@@ -96,7 +106,7 @@ def slice_of_classes(
     xp: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any], start: Any, size: Any, whole: int
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     """Targets count from the slice's first class, those of other slices are -1; without z-loss, which needs the lse of
-    all slices, unless that is given.
+    all slices, unless that is given. A slice's loss is relative to its own maximum.
     """
     target, ignored = inputs["target"], attrs["ignore_index"]
     here = (target >= start) & (target < start + size)
@@ -112,23 +122,31 @@ def slice_of_classes(
 
 
 def merge_slices(
-    xp: Any, parts: Mapping[str, Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any], whole: int
-) -> Mapping[str, Any]:
-    """The lse of all slices; their losses without their own lse add up."""
-    loss, lse, target = parts["loss"], parts["lse"], inputs["target"]
-    # Of a slice of nothing but -inf the difference is lost; its logits say what it is: nothing, or the target's.
-    zero = xp.zeros_like(lse)
-    empty = xp.where(loss == lse, zero, zero + xp.inf)
-    linear = xp.sum(xp.where(lse == -xp.inf, empty, loss - lse), axis=0)
-    m = xp.max(lse, axis=0)
-    m = xp.where(m > -xp.inf, m, 0.0)
-    lse = m + xp.log(xp.sum(xp.exp(lse - m), axis=0))
-    loss = lse + linear
+    xp: Any, parts: Mapping[str, Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any],
+    sizes: Sequence[int], whole: int,
+) -> Mapping[str, Any]:  # fmt: skip
+    """The maximum and log-sum of all slices; their losses, each relative to its own maximum, moved to that."""
+    own, maxima, log_sums, target = parts["loss"], parts["row_max"], parts["log_sum"], inputs["target"]
+    smoothing, classes = attrs["label_smoothing"], attrs["classes"] or whole
+    m = xp.max(maxima, axis=0)
+    origin = _origin(xp, m)
+    log_sum = xp.log(xp.sum(xp.exp((maxima - origin) + log_sums), axis=0))
+    loss, start = log_sum, 0
+    for k, size in enumerate(sizes):
+        here = (target >= start) & (target < start + size)
+        # How much of the target, which is one, lies in this slice.
+        share = xp.astype(here, loss.dtype) * (1 - smoothing) + smoothing * size / classes
+        moved = (own[k, ...] - log_sums[k, ...]) + share * (m - maxima[k, ...])
+        # Of a slice of nothing but -inf the difference is lost.
+        linear = xp.where(maxima[k, ...] > -xp.inf, moved, xp.inf)
+        loss = loss + xp.where(share > 0, linear, 0.0)
+        start += size
     if attrs["z_loss"]:
-        loss = loss + attrs["z_loss"] * lse * lse
+        loss = loss + attrs["z_loss"] * (m + log_sum) * (m + log_sum)
     loss = xp.where(_valid(target, whole, attrs["classes"]), loss, xp.nan)
     kept = target != attrs["ignore_index"]
-    return {"loss": xp.where(kept, loss, 0.0), "lse": xp.where(kept, lse, 0.0)}
+    found = {"loss": loss, "row_max": m, "log_sum": log_sum}
+    return {name: xp.where(kept, value, 0.0) for name, value in found.items()}
 
 
 FINISH = Finish(reduce_rows, {"reduction": ("mean", "sum", "none")}, {"reduction": "none"})
@@ -141,7 +159,8 @@ cross_entropy_bwd = Op(
     inputs={
         "logits": Tensor("*m n", "T"),
         "target": Tensor("*m", "I", below="n"),
-        "lse": Tensor("*m", "float32"),
+        "row_max": Tensor("*m", "float32"),
+        "log_sum": Tensor("*m", "float32"),
         "dloss": Tensor("*m", "float32"),
     },
     outputs={"dlogits": Tensor("*m n", "T", reuses="logits")},
@@ -154,17 +173,22 @@ cross_entropy_bwd = Op(
     tuning=HELD,
     check=check,
     cases=CASES,
-    doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave.
+    doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave in two parts, ``row_max + log_sum``.
 
-    ``dlogits = dloss * (exp(logits - lse) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * onehot(target)
-    - label_smoothing / n)``; zero in ignored rows, whatever their logits are. One read, one write.
+    ``dlogits = dloss * (exp(logits - row_max - log_sum) * (1 + 2 * z_loss * lse)
+    - (1 - label_smoothing) * onehot(target) - label_smoothing / n)``; zero in ignored rows, whatever their logits are.
+    One read, one write.
     """,
 )
 
 cross_entropy = Op(
     "cross_entropy",
     inputs={"logits": Tensor("*m n", "T"), "target": Tensor("*m", "I", below="n")},
-    outputs={"loss": Tensor("*m", "float32"), "lse": Tensor("*m", "float32", hidden=True)},
+    outputs={
+        "loss": Tensor("*m", "float32"),
+        "row_max": Tensor("*m", "float32", hidden=True),
+        "log_sum": Tensor("*m", "float32", hidden=True),
+    },
     dtypes=DTYPES,
     attrs=ATTRS,
     reference=reference,
@@ -192,13 +216,14 @@ cross_entropy = Op(
             adds nothing and the mean is ``sum(logits) / classes``; what the slices give is yet to be combined. 0: these
             are all classes.
         reduction: ``"mean"`` over the rows that are not ignored (NaN where there are none, as in PyTorch), ``"sum"``,
-            or ``"none"``, the loss of each row. ``torch.ops.cute.cross_entropy`` has no such argument: it returns the
-            losses and the lse of each row.
+            or ``"none"``, the loss of each row. ``torch.ops.cute.cross_entropy`` has no such argument: it returns
+            the losses, maxima and log-sums of each row: the lse in two parts, since one float32 cannot hold both.
         inplace_backward: overwrite the logits with their gradient, so that no second (rows x n) buffer exists. The
             logits must not be read afterwards: PyTorch raises where autograd would, XLA copies them first.
 
     Returns:
-        float32: a scalar, or ``[*m]``. Accumulated in float32, deterministic. As torch's: -inf logits are classes of
+        float32: a scalar, or ``[*m]``. Accumulated in float32, deterministic; a number that is common to a row's logits
+        costs no digits. As torch's: -inf logits are classes of
         no probability, a row of nothing but -inf, or with a NaN or +inf, is NaN. A target that is neither a class nor
         ``ignore_index`` gives NaN, loss and gradient, and reads nothing out of bounds (PyTorch's aborts the context).
 

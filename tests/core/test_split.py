@@ -30,7 +30,7 @@ def in_slices(op: Op, inputs: dict[str, Any], attrs: dict[str, Any], sizes: tupl
             results[name].append(value)
         start += size
     parts = {n: np.stack(v) for n, v in results.items() if not last(n)}
-    merged = split.merge(np, parts, inputs, attrs, sum(sizes)) if split.merge else {}
+    merged = split.merge(np, parts, inputs, attrs, sizes, sum(sizes)) if split.merge else {}
     return [np.concatenate(v, axis=-1) if last(n) else merged[n] for n, v in results.items()]
 
 
@@ -52,13 +52,24 @@ def test_slices_give_the_whole(op: Op, changed: dict[str, Any], sizes: tuple[int
     target[2] = [17, 16, 20, 33]
     logits[2, 2, 0], logits[2, 3, 2] = np.nan, 90.0
     with np.errstate(invalid="ignore", divide="ignore", over="ignore"):
-        if "lse" in op.inputs:
+        if "log_sum" in op.inputs:
             forward = next(f for f in OPS if f.grad is op)
-            arrays["lse"] = testing.run_reference(forward, {"logits": logits, "target": target}, attrs)[1]
+            _, *saved = testing.run_reference(forward, {"logits": logits, "target": target}, attrs)
+            arrays["row_max"], arrays["log_sum"] = saved
         got = in_slices(op, arrays, attrs, sizes)
         for name, value, whole in zip(op.outputs, got, testing.run_reference(op, arrays, attrs), strict=True):
             np.testing.assert_allclose(value, whole, rtol=2e-6, atol=2e-6, err_msg=name)
             assert value.dtype == whole.dtype
+
+
+def test_slices_of_logits_with_a_common_offset_keep_their_digits() -> None:
+    """Each slice's loss is relative to its own maximum, which says nothing of the others'."""
+    forward = next(op for op in OPS if op.name == "cross_entropy")
+    logits = 3 * np.random.default_rng(0).standard_normal((4, 37), np.float32)
+    logits += np.array([0, 1e3, -1e4, 1e6], np.float32)[:, None]
+    arrays, attrs = {"logits": logits, "target": np.array([1, 20, 36, 30])}, {**forward.attrs, "label_smoothing": 0.1}
+    exact = testing.expected(forward, arrays, attrs)[0]
+    np.testing.assert_allclose(in_slices(forward, arrays, attrs, (17, 17, 3))[0], exact, rtol=1e-6)
 
 
 def test_what_cannot_be_shared_is_refused() -> None:

@@ -48,6 +48,28 @@ def by_hand(hidden: Any, weight: Any, target: Any, bias: Any, **options: Any) ->
     return cute_ops_jax.cross_entropy(hidden @ weight.T + bias, target, **options)
 
 
+@pytest.mark.parametrize("n", [7, 1003])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
+def test_a_common_offset_costs_no_digits(dtype: str, n: int) -> None:
+    rng = np.random.default_rng(2)
+    offsets = np.array([0.0, 1e3, -1e4, 6e4, *([] if dtype == "float16" else [1e6])], np.float32)
+    logits = jnp.asarray(3 * rng.standard_normal((len(offsets), n), np.float32) + offsets[:, None]).astype(dtype)
+    target = rng.integers(0, n, len(offsets)).astype(np.int32)
+    loss, pull = jax.vjp(partial(cute_ops_jax.cross_entropy, target=target, reduction="none"), logits)
+    (dx,) = pull(jnp.ones_like(loss))
+    wide = np.asarray(logits).astype(np.float64)
+    exact = wide - wide.max(-1, keepdims=True)
+    exact = exact - np.log(np.exp(exact).sum(-1, keepdims=True))
+    rows = np.arange(len(target))
+    theirs = -jax.nn.log_softmax(logits.astype(jnp.float32))[rows, target]
+    for found in (theirs, loss):
+        np.testing.assert_allclose(found, -exact[rows, target], rtol=1e-6, atol=1e-6)
+    if dtype == "float32":
+        slope = np.exp(exact) - np.eye(n)[target]
+        np.testing.assert_allclose(dx, slope, rtol=1e-5, atol=1e-6)
+        assert np.abs(np.asarray(dx, np.float64).sum(-1)).max() < 2e-6
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_linear(chunked: None, reduction: str, close: Callable[..., Any]) -> None:
     arrays, target = linear()

@@ -117,7 +117,7 @@ def test_logits(name: str, check: bool, lowered: str, close: Close) -> None:
     close(compiled(logits, target), whole)
     found = collectives(compiled.as_text())
     assert found.keys() == {"all-reduce"}
-    assert max(found["all-reduce"]) <= 2 * 8 * ROWS
+    assert max(found["all-reduce"]) <= 3 * 8 * ROWS
 
     pair = function, partial(written_out, axis_name="model", **options)
     inside = [jax.shard_map(value_and_gradients(f, 1), out_specs=(P(), (cut,)), **specs) for f in pair]
@@ -150,7 +150,7 @@ def test_linear(rows: int, name: str, check: bool, lowered: str, monkeypatch: py
     text = compiled.as_text()
     found = collectives(text)
     assert found.keys() == {"all-reduce"}
-    assert set(found["all-reduce"]) - {ROWS * H} <= set(range(2 * 8 * ROWS + 1))
+    assert set(found["all-reduce"]) - {ROWS * H} <= set(range(3 * 8 * ROWS + 1))
     assert ("f32[12,40]" in text) == (rows > ROWS)
     assert "f32[12,320]" not in text
 
@@ -278,7 +278,9 @@ def test_without_a_shard_map(
         given = {"logits": logits, "target": target}
         attrs = {"label_smoothing": 0.1, "z_loss": 1e-2}
         found = call(op)(given, attrs)
-        return found, call(op.grad)({**given, "lse": found["lse"], "dloss": dloss}, attrs)["dlogits"]
+        return found, call(op.grad)({**given, **{n: found[n] for n in ("row_max", "log_sum")}, "dloss": dloss}, attrs)[
+            "dlogits"
+        ]
 
     with jax.set_mesh(mesh):
         logits = jax.device_put(arrays["logits"], jax.NamedSharding(mesh, P(*axes)))

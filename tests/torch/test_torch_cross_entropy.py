@@ -41,6 +41,47 @@ def test_as_torch(reduction: str, smoothing: float, device: str) -> None:
         torch.testing.assert_close(*(gradients(loss, logits)[0] for loss in (ours, theirs)), rtol=2e-3, atol=1e-4)
 
 
+OFFSETS = (0.0, 1e3, -1e4, 6e4, 1e6)
+
+
+def shifted(dtype: torch.dtype, n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of rows that have a number in common, each its own, and targets."""
+    torch.manual_seed(2)
+    offsets = [o for o in OFFSETS if abs(o) < torch.finfo(dtype).max]
+    x = 3 * torch.randn(len(offsets), n, device=device) + torch.tensor(offsets, device=device)[:, None]
+    return x.to(dtype), torch.randint(n, (len(offsets),), device=device)
+
+
+@pytest.mark.fault(
+    "a number of up to a million that all logits of a row have in common",
+    "the loss and its gradient keep their digits, as PyTorch's",
+    "nothing",
+)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("n", [7, 1003, 50257])
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_a_common_offset_costs_no_digits(dtype: torch.dtype, smoothing: float, n: int, device: str) -> None:
+    x, target = shifted(dtype, n, device)
+    wide = x.double().requires_grad_()
+    exact = F.cross_entropy(wide, target, label_smoothing=smoothing, reduction="none")
+    (slope,) = torch.autograd.grad(exact.sum(), wide)
+    x.requires_grad_()
+    loss = cute_ops_torch.cross_entropy(x, target, label_smoothing=smoothing, reduction="none")
+    (dx,) = torch.autograd.grad(loss.sum(), x)
+    step_dx, step_loss = torch.ops.cute.cross_entropy_step(
+        x.detach(), target, torch.ones_like(loss), label_smoothing=smoothing
+    )
+    theirs = F.cross_entropy(x.detach().float(), target, label_smoothing=smoothing, reduction="none")
+    torch.testing.assert_close(theirs.double(), exact, rtol=1e-6, atol=1e-6)
+    unit = torch.finfo(dtype).eps
+    for found, gradient in ((loss, dx), (step_loss, step_dx)):
+        torch.testing.assert_close(found.double(), exact, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(gradient.double(), slope, rtol=max(unit, 1e-5), atol=1e-6)
+        if dtype == torch.float32:
+            assert gradient.double().sum(-1).abs().max() < 2e-6
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_special_values(device: str) -> None:
     inf, nan = torch.inf, torch.nan
@@ -71,20 +112,27 @@ def test_slices_of_the_classes(options: dict[str, Any], device: str) -> None:
     dloss = torch.randn(9, device=device)
     forward, backward = torch.ops.cute.cross_entropy, torch.ops.cute.cross_entropy_bwd
     attrs = {**declared.attrs, **options}
-    loss, lse = forward(x, target, **attrs)
-    dx = backward(x, target, lse, dloss, **attrs)
+    loss, *lse = forward(x, target, **attrs)
+    dx = backward(x, target, *lse, dloss, **attrs)
     parts, gradients, start = [], [], 0
     for mine in x.split(sizes, dim=1):
         place = (start, mine.shape[1], n)
         given, chosen = declared.split.part(xp, {"logits": mine, "target": target}, attrs, *place)
         parts.append(forward(*given.values(), **chosen))
-        given = {"logits": mine, "target": target, "lse": lse, "dloss": dloss}
+        given = {
+            "logits": mine,
+            "target": target,
+            **dict(zip(("row_max", "log_sum"), lse, strict=True)),
+            "dloss": dloss,
+        }
         given, chosen = declared.grad.split.part(xp, given, attrs, *place)
         gradients.append(backward(*given.values(), **chosen))
         start += mine.shape[1]
     stacked = {name: torch.stack(each) for name, each in zip(declared.outputs, zip(*parts, strict=True), strict=True)}
-    merged = declared.split.merge(xp, stacked, {"logits": x, "target": target}, attrs, n)
-    torch.testing.assert_close((merged["loss"], merged["lse"]), (loss, lse), equal_nan=True, rtol=2e-6, atol=2e-5)
+    merged = declared.split.merge(xp, stacked, {"logits": x, "target": target}, attrs, sizes, n)
+    torch.testing.assert_close(
+        [merged[name] for name in declared.outputs], [loss, *lse], equal_nan=True, rtol=2e-6, atol=2e-5
+    )
     torch.testing.assert_close(torch.cat(gradients, dim=1), dx, equal_nan=True)
 
 
