@@ -11,7 +11,8 @@ LEAST_BYTES = 32 << 20
 SHARE = 2.5
 # The same of logits and of the gradient of the hidden states together, where they share their memory.
 SHARE_TOGETHER = 2.9
-# Every chunk rounds the weight's gradient once more; beyond so many, that shows beside the rounding of the logits.
+# Every chunk reads and writes the weight's gradient once more, and rounds it where it is not summed in float32; beyond
+# so many, that shows beside the products and beside the rounding of the logits.
 MOST = 32
 # More rows make products no faster.
 FULL = 4096
@@ -30,6 +31,18 @@ def rows_per_chunk(rows: int, hidden: int, vocab: int, itemsize: int, enough: in
     room = max(room, min(enough, 4 * hidden))
     wanted = max(min(room, FULL) // TILE, -(-rows // (MOST * TILE)), 1)
     return max(min(wanted * TILE, rows), 1)
+
+
+def beside_weight(rows: int, hidden: int) -> int:
+    """Rows of a chunk whose logits fit the memory of the weight's gradient, while that is summed somewhere else; 0
+    where that is less than a tile. All chunks but the last are alike, and that is not much smaller.
+    """
+    most = min(hidden, FULL) // TILE
+    if not most or not rows:
+        return min(most, rows)
+    tiles = -(-rows // TILE)
+    count = -(-tiles // most)
+    return min(-(-tiles // count) * TILE, rows)
 
 
 @lru_cache(256)

@@ -16,27 +16,32 @@ DOC = """Args:
     z_loss: weight of ``lse^2``.
     reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
     chunk_rows: rows whose logits are held at a time; where None, as above.
+    accum_dtype: what the weight's gradient is added up in, chunk after chunk: float32, as where None, or T. Sums in
+        float32 are rounded once, and take four more bytes per element of the weight while the gradients are computed,
+        unless T is float32 or all rows are one chunk. Sums in T are rounded with every chunk: of bfloat16 the error is
+        some 0.2% of the gradient in one chunk, 0.5% in 16 and 2% in 256.
 
 Returns:
-    float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T; the weight's is
-    added up in T, chunk after chunk.
+    float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T.
 
 Raises:
     TypeError: dtypes that differ or are not listed.
-    ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
+    ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1, another ``accum_dtype``.
 
 Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
 """
 
 
 def check(
-    what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str, chunk_rows: int | None = None
-) -> None:
-    """Raise unless these arrays of a framework fit together; ``what`` is the function that was called.
+    what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str, chunk_rows: int | None = None,
+    accum_dtype: Any = None, float32: Any = None,
+) -> None:  # fmt: skip
+    """Raise unless these arrays of a framework fit together; ``what`` is the function that was called, ``float32`` the
+    framework's dtype.
 
     Raises:
         TypeError: dtypes that differ.
-        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
+        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1, another ``accum_dtype``.
     """
 
     def fail(kind: type[Exception], problem: str) -> Exception:
@@ -45,6 +50,9 @@ def check(
     FINISH.check(what, {"reduction": reduction})
     if chunk_rows is not None and chunk_rows < 1:
         raise fail(ValueError, f"option `chunk_rows` is {chunk_rows}, expected at least 1.")
+    if accum_dtype is not None and accum_dtype not in (float32, weight.dtype):
+        choices = f"{float32} or the dtype of `weight`, {weight.dtype}"
+        raise fail(ValueError, f"option `accum_dtype` is {accum_dtype}, expected {choices}.")
     for name, a in (("weight", weight), ("bias", bias)):
         if a is not None and a.dtype != hidden.dtype:
             raise fail(TypeError, f"argument `{name}` has dtype {a.dtype}, but `hidden` has {hidden.dtype}.")

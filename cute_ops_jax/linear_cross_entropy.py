@@ -42,7 +42,11 @@ Array = jax.Array
 Arrays = Mapping[str, Any]
 
 
-@partial(jax.jit, static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows"), inline=True)
+@partial(
+    jax.jit,
+    static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"),
+    inline=True,
+)
 @continued(DOC)
 def linear_cross_entropy(
     hidden: Array,
@@ -54,6 +58,7 @@ def linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     chunk_rows: int | None = None,
+    accum_dtype: Any = None,
 ) -> Array:
     """Cross entropy of ``hidden @ weight.T + bias``, without ever holding all logits.
 
@@ -63,16 +68,27 @@ def linear_cross_entropy(
     long as their logits take no more than four times the memory of the weight; more of them make products faster where
     h is small.
 
+    The loop carries the weight's gradient in ``accum_dtype``: in float32 it takes, until it is rounded, twice the
+    memory of a 16-bit weight beside that of the result.
+
     Where devices have some of the rows, each runs the loop on its own. Where they have some of the classes, each keeps
     those, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows)
-    return _checked("linear_cross_entropy", setting, hidden, weight, target, bias)
+    return _checked("linear_cross_entropy", setting, hidden, weight, target, bias, accum_dtype)
 
 
 @partial(
     jax.jit,
-    static_argnames=("axis_name", "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows"),
+    static_argnames=(
+        "axis_name",
+        "ignore_index",
+        "label_smoothing",
+        "z_loss",
+        "reduction",
+        "chunk_rows",
+        "accum_dtype",
+    ),
     inline=True,
 )
 def vocab_parallel_linear_cross_entropy(
@@ -86,6 +102,7 @@ def vocab_parallel_linear_cross_entropy(
     z_loss: float = 0.0,
     reduction: str = "mean",
     chunk_rows: int | None = None,
+    accum_dtype: Any = None,
 ) -> Array:
     """:func:`linear_cross_entropy` inside ``jax.shard_map``, each device with its share of the weight's rows.
 
@@ -100,7 +117,7 @@ def vocab_parallel_linear_cross_entropy(
         bias: ``T[n]``, cut like the weight; -inf for classes that only fill up.
         ignore_index, label_smoothing, z_loss: as in :func:`linear_cross_entropy`, over all classes.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has.
-        chunk_rows: as in :func:`linear_cross_entropy`.
+        chunk_rows, accum_dtype: as in :func:`linear_cross_entropy`.
 
     Returns:
         float32: a scalar, or ``[*m]``, the same on all devices of the axis. Gradients are those of the written-out
@@ -108,17 +125,21 @@ def vocab_parallel_linear_cross_entropy(
 
     Raises:
         TypeError: dtypes that differ or are not listed.
-        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1.
+        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1, another ``accum_dtype``.
         NameError: no such axis of a ``shard_map``.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name, chunk_rows=chunk_rows)
-    return _checked("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias)
+    return _checked("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias, accum_dtype)
 
 
-def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
+def _checked(
+    what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None, accum_dtype: Any
+) -> Array:  # fmt: skip
     hidden, weight, target = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(target)
     bias = None if bias is None else jnp.asarray(bias)
-    check(what, hidden, weight, target, bias, setting.reduction, setting.chunk_rows)
+    accum, float32 = None if accum_dtype is None else jnp.dtype(accum_dtype), jnp.dtype(jnp.float32)
+    check(what, hidden, weight, target, bias, setting.reduction, setting.chunk_rows, accum, float32)
+    setting = setting._replace(accum_dtype=(accum or float32).name)
     if setting.axis is not None:
         check_axis(setting.axis, what)
     (hidden, weight, bias), target = spread((hidden, weight, bias), target, setting.axis)
@@ -168,7 +189,8 @@ def _add(gradients: Inputs, inputs: Inputs, first: Any, rows: int, dlogits: Any)
     if dhidden is not None:
         dhidden = _put(dhidden, dlogits @ weight, first)
     if dweight is not None:
-        dweight = dweight + dlogits.T @ _cut(hidden, first, rows)
+        product = partial(jnp.matmul, preferred_element_type=dweight.dtype)
+        dweight = dweight + product(dlogits.T, _cut(hidden, first, rows))
     if dbias is not None:
         dbias = dbias + jnp.sum(dlogits, axis=0, dtype=jnp.float32)
     return dhidden, dweight, dbias
@@ -181,9 +203,9 @@ def _nothing(setting: Setting, inputs: Inputs) -> Inputs:
         return sharding.varying_like(jnp.zeros(a.shape, dtype or a.dtype), a) if name in setting.wanted else None
 
     hidden, weight, bias = inputs
-    # The bias's is a sum over rows, one rounding at the end.
+    # The others are sums over rows, rounded once at the end.
     dbias = None if bias is None else zeros("dbias", bias, jnp.float32)
-    return zeros("dhidden", hidden), zeros("dweight", weight), dbias
+    return zeros("dhidden", hidden), zeros("dweight", weight, setting.accum_dtype), dbias
 
 
 def _zeros(target: Array) -> Array:
@@ -230,7 +252,9 @@ def _rows_bwd(
 
 def _rounded(gradients: Inputs, inputs: Inputs) -> Inputs:
     dhidden, dweight, dbias = gradients
-    return dhidden, dweight, None if dbias is None else dbias.astype(inputs[2].dtype)
+    _, weight, bias = inputs
+    dweight = None if dweight is None else dweight.astype(weight.dtype)
+    return dhidden, dweight, None if dbias is None else dbias.astype(bias.dtype)
 
 
 # --- as ops, whose rows devices share ------------------------------------------------------------------------------
@@ -271,11 +295,13 @@ PROGRAMS: dict[str, tuple[Callable[..., Arrays], dict[str, Tensor], dict[str, Te
 
 
 @cache
-def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None) -> Composite:
+def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None, accum_dtype: str) -> Composite:
     run, inputs, outputs = PROGRAMS[name]
 
     def body(call: Call, given: Arrays, attrs: Arrays, axes: sharding.Axes = ()) -> Arrays:
-        setting = Setting(**attrs, reduction="none", axis=axes or None, chunk_rows=chunk_rows, wanted=wanted)
+        setting = Setting(
+            **attrs, reduction="none", axis=axes or None, chunk_rows=chunk_rows, accum_dtype=accum_dtype, wanted=wanted
+        )
         if not axes:
             return _flat(run, setting, given, call)
         layer = tuple(given[n] for n in ("hidden", "weight", "bias"))
@@ -287,7 +313,7 @@ def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None) -> Co
         return {n: jax.lax.psum(a, axes) if n == "dhidden" and a is not None else a for n, a in found.items()}
 
     # The name is all that XLA's cache sees of the program.
-    names = [name, *wanted, *([f"rows{chunk_rows}"] if chunk_rows else [])]
+    names = [name, *wanted, accum_dtype, *([f"rows{chunk_rows}"] if chunk_rows else [])]
     declared = Op(
         "_".join(["linear_cross_entropy", *names]),
         inputs={**GIVEN, **inputs, **BIAS},
@@ -315,7 +341,8 @@ def _run(name: str, setting: Setting, inputs: Inputs, target: Array, **rows: Arr
     given = {**dict(zip(("hidden", "weight", "bias"), inputs, strict=True)), "target": target, **rows}
     if setting.axis is not None:  # inside of a shard_map, and what devices exchange is written out
         return _flat(PROGRAMS[name][0], setting, given, by_stage)
-    composite = _composite(name, tuple(n for n in setting.wanted if n in PROGRAMS[name][2]), setting.chunk_rows)
+    wanted = tuple(n for n in setting.wanted if n in PROGRAMS[name][2])
+    composite = _composite(name, wanted, setting.chunk_rows, setting.accum_dtype)
     return composite(given, {n: setting.attrs[n] for n in composite.op.attrs})
 
 
@@ -356,7 +383,8 @@ def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Inputs, None]:
         inputs, target, rows = others
         found = _run("rows_bwd", setting._replace(wanted=wanted), inputs, target, **rows, dloss=dloss)
     else:
-        found = {n: saved[n] * dloss.astype(saved[n].dtype) for n in wanted}
+        # In float32, which dloss is: rounded to 16 bits it would be off by more than what is rounded in the end.
+        found = {n: (saved[n] * dloss).astype(saved[n].dtype) for n in wanted}
     dhidden, dweight, dbias = (found.get(n) for n in GRADIENTS)
     return (dhidden, dweight, dbias), None
 

@@ -36,8 +36,10 @@ class Setting(NamedTuple):
     reduction: str
     axis: Axis | None = None
     inplace: bool = True
-    # Of linear_cross_entropy: rows of a chunk, where it is not to choose, and the gradients that somebody wants.
+    # Of linear_cross_entropy: rows of a chunk, where it is not to choose, what the weight's gradient is summed in, and
+    # the gradients that somebody wants.
     chunk_rows: int | None = None
+    accum_dtype: str = "float32"
     wanted: tuple[str, ...] = ()
 
     @property

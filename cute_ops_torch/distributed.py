@@ -198,7 +198,7 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = 
 
 
 def _rows_bwd(*args: Any) -> Any:
-    tensors, attrs, wanted = args[:6], args[6:-1], args[-1]
+    tensors, attrs, wanted = args[:7], args[7:-1], args[-1]
     layout = Layout(GRADIENTS, tensors, (), _LEARNED, wanted)
     op = torch.ops.cute.linear_cross_entropy_rows_bwd
     return layout.whole(op(*layout.parts(tensors), *attrs, wanted, **_exchange(layout.slice)))
@@ -206,15 +206,15 @@ def _rows_bwd(*args: Any) -> Any:
 
 def _step(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
-    ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, wanted: Sequence[bool],
+    ignore_index: int, label_smoothing: float, z_loss: float, accum_dtype: Any, reduction: str, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
-    tensors = (hidden, weight, target, bias, None, None)
+    tensors = (hidden, weight, target, bias, None, None, None)
     layout = Layout(GRADIENTS, tensors, (), _LEARNED, wanted)
     count = None
     if reduction == "mean":  # over the rows of all ranks
         kept = (target != ignore_index).sum()
         count = kept.full_tensor() if isinstance(kept, DTensor) else kept
-    attrs = (ignore_index, label_smoothing, z_loss, reduction, wanted, count)
+    attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, reduction, wanted, count)
     op = torch.ops.cute.linear_cross_entropy_step
     loss, *gradients = op(*layout.parts(tensors)[:4], *attrs, **_exchange(layout.slice))
     share = [Replicate() if f in (None, layout.split) else Partial() for f in layout.cuts]

@@ -59,7 +59,7 @@ class _Step(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        ctx.wanted, ctx.rest = inputs[8], len(inputs) - 4
+        ctx.wanted, ctx.rest = inputs[9], len(inputs) - 4
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(*output[1:])
 
@@ -82,7 +82,7 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss = inputs
+        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.accum_dtype = inputs
         ctx.mark_non_differentiable(*output[1:])
         ctx.save_for_backward(*tensors, *output[1:])
 
@@ -90,10 +90,10 @@ class _Rows(torch.autograd.Function):
     def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
         needed = ctx.needs_input_grad
         wanted = [needed[0], needed[1], needed[3]]
-        attrs = ctx.ignore_index, ctx.label_smoothing, ctx.z_loss
+        attrs = ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.accum_dtype
         found = _RowsGradient.apply(*ctx.saved_tensors, dloss.contiguous(), *attrs, wanted)
         dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
-        return dhidden, dweight, None, dbias, None, None, None
+        return dhidden, dweight, None, dbias, *[None] * 4
 
 
 @_one_by_one

@@ -4,8 +4,9 @@
 sum combine into one, so that every thread finds its own and one exchange combines them all. Where the maximum is
 -inf, sums are relative to 0: an empty part counts nothing, a row of nothing but -inf has S = 0.
 
-M and S stay apart: once added, the rounding of a large M is more than all of log(S). So does the plain sum P = sum(x - M)
-of C elements: where a pair is moved to a larger maximum M', it gains C * (M - M'), of the same sign.
+M and S stay apart: once added, the rounding of a large M is more than all of log(S). A plain sum is one of
+differences, too, P = sum(x - M) of C elements: where a pair is moved to a larger maximum M', it gains C * (M - M'), of
+the same sign.
 """
 
 import math

@@ -156,6 +156,53 @@ def test_linear_in_chunks_of_so_many_rows(chunk_rows: int, close: Callable[..., 
         cute_ops_jax.linear_cross_entropy(*arrays[:2], target, chunk_rows=0)
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunks_cost_the_weights_gradient_no_digits(reduction: str) -> None:
+    """It is summed in float32, and rounded once."""
+    rng = np.random.default_rng(5)
+    rows, h, n = 1024, 64, 256
+    hidden, weight = (
+        jnp.asarray(scale * rng.standard_normal(s, np.float32)).astype(jnp.bfloat16)
+        for s, scale in (((rows, h), 1.0), ((n, h), h**-0.5))
+    )
+    target = rng.integers(0, n, rows)
+    x, w = (np.asarray(a).astype(np.float64) for a in (hidden, weight))
+    slope = np.exp(x @ w.T)
+    slope = slope / slope.sum(-1, keepdims=True) - np.eye(n)[target]
+    exact = slope.T @ x / rows
+
+    def error(count: int, **options: Any) -> float:
+        def loss(w: Any) -> Any:
+            each = {"reduction": reduction, "chunk_rows": rows // count, **options}
+            return jnp.mean(cute_ops_jax.linear_cross_entropy(hidden, w, target, **each))
+
+        found = np.asarray(jax.jit(jax.grad(loss))(weight)).astype(np.float64)
+        return float(np.linalg.norm(found - exact) / np.linalg.norm(exact))
+
+    one = error(1)
+    assert one < 4e-3
+    for count in (4, 16, 64, 256):
+        assert error(count) < 1.1 * one
+    assert error(16, accum_dtype=jnp.float32) < 1.1 * one
+    assert error(256, accum_dtype="bfloat16") > 3 * one
+    with pytest.raises(
+        ValueError, match="`accum_dtype` is float64, expected float32 or the dtype of `weight`, bfloat16"
+    ):
+        error(4, accum_dtype="float64")
+
+
+def test_a_cotangent_that_16_bits_do_not_hold() -> None:
+    """Gradients are multiplied in float32, and rounded once."""
+    arrays, target = linear()
+    arrays = [jnp.asarray(a).astype(jnp.bfloat16) for a in arrays]
+    plain, scaled = (
+        jax.grad(lambda w, s=s: s * cute_ops_jax.linear_cross_entropy(arrays[0], w, target))(arrays[1])
+        for s in (jnp.float32(1.0), jnp.float32(1.00390625))  # halfway between two bfloat16
+    )
+    expected = (plain.astype(jnp.float32) * 1.00390625).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(scaled.astype(jnp.float32), expected.astype(jnp.float32))
+
+
 @pytest.fixture
 def linear_through_ffi(ffi_stage: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Its loops take the CUDA lowering on the CPU."""

@@ -3,6 +3,7 @@ a linear layer."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,6 +17,7 @@ import cute_ops_torch
 from cute_ops import chunks
 from cute_ops.ops.cross_entropy import cross_entropy as declared
 
+module = importlib.import_module("cute_ops_torch.linear_cross_entropy")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 REDUCTIONS = ["mean", "sum", "none"]
 
@@ -238,6 +240,76 @@ def test_linear_in_chunks_of_so_many_rows(chunk_rows: int) -> None:
         torch.testing.assert_close(*(gradients(loss, hidden, weight, bias) for loss in losses))
     with pytest.raises(ValueError, match="option `chunk_rows` is 0, expected at least 1"):
         cute_ops_torch.linear_cross_entropy(hidden, weight, target, chunk_rows=0)
+
+
+def many_chunks(
+    rows: int, hidden: int, classes: int, device: str
+) -> tuple[list[torch.Tensor], torch.Tensor, list[Any]]:
+    """A bfloat16 problem, and its gradients in float64."""
+    torch.manual_seed(5)
+    scales = ((rows, hidden), 1.0), ((classes, hidden), hidden**-0.5)
+    leaves = [(scale * torch.randn(s, device=device)).bfloat16().requires_grad_() for s, scale in scales]
+    target = torch.randint(classes, (rows,), device=device)
+    wide = [t.detach().double().requires_grad_() for t in leaves]
+    return leaves, target, list(torch.autograd.grad(F.cross_entropy(wide[0] @ wide[1].t(), target), wide))
+
+
+def relative(found: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((found.double() - exact).norm() / exact.norm())
+
+
+@pytest.mark.fault(
+    "the rows of linear_cross_entropy go in 128 chunks, in bfloat16",
+    "the weight's gradient is that of one chunk: it is summed in float32",
+    "nothing",
+)
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_chunks_cost_the_weights_gradient_no_digits(
+    reduction: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (hidden, weight), target, exact = many_chunks(512, 32, 128, device)
+    rows = hidden.shape[0]
+
+    def error(count: int, **options: Any) -> tuple[float, torch.Tensor]:
+        size = rows // count
+        monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: size)
+        each = None if reduction == "none" else size  # the backward of losses of rows chooses itself
+        monkeypatch.setattr(chunks, "beside_weight", lambda *sizes: 0)
+        loss = cute_ops_torch.linear_cross_entropy(
+            hidden, weight, target, reduction=reduction, chunk_rows=each, **options
+        )
+        (dweight,) = torch.autograd.grad(loss.mean(), weight)
+        return relative(dweight, exact[1]), dweight
+
+    one, whole = error(1)
+    assert one < 4e-3
+    for count in (4, 128):
+        off, dweight = error(count)
+        assert off < 1.1 * one
+        # By the tolerance rule: what one chunk loses, and a unit of the element.
+        beyond = (whole.double() - exact[1]).abs().max()
+        assert ((dweight.double() - exact[1]).abs() <= 2 * (2**-7 * exact[1].abs() + beyond)).all()
+        assert error(count, accum_dtype=torch.float32)[0] == off
+    assert error(128, accum_dtype=torch.bfloat16)[0] > 3 * one
+    with pytest.raises(ValueError, match=r"`accum_dtype` is torch\.float64, expected torch\.float32 or "):
+        error(4, accum_dtype=torch.float64)
+
+
+def test_logits_lie_where_the_weights_gradient_goes() -> None:
+    """Where that is summed in float32: chunks of no more rows than the weight has columns need no other memory."""
+    sizes = (1024, 128), (2100, 2048), (64, 2048), (1000, 64), (0, 128)
+    assert [chunks.beside_weight(*each) for each in sizes] == [128, 1152, 64, 0, 0]
+    hidden, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device="meta") for n in (16384, 128256))
+    wanted = [True, True, False]
+    plan = module._Plan.of(hidden, weight, wanted, None, share=True)
+    assert (len(plan.slices), plan.room, plan.apart) == (8, 0, True)
+    spare = module._Gradients(hidden, weight, None, wanted, plan).spare
+    assert spare is not None and spare.numel() == weight.numel()
+    plan = module._Plan.of(hidden, weight, wanted, torch.bfloat16, share=True)
+    assert 16 < len(plan.slices) <= chunks.MOST and plan.room and not plan.apart
+    plan = module._Plan.of(hidden[:2048], weight, wanted, None, share=True)  # one chunk has no use for a sum
+    assert len(plan.slices) == 1 and not plan.apart
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
