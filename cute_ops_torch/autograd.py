@@ -18,6 +18,7 @@ from torch.autograd.function import _SingleLevelFunction
 from cute_ops.errors import message
 from cute_ops.op import Op
 from cute_ops_torch.guards import unknown
+from cute_ops_torch.reference import register_fake
 from cute_ops_torch.schema import define, filler, resolved, resolver
 from cute_ops_torch.tensors import arrays
 
@@ -301,14 +302,16 @@ def _row_major(cotangent: torch.Tensor) -> torch.Tensor:
 
 
 def _without_gradient(op: Op) -> dict[str, Call]:
-    """Runs, and raises when differentiated. Backward ops are such ops: there is no double backward."""
+    """Runs, and raises when a backward runs. Backward ops are such ops: there is no double backward."""
+    rest = (None,) * len(op.attrs)
 
     def forward(ctx: Any, run: Call, *args: Any) -> Any:
         ctx.given = arrays(op, args[: len(op.inputs)])
         return run(*args)
 
-    def backward(ctx: Any, *given: Any) -> Any:
-        raise NotImplementedError(message(op, without_gradient_text(op), ctx.given))
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        wanted = ctx.needs_input_grad[1 : 1 + len(op.inputs)]
+        return None, *no_gradients(op, ctx.given, cotangents, wanted), *rest
 
     return {"forward": forward, "backward": backward}
 
@@ -346,6 +349,51 @@ class _Last(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
         raise NotImplementedError(f"cute.{ctx.name}: its gradient has none of its own, so there is no double backward.")
+
+
+_LIBRARY = torch.library.Library("cute", "FRAGMENT")
+
+
+def _refuse(cotangents: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, text: str) -> torch.Tensor:
+    """Zeros for cotangents of zeros, which compiled backwards make of outputs that a loss does not depend on."""
+    if any(d.float().any() for d in cotangents):
+        raise NotImplementedError(text)
+    return cotangents[0].new_zeros(size, dtype=dtype)
+
+
+def _fake_gradient(
+    cotangents: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, text: str
+) -> torch.Tensor:
+    return cotangents[0].new_empty(size, dtype=dtype)
+
+
+def _register() -> None:
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe  # it waits for the device
+    schema = "(Tensor[] cotangents, SymInt[] size, ScalarType dtype, str text) -> Tensor"
+    _LIBRARY.define(f"_no_gradient{schema}", tags=tags)
+    _LIBRARY.impl("_no_gradient", _refuse, "CompositeExplicitAutograd")
+    register_fake(_LIBRARY, "_no_gradient", _fake_gradient)
+
+
+_register()
+
+
+def no_gradients(
+    op: Op, given: Mapping[str, Any], cotangents: Sequence[torch.Tensor | None], wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients of an op that has none, in a backward: an error.
+
+    Compilers trace the backward of all that may be differentiated, long before anybody asks for it, if anybody does.
+    So what they trace is an op that raises where their program comes to it.
+    """
+    text = message(op, without_gradient_text(op), given)
+    if not torch.compiler.is_compiling():
+        raise NotImplementedError(text)
+    there = [d for d in cotangents if d is not None]
+    return [
+        torch.ops.cute._no_gradient(there, a.shape, getattr(torch, a.dtype), text) if want and a and there else None
+        for a, want in zip(given.values(), wanted, strict=True)
+    ]
 
 
 def without_gradient_text(op: Op) -> str:

@@ -13,8 +13,7 @@ import torch
 
 from cute_ops import embedding as declared
 from cute_ops.docstrings import continued
-from cute_ops.errors import message
-from cute_ops_torch.autograd import Node, dispatching_kernel, without_gradient_text
+from cute_ops_torch.autograd import Node, dispatching_kernel, no_gradients
 from cute_ops_torch.batching import examples
 from cute_ops_torch.front import EXACT, watched
 from cute_ops_torch.reference import register_fake
@@ -112,9 +111,10 @@ class _Gradient(Node):
         return run(dout, index, *sizes)
 
     @staticmethod
-    def backward(ctx: Any, *_: Any) -> None:
-        op = declared.embedding_bwd
-        raise NotImplementedError(message(op, without_gradient_text(op), ctx.given))
+    def backward(ctx: Any, *cotangents: Tensor) -> tuple[Any, ...]:
+        wanted = (ctx.needs_input_grad[2], False, ctx.needs_input_grad[1])  # in the declaration's order
+        index, _, dout = no_gradients(declared.embedding_bwd, ctx.given, cotangents, wanted)
+        return None, dout, index, None, None
 
 
 # --- vmap ----------------------------------------------------------------------------------------------------------

@@ -423,11 +423,19 @@ struct Gradient : Node {
 
   variable_list apply(variable_list&& cotangents) override {
     std::lock_guard<std::mutex> lock(mutex_);
-    if (!op->grad) {
-      py::gil_scoped_acquire gil;
-      py::reinterpret_borrow<py::object>(op->fail.get())(py::reinterpret_borrow<py::object>(given.get()));
-    }
     variable_list gradients(op->inputs);
+    if (!op->grad) {  // raises, unless a compiler traces this
+      py::gil_scoped_acquire gil;
+      py::tuple wanted(gradients.size());
+      for (size_t i = 0; i < gradients.size(); ++i) wanted[i] = py::bool_(task_should_compute_output(i));
+      auto fail = py::reinterpret_borrow<py::object>(op->fail.get());
+      py::list found = fail(py::reinterpret_borrow<py::object>(given.get()),
+                            to_python({cotangents.begin(), cotangents.end()}, {}), wanted);
+      for (size_t i = 0; i < gradients.size(); ++i) {
+        if (!found[i].is_none()) gradients[i] = THPVariable_Unpack(py::object(found[i]).ptr());
+      }
+      return gradients;
+    }
     const at::Tensor* any = nullptr;
     for (const auto& d : cotangents) {
       if (d.defined()) any = &d;

@@ -28,7 +28,7 @@ import torch
 from cute_ops import __version__, storage, toolchain
 from cute_ops.errors import CacheError, CompileError, message
 from cute_ops.op import Op, Tensor
-from cute_ops_torch.autograd import without_gradient_text
+from cute_ops_torch.autograd import no_gradients
 from cute_ops_torch.tensors import arrays
 
 log = logging.getLogger("cute_ops")
@@ -176,8 +176,8 @@ def bind(
         problem = "forward-mode AD (jvp) is not supported; reverse mode is."
         raise NotImplementedError(message(op, problem, arrays(op, tensors)))
 
-    def fail(given: Any) -> None:
-        raise NotImplementedError(message(op, without_gradient_text(op), given))
+    def fail(given: Any, cotangents: Sequence[Any], wanted: Sequence[bool]) -> list[Any]:
+        return no_gradients(op, given, cotangents, wanted)
 
     table: dict[str, Any] = {
         "name": f"{overload.namespace}::{op.name}", "inputs": len(inputs), "device": device,

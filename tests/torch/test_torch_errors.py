@@ -116,3 +116,39 @@ def test_inference_only_ops_say_so() -> None:
         )
     with pytest.raises(ValueError, match=r"^cute.quantize_fp8: attribute `block` must be 0 or 128, got 64\."):
         cute_ops_torch.quantize_fp8(x, 64)
+
+
+@pytest.mark.fault(
+    "a compiled program calls an op that has no gradient, with inputs that require one",
+    "it runs, as in eager mode; a backward through the op says why there is none",
+    "nothing",
+)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_ops_without_a_gradient_run_in_compiled_programs(backend: str) -> None:
+    ops, x, target = torch.ops.cute, torch.randn(4, 8, requires_grad=True), torch.tensor([1, 0, 7, 3])
+    calls: dict[str, Callable[..., Any]] = {
+        "cross_entropy_step": lambda x: ops.cross_entropy_step(x, target, torch.ones(4)),
+        "swiglu_again": lambda x: ops.swiglu_again(x, x[:, :4].detach()),
+        "rmsnorm_fp8": lambda x: ops.rmsnorm_fp8(x)[1:],
+        "rmsnorm_bwd": lambda x: ops.rmsnorm_bwd(x, x, None)[:1],
+        "embedding_bwd": lambda x: (ops.embedding_bwd(x, target, 8),),
+    }
+    for name, call in calls.items():
+
+        def both(x: torch.Tensor, call: Callable[..., Any] = call) -> Any:
+            return call(x), 2 * x
+
+        torch._dynamo.reset()
+        (expected, _), (found, doubled) = both(x), torch.compile(both, backend=backend, fullgraph=True)(x)
+        torch.testing.assert_close(found, expected)
+        doubled.sum().backward(retain_graph=True)  # what does not come from the op has its gradient
+        assert x.grad is not None and (x.grad == 2).all()
+        x.grad = None
+        refusals = []
+        for outputs in (expected, found):
+            with pytest.raises(
+                NotImplementedError, match=rf"^cute\.{name}: (has no gradient of its|is for infer)"
+            ) as e:
+                outputs[0].sum().backward()
+            refusals.append(str(e.value))
+        assert refusals[0] == refusals[1]
