@@ -123,13 +123,27 @@ def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[st
 
 
 def _check_broadcast(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
-    """Its leading dims are the last ones of the op's. Known once all other inputs are bound."""
+    """Its leading dims are the last ones of the op's, or ones. Known once all other inputs are bound."""
     whole = dims[tensor.rows or ""]
     lead = own_lead(tensor, array)
-    if len(lead) > len(whole) or any(a != b for a, b in zip(lead, whole[len(whole) - len(lead) :], strict=True)):
+    if len(lead) > len(whole) or any(
+        a != b and a != 1 for a, b in zip(lead, whole[len(whole) - len(lead) :], strict=True)
+    ):
         came = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
-        problem = f"argument `{name}` has leading dims {came}, expected the last ones of *{tensor.rows}={whole}."
+        problem = f"argument `{name}` has leading dims {came}, expected the last ones of *{tensor.rows}={whole}, or 1."
         raise fail(ValueError, problem)
+
+
+def expanded_shape(tensor: Tensor, array: Array, dims: Mapping[str, Any]) -> tuple[Any, ...] | None:
+    """The shape with ones among the leading dims broadcast, of an input whose rows are not the last rows of the op as
+    they are; else None.
+    """
+    lead = own_lead(tensor, array)
+    whole = dims[tensor.rows or ""] if tensor.broadcast else ()
+    reached = tuple(whole[len(whole) - len(lead) :])
+    if not tensor.broadcast or all(a == b for a, b in zip(lead, reached, strict=True)):
+        return None
+    return (*reached, *array.shape[len(array.shape) - len(tensor.dims) :])
 
 
 def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:

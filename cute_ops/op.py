@@ -86,7 +86,8 @@ class Tensor(NamedTuple):
     Args:
         shape: dims separated by blanks, ``"*m n"``. A name binds a dim, ``2n`` is twice that size; one leading
             ``*name`` binds any number of leading dims. The empty string is a scalar. An input with ``*#name`` has
-            only the last few of these leading dims, or all, and is shared by (broadcasts over) the others.
+            only the last few of these leading dims, or all, any of them 1, and is shared by (broadcasts over) the
+            others.
         dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``).
         optional: the input may be ``None``.
         given: for outputs: it exists only when this input was passed.

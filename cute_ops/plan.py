@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_ops import sources, toolchain, tuning
-from cute_ops.binding import Binding, own_lead
+from cute_ops.binding import Binding, expanded_shape, own_lead
 from cute_ops.errors import message
 from cute_ops.op import ITEMSIZE, Array, Problem, Tensor
 from cute_ops.target import Target, sm
@@ -142,7 +142,7 @@ def _look(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed:
     static = {d: binding.dims[d] for d in op.static}
     if not (_static_allowed(op.name, tuple(static.values())) if fixed is None else fixed):
         static = dict.fromkeys(static)
-    views = _merge_leading(binding, memory)
+    views = _merge_leading(binding, memory) | _expanded(binding, memory)
     tensors = {**op.inputs, **op.outputs}
     arrays = {**binding.inputs, **binding.outputs}
     keys: dict[str, TensorKey | None] = {}
@@ -310,6 +310,21 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, 
         array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
         if array is not None and tensor.rows and not tensor.broadcast:
             views[name] = view(tensor, tuple(array.shape), tuple(strides.get(name, compact(array.shape))))
+    return views
+
+
+def _expanded(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
+    """Views of inputs that broadcast along an inner leading dim: rows along it are one and the same."""
+    views = {}
+    for name, tensor in binding.op.inputs.items():
+        array = binding.inputs[name]
+        shape = expanded_shape(tensor, array, binding.dims) if array is not None else None
+        if array is None or shape is None:
+            continue
+        strides = memory[name].strides if name in memory else compact(array.shape)
+        skipped = len(array.shape) - len(shape)
+        own = zip(array.shape[skipped:], shape, strides[skipped:], strict=True)
+        views[name] = View(shape, tuple(0 if size != wide else stride for size, wide, stride in own))
     return views
 
 

@@ -103,6 +103,17 @@ def shown(op: Op, raw: Any) -> tuple[Any, ...]:
     return tuple(named[name] for name in op.shown)
 
 
+def differentiated(op: Op, inputs: Mapping[str, Any], raw: Any, attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+    """What :func:`shown` gives, as a backward op differentiates it: the loss of a slice of the classes is relative to
+    the slice's maximum as far as the target lies in other slices, and the backward op is that of the loss itself.
+    """
+    if not attrs.get("classes"):
+        return shown(op, raw)
+    n, smoothing = inputs["logits"].shape[-1], attrs["label_smoothing"]
+    share = (1 - smoothing) * (inputs["target"] < n) + smoothing * n / attrs["classes"]
+    return (raw[0] + (1 - share) * raw[1],)
+
+
 def run_reference(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The reference on arrays of one framework, always as a tuple."""
     result = op.reference(namespace(arrays.values()), *arrays.values(), **attrs)

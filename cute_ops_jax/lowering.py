@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cute_ops.binding import Binding, bind
+from cute_ops.binding import Binding, bind, expanded_shape
 from cute_ops.errors import message
 from cute_ops.op import Array, Op
 from cute_ops.plan import Plan, folded, plan, target_of
@@ -62,8 +62,8 @@ def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str,
         NotImplementedError: other symbolic sizes, or a GPU that no kernel is built for.
     """
     whole = bind(op, given, dict(attrs))
-    shapes = folded(whole)
-    binding = bind(op, {n: Array(shapes[n], a.dtype) for n, a in given.items() if a}, dict(attrs))
+    shapes = folded(_with_shapes(whole, expanded(whole)))
+    binding = _with_shapes(whole, shapes)
     target = target_of(whole, targets.device_target)
     if not any(_symbolic(size) for array in binding.inputs.values() if array for size in array.shape):
         return Chosen(whole, binding, plan(binding, {}, target, device=targets.here()))
@@ -78,6 +78,19 @@ def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str,
         problem = f"on CUDA only leading dims may be symbolic, but {problem}."
         raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
     return Chosen(whole, binding, fixed)
+
+
+def expanded(whole: Binding) -> dict[str, tuple[Any, ...]]:
+    """The shapes of inputs that broadcast along an inner leading dim, as the compact arrays that kernels read."""
+    given = {n: (t, a) for n, t in whole.op.inputs.items() if (a := whole.inputs[n]) is not None}
+    found = {n: expanded_shape(t, a, whole.dims) for n, (t, a) in given.items()}
+    return {n: shape for n, shape in found.items() if shape is not None}
+
+
+def _with_shapes(binding: Binding, shapes: Mapping[str, tuple[Any, ...]]) -> Binding:
+    """The binding with other shapes of some inputs."""
+    arrays = {n: a and Array(shapes.get(n, a.shape), a.dtype) for n, a in binding.inputs.items()}
+    return bind(binding.op, arrays, binding.attrs) if shapes else binding
 
 
 def symbol(op: Op, given: Mapping[str, Any], attrs: Sequence[tuple[str, Any]]) -> str:
@@ -95,11 +108,8 @@ def _symbolic(size: Any) -> bool:
 
 def _with_rows(binding: Binding, rows: int) -> Binding:
     """The binding with a number in place of everything symbolic."""
-    arrays = {
-        n: a and Array(tuple(rows if _symbolic(size) else size for size in a.shape), a.dtype)
-        for n, a in binding.inputs.items()
-    }
-    return bind(binding.op, arrays, binding.attrs)
+    shapes = {n: tuple(rows if _symbolic(size) else size for size in a.shape) for n, a in binding.inputs.items() if a}
+    return _with_shapes(binding, shapes)
 
 
 def kernel(
@@ -117,7 +127,8 @@ def kernel(
     """
     given = dict(zip(names, arrays, strict=True))
     whole, binding, chosen = choose(op, specs(given), attrs)
-    views = {n: a.reshape(binding.inputs[n].shape) for n, a in given.items()}  # type: ignore[union-attr]
+    wide = {n: jnp.broadcast_to(given[n], shape) for n, shape in expanded(whole).items()}
+    views = {n: a.reshape(binding.inputs[n].shape) for n, a in {**given, **wide}.items()}  # type: ignore[union-attr]
     targets.ensure(chosen.variant)
     outputs = [out for out in binding.outputs.values() if out is not None]
     results = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in (*outputs, *chosen.workspaces.values())]

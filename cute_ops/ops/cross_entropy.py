@@ -213,8 +213,8 @@ cross_entropy = Op(
         label_smoothing: part of the target that is spread evenly over all n classes.
         z_loss: weight of ``lse^2``, which keeps logits from drifting.
         classes: where the logits are a slice of so many classes (a vocabulary shard): a target that is not in it then
-            adds nothing and the mean is ``sum(logits) / classes``; what the slices give is yet to be combined. 0: these
-            are all classes.
+            adds nothing and the mean is ``sum(logits) / classes``; what the slices give is yet to be combined: the loss
+            is relative to the slice's maximum as far as the target lies in other slices. 0: these are all classes.
         reduction: ``"mean"`` over the rows that are not ignored (NaN where there are none, as in PyTorch), ``"sum"``,
             or ``"none"``, the loss of each row. ``torch.ops.cute.cross_entropy`` has no such argument: it returns
             the losses, maxima and log-sums of each row: the lse in two parts, since one float32 cannot hold both.

@@ -105,8 +105,9 @@ rope = Op(
     Args:
         x: ``T[*m h d]``: (batch, seqlen, nheads, headdim), or (tokens, nheads, headdim); float32, float16 or bfloat16.
             Heads and positions may have any stride: q or k of a fused projection, or transposed, without a copy.
-        cos: ``C[*#m r]``, a float dtype of its own: (seqlen, r) for all of a batch, or (batch, seqlen, r). ``2r`` is
-            the rotary dim, at most d. No gradient.
+        cos: ``C[*#m r]``, a float dtype of its own: (seqlen, r) for all of a batch, or (batch, seqlen, r); leading
+            dims of 1 broadcast, too, as in (seqlen, 1, r) for positions first. ``2r`` is the rotary dim, at most d. No
+            gradient.
         sin: ``C[*#m r]``, likewise.
         interleaved: pairs are ``(2j, 2j + 1)``, as in GPT-J, instead of ``(j, j + r)``, as in GPT-NeoX and Llama.
 

@@ -175,7 +175,7 @@ def test_multiples_of_a_dim() -> None:
         bind(backward, {"x": X, "dout": X})
 
 
-@pytest.mark.parametrize("lead", [(), (5,), (1, 5), (3, 5), (1, 1, 5)])
+@pytest.mark.parametrize("lead", [(), (5,), (1, 5), (3, 5), (1, 1, 5), (3, 1), (1,), (1, 3, 1)])
 def test_leading_dims_that_broadcast(lead: tuple[int, ...]) -> None:
     x = Array((3, 5, 2, 8), "float32")
     bound = bind(table_op(), {"table": Array((*lead, 4), "float32"), "x": x})
@@ -183,12 +183,12 @@ def test_leading_dims_that_broadcast(lead: tuple[int, ...]) -> None:
     assert bound.outputs == {"out": Array((3, 5, 2, 4), "float32")}
 
 
-@pytest.mark.parametrize("lead", [(3,), (3, 1), (5, 5), (2, 3, 5)])
+@pytest.mark.parametrize("lead", [(3,), (3, 3), (5, 5), (2, 3, 5), (2, 1)])
 def test_leading_dims_that_do_not_broadcast(lead: tuple[int, ...]) -> None:
     with pytest.raises(ValueError) as caught:
         bind(table_op(), {"table": Array((*lead, 4), "float32"), "x": Array((3, 5, 2, 8), "float32")})
     assert str(caught.value).startswith(
-        f"cute.table: argument `table` has leading dims {lead}, expected the last ones of *m=(3, 5).\n"
+        f"cute.table: argument `table` has leading dims {lead}, expected the last ones of *m=(3, 5), or 1.\n"
     )
 
 

@@ -143,3 +143,14 @@ def test_what_broadcasts_keeps_its_own_leading_dims() -> None:
     assert found.views == {"x": ((15, 4), (12, 1)), "out": ((15, 4), (4, 1))}
     table = found.variant.tensors["table"]
     assert table is not None and (table.layout, table.shape) == ("strided", (None, None, 4))
+
+
+def test_a_table_that_broadcasts_along_an_inner_dim_is_read_in_place() -> None:
+    """Rows of the op go through it as through a whole one, with a stride of zero where it has one row for many."""
+    bound = bind(TABLE, {"table": Array((3, 1, 4), "float32"), "x": Array((3, 5, 4), "float32")})
+    assert plan(bound, {}, SM90).views == {"table": ((3, 5, 4), (4, 0, 1))}
+    bound = bind(TABLE, {"table": Array((1, 3, 1, 4), "float32"), "x": Array((2, 3, 5, 4), "float32")})
+    found = plan(bound, {"table": Memory((99, 8, 4, 1)), "x": Memory((60, 20, 4, 1))}, SM90)
+    assert found.views == {"table": ((3, 5, 4), (8, 0, 1))}
+    table = found.variant.tensors["table"]
+    assert table is not None and (table.layout, table.row_align) == ("strided", 16)
