@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -12,6 +12,13 @@ import torch
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
+WHAT = "cute_ops_torch.optim.AdamW"
+# Options of torch.optim.AdamW that would change what a step does, and why not. `foreach` and `fused` only say how.
+REFUSED = {
+    "amsgrad": "the largest second moment is not kept; take torch.optim.AdamW",
+    "capturable": "steps are counted by the host, which a CUDA graph does not repeat; take torch.optim.AdamW",
+    "differentiable": "the step has no gradient; take torch.optim.AdamW",
+}
 # Parameters of a size that this divides are taken as rows of so many elements: one kernel for all of them.
 ROW = 1024
 
@@ -29,10 +36,15 @@ class AdamW(torch.optim.Optimizer):
         betas: how much of the two moments stays in a step.
         eps: added to the root of the second moment.
         weight_decay: part of the parameter that is taken away, times the learning rate.
+        maximize: go along the gradient instead of against it, at the price of a negated copy.
+
+    Groups may have values of their own, numbers or tensors. Their ``foreach`` and ``fused``, as in a state dict of
+    PyTorch's, change nothing.
 
     Raises:
-        ValueError: a negative rate, eps or decay, or betas outside of [0, 1).
-        RuntimeError: in :meth:`step`, a sparse gradient.
+        ValueError: a negative rate, eps or decay, betas outside of [0, 1), or ``amsgrad``, ``capturable`` or
+            ``differentiable`` in a group or a loaded state dict.
+        RuntimeError: in :meth:`step`, a sparse gradient, or while a CUDA graph is captured.
     """
 
     def __init__(
@@ -42,17 +54,23 @@ class AdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        maximize: bool = False,
     ) -> None:
-        for name, value in (("lr", lr), ("eps", eps), ("weight_decay", weight_decay)):
-            if not value >= 0:
-                raise ValueError(f"cute_ops_torch.optim.AdamW: argument `{name}` is {value}, expected at least 0.")
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"cute_ops_torch.optim.AdamW: argument `betas` is {betas}, expected both in [0, 1).")
-        super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        _check(options)
+        super().__init__(params, options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As PyTorch's; raises ValueError for options as the constructor does."""
+        _check({**self.defaults, **param_group})
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
         """One step on every parameter that has a gradient; ``closure`` makes gradients and returns the loss."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{WHAT}: {REFUSED['capturable']} with capturable=True.")
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,9 +81,10 @@ class AdamW(torch.optim.Optimizer):
 
     def _step(self, group: dict[str, Any]) -> None:
         """Host time counts here: a small parameter's kernel is over sooner than the next is launched."""
+        _check(group)
         parameters = [p for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in parameters):
-            raise RuntimeError("cute_ops_torch.optim.AdamW: sparse gradients are not supported.")
+            raise RuntimeError(f"{WHAT}: sparse gradients are not supported.")
         states = [self.state[p] or self._begin(p) for p in parameters]
         if not states:
             return
@@ -80,7 +99,7 @@ class AdamW(torch.optim.Optimizer):
             return tuple(number.expand(lead) for number in numbers(step, device))
 
         _, run, into = family("cute", "adamw")
-        constants = *group["betas"], group["eps"]
+        constants = *map(float, group["betas"]), float(group["eps"])
         for parameter, state in zip(parameters, states, strict=True):
             given = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
             if hasattr(parameter, "to_local"):
@@ -88,7 +107,8 @@ class AdamW(torch.optim.Optimizer):
                 given = [t.to_local() for t in given]
             if not given[0].numel():
                 continue
-            given[1] = given[1].resolve_neg()  # past the dispatcher, which would do it
+            # Past the dispatcher, which would resolve a negated view.
+            given[1] = -given[1] if group.get("maximize") else given[1].resolve_neg()
             rows = _rows(given)
             inputs = *rows, *expanded(int(state["step"]), parameter.device, rows[0].shape[:-1]), *constants
             results = rows[0], rows[2], rows[3]
@@ -110,11 +130,31 @@ class AdamW(torch.optim.Optimizer):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Also that of ``torch.optim.AdamW``, whatever its form."""
+        for group in state_dict["param_groups"]:
+            # Decay is this optimizer's, as PyTorch's AdamW has it of a state dict of Adam.
+            _check({**self.defaults, **group, "decoupled_weight_decay": True})
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if "step" in state:
                 # A fused optimizer counts on the GPU, and to read from there waits for it.
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
+        for group in self.param_groups:
+            if "decoupled_weight_decay" in group:
+                group["decoupled_weight_decay"] = True
+
+
+def _check(group: Mapping[str, Any]) -> None:
+    """Raise ValueError for options of a group that no step could do."""
+    for name in ("lr", "eps", "weight_decay"):
+        if not group[name] >= 0:
+            raise ValueError(f"{WHAT}: argument `{name}` is {group[name]}, expected at least 0.")
+    if not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"{WHAT}: argument `betas` is {group['betas']}, expected both in [0, 1).")
+    for name, reason in REFUSED.items():
+        if group.get(name):
+            raise ValueError(f"{WHAT}: option `{name}` is {group[name]}, expected False: {reason}.")
+    if not group.get("decoupled_weight_decay", True):
+        raise ValueError(f"{WHAT}: option `decoupled_weight_decay` is False; take torch.optim.Adam.")
 
 
 def _numbers(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, ...]:
@@ -122,8 +162,8 @@ def _numbers(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
 
     Written there by kernels: a copy from memory that is not pinned would wait for the device.
     """
-    lr, (beta1, beta2) = float(group["lr"]), group["betas"]
-    values = (1 - lr * group["weight_decay"], lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
+    lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
+    values = (1 - lr * decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
     return tuple(torch.full((), value, dtype=torch.float32, device=device) for value in values)
 
 

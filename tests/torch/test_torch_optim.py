@@ -111,3 +111,90 @@ def test_errors() -> None:
     weight.grad = torch.eye(3, 4).to_sparse()
     with pytest.raises(RuntimeError, match="sparse gradients are not supported"):
         AdamW([weight]).step()
+    with pytest.raises(ValueError, match=r"argument `lr` is -1, expected at least 0"):
+        AdamW([{"params": [weight], "lr": -1}])
+    with pytest.raises(ValueError, match=r"option `decoupled_weight_decay` is False; take torch\.optim\.Adam\."):
+        AdamW([{"params": [weight], "decoupled_weight_decay": False}])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("of", ["argument", "group", "state dict"])
+def test_maximize(of: str, device: str) -> None:
+    ours, theirs = nn.Linear(32, 64, device=device), nn.Linear(32, 64, device=device)
+    ours.load_state_dict(theirs.state_dict())
+    other = torch.optim.AdamW(theirs.parameters(), lr=1e-2, maximize=True)
+    if of == "argument":
+        one = AdamW(ours.parameters(), lr=1e-2, maximize=True)
+    else:
+        one = AdamW([{"params": list(ours.parameters()), "maximize": of == "group"}], lr=1e-2)
+    if of == "state dict":
+        one.load_state_dict(copy.deepcopy(other.state_dict()))
+    steps(ours, one)
+    steps(theirs, other)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(one.state[p]["exp_avg"], other.state[q]["exp_avg"], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.fault(
+    "AdamW gets amsgrad, capturable or differentiable: in a group, in a group later, or in a state dict of PyTorch's",
+    "an error says which and what to take; neither parameters nor state change",
+    "nothing",
+)
+@pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable"])
+def test_options_that_a_step_could_not_do_are_refused(name: str) -> None:
+    weight = nn.Parameter(torch.ones(3, 4))
+    weight.grad = torch.ones(3, 4)
+    problem = rf"^cute_ops_torch\.optim\.AdamW: option `{name}` is True, expected False: .*; take torch\.optim\.AdamW"
+    with pytest.raises(ValueError, match=problem):
+        AdamW([{"params": [weight], name: True}])
+    optimizer = AdamW([weight])
+    with pytest.raises(ValueError, match=problem):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))], name: True})
+    assert len(optimizer.param_groups) == 1
+    theirs = torch.optim.AdamW([nn.Parameter(torch.ones(3, 4))])
+    theirs.param_groups[0][name] = True
+    before = copy.deepcopy(optimizer.state_dict())
+    with pytest.raises(ValueError, match=problem):
+        optimizer.load_state_dict(theirs.state_dict())
+    assert optimizer.state_dict() == before
+    optimizer.param_groups[0][name] = True
+    with pytest.raises(ValueError, match=problem):
+        optimizer.step()
+    assert (weight == 1).all() and not optimizer.state
+
+
+def test_numbers_of_groups_may_be_tensors() -> None:
+    ours, theirs = nn.Linear(8, 4), nn.Linear(8, 4)
+    ours.load_state_dict(theirs.state_dict())
+    options = {"lr": torch.tensor(1e-2), "betas": (torch.tensor(0.8), torch.tensor(0.95)), "weight_decay": 0.1}
+    one = AdamW(ours.parameters(), **options)
+    other = torch.optim.AdamW(theirs.parameters(), lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1)
+    steps(ours, one)
+    steps(theirs, other)
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_decay_stays_decoupled_with_a_state_dict_of_adam() -> None:
+    """As PyTorch's AdamW has it."""
+    weight, other = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4))
+    optimizer = AdamW([weight])
+    optimizer.load_state_dict(torch.optim.Adam([other], weight_decay=0.5).state_dict())
+    theirs = torch.optim.AdamW([other])
+    theirs.load_state_dict(torch.optim.Adam([other], weight_decay=0.5).state_dict())
+    for p, o in ((weight, optimizer), (other, theirs)):
+        p.grad = torch.ones(3, 4)
+        o.step()
+    torch.testing.assert_close(weight, other)
+
+
+@pytest.mark.gpu
+def test_a_captured_step_is_refused() -> None:
+    """Its rate and corrections would stay those of the first one."""
+    weight = nn.Parameter(torch.ones(64, device="cuda"))
+    weight.grad = torch.ones(64, device="cuda")
+    optimizer = AdamW([weight])
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="steps are counted by the host"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        optimizer.step()
