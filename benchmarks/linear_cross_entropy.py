@@ -3,6 +3,8 @@
 All contenders take the same hidden states, weight and targets, in turns, in one process; a sample is one forward and
 backward, timed by events. `peak_mb` is what the call holds beyond its inputs at most, the gradients that it returns
 among them. `loss` and `relative_error` (of the hidden states' gradient, against ours) say that they compute the same.
+A second table, linear_cross_entropy_error.csv, has the errors of the weight's gradient against float64 in more and more
+chunks of a small problem, summed in float32 and in bfloat16.
 
     python benchmarks/linear_cross_entropy.py --out out/benchmarks
 """
@@ -29,6 +31,10 @@ COLUMNS = (
 )  # fmt: skip
 SHAPES = ((16384, 2048, 128256), (16384, 4096, 32000), (8192, 2304, 256000))
 OURS = "ours (torch)"
+IN_BFLOAT16 = "ours, summed in bfloat16"
+ERROR_COLUMNS = ("accum_dtype", "rows", "hidden", "vocabulary", "chunks", "relative_error")
+ERROR_SHAPE = (4096, 64, 512)
+CHUNKS = (1, 16, 64, 256)
 TOLERANCE = 0.05  # of a bfloat16 gradient whose products are summed in another order; a wrong one is off by 1
 Tensor = torch.Tensor
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -41,6 +47,9 @@ def contenders() -> dict[str, Callable[[], Loss]]:
         from cute_ops_torch import linear_cross_entropy
 
         return linear_cross_entropy
+
+    def in_bfloat16() -> Loss:
+        return partial(ours(), accum_dtype=torch.bfloat16)
 
     def liger() -> Loss:
         from liger_kernel.transformers.functional import liger_fused_linear_cross_entropy
@@ -58,7 +67,10 @@ def contenders() -> dict[str, Callable[[], Loss]]:
     def compiled() -> Loss:
         return torch.compile(eager())
 
-    return {OURS: ours, "Liger": liger, "quack": quack, "torch.compile": compiled, "torch eager": eager}
+    return {
+        OURS: ours, IN_BFLOAT16: in_bfloat16, "Liger": liger, "quack": quack, "torch.compile": compiled,
+        "torch eager": eager,
+    }  # fmt: skip
 
 
 def inputs(rows: int, hidden: int, vocabulary: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,6 +127,22 @@ def measure(table: Table, shape: tuple[int, int, int], device: torch.device, rou
         table.add(row)
 
 
+def errors(table: Table, shape: tuple[int, int, int], device: torch.device) -> None:
+    """The weight's gradient against float64, by chunks and what it is summed in."""
+    from cute_ops_torch import linear_cross_entropy
+
+    x, weight, target = inputs(*shape, device)
+    wide = [t.detach().double().requires_grad_() for t in (x, weight)]
+    (exact,) = torch.autograd.grad(F.cross_entropy(wide[0] @ wide[1].t(), target), wide[1])
+    for accum_dtype in (torch.float32, torch.bfloat16):
+        for chunks in CHUNKS:
+            rows = max(shape[0] // chunks, 1)
+            loss = linear_cross_entropy(x, weight, target, chunk_rows=rows, accum_dtype=accum_dtype)
+            (found,) = torch.autograd.grad(loss, weight)
+            error = ((found.double() - exact).norm() / exact.norm()).item()
+            table.add(dict(zip(ERROR_COLUMNS, (str(accum_dtype), *shape, chunks, error), strict=True)))
+
+
 def peak(run: Callable[[], Tensor], x: Tensor, weight: Tensor) -> float:
     """Megabytes beyond the inputs."""
     if x.device.type != "cuda":
@@ -132,6 +160,10 @@ def show(path: Path, console: Console) -> None:
         view.add_row(*(row[c] for c in ("contender", "rows", "hidden", "vocabulary")), row["ms"] or row["status"],
                      row["peak_mb"], row["loss"])  # fmt: skip
     console.print(view)
+    errors = View("summed in", "chunks", "relative error", title="the weight's gradient against float64")
+    for row in read(path.with_name("linear_cross_entropy_error.csv")):
+        errors.add_row(row["accum_dtype"], row["chunks"], row["relative_error"])
+    console.print(errors)
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -148,6 +180,8 @@ def main(arguments: list[str] | None = None) -> None:
     table = Table(path, COLUMNS)
     for shape in ((64, 32, 512),) if options.cpu_smoke else SHAPES:
         measure(table, shape, device, options.rounds, options.contenders)
+    table = Table(options.out / "linear_cross_entropy_error.csv", ERROR_COLUMNS)
+    errors(table, (64, 32, 64) if options.cpu_smoke else ERROR_SHAPE, device)
     show(path, Console(width=110))
 
 

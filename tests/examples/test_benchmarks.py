@@ -65,11 +65,14 @@ def test_training_steps_in_turns(tmp_path: Path) -> None:
 
 
 def test_loss_of_a_linear_head_smoke(tmp_path: Path) -> None:
-    names = [linear_cross_entropy.OURS, "torch eager"]
+    names = [linear_cross_entropy.OURS, linear_cross_entropy.IN_BFLOAT16, "torch eager"]
     linear_cross_entropy.main(["--cpu-smoke", "--out", str(tmp_path), "--contenders", *names])
     rows = common.read(tmp_path / "linear_cross_entropy.csv")
     assert [(row["contender"], row["status"]) for row in rows] == [(name, "ok") for name in names]
-    assert abs(float(rows[0]["loss"]) - float(rows[1]["loss"])) < 0.01
+    assert max(abs(float(rows[0]["loss"]) - float(row["loss"])) for row in rows) < 0.01
+    errors = [float(r["relative_error"]) for r in common.read(tmp_path / "linear_cross_entropy_error.csv")]
+    in_float32, in_bfloat16 = errors[:4], errors[4:]
+    assert max(in_float32) < 1.1 * min(in_float32) < min(in_bfloat16[2:])
 
 
 def test_device_time_smoke(tmp_path: Path) -> None:
