@@ -22,7 +22,9 @@ DOC = """Args:
         some 0.2% of the gradient in one chunk, 0.5% in 16 and 2% in 256.
 
 Returns:
-    float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T.
+    float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T. In
+    float16 the backward makes the logits again, a third more products: their gradient must have the factor that the
+    loss is scaled by before it is rounded.
 
 Raises:
     TypeError: dtypes that differ or are not listed.

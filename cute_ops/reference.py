@@ -18,15 +18,15 @@ def sigmoid(xp: Any, x: Any) -> Any:
     return xp.where(x >= 0, 1 / (1 + e), e / (1 + e))
 
 
-def erf(xp: Any, x: Any) -> Any:
-    """The error function, which the array API lacks: the framework's own, or Python's on NumPy arrays."""
-    if hasattr(xp, "erf"):
-        return xp.erf(x)
+def erfc(xp: Any, x: Any) -> Any:
+    """One less the error function, which the array API lacks: the framework's own, or Python's on NumPy arrays."""
+    if hasattr(xp, "erfc"):
+        return xp.erfc(x)
     # jax.numpy has none, jax.lax has. Whoever hands over a namespace has imported it.
     lax = getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
     if lax is not None:
-        return lax.erf(x)
-    return xp.reshape(xp.asarray([math.erf(v) for v in xp.reshape(x, (-1,)).tolist()], dtype=x.dtype), x.shape)
+        return lax.erfc(x)
+    return xp.reshape(xp.asarray([math.erfc(v) for v in xp.reshape(x, (-1,)).tolist()], dtype=x.dtype), x.shape)
 
 
 def cast(xp: Any, x: Any, dtype: str, like: Any) -> Any:

@@ -3,7 +3,8 @@
 Rows go in chunks: their logits by a matrix product, the loss and, in the logits' own memory, their gradient by our
 kernel, the gradients of the inputs by two more products. So the gradients are there when the forward is over, and the
 backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
-weight's gradient cannot be given afterwards: there the backward makes the logits again.
+weight's gradient cannot be given afterwards: there the backward makes the logits again. So it does in float16, whose
+gradients are nothing unless the loss is scaled: what has underflown, no factor brings back.
 
 These loops are ops of their own (:mod:`cute_ops_jax.composite`): devices that have some of the rows each run the whole
 loop on theirs.
@@ -361,10 +362,10 @@ def _forward(setting: Setting, inputs: Inputs, target: Any) -> tuple[Array, Any]
     given = {n: a for n, a in zip(GRADIENTS, inputs, strict=True) if a is not None}
     setting = setting._replace(wanted=tuple(n for n, a in given.items() if a.perturbed))
     inputs, target = jax.tree.map(lambda a: a.value, (inputs, target), is_leaf=lambda a: hasattr(a, "perturbed"))
-    if setting.reduction == "none":
+    if setting.reduction == "none" or inputs[0].dtype == jnp.float16:
         found = _run("rows", setting, inputs, target)
         marks = {n: jnp.zeros((0, 0) if n in setting.wanted else NOT_WANTED) for n in given}
-        return found["loss"], (marks, inputs, target, {n: a for n, a in found.items() if n != "loss"})
+        return reduced(setting, found["loss"], target), (marks, inputs, target, {n: a for n, a in found.items() if n != "loss"})
     share = jnp.ones((), jnp.float32)
     if setting.reduction == "mean":
         share = share / jnp.sum(target != setting.ignore_index)
@@ -377,10 +378,13 @@ def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Inputs, None]:
     if isinstance(dloss, SymbolicZero):
         return (None, None, None), None
     dloss = summed(setting, dloss)
-    marks, *others = saved if setting.reduction == "none" else (saved,)
+    marks, *others = (saved,) if isinstance(saved, dict) else saved
     wanted = tuple(n for n, a in marks.items() if a.shape != NOT_WANTED)
     if others:
         inputs, target, rows = others
+        if setting.reduction == "mean":
+            dloss = dloss / jnp.sum(target != setting.ignore_index)
+        dloss = jnp.broadcast_to(dloss, target.shape)
         found = _run("rows_bwd", setting._replace(wanted=wanted), inputs, target, **rows, dloss=dloss)
     else:
         # In float32, which dloss is: rounded to 16 bits it would be off by more than what is rounded in the end.

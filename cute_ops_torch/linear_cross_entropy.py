@@ -3,7 +3,8 @@
 Rows go in chunks: their logits by a matrix product, the loss and, in the logits' own memory, their gradient by our
 kernel, the gradients of the inputs by two more products. So the gradients are there when the forward is over, and the
 backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
-weight's gradient cannot be given afterwards: there the backward makes the logits again.
+weight's gradient cannot be given afterwards: there the backward makes the logits again. So it does in float16, whose
+gradients are nothing unless the loss is scaled: what has underflown, no factor brings back.
 
 Where ranks share the classes, each makes the logits of its own ones, and what they say of a chunk's rows is exchanged
 between forward and gradient: :class:`Slice`. Gradients of the hidden states then are parts of a sum.
@@ -79,6 +80,7 @@ def linear_cross_entropy(
         or watched()
         or any(type(t) not in EXACT for t in (hidden, weight, target, bias) if t is not None)
         or reduction == "none"
+        or hidden.dtype == torch.float16
         or not any(wanted)
     ):
         return torch.ops.cute.linear_cross_entropy(*arguments)
@@ -121,7 +123,7 @@ def _reduced(
     step: Any, rows: Any, tensors: Sequence[Tensor | None], attrs: Sequence[Any], reduction: str, wanted: Sequence[bool]
 ) -> Tensor:
     """The loss by one of two ops: with the gradients that are wanted, or of each row."""
-    if reduction != "none" and any(wanted):
+    if reduction != "none" and any(wanted) and tensors[0].dtype != torch.float16:  # type: ignore[union-attr]
         return step(*tensors, *attrs, reduction, wanted)[0]  # type: ignore[no-any-return]
     loss: Tensor = rows(*tensors, *attrs)[0]
     if reduction == "none":

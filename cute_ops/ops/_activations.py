@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from cute_ops.reference import erf, sigmoid
+from cute_ops.reference import erfc, sigmoid
 
 SLOPE, CUBE = math.sqrt(2 / math.pi), 0.044715
 
@@ -22,7 +22,7 @@ def gelu(xp: Any, x: Any, approximate: str) -> tuple[Any, Any]:
         # Where x^2 would overflow the slope is multiplied by zero.
         near = xp.clip(x, -16, 16)
         return x * s, s + x * s * (1 - s) * (2 * SLOPE * (1 + 3 * CUBE * near**2))
-    cdf = (1 + erf(xp, x / math.sqrt(2))) / 2
+    cdf = erfc(xp, -x / math.sqrt(2)) / 2  # 1 + erf would cancel in the far negative
     return x * cdf, cdf + x * xp.exp(-x * x / 2) / math.sqrt(2 * math.pi)
 
 

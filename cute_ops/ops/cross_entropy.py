@@ -86,6 +86,9 @@ def check(binding: Binding) -> str | None:
     problem = no_columns(binding, "logits")
     if not problem and classes and isinstance(n, int) and classes < n:
         problem = f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
+    ignored, bits = binding.attrs["ignore_index"], 31 if binding.dtypes["I"] == "int32" else 63
+    if not problem and not -(2**bits) <= ignored < 2**bits:
+        problem = f"attribute `ignore_index` is {ignored}, which no target of {binding.dtypes['I']} can be."
     return problem
 
 
