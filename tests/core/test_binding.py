@@ -6,7 +6,7 @@ import pytest
 
 from cute_ops import FLOATS, Array, OneOf, Op, Tensor
 from cute_ops.binding import bind
-from cute_ops.ops import OPS, add_rmsnorm, gelu, rmsnorm, silu_mul, swiglu
+from cute_ops.ops import OPS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
 
 X = Array((3, 5, 64), "float32")
 W = Array((64,), "float32")
@@ -251,3 +251,14 @@ def test_public_ops_are_documented(op: Op) -> None:
     for name in (*op.inputs, *op.attrs):
         assert f"{name}:" in op.doc
     assert op.cases
+
+
+def test_an_ignored_target_that_no_target_can_be() -> None:
+    logits, target = Array((3, 5), "float32"), Array((3,), "int32")
+    for ignored in (2**31, -(2**31) - 1):
+        with pytest.raises(
+            ValueError,
+            match=rf"^cute\.cross_entropy: attribute `ignore_index` is {ignored}, which no target of int32 can be\.",
+        ):
+            bind(cross_entropy, {"logits": logits, "target": target}, {"ignore_index": ignored})
+    bind(cross_entropy, {"logits": logits, "target": target._replace(dtype="int64")}, {"ignore_index": 2**31})

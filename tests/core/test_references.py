@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -92,3 +94,19 @@ def test_fp8_scales(block: int) -> None:
     wrong[0, 77] = np.float32(wide[0, 77]) * 1.5
     with pytest.raises(AssertionError, match=r"output out: error .* at \(0, 77\)"):
         testing.check(quantize, {"x": x}, {"block": block}, (wrong, scale))
+
+
+@pytest.mark.fault(
+    "GELU of numbers far below zero, where `1 + erf` has no digits left",
+    "the reference keeps them, as the kernel does, and so does the tolerance",
+    "nothing",
+)
+def test_gelu_far_below_zero() -> None:
+    gelu = next(op for op in OPS if op.name == "gelu")
+    x = -np.linspace(0.5, 12, 64, dtype=np.float32)[None]
+    (low,), (exact,) = (
+        testing.run_reference(gelu, {"x": a}, {"approximate": "none"}) for a in (x, x.astype(np.float64))
+    )
+    by_hand = [v * math.erfc(-v / math.sqrt(2)) / 2 for v in x[0].tolist()]
+    np.testing.assert_allclose(exact[0], by_hand, rtol=1e-12)
+    np.testing.assert_allclose(low[0], by_hand, rtol=5e-5)  # of the exponent, x^2 / 2, rounded to float32

@@ -1,0 +1,93 @@
+"""Values at the edges: infinities, NaN, the largest and the smallest numbers, empty rows, against jax.nn."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+
+INF, NAN = np.inf, np.nan
+DTYPES = ["float32", "float16", "bfloat16"]
+
+
+def compare(ours: Callable[..., Any], theirs: Callable[..., Any], x: Any, rtol: float) -> None:
+    """Values and gradients, special ones included."""
+    for function in (lambda f, x: f(x), lambda f, x: jax.grad(lambda x: jnp.sum(f(x)))(x)):
+        got, expected = (np.asarray(function(f, x).astype(jnp.float32)) for f in (ours, theirs))
+        np.testing.assert_allclose(got, expected, rtol=rtol, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_softmax_of_special_rows(dtype: str) -> None:
+    """As jax.nn's in float32; all rows' values, and the gradients of those that have some."""
+    x = np.random.default_rng(0).standard_normal((6, 33), np.float32)
+    x[0], x[1, 3:], x[2, 4], x[3, 5] = -INF, -INF, INF, NAN
+    x[4] += 1e4
+    logits, unit = jnp.asarray(x).astype(dtype), float(jnp.finfo(dtype).eps)
+    for ours, theirs in ((cute_ops_jax.softmax, jax.nn.softmax), (cute_ops_jax.log_softmax, jax.nn.log_softmax)):
+        got, expected = ours(logits), theirs(logits.astype(jnp.float32))
+        np.testing.assert_allclose(np.asarray(got.astype(jnp.float32)), np.asarray(expected), rtol=unit, atol=unit / 8)
+    compare(cute_ops_jax.log_softmax, jax.nn.log_softmax, jnp.asarray(x[4:]), 1e-5)
+
+
+def test_softmax_of_rows_without_columns() -> None:
+    assert cute_ops_jax.softmax(jnp.zeros((3, 0))).shape == cute_ops_jax.log_softmax(jnp.zeros((3, 0))).shape == (3, 0)
+
+
+def test_gelu_far_below_zero() -> None:
+    """Where 1 + erf has no digits left."""
+    x = -jnp.arange(1.0, 13.0)
+    compare(lambda x: cute_ops_jax.gelu(x, approximate="none"), lambda x: jax.nn.gelu(x, approximate=False), x, 1e-5)
+    got, expected = cute_ops_jax.gelu(x, approximate="none"), jax.nn.gelu(x, approximate=False)
+    np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations_at_the_extremes(dtype: str) -> None:
+    x = jnp.array([0, -0.0, 0.5, -3, 10, 30, -30, 89, -89, 1e4, -1e4, 1e13, -1e13, 1e30, -1e30, INF, NAN]).astype(dtype)
+    wide = x.astype(jnp.float32)
+    for ours, theirs in (
+        (cute_ops_jax.silu, jax.nn.silu),
+        (cute_ops_jax.gelu, jax.nn.gelu),
+        (lambda x: cute_ops_jax.gelu(x, approximate="none"), lambda x: jax.nn.gelu(x, approximate=False)),
+    ):
+        expected = theirs(wide).astype(dtype).astype(jnp.float32)
+        np.testing.assert_allclose(
+            ours(x).astype(jnp.float32), expected, rtol=4 * float(jnp.finfo(dtype).eps), atol=1e-6
+        )
+
+
+def test_cross_entropy_of_nothing_and_of_masked_classes() -> None:
+    x = np.random.default_rng(1).standard_normal((4, 9), np.float32)
+    x[:, 3] = -INF
+    target = np.array([0, 1, 2, 4])
+    loss = lambda x, **o: cute_ops_jax.cross_entropy(x, target, reduction="sum", **o)  # noqa: E731
+    compare(loss, lambda x: -jnp.sum(jax.nn.log_softmax(x)[np.arange(4), target]), jnp.asarray(x), 1e-5)
+    assert loss(x, label_smoothing=0.1) == INF
+    ignored = np.full(4, -100)
+    value, slope = jax.value_and_grad(lambda x: cute_ops_jax.cross_entropy(x, ignored))(jnp.asarray(x))
+    assert np.isnan(value) and not np.any(slope)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_float16_gradients_do_not_underflow_where_the_loss_is_scaled(reduction: str) -> None:
+    rng = np.random.default_rng(2)
+    hidden, weight = (
+        jnp.asarray(scale * rng.standard_normal(s, np.float32)).astype(jnp.float16)
+        for s, scale in (((1024, 32), 1.0), ((1024, 32), 32**-0.5))
+    )
+    target, scale = rng.integers(0, 1024, 1024), 65536.0 if reduction == "mean" else 64.0
+
+    def loss(hidden: Any, weight: Any) -> Any:
+        return scale * cute_ops_jax.linear_cross_entropy(hidden, weight, target, reduction=reduction)
+
+    found = jax.jit(jax.grad(loss, (0, 1)))(hidden, weight)
+    exact = jax.jit(jax.grad(loss, (0, 1)))(hidden.astype(jnp.float32), weight.astype(jnp.float32))
+    for gradient, e in zip(found, exact, strict=True):
+        assert jnp.linalg.norm(gradient.astype(jnp.float32) - e) < 2e-3 * jnp.linalg.norm(e)
