@@ -365,12 +365,8 @@ def _forward(setting: Setting, inputs: Inputs, target: Any) -> tuple[Array, Any]
     if setting.reduction == "none" or inputs[0].dtype == jnp.float16:
         found = _run("rows", setting, inputs, target)
         marks = {n: jnp.zeros((0, 0) if n in setting.wanted else NOT_WANTED) for n in given}
-        return reduced(setting, found["loss"], target), (
-            marks,
-            inputs,
-            target,
-            {n: a for n, a in found.items() if n != "loss"},
-        )
+        lse = {n: found[n] for n in LOSSES if n != "loss"}
+        return reduced(setting, found["loss"], target), (marks, inputs, target, lse)
     share = jnp.ones((), jnp.float32)
     if setting.reduction == "mean":
         share = share / jnp.sum(target != setting.ignore_index)
