@@ -1,0 +1,169 @@
+"""The Python of kernels that decides who holds what: sums, vectors, rows, rings and windows, at all small counts.
+
+A sample of lengths; ``CUTE_OPS_SWEEP=1`` takes all from 1 to 2048 and those where a heuristic changes, up to 262144.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops.op import FLOATS, Op
+
+sys.path.append(str(Path(__file__).parents[1]))
+import interpreter
+import kernel_calls
+from kernel_calls import ALL, LAYOUTS
+
+SWEEP = "CUTE_OPS_SWEEP" in os.environ
+ROWS = (1, 2, 5, 201, 4099)
+LONGEST = 262144
+
+
+def module(name: str) -> ModuleType:
+    return importlib.import_module(f"cute_ops.kernels.{name}")
+
+
+@pytest.fixture(autouse=True)
+def _interpreted() -> Iterator[None]:
+    with kernel_calls.interpreted():
+        yield
+
+
+class Bits(list):
+    """A vector whose elements are powers of two: of their sum, every bit is one element."""
+
+    shape = property(lambda self: (len(self),))
+
+
+@pytest.mark.parametrize("vec", range(1, 17))
+def test_a_thread_adds_each_element_once(vec: int) -> None:
+    for per_thread in range(1, 10):
+        for count in range(1, per_thread + 1):
+            bits = [Bits(1 << (k * vec + j) for j in range(vec)) for k in range(count)]
+            for others in ((), (Bits([3] * vec),)):
+                total = module("_statistics").Total(per_thread)
+                for x in bits:
+                    total.add(x, *others)
+                assert total.value() == 3 ** len(others) * ((1 << count * vec) - 1), (per_thread, count)
+
+
+def lengths(op: Op, turn: int) -> list[int]:
+    """All small ones, and of the others every so many; about where the tile of a row becomes another one."""
+    if SWEEP:
+        return [*range(1, 2049), *changes(op)]
+    return [*range(1, 33), *range(33 + turn % 61, 2049, 61), 2048 * (3 + turn % 29) + turn, LONGEST - turn]
+
+
+def changes(op: Op) -> list[int]:
+    """Lengths from which on another tile serves, and their neighbours: between two that differ by a bisection."""
+    tile = lambda n: tile_of(op, n, "bfloat16", "compact", 4099).variant.tile  # noqa: E731
+    found, steps = [], range(2048, LONGEST + 1, 1024)
+    for low, high in pairwise(steps):
+        if tile(low) != tile(high):
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (middle, high) if tile(middle) == tile(low) else (low, middle)
+            found += [high - 1, high, high + 1]
+    return found
+
+
+def tile_of(op: Op, n: int, dtype: str, layout: str, rows: int) -> Any:
+    """The plan of a call whose inputs have no memory."""
+    return kernel_calls.shaped(op, rows, n, dtype, layout).planned()[1]
+
+
+ROW_OPS = [
+    op
+    for op in ALL
+    if "n" in op.static and "threads_per_row" in tile_of(op, 4096, "bfloat16", "compact", 64).variant.tile
+]
+
+
+@pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
+def test_threads_share_out_a_row(op: Op) -> None:
+    """Every element is that of one vector of one thread, in every form that the heuristics choose."""
+    for i, n in enumerate(lengths(op, ALL.index(op))):
+        variant = tile_of(op, n, FLOATS[i % 3], LAYOUTS[i // 3 % 4], ROWS[i % 5]).variant
+        source, _, name = variant.kernel.partition(":")
+        kernel = getattr(importlib.import_module(source), name)(variant)
+        tile = kernel.form.tile
+        if isinstance(tile, module("_rows").RowTile):
+            places = {row * n % tile.v.unit for row in range(tile.v.unit)} if tile.v.shifted else {0}
+            for shift in sorted(places)[:: 1 if SWEEP else max(len(places) // 3, 1)]:
+                check_row(tile, shift)
+            if ring := getattr(kernel.form, "ring", None):
+                check_ring(ring, variant)
+
+
+def check_row(tile: Any, shift: int) -> None:
+    t, rank = np.arange(tile.threads_per_row)[:, None], np.arange(tile.cluster)
+    counted, held = np.zeros(tile.n, int), 0
+    for k in range(tile.per_thread):
+        first = np.asarray(tile.first(t, rank, k, shift))
+        assert (first[:, 0] + tile.reach(0) >= -shift).all()
+        columns = (first[..., None] + np.arange(tile.vec)).reshape(-1, tile.vec)
+        inside = (columns >= 0) & (columns < tile.n)
+        counted += np.bincount(columns[inside], minlength=tile.n)
+        held = held + inside.sum(1)
+        whole, told = inside.all(1), (tile.n, tile.vec, shift, k)
+        assert tile.starts_outside(k) or (columns >= 0).all(), told
+        assert tile.ends_outside(k) or (columns < tile.n).all(), told
+        ragged = tile.starts_outside(k) or (tile.v.masked and tile.ends_outside(k))
+        assert ragged or (whole == inside.any(1)).all(), told
+        wanted = np.broadcast_to(tile.wanted(k, first), first.shape).ravel()
+        assert (wanted == inside.any(1)).all(), told
+        assert not tile.sparse(k) or (whole.sum() < whole.size / 2 and tile.ends_outside(k)), told
+    assert (counted == 1).all(), (tile.n, tile.vec, shift, np.nonzero(counted != 1)[0])
+    assert not tile.even or np.unique(held).size == 1, tile.n
+
+
+def check_ring(ring: Any, variant: Any) -> None:
+    """No two elements of a ring have a byte in common, and all lie in it."""
+    taken = np.zeros(ring.bytes, int)
+    for key in ring.keys:
+        mX = interpreter.Tensor(interpreter.Pointer(None, 0, kernel_calls.KINDS[key.dtype]), 1)
+        sX = ring.view(interpreter.Pointer(None, 0, interpreter.Uint8), mX, key.name)
+        start, offsets, kind = sX._access()
+        for byte in range(kind.size):
+            np.add.at(taken, start + offsets + byte, 1)
+    assert taken.max() == 1
+
+
+def numbered(kind: Any, size: int) -> Any:
+    """A tensor of each thread's whose bytes are 0, 1, 2, ..."""
+    rX = interpreter.CUTE.make_rmem_tensor((size,), kind)
+    interpreter.CUTE.recast_tensor(rX, interpreter.Uint8).store(np.arange(size * kind.size)[:, None])
+    return rX
+
+
+@pytest.mark.parametrize("vec", [4, 8, 16])
+@pytest.mark.parametrize("name", ["Float32", "BFloat16", "Uint8"])
+def test_vectors_are_cut_from_two_neighbours(name: str, vec: int) -> None:
+    """At every element, known beforehand or by every thread for itself, by a branch or without."""
+    kind, windows = interpreter.KINDS[name], module("_windows")
+    places = np.arange(0, vec * kind.size, kind.size)
+
+    def check(rX: Any, past: Any) -> None:
+        found = np.asarray(interpreter.CUTE.recast_tensor(rX, interpreter.Uint8).load())
+        assert (found == np.arange(vec * kind.size)[:, None] + past).all()
+
+    def body() -> None:
+        for past in places.tolist():
+            check(windows.settle(numbered(kind, 2 * vec), past), past)
+        each = interpreter.Int32(places[np.arange(32) % len(places)])
+        check(windows.settle(numbered(kind, 2 * vec), each), np.asarray(each))
+        for rX in windows.settle_all([numbered(kind, 2 * vec), numbered(kind, 2 * vec)], each):
+            check(rX, np.asarray(each))
+
+    if vec * kind.size <= 16:  # no access is wider
+        interpreter.launch(body, (1, 1, 1), (32, 1, 1))

@@ -1,0 +1,363 @@
+"""Runs kernels on a CPU: CuTe DSL's Python objects are NumPy arrays here, of one number per thread.
+
+The threads of a launch are the last axis of every array and run in lock step, so that barriers and asynchronous copies
+have nothing to do; where one is missing, it is not found. Functions are rewritten as the DSL rewrites them: an ``if``
+on a number of the threads runs both branches, each for its threads. Memory raises at a load or store that is off its
+alignment or outside of all tensors, counts how often a byte is stored, and reads as NaN where nobody has written.
+"""
+
+import ast
+import inspect
+import itertools
+import math
+import operator
+import sys
+import textwrap
+from contextlib import contextmanager
+from functools import cache, partial, reduce, wraps
+from types import SimpleNamespace as Names
+from typing import NamedTuple
+
+import ml_dtypes
+import numpy as np
+
+WARP, GAP = 32, 64
+now = Names(mask=np.ones(1, bool), count=1, memory=None)  # the threads that run; on the host it is one
+
+
+class Lanes(np.ndarray):
+    """A number per thread, or a vector per thread; one number alone stands for all threads'."""
+
+    width = 0
+    shape = property(lambda self: np.ndarray.shape.__get__(self)[:-1])
+
+    def to(self, kind):
+        return kind(self)
+
+    def bitcast(self, kind):
+        return np.ascontiguousarray(self).view(kind.dtype).view(Lanes)
+
+    def reduce(self, combine, start, _):
+        return combine(combine.reduce(self.view(np.ndarray), axis=0), start).view(Lanes)
+
+
+class Kind:
+    """A dtype of the DSL, which called converts to it."""
+
+    inf, nan = math.inf, math.nan
+
+    def __init__(self, dtype):
+        self.dtype = np.dtype(dtype)
+        self.size, self.width = self.dtype.itemsize, 8 * self.dtype.itemsize
+
+    def __call__(self, x):
+        return np.atleast_1d(np.asarray(x)).astype(self.dtype).view(Lanes)
+
+
+KINDS = {
+    name: Kind(getattr(ml_dtypes, name.lower(), name.lower()))
+    for name in ("Float32", "Float16", "BFloat16", "Float8_E4M3FN", "Int64", "Int32", "Int16", "Uint8", "Bool")
+}
+Float32, Int64, Int32, Uint8, FP8 = (KINDS[name] for name in ("Float32", "Int64", "Int32", "Uint8", "Float8_E4M3FN"))
+
+
+class Memory:
+    """Bytes at addresses: global ones, or those of a launch's CTAs, a part each."""
+
+    def __init__(self, size=0):
+        self.bytes, self.inside, self.stores = np.full(size, 255, "u1"), np.zeros(size, bool), np.zeros(size, "u1")
+
+    def grow(self, size, parts=1):
+        """Room for parts of so many bytes: the first's address, and the way from one to the next."""
+        start, step = self.bytes.size, -(-size // GAP) * GAP + GAP
+        new = Memory(parts * step)
+        new.inside.reshape(parts, step)[:, :size] = True
+        for name, array in vars(new).items():
+            setattr(self, name, np.concatenate([getattr(self, name), array]))
+        return start, step
+
+    def _places(self, address, offsets, kind):
+        active = np.broadcast_to(now.mask, (len(offsets), now.count))
+        places = np.broadcast_to(address + offsets[:, None], active.shape)
+        index = np.where(active & (places >= 0) & (places < self.bytes.size), places, 0) // kind.size
+        wrong = active & ((index * kind.size != places) | ~self.inside.reshape(-1, kind.size)[index].all(-1))
+        if wrong.any():
+            raise IndexError(f"{kind.dtype} at {places[wrong][0]}, off its alignment or outside of all tensors")
+        return index, active
+
+    def read(self, address, offsets, kind):
+        return self.bytes.view(kind.dtype)[self._places(address, offsets, kind)[0]].view(Lanes)
+
+    def write(self, address, offsets, kind, values):
+        index, active = self._places(address, offsets, kind)
+        self.bytes.view(kind.dtype)[index[active]] = np.broadcast_to(values, active.shape)[active]
+        np.add.at(self.stores, (index[active][:, None] * kind.size + np.arange(kind.size)).ravel(), 1)
+
+
+class Registers:
+    """Bytes of a thread's own, at places known at compile time."""
+
+    def __init__(self, size):
+        self.bytes = np.full((now.count, size), 255, "u1")
+
+    def read(self, address, offsets, kind):
+        return self.bytes.view(kind.dtype)[:, (address + offsets) // kind.size].T.view(Lanes)
+
+    def write(self, address, offsets, kind, values):
+        view, places = self.bytes.view(kind.dtype), (address + offsets) // kind.size
+        view[:, places] = np.where(now.mask, values, view[:, places].T).T
+
+
+class Pointer(NamedTuple):
+    memory: object
+    address: object
+    kind: Kind
+    step: int = 0  # to the same place of the next CTA's shared memory
+
+    def __add__(self, elements):
+        return self._replace(address=self.address + elements * self.kind.size)
+
+    def toint(self):
+        return Int64(self.address)
+
+
+class Layout:
+    def __init__(self, shape, stride=None):
+        self.shape = shape if isinstance(shape, tuple) else (shape,)
+        self.stride = stride or tuple(math.prod(self.shape[:i]) for i in range(len(self.shape)))
+
+    def dims(self):
+        return zip(self.shape, self.stride, strict=True)
+
+
+class Tensor(Layout):
+    def __init__(self, pointer, layout):
+        super().__init__(*((layout.shape, layout.stride) if isinstance(layout, Layout) else (layout,)))
+        self.iterator, self.element_type, self.layout = pointer, pointer.kind, self
+
+    def _at(self, index):
+        """The part at an index: None keeps a dim, a number alone counts through all of them."""
+        if not isinstance(index, tuple) and len(self.shape) > 1:
+            index = tuple(index // math.prod(self.shape[:d]) % n for d, n in enumerate(self.shape))
+        places = [*zip(index if isinstance(index, tuple) else (index,), self.shape, self.stride, strict=True)]
+        kept = [(n, s) for i, n, s in places if i is None]
+        start = sum(i * s for i, _, s in places if i is not None)
+        return Tensor(self.iterator + start, Layout(tuple(n for n, _ in kept), tuple(s for _, s in kept)))
+
+    def _access(self):
+        """Address, bytes from there to each element, the first dim fastest, and dtype."""
+        offsets = np.zeros(1, int)
+        for size, stride in self.dims():
+            offsets = (np.arange(size)[:, None] * stride + offsets).ravel()
+        return self.iterator.address, offsets * self.element_type.size, self.element_type
+
+    def load(self):
+        return self.iterator.memory.read(*self._access())
+
+    def store(self, values):
+        self.iterator.memory.write(*self._access(), values)
+
+    def __getitem__(self, index):
+        part = self._at(index)
+        return part if part.shape else part.load()[0]
+
+    def __setitem__(self, index, value):
+        self._at(index).store(value)
+
+    fill = store
+
+
+def make_ptr(kind, address, space="gmem", assumed_align=1):
+    if (now.mask & (address % assumed_align != 0)).any():
+        raise IndexError(f"addresses of {kind.dtype} off their alignment of {assumed_align} bytes")
+    return Pointer(now.memory if space == "gmem" else now.shared, address, kind)
+
+
+def allocate(count, _=16, kind=Uint8):
+    start, step = now.shared.grow(count * kind.size, now.count // now.threads)
+    return Pointer(now.shared, Int64(start + now.cta * step), kind, step)
+
+
+def shuffle(value, lane):
+    """What another lane of the warp holds; a lane's own where there is no such lane."""
+    first = np.arange(now.count) - now.tidx % WARP
+    if (now.mask != now.mask[first]).any():
+        raise RuntimeError("a warp exchanges numbers while some of its threads are elsewhere")
+    there = now.tidx - now.tidx % WARP + lane < now.threads
+    return np.broadcast_to(value, (now.count,))[first + np.where(there, lane, now.tidx % WARP)].view(Lanes)
+
+
+def warp_reduction(value, combine, threads_in_group=WARP):
+    for i in reversed(range(threads_in_group.bit_length() - 1)):
+        value = combine(value, shuffle(value, now.tidx % WARP ^ 1 << i))
+    return value
+
+
+def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
+    if code.startswith("mov."):
+        return read_only_args[0]
+    if code.startswith("st.async"):
+        return now.shared.write(read_only_args[0], np.zeros(1, int), Float32, read_only_args[1])
+    if "cvt.rn.satfinite.e4m3x2" in code:
+        each = np.stack([np.clip(np.asarray(x), -448, 448).astype(FP8.dtype) for x in read_only_args], -1)
+        return each.view(write_only_types[0].dtype)[..., 0].view(Lanes)
+    if not code.startswith("prefetch"):
+        raise NotImplementedError(code)
+
+
+@contextmanager
+def masked(condition):
+    """Whether any thread is left."""
+    grid, before = now, now.mask
+    grid.mask = before & np.asarray(condition)
+    try:
+        yield grid.mask.any()
+    finally:
+        grid.mask = before
+
+
+def branches(condition):
+    """The branches of an ``if`` that are taken: 1 or 0 where all threads agree, else 3 and 2, with their threads."""
+    if np.size(condition) == 1:
+        yield int(bool(condition))
+        return
+    for branch in (3, 2):
+        with masked(condition if branch == 3 else ~condition) as some:
+            if some:
+                yield branch
+
+
+def dynamic_range(start, stop=None, step=1, unroll=0):
+    start, stop = (0, start) if stop is None else (start, stop)
+    for i in itertools.count():
+        with masked(start + i * step < stop) as some:
+            if not some:
+                return
+            yield Int32(start + i * step)
+
+
+def merged(old, new):
+    """A variable after some threads have set it; the others keep theirs."""
+    if type(new) in (tuple, list) and type(old) is type(new) and len(old) == len(new):
+        return type(new)(map(merged, old, new))
+    numbers = all(isinstance(x, Lanes | int | float) for x in (old, new))
+    same = old is new or (not isinstance(old, Lanes) and not isinstance(new, Lanes) and old == new)
+    return np.where(now.mask, new, old).view(Lanes) if numbers and not same else new
+
+
+class Rewrite(ast.NodeTransformer):
+    """Statements that threads may disagree on, by the functions above."""
+
+    def _merging(self, body, at):
+        """The statements; then every variable that they set is as only active threads have set it."""
+        nodes = [node for statement in body for node in ast.walk(statement) if isinstance(node, ast.Name)]
+        names = sorted({node.id for node in nodes if isinstance(node.ctx, ast.Store) and node.id[0] != "_"})
+        merge = [f"if __{at}: {n} = __dsl.merged(__{at}.get({n!r}), __new.get({n!r}))" for n in names]
+        return [*body, *ast.parse("\n".join(["__new = {**locals()}", *merge])).body]
+
+    def visit_If(self, node):
+        at = node.lineno
+        self.generic_visit(node)
+        text = f"for __b in __dsl.branches({ast.unparse(node.test)}):\n __{at} = __b > 1 and {{**locals()}}\n"
+        (loop,) = ast.parse(text + " if __b & 1: 0\n else: 0").body
+        loop.body[1].body, loop.body[1].orelse = self._merging(node.body, at), self._merging(node.orelse, at)
+        return loop
+
+    def visit_For(self, node):
+        self.generic_visit(node)
+        if ast.unparse(node.iter).startswith("cutlass.range("):
+            at = node.lineno
+            node.body = [*ast.parse(f"__{at} = {{**locals()}}").body, *self._merging(node.body, at)]
+        return node
+
+    def visit_BoolOp(self, node):
+        kind = ast.BitAnd() if isinstance(node.op, ast.And) else ast.BitOr()
+        return reduce(lambda a, b: ast.BinOp(a, kind, b), self.generic_visit(node).values)
+
+    def visit_UnaryOp(self, node):
+        opposite = f"__dsl.np.logical_not({ast.unparse(self.generic_visit(node).operand)})"
+        return ast.parse(opposite, mode="eval").body if isinstance(node.op, ast.Not) else node
+
+
+def jit(function):
+    @cache
+    def made():
+        definition = Rewrite().visit(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0])
+        definition.decorator_list = []
+        space = function.__globals__ | {"__dsl": sys.modules[__name__]}
+        exec(compile(ast.unparse(definition), inspect.getfile(function), "exec"), space)
+        return space[function.__name__]
+
+    return wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
+
+
+def launch(run, grid, block, **_):
+    """Run a kernel; neighbouring CTAs of the second dimension are a cluster, or could be."""
+    global now
+    host, (columns, rows, planes), threads = now, [int(np.asarray(size).item()) for size in grid], math.prod(block)
+    cta, tidx = np.divmod(np.arange(columns * rows * planes * threads), threads)
+    across, rank = np.divmod(cta, rows)
+    now = Names(
+        mask=np.ones(cta.size, bool), count=cta.size, threads=threads, cta=cta, tidx=tidx, rank=rank, grid=grid,
+        memory=host.memory, shared=Memory(), block=(across % columns, rank, across // columns),
+        thread=(tidx % block[0], tidx // block[0] % block[1], tidx // (block[0] * block[1])),
+    )  # fmt: skip
+    try:
+        run()
+    finally:
+        now = host
+
+
+lane = lambda: now.tidx % WARP  # noqa: E731
+ARCH = Names(
+    fmax=np.fmax, fmin=np.fmin, warp_reduction=warp_reduction, inline_ptx=inline_ptx, lane_idx=lambda: Int32(lane()),
+    grid_dim=lambda: [*map(Int32, now.grid)], thread_idx=lambda: [*map(Int32, now.thread)],
+    block_idx=lambda: [*map(Int32, now.block)], block_idx_in_cluster=lambda: Int32(now.rank),
+    map_dsmem_ptr=lambda p, peer: p._replace(address=p.address + (peer - now.rank) * p.step),
+    shuffle_sync_bfly=lambda x, offset: shuffle(x, lane() ^ offset),
+    shuffle_sync=lambda x, offset, mask_and_clamp=31: shuffle(  # the upper byte tells a warp's parts from each other
+        x, lane() & mask_and_clamp >> 8 | offset & ~(mask_and_clamp >> 8)
+    ),
+    warp_redux_sync=lambda x, _: warp_reduction(x, np.maximum), rcp_approx=lambda x: 1 / Float32(x),
+    vote_ballot_sync=lambda x: warp_reduction(Int64(x) << lane(), operator.or_).to(Int32),
+    bfind=lambda x: Int32(np.frexp(np.where(x < 0, ~x, x).astype(float))[1] - 1),
+    prmt=lambda a, b, pick: sum(
+        ((Int64(a) & 0xFFFFFFFF | Int64(b) << 32) >> (Int64(pick) >> 4 * i & 7) * 8 & 255) << 8 * i for i in range(4)
+    ).to(Int32),
+    **dict.fromkeys(  # what threads in lock step need not do
+        ("barrier", "cluster_arrive_relaxed", "cluster_wait", "cp_async_commit_group", "cp_async_wait_group",
+         "griddepcontrol_launch_dependents", "griddepcontrol_wait", "mbarrier_arrive_and_expect_tx", "mbarrier_init",
+         "mbarrier_init_fence", "mbarrier_wait", "sync_warp"), lambda *_: None,
+    ),
+)  # fmt: skip
+MATH = Names(
+    rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),
+    exp2=lambda x, **_: np.exp2(x), absf=np.abs,
+)  # fmt: skip
+COPIES = Names(
+    CopyG2ROp=Names, CopyR2GOp=Names, LoadCacheMode=Names(GLOBAL=0, ALWAYS=0),
+    StoreCacheMode=Names(STREAMING=0, WRITE_BACK=0), cpasync=Names(CopyG2SOp=lambda _: None),
+)  # fmt: skip
+CUTE = Names(
+    arch=ARCH, math=MATH, nvgpu=COPIES, jit=jit,
+    kernel=lambda f: lambda *a: Names(launch=partial(launch, partial(jit(f), *a))),
+    Tensor=Tensor, make_layout=Layout, make_tensor=Tensor, make_ptr=make_ptr, coalesce=lambda layout: layout,
+    size=lambda x, mode=(slice(None),): math.prod(np.atleast_1d(getattr(x, "shape", x)[mode[0]])),
+    recast_ptr=lambda p, dtype: p._replace(kind=dtype),
+    recast_tensor=lambda x, k: Tensor(x.iterator._replace(kind=k), math.prod(x.shape) * x.element_type.size // k.size),
+    make_rmem_tensor=lambda n, k: Tensor(Pointer(Registers(math.prod(n) * k.size), 0, k), n),
+    make_copy_atom=lambda *_, **__: None, copy=lambda _, source, target: target.store(source.load()),
+    autovec_copy=lambda source, target: target.store(source.load()), ceil_div=lambda a, b: -(-a // b),
+    crd2idx=lambda place, layout: sum(i * s for i, s in zip(place, layout.stride, strict=True)),
+    AddressSpace=Names(gmem="gmem", smem="smem"), ReductionOp=Names(ADD=np.add, MAX=np.fmax),
+)  # fmt: skip
+SMEM = Names(
+    allocate=allocate, allocate_array=lambda kind, count: allocate(count, kind=kind),
+    allocate_tensor=lambda k, x, **_: Tensor(allocate(1 + sum((n - 1) * s for n, s in x.dims()), kind=k), x),
+)  # fmt: skip
+CUTLASS = Names(
+    cute=CUTE, utils=Names(SmemAllocator=lambda: SMEM), const_expr=lambda x: x, Constexpr=None, range=dynamic_range,
+    range_constexpr=range, min=np.minimum, max=np.maximum,
+    select_=lambda c, a, b: np.atleast_1d(np.where(c, a, b)).view(Lanes), Boolean=KINDS["Bool"], **KINDS,
+)  # fmt: skip
+MODULES = {"cutlass": CUTLASS, "cutlass.cute": CUTE, "cutlass.cute.nvgpu": COPIES}

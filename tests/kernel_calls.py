@@ -1,0 +1,214 @@
+"""Calls of ops whose kernels the interpreter runs, and problems to call them with.
+
+    python tests/kernel_calls.py                          # every op at all n from 1 to 300, minutes to an hour each
+    python tests/kernel_calls.py rmsnorm layernorm --n 1 64 --rows 5
+
+prints for every op, dtype and layout the lengths at which a kernel's results are not the reference's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import math
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import interpreter
+import numpy as np
+
+from cute_ops import FLOATS, testing
+from cute_ops.binding import Binding, bind
+from cute_ops.op import Array, Case, Op
+from cute_ops.ops import OPS, PARTS
+from cute_ops.plan import Memory as Place
+from cute_ops.plan import Plan, View, compact, plan
+from cute_ops.target import parse
+
+ALL = [op for part in (*OPS, *PARTS) for op in (part, part.grad) if op is not None]
+VECTOR = 16
+LAYOUTS = ("compact", "off", "apart", "spaced")
+KINDS = {str(kind.dtype): kind for kind in interpreter.KINDS.values()}
+_modules: dict[str, Any] = dict(interpreter.MODULES)
+
+
+@contextmanager
+def interpreted() -> Iterator[None]:
+    """The kernels' modules with the interpreter's objects in the place of the DSL's."""
+
+    def take() -> dict[str, ModuleType]:
+        names = [name for name in sys.modules if name.startswith(("cutlass", "cute_ops.kernels"))]
+        return {name: sys.modules.pop(name) for name in names}
+
+    before = take()
+    sys.modules.update(_modules)
+    try:
+        with np.errstate(all="ignore"):
+            yield
+    finally:
+        _modules.update(take())
+        sys.modules.update(before)
+
+
+class Call(NamedTuple):
+    """A problem, its inputs, and how these lie in memory."""
+
+    op: Op
+    arrays: Mapping[str, np.ndarray | None]
+    where: Mapping[str, Place]
+    attrs: Mapping[str, Any]
+    said: str
+
+    def planned(self) -> tuple[Binding, Plan]:
+        """By the heuristic, or what was measured to be better."""
+        given = {name: None if a is None else Array(a.shape, str(a.dtype)) for name, a in self.arrays.items()}
+        binding = bind(self.op, given, self.attrs)
+        return binding, plan(binding, self.where, parse("sm_90a"), fixed=True)
+
+
+def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Generator) -> Call:
+    """A call with random inputs. Each row has one number that is large beside the others: where a kernel leaves that
+    out, or takes it twice, its result is another one in every dtype.
+    """
+    absent = tuple(name for name, t in op.inputs.items() if t.optional and rng.random() < 0.3)
+    own = next((t.dtype for t in op.inputs.values() if t.dtype in op.dtypes and not t.below), "")
+    wide = {t.dtype for t in op.inputs.values() if t.rows and t.dims}  # of rows: no narrower than the first one's
+    free = {v: [d for d in kinds if v not in wide or d in (dtype, "float32")] for v, kinds in op.dtypes.items()}
+    dtypes = {v: str(rng.choice(kinds)) for v, kinds in free.items() if v != own and kinds}
+    if rng.random() < 0.5:
+        dtypes = {v: kinds[0] for v, kinds in op.dtypes.items() if kinds[0] not in FLOATS}
+    dims = op.example((rows,), n)
+    if "t" in dims:  # tokens and classes of an embedding
+        dims |= {"t": 30 * rows, "c": 40}
+    case = Case("", dims, dtypes, absent)
+    attrs = dict(op.attrs)
+    attrs |= {name: values[int(rng.integers(len(values)))] for name, values in op.choices.items()}
+    case = case._replace(dims={**case.dims, **{d: f(case.dims, attrs) for d, f in op.derived.items()}})
+    arrays = testing.inputs(op, case, dtype, int(rng.integers(1 << 30)))
+    if "ends" in arrays:
+        _sort_tokens(arrays, rng)
+    for name in ("x", "residual", "residual_out", "dout", "logits", "gate"):
+        tensor, array = op.inputs.get(name), arrays.get(name)
+        if tensor and tensor.dims and array is not None and array.ndim == 2 and array.size:
+            array[np.arange(rows), (np.arange(rows) + rng.integers(n)) % array.shape[1]] *= 8
+    where = {name: place(op.inputs[name], array, layout) for name, array in arrays.items() if array is not None}
+    known = ", ".join(f"{k}={v}" for k, v in {**dtypes, **attrs}.items())
+    return Call(op, arrays, where, attrs, f"{op.name} {rows}x{n} {dtype} {layout} ({known}) without {absent}")
+
+
+def shaped(op: Op, rows: int, n: int, dtype: str, layout: str) -> Call:
+    """A call whose inputs have shapes and dtypes, but one element of memory each."""
+    case = Case("", op.example((rows,), n))
+    arrays = {
+        name: None if spec is None else np.broadcast_to(np.zeros((), testing.numpy_dtype(spec.dtype)), spec.shape)
+        for name, spec in testing.specs(op, case, dtype).items()
+    }
+    where = {name: place(op.inputs[name], array, layout) for name, array in arrays.items() if array is not None}
+    return Call(op, arrays, where, op.attrs, "")
+
+
+def _sort_tokens(arrays: dict[str, Any], rng: np.random.Generator) -> None:
+    """What the gradient of an embedding is told of its tokens: they are sorted by class."""
+    arrays["classes"].sort()
+    arrays["ends"][:] = np.searchsorted(arrays["classes"], np.arange(arrays["ends"].size), "right")
+    arrays["order"][:] = rng.permutation(arrays["order"].size)
+
+
+def place(tensor: Any, array: np.ndarray, layout: str) -> Place:
+    """Where an input lies. ``off``: one element past 16 bytes; ``apart``: and rows a vector and an element apart;
+    ``spaced``: rows on vectors, more than their length apart.
+    """
+    size = array.dtype.itemsize
+    strides = [*compact(array.shape)]
+    if array.ndim > len(tensor.dims) > 0 and layout in ("apart", "spaced"):
+        strides[0] += VECTOR // size + (layout == "apart")
+        if layout == "spaced":
+            strides[0] += -strides[0] % (VECTOR // size)
+    return Place(tuple(strides), size if tensor.dims and layout in ("off", "apart") else 0)
+
+
+def run(call: Call, strict: bool = False) -> tuple[np.ndarray | None, ...]:
+    """The outputs of the kernels, each byte of them stored once.
+
+    Args:
+        call: the call.
+        strict: whether loads end with a tensor; else they may go on to the next multiple of 16 bytes. Before one that
+            starts elsewhere is memory.
+    """
+    binding, found = call.planned()
+    memory = interpreter.now.memory = interpreter.Memory()
+    tensors, places = [], {}
+    for name, key in found.variant.tensors.items():
+        if key is None:
+            tensors.append(None)
+            continue
+        array = {**binding.inputs, **binding.outputs, **found.workspaces}[name]
+        kind, where = KINDS[key.dtype], call.where.get(name, Place(compact(array.shape)))
+        count = 1 + sum((n - 1) * s for n, s in zip(array.shape, where.strides, strict=True)) if array.shape else 1
+        shift, size = where.address % VECTOR, kind.size * (count if math.prod(array.shape) else 0)
+        start = memory.grow(shift + size + (0 if strict else -(shift + size) % VECTOR))[0]
+        places[name] = start + shift, size, kind, array.shape, where.strides
+        view = found.views.get(name, View(array.shape, where.strides))
+        shape = tuple(interpreter.Int64(n) if k is None else n for n, k in zip(view.shape, key.shape, strict=True))
+        pointer = interpreter.Pointer(memory, interpreter.Int64(start + shift), kind)
+        tensors.append(interpreter.Tensor(pointer, interpreter.Layout(shape, view.strides)))
+
+    def seen(name: str) -> np.ndarray:
+        start, size, kind, shape, strides = places[name]
+        flat = memory.bytes[start : start + size].view(kind.dtype)
+        return np.lib.stride_tricks.as_strided(flat, shape, [s * kind.size for s in strides])
+
+    for name, given in call.arrays.items():
+        if name in places and given is not None:
+            seen(name)[...] = given
+    module, _, kernel = found.variant.kernel.partition(":")
+    with interpreted():
+        getattr(importlib.import_module(module), kernel)(found.variant)(*tensors, None)
+    for name, (start, size, *_) in places.items():
+        times = set(memory.stores[start : start + size].tolist())
+        if name not in found.workspaces and times - {int(name in call.op.outputs)}:
+            raise AssertionError(f"{call.op.name}: bytes of {name} are stored {times} times")
+    return tuple(seen(name).copy() if name in places else None for name in call.op.outputs)
+
+
+def check(call: Call) -> None:
+    """Raise AssertionError where an output is not the reference's.
+
+    Within twice the tolerance: that is measured on one order of additions, and a few rows do not show its worst.
+    """
+    with np.errstate(all="ignore"):
+        exact = testing.expected(call.op, call.arrays, call.attrs)
+        allowed = testing.tolerances(call.op, call.arrays, call.attrs)
+    testing.compare(call.op, run(call), exact, tuple(None if a is None else 2 * a for a in allowed))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("ops", nargs="*", help="names; all by default")
+    parser.add_argument("--n", nargs=2, type=int, default=(1, 300), metavar=("FIRST", "LAST"))
+    parser.add_argument("--rows", nargs="*", type=int, default=(1, 2, 5, 201))
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    wrong = 0
+    for op in [op for op in ALL if not given.ops or op.name in given.ops]:
+        for dtype in FLOATS:
+            for layout in LAYOUTS:
+                failed: dict[int, str] = {}
+                for n in range(given.n[0], given.n[1] + 1):
+                    for rows in given.rows:
+                        rng = np.random.default_rng([given.seed, n, rows])
+                        try:
+                            check(made(op, rows, n, dtype, layout, rng))
+                        except (AssertionError, IndexError, RuntimeError) as error:
+                            failed.setdefault(n, str(error))
+                wrong += len(failed)
+                first = f": {next(iter(failed.values()))}" if failed else ""
+                print(f"{op.name} {dtype} {layout}: {len(failed)} lengths wrong {[*failed]}{first}", flush=True)
+    sys.exit(wrong > 0)
+
+
+if __name__ == "__main__":
+    main()
