@@ -105,6 +105,18 @@ def test_threads_share_out_a_row(op: Op) -> None:
                 check_ring(ring, variant)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("op", [op for op in ALL if "block" in op.choices], ids=lambda op: op.name)
+def test_threads_of_a_row_share_out_its_blocks(op: Op, layout: str) -> None:
+    """Kernels of every length are made: each block is that of as many neighbouring lanes as it has vectors."""
+    for n in range(1, 2049) if SWEEP else (*range(121, 330, 4), *range(330, 2049, 100)):
+        call = kernel_calls.shaped(op, 5, n, FLOATS[n % 3], layout)
+        for block in op.choices["block"]:
+            variant = call._replace(attrs={**call.attrs, "block": block}).planned()[1].variant
+            source, _, name = variant.kernel.partition(":")
+            getattr(importlib.import_module(source), name)(variant)
+
+
 def check_row(tile: Any, shift: int) -> None:
     t, rank = np.arange(tile.threads_per_row)[:, None], np.arange(tile.cluster)
     counted, held = np.zeros(tile.n, int), 0
