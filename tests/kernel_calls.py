@@ -177,12 +177,12 @@ def run(call: Call, strict: bool = False) -> tuple[np.ndarray | None, ...]:
 def check(call: Call) -> None:
     """Raise AssertionError where an output is not the reference's.
 
-    Within twice the tolerance: that is measured on one order of additions, and a few rows do not show its worst.
+    Within four times the tolerance: that is what one order of additions loses in a few rows, not the most it could.
     """
     with np.errstate(all="ignore"):
         exact = testing.expected(call.op, call.arrays, call.attrs)
         allowed = testing.tolerances(call.op, call.arrays, call.attrs)
-    testing.compare(call.op, run(call), exact, tuple(None if a is None else 2 * a for a in allowed))
+    testing.compare(call.op, run(call), exact, tuple(None if a is None else 4 * a for a in allowed))
 
 
 def main() -> None:
