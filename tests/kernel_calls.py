@@ -61,12 +61,13 @@ class Call(NamedTuple):
     where: Mapping[str, Place]
     attrs: Mapping[str, Any]
     said: str
+    tile: Mapping[str, int] | None = None
 
     def planned(self) -> tuple[Binding, Plan]:
-        """By the heuristic, or what was measured to be better."""
+        """By the tile, where there is none by the heuristic or what was measured to be better."""
         given = {name: None if a is None else Array(a.shape, str(a.dtype)) for name, a in self.arrays.items()}
         binding = bind(self.op, given, self.attrs)
-        return binding, plan(binding, self.where, parse("sm_90a"), fixed=True)
+        return binding, plan(binding, self.where, parse("sm_90a"), fixed=True, tile=self.tile)
 
 
 def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Generator) -> Call:

@@ -150,9 +150,11 @@ def _rows_quantize(problem: Problem, tile: Tile) -> Iterator[Tile]:
     if "threads_per_row" not in tile:
         return
     row, whole = tile["threads_per_row"], tile["threads"]
+    # The lanes of a block are neighbours in a warp, and the heuristic gives it no fewer.
+    least = min(row, WARP) if problem.attrs["block"] else 1
     if tile.get("cluster", 1) == 1:
         for share in (row // 2, row, 2 * row):
-            if share >= 1 and (share <= WARP or share % WARP == 0) and share <= 1024:
+            if share >= least and (share <= WARP or share % WARP == 0) and share <= 1024:
                 for threads in dict.fromkeys((max(whole // share, 1) * share, share, max(256 // share, 1) * share)):
                     yield {**tile, "threads": threads, "threads_per_row": share}
     if "resident" in tile:

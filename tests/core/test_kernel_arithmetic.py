@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 
 from cute_ops.op import FLOATS, Op
+from cute_ops.testing import numpy_dtype
 
 sys.path.append(str(Path(__file__).parents[1]))
 import kernel_calls
@@ -44,6 +45,50 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
 def test_norms_of_a_few_elements_to_a_thread(op: Op, n: int) -> None:
     for dtype in ("float32", "bfloat16"):
         kernel_calls.check(kernel_calls.made(op, 5, n, dtype, "compact", np.random.default_rng(n)))
+
+
+@pytest.mark.parametrize("n", [65, 131, 136, 255])
+@pytest.mark.parametrize("op", NORMS, ids=lambda op: op.name)
+def test_weights_of_rows_that_start_anywhere(op: Op, n: int) -> None:
+    for i, kind in enumerate(FLOATS):
+        layout = LAYOUTS[n % 2]
+        call = kernel_calls.made(op, 3, n, FLOATS[(n + i) % 3], layout, np.random.default_rng(n + i))
+        given = {name: a for name, a in call.arrays.items() if a is not None}
+        weights = {name: a.astype(numpy_dtype(kind)) for name, a in given.items() if a.ndim == 1}
+        places = {name: kernel_calls.place(op.inputs[name], a, layout) for name, a in weights.items()}
+        kernel_calls.check(call._replace(arrays={**call.arrays, **weights}, where={**call.where, **places}))
+
+
+# One of each form of a norm's kernels, which heuristics choose for longer or more rows than fit a test.
+ROW = {"threads": 64, "threads_per_row": 32, "unit": 1}
+WIDE = {"threads": 64, "threads_per_row": 64, "unit": 1}
+FORWARD = [
+    ROW, {**ROW, "unroll": 2}, {**ROW, "unit": 8, "late": 1}, {**WIDE, "cluster": 2, "packed": 1, "resident": 2},
+    {**WIDE, "cluster": 4, "staged": 1, "late": 1}, {**ROW, "staged": 1, "unit": 8},
+    {**ROW, "cluster": 1, "stages": 2, "resident": 1, "parts": 64},
+    {**WIDE, "cluster": 2, "stages": 3, "resident": 1, "parts": 8, "sorted_by": 8}, {"threads": 64, "long": 1},
+]  # fmt: skip
+PARTS = {"stages": 2, "resident": 1, "parts": 64}
+BACKWARD = [
+    {**ROW, **PARTS, "cluster": 1}, {**WIDE, **PARTS, "cluster": 2}, {**WIDE, **PARTS, "cluster": 4, "stages": 3},
+    {**WIDE, **PARTS, "cluster": 2, "parts": 3, "sorted_by": 8, "stages": 3},
+    {**WIDE, **PARTS, "cluster": 4, "balanced": 1, "sorted_by": 8}, {**ROW, **PARTS, "cluster": 1, "unit": 8},
+    {"threads": 64, "parts": 5, "long": 1},
+]  # fmt: skip
+FORMS = [
+    pytest.param(op, tile, id=f"{op.name}-{i}")
+    for op in NORMS if "fp8" not in op.name
+    for i, tile in enumerate(BACKWARD if "dout" in op.inputs else FORWARD)
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "tile"), FORMS)
+def test_every_form_of_a_norm(op: Op, tile: dict[str, int]) -> None:
+    for i, n in enumerate((24, 129, 264)):
+        # Of a tile for rows off a vector, rows on one are no problem; the reverse is none that a heuristic gives.
+        if n % 8 == 0 or tile.get("unit", 1) > 1 or "sorted_by" in tile or tile.get("long"):
+            call = kernel_calls.made(op, 21, n, FLOATS[(i + len(tile)) % 3], "compact", np.random.default_rng(n))
+            kernel_calls.check(call._replace(tile=tile))
 
 
 def dropping(self: Any) -> Any:

@@ -17,7 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from cute_ops.candidates import candidates, objection
 from cute_ops.op import FLOATS, Op
+from cute_ops.plan import problem_of
+from cute_ops.target import parse
 
 sys.path.append(str(Path(__file__).parents[1]))
 import interpreter
@@ -115,6 +118,25 @@ def test_threads_of_a_row_share_out_its_blocks(op: Op, layout: str) -> None:
             variant = call._replace(attrs={**call.attrs, "block": block}).planned()[1].variant
             source, _, name = variant.kernel.partition(":")
             getattr(importlib.import_module(source), name)(variant)
+
+
+@pytest.mark.parametrize("op", [op for op in ROW_OPS if op.tuning], ids=lambda op: op.name)
+def test_candidates_share_out_a_row(op: Op) -> None:
+    """As much as the heuristic's, so do the tiles that tuning may choose."""
+    turn = ALL.index(op)
+    for i, n in enumerate(range(1, 2049, 16) if SWEEP else (17 + turn, 200 + turn, 512, 2049 + turn, 50257)):
+        call = kernel_calls.shaped(op, ROWS[i % 5], n, FLOATS[(i + turn) % 3], LAYOUTS[i % 4])
+        chosen = {name: values[i % len(values)] for name, values in op.choices.items()}
+        call = call._replace(attrs={**call.attrs, **chosen})
+        problem = problem_of(call.planned()[0], call.where, parse("sm_90a"))
+        assert op.tuning is not None
+        for tile in candidates(op.tuning, problem, op.tile(problem)):
+            if not objection(op.tuning, problem, tile):
+                variant = call._replace(tile=tile).planned()[1].variant
+                source, _, name = variant.kernel.partition(":")
+                made = getattr(importlib.import_module(source), name)(variant).form.tile
+                if isinstance(made, module("_rows").RowTile):
+                    check_row(made, 0)
 
 
 def check_row(tile: Any, shift: int) -> None:
