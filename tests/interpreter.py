@@ -28,7 +28,7 @@ now = Names(mask=np.ones(1, bool), count=1, memory=None)  # the threads that run
 class Lanes(np.ndarray):
     """A number per thread, or a vector per thread; one number alone stands for all threads'."""
 
-    width = 0
+    width = 0  # no kernel needs it, one puts it into the name of an instruction
     shape = property(lambda self: np.ndarray.shape.__get__(self)[:-1])
 
     def to(self, kind):
@@ -285,7 +285,7 @@ def jit(function):
         definition = Rewrite().visit(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0])
         definition.decorator_list = []
         space = function.__globals__ | {"__dsl": sys.modules[__name__]}
-        exec(compile(ast.unparse(definition), inspect.getfile(function), "exec"), space)
+        exec(compile(ast.unparse(definition), f"<{function.__module__}.{function.__qualname__}>", "exec"), space)
         return space[function.__name__]
 
     return wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
