@@ -318,6 +318,7 @@ ARCH = Names(
     shuffle_sync=lambda x, offset, mask_and_clamp=31: shuffle(  # the upper byte tells a warp's parts from each other
         x, lane() & mask_and_clamp >> 8 | offset & ~(mask_and_clamp >> 8)
     ),
+    load=lambda p, kind, **_: Tensor(p._replace(kind=kind), 1)[0],
     warp_redux_sync=lambda x, _: warp_reduction(x, np.maximum), rcp_approx=lambda x: 1 / Float32(x),
     vote_ballot_sync=lambda x: warp_reduction(Int64(x) << lane(), operator.or_).to(Int32),
     bfind=lambda x: Int32(np.frexp(np.where(x < 0, ~x, x).astype(float))[1] - 1),
@@ -332,7 +333,7 @@ ARCH = Names(
 )  # fmt: skip
 MATH = Names(
     rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),
-    exp2=lambda x, **_: np.exp2(x), absf=np.abs,
+    exp2=lambda x, **_: np.exp2(x), exp=lambda x, **_: np.exp(x), absf=np.abs,
 )  # fmt: skip
 COPIES = Names(
     CopyG2ROp=Names, CopyR2GOp=Names, LoadCacheMode=Names(GLOBAL=0, ALWAYS=0),

@@ -131,13 +131,9 @@ def place(tensor: Any, array: np.ndarray, layout: str) -> Place:
     return Place(tuple(strides), size if tensor.dims and layout in ("off", "apart") else 0)
 
 
-def run(call: Call, strict: bool = False) -> tuple[np.ndarray | None, ...]:
-    """The outputs of the kernels, each byte of them stored once.
-
-    Args:
-        call: the call.
-        strict: whether loads end with a tensor; else they may go on to the next multiple of 16 bytes. Before one that
-            starts elsewhere is memory.
+def run(call: Call) -> tuple[np.ndarray | None, ...]:
+    """The outputs of the kernels. Each byte of them is stored once, and nothing past a tensor's end is read; before one
+    that starts off 16 bytes is memory.
     """
     binding, found = call.planned()
     memory = interpreter.now.memory = interpreter.Memory()
@@ -150,7 +146,7 @@ def run(call: Call, strict: bool = False) -> tuple[np.ndarray | None, ...]:
         kind, where = KINDS[key.dtype], call.where.get(name, Place(compact(array.shape)))
         count = 1 + sum((n - 1) * s for n, s in zip(array.shape, where.strides, strict=True)) if array.shape else 1
         shift, size = where.address % VECTOR, kind.size * (count if math.prod(array.shape) else 0)
-        start = memory.grow(shift + size + (0 if strict else -(shift + size) % VECTOR))[0]
+        start = memory.grow(shift + size)[0]
         places[name] = start + shift, size, kind, array.shape, where.strides
         view = found.views.get(name, View(array.shape, where.strides))
         shape = tuple(interpreter.Int64(n) if k is None else n for n, k in zip(view.shape, key.shape, strict=True))

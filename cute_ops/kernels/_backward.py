@@ -103,9 +103,6 @@ class NormBackward(RowWalk):
         scaled = dout * rstd
         rest = x * pull if push is None else x * pull + push
         dx = (scaled if rWeight is None else scaled * scale(rWeight[k], self.weight_offset)) - rest
-        if self.sum.centred and self.n == 1:
-            # A number less itself, as it has no gradient: the difference of two products would be what they round.
-            dx = x
         if slots[2] is not None:
             dx = dx + widen(self.ring.read(slots[2], k, stage))
         for mDx, place in zip(outputs, places):
