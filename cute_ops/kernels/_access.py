@@ -20,26 +20,25 @@ from cute_ops.kernels._vectors import (
 
 
 @cute.jit
-def load_tail(
-    vectors: cutlass.Constexpr, base: Int64, first: cutlass.Constexpr, tile: cutlass.Constexpr, edge: cutlass.Constexpr
-):
-    """Load the vector that :meth:`RowTile.edge` leaves of a row, element by element.
+def load_tails(held: cutlass.Constexpr, first: cutlass.Constexpr, tile: cutlass.Constexpr, edge: cutlass.Constexpr):
+    """Load the vectors that :meth:`RowTile.edge` leaves of a row of each input, element by element, by one branch.
 
     Args:
-        vectors, first: a thread's vectors, and the columns that they begin with.
-        base: address of the row.
+        held: a thread's vectors of each input, and the address of its row.
+        first: the columns that these vectors begin with.
     """
     bound, tail = edge
     if const_expr(tile.v.masked):
         if tail:
-            _load_tails(vectors, base, first, tile, bound)
+            _each_tail(held, first, tile, bound)
 
 
-def _load_tails(vectors, base, first, tile, bound):
-    for k, rX in enumerate(vectors):
-        if tile.ends_outside(k):
-            address = base + Int64(first[k]) * (rX.element_type.width // 8)
-            load_first_if((first[k] >= bound) & (first[k] < tile.n), rX, address, tile.n - first[k])
+def _each_tail(held, first, tile, bound):
+    for vectors, base in held:
+        for k, rX in enumerate(vectors):
+            if tile.ends_outside(k):
+                address = base + Int64(first[k]) * (rX.element_type.width // 8)
+                load_first_if((first[k] >= bound) & (first[k] < tile.n), rX, address, tile.n - first[k])
 
 
 class RowAccess:
@@ -73,27 +72,31 @@ class RowAccess:
             inside = (start >= 0) & (start < self.n)
             fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), wanted & inside)
 
-    def load(self, mX, name, row, first, wanted):
-        """This thread's vectors of a row, all on their way together; ``empty`` where the row is not wanted."""
-        base = row_address(mX, self.variant.tensors[name], row, self.n)
-        vectors = [fragment(mX.element_type, self.tile.vec) for _ in first]
-        for rX in vectors:
-            rX.fill(self.empty)
-        self._load(vectors, base, first, self.tile.edge(row, row_count(mX)), wanted)
-        return vectors
+    def load(self, inputs, names, row, first, wanted):
+        """This thread's vectors of a row of each input, all on their way together; ``empty`` where the row is not
+        wanted.
+        """
+        held = []
+        for mX, name in zip(inputs, names):
+            vectors = [fragment(mX.element_type, self.tile.vec) for _ in first]
+            for rX in vectors:
+                rX.fill(self.empty)
+            held.append((vectors, row_address(mX, self.variant.tensors[name], row, self.n)))
+        if held:
+            self._load(held, first, self.tile.edge(row, row_count(inputs[0])), wanted)
+        return [vectors for vectors, _ in held]
 
     @cute.jit
-    def _load(
-        self, vectors: cutlass.Constexpr, base, first: cutlass.Constexpr, edge: cutlass.Constexpr, wanted: Boolean
-    ):
+    def _load(self, held: cutlass.Constexpr, first: cutlass.Constexpr, edge: cutlass.Constexpr, wanted: Boolean):
         if wanted:
-            for k in cutlass.range_constexpr(self.tile.per_thread):
-                address = base + Int64(first[k]) * (vectors[k].element_type.width // 8)
-                if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
-                    load_if(self.tile.wanted(k, first[k], edge[0]), vectors[k], address)
-                else:
-                    load(vectors[k], address)
-            load_tail(vectors, base, first, self.tile, edge)
+            for vectors, base in held:
+                for k in cutlass.range_constexpr(self.tile.per_thread):
+                    address = base + Int64(first[k]) * (vectors[k].element_type.width // 8)
+                    if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
+                        load_if(self.tile.wanted(k, first[k], edge[0]), vectors[k], address)
+                    else:
+                        load(vectors[k], address)
+            load_tails(held, first, self.tile, edge)
 
     def trim(self, rX, k, first):
         """Make what a loaded vector holds of the row's neighbours ``empty``."""

@@ -77,7 +77,7 @@ class NormBackwardFew(NormBackward):
                 if const_expr(mX is not None):
                     address = row_address(mX, self.variant.tensors[name], row, self.n)
                     wanted = row < count if const_expr(name == self.names[0]) else (row < count) & mine[stage]
-                    self.ring.fetch(sX, address, first, wanted, self.tile.edge(row, count), Int32(stage))
+                    self.ring.fetch(sX, address, first, wanted, self.tile.readable(row, count), Int32(stage))
             cute.arch.cp_async_commit_group()
         held = []
         if const_expr(any(m is not None for m in dcolumns)):

@@ -125,7 +125,9 @@ def _load_piece(
         source = cute.make_ptr(bits, address + place * size, cute.AddressSpace.gmem, assumed_align=bytes_)
         found = cute.make_rmem_tensor((1,), bits)
         found[0] = cute.arch.load(source, bits, sem="relaxed", scope="cta")
-        elements = cute.recast_tensor(found, rX.element_type)
+        # The layout is made anew: that of a single number would have no stride.
+        pointer = cute.recast_ptr(found.iterator, dtype=rX.element_type)
+        elements = cute.make_tensor(pointer, cute.make_layout(bytes_ // size))
         for j in cutlass.range_constexpr(bytes_ // size):
             rX[place + j] = elements[j]
 

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels._access import load_tail
+from cute_ops.kernels._access import load_tails
 from cute_ops.kernels._chain import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels._columns import column_vectors, scale
 from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors, row_address, row_count
@@ -105,6 +105,8 @@ class NormForward:
             (self._load_row(mX, "x", row, count, first), self._load_row(mResidual, "residual", row, count, first))
             for row, first in zip(rows, firsts)
         ]
+        for row, first, vectors in zip(rows, firsts, held):
+            self._load_tails(((mX, "x"), (mResidual, "residual")), vectors, row, count, first)
         columns = None
         if const_expr(not self.late):
             columns = self._load_weights(mWeight, mBias, firsts)
@@ -187,9 +189,21 @@ class NormForward:
             else:
                 load(rX, address)
             vectors.append(rX)
-        bound, tail = edge
-        load_tail(vectors, base, first, self.tile, (bound, (row < count) & tail if self.tile.v.shifted else tail))
         return vectors
+
+    def _load_tails(self, tensors, held, row, count, first):
+        """Load what :meth:`_load_row` leaves of a row of each tensor."""
+        bound, tail = self.tile.edge(row, count)
+        if self.tile.v.shifted:
+            tail = tail & (row < count)
+        else:
+            row = cutlass.min(row, count - 1)
+        found = [
+            (vectors, row_address(m, self.variant.tensors[name], row, self.n))
+            for (m, name), vectors in zip(tensors, held)
+            if isinstance(vectors, list)
+        ]
+        load_tails(found, first, self.tile, (bound, tail))
 
     def _store_row(self, mX, name, rX, row, count, first, k):
         address = row_address(mX, self.variant.tensors[name], row, self.n)

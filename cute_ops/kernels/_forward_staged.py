@@ -52,7 +52,7 @@ class NormForwardStaged(NormForward):
         for m, sX, name in zip(inputs, slots, self.names):
             if const_expr(m is not None):
                 address = row_address(m, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, row < count, self.tile.edge(row, count), Int32(0))
+                self.ring.fetch(sX, address, first, row < count, self.tile.readable(row, count), Int32(0))
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)

@@ -135,7 +135,7 @@ class HeldRows:
         context, wanted = self.function.begin(self.variant, numbers, row, there)
         held = slots
         if const_expr(slots is None):
-            held = [self.access.load(mX, name, row, first, wanted) for mX, name in zip(inputs, self.function.inputs)]
+            held = self.access.load(inputs, self.function.inputs, row, first, wanted)
             let_next_start(self.chained)
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 for rX in held:
@@ -143,7 +143,7 @@ class HeldRows:
         else:
             for mX, sX, name in zip(inputs, slots, self.function.inputs):
                 address = row_address(mX, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, wanted, self.tile.edge(row, count), Int32(0))
+                self.ring.fetch(sX, address, first, wanted, self.tile.readable(row, count), Int32(0))
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             let_next_start(self.chained)

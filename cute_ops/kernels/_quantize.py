@@ -87,6 +87,8 @@ class QuantizeRows(NormForward):
             [self._load_row(m, name, row, count, first) for m, name in zip(inputs, self.source.names)]
             for row, first in zip(rows, firsts)
         ]
+        for row, first, vectors in zip(rows, firsts, held):
+            self._load_tails(list(zip(inputs, self.source.names)), vectors, row, count, first)
         loaded = None
         if const_expr(not self.late):
             loaded = self._load_weights(*columns, firsts)

@@ -70,14 +70,14 @@ class QuantizeStaged(QuantizeRows):
 
         wait_for_previous(self.chained)
         held = [(sX, address) for sX, address in zip(slots, bases) if sX is not None]
-        edge = self.tile.edge(row, count)
+        readable = self.tile.readable(row, count)
         # A group for every vector: the first look at them begins while the last ones are on their way.
         for k in cutlass.range_constexpr(self.tile.per_thread):
             for sX, address in held:
                 begins = self.ring.begins(sX, address, first) if const_expr(self.windowed) else first
-                self.ring.fetch(sX, address, begins, row < count, edge, Int32(0), [k])
+                self.ring.fetch(sX, address, begins, row < count, readable, Int32(0), [k])
                 if const_expr(self.windowed and k == self.tile.per_thread - 1):
-                    self.ring.fetch_last(sX, address, rank, row < count, edge)
+                    self.ring.fetch_last(sX, address, rank, row < count, readable)
             cute.arch.cp_async_commit_group()
         loaded = None
         if const_expr(not self.late):

@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_ops.kernels._rows import ITEMSIZE, vector_address
-from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, load_first, opaque
+from cute_ops.kernels._rows import ITEMSIZE, VECTOR_BYTES, vector_address
+from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, opaque
 
 
 class RowRing:
@@ -61,46 +61,40 @@ class RowRing:
 
     @cute.jit
     def fetch(
-        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean,
-        edge: cutlass.Constexpr, stage: Int32,
+        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, readable, stage: Int32,
         ks: cutlass.Constexpr = None,
     ):  # fmt: skip
         """Start copying this thread's vectors of a row, or some of them; the caller commits the group.
 
         Args:
             valid: whether the row is there.
-            edge: from :meth:`RowTile.edge`.
+            readable: from :meth:`RowTile.readable`.
         """
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
             # Once, not again under the condition of every vector.
             address, tidx = opaque(address), opaque(tidx)
         for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
-            if valid and self.tile.wanted(k, first[k], edge[0]):
+            if valid and self.tile.wanted(k, first[k]):
                 source = vector_address(sX, address, self.tile, first[k], k)
-                self.copy(source, sX[None, None, tidx, k, stage])
-        if const_expr(self.tile.v.masked):
-            self._fetch_tail(sX, address, first, valid & edge[1], edge[0], stage, ks)
-
-    @cute.jit
-    def _fetch_tail(
-        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, tail: Boolean, bound: Int32, stage: Int32,
-        ks: cutlass.Constexpr,
-    ):  # fmt: skip
-        """Copy the vector that must not be copied whole."""
-        if tail:
-            for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
-                if const_expr(self.tile.ends_outside(k)):
-                    if (first[k] >= bound) & (first[k] < self.tile.n):
-                        source = address + Int64(first[k]) * (sX.element_type.width // 8)
-                        target = sX[None, None, cute.arch.thread_idx()[0], k, stage]
-                        self.copy_first(source, target, self.tile.n - first[k])
+                target = sX[None, None, tidx, k, stage]
+                if const_expr(self.tile.v.masked and self.tile.ends_outside(k)):
+                    self.copy_first(source, target, readable - first[k])
+                else:
+                    self.copy(source, target)
 
     def copy_first(self, source, target, room):
-        """Copy the first ``room`` elements of a vector; zeros for the others."""
-        rX = fragment(target.element_type, self.tile.vec)
-        load_first(rX, source, room)
-        cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+        """Start copying a vector of which only the first ``room`` elements may be read: the rest become zeros."""
+        dtype, bits = target.element_type, access_bits(target.element_type, self.tile.vec)
+        size = bits // 8
+        cache = "cg" if size == VECTOR_BYTES else "ca"
+        for i in range(cute.size(target, mode=[1])):
+            left = (room - i * (bits // dtype.width)) * (dtype.width // 8)
+            count = cutlass.min(cutlass.max(left, Int32(0)), Int32(size))
+            cute.arch.inline_ptx(
+                f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
+                read_only_args=[Int32(target[None, i].iterator.toint()), source + i * size, count],
+            )
 
     def copy(self, source, target):
         """Start copying a vector."""

@@ -75,7 +75,7 @@ class Segments:
     def _vectors(self, inputs, outputs, t, rank, row, there, wanted, context):
         function = self.function
         first = self.access.first(t, rank, row)
-        held = [self.access.load(m, name, row, first, wanted) for m, name in zip(inputs, function.inputs)]
+        held = self.access.load(inputs, function.inputs, row, first, wanted)
         let_next_start(self.chained)
         for k in range(self.tile.per_thread):
             values = tuple(rX[k].load().to(Float32) for rX in held)

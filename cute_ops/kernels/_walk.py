@@ -164,7 +164,7 @@ class RowWalk:
         for mX, sX, name in zip(inputs, slots, self.names):
             if mX is not None:
                 address = row_address(mX, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, row < count, self.tile.edge(row, count), stage)
+                self.ring.fetch(sX, address, first, row < count, self.tile.readable(row, count), stage)
         cute.arch.cp_async_commit_group()
 
     def _give(self, slots, kept, first, counts, step, before, pending, sSum, mbar):

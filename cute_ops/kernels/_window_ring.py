@@ -3,7 +3,6 @@
 See :mod:`cute_ops.kernels._windows` for how a vector is cut from two.
 """
 
-import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64
 
@@ -30,23 +29,20 @@ class WindowRing(RowRing):
         return [f - past for f in first]
 
     @cute.jit
-    def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean, edge: cutlass.Constexpr):
+    def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean, readable):
         """Start copying the vector past this CTA's own, which the last of its threads wants too.
 
         Args:
             address: of the row, in bytes.
             rank: this CTA in its cluster.
-            valid, edge: as :meth:`fetch` takes them.
+            valid, readable: as :meth:`fetch` takes them.
         """
         tile, dtype = self.tile, sX.element_type
         if cute.arch.thread_idx()[0] == 0:
             (begin,) = self.begins(sX, address, [Int32((rank + 1) * tile.per_thread * tile.threads * tile.vec)])
-            source = address + Int64(begin) * (dtype.width // 8)
-            target = self._vector(sX, tile.per_thread, Int32(0))
-            if valid & (begin < edge[0]):
-                self.copy(source, target)
-            elif valid & (begin < tile.n):
-                self.copy_first(source, target, tile.n - begin)
+            if valid & (begin < tile.n):
+                source = address + Int64(begin) * (dtype.width // 8)
+                self.copy_first(source, self._vector(sX, tile.per_thread, Int32(0)), readable - begin)
 
     @property
     def complete(self):
