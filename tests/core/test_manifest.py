@@ -139,7 +139,7 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     lines = [f"{file}:mine x:float32[4,64]", f"{file}:mine.grad dout:float32[4,64]"]
     assert (tmp_path / "m.txt").read_text().splitlines() == lines
-    calls = manifest.read(tmp_path / "m.txt")
+    calls = manifest.read(tmp_path / "m.txt", files=True)
     assert [call.op.name for call in calls] == ["mine", "mine_bwd"]
 
     # A program that has it from a module, its own or none's file: by the module, which can be imported.

@@ -74,7 +74,7 @@ def test_the_folder_holds_what_each_program_calls(exported: Path) -> None:
     held = bundle.Bundle(exported / "kernels")
     assert held.verify() == 4
     for name, program in programs.items():
-        variants = [bundle.variant_of(held.kernels[s]) for s in program["kernels"]]
+        variants = [held.variant(s) for s in program["kernels"]]
         assert {v.op for v in variants} == {"rmsnorm", "rmsnorm_bwd"}
         assert {v.arch for v in variants} == {name.partition(":")[0]}
 
