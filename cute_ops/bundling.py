@@ -67,13 +67,13 @@ def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, c
 
 
 def files(where: Path) -> set[str]:
-    """The files of a bundle that lies there, by its record.
+    """The files and folders of a bundle that lies there, by its record.
 
     Raises:
         OSError, ValueError: the record cannot be read.
     """
     record = schema.parse((where / "bundle.json").read_bytes(), bundle.RECORD)
-    found = {"bundle.json", *record["files"], *map(bundle.file_of, record["kernels"])}
+    found = {"bundle.json", "kernels", "licenses", *record["files"], *map(bundle.file_of, record["kernels"])}
     for name in found:
         trust.parts_of(name)
     return found

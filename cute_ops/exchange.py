@@ -2,7 +2,7 @@
 
 Linux exchanges two folders in one step (``renameat2``). Where a file system does not, NFS for one, the old one is moved
 aside first: a process that is killed just then leaves nothing under the name, and what was there beside it, in
-``.<name>.cute_tmp-*/made``.
+``.<name>.cute_tmp-*/before``, until the next writer puts that back.
 """
 
 from __future__ import annotations
@@ -28,16 +28,36 @@ def check_replaceable(where: Path, ours: Callable[[Path], set[str]], what: str) 
     """Raise unless a folder is missing, empty, or holds nothing but what we wrote.
 
     Args:
-        ours: the files of such a folder, by its record; raises ValueError or OSError where that cannot be read.
+        ours: the files and empty folders of such a folder, by its record; raises ValueError or OSError where that
+            cannot be read.
         what: what we write, for messages: ``bundle``.
 
     Raises:
         CacheError: it holds something else, which replacing it would delete.
     """
-    if not os.path.lexists(where):
-        return
-    if not where.is_dir():
-        raise CacheError(f"cute_ops: {where} is not a folder: name another one")
+    while True:
+        if not os.path.lexists(where):
+            return
+        if not where.is_dir():
+            raise CacheError(f"cute_ops: {where} is not a folder: name another one")
+        before = where.stat()
+        try:
+            _check_holds_ours(where, ours, what)
+            return
+        except (CacheError, OSError):
+            if not _is_another(where, before):
+                raise
+
+
+def _is_another(where: Path, before: os.stat_result) -> bool:
+    """Whether somebody has replaced a folder since."""
+    try:
+        return not os.path.samestat(where.stat(), before)
+    except FileNotFoundError:
+        return True
+
+
+def _check_holds_ours(where: Path, ours: Callable[[Path], set[str]], what: str) -> None:
     found = _leaves(where)
     if not found:
         return
@@ -72,10 +92,8 @@ def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Itera
     prefix = f".{where.name}.cute_tmp-"
     for left in [path for path in where.parent.iterdir() if path.name.startswith(prefix)]:
         _clear_abandoned(left, where, ours)
-    staging = Path(tempfile.mkdtemp(prefix=prefix, dir=where.parent))
-    handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    staging, handle = _new_folder(where.parent, prefix)
     try:
-        locks.acquire(handle)  # as long as this process lives
         made = staging / "made"
         made.mkdir()
         yield made
@@ -85,6 +103,20 @@ def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Itera
         storage.sync_folder(where.parent)
     finally:
         _clear(staging, ours)
+        os.close(handle)
+
+
+def _new_folder(where: Path, prefix: str) -> tuple[Path, int]:
+    """A new folder, open and locked as long as this process lives."""
+    while True:
+        path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
+        try:
+            handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            continue  # someone took it for abandoned before it was locked
+        locks.acquire(handle)
+        if path.exists():
+            return path, handle
         os.close(handle)
 
 
@@ -105,21 +137,28 @@ def _put(made: Path, where: Path) -> None:
 
 def _exchange(one: Path, other: Path) -> None:
     """Let two folders change names, in one step where the system can."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is not None:
-        if rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE) == 0:
-            return
-        code = ctypes.get_errno()
-        if code not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
-            raise OSError(code, os.strerror(code), str(other))
+    code = _renameat2(one, other)
+    if not code:
+        return
+    if code not in (errno.ENOSYS, errno.EINVAL, errno.EOPNOTSUPP):
+        raise OSError(code, os.strerror(code), str(other))
     aside = one.with_name("before")
-    other.rename(aside)
     try:
+        other.rename(aside)
         one.rename(other)
     except BaseException:
-        aside.rename(other)
+        if aside.exists() and not os.path.lexists(other):
+            aside.rename(other)
         raise
-    aside.rename(one)
+
+
+def _renameat2(one: Path, other: Path) -> int:
+    """Exchange two names; 0, or what kept it."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return errno.ENOSYS
+    failed = rename(_HERE, os.fsencode(one), _HERE, os.fsencode(other), _EXCHANGE)
+    return ctypes.get_errno() if failed else 0
 
 
 def _clear_abandoned(staging: Path, where: Path, ours: Callable[[Path], set[str]]) -> None:
@@ -148,11 +187,14 @@ def _clear(staging: Path, ours: Callable[[Path], set[str]]) -> None:
         except (OSError, ValueError):
             continue
         for name in listed:
-            (folder / name).unlink(missing_ok=True)
-        for inner in sorted({folder / name for name in listed}, reverse=True):
-            _remove_empty(inner.parent, folder.parent)
+            with suppress(FileNotFoundError, NotADirectoryError, IsADirectoryError):
+                (folder / name).unlink()
+        for name in sorted(listed, reverse=True):
+            _remove_empty(folder / name, folder.parent)
     if staging.exists() and not _remove_empty(staging, staging.parent):
-        log.warning("files that are not ours are left in %s", staging)
+        kept = staging.with_name(staging.name.removeprefix(".").replace("cute_tmp", "kept"))
+        staging.rename(kept)
+        log.warning("files that are not ours are kept in %s", kept)
 
 
 def _remove_empty(folder: Path, end: Path) -> bool:
@@ -160,7 +202,7 @@ def _remove_empty(folder: Path, end: Path) -> bool:
     while folder != end:
         try:
             folder.rmdir()
-        except FileNotFoundError:
+        except (FileNotFoundError, NotADirectoryError):
             pass
         except OSError:
             return False
