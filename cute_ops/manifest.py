@@ -254,9 +254,12 @@ class Recorder:
             log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
             return
         try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.write(handle, f"{call}\n".encode())
+                # What was edited by hand may not end its last line, and who was killed may have written half of one.
+                size = os.fstat(handle).st_size
+                apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
+                os.write(handle, f"{apart}{call}\n".encode())
             finally:
                 os.close(handle)
         except OSError as error:
