@@ -26,7 +26,7 @@ def parse(text: str | bytes, shape: Any) -> Any:
         ValueError: it is no JSON, or has another shape; says where.
     """
     try:
-        value = json.loads(text)
+        value = json.loads(text.decode() if isinstance(text, bytes) else text)  # no other encoding is guessed
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     check(value, shape)

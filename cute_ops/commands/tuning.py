@@ -108,7 +108,9 @@ def _table(outcomes: Sequence) -> Table:
     return table
 
 
-def _trials(name: str, dtypes: Sequence[str], sizes: Sequence[int] | None, rows: int | None, files: bool) -> Iterator:
+def _trials(
+    name: str, dtypes: Sequence[str], sizes: Sequence[int] | None, rows: int | None, files: bool = False
+) -> Iterator:
     """Calls of an op by its cases or sizes, of every op of a file, or of a manifest."""
     from cute_ops.tuner import Trial
 

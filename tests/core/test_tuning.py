@@ -616,19 +616,27 @@ def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.Mon
 
 
 @pytest.mark.fault(
-    "a tuning file that is damaged or of another format", "one sentence, and the heuristics' tiles run",
-    "what was measured",
+    "a tuning file that is damaged", "one sentence, and the heuristics' tiles run; who measures keeps it aside",
+    "what was measured, until somebody mends the file",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "Expecting property name"),
-        ("[]", "it is no list of winners"),
-        ('{"format": 1}', "it is no list of winners (KeyError: 'winners')"),
-        ('{"format": 99, "winners": []}', "it has format 99, this version of cute_ops reads 1"),
-        ('{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": {"threads": "many"}}]}', "integers"),
-        ('{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": 7}]}', "it is no list of winners"),
+        ("[]", "it is a list, expected an object"),
+        ('{"format": 1}', "it has no 'winners'"),
+        ('{"format": true, "winners": []}', "format is true, expected an integer"),
+        (
+            '{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": {"threads": "many"}}]}',
+            'winners[0].tile.threads is "many", expected an integer',
+        ),
+        (
+            '{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": 7}]}',
+            "winners[0].tile is 7, expected an object",
+        ),
         ("\x00" * 99, "Expecting value"),
+        ("[" * 1_000_000, "its JSON is nested too deeply"),
+        ('{"format": 1, "winners": [' * 100_000, "its JSON is nested too deeply"),
     ],
 )
 def test_a_file_that_is_none_is_ignored_with_a_sentence(
@@ -639,8 +647,36 @@ def test_a_file_that_is_none_is_ignored_with_a_sentence(
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
     (record,) = caplog.records
     assert "tuning.json is ignored: " in record.getMessage() and reason in record.getMessage()
-    # Measuring anew replaces it.
+    # Measuring anew keeps it under another name.
     assert remembered({"threads": 64}) and plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert (cache_folder / "tuning.json.damaged").read_text() == text
+
+
+@pytest.mark.fault(
+    "a tuning file of a newer version", "the heuristics' tiles run; to measure is an error, which says what to do",
+    "nothing",
+)  # fmt: skip
+def test_a_file_of_a_newer_version_is_left_alone(cache_folder: Path, caplog: Any) -> None:
+    op = remembered({"threads": 64})
+    newer = '{"format": 99, "winners": {"of": "another kind"}}'
+    for path in (cache_folder / "tuning.json", cache_folder / "shipped.json"):
+        path.write_text(newer)
+        with pytest.raises(cache.CacheError, match=r"of another version of cute_ops .*: what was measured is not kept"):
+            remembered({"threads": 64}, path=None if path.name == "tuning.json" else path)
+        assert path.read_text() == newer
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert "it has format 99, this version of cute_ops reads 1" in caplog.text
+
+
+@pytest.mark.fault("a link in place of the tuning file, and something is measured", "an error", "nothing")
+def test_a_link_is_not_written_through(cache_folder: Path, tmp_path: Path) -> None:
+    """It was replaced by a file that lacked what the linked one held."""
+    remembered({"threads": 64})
+    (cache_folder / "tuning.json").rename(tmp_path / "elsewhere.json")
+    (cache_folder / "tuning.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(cache.CacheError, match="is a link: what was measured is not kept; name the file"):
+        remembered({"threads": 256})
+    assert len(tuning.read(tmp_path / "elsewhere.json")) == 1
 
 
 @pytest.mark.fault("a tuning file that others can write, or a link", "it is ignored with a sentence", "nothing")
