@@ -30,6 +30,7 @@ from cute_ops.variant import Variant
 log = logging.getLogger("cute_ops")
 FORMAT = 1
 GROUP = "cute_ops.bundles"
+_LONGEST = 2000  # of an error's text, which repeats what is wrong
 RECORD = {
     "format": int, "platform": str, "versions": {str: str}, "targets": [str], "kernels": {str: object},
     "files": {str: str},
@@ -207,10 +208,10 @@ class Bundle:
         return data
 
     def _refusal(self, problem: str) -> CacheError:
-        return CacheError(f"cute_ops: bundle {self.where} {problem}")
+        return CacheError(f"cute_ops: bundle {self.where} {problem[:_LONGEST]}")
 
     def _misfit(self, problem: str) -> Misfit:
-        return Misfit(f"cute_ops: bundle {self.where} {problem}")
+        return Misfit(f"cute_ops: bundle {self.where} {problem[:_LONGEST]}")
 
 
 def file_of(symbol: str) -> str:

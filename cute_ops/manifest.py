@@ -33,6 +33,7 @@ from cute_ops.target import Target
 from cute_ops.variant import VECTOR, Variant
 
 log = logging.getLogger("cute_ops")
+_LONGEST = 2000  # of an error's text, which repeats what is wrong
 ROWS = 4096  # what ``*`` stands for
 HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One a line: op, inputs, attributes.\n"
 _INPUT = re.compile(r"(\w+):(\w+)\[([*\d,]*)\](?:/strides=([\d,]+))?(?:/align=(\d+))?")
@@ -101,7 +102,7 @@ def parse(text: str, source: str = "manifest", files: bool = False) -> list[Call
         try:
             call = _call(words, files)
         except (ValueError, TypeError, RecursionError) as error:
-            raise ValueError(f"{source}, line {number}: {error}") from error
+            raise ValueError(f"{source}, line {number}: {str(error)[:_LONGEST]}") from error
         calls.setdefault(str(call), call)
     return list(calls.values())
 

@@ -164,7 +164,7 @@ def load(path: str | Path) -> Callable[..., Any]:
             "can change, from a source that you trust"
         ) from error
     except (OSError, ValueError) as error:
-        raise CacheError(f"cute_ops: {where} holds no exported program: {error}") from error
+        raise CacheError(f"cute_ops: {where} holds no exported program: {str(error)[:2000]}") from error
 
 
 def _loaded(where: Path, folder: trust.Folder) -> Callable[..., Any]:
