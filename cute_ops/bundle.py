@@ -17,6 +17,7 @@ import platform
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
@@ -59,6 +60,8 @@ class Bundle:
 
     def __init__(self, where: Path, installed: bool = False) -> None:
         self.where, self._installed = where, installed
+        with suppress(FileNotFoundError):  # the working directory, which may be gone, and which a program may change
+            self.where = where.absolute()
         # With the folder that they are of.
         self._record: tuple[tuple[int, int], Mapping[str, Any]] = (0, 0), {}
         self._sources: tuple[tuple[int, int], Mapping[tuple[str, str], str]] = (0, 0), {}

@@ -213,7 +213,12 @@ def _stored(variant: Variant, use: Callable[[Folder, bytes], T], locked: bool = 
     path = where / f"{variant.symbol}.so"
     if not os.path.lexists(path):
         return None
-    with storage.opened(where) as folder:
+    try:
+        opened = storage.opened(where)
+    except OSError as error:
+        log.warning("cache folder %s cannot be read (%s)", where, error)
+        return None
+    with opened as folder:
         try:
             record = schema.parse(folder.read(f"{variant.symbol}.json"), ENTRY)
             data = folder.read(path.name)

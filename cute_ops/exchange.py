@@ -58,8 +58,7 @@ def _is_another(where: Path, before: os.stat_result) -> bool:
 
 
 def _check_holds_ours(where: Path, ours: Callable[[Path], set[str]], what: str) -> None:
-    found = _leaves(where)
-    if not found:
+    if not any(where.iterdir()):
         return
     try:
         listed = ours(where)
@@ -70,7 +69,7 @@ def _check_holds_ours(where: Path, ours: Callable[[Path], set[str]], what: str) 
             f"cute_ops: {where} holds a {what} whose record cannot be read ({error}), so nobody can say what else is "
             "in there: name another folder, or delete it yourself"
         ) from error
-    if other := sorted(found - listed):
+    if other := sorted(_leaves(where) - listed):
         names = ", ".join(other[:3]) + (" and more" if len(other) > 3 else "")
         raise CacheError(
             f"cute_ops: {where} holds {names}, not written by us: move that elsewhere, or name another folder"

@@ -150,6 +150,7 @@ def _write(path: Path, lines: Iterable[str]) -> int:
     else:
         where = path.resolve()
         where.touch()  # with the rights that new files have
+        storage.sweep(where.parent)
         storage.write_whole(where, text.encode(), where.stat().st_mode)
     return len(lines)
 

@@ -19,7 +19,8 @@ from typing import TypeVar
 OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the mode bits by which somebody else may write
 _LINKS = 40  # as many as Linux follows
 _TRIES = 100
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # to search it is enough
+_LARGEST = 1 << 30  # bytes of a file that is read whole; a kernel has some 50 thousand
 T = TypeVar("T")
 
 
@@ -86,8 +87,11 @@ class Folder:
             # Without waiting for the writer of a pipe.
             handle = _open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, inner, name)
             opened.append(handle)
-            if not stat.S_ISREG(self._checked(os.fstat(handle), name).st_mode):
+            status = self._checked(os.fstat(handle), name)
+            if not stat.S_ISREG(status.st_mode):
                 raise Untrusted(f"holds {name}, which is not a file")
+            if status.st_size > _LARGEST:
+                raise Untrusted(f"holds {name}, which is too large ({status.st_size} bytes)")
             with os.fdopen(handle, "rb", closefd=False) as file:
                 return file.read()
         finally:
@@ -161,9 +165,11 @@ def parts_of(name: str) -> list[str]:
         Untrusted: the name leads out of the folder.
     """
     parts = name.split("/")
-    if any(part in ("", ".", "..") or "\0" in part for part in parts):
-        raise Untrusted(f"names {name!r}, which is no file inside of it")
-    return parts
+    with suppress(UnicodeEncodeError):
+        os.fsencode(name)
+        if not any(part in ("", ".", "..") or "\0" in part for part in parts):
+            return parts
+    raise Untrusted(f"names {name[:200]!r}, which is no file inside of it")
 
 
 def read_one_state(where: Path, read: Callable[[Folder], T], installed: bool = False) -> T:

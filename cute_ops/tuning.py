@@ -186,6 +186,7 @@ def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
         known = _known(where)
         known.update((winner.key, winner) for winner in winners)
         try:
+            storage.sweep(where.parent)
             storage.write_whole(where, dump(known.values()).encode(), 0o600 if path is None else 0o644)  # to be shipped
         except OSError as error:
             raise CacheError(f"cute_ops: {where} cannot be written ({error}): what was measured is not kept") from error
@@ -195,8 +196,9 @@ def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
 
 def _known(where: Path) -> dict[Key, Winner]:
     """What is in a file that is to be written anew. One that cannot be read is kept under another name."""
-    if where.is_symlink():
-        raise CacheError(f"cute_ops: {where} is a link: what was measured is not kept; name the file that it leads to")
+    if where.is_symlink() or (where.exists() and not where.is_file()):
+        kind = "a link: what was measured is not kept; name the file that it leads to"
+        raise CacheError(f"cute_ops: {where} is {kind if where.is_symlink() else 'no file: name another one'}")
     try:
         return parse(where.read_bytes())
     except FileNotFoundError:

@@ -14,6 +14,7 @@ made for that: where it dies or does not answer, the case is counted apart. Who 
 from __future__ import annotations
 
 import argparse
+import copy
 import hashlib
 import json
 import logging
@@ -83,7 +84,7 @@ def change_json(rng: random.Random, data: bytes) -> bytes:
         (holder, key), (other, name) = rng.choice(found), rng.choice(found)
         kind = rng.randrange(7)
         if kind <= 2:
-            holder[key] = rng.choice(VALUES)
+            holder[key] = copy.deepcopy(rng.choice(VALUES))
         elif kind == 3:
             del holder[key]
         elif kind == 4 and isinstance(holder, dict):
@@ -91,7 +92,7 @@ def change_json(rng: random.Random, data: bytes) -> bytes:
         elif kind == 5:
             holder[key] = json.loads(json.dumps(other[name]))
         else:
-            holder[key] = rng.choice(([holder[key]], {"x": holder[key]}, str(holder[key]), [holder[key]] * 100))
+            holder[key] = rng.choice(([holder[key]], {"x": holder[key]}, str(holder[key]), [holder[key]]))
     return json.dumps(value).encode()
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from cute_ops import bundle, bundling, cache, manifest
@@ -44,7 +45,7 @@ def record(
     except ValueError as error:
         fail(error)
     hint = "" if calls else "; kernels run on a GPU only: on a CPU the references ran"
-    console.print(f"{out}: {calls} kinds of calls{hint}")
+    console.print(f"{out}: {calls} kinds of calls{hint}", markup=False)
     raise typer.Exit(code)
 
 
@@ -63,7 +64,7 @@ def model(
         calls = calls_of_model(settings, dtype or None, train=train)
     except (OSError, ValueError, KeyError) as error:
         fail(f"{config}: {error}")
-    console.print(f"{out}: {manifest.write(out, calls)} kinds of calls")
+    console.print(f"{out}: {manifest.write(out, calls)} kinds of calls", markup=False)
 
 
 def build(
@@ -88,7 +89,7 @@ def build(
         fail(error)
     _report(built, start)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    console.print(f"{out}: {len(built)} kernels for {', '.join(map(str, wanted))}, {size / 1e6:.2f} MB")
+    console.print(f"{out}: {len(built)} kernels for {', '.join(map(str, wanted))}, {size / 1e6:.2f} MB", markup=False)
 
 
 def warm_up(manifests: Manifests, arch: Arches = None, allow_files: AllowFiles = False) -> None:
@@ -114,10 +115,12 @@ def show(where: Annotated[Path, typer.Argument(help="The bundle's folder.")]) ->
         fail(error)
     table = Table("kernel", "KB", "symbol")
     for symbol, record in found.kernels.items():
-        table.add_row(found.variant(symbol).describe(), f"{record['bytes'] / 1e3:.1f}", symbol)
+        names = (escape(name) for name in (found.variant(symbol).describe(), symbol))
+        table.add_row(next(names), f"{record['bytes'] / 1e3:.1f}", next(names))
     console.print(table)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    console.print(f"{where}: {count} kernels for {', '.join(found.targets)}, sound; {versions}", highlight=False)
+    text = f"{where}: {count} kernels for {', '.join(found.targets)}, sound; {versions}"
+    console.print(text, highlight=False, markup=False)
 
 
 def _read(paths: list[Path], files: bool) -> list[manifest.Call]:

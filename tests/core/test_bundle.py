@@ -362,6 +362,34 @@ def test_a_program_goes_on_with_a_new_bundle(made: Path, served: Path, cache_fol
     assert callable(cache.get(CALLS[1].variant(parse("sm_80")))) and cache.counters.bundled == before + 1
 
 
+def test_a_program_may_change_its_working_directory(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(served.parent)
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", served.name)
+    bundle.forget()
+    opened = Bundle(Path(served.name))
+    assert callable(bundle.load(wanted()))
+    monkeypatch.chdir("/")
+    assert opened.verify() == 4 and callable(bundle.load(CALLS[1].variant(parse("sm_90a"))))
+
+
+def test_names_are_shown_as_they_are(served: Path, tmp_path: Path) -> None:
+    """What looks like a style, which ended the command, or like a terminal's escape sequence."""
+    odd = Path(served.rename(tmp_path / "[bold]bundle[red]"))
+
+    def rename(record: dict) -> None:
+        kernel = record["kernels"].pop(wanted().symbol)
+        kernel["variant"]["op"] = "[/red]"
+        record["kernels"]["[red]"] = kernel
+
+    (odd / "kernels" / f"{wanted().symbol}.so").rename(odd / "kernels" / "[red].so")
+    edit(odd, rename)
+    shown = run("bundle", "check", str(odd))
+    assert shown.returncode == 0 and not shown.stderr, shown.stderr
+    assert "[/red] sm_90a" in shown.stdout and "[bold]bundle[red]: 4 kernels" in shown.stdout
+    (odd / "bundle.json").unlink()
+    assert "[bold]bundle[red] has no bundle.json" in run("bundle", "check", str(odd)).stdout
+
+
 def sha256(where: Path, symbol: str) -> str:
     return hashlib.sha256((where / "kernels" / f"{symbol}.so").read_bytes()).hexdigest()
 

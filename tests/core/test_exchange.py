@@ -274,5 +274,7 @@ def test_a_folder_that_cannot_be_replaced_says_what_to_do(tmp_path: Path) -> Non
         put(tmp_path / "file", "one")
     with pytest.raises(CacheError, match="is not empty and no thing: name another folder"):
         put(tmp_path / "full", "one")
+    with pytest.raises(CacheError, match="is not empty and no thing"):  # and not all of it is read to say so
+        put(Path("/"), "one")
     with pytest.raises(FileExistsError):
         put(tmp_path / "file" / "thing", "one")

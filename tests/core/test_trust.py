@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import ctypes
 import grp
 import json
 import os
+import resource
 import signal
 import stat
+import struct
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -165,6 +168,49 @@ def test_a_pipe_in_the_cache(cache_folder: Path, variant: Make, suffix: str) -> 
     with within(20):
         assert compiled(wanted) == 1
     assert stat.S_ISREG(path.stat().st_mode)
+
+
+@pytest.mark.fault("a record in the cache of many gigabytes", "the kernel is built again", "a compile")
+def test_a_file_that_fills_the_memory(cache_folder: Path, variant: Make, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = variant()
+    cache.build(wanted)
+    os.truncate(cache_folder / f"{wanted.symbol}.json", 1 << 40)  # of holes
+    assert compiled(wanted) == 1 and "which is too large (1099511627776 bytes)" in caplog.text
+
+
+@pytest.mark.fault("a program has no file descriptor left", "a warning; nothing is read from the cache", "nothing")
+def test_no_file_descriptor_is_left(cache_folder: Path, variant: Make, caplog: pytest.LogCaptureFixture) -> None:
+    wanted = variant()
+    cache.build(wanted)
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.dup(0)
+    os.close(free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free, limits[1]))
+    try:
+        found = cache.read(wanted)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert found is None and "Too many open files" in caplog.text and cache.read(wanted)
+
+
+def test_a_folder_that_can_be_searched_but_not_listed(tmp_path: Path) -> None:
+    """As some shared ones are."""
+    (tmp_path / "file").write_text("text")
+    tmp_path.chmod(0o300)
+    handle = os.fork()
+    if not handle:
+        status = 1
+        with suppress(BaseException):
+            if os.geteuid() == 0:
+                # Root may list everything, unless it gives that up: CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH.
+                ctypes.CDLL(None).syscall(126, struct.pack("II", 0x20080522, 0), struct.pack("6I", 1, 1, 0, 0, 0, 0))
+            with suppress(PermissionError):
+                status = 2 if list(tmp_path.iterdir()) else 1
+            with trust.Folder(tmp_path) as folder:
+                status = 0 if folder.read("file") == b"text" and status == 1 else 3
+        os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(handle, 0)[1]) == 0
+    tmp_path.chmod(0o700)
 
 
 @pytest.mark.fault("a kernel is replaced between its check and its loading", "what was checked is loaded", "nothing")

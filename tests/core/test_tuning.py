@@ -712,6 +712,38 @@ def test_processes_that_write_at_once_lose_nothing(cache_folder: Path) -> None:
     assert [p.name for p in cache_folder.iterdir()] == ["tuning.json"]
 
 
+DYING = """
+import os, sys
+from pathlib import Path
+from cute_ops import tuning
+os.fsync = lambda handle: os.kill(os.getpid(), 9)
+tuning.remember([tuning.Winner("call", {"threads": 128}, {"threads": 64})], Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.fault(
+    "kill -9 while a tuning file outside of the cache is written", "the next writer clears away what was left",
+    "what was just measured",
+)  # fmt: skip
+def test_a_death_while_a_file_is_written_elsewhere(tmp_path: Path, cache_folder: Path) -> None:
+    where = tmp_path / "tuned" / "x.json"
+    where.parent.mkdir()
+    assert subprocess.run([sys.executable, "-c", DYING, str(where)], check=False).returncode == -9
+    assert [path.name[:9] for path in where.parent.iterdir()] == ["cute_tmp-"]
+    remembered({"threads": 64}, path=where)
+    assert list(where.parent.iterdir()) == [where]
+
+
+@pytest.mark.fault("a pipe in place of the tuning file", "an error when it is written; nobody waits", "nothing")
+def test_a_pipe_in_place_of_the_file(cache_folder: Path, caplog: Any) -> None:
+    cache_folder.mkdir(mode=0o700)
+    os.mkfifo(cache_folder / "tuning.json", 0o600)
+    code = "from cute_ops import tuning; tuning._read_folder(); tuning.remember([tuning.Winner('call', {}, {})])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert "holds tuning.json, which is not a file" in found.stderr
+    assert "tuning.json is no file: name another one" in found.stderr
+
+
 def test_a_folder_that_cannot_be_written(cache_folder: Path) -> None:
     cache_folder.write_text("a file")
     with pytest.raises(cache.CacheError, match="cannot be written: what was measured is not kept"):
