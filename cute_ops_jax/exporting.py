@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cute_ops import bundle, exchange, schema, target, trust
+from cute_ops import bundle, schema, target, trust
 from cute_ops.errors import CacheError
 from cute_ops.variant import Variant
 from cute_ops_jax import _compat, targets
@@ -65,6 +65,8 @@ def export(
         CacheError: the folder holds something else.
         NotImplementedError: a symbolic size that a kernel must know; several devices with automatic axes.
     """
+    from cute_ops import exchange  # which only who writes needs
+
     where = Path(path)
     exchange.check_replaceable(where, _files, WHAT)
     platforms = _platforms(platforms)
