@@ -224,7 +224,7 @@ def _stored(variant: Variant, use: Callable[[Folder, bytes], T], locked: bool = 
             data = folder.read(path.name)
             if hashlib.sha256(data).hexdigest() != record["sha256"]:
                 raise ValueError("checksum does not match")
-            if Variant.from_raw(record["variant"]).digest != variant.digest:
+            if record["variant"] != json.loads(variant.to_json()):
                 raise ValueError("it holds another variant")
             return use(folder, data)
         except (OSError, ValueError, CacheError) as error:

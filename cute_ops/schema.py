@@ -9,6 +9,7 @@ question mark may be missing. Fields that no shape names are left alone.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -33,49 +34,69 @@ def parse(text: str | bytes, shape: Any) -> Any:
     return value
 
 
-def check(value: Any, shape: Any, where: str = "") -> None:
+def check(value: Any, shape: Any) -> None:
     """Raise ValueError, naming the place, unless a value has a shape."""
-    if isinstance(shape, Either):
-        if not any(_is(value, one) for one in shape):
-            raise _wrong(value, shape, where)
-        for one in shape:
-            if _is(value, one):
-                check(value, one, where)
-                return
+    try:
+        _check(value, shape)
+    except _Mismatch as error:
+        where = "".join(reversed(error.path)).lstrip(".")
+        raise ValueError(f"{where or 'it'} {error.problem}") from None
+
+
+class _Mismatch(Exception):
+    """A value of another shape; the path to it grows on the way up, since mostly none is needed."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(problem)
+        self.problem = problem
+        self.path: list[str] = []
+
+
+def _check(value: Any, shape: Any) -> None:
+    kind = type(shape)
+    if kind is Either:
+        shape = next((one for one in shape if _is(value, one)), shape)
+        kind = type(shape)
     if not _is(value, shape):
-        raise _wrong(value, shape, where)
-    if isinstance(shape, (list, tuple)):
-        if isinstance(shape, tuple) and len(value) != len(shape):
-            raise ValueError(f"{where or 'it'} has {len(value)} values, expected {len(shape)}")
-        for index, one in enumerate(value):
-            check(one, shape[0] if isinstance(shape, list) else shape[index], f"{where}[{index}]")
-    elif isinstance(shape, dict) and str in shape:
-        for name, one in value.items():
-            check(one, shape[str], f"{where}.{name}"[:200])
-    elif isinstance(shape, dict):
-        for name, one in shape.items():
-            field = name.removesuffix("?")
-            if field in value:
-                check(value[field], one, f"{where}.{field}")
-            elif field == name:
-                raise ValueError(f"{where or 'it'} has no {field!r}")
+        raise _Mismatch(f"is {_shown(value)}, expected {_named(shape)}")
+    if kind is list:
+        _check_each(enumerate(value), lambda _: shape[0], "[{}]")
+    elif kind is tuple:
+        if len(value) != len(shape):
+            raise _Mismatch(f"has {len(value)} values, expected {len(shape)}")
+        _check_each(enumerate(value), shape.__getitem__, "[{}]")
+    elif kind is dict and str in shape:
+        _check_each(value.items(), lambda _: shape[str], ".{}")
+    elif kind is dict:
+        fields = {name.removesuffix("?"): one for name, one in shape.items()}
+        missing = [name for name in shape if name not in value and not name.endswith("?")]
+        if missing:
+            raise _Mismatch(f"has no {missing[0]!r}")
+        _check_each(((name, value[name]) for name in fields if name in value), fields.__getitem__, ".{}")
+
+
+def _check_each(entries: Iterable[tuple[Any, Any]], shape_of: Callable[[Any], Any], place: str) -> None:
+    for key, one in entries:
+        shape = shape_of(key)
+        if type(one) is shape:
+            continue
+        try:
+            _check(one, shape)
+        except _Mismatch as error:
+            error.path.append(place.format(str(key)[:100]))
+            raise
 
 
 def _is(value: Any, shape: Any) -> bool:
     """Whether a value is of a shape's kind, whatever it holds."""
-    if isinstance(shape, (frozenset, set)):
-        return isinstance(value, str) and value in shape
-    if shape is None:
-        return value is None
-    if isinstance(shape, (list, tuple)):
-        return isinstance(value, list)
-    if isinstance(shape, dict):
-        return isinstance(value, dict)
-    return shape is object or type(value) is shape  # True is an int to isinstance
-
-
-def _wrong(value: Any, shape: Any, where: str) -> ValueError:
-    return ValueError(f"{where.lstrip('.') or 'it'} is {_shown(value)}, expected {_named(shape)}")
+    kind = type(shape)
+    if kind is type:
+        return shape is object or type(value) is shape  # True is an int to isinstance
+    if kind is Either:
+        return False
+    if kind is frozenset:
+        return type(value) is str and value in shape
+    return shape is value if shape is None else type(value) is (dict if kind is dict else list)
 
 
 def _shown(value: Any) -> str:
@@ -86,7 +107,7 @@ def _shown(value: Any) -> str:
 def _named(shape: Any) -> str:
     if isinstance(shape, Either):
         return " or ".join(map(_named, shape))
-    if isinstance(shape, (frozenset, set)):
+    if isinstance(shape, frozenset):
         return " or ".join(sorted(map(repr, shape)))
     if isinstance(shape, dict):
         return "an object"
