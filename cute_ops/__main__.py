@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from cute_ops import cache, declarations, doctor, storage
@@ -49,9 +50,9 @@ def doctor_command() -> None:
     failed = False
     for finding in doctor.examine():
         failed |= finding.level == "bad"
-        console.print(f"{marks[finding.level]} {finding.text}", highlight=False)
+        console.print(f"{marks[finding.level]} {escape(finding.text)}", highlight=False)
         if finding.remedy:
-            console.print(f"     do: {finding.remedy}", highlight=False)
+            console.print(f"     do: {escape(finding.remedy)}", highlight=False)
     raise typer.Exit(int(failed))
 
 
@@ -107,7 +108,7 @@ def cache_info() -> None:
     if found:
         table = Table("kernel", "KB", "symbol")
         for variant, size, _ in found:
-            table.add_row(variant.describe(), f"{size / 1e3:.1f}", variant.symbol)
+            table.add_row(escape(variant.describe()), f"{size / 1e3:.1f}", escape(variant.symbol))
         console.print(table)
 
 

@@ -173,7 +173,7 @@ def serve() -> None:
                 say(trying=index)
 
         try:
-            calls = manifest.parse("\n".join(request["calls"]))
+            calls = manifest.parse("\n".join(request["calls"]), files=True)
             trials = [Trial(bind(call.op, call.inputs, call.attrs), call.memory) for call in calls]
             found = measuring.examine(
                 trials, request["tiles"], Target(*request["target"]), by, request["least"], trying

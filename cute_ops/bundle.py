@@ -14,79 +14,93 @@ import json
 import logging
 import os
 import platform
-import stat
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from cute_ops import toolchain
+from cute_ops import loader, schema, toolchain, trust
 from cute_ops.errors import CacheError
+from cute_ops.trust import Folder
 from cute_ops.variant import Variant
 
 log = logging.getLogger("cute_ops")
 FORMAT = 1
 GROUP = "cute_ops.bundles"
+_LONGEST = 2000  # of an error's text, which repeats what is wrong
+RECORD = {
+    "format": int, "platform": str, "versions": {str: str}, "targets": [str], "kernels": {str: object},
+    "files": {str: str},
+}  # fmt: skip
+KERNEL = {"sha256": str, "bytes": int, "variant": {"kernel": str, "arch": str, "sources": str}}
+T = TypeVar("T")
 
 _lock = threading.Lock()
 _open: dict[str, list[Bundle | CacheError]] = {}
 
 
+class Misfit(CacheError):
+    """A bundle is sound, but for another machine, or of other versions or kernel sources."""
+
+
 class Bundle:
-    """A bundle's folder, its record read and checked.
+    """A bundle's folder, its record read and checked; read anew where a new one has replaced the folder.
 
     Args:
-        installed: it lies among installed packages, whose code runs whoever of the group can write it: installers
-            leave files as the user's umask says.
+        installed: it lies among installed packages, see :class:`cute_ops.trust.Folder`.
 
     Raises:
-        CacheError: it is no bundle, others can write it, or it was built for another machine or other versions.
+        CacheError: it is no bundle, or others can write it.
+        Misfit: it was built for another machine or other versions.
     """
 
     def __init__(self, where: Path, installed: bool = False) -> None:
-        self.where = where
-        self._others = stat.S_IWOTH if installed else stat.S_IWGRP | stat.S_IWOTH
-        try:
-            self._check_folder(where)
-            self._check_file(where / "bundle.json")
-            record = json.loads((where / "bundle.json").read_bytes())
-            self.format, self.platform = record["format"], record["platform"]
-            self.versions: Mapping[str, str] = record["versions"]
-            self.targets: Sequence[str] = record["targets"]
-            self.kernels: Mapping[str, Any] = record["kernels"]
-            self.files: Mapping[str, str] = record["files"]
-        except FileNotFoundError:
-            raise self._refusal("has no bundle.json") from None
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise self._refusal(f"has a bundle.json that cannot be read ({error})") from error
-        if self.format != FORMAT:
-            raise self._refusal(f"has format {self.format}, this version of cute_ops reads {FORMAT}")
-        if self.platform != this_platform():
-            raise self._refusal(f"was built for {self.platform}, this is {this_platform()}")
-        for name, here in versions().items():
-            built = self.versions.get(name)
-            if name != "cute-ops" and built != here:
-                raise self._refusal(f"was built with {name} {built}, here is {here or 'none'}: build it again")
+        self.where, self._installed = where, installed
+        with suppress(FileNotFoundError):  # the working directory, which may be gone, and which a program may change
+            self.where = where.absolute()
+        # With the folder that they are of.
+        self._record: tuple[tuple[int, int], Mapping[str, Any]] = (0, 0), {}
+        self._sources: tuple[tuple[int, int], Mapping[tuple[str, str], str]] = (0, 0), {}
+        self._in_one_state(lambda folder: None)
 
-    def find(self, variant: Variant) -> Path | None:
-        """A variant's object, its checksum compared; None where the bundle has none for such a call.
+    @property
+    def targets(self) -> Sequence[str]:
+        """What it was built for."""
+        return self._record[1]["targets"]
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of which packages it was built with which version."""
+        return self._record[1]["versions"]
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """Checksum, size and variant by symbol."""
+        return self._record[1]["kernels"]
+
+    def load(self, variant: Variant) -> Callable[..., Any] | None:
+        """A variant's function, its object's checksum compared; None where the bundle has none for such a call.
 
         Raises:
-            CacheError: the object is damaged, or the bundle is of another target or of other kernel sources.
+            CacheError: the object is damaged.
+            Misfit: the bundle is of another target or of other kernel sources.
         """
-        record = self.kernels.get(variant.symbol)
-        if record is None:
-            self._check_fits(variant)
-            return None
-        if record["variant"] != json.loads(variant.to_json()):
-            raise self._refusal(f"holds another kernel under the name {variant.symbol}")
-        path = self.where / "kernels" / f"{variant.symbol}.so"
-        self._verify(path, record["sha256"])
-        return path
+
+        def load(folder: Folder) -> Callable[..., Any] | None:
+            if variant.symbol not in self.kernels:
+                self._check_fits(variant)
+                return None
+            record, name = self._kernel(variant.symbol), file_of(variant.symbol)
+            self._verify(folder, name, record["sha256"])
+            if record["variant"] != json.loads(variant.to_json()):
+                raise self._refusal(f"holds another kernel under the name {variant.symbol}")
+            return loader.load(self.where / name, variant.symbol, folder.path(name))
+
+        return self._in_one_state(load)
 
     def text(self, name: str) -> str | None:
         """One of its files, its checksum compared; None where there is none.
@@ -94,10 +108,12 @@ class Bundle:
         Raises:
             CacheError: the file is damaged.
         """
-        if name not in self.files:
-            return None
-        self._verify(self.where / name, self.files[name])
-        return (self.where / name).read_text()
+
+        def read(folder: Folder) -> str | None:
+            files = self._record[1]["files"]
+            return self._verify(folder, name, files[name]).decode() if name in files else None
+
+        return self._in_one_state(read)
 
     def verify(self) -> int:
         """Compare every checksum; returns the number of kernels.
@@ -105,83 +121,129 @@ class Bundle:
         Raises:
             CacheError: a file is damaged or missing.
         """
-        for name, digest in self.files.items():
-            self._verify(self.where / name, digest)
-        for symbol, record in self.kernels.items():
-            self._verify(self.where / "kernels" / f"{symbol}.so", record["sha256"])
-        return len(self.kernels)
+
+        def compare(folder: Folder) -> int:
+            for name, digest in self._record[1]["files"].items():
+                self._verify(folder, name, digest)
+            for symbol in self.kernels:
+                self._verify(folder, file_of(symbol), self._kernel(symbol)["sha256"])
+                self.variant(symbol)
+            return len(self.kernels)
+
+        return self._in_one_state(compare)
+
+    def variant(self, symbol: str) -> Variant:
+        """The variant of one of its kernels.
+
+        Raises:
+            CacheError: its record holds none.
+        """
+        try:
+            return Variant.from_raw(self._kernel(symbol)["variant"])
+        except ValueError as error:
+            raise self._refusal(f"has a bundle.json that cannot be read ({symbol}: {error})") from error
+
+    def _in_one_state(self, read: Callable[[Folder], T]) -> T:
+        def once(folder: Folder) -> T:
+            if folder.identity != self._record[0]:
+                self._record = folder.identity, self._read(folder)
+            return read(folder)
+
+        try:
+            return trust.read_one_state(self.where, once, self._installed)
+        except trust.Untrusted as error:
+            raise self._refusal(
+                f"{error}; it holds native code: put it into a new folder that only you or root can change, from a "
+                "source that you trust"
+            ) from error
+        except FileNotFoundError:
+            raise self._refusal("has no bundle.json") from None
+        except OSError as error:
+            raise self._refusal(f"cannot be read ({error})") from error
+
+    def _read(self, folder: Folder) -> Mapping[str, Any]:
+        """The record, which fits this machine."""
+        data = folder.read("bundle.json")
+        try:
+            record = schema.parse(data, {"format": int})
+            if record["format"] != FORMAT:
+                raise self._misfit(f"has format {record['format']}, this version of cute_ops reads {FORMAT}")
+            schema.check(record, RECORD)
+        except ValueError as error:
+            raise self._refusal(f"has a bundle.json that cannot be read ({error})") from error
+        if record["platform"] != this_platform():
+            raise self._misfit(f"was built for {record['platform']}, this is {this_platform()}")
+        for name, here in versions().items():
+            built = record["versions"].get(name)
+            if name != "cute-ops" and built != here:
+                raise self._misfit(f"was built with {name} {built}, here is {here or 'none'}: build it again")
+        return record
 
     def _check_fits(self, variant: Variant) -> None:
         arches = {target.partition(":")[0] for target in self.targets}
         if variant.arch not in arches:
-            raise self._refusal(
+            raise self._misfit(
                 f"was built for {', '.join(self.targets)}, this GPU is {variant.arch}: build it again with "
                 f"--arch {variant.arch}"
             )
-        known = self._sources.get((variant.kernel, variant.arch))
+        if self._sources[0] != self._record[0]:
+            variants = [self._kernel(symbol)["variant"] for symbol in self.kernels]
+            self._sources = self._record[0], {(v["kernel"], v["arch"]): v["sources"] for v in variants}
+        known = self._sources[1].get((variant.kernel, variant.arch))
         if known is not None and known != variant.sources:
-            raise self._refusal(f"was built from other sources of {variant.kernel} than are here: build it again")
+            raise self._misfit(f"was built from other sources of {variant.kernel} than are here: build it again")
 
-    @cached_property
-    def _sources(self) -> dict[tuple[str, str], str]:
-        variants = (record["variant"] for record in self.kernels.values())
-        return {(v["kernel"], v["arch"]): v["sources"] for v in variants}
-
-    def _verify(self, path: Path, digest: str) -> None:
+    def _kernel(self, symbol: str) -> Mapping[str, Any]:
+        record = self.kernels[symbol]
         try:
-            self._check_folder(path.parent)
-            self._check_file(path)
-            data = path.read_bytes()
+            schema.check(record, KERNEL)
+        except ValueError as error:
+            raise self._refusal(f"has a bundle.json that cannot be read ({symbol}: {error})") from error
+        return record
+
+    def _verify(self, folder: Folder, name: str, digest: str) -> bytes:
+        try:
+            data = folder.read(name)
         except OSError as error:
-            raise self._refusal(f"is damaged: {path.name}: {error.strerror}") from error
+            raise self._refusal(f"is damaged: {name}: {error.strerror}") from error
         if hashlib.sha256(data).hexdigest() != digest:
-            raise self._refusal(f"is damaged: the checksum of {path.name} does not match")
-
-    def _check_folder(self, path: Path) -> None:
-        status = path.stat()  # a link may lead to it
-        if not stat.S_ISDIR(status.st_mode):
-            raise self._refusal("is not a folder" if path == self.where else f"is damaged: {path.name} is not a folder")
-        self._check_mode(path, status.st_mode)
-
-    def _check_file(self, path: Path) -> None:
-        status = os.lstat(path)
-        if not stat.S_ISREG(status.st_mode):
-            raise self._refusal(f"is damaged: {path.name} is not a file")
-        self._check_mode(path, status.st_mode)
-
-    def _check_mode(self, path: Path, mode: int) -> None:
-        if mode & self._others:
-            raise self._refusal(
-                f"holds native code, but others can write {path.name} (mode {stat.S_IMODE(mode):o}): "
-                f"chmod -R go-w {self.where}"
-            )
+            raise self._refusal(f"is damaged: the checksum of {name.rpartition('/')[2]} does not match")
+        return data
 
     def _refusal(self, problem: str) -> CacheError:
-        return CacheError(f"cute_ops: bundle {self.where} {problem}")
+        return CacheError(f"cute_ops: bundle {self.where} {problem[:_LONGEST]}")
+
+    def _misfit(self, problem: str) -> Misfit:
+        return Misfit(f"cute_ops: bundle {self.where} {problem[:_LONGEST]}")
 
 
-def variant_of(record: Mapping[str, Any]) -> Variant:
-    """The variant of one of a bundle's kernels."""
-    return Variant.from_json(json.dumps(record["variant"]))
+def file_of(symbol: str) -> str:
+    """Where a kernel's object is in a bundle."""
+    return f"kernels/{symbol}.so"
 
 
-def find(variant: Variant) -> Path | None:
-    """The variant's object in the bundles that ``CUTE_OPS_BUNDLE`` names.
+def load(variant: Variant) -> Callable[..., Any] | None:
+    """The variant's function from the bundles that ``CUTE_OPS_BUNDLE`` names.
 
     Raises:
-        CacheError: none of them fits.
+        CacheError: one is damaged, or none of them fits.
     """
     folders = named()
     if not folders:
         return None
-    path, refusals = _search(os.environ["CUTE_OPS_BUNDLE"], named, variant)
-    # One of several may be of another target; where none serves, the reason is worth an error.
-    if path is None and refusals and len(refusals) == len(folders):
-        raise refusals[0]
-    if path is None:
-        where = os.environ["CUTE_OPS_BUNDLE"]
-        log.warning("%s does not hold %s: it is looked for in the cache, then compiled", where, variant.describe())
-    return path
+    where, misfits = os.environ["CUTE_OPS_BUNDLE"], []
+    for bundle in _opened(where, named):
+        try:
+            function = _served(bundle, variant)
+        except Misfit as error:
+            misfits.append(error)  # one of several may be of another target
+            continue
+        if function is not None:
+            return function
+    if len(misfits) == len(folders):
+        raise misfits[0]
+    log.warning("%s does not hold %s: it is looked for in the cache, then compiled", where, variant.describe())
+    return None
 
 
 def named() -> list[Path]:
@@ -189,13 +251,25 @@ def named() -> list[Path]:
     return [Path(part) for part in os.environ.get("CUTE_OPS_BUNDLE", "").split(os.pathsep) if part]
 
 
-def find_installed(variant: Variant) -> Path | None:
-    """The variant's object in the bundles of installed packages; those that do not fit say so in the log."""
-    path, refusals = _search("", installed, variant)
-    if path is None:
-        for refusal in refusals:
-            log.warning("%s", refusal)
-    return path
+def load_installed(variant: Variant) -> Callable[..., Any] | None:
+    """The variant's function from the bundles of installed packages; those that are damaged say so in the log, and
+    those that do not fit where none serves.
+    """
+    refusals = []
+    for bundle in _opened("", installed):
+        try:
+            function = _served(bundle, variant)
+        except CacheError as error:
+            refusals.append(error)
+            continue
+        if function is not None:
+            refusals = [refusal for refusal in refusals if not isinstance(refusal, Misfit)]
+            break
+    else:
+        function = None
+    for refusal in refusals:
+        log.warning("%s", refusal)
+    return function
 
 
 def installed() -> list[Path]:
@@ -213,30 +287,25 @@ def forget() -> None:
     _open.clear()
 
 
-def _search(name: str, folders: Callable[[], Iterable[Path]], variant: Variant) -> tuple[Path | None, list[CacheError]]:
-    """The object, and why bundles were refused; ``name`` is what names the folders, empty for installed ones."""
+def _opened(name: str, folders: Callable[[], Iterable[Path]]) -> list[Bundle | CacheError]:
+    """Bundles, or why they are refused; ``name`` is what names the folders, empty for installed ones."""
     with _lock:
         if name not in _open:
-            _open[name] = [_opened(where, installed=not name) for where in folders()]
-    refusals = []
-    for bundle in _open[name]:
-        try:
-            if isinstance(bundle, CacheError):
-                raise bundle
-            path = bundle.find(variant)
-        except CacheError as error:
-            refusals.append(error)
-            continue
-        if path is not None:
-            return path, refusals
-    return None, refusals
+            _open[name] = [_attempt(where, installed=not name) for where in folders()]
+        return _open[name]
 
 
-def _opened(where: Path, installed: bool) -> Bundle | CacheError:
+def _attempt(where: Path, installed: bool) -> Bundle | CacheError:
     try:
         return Bundle(where, installed)
     except CacheError as error:
         return error
+
+
+def _served(bundle: Bundle | CacheError, variant: Variant) -> Callable[..., Any] | None:
+    if isinstance(bundle, CacheError):
+        raise bundle
+    return bundle.load(variant)
 
 
 def versions() -> dict[str, str]:

@@ -9,13 +9,11 @@ import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from cute_ops import bundle, cache, manifest, toolchain, tuning
+from cute_ops import bundle, cache, exchange, manifest, schema, toolchain, trust, tuning
 from cute_ops.cache import Built
 from cute_ops.errors import CacheError
 from cute_ops.manifest import Call
@@ -46,7 +44,7 @@ def build(
         CacheError: the folder holds something else, or the compile cache cannot be used.
         ValueError, TypeError: an op does not take such a call.
     """
-    _check_replaceable(where)
+    exchange.check_replaceable(where, files, "bundle")
     built = cache.build_all(manifest.variants(calls, targets, skip), done)
     there = {one.variant.symbol for one in built}
     # An installed bundle is asked for kernels by programs that have not read its tuning.
@@ -63,31 +61,22 @@ def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, c
     Raises:
         CacheError: the folder holds something else, or the cache does not hold a kernel.
     """
-    _check_replaceable(where)
-    where.parent.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix=f".{where.name}-", dir=where.parent))
-    made, before = staging / "made", staging / "before"
-    try:
-        made.mkdir()
+    with exchange.replacing(where, files, "bundle") as made:
         _fill(made, calls, targets, variants)
-        if where.exists():
-            where.replace(before)  # programs keep what they have mapped
-        try:
-            made.replace(where)
-        except OSError:
-            if before.exists():
-                before.replace(where)
-            raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
     bundle.forget()
 
 
-def _check_replaceable(where: Path) -> None:
-    if where.exists() and not where.is_dir():
-        raise CacheError(f"cute_ops: {where} is not a folder: name another one")
-    if where.exists() and any(where.iterdir()) and not (where / "bundle.json").exists():
-        raise CacheError(f"cute_ops: {where} is not empty and no bundle: name another folder")
+def files(where: Path) -> set[str]:
+    """The files and folders of a bundle that lies there, by its record.
+
+    Raises:
+        OSError, ValueError: the record cannot be read.
+    """
+    record = schema.parse((where / "bundle.json").read_bytes(), bundle.RECORD)
+    found = {"bundle.json", "kernels", "licenses", *record["files"], *map(bundle.file_of, record["kernels"])}
+    for name in found:
+        trust.parts_of(name)
+    return found
 
 
 def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variants: Sequence[Variant]) -> None:

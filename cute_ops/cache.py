@@ -1,8 +1,9 @@
 """Where compiled kernels live: memory, then bundles, then disk, then the compiler.
 
 A kernel is two files of the user's private folder (:mod:`cute_ops.storage`), ``<symbol>.json`` with the variant and the
-object's checksum and then ``<symbol>.so``, written aside and renamed into place; one that does not match is deleted, by
-whoever has its lock, and built again. Nothing on a disk that fails costs more than a compile.
+object's checksum and then ``<symbol>.so``, written aside and renamed into place; one that does not match, or that
+someone else wrote, is deleted, by whoever has its lock, and built again. Nothing on a disk that fails costs more than a
+compile.
 """
 
 from __future__ import annotations
@@ -20,11 +21,12 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
-from cute_ops import bundle, loader, settings, storage, toolchain
+from cute_ops import bundle, loader, schema, settings, storage, toolchain
 from cute_ops import worker as workers
 from cute_ops.errors import CacheError, CompileError
+from cute_ops.trust import Folder
 from cute_ops.variant import Variant
 from cute_ops.worker import worker
 
@@ -32,6 +34,8 @@ log = logging.getLogger("cute_ops")
 MAX_BYTES = int(settings.number("CUTE_OPS_CACHE_MAX_BYTES", 1 << 30))
 # Whoever holds a lock for longer than a compile may take has stopped: to wait is worse than to compile twice.
 LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
+ENTRY = {"variant": object, "sha256": str}
+T = TypeVar("T")
 
 _functions: dict[str, Callable[..., Any]] = {}
 _building: dict[str, threading.Lock] = {}
@@ -87,7 +91,7 @@ def build(variant: Variant) -> float:
     with _process_lock(variant.symbol) as usable:
         if not usable:
             raise CacheError(f"cute_ops: cache folder {storage.folder()} cannot be written")
-        if _verified(variant, locked=True):
+        if _stored(variant, lambda folder, data: True, locked=True):
             return 0.0
         _require_compiler(variant)
         with tempfile.TemporaryDirectory(prefix="cute_ops-") as staging:
@@ -131,8 +135,7 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
 
 def read(variant: Variant) -> bytes | None:
     """A cached variant's object, checked; None where the folder does not hold it."""
-    path = _verified(variant)
-    return path.read_bytes() if path else None
+    return _stored(variant, lambda folder, data: data)
 
 
 def forget() -> None:
@@ -158,73 +161,76 @@ def clear() -> int:
 
 
 def entries() -> list[tuple[Variant, int, float]]:
-    """Every cached kernel that reads well: variant, bytes, time of last use."""
-    found = []
-    for path in storage.folder().glob("cute_*.json"):
-        try:
-            variant = Variant.from_json(json.dumps(json.loads(path.read_text())["variant"]))
-            status = path.with_suffix(".so").stat()
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-        found.append((variant, status.st_size, status.st_mtime))
+    """Every cached kernel that reads well: variant, bytes, time of last use.
+
+    Raises:
+        CacheError: the folder cannot be trusted.
+    """
+    found, where = [], storage.folder()
+    if not where.exists():
+        return []
+    with storage.opened(where) as folder:
+        for path in where.glob("cute_*.json"):
+            try:
+                variant = Variant.from_raw(schema.parse(folder.read(path.name), ENTRY)["variant"])
+                status = path.with_suffix(".so").stat()
+            except (OSError, ValueError):
+                continue
+            found.append((variant, status.st_size, status.st_mtime))
     return sorted(found, key=lambda entry: -entry[2])
 
 
 def _from_bundles(variant: Variant) -> Callable[..., Any] | None:
     """From the bundles of ``CUTE_OPS_BUNDLE``."""
-    return _bundled(variant, bundle.find(variant))
+    return _bundled(bundle.load(variant))
 
 
 def _from_installed(variant: Variant) -> Callable[..., Any] | None:
     """From the bundles of installed packages. Looking for those takes longer than a look at the disk."""
-    return _bundled(variant, bundle.find_installed(variant))
+    return _bundled(bundle.load_installed(variant))
 
 
-def _bundled(variant: Variant, path: Path | None) -> Callable[..., Any] | None:
-    if path is None:
-        return None
-    counters.bundled += 1
-    return loader.load(path, variant.symbol)
+def _bundled(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    counters.bundled += function is not None
+    return function
 
 
 def _from_disk(variant: Variant, locked: bool = False) -> Callable[..., Any] | None:
     storage.in_use.add(variant.symbol)
-    path = _verified(variant, locked)
-    if path is None:
-        return None
-    try:
-        function = loader.load(path, variant.symbol)
-    except CacheError as error:
-        if locked:
-            _reject(path, error)
-        return None
-    counters.disk += 1
-    _touch(path)
+    path = storage.folder() / f"{variant.symbol}.so"
+    function = _stored(variant, lambda folder, _: loader.load(path, variant.symbol, folder.path(path.name)), locked)
+    if function is not None:
+        counters.disk += 1
+        _touch(path)
     return function
 
 
-def _verified(variant: Variant, locked: bool = False) -> Path | None:
-    """The variant's object on disk, its checksum and variant compared. Who has the lock deletes a bad one; without it,
-    another process may just be writing it.
+def _stored(variant: Variant, use: Callable[[Folder, bytes], T], locked: bool = False) -> T | None:
+    """What ``use`` makes of the variant's object on disk, its owner, checksum and variant compared; None where there is
+    none, or a bad one. Who has the lock deletes that; without it, another process may just be writing it.
     """
     where = storage.folder()
     path = where / f"{variant.symbol}.so"
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         return None
-    storage.check_trusted(where)
     try:
-        record = json.loads(path.with_suffix(".json").read_text())
-        if path.is_symlink():
-            raise ValueError("it is a link")
-        if hashlib.sha256(path.read_bytes()).hexdigest() != record["sha256"]:
-            raise ValueError("checksum does not match")
-        if Variant.from_json(json.dumps(record["variant"])).digest != variant.digest:
-            raise ValueError("it holds another variant")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        if locked:
-            _reject(path, error)
+        opened = storage.opened(where)
+    except OSError as error:
+        log.warning("cache folder %s cannot be read (%s)", where, error)
         return None
-    return path
+    with opened as folder:
+        try:
+            record = schema.parse(folder.read(f"{variant.symbol}.json"), ENTRY)
+            data = folder.read(path.name)
+            if hashlib.sha256(data).hexdigest() != record["sha256"]:
+                raise ValueError("checksum does not match")
+            if record["variant"] != json.loads(variant.to_json()):
+                raise ValueError("it holds another variant")
+            return use(folder, data)
+        except (OSError, ValueError, CacheError) as error:
+            if locked:
+                _reject(path, error)
+            return None
 
 
 def _reject(path: Path, why: Exception) -> None:

@@ -97,10 +97,15 @@ def load(place: str) -> ModuleType:
         if spec is None or spec.loader is None:
             raise ImportError(f"{path} is not a module")
         module = sys.modules[path.stem] = module_from_spec(spec)
-        spec.loader.exec_module(module)
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            sys.modules.pop(path.stem, None)  # half of it must not be found the next time
+            raise
         return module
-    except (ImportError, OSError) as error:
-        raise ValueError(f"cannot import {place}: {error}") from error
+    except (Exception, SystemExit) as error:  # somebody else's module may raise anything, and a script ends itself
+        text = str(error) if isinstance(error, (ImportError, OSError)) else f"{type(error).__name__}: {error}"
+        raise ValueError(f"cannot import {place}: {text}") from error
 
 
 def _is_place(name: str) -> bool:

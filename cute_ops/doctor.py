@@ -100,13 +100,14 @@ def _cache() -> Iterator[Finding]:
 
 
 def _bundles() -> Iterator[Finding]:
-    named = [Path(part) for part in os.environ.get("CUTE_OPS_BUNDLE", "").split(os.pathsep) if part]
-    for where in [*named, *bundle.installed()]:
+    found_in = [(where, False) for where in bundle.named()] + [(where, True) for where in bundle.installed()]
+    for where, installed in found_in:
         try:
-            found = bundle.Bundle(where)
+            found = bundle.Bundle(where, installed)
             count = found.verify()
         except CacheError as error:
-            yield Finding("bad", str(error), "build it again, or unset CUTE_OPS_BUNDLE")
+            remedy = "install its package again" if installed else "build it again, or unset CUTE_OPS_BUNDLE"
+            yield Finding("bad", str(error), remedy)
         else:
             yield Finding("ok", f"bundle {where}: {count} kernels for {', '.join(found.targets)}, sound")
 

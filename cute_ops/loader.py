@@ -21,8 +21,11 @@ from cute_ops.variant import TensorKey, Variant
 _lock = threading.Lock()
 
 
-def load(path: Path, symbol: str) -> Callable[..., Any]:
+def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
     """The compiled function: it takes the present tensors, in order, and runs on TVM-FFI's current stream.
+
+    Args:
+        through: what to open, where the path's folder may be another one meanwhile.
 
     Raises:
         CacheError: the object does not load.
@@ -30,7 +33,7 @@ def load(path: Path, symbol: str) -> Callable[..., Any]:
     with _lock:
         _load_runtime()
         try:
-            return tvm_ffi().load_module(str(path))[symbol]
+            return tvm_ffi().load_module(through or str(path))[symbol]
         except (RuntimeError, AttributeError) as error:
             raise CacheError(f"cute_ops: {path} does not load: {error}") from error
 

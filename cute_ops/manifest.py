@@ -8,6 +8,9 @@ A line is the op, its inputs with dtype and shape, and attributes that differ fr
 number of rows. After a shape come strides where the array is not compact and the bytes that divide its address where
 these are not 16. ``dynamic`` at the end asks for the kernel whose dims are all dynamic. A line is planned again for
 every target: tiles are not in it. ``#`` begins a comment.
+
+An op's name with blanks or a ``#`` in it is a JSON string. To read a line runs the module that it names, and a Python
+file only where the reader allows that.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cute_ops import declarations
+from cute_ops import declarations, schema, storage
 from cute_ops.binding import Binding, bind
 from cute_ops.op import ITEMSIZE, Array, Op
 from cute_ops.plan import Memory, compact, plan
@@ -30,6 +33,7 @@ from cute_ops.target import Target
 from cute_ops.variant import VECTOR, Variant
 
 log = logging.getLogger("cute_ops")
+_LONGEST = 2000  # of an error's text, which repeats what is wrong
 ROWS = 4096  # what ``*`` stands for
 HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One a line: op, inputs, attributes.\n"
 _INPUT = re.compile(r"(\w+):(\w+)\[([*\d,]*)\](?:/strides=([\d,]+))?(?:/align=(\d+))?")
@@ -58,7 +62,7 @@ class Call:
         return plan(bind(self.op, self.inputs, self.attrs), self.memory, target, fixed=not self.dynamic).variant
 
     def __str__(self) -> str:
-        words = [self.name]
+        words = [_word(self.name)]
         for name, array in self.inputs.items():
             where = self.memory.get(name)
             word = f"{name}:{array.dtype}[{','.join(map(str, array.shape))}]"
@@ -67,8 +71,7 @@ class Call:
             if where is not None and where.address % VECTOR:
                 word += f"/align={math.gcd(where.address, VECTOR)}"
             words.append(word)
-        # Blanks separate words, so those inside of a string are escaped.
-        words += [f"{name}={json.dumps(value)}".replace(" ", "\\u0020") for name, value in self.attrs.items()]
+        words += [f"{name}={_quoted(value)}" for name, value in self.attrs.items()]
         return " ".join(words + ["dynamic"] * self.dynamic)
 
 
@@ -82,8 +85,11 @@ def call_of(binding: Binding, memory: Mapping[str, Memory], dynamic: bool = Fals
     return Call(name, arrays, odd, _differing(binding.op, binding.attrs), dynamic)
 
 
-def parse(text: str, source: str = "manifest") -> list[Call]:
+def parse(text: str, source: str = "manifest", files: bool = False) -> list[Call]:
     """The calls of a manifest, without doubles.
+
+    Args:
+        files: whether lines may name Python files, which are executed.
 
     Raises:
         ValueError: says which line is wrong, and how.
@@ -94,28 +100,68 @@ def parse(text: str, source: str = "manifest") -> list[Call]:
         if not words:
             continue
         try:
-            call = _call(words)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{source}, line {number}: {error}") from error
+            call = _call(words, files)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{source}, line {number}: {str(error)[:_LONGEST]}") from error
         calls.setdefault(str(call), call)
     return list(calls.values())
 
 
-def read(path: Path) -> list[Call]:
+def read(path: Path, files: bool = False) -> list[Call]:
     """The calls of a manifest file.
+
+    Args:
+        files: whether lines may name Python files, which are executed.
 
     Raises:
         ValueError: a line is wrong.
         OSError: the file cannot be read.
     """
-    return parse(path.read_text(), str(path))
+    return parse(_text(path), str(path), files)
 
 
 def write(path: Path, calls: Iterable[Call]) -> int:
     """Write a manifest, sorted and without doubles; returns its number of calls."""
-    lines = sorted({str(call) for call in calls})
-    path.write_text(HEADER + "".join(f"{line}\n" for line in lines))
+    return _write(path, map(str, calls))
+
+
+def tidy(path: Path) -> int:
+    """Sort a manifest's lines, without doubles and comments; returns their number. Nothing that they name is run.
+
+    Raises:
+        ValueError: it is no text.
+        OSError: the file cannot be read or written.
+    """
+    return _write(path, (line.partition("#")[0].strip() for line in _text(path).splitlines()))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def _write(path: Path, lines: Iterable[str]) -> int:
+    lines = sorted({line for line in lines if line})
+    text = HEADER + "".join(f"{line}\n" for line in lines)
+    if path.exists() and not path.is_file():  # a terminal or a pipe
+        path.write_text(text, encoding="utf-8")
+    else:
+        where = path.resolve()
+        where.touch()  # with the rights that new files have
+        storage.sweep(where.parent)
+        storage.write_whole(where, text.encode(), where.stat().st_mode)
     return len(lines)
+
+
+def _quoted(value: object) -> str:
+    """JSON that is one word and no comment."""
+    return json.dumps(value).replace(" ", "\\u0020").replace("#", "\\u0023")
+
+
+def _word(name: str) -> str:
+    return name if name.isprintable() and not set(name) & set(' #"') else _quoted(name)
 
 
 def variants(
@@ -151,8 +197,15 @@ def variants(
     return list(found.values())
 
 
-def _call(words: list[str]) -> Call:
-    name, *rest = words
+def _call(words: list[str], files: bool) -> Call:
+    word, *rest = words
+    name = schema.parse(word, str) if word.startswith('"') else word
+    place = name.rpartition(":")[0]
+    if place.endswith(".py") and not files:
+        raise ValueError(
+            f"it names the Python file {place}, which would be executed: --allow-files (files=True) allows that, if "
+            "you trust the manifest and the file"
+        )
     op = declarations.find(name)
     inputs, memory, attrs = {}, {}, {}
     dynamic = bool(rest) and rest[-1] == "dynamic"
@@ -171,7 +224,7 @@ def _call(words: list[str]) -> Call:
                 memory[key] = Memory(steps, int(align) if align else 0)
         elif "=" in word:
             key, _, value = word.partition("=")
-            attrs[key] = json.loads(value)
+            attrs[key] = schema.parse(value, object)
         else:
             raise ValueError(f"{word!r} is neither an input, like x:bfloat16[*,4096], nor an attribute, like eps=1e-5")
     call = Call(name, inputs, memory, _differing(op, attrs), dynamic)
@@ -203,9 +256,12 @@ class Recorder:
             log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
             return
         try:
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                os.write(handle, f"{call}\n".encode())
+                # What was edited by hand may not end its last line, and who was killed may have written half of one.
+                size = os.fstat(handle).st_size
+                apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
+                os.write(handle, f"{apart}{call}\n".encode())
             finally:
                 os.close(handle)
         except OSError as error:

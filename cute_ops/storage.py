@@ -6,6 +6,7 @@ It holds native code, so a folder that others can write is refused.
 from __future__ import annotations
 
 import atexit
+import errno
 import logging
 import os
 import stat
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from cute_ops import locks
+from cute_ops import locks, trust
 from cute_ops.errors import CacheError
 
 log = logging.getLogger("cute_ops")
@@ -29,39 +30,54 @@ def folder() -> Path:
     return Path(user_cache_dir("cute_ops"))
 
 
-def check_trusted(where: Path) -> None:
-    """Raise unless only this user can write the folder.
+def opened(where: Path) -> trust.Folder:
+    """The cache folder, held open, and checked: only this user or root can write it, or replace it.
 
     Raises:
-        CacheError: it belongs to someone else, others can write it, or it is a link.
+        CacheError: it belongs to someone else, others can write it or a parent of it, or it is a link.
+        OSError: it is not there, or cannot be read.
     """
-    status = os.lstat(where)
-    if not stat.S_ISDIR(status.st_mode):
-        problem = "is not a folder"
-    elif status.st_uid != os.geteuid():
-        problem = f"belongs to user {status.st_uid}, not to you ({os.geteuid()})"
-    elif status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        problem = f"can be written by others (mode {stat.S_IMODE(status.st_mode):o})"
-    else:
-        return
-    raise CacheError(
-        f"cute_ops: cache folder {where} {problem}; it holds native code, so it must be private: "
-        "chmod 700 it, or set CUTE_OPS_CACHE_DIR to a folder of your own"
-    )
+    try:
+        return trust.Folder(where, follow=False)
+    except trust.Untrusted as error:
+        raise CacheError(
+            f"cute_ops: cache folder {where} {error}; it holds native code, so it must be private: set "
+            "CUTE_OPS_CACHE_DIR to a new folder of your own, or delete this one with all that is in it (what others "
+            "may have put there would run)"
+        ) from error
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Write aside, flush and rename: a reader sees all of it or nothing."""
+def check_trusted(where: Path) -> None:
+    """Raise unless :func:`opened` would open the folder."""
+    opened(where).close()
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write aside, flush and rename: a reader sees all of it or nothing, also after the power has failed."""
     handle, temporary = locks.new_file(path.parent, "cute_tmp-")
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(data)
             file.flush()
+            os.fchmod(file.fileno(), stat.S_IMODE(mode))
             os.fsync(file.fileno())
             temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+    sync_folder(path.parent)
+
+
+def sync_folder(where: Path) -> None:
+    """Put the names in a folder on the disk, where its file system can do that."""
+    handle = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
+    finally:
+        os.close(handle)
 
 
 @contextmanager
@@ -119,9 +135,10 @@ class Use:
         """What living processes use."""
         sweep(where)
         symbols: set[str] = set()
-        for path in where.glob("cute_use-*"):
-            with suppress(FileNotFoundError):  # a process that has just ended
-                symbols.update(path.read_text().split())
+        with opened(where) as folder:
+            for path in where.glob("cute_use-*"):
+                with suppress(OSError, trust.Untrusted):  # a process that has just ended; what somebody put there
+                    symbols.update(folder.read(path.name).decode(errors="replace").split())
         return symbols
 
     def close(self) -> None:

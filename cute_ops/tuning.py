@@ -16,17 +16,18 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops import sources, storage
+from cute_ops import schema, sources, storage
 from cute_ops.candidates import Tile, candidates
 from cute_ops.errors import CacheError
 from cute_ops.op import Op, Problem
 
 log = logging.getLogger("cute_ops")
 FORMAT, NAME = 1, "tuning.json"
+WINNER = {"call": str, "heuristic": {str: int}, "tile": {str: int}}
 SHIPPED = Path(__file__).parent / "tuned"
 # Up to so many rows a power of two of them is a class of its own, where an op's tile may depend on rows at all.
 FEW_ROWS = 1024
@@ -175,23 +176,44 @@ def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
     """Add winners to the cache folder's file, or another one; those of the same class are replaced.
 
     Raises:
-        CacheError: the folder cannot be trusted or written.
+        CacheError: the folder cannot be trusted or written, or the file is of a newer version of cute_ops.
     """
     global _stores
     where = path or storage.folder() / NAME
     with storage.locked(storage.folder(), "tuning", LOCK_SECONDS) as usable:
         if not usable and path is None:
             raise CacheError(f"cute_ops: {where} cannot be written: what was measured is not kept")
-        known = dict(read(where))
+        known = _known(where)
         known.update((winner.key, winner) for winner in winners)
         try:
-            storage.write_whole(where, dump(known.values()).encode())
-            if path is not None:
-                where.chmod(0o644)  # to be shipped
+            storage.sweep(where.parent)
+            storage.write_whole(where, dump(known.values()).encode(), 0o600 if path is None else 0o644)  # to be shipped
         except OSError as error:
             raise CacheError(f"cute_ops: {where} cannot be written ({error}): what was measured is not kept") from error
     _stores = None
     return where
+
+
+def _known(where: Path) -> dict[Key, Winner]:
+    """What is in a file that is to be written anew. One that cannot be read is kept under another name."""
+    if where.is_symlink() or (where.exists() and not where.is_file()):
+        kind = "a link: what was measured is not kept; name the file that it leads to"
+        raise CacheError(f"cute_ops: {where} is {kind if where.is_symlink() else 'no file: name another one'}")
+    try:
+        return parse(where.read_bytes())
+    except FileNotFoundError:
+        return {}
+    except NewerFormat as error:
+        raise CacheError(
+            f"cute_ops: {where} is of another version of cute_ops ({error}): what was measured is not kept; move the "
+            "file away, or use that version"
+        ) from error
+    except (OSError, ValueError) as error:
+        kept = where.with_name(f"{where.name}.damaged")
+        log.warning("tuning file %s cannot be read (%s): it is kept as %s", where, error, kept.name)
+        with suppress(FileNotFoundError):
+            where.replace(kept)
+        return {}
 
 
 def dump(winners: Iterable[Winner]) -> str:
@@ -203,52 +225,55 @@ def dump(winners: Iterable[Winner]) -> str:
     return f'{{"format": {FORMAT}, "winners": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
-def parse(text: str) -> dict[Key, Winner]:
+class NewerFormat(ValueError):
+    """A file is sound, but of a format that this version does not read."""
+
+
+def parse(text: str | bytes) -> dict[Key, Winner]:
     """The winners of a file's text.
 
     Raises:
         ValueError: it is no such file.
+        NewerFormat: another version wrote it.
     """
-    try:
-        raw = json.loads(text)
-        if raw["format"] != FORMAT:
-            raise ValueError(f"it has format {raw['format']}, this version of cute_ops reads {FORMAT}")
-        found = {}
-        for entry in raw["winners"]:
-            rest = dict(entry)
-            call, heuristic, tile = rest.pop("call"), rest.pop("heuristic"), rest.pop("tile")
-            if not isinstance(call, str) or any(type(v) is not int for v in (*heuristic.values(), *tile.values())):
-                raise ValueError(f"{call!r} has a tile of something else than integers")
-            winner = Winner(call, heuristic, tile, rest)
-            found[winner.key] = winner
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"it is no list of winners ({type(error).__name__}: {error})") from error
+    raw = schema.parse(text, {"format": int})
+    if raw["format"] != FORMAT:
+        raise NewerFormat(f"it has format {raw['format']}, this version of cute_ops reads {FORMAT}")
+    schema.check(raw, {"winners": [WINNER]})
+    found = {}
+    for entry in raw["winners"]:
+        rest = dict(entry)
+        winner = Winner(rest.pop("call"), rest.pop("heuristic"), rest.pop("tile"), rest)
+        found[winner.key] = winner
     return found
 
 
 def read(path: Path) -> Winners:
     """The winners of a file; none, and one sentence in the log, where it cannot be used."""
-    try:
-        if path.is_symlink():
-            raise ValueError("it is a link")
-        return parse(path.read_text())
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        log.warning("tuning file %s is ignored: %s", path, error)
-        return {}
+    return _parsed(path, path.read_bytes)
 
 
 def _read_folder() -> Winners:
+    """Those of the cache folder, if only this user could have written them."""
     where = storage.folder()
-    if not (where / NAME).exists():
-        return {}
+
+    def content() -> bytes:
+        with storage.opened(where) as folder:
+            return folder.read(NAME)
+
+    return _parsed(where / NAME, content)
+
+
+def _parsed(path: Path, content: Callable[[], bytes]) -> Winners:
     try:
-        storage.check_trusted(where)
-    except (CacheError, OSError) as error:
-        log.warning("tuning file %s is ignored: %s", where / NAME, error)
+        if path.is_symlink():
+            raise ValueError("it is a link")
+        return parse(content())
+    except FileNotFoundError:
         return {}
-    return read(where / NAME)
+    except (OSError, ValueError, CacheError) as error:
+        log.warning("tuning file %s is ignored: %s", path, error)
+        return {}
 
 
 def _read_bundle(where: Path) -> Winners:

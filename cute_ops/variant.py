@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
+from cute_ops import schema
 from cute_ops.op import ITEMSIZE
 
 VECTOR = 16  # bytes: the widest load and store of one thread
@@ -57,6 +58,18 @@ class _Fields(NamedTuple):
     config: tuple[tuple[str, int], ...]
     toolchain: tuple[str, str]
     sources: str
+
+
+# As JSON, for :mod:`cute_ops.schema`.
+TENSOR_SHAPE = {
+    "name": str, "dtype": frozenset(ITEMSIZE), "shape": [schema.Either(int, None)],
+    "layout": frozenset({"flat", "strided", "scattered"}), "align": int, "row_align": int,
+}  # fmt: skip
+SHAPE = {
+    "op": str, "kernel": str, "arch": str, "names": [str], "args": [schema.Either(TENSOR_SHAPE, None)],
+    "static": [(str, schema.Either(int, None))], "attributes": [(str, schema.Either(str, int, float, bool, None))],
+    "config": [(str, int)], "toolchain": (str, str), "sources": str,
+}  # fmt: skip
 
 
 class Variant(_Fields):
@@ -105,12 +118,24 @@ class Variant(_Fields):
         return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
     @classmethod
-    def from_json(cls, text: str) -> Variant:
-        raw = json.loads(text)
-        args = tuple(a and TensorKey(**{**a, "shape": tuple(a["shape"])}) for a in raw["args"])
+    def from_json(cls, text: str | bytes) -> Variant:
+        """Raises ValueError where the text is none of :meth:`to_json`."""
+        return cls.from_raw(schema.parse(text, object))
+
+    @classmethod
+    def from_raw(cls, raw: Any) -> Variant:
+        """Of the value that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is none; says where it differs.
+        """
+        schema.check(raw, SHAPE)
+        args = tuple(
+            a and TensorKey(**{k: a[k] for k in TENSOR_SHAPE} | {"shape": tuple(a["shape"])}) for a in raw["args"]
+        )
         pairs = {k: tuple(tuple(p) for p in raw[k]) for k in ("static", "attributes", "config")}
         rest = {k: tuple(raw[k]) for k in ("names", "toolchain")}
-        return cls(**{**raw, **pairs, **rest, "args": args})
+        return cls(**{k: raw[k] for k in SHAPE} | pairs | rest | {"args": args})
 
     def describe(self) -> str:
         """One line for people: ``rmsnorm sm_90a x:bfloat16[?,4096] weight:float32[4096]``."""

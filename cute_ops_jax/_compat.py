@@ -22,6 +22,7 @@ __all__ = [
     "ShapedArray",
     "aval_like",
     "callbacks_in_keys",
+    "custom_calls",
     "needs_devices",
     "new_primitive",
     "register_lowering",
@@ -107,3 +108,29 @@ def aval_like(first: Any, shape: Sequence[Any], dtype: Any) -> ShapedArray:
 
 def jax_version() -> tuple[int, ...]:
     return tuple(jax.__version_info__)
+
+
+def custom_calls(program: bytes) -> set[str]:
+    """The targets of the custom calls in a serialised StableHLO module that JAX does not promise to keep: other
+    libraries' kernels, and callbacks, whose number means something in one process only.
+
+    Raises:
+        ValueError: the module cannot be read.
+    """
+    from jax._src.export._export import _CUSTOM_CALL_TARGETS_GUARANTEED_STABLE as STABLE
+    from jax.extend.mlir import deserialize_portable_artifact, ir
+
+    found: set[str] = set()
+
+    def note(operation: Any) -> Any:
+        if operation.name == "stablehlo.custom_call":
+            found.add(ir.StringAttr(operation.attributes["call_target_name"]).value)
+        return ir.WalkResult.ADVANCE
+
+    with mlir.make_ir_context():
+        try:
+            module = deserialize_portable_artifact(program)
+        except Exception as error:  # of a type that depends on the version
+            raise ValueError(f"its StableHLO cannot be read: {error}") from error
+        (ir.Module.parse(module) if isinstance(module, (str, bytes)) else module).operation.walk(note)
+    return found - STABLE

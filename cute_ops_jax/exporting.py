@@ -9,20 +9,22 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import shutil
-import uuid
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
-from cute_ops import bundle, loader, target
+from cute_ops import bundle, schema, target, trust
 from cute_ops.errors import CacheError
 from cute_ops.variant import Variant
-from cute_ops_jax import targets
+from cute_ops_jax import _compat, targets
 
 FORMAT = 2
+WHAT = "exported program"
+RECORD = {
+    "format": int, "platforms": [str], "programs": {str: {"file": str, "sha256": str, "kernels": [str]}},
+}  # fmt: skip
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The program of an export that calls no kernel.
 ANY = "any"
@@ -63,9 +65,10 @@ def export(
         CacheError: the folder holds something else.
         NotImplementedError: a symbolic size that a kernel must know; several devices with automatic axes.
     """
+    from cute_ops import exchange  # which only who writes needs
+
     where = Path(path)
-    if where.exists() and any(where.iterdir()) and not (where / "program.json").exists():
-        raise CacheError(f"cute_ops: {where} is not empty and no exported program: name another folder")
+    exchange.check_replaceable(where, _files, WHAT)
     platforms = _platforms(platforms)
     chosen = _architectures(arch) if "cuda" in platforms else []
     programs, variants = {}, dict[str, Variant]()
@@ -77,17 +80,21 @@ def export(
         symbols = sorted({s for s in _TARGET.findall(text) if s in known})
         variants |= {s: known[s] for s in symbols}
         programs[str(one or ANY)] = Program(data, symbols)
-    where.parent.mkdir(parents=True, exist_ok=True)
-    staging = where.with_name(f".{where.name}-{uuid.uuid4().hex}")
-    staging.mkdir()
-    try:
-        _fill(staging, platforms, programs, list(variants.values()), chosen)
-        if where.exists():
-            shutil.rmtree(where)
-        staging.replace(where)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
+    with exchange.replacing(where, _files, WHAT) as made:
+        _fill(made, platforms, programs, list(variants.values()), chosen)
+
+
+def _files(where: Path) -> set[str]:
+    """The files of an exported program, by its record."""
+    record = schema.parse((where / "program.json").read_bytes(), RECORD)
+    found = {"program.json", *(program["file"] for program in record["programs"].values())}
+    for name in found:
+        trust.parts_of(name)
+    if (where / "kernels").is_dir():
+        from cute_ops import bundling  # which only who writes needs
+
+        found |= {f"kernels/{name}" for name in bundling.files(where / "kernels")}
+    return found
 
 
 def _platforms(given: str | Sequence[str]) -> list[str]:
@@ -135,35 +142,65 @@ def _fill(
         },
     }
     (where / "program.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for one in (*where.iterdir(), where):  # whatever the umask: what others can write is not loaded
+        one.chmod(one.stat().st_mode & ~trust.OTHERS)
 
 
 def load(path: str | Path) -> Callable[..., Any]:
     """The function of an exported program, its kernels loaded on every GPU of this process.
 
-    It may be called inside of ``jit``, and differentiated where it was exported with ``vjp_order=1``.
+    It may be called inside of ``jit``, and differentiated where it was exported with ``vjp_order=1``. Who can write the
+    folder can let this process run anything, so nobody but this user and root may.
 
     Raises:
-        CacheError: no program is there, it is for other GPUs or other versions, or a file is damaged.
+        CacheError: no program is there, it is for other GPUs or other versions, a file is damaged, others can write
+            one, or the program calls what no exported one does.
         RuntimeError: jax-tvm-ffi is missing or does not fit.
     """
     where = Path(path)
     try:
-        record = json.loads((where / "program.json").read_bytes())
-        if record["format"] != FORMAT:
-            raise ValueError(f"format {record['format']}, this version of cute_ops reads {FORMAT}")
-        programs = record["programs"]
-        chosen = _fitting(where, list(programs)) if _runs_kernels(record) else next(iter(programs))
-        data = (where / programs[chosen]["file"]).read_bytes()
-        intact = hashlib.sha256(data).hexdigest() == programs[chosen]["sha256"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise CacheError(f"cute_ops: {where} holds no exported program: {error}") from error
-    if not intact:
+        return trust.read_one_state(where, lambda folder: _loaded(where, folder))
+    except trust.Untrusted as error:
         raise CacheError(
-            f"cute_ops: {where}: the checksum of {programs[chosen]['file']} does not match: export it again"
-        )
+            f"cute_ops: exported program {where} {error}; it is code: put it into a new folder that only you or root "
+            "can change, from a source that you trust"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise CacheError(f"cute_ops: {where} holds no exported program: {str(error)[:2000]}") from error
+
+
+def _loaded(where: Path, folder: trust.Folder) -> Callable[..., Any]:
+    record = schema.parse(folder.read("program.json"), {"format": int})
+    if record["format"] != FORMAT:
+        raise ValueError(f"format {record['format']}, this version of cute_ops reads {FORMAT}")
+    schema.check(record, RECORD)
+    programs = record["programs"]
+    if not programs:
+        raise ValueError("it has no program")
+    chosen = programs[_fitting(where, list(programs)) if _runs_kernels(record) else next(iter(programs))]
+    data = folder.read(chosen["file"])
+    if hashlib.sha256(data).hexdigest() != chosen["sha256"]:
+        raise CacheError(f"cute_ops: {where}: the checksum of {chosen['file']} does not match: export it again")
+    program = _deserialized(data, chosen["kernels"])
     if _runs_kernels(record):
-        _register(bundle.Bundle(where / "kernels"), programs[chosen]["kernels"])
-    return jax.export.deserialize(bytearray(data)).call
+        _register(bundle.Bundle(where / "kernels"), chosen["kernels"])
+    return program.call
+
+
+def _deserialized(data: bytes, kernels: Sequence[str]) -> jax.export.Exported:
+    """The program of a file. A callback of Python in it would be looked up in this process by a number: XLA follows
+    any, to whatever lies there.
+    """
+    try:
+        program = jax.export.deserialize(bytearray(data))
+        stages = [program, program.vjp()] if program.has_vjp() else [program]
+    except Exception as error:  # flatbuffers' and JAX's readers of something else raise whatever comes first
+        raise ValueError(f"its program cannot be read ({type(error).__name__}: {error})") from error
+    for stage in stages:
+        calls = _compat.custom_calls(stage.mlir_module_serialized) - set(kernels)
+        if calls:
+            raise ValueError(f"its program calls {', '.join(sorted(calls))[:200]}, which no exported program does")
+    return program
 
 
 def _runs_kernels(record: Mapping[str, Any]) -> bool:
@@ -185,15 +222,15 @@ def _fitting(where: Path, programs: Sequence[str]) -> str:
 
 def _register(kernels: bundle.Bundle, symbols: Sequence[str]) -> None:
     def get(variant: Variant) -> Callable[..., Any]:
-        path = kernels.find(variant)
-        if path is None:
+        function = kernels.load(variant)
+        if function is None:
             raise CacheError(f"cute_ops: bundle {kernels.where} does not hold {variant.symbol}")
-        return loader.load(path, variant.symbol)
+        return function
 
     for symbol in symbols:
         if symbol not in kernels.kernels:
             raise CacheError(f"cute_ops: bundle {kernels.where} does not hold {symbol}")
-        targets.ensure(bundle.variant_of(kernels.kernels[symbol]), get)
+        targets.ensure(kernels.variant(symbol), get)
 
 
 def _serialized(

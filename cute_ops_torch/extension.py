@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from cute_ops import __version__, storage, toolchain
+from cute_ops import __version__, schema, storage, toolchain
 from cute_ops.errors import CacheError, CompileError, message
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.autograd import no_gradients
@@ -115,12 +115,12 @@ def _verified(where: Path) -> bool:
     """Whether a built extension is there and may be loaded."""
     if not where.exists():
         return False
-    storage.check_trusted(where.parent)
-    try:
-        record = json.loads(where.with_suffix(".json").read_text())
-        return hashlib.sha256(where.read_bytes()).hexdigest() == record["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return False
+    with storage.opened(where.parent) as folder:
+        try:
+            record = schema.parse(folder.read(where.with_suffix(".json").name), {"sha256": str})
+            return hashlib.sha256(folder.read(where.name)).hexdigest() == record["sha256"]
+        except (OSError, ValueError):
+            return False
 
 
 @cache_forever

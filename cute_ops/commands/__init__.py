@@ -18,6 +18,10 @@ console = Console(soft_wrap=True)
 ARCHES = "sm_80, sm_90a, sm_90a:114 (with 114 SMs), ...; repeat, or commas."
 Arches = Annotated[list[str] | None, typer.Option("--arch", help=f"{ARCHES} Default: this GPU, or sm_90a.")]
 
+AllowFiles = Annotated[
+    bool, typer.Option("--allow-files", help="Execute Python files that a manifest's lines name: file.py:op.")
+]
+
 
 def fail(problem: object) -> NoReturn:
     """Print what went wrong and leave with exit code 1."""

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from cute_ops import bundle, bundling, cache, manifest
-from cute_ops.commands import Arches, console, fail, progress, targets
+from cute_ops.commands import AllowFiles, Arches, console, fail, progress, targets
 from cute_ops.errors import CacheError
 from cute_ops.models import calls_of_model
 from cute_ops.op import FLOATS
@@ -39,10 +40,12 @@ def record(
         code = subprocess.run(command, env=environment, check=False).returncode
     except OSError as error:
         fail(f"cannot run {command[0]}: {error.strerror}")
-    calls = _read([out]) if out.exists() else []
-    manifest.write(out, calls)
+    try:
+        calls = manifest.tidy(out) if out.exists() else manifest.write(out, [])
+    except ValueError as error:
+        fail(error)
     hint = "" if calls else "; kernels run on a GPU only: on a CPU the references ran"
-    console.print(f"{out}: {len(calls)} kinds of calls{hint}")
+    console.print(f"{out}: {calls} kinds of calls{hint}", markup=False)
     raise typer.Exit(code)
 
 
@@ -61,13 +64,14 @@ def model(
         calls = calls_of_model(settings, dtype or None, train=train)
     except (OSError, ValueError, KeyError) as error:
         fail(f"{config}: {error}")
-    console.print(f"{out}: {manifest.write(out, calls)} kinds of calls")
+    console.print(f"{out}: {manifest.write(out, calls)} kinds of calls", markup=False)
 
 
 def build(
     manifests: Manifests,
     out: Annotated[Path, typer.Option("--out", "-o", help="The bundle's folder; a bundle that is there is replaced.")],
     arch: Arches = None,
+    allow_files: AllowFiles = False,
 ) -> None:
     """Compile all calls of manifests for all targets into a bundle; needs no GPU.
 
@@ -76,7 +80,7 @@ def build(
     A program started with CUTE_OPS_BUNDLE=bundle/ compiles nothing of it. A package ships a bundle as a folder inside
     it that an entry point of the group cute_ops.bundles names: any-name = "package.folder".
     """
-    calls, wanted, start = _read(manifests), targets(arch), time.perf_counter()
+    calls, wanted, start = _read(manifests, allow_files), targets(arch), time.perf_counter()
     try:
         total = len(manifest.variants(calls, wanted, lambda text: None))
         with progress(total, f"{out}:") as done:
@@ -85,15 +89,15 @@ def build(
         fail(error)
     _report(built, start)
     size = sum(path.stat().st_size for path in out.rglob("*") if path.is_file())
-    console.print(f"{out}: {len(built)} kernels for {', '.join(map(str, wanted))}, {size / 1e6:.2f} MB")
+    console.print(f"{out}: {len(built)} kernels for {', '.join(map(str, wanted))}, {size / 1e6:.2f} MB", markup=False)
 
 
-def warm_up(manifests: Manifests, arch: Arches = None) -> None:
+def warm_up(manifests: Manifests, arch: Arches = None, allow_files: AllowFiles = False) -> None:
     """Compile all calls of manifests into the cache, as many at a time as there are cores.
 
     Example: python -m cute_ops warm-up manifest.txt
     """
-    calls, start = _read(manifests), time.perf_counter()
+    calls, start = _read(manifests, allow_files), time.perf_counter()
     try:
         variants = manifest.variants(calls, targets(arch), _skipped)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -111,16 +115,17 @@ def show(where: Annotated[Path, typer.Argument(help="The bundle's folder.")]) ->
         fail(error)
     table = Table("kernel", "KB", "symbol")
     for symbol, record in found.kernels.items():
-        variant = bundle.variant_of(record)
-        table.add_row(variant.describe(), f"{record['bytes'] / 1e3:.1f}", symbol)
+        names = (escape(name) for name in (found.variant(symbol).describe(), symbol))
+        table.add_row(next(names), f"{record['bytes'] / 1e3:.1f}", next(names))
     console.print(table)
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
-    console.print(f"{where}: {count} kernels for {', '.join(found.targets)}, sound; {versions}", highlight=False)
+    text = f"{where}: {count} kernels for {', '.join(found.targets)}, sound; {versions}"
+    console.print(text, highlight=False, markup=False)
 
 
-def _read(paths: list[Path]) -> list[manifest.Call]:
+def _read(paths: list[Path], files: bool) -> list[manifest.Call]:
     try:
-        return [call for path in paths for call in manifest.read(path)]
+        return [call for path in paths for call in manifest.read(path, files)]
     except (OSError, ValueError) as error:
         fail(error)
 

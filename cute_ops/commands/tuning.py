@@ -14,7 +14,7 @@ from rich.table import Table
 
 from cute_ops import declarations, manifest, storage, target, tuning
 from cute_ops.binding import Binding, bind
-from cute_ops.commands import author, console, fail
+from cute_ops.commands import AllowFiles, author, console, fail
 from cute_ops.errors import CacheError
 from cute_ops.op import FLOATS, Array, Case, Op
 
@@ -37,6 +37,7 @@ def tune(
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to add winners to. Default: the cache folder's tuning.json")
     ] = None,
+    allow_files: AllowFiles = False,
 ) -> None:
     """Measure on this GPU which tiles run calls fastest, and remember them; gradients come along.
 
@@ -54,7 +55,7 @@ def tune(
     from cute_ops import tuner
 
     try:
-        trials = [trial for name in what for trial in _trials(name, dtype or ["bfloat16"], n, rows)]
+        trials = [trial for name in what for trial in _trials(name, dtype or ["bfloat16"], n, rows, allow_files)]
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
         fail(error)
     if not any(trial.binding.op.tuning for trial in trials):
@@ -107,13 +108,15 @@ def _table(outcomes: Sequence) -> Table:
     return table
 
 
-def _trials(name: str, dtypes: Sequence[str], sizes: Sequence[int] | None, rows: int | None) -> Iterator:
+def _trials(
+    name: str, dtypes: Sequence[str], sizes: Sequence[int] | None, rows: int | None, files: bool = False
+) -> Iterator:
     """Calls of an op by its cases or sizes, of every op of a file, or of a manifest."""
     from cute_ops.tuner import Trial
 
     path = Path(name)
     if path.suffix != ".py" and path.is_file():
-        for call in manifest.read(path):
+        for call in manifest.read(path, files):
             if not call.dynamic:
                 yield Trial(bind(call.op, call.inputs, call.attrs), call.memory)
         return

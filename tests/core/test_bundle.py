@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import logging
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from cute_ops import CacheError, bundle, bundling, cache, manifest, toolchain, tuning
+from cute_ops import CacheError, bundle, bundling, cache, exchange, loader, manifest, toolchain, tuning
 from cute_ops.bundle import Bundle
 from cute_ops.target import parse
 from cute_ops.variant import Variant
@@ -143,10 +146,10 @@ def open_behind_a_link(where: Path) -> None:
         (truncate, "is damaged: the checksum of cute_silu_mul_"),
         (link, "is not a file"),
         (lambda where: (where / "kernels" / f"{wanted().symbol}.so").unlink(), ".so: No such file or directory"),
-        (lambda where: where.chmod(0o777), "holds native code, but others can write bundle (mode 777)"),
-        (lambda where: (where / "bundle.json").chmod(0o666), "others can write bundle.json (mode 666)"),
-        (lambda where: (where / "kernels").chmod(0o775), "others can write kernels (mode 775)"),
-        (open_behind_a_link, "others can write bundle (mode 777)"),
+        (lambda where: where.chmod(0o777), " can be written by others (mode 777); it holds native code"),
+        (lambda where: (where / "bundle.json").chmod(0o666), "holds bundle.json, which can be written by others"),
+        (lambda where: (where / "kernels").chmod(0o775), " holds kernels, which can be written by others (mode 775)"),
+        (open_behind_a_link, " can be written by others (mode 777)"),
         (lambda where: (shutil.rmtree(where), where.write_text("")), "is not a folder"),
     ],
     ids=[
@@ -258,19 +261,137 @@ def test_an_installed_package_serves_its_bundle(
     assert cache.counters.compiled == before[1] + 1
     (site / "shipped" / "kernels_of_it").chmod(0o777)
     bundle.forget()
-    assert bundle.find_installed(wanted()) is None and "others can write kernels_of_it (mode 777)" in caplog.text
+    assert bundle.load_installed(wanted()) is None
+    assert "kernels_of_it can be written by others (mode 777)" in caplog.text
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
-def test_a_bundle_of_another_user_that_nobody_can_write(served: Path, cache_folder: Path) -> None:
+AS_NOBODY = """
+import os
+from cute_ops import bundle, cache, loader, manifest
+from cute_ops.target import parse
+bundle.versions(), loader._load_runtime(), loader.tvm_ffi()  # the environment may be for root only
+os.environ["CUTE_OPS_TUNE"] = "0"
+variant = manifest.parse({lines!r})[0].variant(parse("sm_90a"))
+os.setgroups([])
+os.setgid(65534)
+os.setuid(65534)
+print(callable(cache.get(variant)), cache.counters.bundled)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_a_bundle_of_root_serves_everybody(made: Path, cache_folder: Path) -> None:
     """What several users share: it serves, and is left as it is."""
-    for path in [served, *served.rglob("*")]:
-        os.chown(path, 65534, 65534)
-        path.chmod(0o555 if path.is_dir() else 0o444)
-    content = {path: path.stat().st_mtime for path in served.rglob("*")}
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own are for root only
+        Path(folder).chmod(0o755)
+        shared = Path(shutil.copytree(made, Path(folder, "bundle")))
+        content = {path: path.stat().st_mtime for path in shared.rglob("*")}
+        environment = {**os.environ, "CUTE_OPS_BUNDLE": str(shared), "CUTE_OPS_CACHE_DIR": f"{folder}/none"}
+        command = [sys.executable, "-c", AS_NOBODY.format(lines=LINES)]
+        served = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, check=False)
+        assert served.stdout == "True 1\n" and not served.stderr, served.stderr
+        assert {path: path.stat().st_mtime for path in shared.rglob("*")} == content
+
+
+@pytest.mark.fault("a bundle, or a file in one, that belongs to another user", "an error", "nothing")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
+@pytest.mark.parametrize("name", [".", "bundle.json", "kernels", "kernels/*.so", ".."])
+def test_a_bundle_of_another_user_is_refused(served: Path, cache_folder: Path, name: str) -> None:
+    """Whoever owns it can write it when he likes; who owns a folder around it can put another in its place."""
+    (given, *_) = [served / name] if "*" not in name else served.glob(f"kernels/{wanted().symbol}.so")
+    os.chown(given, 65534, 65534)
+    who = "can be replaced by user 65534" if name == ".." else "belongs to user 65534, not to you"
+    with pytest.raises(CacheError, match=f"{who}.*; it holds native code: put it into a new folder"):
+        cache.get(wanted())
+    os.chown(given, 0, 0)
+
+
+@pytest.mark.fault("a folder around a bundle that others can write", "an error", "nothing")
+def test_a_bundle_that_others_can_replace_is_refused(served: Path, cache_folder: Path) -> None:
+    served.parent.chmod(0o777)
+    with pytest.raises(CacheError, match=r"can be replaced by others, who can write .* \(mode 777\)"):
+        cache.get(wanted())
+    served.parent.chmod(0o1777)  # where each keeps what is his
+    bundle.forget()
+    assert callable(cache.get(wanted()))
+
+
+@pytest.mark.fault("an object is tampered with in one of two bundles", "an error, though the other serves", "nothing")
+def test_a_tampered_object_is_no_reason_to_ask_the_next_bundle(
+    made: Path, served: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", f"{served}{os.pathsep}{made}")
+    flip_a_bit(served)
+    with pytest.raises(CacheError, match="is damaged: the checksum of cute_silu_mul_"):
+        cache.get(wanted())
+
+
+@pytest.mark.fault(
+    "a bundle is replaced, object by object or as a whole, between the check of an object and its loading",
+    "what was checked is loaded",
+    "nothing",
+)
+def test_what_was_checked_is_loaded(
+    made: Path, served: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The attempt of issue 15: swap the folder in that moment."""
+    load, moved = loader.load, served.with_name("moved")
+
+    def swapped(path: Path, symbol: str, through: str = "") -> Any:
+        if not moved.exists():
+            served.rename(moved)
+            shutil.copytree(moved, served)
+            (served / "kernels" / f"{symbol}.so").write_bytes(b"of somebody else")
+        return load(path, symbol, through)
+
+    monkeypatch.setattr(loader, "load", swapped)
     before = cache.counters.bundled
     assert callable(cache.get(wanted())) and cache.counters.bundled == before + 1
-    assert {path: path.stat().st_mtime for path in served.rglob("*")} == content and not cache_folder.exists()
+
+
+@pytest.mark.fault("another bundle takes the place of one that a program has open", "the program goes on", "nothing")
+def test_a_program_goes_on_with_a_new_bundle(made: Path, served: Path, cache_folder: Path) -> None:
+    assert callable(cache.get(wanted()))
+    with exchange.replacing(served, bundling.files, "bundle") as new:
+        shutil.copytree(made, new, dirs_exist_ok=True)
+        # The same kernels, in files of other bytes, as another compiler's would be.
+        for path in (new / "kernels").iterdir():
+            path.write_bytes(path.read_bytes() + b"\0")
+        edit(new, lambda r: [k.update(sha256=sha256(new, s)) for s, k in r["kernels"].items()])
+    before = cache.counters.bundled
+    assert callable(cache.get(CALLS[1].variant(parse("sm_80")))) and cache.counters.bundled == before + 1
+
+
+def test_a_program_may_change_its_working_directory(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(served.parent)
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", served.name)
+    bundle.forget()
+    opened = Bundle(Path(served.name))
+    assert callable(bundle.load(wanted()))
+    monkeypatch.chdir("/")
+    assert opened.verify() == 4 and callable(bundle.load(CALLS[1].variant(parse("sm_90a"))))
+
+
+def test_names_are_shown_as_they_are(served: Path, tmp_path: Path) -> None:
+    """What looks like a style, which ended the command, or like a terminal's escape sequence."""
+    odd = Path(served.rename(tmp_path / "[bold]bundle[red]"))
+
+    def rename(record: dict) -> None:
+        kernel = record["kernels"].pop(wanted().symbol)
+        kernel["variant"]["op"] = "[/red]"
+        record["kernels"]["[red]"] = kernel
+
+    (odd / "kernels" / f"{wanted().symbol}.so").rename(odd / "kernels" / "[red].so")
+    edit(odd, rename)
+    shown = run("bundle", "check", str(odd))
+    assert shown.returncode == 0 and not shown.stderr, shown.stderr
+    assert "[/red] sm_90a" in shown.stdout and "[bold]bundle[red]: 4 kernels" in shown.stdout
+    (odd / "bundle.json").unlink()
+    assert "[bold]bundle[red] has no bundle.json" in run("bundle", "check", str(odd)).stdout
+
+
+def sha256(where: Path, symbol: str) -> str:
+    return hashlib.sha256((where / "kernels" / f"{symbol}.so").read_bytes()).hexdigest()
 
 
 def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path, cache_folder: Path) -> None:
@@ -284,7 +405,28 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path,
         bundling.build(CALLS[:1], TARGETS[:1], where / "thesis.txt")
     again = Path(shutil.copytree(made, tmp_path / "again"))
     bundling.build(CALLS[:1], TARGETS[:1], again)
-    assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again-*"))
+    assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again*"))
+
+
+@pytest.mark.fault(
+    "a bundle is to replace one that somebody has put files into, or whose record is broken", "an error", "nothing"
+)
+@pytest.mark.parametrize("name", ["thesis.txt", "kernels/thesis.txt", "licenses/mine/", "kernels/.hidden", "-> .."])
+def test_what_somebody_put_into_a_bundle_is_kept(made: Path, tmp_path: Path, cache_folder: Path, name: str) -> None:
+    again = Path(shutil.copytree(made, tmp_path / "again"))
+    if name == "-> ..":
+        (again / "linked").symlink_to(tmp_path)
+        name = "linked"
+    elif name.endswith("/"):
+        (again / name).mkdir()
+    else:
+        (again / name).write_text("years of work")
+    with pytest.raises(CacheError, match=f"holds {name.rstrip('/')}, not written by us: move that elsewhere"):
+        bundling.build(CALLS[:1], TARGETS[:1], again)
+    assert (again / name).exists() and Bundle(again).verify() == 4
+    (again / "bundle.json").write_text("{}")
+    with pytest.raises(CacheError, match=r"whose record cannot be read .*: name another folder, or delete it yourself"):
+        bundling.build(CALLS[:1], TARGETS[:1], again)
 
 
 def test_a_cache_that_holds_no_whole_bundle(
@@ -302,24 +444,20 @@ def test_a_cache_that_holds_no_whole_bundle(
     "the disk is full, or a kernel leaves the cache, while a bundle replaces another", "an error; the other one stays",
     "nothing",
 )  # fmt: skip
-@pytest.mark.parametrize("step", ["_licenses", "replace"])
+@pytest.mark.parametrize("step", ["_licenses", "_exchange"])
 def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
     made: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
-    again, plain = Path(shutil.copytree(made, tmp_path / "again")), Path.replace
+    again = Path(shutil.copytree(made, tmp_path / "again"))
 
-    def full(*given: Path) -> Path:
-        if step == "replace" and given != (given[0], again):
-            return plain(*given)
-        if step == "replace" and given[0].name == "before":
-            return plain(*given)
+    def full(*_: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(*((Path, "replace") if step == "replace" else (bundling, "_licenses")), full)
+    monkeypatch.setattr(exchange if step == "_exchange" else bundling, step, full)
     with pytest.raises(OSError, match="No space left"):
         bundling.build(CALLS[:1], TARGETS[:1], again)
     monkeypatch.undo()
-    assert Bundle(again).verify() == 4 and not list(tmp_path.glob(".again-*"))
+    assert Bundle(again).verify() == 4 and not list(tmp_path.glob(".again*"))
 
 
 @pytest.mark.fault(

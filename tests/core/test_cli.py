@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import bundling, cache, doctor, manifest, target, toolchain
+from cute_ops import CacheError, bundle, bundling, cache, doctor, manifest, target, toolchain
 from cute_ops.__main__ import app
 
 ROOT = Path(__file__).parents[2]
@@ -94,6 +94,25 @@ def test_doctor_looks_at_bundles(tmp_path: Path, cache_folder: Path, monkeypatch
     (tmp_path / "bundle" / "manifest.txt").write_text("changed")
     (bad,) = doctor._bundles()
     assert bad.level == "bad" and "the checksum of manifest.txt does not match" in bad.text and bad.remedy
+
+
+def test_doctor_believes_what_programs_believe(
+    tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An installed package's bundle whose group can write it serves programs; doctor called it bad."""
+    calls = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
+    for name in ("named", "installed"):
+        bundling.build(calls, [target.parse("sm_90a")], tmp_path / name)
+        for path in [tmp_path / name, *(tmp_path / name).rglob("*")]:
+            path.chmod(0o775 if path.is_dir() else 0o664)
+    monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "named"))
+    monkeypatch.setattr(bundle, "installed", lambda: [tmp_path / "installed"])
+    wanted = calls[0].variant(target.parse("sm_90a"))
+    named, installed = doctor._bundles()
+    assert named.level == "bad" and "can be written by others" in named.text
+    with pytest.raises(CacheError, match="can be written by others"):
+        bundle.load(wanted)
+    assert installed.level == "ok" and bundle.load_installed(wanted)
 
 
 def test_doctor_where_only_the_runtime_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,9 +10,11 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 from cute_ops import FLOATS, Array, declarations, manifest
 from cute_ops import plan as planning
+from cute_ops.__main__ import app
 from cute_ops.binding import bind
 from cute_ops.models import calls_of_model
 from cute_ops.ops import OPS
@@ -139,7 +141,7 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     lines = [f"{file}:mine x:float32[4,64]", f"{file}:mine.grad dout:float32[4,64]"]
     assert (tmp_path / "m.txt").read_text().splitlines() == lines
-    calls = manifest.read(tmp_path / "m.txt")
+    calls = manifest.read(tmp_path / "m.txt", files=True)
     assert [call.op.name for call in calls] == ["mine", "mine_bwd"]
 
     # A program that has it from a module, its own or none's file: by the module, which can be imported.
@@ -175,6 +177,14 @@ def test_a_manifest_that_cannot_be_written_costs_only_the_record(
         ("rmsnorm x:float32[4,8] epsilon=1", "unknown attribute `epsilon`"),
         ("nowhere.at.all:op x:float32[4]", "cannot import nowhere.at.all"),
         ("json:dumps x:float32[4]", "json has no op 'dumps'; it has none"),
+        ("mine.py:op x:float32[4]", "it names the Python file mine.py, which would be executed: --allow-files"),
+        ('"mine.py:op" x:float32[4]', "it names the Python file mine.py, which would be executed: --allow-files"),
+        ('"rmsnorm x:float32[4]', "Unterminated string"),
+        ("7:op x:float32[4]", "cannot import 7"),
+        (".relative:op x:float32[4]", "cannot import .relative"),
+        ("rmsnorm x:float32[4] eps=" + "[" * 100_000, "its JSON is nested too deeply"),
+        ("rmsnorm x:float32[4] eps=" + "9" * 5000, "Exceeds the limit"),
+        ("rmsnorm x:float32[" + "9" * 5000 + "]", "Exceeds the limit"),
     ],
 )
 def test_a_wrong_line_is_explained(tmp_path: Path, line: str, text: str) -> None:
@@ -184,9 +194,98 @@ def test_a_wrong_line_is_explained(tmp_path: Path, line: str, text: str) -> None
     assert text in str(caught.value) and "m.txt, line 2: " in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("1 / 0", "ZeroDivisionError: division by zero"),
+    ],
+)
+def test_a_file_that_does_not_run_is_explained(tmp_path: Path, text: str, problem: str) -> None:
+    """A script that ends itself ended the command, with exit code 0 and nothing done."""
+    path = tmp_path / "not_a_module.py"
+    path.write_text(text)
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"cannot import {path}: {problem}"):
+            manifest.parse(f"{path}:op x:float32[4]", files=True)
+
+
+def test_bytes_are_explained(tmp_path: Path) -> None:
+    (tmp_path / "m.txt").write_bytes(b"rmsnorm \xff")
+    with pytest.raises(ValueError, match=r"m\.txt is no text in UTF-8"):
+        manifest.read(tmp_path / "m.txt")
+
+
+def test_a_manifest_is_written_whole_and_keeps_its_rights(tmp_path: Path) -> None:
+    path = tmp_path / "m.txt"
+    path.write_text("rmsnorm x:float32[4]\nrmsnorm x:float32[4]\n")
+    path.chmod(0o640)
+    (tmp_path / "link").symlink_to("m.txt")
+    assert manifest.tidy(tmp_path / "link") == 1 and (tmp_path / "link").is_symlink()
+    assert path.stat().st_mode & 0o777 == 0o640 and path.read_text() == f"{manifest.HEADER}rmsnorm x:float32[4]\n"
+    before = path.read_text()
+    code = (
+        "import pathlib, resource, signal, sys; from cute_ops import manifest\n"
+        "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
+        "manifest.tidy(pathlib.Path(sys.argv[1]))"
+    )
+    full = subprocess.run([sys.executable, "-c", code, str(path)], capture_output=True, text=True, check=False)
+    assert "File too large" in full.stderr and path.read_text() == before
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["link", "m.txt"]
+
+
 def test_blanks_in_an_attribute_survive() -> None:
     call = manifest.Call("rmsnorm", {}, attrs={"mode": "a b"})
     assert json.loads(str(call).partition("mode=")[2]) == "a b" and len(str(call).split()) == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["a b/c.py:op", "a#b.py:op", 'a"b.py:op', "a\tb.py:op", "a\u00a0\u2028b.py:op", "\udcff.py:op"]
+)
+def test_any_path_survives(name: str) -> None:
+    line = str(manifest.Call(name, {}, attrs={"mode": "a#b"}))
+    word, mode = line.partition("#")[0].split()
+    assert line.isascii() and json.loads(word) == name and json.loads(mode.partition("=")[2]) == "a#b"
+
+
+MINE = """
+from cute_ops import Array, Op, Tensor
+from cute_ops.binding import bind
+from cute_ops.plan import plan
+from cute_ops.target import parse
+X = {"x": Tensor("*m n", "float32")}
+mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=None, kernel="copying:Copy")
+plan(bind(mine, {"x": Array((4, 64), "float32")}), {}, parse("sm_90a"))
+open("runs", "a").write("x")
+"""
+
+
+def test_record_reads_its_own_manifest_and_runs_nothing_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a folder with blanks and a # in its name: `record` was done with an error at the very end."""
+    where = tmp_path / "my first #1 program"
+    where.mkdir()
+    (where / "mine.py").write_text(MINE)
+    (where / "m.txt").write_text("# by hand\nrmsnorm x:float32[*,8] # my model's")
+    path = os.pathsep.join([str(HERE / "kernels"), *sys.path])
+    environment = {**os.environ, "PYTHONPATH": path, "COLUMNS": "200"}
+
+    line = [sys.executable, "-m", "cute_ops", "record", "-o", "m.txt", "--", sys.executable, "mine.py"]
+    recorded = subprocess.run(line, cwd=where, env=environment, capture_output=True, text=True, check=False)
+    assert recorded.returncode == 0 and "m.txt: 2 kinds of calls" in recorded.stdout, recorded.stdout
+    assert "by hand" not in (where / "m.txt").read_text()
+    assert (where / "runs").read_text() == "x"
+
+    monkeypatch.setattr(sys, "path", [str(HERE / "kernels"), *sys.path])
+    monkeypatch.chdir(where)
+    for arguments in (("warm-up", "m.txt"), ("build", "m.txt", "-o", "bundle"), ("tune", "m.txt")):
+        refused = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+        assert refused.exit_code == 1 and "line 2: it names the Python file " in refused.stdout, refused.stdout
+    assert (where / "runs").read_text() == "x"
+    (call, _) = manifest.read(where / "m.txt", files=True)
+    assert call.op.name == "mine" and (where / "runs").read_text() == "xx"
+    planned = CliRunner().invoke(app, ["tune", "m.txt", "--allow-files"])
+    assert "no candidates are declared" in planned.stdout.replace("\n", " ") or "needs a GPU" in planned.stdout
 
 
 LLAMA = {

@@ -616,19 +616,27 @@ def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.Mon
 
 
 @pytest.mark.fault(
-    "a tuning file that is damaged or of another format", "one sentence, and the heuristics' tiles run",
-    "what was measured",
+    "a tuning file that is damaged", "one sentence, and the heuristics' tiles run; who measures keeps it aside",
+    "what was measured, until somebody mends the file",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("{", "Expecting property name"),
-        ("[]", "it is no list of winners"),
-        ('{"format": 1}', "it is no list of winners (KeyError: 'winners')"),
-        ('{"format": 99, "winners": []}', "it has format 99, this version of cute_ops reads 1"),
-        ('{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": {"threads": "many"}}]}', "integers"),
-        ('{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": 7}]}', "it is no list of winners"),
+        ("[]", "it is a list, expected an object"),
+        ('{"format": 1}', "it has no 'winners'"),
+        ('{"format": true, "winners": []}', "format is true, expected an integer"),
+        (
+            '{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": {"threads": "many"}}]}',
+            'winners[0].tile.threads is "many", expected an integer',
+        ),
+        (
+            '{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": 7}]}',
+            "winners[0].tile is 7, expected an object",
+        ),
         ("\x00" * 99, "Expecting value"),
+        ("[" * 1_000_000, "its JSON is nested too deeply"),
+        ('{"format": 1, "winners": [' * 100_000, "its JSON is nested too deeply"),
     ],
 )
 def test_a_file_that_is_none_is_ignored_with_a_sentence(
@@ -639,8 +647,36 @@ def test_a_file_that_is_none_is_ignored_with_a_sentence(
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
     (record,) = caplog.records
     assert "tuning.json is ignored: " in record.getMessage() and reason in record.getMessage()
-    # Measuring anew replaces it.
+    # Measuring anew keeps it under another name.
     assert remembered({"threads": 64}) and plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert (cache_folder / "tuning.json.damaged").read_text() == text
+
+
+@pytest.mark.fault(
+    "a tuning file of a newer version", "the heuristics' tiles run; to measure is an error, which says what to do",
+    "nothing",
+)  # fmt: skip
+def test_a_file_of_a_newer_version_is_left_alone(cache_folder: Path, caplog: Any) -> None:
+    op = remembered({"threads": 64})
+    newer = '{"format": 99, "winners": {"of": "another kind"}}'
+    for path in (cache_folder / "tuning.json", cache_folder / "shipped.json"):
+        path.write_text(newer)
+        with pytest.raises(cache.CacheError, match=r"of another version of cute_ops .*: what was measured is not kept"):
+            remembered({"threads": 64}, path=None if path.name == "tuning.json" else path)
+        assert path.read_text() == newer
+    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert "it has format 99, this version of cute_ops reads 1" in caplog.text
+
+
+@pytest.mark.fault("a link in place of the tuning file, and something is measured", "an error", "nothing")
+def test_a_link_is_not_written_through(cache_folder: Path, tmp_path: Path) -> None:
+    """It was replaced by a file that lacked what the linked one held."""
+    remembered({"threads": 64})
+    (cache_folder / "tuning.json").rename(tmp_path / "elsewhere.json")
+    (cache_folder / "tuning.json").symlink_to(tmp_path / "elsewhere.json")
+    with pytest.raises(cache.CacheError, match="is a link: what was measured is not kept; name the file"):
+        remembered({"threads": 256})
+    assert len(tuning.read(tmp_path / "elsewhere.json")) == 1
 
 
 @pytest.mark.fault("a tuning file that others can write, or a link", "it is ignored with a sentence", "nothing")
@@ -674,6 +710,38 @@ def test_processes_that_write_at_once_lose_nothing(cache_folder: Path) -> None:
     assert [w.returncode for w in writers] == [0, 0, 0]
     assert len(tuning.read(cache_folder / "tuning.json")) == 120
     assert [p.name for p in cache_folder.iterdir()] == ["tuning.json"]
+
+
+DYING = """
+import os, sys
+from pathlib import Path
+from cute_ops import tuning
+os.fsync = lambda handle: os.kill(os.getpid(), 9)
+tuning.remember([tuning.Winner("call", {"threads": 128}, {"threads": 64})], Path(sys.argv[1]))
+"""
+
+
+@pytest.mark.fault(
+    "kill -9 while a tuning file outside of the cache is written", "the next writer clears away what was left",
+    "what was just measured",
+)  # fmt: skip
+def test_a_death_while_a_file_is_written_elsewhere(tmp_path: Path, cache_folder: Path) -> None:
+    where = tmp_path / "tuned" / "x.json"
+    where.parent.mkdir()
+    assert subprocess.run([sys.executable, "-c", DYING, str(where)], check=False).returncode == -9
+    assert [path.name[:9] for path in where.parent.iterdir()] == ["cute_tmp-"]
+    remembered({"threads": 64}, path=where)
+    assert list(where.parent.iterdir()) == [where]
+
+
+@pytest.mark.fault("a pipe in place of the tuning file", "an error when it is written; nobody waits", "nothing")
+def test_a_pipe_in_place_of_the_file(cache_folder: Path, caplog: Any) -> None:
+    cache_folder.mkdir(mode=0o700)
+    os.mkfifo(cache_folder / "tuning.json", 0o600)
+    code = "from cute_ops import tuning; tuning._read_folder(); tuning.remember([tuning.Winner('call', {}, {})])"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
+    assert "holds tuning.json, which is not a file" in found.stderr
+    assert "tuning.json is no file: name another one" in found.stderr
 
 
 def test_a_folder_that_cannot_be_written(cache_folder: Path) -> None:

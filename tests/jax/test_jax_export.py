@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import resource
 import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,7 +21,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-from cute_ops import Op, bundle, testing
+from cute_ops import Op, bundle, testing, trust
 from cute_ops.errors import CacheError
 from cute_ops.ops import OPS
 from cute_ops_jax import exporting, targets
@@ -74,7 +77,7 @@ def test_the_folder_holds_what_each_program_calls(exported: Path) -> None:
     held = bundle.Bundle(exported / "kernels")
     assert held.verify() == 4
     for name, program in programs.items():
-        variants = [bundle.variant_of(held.kernels[s]) for s in program["kernels"]]
+        variants = [held.variant(s) for s in program["kernels"]]
         assert {v.op for v in variants} == {"rmsnorm", "rmsnorm_bwd"}
         assert {v.arch for v in variants} == {name.partition(":")[0]}
 
@@ -127,6 +130,166 @@ def test_damage_is_told(exported: Path, tmp_path: Path, monkeypatch: pytest.Monk
     (copy / "program.json").unlink()
     with pytest.raises(CacheError, match="holds no exported program"):
         cute_ops_jax.load(copy)
+
+
+def tampered(where: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    """Change the record, with checksums that are right again."""
+    record = json.loads((where / "program.json").read_text())
+    for program in record["programs"].values():
+        program["sha256"] = hashlib.sha256((where / program["file"]).read_bytes()).hexdigest()
+    change(record)
+    (where / "program.json").write_text(json.dumps(record))
+
+
+@pytest.fixture(scope="module")
+def exported_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A program that calls no kernel."""
+    where = tmp_path_factory.mktemp("exported") / "program"
+    cute_ops_jax.export(where, forward, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu", vjp_order=1)
+    return where
+
+
+@pytest.fixture
+def on_cpu(exported_on_cpu: Path, tmp_path: Path) -> Path:
+    """A copy of it."""
+    return Path(shutil.copytree(exported_on_cpu, tmp_path / "program"))
+
+
+@pytest.mark.parametrize("name", ["../any.jax", "/etc/hostname", "any.jax/..", "link.jax", "", "a\0b", "\ud800"])
+@pytest.mark.fault("an exported program whose record names a file outside of it", "an error", "nothing")
+def test_files_outside_are_not_read(on_cpu: Path, name: str) -> None:
+    shutil.copy(on_cpu / "any.jax", on_cpu.parent / "any.jax")
+    (on_cpu / "link.jax").symlink_to("../any.jax")
+    tampered(on_cpu, lambda record: record["programs"]["any"].update(file=name))
+    with pytest.raises(CacheError, match=r"no file inside of it|not a file but a link|holds no exported program"):
+        cute_ops_jax.load(on_cpu)
+
+
+@pytest.mark.fault("an exported program that others can write, or that is another user's", "an error", "nothing")
+@pytest.mark.parametrize(
+    ("name", "mode", "owner"),
+    [
+        (".", 0o777, 0), (".", 0o775, 0), ("program.json", 0o666, 0), ("any.jax", 0o664, 0), ("..", 0o777, 0),
+        (".", 0o755, 65534), ("program.json", 0o644, 65534), ("any.jax", 0o644, 65534), ("..", 0o755, 65534),
+    ],
+)  # fmt: skip
+def test_a_program_of_others_is_refused(on_cpu: Path, name: str, mode: int, owner: int) -> None:
+    (on_cpu / name).chmod(mode)
+    if owner:
+        if os.geteuid() != 0:
+            pytest.skip("only root can give a file away")
+        os.chown(on_cpu / name, owner, owner)
+    with pytest.raises(CacheError, match=r"exported program .*; it is code: put it into a new folder"):
+        cute_ops_jax.load(on_cpu)
+    if owner:
+        os.chown(on_cpu / name, 0, 0)
+
+
+def test_what_is_exported_is_for_its_owner_to_write(tmp_path: Path) -> None:
+    """With the umask that makes files writable to one's group, load would refuse it."""
+    before = os.umask(0o002)
+    try:
+        cute_ops_jax.export(tmp_path / "program", forward, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu")
+    finally:
+        os.umask(before)
+    assert {p.stat().st_mode & 0o777 for p in (tmp_path / "program").iterdir()} == {0o644}
+    assert callable(cute_ops_jax.load(tmp_path / "program"))
+
+
+@pytest.mark.fault("an exported program that calls back into Python by a number", "an error", "nothing")
+@pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "CustomSPMDPartitioning", "somebody_elses"])
+@pytest.mark.parametrize("where", ["forward", "gradient"])
+def test_a_program_with_a_callback_is_refused(on_cpu: Path, target: str, where: str) -> None:
+    """Its number would be looked up in this process, where it may be anything: a segmentation fault."""
+
+    @jax.custom_vjp
+    def called(x: Any) -> Any:
+        return native(x) if where == "forward" else x * 2
+
+    def native(x: Any) -> Any:
+        call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct(x.shape, x.dtype), vmap_method="sequential")
+        return call(x, index=np.uint64(2**40))
+
+    called.defvjp(lambda x: (called(x), None), lambda _, g: (native(g) if where == "gradient" else g,))
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(target)]
+    made = jax.export.export(jax.jit(called), platforms=["cpu"], disabled_checks=allowed)(jnp.ones((2, 64)))
+    (on_cpu / "any.jax").write_bytes(made.serialize(vjp_order=1))
+    tampered(on_cpu, lambda record: None)
+    with pytest.raises(CacheError, match=f"its program calls {target}, which no exported program does"):
+        cute_ops_jax.load(on_cpu)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda record: record.update(programs={}),
+        lambda record: record.update(programs=[]),
+        lambda record: record.update(platforms="cpu"),
+        lambda record: record["programs"]["any"].update(kernels=[7]),
+        lambda record: record["programs"]["any"].update(file=["any.jax"]),
+        lambda record: record.update(format="2"),
+        lambda record: record.pop("programs"),
+    ],
+)
+def test_a_record_of_other_types(on_cpu: Path, change: Callable[[dict[str, Any]], object]) -> None:
+    tampered(on_cpu, change)
+    with pytest.raises(CacheError, match="holds no exported program: "):
+        cute_ops_jax.load(on_cpu)
+
+
+@pytest.mark.parametrize("data", [b"", b"\0" * 100, os.urandom(1000), b"[" * 100_000])
+def test_a_program_of_other_bytes(on_cpu: Path, data: bytes) -> None:
+    (on_cpu / "any.jax").write_bytes(data)
+    tampered(on_cpu, lambda record: None)
+    with pytest.raises(CacheError, match="its program cannot be read"):
+        cute_ops_jax.load(on_cpu)
+    (on_cpu / "program.json").write_bytes(b"[" * 100_000)
+    with pytest.raises(CacheError, match="nested too deeply"):
+        cute_ops_jax.load(on_cpu)
+
+
+@pytest.mark.fault(
+    "a program is exported anew while another process loads it", "it loads the old or the new", "nothing"
+)
+def test_a_program_that_is_replaced_while_it_loads(on_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After its record was read: what is left of the old one is gone, and the new program is of other bytes."""
+    read = trust.Folder.read
+
+    def replaced(self: trust.Folder, name: str) -> bytes:
+        if name == "any.jax":
+            monkeypatch.undo()
+            cute_ops_jax.export(
+                on_cpu, lambda x, w: forward(x, w) + 1, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu"
+            )
+        return read(self, name)
+
+    monkeypatch.setattr(trust.Folder, "read", replaced)
+    x, w = jnp.arange(128.0).reshape(2, 64), jnp.ones(64)
+    np.testing.assert_array_equal(cute_ops_jax.load(on_cpu)(x, w), forward(x, w) + 1)
+
+
+@pytest.mark.fault("the disk is full while an export replaces another", "an error; the other one stays", "nothing")
+def test_an_export_that_fails_leaves_the_one_before(on_cpu: Path) -> None:
+    before = {path: path.read_bytes() for path in on_cpu.iterdir()}
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
+        with pytest.raises(OSError, match="File too large"):
+            cute_ops_jax.export(on_cpu, forward, jnp.ones((2, 32)), jnp.ones(32), platforms="cpu")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, handler)
+    assert {path: path.read_bytes() for path in on_cpu.iterdir()} == before
+    assert [path.name for path in on_cpu.parent.iterdir()] == ["program"]
+
+
+def test_what_somebody_put_into_an_export_is_kept(on_cpu: Path) -> None:
+    """It was deleted, since a ``program.json`` was there."""
+    (on_cpu / "thesis.txt").write_text("chapter one")
+    with pytest.raises(CacheError, match=r"holds thesis\.txt, not written by us: move that elsewhere"):
+        cute_ops_jax.export(on_cpu, forward, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu")
+    assert (on_cpu / "thesis.txt").exists() and callable(cute_ops_jax.load(on_cpu))
 
 
 def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:

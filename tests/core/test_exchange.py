@@ -1,0 +1,280 @@
+"""Folders replaced as a whole: readers find the old one or the new one, whatever happens to the writer."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cute_ops import CacheError, bundling, cache, exchange, manifest, storage, trust
+from cute_ops.bundle import Bundle
+from cute_ops.target import parse
+
+ROOT = Path(__file__).parents[2]
+LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*,7] up:float32[*,7]\n"
+
+WRITING = """
+import os, random, signal, sys, time
+from pathlib import Path
+from cute_ops import bundling, cache, manifest
+from cute_ops.target import parse
+calls, target, where = manifest.parse({lines!r}), parse("sm_90a"), Path(sys.argv[1])
+variants = [call.variant(target) for call in calls]
+def write(turn):
+    bundling.write(variants[: 1 + turn % 2], [target], where, calls[: 1 + turn % 2])
+write(0)
+print("ready", flush=True)
+"""
+IN_A_LOOP = """
+turn = 0
+while True:
+    turn += 1
+    write(turn)
+    print(turn, flush=True)
+"""
+KILLED = """
+from cute_ops.bundle import Bundle
+random.seed(0)
+start = time.monotonic()
+write(0)
+seen, usual = [], time.monotonic() - start
+for _ in range(20):
+    writer = os.fork()
+    if not writer:
+        for turn in range(1, 1000):
+            write(turn)
+    time.sleep(random.random() * 3 * usual)
+    os.kill(writer, signal.SIGKILL)
+    os.waitpid(writer, 0)
+    seen.append(Bundle(where).verify())
+write(0)
+print(sorted(set(seen)), sorted(os.listdir(where.parent)))
+"""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A cache with the kernels of the bundles."""
+    where = tmp_path_factory.mktemp("compiled") / "cache"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTE_OPS_CACHE_DIR", str(where))
+        cache.build_all(call.variant(parse("sm_90a")) for call in manifest.parse(LINES))
+    return where
+
+
+def program(code: str, compiled: Path, where: Path) -> subprocess.Popen[str]:
+    environment = {**os.environ, "CUTE_OPS_CACHE_DIR": str(compiled), "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", WRITING.format(lines=LINES) + code, str(where)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+
+
+def test_readers_beside_a_writer(tmp_path: Path, compiled: Path) -> None:
+    """Issue 15: 4 of 1454 reads saw files of two bundles, or none."""
+    where = tmp_path / "of" / "bundle"
+    where.parent.mkdir()
+    writer = program(IN_A_LOOP, compiled, where)
+    assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
+    calls = manifest.parse(LINES)
+    found, end = list[int](), time.monotonic() + 30
+    try:
+        kept = Bundle(where)
+        while (len(found) < 100 or len(set(found)) < 2) and time.monotonic() < end:
+            found += [Bundle(where).verify(), kept.verify()]
+            assert manifest.parse(kept.text("manifest.txt") or "") in ([calls[0]], sorted(calls, key=str))
+            assert kept.load(calls[0].variant(parse("sm_90a")))
+    finally:
+        writer.kill()
+    assert len(writer.communicate()[0].splitlines()) > 2 and set(found) == {1, 2}
+
+
+@pytest.mark.fault(
+    "kill -9 of a process that replaces a bundle, at 20 random moments",
+    "the old or the new one is there, whole; the next writer clears away what was left",
+    "nothing",
+)
+def test_a_writer_killed_at_random_moments(tmp_path: Path, compiled: Path) -> None:
+    where = tmp_path / "of" / "bundle"
+    where.parent.mkdir()
+    killed = program(KILLED, compiled, where)
+    ready, rest = killed.communicate(timeout=120)[0].splitlines()
+    assert ready == "ready" and killed.returncode == 0
+    assert rest == "[1, 2] ['bundle']"
+
+
+def names(where: Path) -> list[str]:
+    return sorted(path.name for path in where.iterdir())
+
+
+def ours(where: Path) -> set[str]:
+    return {"record", *json.loads((where / "record").read_text())}
+
+
+def put(where: Path, text: str) -> None:
+    with exchange.replacing(where, ours, "thing") as made:
+        (made / "in").mkdir()
+        (made / "in" / "file").write_text(text)
+        (made / "record").write_text('["in/file"]')
+
+
+def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What NFS answers."""
+    monkeypatch.setattr(exchange, "_renameat2", lambda one, other: errno.EINVAL)
+
+
+@pytest.mark.parametrize("can", [True, False])
+def test_a_folder_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can: bool) -> None:
+    if not can:
+        no_exchange(monkeypatch)
+    for text in ("one", "two", "three"):
+        put(tmp_path / "parents" / "thing", text)
+        assert (tmp_path / "parents" / "thing" / "in" / "file").read_text() == text
+        assert names(tmp_path / "parents") == ["thing"]
+    (tmp_path / "link").symlink_to("parents/thing")
+    put(tmp_path / "link", "four")
+    assert (tmp_path / "link").is_symlink() and (tmp_path / "parents" / "thing" / "in" / "file").read_text() == "four"
+    (tmp_path / "empty").mkdir()
+    put(tmp_path / "empty", "five")
+    monkeypatch.chdir(tmp_path / "empty")
+    put(Path(), "six")
+    assert (tmp_path / "empty" / "in" / "file").read_text() == "six"
+
+
+def test_what_was_added_meanwhile_is_not_deleted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Between the look at the folder and its exchange."""
+    where, put_in_place = tmp_path / "thing", exchange._put
+    put(where, "one")
+
+    def late(made: Path, place: Path) -> None:
+        (where / "in" / "thesis.txt").write_text("years of work")
+        put_in_place(made, place)
+
+    monkeypatch.setattr(exchange, "_put", late)
+    put(where, "two")
+    monkeypatch.undo()
+    assert (where / "in" / "file").read_text() == "two" and "files that are not ours are kept in" in caplog.text
+    for _ in range(2):
+        (kept,) = tmp_path.glob("thing.kept-*/*/in/*")
+        assert kept.read_text() == "years of work"
+        put(where, "three")
+
+
+@pytest.mark.fault(
+    "Ctrl-C while a folder is replaced, on a file system that cannot exchange two", "the old one is put back", "nothing"
+)
+def test_an_interrupt_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(tmp_path / "thing", "one")
+    no_exchange(monkeypatch)
+    rename = Path.rename
+
+    def interrupted(self: Path, target: Path) -> Path:
+        if self.name == "made" and not target.exists():
+            raise KeyboardInterrupt
+        return rename(self, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        put(tmp_path / "thing", "two")
+    assert (tmp_path / "thing" / "in" / "file").read_text() == "one" and names(tmp_path) == ["thing"]
+
+
+DYING = """
+import errno, os, signal, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[2])
+import test_exchange
+from cute_ops import exchange
+exchange._renameat2 = lambda one, other: errno.EINVAL
+rename = Path.rename
+def dying(self, target):
+    if self.name == "made" and not target.exists():
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rename(self, target)
+Path.rename = dying
+test_exchange.put(Path(sys.argv[1]), "two")
+"""
+
+
+@pytest.mark.fault(
+    "kill -9 between the two renames of a file system that cannot exchange folders",
+    "the next writer finds the old one beside, and puts it back",
+    "the folder, until then",
+)
+def test_a_death_between_two_renames(tmp_path: Path) -> None:
+    put(tmp_path / "thing", "one")
+    command = [sys.executable, "-c", DYING, str(tmp_path / "thing"), str(Path(__file__).parent)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    assert subprocess.run(command, env=environment, check=False).returncode == -9
+    assert not (tmp_path / "thing").exists()
+    with pytest.raises(ZeroDivisionError), exchange.replacing(tmp_path / "thing", ours, "thing"):
+        raise ZeroDivisionError
+    assert (tmp_path / "thing" / "in" / "file").read_text() == "one" and names(tmp_path) == ["thing"]
+
+
+def test_what_is_written_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files before the folder that names them, and that before the exchange; then the folder around."""
+    put(tmp_path / "thing", "one")
+    steps: list[str] = []
+    fsync, rename = os.fsync, exchange._exchange
+
+    def noted(handle: int) -> None:
+        steps.append(Path(f"/proc/self/fd/{handle}").readlink().name)
+        fsync(handle)
+
+    def exchanged(one: Path, other: Path) -> None:
+        steps.append("exchange")
+        rename(one, other)
+
+    monkeypatch.setattr(os, "fsync", noted)
+    monkeypatch.setattr(exchange, "_exchange", exchanged)
+    put(tmp_path / "thing", "two")
+    assert sorted(steps[:4]) == ["file", "in", "made", "record"] and steps.index("file") < steps.index("in")
+    assert steps[4:] == ["exchange", tmp_path.name]
+    steps.clear()
+    storage.write_whole(tmp_path / "one", b"")
+    assert len(steps) == 2 and steps[1] == tmp_path.name
+
+
+@pytest.mark.parametrize("write", [put, lambda where, _: bundling.write([], [], where)], ids=["thing", "bundle"])
+def test_two_writers_at_once(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
+    """One after the other: the last one's is there, and nothing of the first."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda turn: write(tmp_path / "thing", str(turn)), range(12)))
+    assert names(tmp_path) == ["thing"]
+    shutil.rmtree(tmp_path / "thing")
+
+
+def test_a_reader_that_is_never_fast_enough_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def replaced(folder: trust.Folder) -> bytes:
+        put(tmp_path / "thing", "again")
+        return folder.read("gone")
+
+    put(tmp_path / "thing", "one")
+    monkeypatch.setattr(trust, "_TRIES", 3)
+    with pytest.raises(OSError, match="it was replaced whenever it was read"):
+        trust.read_one_state(tmp_path / "thing", replaced)
+
+
+def test_a_folder_that_cannot_be_replaced_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").write_text("")
+    with pytest.raises(CacheError, match="is not a folder: name another one"):
+        put(tmp_path / "file", "one")
+    with pytest.raises(CacheError, match="is not empty and no thing: name another folder"):
+        put(tmp_path / "full", "one")
+    with pytest.raises(CacheError, match="is not empty and no thing"):  # and not all of it is read to say so
+        put(Path("/"), "one")
+    with pytest.raises(FileExistsError):
+        put(tmp_path / "file" / "thing", "one")

@@ -1,0 +1,31 @@
+"""A second of damaged files for each of the readers; ``tests/fuzz_parsers.py`` does it for as long as one likes."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.mark.fault(
+    "bits, bytes, types, names, numbers and depths in manifests, bundles, tuning files, exports and the cache change",
+    "what is read is sound, or one sentence says what is wrong",
+    "nothing",
+)
+@pytest.mark.parametrize("parser", ["manifest", "bundle", "tuning", "cache", "export"])
+def test_damaged_files_are_explained(parser: str) -> None:
+    if parser == "export" and not (find_spec("jax") and find_spec("flatbuffers")):
+        pytest.skip("exports need JAX and flatbuffers")
+    command = [sys.executable, str(TESTS / "fuzz_parsers.py"), "--parser", parser, "--seconds", "1", "--seed", "0"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(TESTS.parent), *filter(None, sys.path)])}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = re.match(rf"{parser}: (\d+) cases, \d+ read in spite of them, 0 faults", done.stdout)
+    assert found and int(found[1]) > 10, done.stdout
