@@ -16,7 +16,6 @@ import os
 import platform
 import stat
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from importlib import metadata
@@ -24,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from cute_ops import toolchain
+from cute_ops import locks, settings, toolchain
 from cute_ops.errors import CacheError
 from cute_ops.variant import Variant
 
@@ -32,7 +31,7 @@ log = logging.getLogger("cute_ops")
 FORMAT = 1
 GROUP = "cute_ops.bundles"
 
-_lock = threading.Lock()
+_lock = locks.between_threads()
 _open: dict[str, list[Bundle | CacheError]] = {}
 
 
@@ -186,7 +185,7 @@ def find(variant: Variant) -> Path | None:
 
 def named() -> list[Path]:
     """The folders that ``CUTE_OPS_BUNDLE`` names."""
-    return [Path(part) for part in os.environ.get("CUTE_OPS_BUNDLE", "").split(os.pathsep) if part]
+    return settings.paths("CUTE_OPS_BUNDLE")
 
 
 def find_installed(variant: Variant) -> Path | None:

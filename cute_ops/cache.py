@@ -7,13 +7,10 @@ whoever has its lock, and built again. Nothing on a disk that fails costs more t
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -22,7 +19,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops import bundle, loader, settings, storage, toolchain
+from cute_ops import bundle, loader, locks, settings, staging, storage, toolchain
 from cute_ops import worker as workers
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.variant import Variant
@@ -35,7 +32,8 @@ LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
 
 _functions: dict[str, Callable[..., Any]] = {}
 _building: dict[str, threading.Lock] = {}
-_guard = threading.Lock()
+os.register_at_fork(after_in_child=_building.clear)  # threads that compile are the parent's
+_guard = locks.between_threads()
 
 
 class Counters:
@@ -90,8 +88,8 @@ def build(variant: Variant) -> float:
         if _verified(variant, locked=True):
             return 0.0
         _require_compiler(variant)
-        with tempfile.TemporaryDirectory(prefix="cute_ops-") as staging:
-            built = Path(staging, f"{variant.symbol}.so")
+        with staging.folder(storage.folder()) as place:
+            built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
             if _store(variant, built, seconds) is None:
                 raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {storage.folder()}")
@@ -209,7 +207,7 @@ def _verified(variant: Variant, locked: bool = False) -> Path | None:
     """
     where = storage.folder()
     path = where / f"{variant.symbol}.so"
-    if not path.exists() and not path.is_symlink():
+    if not os.path.lexists(path):
         return None
     storage.check_trusted(where)
     try:
@@ -251,27 +249,19 @@ def _build(variant: Variant) -> Callable[..., Any]:
             if function is not None:
                 return function  # another process built it while we waited
         _require_compiler(variant)
-        staging = Path(tempfile.mkdtemp(prefix="cute_ops-"))
-        built = staging / f"{variant.symbol}.so"
-        try:
+        with staging.folder(storage.folder() if usable else None) as place:
+            built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        counters.compiled += 1
-        log.info("compiled %s in %.2f s", variant.describe(), seconds)
-        kept = _store(variant, built, seconds) if usable else None
-        if kept:
-            try:
-                function = loader.load(kept, variant.symbol)
-            except CacheError as error:
-                log.warning("what was just compiled has left the cache folder (%s)", error)
-            else:
-                shutil.rmtree(staging, ignore_errors=True)
-                return function
-        # The only copy of a loaded object must stay while the process lives.
-        atexit.register(shutil.rmtree, staging, ignore_errors=True)
-        return loader.load(built, variant.symbol)
+            counters.compiled += 1
+            log.info("compiled %s in %.2f s", variant.describe(), seconds)
+            kept = _store(variant, built, seconds) if usable else None
+            if kept:
+                try:
+                    return loader.load(kept, variant.symbol)
+                except CacheError as error:
+                    log.warning("what was just compiled has left the cache folder (%s)", error)
+            # It stays mapped when the file is gone.
+            return loader.load(built, variant.symbol)
 
 
 def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
