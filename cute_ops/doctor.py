@@ -141,9 +141,13 @@ def _framework(framework: str, adapter: str) -> Iterator[Finding]:
     # The examined process must see what we see, also when nothing is installed, and nothing else: -P keeps the working
     # directory out.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(processes.search_path())}
-    command = [processes.interpreter(), "-P", "-m", f"{adapter}.doctor"]
+    command = ["python", "-P", "-m", f"{adapter}.doctor"]
     try:
+        command[0] = processes.interpreter()
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False)
+    except processes.Ended as error:
+        yield Finding("bad", f"{framework}: its examination {error}")
+        return
     except subprocess.TimeoutExpired:
         yield Finding("bad", f"{framework}: no answer in {_TIMEOUT} s", f"run: {' '.join(command)}")
         return

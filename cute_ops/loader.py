@@ -47,7 +47,7 @@ def _executable(path: Path) -> Iterator[Path]:
         yield path
         return
     _warn_of_noexec(path.parent)
-    with open(os.memfd_create(path.name), "wb") as memory, staging.folder() as place:
+    with os.fdopen(os.memfd_create(path.name), "wb") as memory, staging.folder() as place:
         memory.write(path.read_bytes())
         memory.flush()
         # TVM-FFI goes by a file's suffix.

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from cute_ops import locks
+from cute_ops.errors import CacheError
 
 log = logging.getLogger("cute_ops")
 _PREFIX, _SUFFIX = "staging-cute_ops-", ".d"
@@ -19,10 +20,10 @@ _BYTES = 4 << 20  # more than a kernel's files take
 
 @contextmanager
 def folder(preferred: Path | None = None) -> Iterator[Path]:
-    """A private folder with room for a kernel, deleted afterwards: in the preferred one, the temporary folder, or memory.
+    """A private folder with room for a kernel, deleted afterwards: in the preferred one, the temporary one, or memory.
 
     Raises:
-        OSError: there is room nowhere.
+        CacheError: there is room nowhere.
     """
     handle, lock = _new(preferred)
     where = lock.with_name(lock.name + _SUFFIX)
@@ -64,6 +65,6 @@ def _new(preferred: Path | None) -> tuple[int, Path]:
             os.close(handle)
             continue
         return handle, lock
-    raise OSError(
+    raise CacheError(
         f"cute_ops: there is no room for what is compiled ({'; '.join(problems)}): set TMPDIR to a folder with some"
     )

@@ -41,7 +41,7 @@ def _without_home() -> Path:
     """Where kernels are kept for a user whom the system knows no home of, as in many containers."""
     where = Path(tempfile.gettempdir(), f"cute_ops-{os.geteuid()}")
     log.warning(
-        "HOME is not set and user %d has no home folder: kernels are kept in %s; CUTE_OPS_CACHE_DIR sets another folder",
+        "HOME is not set and user %d has no home: kernels are kept in %s; CUTE_OPS_CACHE_DIR sets another folder",
         os.geteuid(), where,
     )  # fmt: skip
     return where
