@@ -32,7 +32,10 @@ def folder() -> Path:
         return chosen
     from platformdirs import user_cache_dir
 
-    where = Path(user_cache_dir("cute_ops"))
+    try:
+        where = Path(user_cache_dir("cute_ops"))
+    except RuntimeError:  # which older versions of platformdirs answer by a path that begins with ~
+        return _without_home()
     return where if where.is_absolute() else _without_home()
 
 
