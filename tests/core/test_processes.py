@@ -133,6 +133,28 @@ def test_a_kernel_that_leaves(worker: Worker) -> None:
     assert "SystemExit: 0" in compiled("Leaving", by=worker)
 
 
+@pytest.mark.fault("Ctrl-C while a class of calls is measured", "the next class's answer is its own", "that class")
+def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_path: Path) -> None:
+    from cute_ops.apart import Apart
+    from cute_ops.binding import bind
+    from cute_ops.ops import silu_mul
+    from cute_ops.target import parse
+    from cute_ops.tuner import Trial
+
+    (tmp_path / "measures.py").write_text(MEASURER)
+    sys.path.insert(0, str(tmp_path))
+    trial = Trial(bind(silu_mul, dict.fromkeys(("gate", "up"), cute_ops.Array((512, 64), "bfloat16"))), {})
+    apart = Apart(measurer="measures")
+    apart.start()
+    threading.Thread(target=lambda: (begun(), os.kill(os.getpid(), signal.SIGINT))).start()
+    with pytest.raises(KeyboardInterrupt):  # of these the second tile would win
+        apart.examine([trial], [{"threads": n} for n in (224, 32)], parse("sm_90a"), 0.02)
+    for threads in (448, 480):
+        found = apart.examine([trial], [{"threads": threads}], parse("sm_90a"), 0.02)
+        assert found.which == 0 and found.before == [threads]
+    apart.close()
+
+
 # --- where code comes from -----------------------------------------------------------------------------------------
 
 HOSTILE = "import os; open(os.environ['CUTE_OPS_TEST_RAN'], 'a').write(__name__ + chr(10))\n"
