@@ -11,6 +11,7 @@ GIL.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -27,6 +28,7 @@ from weakref import WeakSet
 
 _LOG_TAIL = 4000
 _GRACE_SECONDS = 5.0  # the asker's own clock comes first: its error says more
+_LOOK_SECONDS = 1.0  # at whether the process lives: its own children may hold its pipes open
 
 _all: WeakSet[Process] = WeakSet()
 
@@ -56,6 +58,7 @@ class Process:
         self.lock = threading.Lock()
         self._module, self._arguments, self._variables = module, arguments, variables
         self._process: subprocess.Popen[bytes] | None = None
+        self._user = -1
         self._number = 0
         self._log = b""
         _all.add(self)
@@ -81,23 +84,29 @@ class Process:
             answer = self._exchange(line, seconds, progress)
             if answer is None:  # it left, having had nothing to do, just as it was asked
                 answer = self._exchange(line, seconds, progress)
-        except BaseException:  # an interrupt, too: nobody waits any more for what it may say
+        except BaseException as error:  # an interrupt, too: nobody waits any more for what it may say
             self.stop()
+            if isinstance(error, OSError) and error.errno == errno.EBADF:
+                raise Ended(
+                    "cannot be reached: the program has closed files that it did not open", self.log()
+                ) from error
             raise
         if answer is None:
             raise Ended("left without an answer", self.log())
         return answer
 
     def running(self) -> bool:
-        return self._process is not None and self._process.poll() is None
+        """Whether it runs, for this user: a program that has given up its rights must not ask one that has them."""
+        return self._process is not None and self._process.poll() is None and self._user == os.geteuid()
 
     def stop(self) -> None:
         """End it, if it runs."""
         process, self._process = self._process, None
         if process is None:
             return
-        process.kill()
-        with suppress(subprocess.TimeoutExpired):  # a driver that hangs keeps even a killed process
+        # What is another user's now leaves when its pipes are closed; a driver that hangs keeps even a killed process.
+        with suppress(PermissionError, subprocess.TimeoutExpired):
+            process.kill()
             process.wait(_GRACE_SECONDS)
         _close(process)
 
@@ -116,18 +125,21 @@ class Process:
     def _exchange(
         self, line: bytes, seconds: float, progress: Callable[[dict[str, Any]], object] | None
     ) -> dict[str, Any] | None:
-        """Send a request and wait for its answer; None where the process left of itself."""
+        """Send a request and wait for its answer; None where the process left of itself and has not taken it."""
         process = self._process
         if process is None or not self.running():
             process = self._start()
         stdin, stdout, stderr = (file.fileno() for file in (process.stdin, process.stdout, process.stderr) if file)
         # Not select, which knows no file above number 1023.
-        poll, received, deadline = select.poll(), b"", time.monotonic() + seconds
+        poll, received, taken, deadline = select.poll(), b"", False, time.monotonic() + seconds
         for handle, event in ((stdin, select.POLLOUT), (stdout, select.POLLIN), (stderr, select.POLLIN)):
             poll.register(handle, event)
         while True:
             left = deadline - time.monotonic()
-            ready = {handle for handle, _ in poll.poll(max(left, 0.0) * 1000)}
+            ready = {handle for handle, _ in poll.poll(min(max(left, 0.0), _LOOK_SECONDS) * 1000)}
+            if not ready and process.poll() is not None:
+                self._ended(process, taken)
+                return None
             # What has come counts, also where this process was itself stopped meanwhile.
             if left <= 0 and stdout not in ready:
                 raise Silent(f"gave no answer within {seconds:.0f} s", self.log())
@@ -144,17 +156,18 @@ class Process:
                 continue
             part = os.read(stdout, 1 << 16)
             if not part:
-                self._ended(process)
+                self._ended(process, taken)
                 return None
             *lines, received = (received + part).split(b"\n")
-            for answer in map(json.loads, lines):
+            for answer in map(_parsed, lines):
                 if answer.pop("number") != self._number:
                     continue
                 if not answer.pop("step"):
                     return answer
                 deadline = time.monotonic() + seconds
-                if progress is not None:
+                if answer and progress is not None:
                     progress(answer)
+                taken = True
 
     def _start(self) -> subprocess.Popen[bytes]:
         self.stop()
@@ -176,12 +189,13 @@ class Process:
             )  # fmt: skip
         except OSError as error:
             raise Ended(f"cannot be started: {error}") from error
+        self._user = os.geteuid()
         if self._process.stdin is not None:
             os.set_blocking(self._process.stdin.fileno(), False)
         return self._process
 
-    def _ended(self, process: subprocess.Popen[bytes]) -> None:
-        """Raise unless the process left of itself."""
+    def _ended(self, process: subprocess.Popen[bytes], taken: bool) -> None:
+        """Raise unless the process left of itself, before it had taken the request."""
         if process.stderr is not None:
             poll = select.poll()
             poll.register(process.stderr, select.POLLIN)
@@ -191,8 +205,10 @@ class Process:
             code = process.wait(_GRACE_SECONDS)
         except subprocess.TimeoutExpired:
             raise Ended("closed its pipes", self.log()) from None
-        if code:
-            raise Ended(f"died with {f'signal {-code}' if code < 0 else f'exit code {code}'}", self.log())
+        if code or taken:
+            # A program that ignores SIGCHLD sees 0 whatever the code was.
+            how = f"with signal {-code}" if code < 0 else f"with exit code {code}" if code else "without an answer"
+            raise Ended(f"died {how}", self.log())
 
     def _hear(self, stderr: int) -> bytes:
         part = os.read(stderr, 1 << 16)
@@ -200,10 +216,18 @@ class Process:
         return part
 
 
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        return {"number": None, "step": True, **json.loads(line)}
+    except (ValueError, TypeError) as error:
+        raise Ended(f"answered what is no answer: {line[:100]!r}") from error
+
+
 def _close(process: subprocess.Popen[bytes]) -> None:
     for file in (process.stdin, process.stdout, process.stderr):
         if file is not None:
-            file.close()
+            with suppress(OSError):  # the program may have closed them
+                file.close()
 
 
 def _forget_all() -> None:
@@ -228,11 +252,11 @@ def interpreter() -> str:
     Raises:
         Ended: this one is part of another program, and no Python lies beside it.
     """
-    # A program that embeds Python names none here, or itself, as one that was frozen does.
-    if sys.executable and "python" in Path(sys.executable).name and not hasattr(sys, "frozen"):
-        return sys.executable
     names = ("python{}.{}".format(*sys.version_info), "python3", "python")
-    for path in (Path(prefix, "bin", name) for prefix in (sys.exec_prefix, sys.base_exec_prefix) for name in names):
+    beside = [Path(prefix, "bin", name) for prefix in (sys.exec_prefix, sys.base_exec_prefix) for name in names]
+    # A program that embeds Python names none here, or itself, as one that was frozen does.
+    own = Path(sys.executable or "")
+    for path in [own, *beside] if "python" in own.name and not hasattr(sys, "frozen") else beside:
         if os.access(path, os.X_OK):
             return str(path)
     raise Ended(
@@ -285,6 +309,7 @@ def requests(idle_seconds: float) -> Iterator[tuple[dict[str, Any], Callable[...
             while line:
                 line = line[os.write(answers, line) :]
 
+        say(step=True)  # the request is taken: it must not be sent to another process
         yield request, say
 
 

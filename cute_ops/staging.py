@@ -15,7 +15,7 @@ from cute_ops.errors import CacheError
 
 log = logging.getLogger("cute_ops")
 _PREFIX, _SUFFIX = "staging-cute_ops-", ".d"
-_BYTES = 4 << 20  # more than a kernel's files take
+_BYTES = 1 << 20  # more than a kernel's files take
 
 
 @contextmanager

@@ -484,3 +484,223 @@ def test_what_a_killed_compile_left(tmp_path: Path, begun: Callable[[], int], ca
     assert any(path.is_dir() for path in place.iterdir()), "nothing was left"
     subprocess.run([sys.executable, "-c", HEAD + "got('Raising')"], env=variables, check=True)
     assert not [path for path in place.iterdir() if path.is_dir() or path.name.startswith("staging-")]
+
+
+# --- programs that do odd things -----------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("a program that ignores SIGCHLD", "compiles and failing tools are seen for what they are", "nothing")
+def test_a_program_that_ignores_its_children() -> None:
+    code = """
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM, signal.SIGTERM, signal.SIGCHLD})
+seen = told()
+print("SIGCHLD" in seen["ignored"], seen["blocked"], compiled("Dying").splitlines()[-1])
+"""
+    assert program(code) == "False 0 the compiler died without an answer\n"
+
+
+@pytest.mark.fault("a program without standard input, output and error, as a daemon", "everything compiles", "nothing")
+def test_a_program_without_standard_files() -> None:
+    code = """
+import fcntl
+kept = fcntl.fcntl(1, fcntl.F_DUPFD, 100)
+os.closerange(0, 3)
+os.write(kept, compiled("Raising", n=32).encode())
+"""
+    assert "n is 32" in program(code)
+
+
+@pytest.mark.fault(
+    "a program closes files that it did not open", "an error says so; the next compile starts another process",
+    "that compile",
+)  # fmt: skip
+def test_a_program_that_closes_our_pipes() -> None:
+    code = """
+for n in (32, 64, 96):
+    print(compiled("Raising", n=n))
+    if n == 32:
+        os.closerange(3, 200)
+"""
+    said = program(code)
+    assert "n is 32" in said and "n is 96" in said
+    assert "the compiler cannot be reached: the program has closed files that it did not open" in said
+
+
+@pytest.mark.fault(
+    "a program gives up root's rights after a compile", "no process of root's compiles for it", "nothing"
+)
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
+def test_a_program_that_gives_up_its_rights() -> None:
+    code = """
+assert told()["user"] == 0
+os.setresuid(54321, 54321, 54321)
+said = compiled("Telling")
+assert '"user": 54321' in said or "cannot be started" in said, said
+"""
+    program(code)
+
+
+@pytest.mark.fault(
+    "a program ends, or runs another in its place, while a thread compiles", "its compiler ends", "nothing"
+)
+@pytest.mark.parametrize("way", ["sys.exit()", "os.execv('/bin/sleep', ['sleep', '10'])"], ids=["exit", "exec"])
+def test_a_program_that_ends_while_a_thread_compiles(begun: Callable[[], int], way: str) -> None:
+    process = started(f"threading.Thread(target=compiled, args=('Spinning',), daemon=True).start()\nbegun()\n{way}")
+    try:
+        assert ends(begun())
+        if "exit" in way:
+            assert process.wait(5) == 0
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def test_a_process_outlives_the_thread_that_started_it(worker: Worker) -> None:
+    """As it would not where the kernel's signal at a parent's death was asked for."""
+    from asking import compiled
+
+    def pid() -> int:
+        compiled("Raising", by=worker)
+        assert worker._process._process is not None
+        return worker._process._process.pid
+
+    found: list[int] = []
+    thread = threading.Thread(target=lambda: found.append(pid()))
+    thread.start()
+    thread.join()
+    time.sleep(0.1)
+    assert found == [pid()]
+
+
+@pytest.mark.fault(
+    "a program is stopped (Ctrl-Z) for longer than a compile may take",
+    "an answer that came meanwhile counts",
+    "nothing",
+)
+def test_a_program_that_is_stopped_while_it_waits() -> None:
+    code = """
+me = os.getpid()
+if os.fork() == 0:
+    begun()
+    os.kill(me, signal.SIGSTOP)
+    time.sleep(1)
+    os.kill(me, signal.SIGCONT)
+    os._exit(0)
+print(compiled("Waiting", n=32))
+"""
+    assert "n is 32" in program(code, CUTE_OPS_COMPILE_TIMEOUT="0.7")
+
+
+@pytest.mark.fault("Python has moved while a program runs, as when an environment is made anew", "another one compiles",
+                   "nothing")  # fmt: skip
+def test_an_interpreter_that_is_gone() -> None:
+    assert "n is 32" in program("sys.executable = '/nowhere/bin/python3'\nprint(compiled('Raising', n=32))")
+
+
+@pytest.mark.fault("a search path of 300 kB, and folders with colons and line breaks in their names", "everything compiles",
+                   "nothing")  # fmt: skip
+def test_a_long_search_path_with_odd_names(tmp_path: Path) -> None:
+    for name in ("a:b", "a\nb"):
+        (tmp_path / name).mkdir()
+        shutil.copy(KERNELS / "quick.py", tmp_path / name / f"quick_{ord(name[1])}.py")
+    code = f"""
+sys.path += [{str(tmp_path / "a:b")!r}, {str(tmp_path)!r} + "/a\\nb"]
+sys.path += ["/" + "x" * 100 + str(i) for i in range(3000)]
+print(compiled("Raising", n=32, module="quick_58"), compiled("Raising", n=64, module="quick_10"))
+"""
+    said = program(code)
+    assert "n is 32" in said and "n is 64" in said
+
+
+@pytest.mark.fault(
+    "the temporary folder is deleted under a running program", "everything compiles, in memory", "nothing"
+)
+def test_a_temporary_folder_that_is_gone(tmp_path: Path) -> None:
+    code = "import tempfile\ntempfile.gettempdir()\nos.rmdir(os.environ['TMPDIR'])\nprint(got('Raising', n=32))"
+    (tmp_path / "tmp").mkdir()
+    assert "n is 32" in program(code, TMPDIR=str(tmp_path / "tmp"), CUTE_OPS_CACHE_DIR="/dev/null/cache")
+
+
+@pytest.mark.fault("a limit on the size of files", "an error that says so", "nothing")
+def test_no_room_for_what_is_compiled(tmp_path: Path) -> None:
+    code = """
+import resource
+from cute_ops import CacheError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    got("Raising")
+except CacheError as error:
+    print(error)
+"""
+    said = program(code)
+    assert "cute_ops: there is no room for what is compiled" in said and "cache: File too large; " in said
+    assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("staging")]
+
+
+# --- processes that answer oddly -----------------------------------------------------------------------------------
+
+
+@pytest.mark.fault("a compiler that prints without end", "everything is read, the last of it kept", "nothing")
+def test_a_process_that_prints_more_than_a_pipe_holds(worker: Worker) -> None:
+    from asking import compiled
+
+    assert "n is 32" in compiled("Chatting", n=32, by=worker)
+
+
+@pytest.mark.fault(
+    "a compiler dies whose own child holds its pipes", "that variant's error, at once", "nothing"
+)  # fmt: skip
+def test_a_process_whose_child_lives_on(worker: Worker, begun: Callable[[], int]) -> None:
+    from asking import compiled
+
+    start = time.monotonic()
+    assert "the compiler died with signal 6" in compiled("Parting", by=worker)
+    assert time.monotonic() - start < 4
+    os.kill(begun(), signal.SIGKILL)
+
+
+@pytest.mark.fault(
+    "a compiler stops in the middle of its answer, or reads nothing",
+    "it is ended after CUTE_OPS_COMPILE_TIMEOUT",
+    "nothing",
+)
+@pytest.mark.fault("a compiler answers what is no answer", "that variant's error", "nothing")
+@pytest.mark.parametrize(
+    ("does", "said"),
+    [
+        ("os.write(1, b'{'); time.sleep(30)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
+        ("time.sleep(30)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
+        ("os.write(1, b'hello\\n'); time.sleep(30)", "the compiler answered what is no answer: b'hello'"),
+        ("sys.exit('no such library')", "the compiler died with exit code 1\nno such library"),
+        ("os._exit(0)", "the compiler left without an answer"),
+    ],
+    ids=["half an answer", "silence", "no JSON", "a start that fails", "a start that ends"],
+)
+def test_processes_that_do_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch, does: str, said: str) -> None:
+    from asking import compiled
+
+    from cute_ops import worker as workers
+
+    popen = subprocess.Popen
+    command = [sys.executable, "-Sc", f"import os, sys, time; {does}"]
+    sys.path.extend(f"/nowhere/{i:0100}" for i in range(1000))  # more than a pipe holds
+    monkeypatch.setattr(workers, "TIMEOUT_SECONDS", 0.4)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", lambda _, **given: popen(command, **given))
+        assert said in compiled("Raising", by=worker)
+    monkeypatch.setattr(workers, "TIMEOUT_SECONDS", 60.0)
+    assert "n is 32" in compiled("Raising", n=32, by=worker)
+
+
+def test_the_examination_of_a_framework_runs_nothing_of_the_working_directory(
+    hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from cute_ops import doctor
+
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter" / "doctor.py").write_text("import json\nprint(f'ok\\t{json.__file__}')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(hostile)
+    assert [found.text for found in doctor._framework("json", "adapter")] == [json.__file__]
+    assert not (tmp_path / "ran").exists()

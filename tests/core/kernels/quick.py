@@ -48,7 +48,7 @@ class Telling:
         ignored = [number for number in signal.Signals if signal.getsignal(number) == signal.SIG_IGN]
         told = {
             "json": json.__file__, "cute_ops": cute_ops.__file__, "cwd": str(Path.cwd()), "path": sys.path,
-            "ignored": [number.name for number in ignored],
+            "user": os.geteuid(), "ignored": [number.name for number in ignored],
             "blocked": len(signal.pthread_sigmask(signal.SIG_BLOCK, ())),
         }  # fmt: skip
         raise ValueError(json.dumps(told))
@@ -71,3 +71,14 @@ class Chatting:
         for i in range(100_000):
             print("a line of the kernel's", i)
         raise ValueError(f"n is {variant.dims['n']}")
+
+
+class Parting:
+    """Dies, and leaves a child that holds its pipes."""
+
+    def __init__(self, variant):
+        if os.fork() == 0:
+            begin()
+            time.sleep(30)
+            os._exit(0)
+        os.abort()
