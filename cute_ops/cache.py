@@ -115,14 +115,18 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
         except (CompileError, CacheError) as error:
             return Built(variant, 0.0, error)
 
-    with ThreadPoolExecutor(worker.size, thread_name_prefix="cute_ops-build") as threads:
+    own: set[int] = set()
+    with ThreadPoolExecutor(
+        worker.size, thread_name_prefix="cute_ops-build", initializer=lambda: own.add(threading.get_ident())
+    ) as threads:
         futures = [threads.submit(attempt, variant) for variant in unique]
         try:
             for future in as_completed(futures):
                 if done:
                     done(future.result())
         except BaseException:
-            threads.shutdown(cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+            worker.cancel(own)
             raise
         return [future.result() for future in futures]
 

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,10 @@ class Worker:
             raise CompileError(f"cute.{variant.op}: kernel does not compile: {variant.describe()}\n{error}")
         return time.perf_counter() - start
 
+    def cancel(self) -> None:
+        """End a compile that another thread waits for."""
+        self._process.kill()
+
     def close(self) -> None:
         with self._process.lock:
             self._process.stop()
@@ -68,7 +73,7 @@ class Pool:
         self._size = size
         self._free = threading.Condition()
         self._idle: list[Worker] = []
-        self._busy: set[Worker] = set()
+        self._busy: dict[int, Worker] = {}  # by thread
 
     @property
     def size(self) -> int:
@@ -81,20 +86,25 @@ class Pool:
         Raises:
             CompileError: with the compiler's output: it failed, crashed or took too long.
         """
-        worker = None
+        thread = threading.get_ident()
         try:
             with self._free:
                 self._free.wait_for(lambda: len(self._busy) < self.size)
                 # The last one back first: those that have nothing to do may leave.
-                worker = self._idle.pop() if self._idle else Worker()
-                self._busy.add(worker)
+                worker = self._busy[thread] = self._idle.pop() if self._idle else Worker()
             return worker.compile(variant, path, dump)
         finally:
             with self._free:
-                if worker in self._busy:  # else an interrupt came before
-                    self._busy.remove(worker)
-                    self._idle.append(worker)
+                if thread in self._busy:  # else an interrupt came before
+                    self._idle.append(self._busy.pop(thread))
                     self._free.notify()
+
+    def cancel(self, threads: Collection[int]) -> None:
+        """End what is compiled for some threads, by their identifiers: they get errors."""
+        with self._free:
+            for thread, worker in self._busy.items():
+                if thread in threads:
+                    worker.cancel()
 
     def close(self) -> None:
         """End the workers that have nothing to do."""
@@ -105,7 +115,7 @@ class Pool:
 
 
 worker = Pool()
-# A forked child must not share its parent's pipes.
+# In a forked child nobody compiles yet.
 os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[misc]
 
 

@@ -112,6 +112,19 @@ def test_a_pool_stays_as_large_after_interrupts(begun: Callable[[], int], tmp_pa
     pool.close()
 
 
+@pytest.mark.fault("Ctrl-C while many kernels are built", "the program ends at once, the compilers, too", "nothing")
+def test_an_interrupted_build_ends_at_once(begun: Callable[[], int]) -> None:
+    process = started("cache.build_all([variant('Spinning', n=32), variant('Spinning', n=64)])", start_new_session=True,
+                      stderr=subprocess.PIPE)  # fmt: skip
+    compiler = begun()
+    os.kill(process.pid, signal.SIGINT)  # a terminal's would come to the program alone, too
+    try:
+        assert "KeyboardInterrupt" in process.communicate(timeout=5)[1]
+    finally:
+        process.kill()
+    assert ends(compiler)
+
+
 @pytest.mark.fault(
     "Ctrl-C in a terminal, in a program that handles it and goes on", "the compile goes on, too", "nothing"
 )
@@ -598,7 +611,7 @@ def test_an_interpreter_that_is_gone() -> None:
     assert "n is 32" in program("sys.executable = '/nowhere/bin/python3'\nprint(compiled('Raising', n=32))")
 
 
-@pytest.mark.fault("a search path of 300 kB, and folders with colons and line breaks in their names", "everything compiles",
+@pytest.mark.fault("a search path of 300 kB, folders with colons and line breaks", "everything compiles",
                    "nothing")  # fmt: skip
 def test_a_long_search_path_with_odd_names(tmp_path: Path) -> None:
     for name in ("a:b", "a\nb"):
