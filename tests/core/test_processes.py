@@ -344,7 +344,7 @@ os.environ["CUTE_OPS_TUNE"] = "1"
 problem = problem_of(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {}, parse("sm_90a"))
 chosen = lambda measure: tuning.choose(silu_mul, problem, silu_mul.tile(problem), measure)
 measuring = threading.Event()
-thread = threading.Thread(target=chosen, args=(lambda: (measuring.set(), time.sleep(1))[0],))
+thread = threading.Thread(target=chosen, args=(lambda: (measuring.set(), time.sleep(0.6))[0],))
 thread.start()
 measuring.wait()
 child = os.fork()
