@@ -241,7 +241,7 @@ def read(path: Path) -> Winners:
 
 def _read_folder() -> Winners:
     where = storage.folder()
-    if not (where / NAME).exists():
+    if not os.path.lexists(where / NAME):
         return {}
     try:
         storage.check_trusted(where)

@@ -442,7 +442,7 @@ def test_users_without_a_home(home: str, tmp_path: Path) -> None:
     names = ("HOME", "CUTE_OPS_CACHE_DIR", "XDG_CACHE_HOME")
     environment = {name: text for name, text in os.environ.items() if name not in names}
     environment["TMPDIR"] = str(tmp_path / "tmp")
-    code, prefix = HEAD + "print(got('Raising', n=32))\nprint(got('Raising', n=96))", []
+    code, prefix = HEAD + "print(tuned(), got('Raising', n=32), got('Raising', n=96))", []
     if home:
         environment["HOME"] = str(tmp_path / home)
         if os.geteuid() == 0:  # who can read everything
