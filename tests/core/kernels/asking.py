@@ -58,7 +58,9 @@ def told(by: Worker | Pool = worker) -> dict[str, Any]:
 
 def begun() -> int:
     """Wait until a compile begins; the process that compiles."""
-    path = Path(os.environ["CUTE_OPS_TEST_BEGUN"])
+    path, deadline = Path(os.environ["CUTE_OPS_TEST_BEGUN"]), time.monotonic() + 20
     while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("no compile begins")
         time.sleep(0.01)
     return int(path.read_text())
