@@ -488,7 +488,8 @@ def test_what_a_killed_compile_left(tmp_path: Path, begun: Callable[[], int], ca
     temporary.mkdir()
     variables = {**os.environ, "TMPDIR": str(temporary)}
     if not cached:
-        variables["CUTE_OPS_CACHE_DIR"] = "/dev/null/cache"
+        (tmp_path / "file").touch()
+        variables["CUTE_OPS_CACHE_DIR"] = str(tmp_path / "file" / "cache")
     process = started("got('Spinning')", env=variables)
     begun()
     process.kill()
@@ -632,7 +633,9 @@ print(compiled("Raising", n=32, module="quick_58"), compiled("Raising", n=64, mo
 def test_a_temporary_folder_that_is_gone(tmp_path: Path) -> None:
     code = "import tempfile\ntempfile.gettempdir()\nos.rmdir(os.environ['TMPDIR'])\nprint(got('Raising', n=32))"
     (tmp_path / "tmp").mkdir()
-    assert "n is 32" in program(code, TMPDIR=str(tmp_path / "tmp"), CUTE_OPS_CACHE_DIR="/dev/null/cache")
+    (tmp_path / "file").touch()
+    unusable = str(tmp_path / "file" / "cache")
+    assert "n is 32" in program(code, TMPDIR=str(tmp_path / "tmp"), CUTE_OPS_CACHE_DIR=unusable)
 
 
 @pytest.mark.fault("a limit on the size of files", "an error that says so", "nothing")
