@@ -716,7 +716,7 @@ def test_the_examination_of_a_framework_runs_nothing_of_the_working_directory(
 
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "doctor.py").write_text("import json\nprint(f'ok\\t{json.__file__}')")
-    monkeypatch.syspath_prepend(tmp_path)
+    sys.path.insert(0, str(tmp_path))  # of the test's own list
     monkeypatch.chdir(hostile)
     assert [found.text for found in doctor._framework("json", "adapter")] == [json.__file__]
     assert not (tmp_path / "ran").exists()
