@@ -7,22 +7,15 @@ one it is about to run; when it dies, that one is left out and another process g
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import subprocess
-import sys
-import tempfile
-import threading
-from collections.abc import Mapping, Sequence
-from typing import IO, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
-from cute_ops import manifest
+from cute_ops import manifest, processes
 from cute_ops.binding import bind
 from cute_ops.candidates import Tile
 from cute_ops.target import Target
 from cute_ops.tuner import Examined, Trial
-from cute_ops.worker import exit_text, log_tail
 
 IDLE_SECONDS = 60.0
 START_SECONDS = 120.0  # a framework's import may take long
@@ -33,10 +26,11 @@ class Apart:
     """Examines in another process; see :class:`cute_ops.tuner.Examiner`."""
 
     def __init__(self, device: int = 0, measurer: str = "") -> None:
-        self._device, self._measurer = device, measurer
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        variables = {"CUTE_OPS_TUNE": "0", "CUTE_OPS_RECORD": ""}
+        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+        if "CUDA_VISIBLE_DEVICES" not in os.environ or visible:
+            variables["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
+        self._process = processes.Process("cute_ops.apart", measurer, **variables)
         self._gpu = ""
 
     def examine(self, trials: Sequence[Trial], tiles: Sequence[Tile], target: Target, least: float) -> Examined:
@@ -51,7 +45,7 @@ class Apart:
             op = trials[0].binding.op.name
             raise RuntimeError(f"no module holds the declaration of {op}, so that no other process finds it")
         refused: dict[int, str] = {}
-        with self._lock:
+        with self._process.lock:
             while True:
                 left = [i for i in range(len(tiles)) if i not in refused]
                 answer, trying = self._ask({
@@ -72,105 +66,64 @@ class Apart:
         Raises:
             RuntimeError: it cannot measure.
         """
-        with self._lock:
-            return self._ready()
+        with self._process.lock:
+            self._ready()
+            return self._gpu
 
     def close(self) -> None:
-        with self._lock:
-            self._stop()
+        with self._process.lock:
+            self._process.stop()
 
-    def _ready(self) -> str:
-        if self._process is not None and self._process.poll() is None:
-            return self._gpu
-        self._stop()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
-        environment = {**os.environ, "CUTE_OPS_TUNE": "0", "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-        environment.pop("CUTE_OPS_RECORD", None)
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        if "CUDA_VISIBLE_DEVICES" not in os.environ or visible:
-            environment["CUDA_VISIBLE_DEVICES"] = visible[self._device] if visible else str(self._device)
-        command = [sys.executable, "-c", "from cute_ops.apart import serve; serve()", self._measurer]
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment, bufsize=0,
-        )  # fmt: skip
-        answer = self._line(START_SECONDS)
-        if "ready" not in answer:
-            self._stop()
+    def _ready(self) -> None:
+        if self._process.running():
+            return
+        try:
+            answer = self._process.ask({}, START_SECONDS)
+        except processes.Ended as ended:
+            answer = {"error": _text(ended)}
+        if "error" in answer:
             raise RuntimeError(answer["error"])
         self._gpu = answer["ready"]
-        return self._gpu
 
-    def _ask(self, request: Mapping[str, Any]) -> tuple[dict[str, Any], int | None]:
+    def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
         """The answer, and the last tile that ran before it."""
         self._ready()
-        process, trying = self._process, None
-        if process is None or process.stdin is None:
-            raise RuntimeError("the process was started without pipes")
+        steps: list[int] = []
         try:
-            process.stdin.write(json.dumps(request).encode() + b"\n")
-        except BrokenPipeError:  # it left just as we asked
-            self._stop()
-            self._ready()
-            return self._ask(request)
-        while True:
-            answer = self._line(TIMEOUT_SECONDS)
-            if "trying" not in answer:
-                if answer.get("fatal"):
-                    self._stop()
-                return answer, trying
-            trying = answer["trying"]
-
-    def _line(self, seconds: float) -> dict[str, Any]:
-        """One line of the process's; an error that is fatal where it dies or says nothing."""
-        process = self._process
-        if process is None or process.stdout is None:
-            raise RuntimeError("the process was started without pipes")
-        ready, _, _ = select.select([process.stdout], [], [], seconds)
-        if not ready:
-            return {"fatal": True, "error": f"did not end within {seconds:.0f} s"}
-        line = process.stdout.readline()
-        if line.endswith(b"\n"):  # else it died in the middle of its answer
-            return json.loads(line)
-        return {"fatal": True, "error": f"ended the process with {exit_text(process.wait())}{self._tail()}"}
-
-    def _stop(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
-
-    def _tail(self) -> str:
-        said = log_tail(self._log).strip().splitlines()
-        return f": {said[-1]}" if said else ""
+            answer = self._process.ask(request, TIMEOUT_SECONDS, lambda step: steps.append(step["trying"]))
+        except processes.Ended as ended:
+            answer = {"fatal": True, "error": _text(ended)}
+        if answer.get("fatal"):
+            self._process.stop()
+        return answer, steps[-1] if steps else None
 
 
-def serve() -> None:
-    """The process's loop: one JSON request a line on stdin, JSON answers on stdout."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)
+def _text(ended: processes.Ended) -> str:
+    """How the process ended, and its last words."""
+    said = ended.log.strip().splitlines()
+    return f"{ended}: {said[-1]}" if said else str(ended)
 
-    def say(**answer: Any) -> None:
-        answers.write(json.dumps(answer).encode() + b"\n")
 
-    from cute_ops import measuring
+def serve(named: str) -> None:
+    """Say which GPU this is, then measure what is asked for, see :func:`cute_ops.processes.requests`."""
+    for request, say in processes.requests(IDLE_SECONDS):
+        # The asker's sys.path, which frameworks are found on, comes with its requests.
+        from cute_ops import measuring
 
-    try:
-        by = measuring.measurer(*sys.argv[1:2])
-        say(ready=by.device())
-    except Exception as error:
-        say(error=str(error))
-        return
-    while select.select([0], [], [], IDLE_SECONDS)[0]:
-        line = sys.stdin.readline()
-        if not line:
+        try:
+            by = measuring.measurer(named)
+            if "calls" not in request:
+                say(ready=by.device())
+                continue
+        except Exception as error:
+            say(error=str(error))
             return
-        request = json.loads(line)
         last: list[int] = []
 
-        def trying(index: int, last: list[int] = last) -> None:
+        def trying(index: int, last: list[int] = last, say: Callable[..., None] = say) -> None:
             if last[-1:] != [index]:
                 last.append(index)
-                say(trying=index)
+                say(step=True, trying=index)
 
         try:
             calls = manifest.parse("\n".join(request["calls"]), files=True)
@@ -183,6 +136,5 @@ def serve() -> None:
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if by.broken():
                 say(fatal=True, error=text)
-                answers.close()
                 os._exit(1)  # what is left of the context would hang
             say(error=text)

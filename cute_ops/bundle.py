@@ -15,7 +15,6 @@ import logging
 import os
 import platform
 import sys
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
@@ -23,7 +22,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cute_ops import loader, schema, toolchain, trust
+from cute_ops import loader, locks, schema, settings, toolchain, trust
 from cute_ops.errors import CacheError
 from cute_ops.trust import Folder
 from cute_ops.variant import Variant
@@ -39,7 +38,7 @@ RECORD = {
 KERNEL = {"sha256": str, "bytes": int, "variant": {"kernel": str, "arch": str, "sources": str}}
 T = TypeVar("T")
 
-_lock = threading.Lock()
+_lock = locks.between_threads()
 _open: dict[str, list[Bundle | CacheError]] = {}
 
 
@@ -248,7 +247,7 @@ def load(variant: Variant) -> Callable[..., Any] | None:
 
 def named() -> list[Path]:
     """The folders that ``CUTE_OPS_BUNDLE`` names."""
-    return [Path(part) for part in os.environ.get("CUTE_OPS_BUNDLE", "").split(os.pathsep) if part]
+    return settings.paths("CUTE_OPS_BUNDLE")
 
 
 def load_installed(variant: Variant) -> Callable[..., Any] | None:

@@ -8,13 +8,10 @@ compile.
 
 from __future__ import annotations
 
-import atexit
 import hashlib
 import json
 import logging
 import os
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -23,7 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from cute_ops import bundle, loader, schema, settings, storage, toolchain
+from cute_ops import bundle, loader, locks, schema, settings, staging, storage, toolchain
 from cute_ops import worker as workers
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.trust import Folder
@@ -39,7 +36,8 @@ T = TypeVar("T")
 
 _functions: dict[str, Callable[..., Any]] = {}
 _building: dict[str, threading.Lock] = {}
-_guard = threading.Lock()
+os.register_at_fork(after_in_child=_building.clear)  # threads that compile are the parent's
+_guard = locks.between_threads()
 
 
 class Counters:
@@ -94,8 +92,8 @@ def build(variant: Variant) -> float:
         if _stored(variant, lambda folder, data: True, locked=True):
             return 0.0
         _require_compiler(variant)
-        with tempfile.TemporaryDirectory(prefix="cute_ops-") as staging:
-            built = Path(staging, f"{variant.symbol}.so")
+        with staging.folder(storage.folder()) as place:
+            built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
             if _store(variant, built, seconds) is None:
                 raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {storage.folder()}")
@@ -121,14 +119,18 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
         except (CompileError, CacheError) as error:
             return Built(variant, 0.0, error)
 
-    with ThreadPoolExecutor(worker.size, thread_name_prefix="cute_ops-build") as threads:
+    own: set[int] = set()
+    with ThreadPoolExecutor(
+        worker.size, thread_name_prefix="cute_ops-build", initializer=lambda: own.add(threading.get_ident())
+    ) as threads:
         futures = [threads.submit(attempt, variant) for variant in unique]
         try:
             for future in as_completed(futures):
                 if done:
                     done(future.result())
         except BaseException:
-            threads.shutdown(cancel_futures=True)
+            threads.shutdown(wait=False, cancel_futures=True)
+            worker.cancel(own)
             raise
         return [future.result() for future in futures]
 
@@ -257,27 +259,19 @@ def _build(variant: Variant) -> Callable[..., Any]:
             if function is not None:
                 return function  # another process built it while we waited
         _require_compiler(variant)
-        staging = Path(tempfile.mkdtemp(prefix="cute_ops-"))
-        built = staging / f"{variant.symbol}.so"
-        try:
+        with staging.folder(storage.folder() if usable else None) as place:
+            built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
-        except BaseException:
-            shutil.rmtree(staging, ignore_errors=True)
-            raise
-        counters.compiled += 1
-        log.info("compiled %s in %.2f s", variant.describe(), seconds)
-        kept = _store(variant, built, seconds) if usable else None
-        if kept:
-            try:
-                function = loader.load(kept, variant.symbol)
-            except CacheError as error:
-                log.warning("what was just compiled has left the cache folder (%s)", error)
-            else:
-                shutil.rmtree(staging, ignore_errors=True)
-                return function
-        # The only copy of a loaded object must stay while the process lives.
-        atexit.register(shutil.rmtree, staging, ignore_errors=True)
-        return loader.load(built, variant.symbol)
+            counters.compiled += 1
+            log.info("compiled %s in %.2f s", variant.describe(), seconds)
+            kept = _store(variant, built, seconds) if usable else None
+            if kept:
+                try:
+                    return loader.load(kept, variant.symbol)
+                except CacheError as error:
+                    log.warning("what was just compiled has left the cache folder (%s)", error)
+            # It stays mapped when the file is gone.
+            return loader.load(built, variant.symbol)
 
 
 def _store(variant: Variant, built: Path, seconds: float) -> Path | None:

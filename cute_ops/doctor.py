@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cute_ops import __version__, bundle, cache, compiler, storage, target, toolchain
+from cute_ops import __version__, bundle, cache, compiler, processes, storage, target, toolchain
 from cute_ops.binding import bind
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import Array
@@ -140,11 +140,16 @@ def _framework(framework: str, adapter: str) -> Iterator[Finding]:
     if find_spec(framework) is None:
         yield Finding("note", f"{framework} is not installed", f"pip install 'cute-ops[{framework}]' to use it")
         return
-    command = [sys.executable, "-m", f"{adapter}.doctor"]
-    # The examined process must see what we see, also when nothing is installed.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
+    # The examined process must see what we see, also when nothing is installed, and nothing else: -P keeps the working
+    # directory out.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(processes.search_path())}
+    command = ["python", "-P", "-m", f"{adapter}.doctor"]
     try:
+        command[0] = processes.interpreter()
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False)
+    except processes.Ended as error:
+        yield Finding("bad", f"{framework}: its examination {error}")
+        return
     except subprocess.TimeoutExpired:
         yield Finding("bad", f"{framework}: no answer in {_TIMEOUT} s", f"run: {' '.join(command)}")
         return

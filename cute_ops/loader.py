@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import ctypes
 import importlib
+import logging
 import math
+import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from importlib.abc import MetaPathFinder
 from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-from cute_ops import target, toolchain
+from cute_ops import locks, staging, target, toolchain
 from cute_ops.errors import CacheError
 from cute_ops.variant import TensorKey, Variant
 
-_lock = threading.Lock()
+log = logging.getLogger("cute_ops")
+_lock = locks.between_threads()
 
 
 def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
@@ -33,9 +37,35 @@ def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
     with _lock:
         _load_runtime()
         try:
-            return tvm_ffi().load_module(through or str(path))[symbol]
-        except (RuntimeError, AttributeError) as error:
+            with _executable(path, through or str(path)) as file:
+                return tvm_ffi().load_module(file)[symbol]
+        except (RuntimeError, AttributeError, OSError) as error:
             raise CacheError(f"cute_ops: {path} does not load: {error}") from error
+
+
+@contextmanager
+def _executable(path: Path, through: str) -> Iterator[str]:
+    """A file that can be mapped as code: ``through`` itself, unless its file system is mounted noexec."""
+    if not os.statvfs(through).f_flag & os.ST_NOEXEC:
+        yield through
+        return
+    _warn_of_noexec(path.parent)
+    with os.fdopen(os.memfd_create(path.name), "wb") as memory, staging.folder() as place:
+        memory.write(Path(through).read_bytes())
+        memory.flush()
+        # TVM-FFI goes by a file's suffix.
+        link = place / path.name
+        link.symlink_to(f"/proc/self/fd/{memory.fileno()}")
+        yield str(link)
+
+
+@cache
+def _warn_of_noexec(folder: Path) -> None:
+    log.warning(
+        "%s is on a file system that is mounted noexec: kernels from there are copied into memory at every start; "
+        "CUTE_OPS_CACHE_DIR sets another folder",
+        folder,
+    )
 
 
 @cache

@@ -8,14 +8,12 @@ that ``qkv[:, :, :h]`` costs no more than what its strides force.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from itertools import pairwise
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops import sources, toolchain, tuning
+from cute_ops import settings, sources, toolchain, tuning
 from cute_ops.binding import Binding, expanded_shape, own_lead
 from cute_ops.errors import message
 from cute_ops.op import ITEMSIZE, Array, Problem, Tensor
@@ -179,12 +177,12 @@ def _measure(binding: Binding, memory: Mapping[str, Memory], target: Target, dev
 @cache
 def _recorder() -> Callable[..., None] | None:
     """Writes what is planned to the manifest that ``CUTE_OPS_RECORD`` names."""
-    path = os.environ.get("CUTE_OPS_RECORD")
-    if not path:
+    path = settings.path("CUTE_OPS_RECORD")
+    if path is None:
         return None
     from cute_ops.manifest import Recorder
 
-    return Recorder(Path(path))
+    return Recorder(path)
 
 
 def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:

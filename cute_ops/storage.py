@@ -10,24 +10,45 @@ import errno
 import logging
 import os
 import stat
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 
-from cute_ops import locks, trust
+from cute_ops import locks, settings, staging, trust
 from cute_ops.errors import CacheError
 
 log = logging.getLogger("cute_ops")
 
 
 def folder() -> Path:
-    """The cache folder: ``CUTE_OPS_CACHE_DIR``, or the user's cache directory."""
-    chosen = os.environ.get("CUTE_OPS_CACHE_DIR")
+    """The cache folder: ``CUTE_OPS_CACHE_DIR``, or the user's cache directory.
+
+    Raises:
+        ValueError: the variable begins with a ``~`` that stands for no folder.
+    """
+    chosen = settings.path("CUTE_OPS_CACHE_DIR")
     if chosen:
-        return Path(chosen)
+        return chosen
     from platformdirs import user_cache_dir
 
-    return Path(user_cache_dir("cute_ops"))
+    try:
+        where = Path(user_cache_dir("cute_ops"))
+    except RuntimeError:  # which older versions of platformdirs answer by a path that begins with ~
+        return _without_home()
+    return where if where.is_absolute() else _without_home()
+
+
+@cache
+def _without_home() -> Path:
+    """Where kernels are kept for a user whom the system knows no home of, as in many containers."""
+    where = Path(tempfile.gettempdir(), f"cute_ops-{os.geteuid()}")
+    log.warning(
+        "HOME is not set and user %d has no home: kernels are kept in %s; CUTE_OPS_CACHE_DIR sets another folder",
+        os.geteuid(), where,
+    )  # fmt: skip
+    return where
 
 
 def opened(where: Path) -> trust.Folder:
@@ -104,6 +125,7 @@ def sweep(where: Path) -> None:
     """Delete what processes left that were killed."""
     for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
         locks.remove_abandoned(path)
+    staging.sweep(where)
 
 
 class Use:

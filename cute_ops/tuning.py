@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops import schema, sources, storage
+from cute_ops import locks, schema, sources, storage
 from cute_ops.candidates import Tile, candidates
 from cute_ops.errors import CacheError
 from cute_ops.op import Op, Problem
@@ -36,7 +36,7 @@ Config = tuple[tuple[str, int], ...]
 Key = tuple[str, Config]
 Winners = Mapping[Key, "Winner"]
 
-_lock = threading.RLock()
+_lock = locks.between_threads(threading.RLock)
 _decided: dict[Key, dict[str, int]] = {}
 _planned: dict[str, set[Key]] = {}  # by symbol: the classes of calls that run this kernel
 _stores: list[Winners] | None = None

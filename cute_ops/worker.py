@@ -7,33 +7,32 @@ at the same time, and leave after a minute without work. They never see a GPU.
 
 from __future__ import annotations
 
-import json
 import os
-import select
-import subprocess
 import sys
-import tempfile
 import threading
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from cute_ops import settings
+from cute_ops import processes, settings
 from cute_ops.errors import CompileError
 from cute_ops.variant import Variant
 
 IDLE_SECONDS = 60.0
 TIMEOUT_SECONDS = settings.number("CUTE_OPS_COMPILE_TIMEOUT", 300.0)
-_LOG_TAIL = 4000
+_ERROR_TAIL = 4000
 
 
 class Worker:
     """A compile process, started when needed and restarted when it died."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._log: IO[bytes] | None = None
+        # It must not find a GPU: a context there would cost memory and could hang. The DSL's own cache lies in the
+        # shared temporary folder: ours replaces it.
+        self._process = processes.Process(
+            "cute_ops.worker", CUDA_VISIBLE_DEVICES="", CUTE_DSL_DISABLE_FILE_CACHING="1"
+        )  # fmt: skip
 
     def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
         """Compile ``variant`` into ``path``; returns the seconds it took.
@@ -42,70 +41,26 @@ class Worker:
             CompileError: with the compiler's output: it failed, crashed or took too long.
         """
         request = {
-            "variant": variant.to_json(), "path": str(path), "dump": str(dump) if dump else None, "sys_path": sys.path,
+            "variant": variant.to_json(), "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
         }  # fmt: skip
         start = time.perf_counter()
-        with self._lock:
-            answer = self._ask(request)
-            if answer is None:  # the worker left just as we asked
-                answer = self._ask(request)
-            if answer is None:
-                raise self._dead(variant)
-        if answer.get("error"):
-            raise CompileError(f"cute.{variant.op}: kernel does not compile: {variant.describe()}\n{answer['error']}")
+        try:
+            with self._process.lock:
+                error = self._process.ask(request, TIMEOUT_SECONDS).get("error")
+        except processes.Ended as ended:
+            named = " (CUTE_OPS_COMPILE_TIMEOUT)" if isinstance(ended, processes.Silent) else ""
+            error = f"the compiler {ended}{named}\n{ended.log}"
+        if error:
+            raise CompileError(f"cute.{variant.op}: kernel does not compile: {variant.describe()}\n{error}")
         return time.perf_counter() - start
 
+    def cancel(self) -> None:
+        """End a compile that another thread waits for."""
+        self._process.kill()
+
     def close(self) -> None:
-        with self._lock:
-            self._stop()
-
-    def _ask(self, request: dict[str, Any]) -> dict[str, Any] | None:
-        """Send one request; None when the worker had left for want of work."""
-        process = self._process if self._process and self._process.poll() is None else self._start()
-        requests, answers = process.stdin, process.stdout
-        if requests is None or answers is None:
-            raise RuntimeError("the worker was started without pipes")
-        try:
-            requests.write(json.dumps(request).encode() + b"\n")
-            requests.flush()
-        except BrokenPipeError:
-            process.wait()
-            return None
-        ready, _, _ = select.select([answers], [], [], TIMEOUT_SECONDS)
-        if not ready:
-            self._stop()
-            return {"error": f"no answer within {TIMEOUT_SECONDS:.0f} s (CUTE_OPS_COMPILE_TIMEOUT)\n{self._tail()}"}
-        line = answers.readline()
-        if line.endswith(b"\n"):  # else it died in the middle of its answer
-            return json.loads(line)
-        if process.wait() == 0:
-            return None
-        return {"error": f"the compiler died with {exit_text(process.returncode)}\n{self._tail()}"}
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        self._stop()
-        self._log = tempfile.TemporaryFile()  # noqa: SIM115  it lives as long as the process
-        # The worker must not find a GPU: a context there would cost memory and could hang. The DSL's own
-        # cache lies in the shared temporary folder: ours replaces it.
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
-        command = [sys.executable, "-c", "from cute_ops.worker import serve; serve()"]
-        environment["PYTHONPATH"] = os.pathsep.join(p for p in sys.path if p)
-        self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, env=environment,
-        )  # fmt: skip
-        return self._process
-
-    def _stop(self) -> None:
-        if self._process and self._process.poll() is None:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
-
-    def _tail(self) -> str:
-        return log_tail(self._log)
-
-    def _dead(self, variant: Variant) -> CompileError:
-        return CompileError(f"cute.{variant.op}: the compile process does not start\n{self._tail()}")
+        with self._process.lock:
+            self._process.stop()
 
 
 class Pool:
@@ -118,7 +73,7 @@ class Pool:
         self._size = size
         self._free = threading.Condition()
         self._idle: list[Worker] = []
-        self._busy = 0
+        self._busy: dict[int, Worker] = {}  # by thread
 
     @property
     def size(self) -> int:
@@ -131,18 +86,25 @@ class Pool:
         Raises:
             CompileError: with the compiler's output: it failed, crashed or took too long.
         """
-        with self._free:
-            self._free.wait_for(lambda: self._busy < self.size)
-            self._busy += 1
-            # The last one back first: those that have nothing to do may leave.
-            worker = self._idle.pop() if self._idle else Worker()
+        thread = threading.get_ident()
         try:
+            with self._free:
+                self._free.wait_for(lambda: len(self._busy) < self.size)
+                # The last one back first: those that have nothing to do may leave.
+                worker = self._busy[thread] = self._idle.pop() if self._idle else Worker()
             return worker.compile(variant, path, dump)
         finally:
             with self._free:
-                self._busy -= 1
-                self._idle.append(worker)
-                self._free.notify()
+                if thread in self._busy:  # else an interrupt came before
+                    self._idle.append(self._busy.pop(thread))
+                    self._free.notify()
+
+    def cancel(self, threads: Collection[int]) -> None:
+        """End what is compiled for some threads, by their identifiers: they get errors."""
+        with self._free:
+            for thread, worker in self._busy.items():
+                if thread in threads:
+                    worker.cancel()
 
     def close(self) -> None:
         """End the workers that have nothing to do."""
@@ -153,35 +115,28 @@ class Pool:
 
 
 worker = Pool()
-# A forked child must not share its parent's pipes.
+# In a forked child nobody compiles yet.
 os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[misc]
 
 
 def serve() -> None:
-    """The worker's loop: one JSON request a line on stdin, one JSON answer a line on stdout."""
-    answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # what the compiler prints goes to the log
+    """Compile what is asked for, see :func:`cute_ops.processes.requests`."""
     for name in ("torch", "jax"):
         # TVM-FFI would import torch (1-2 s); kernels have no use for a framework.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     from cute_ops.compiler import compile_variant
 
-    while select.select([0], [], [], IDLE_SECONDS)[0]:
-        line = _read_line()
-        if not line:
-            return
-        request = json.loads(line)
-        sys.path[:] = request["sys_path"]
+    for request, say in processes.requests(IDLE_SECONDS):
+        answer: dict[str, Any] = {}
         try:
             dump, variant = request["dump"], Variant.from_json(request["variant"])
             _check_sources(variant)
             compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
-            answer: dict[str, Any] = {}
-        except Exception as error:  # every failure of a kernel belongs to the caller
+        except (Exception, SystemExit) as error:  # every failure of a kernel belongs to the caller
             import traceback
 
-            answer = {"error": "".join(traceback.format_exception(error))[-_LOG_TAIL:]}
-        answers.write(json.dumps(answer).encode() + b"\n")
+            answer["error"] = "".join(traceback.format_exception(error))[-_ERROR_TAIL:]
+        say(**answer)
 
 
 def _check_sources(variant: Variant) -> None:
@@ -190,28 +145,3 @@ def _check_sources(variant: Variant) -> None:
 
     if sources.digest(variant.kernel) != variant.sources:
         raise CompileError(f"the sources of {variant.kernel} have changed since this program started: restart it")
-
-
-def _read_line() -> bytes:
-    """One line of stdin, unbuffered, so that select sees what has not been read."""
-    line = b""
-    while not line.endswith(b"\n"):
-        part = os.read(0, 65536)
-        if not part:
-            return b""
-        line += part
-    return line
-
-
-def log_tail(log: IO[bytes] | None) -> str:
-    """The end of what a process has said."""
-    if log is None:
-        return ""
-    size = log.seek(0, os.SEEK_END)
-    log.seek(max(size - _LOG_TAIL, 0))
-    return log.read().decode(errors="replace")
-
-
-def exit_text(code: int) -> str:
-    """How a process ended."""
-    return f"signal {-code}" if code < 0 else f"exit code {code}"

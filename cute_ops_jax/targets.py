@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -16,7 +15,7 @@ from typing import Any
 
 import jax
 
-from cute_ops import cache, loader, target
+from cute_ops import cache, loader, locks, target
 from cute_ops.variant import Variant
 from cute_ops_jax import bridge
 
@@ -24,7 +23,7 @@ log = logging.getLogger("cute_ops")
 WARN_AT, LIMIT = 900, 1024
 
 _known: dict[str, Variant] = {}
-_lock = threading.Lock()
+_lock = locks.between_threads()
 _lowering_for: ContextVar[target.Target | None] = ContextVar("lowering_for", default=None)
 _noted: ContextVar[tuple[dict[str, None], ...]] = ContextVar("noted", default=())
 

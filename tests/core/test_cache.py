@@ -376,15 +376,17 @@ def test_a_file_system_without_locks(
 IN_NAMESPACE = "mkdir -p {where} && chmod 700 {where} && {mount}"
 
 
-def in_namespace(where: Path, mount: str, after: str = "true") -> subprocess.CompletedProcess[str]:
-    """Get a kernel in a mount namespace of the test's own."""
+def in_namespace(
+    where: Path, mount: str, after: str = "true", cache: Path | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Get a kernel in a mount namespace of the test's own, and then run a command in which ``$CODE`` gets it again."""
     prepare = IN_NAMESPACE.format(where=where, mount=mount.format(where=where))
     if subprocess.run(["unshare", "-m", "sh", "-c", prepare], capture_output=True, check=False).returncode:
         pytest.skip("this machine lets nobody mount")
     code = GET.format(kernels=str(HERE / "kernels"), here=str(HERE), kernel="Copy", before="")
-    quoted = code.replace(chr(39), chr(34))
-    script = f"{prepare} && CUTE_OPS_CACHE_DIR={where} {sys.executable} -c '{quoted}' && {after}"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    script = f'{prepare} && {sys.executable} -c "$CODE" && {after}'
+    variables = {"CODE": code, "CUTE_OPS_CACHE_DIR": str(cache or where), "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {**os.environ, **variables}
     command = ["unshare", "-m", "sh", "-c", script]
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
@@ -399,6 +401,29 @@ def test_a_read_only_home(tmp_path: Path, variant: Make, monkeypatch: pytest.Mon
     cache.build(variant())
     warm = in_namespace(where, mount)
     assert warm.stdout.startswith("0 1 False") and not warm.stderr, warm.stderr
+
+
+@pytest.mark.fault("the temporary folder is full, the cache folder is not", "everything compiles", "nothing")
+def test_a_full_temporary_folder(cache_folder: Path, tmp_path: Path) -> None:
+    # With room enough to be taken for a temporary folder.
+    small = "mount -t tmpfs -o size=8k tmpfs {where} && export TMPDIR={where}"
+    result = in_namespace(tmp_path / "tmp", small, cache=cache_folder)
+    assert result.stdout.startswith("1 0 False"), result.stderr
+    assert object_file(cache_folder) and not result.stderr, result.stderr
+
+
+@pytest.mark.fault(
+    "a cache folder on a file system that is mounted noexec",
+    "a warning; kernels are loaded by way of memory",
+    "nothing",
+)
+def test_a_file_system_without_execution(tmp_path: Path) -> None:
+    where = tmp_path / "noexec"
+    again = f'{sys.executable} -c "$CODE" && ls {where}'
+    result = in_namespace(where, "mount -t tmpfs -o noexec,size=16m,mode=700 tmpfs {where}", again)
+    assert result.stdout.startswith("1 0 False\n0 1 False\n"), result.stdout + result.stderr
+    assert result.stderr.count("noexec: kernels from there are copied into memory at every start") == 2
+    assert "staging" not in result.stdout and ".so" in result.stdout
 
 
 @pytest.mark.fault(

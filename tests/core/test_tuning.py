@@ -487,15 +487,15 @@ def test_a_candidate_that_ends_its_process_is_left_out(other: Apart, monkeypatch
     found = other.examine([silu_trial()], tiles, SM90, 0.02)
     assert found.which == 7 and found.before == [512.0] and found.after == [448.0] and found.device == "a GPU made up"
     assert {i: text.partition(":")[0] for i, text in found.refused.items()} == {
-        1: "ended the process with signal 6", 2: "RuntimeError", 3: "did not end within 3 s", 4: "a race?",
-        5: "ended the process with signal 6",
+        1: "died with signal 6", 2: "RuntimeError", 3: "gave no answer within 3 s", 4: "a race?",
+        5: "died with signal 6",
     }  # fmt: skip
     # The process that is left goes on.
     assert other.examine([silu_trial()], tiles[:1], SM90, 0.02).which == 0
 
 
 def test_what_is_no_candidates_fault_is_an_error(other: Apart) -> None:
-    with pytest.raises(RuntimeError, match="ended the process with signal 6"):
+    with pytest.raises(RuntimeError, match="died with signal 6"):
         other.examine([silu_trial()], [{"threads": 32}, {"threads": 512}], SM90, 0.02)
     with pytest.raises(RuntimeError, match="MemoryError: no memory"):
         other.examine([silu_trial()], [{"threads": 512}, {"threads": 160}], SM90, 0.02)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CompileError, machine
+from cute_ops import CompileError, machine, processes
 from cute_ops import worker as workers
 from cute_ops.variant import Variant
 from cute_ops.worker import Pool, Worker
@@ -65,7 +65,7 @@ def test_a_crash_is_reported_with_the_log(worker: Worker, variant: Make, tmp_pat
 def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
     worker = Worker()
     works(worker, variant(), tmp_path)
-    process = worker._process
+    process = worker._process._process
     assert process is not None
     killer = threading.Timer(1.0, os.kill, (process.pid, signal.SIGKILL))
     killer.start()
@@ -80,7 +80,7 @@ def test_half_an_answer_is_none(variant: Make, tmp_path: Path, monkeypatch: pyte
     worker, popen = Worker(), subprocess.Popen
     with monkeypatch.context() as patch:
         dies = [os.sys.executable, "-c", "import os; os.write(1, b'{\"err'); os.abort()"]  # type: ignore[attr-defined]
-        patch.setattr(workers.subprocess, "Popen", lambda _, **given: popen(dies, **given))
+        patch.setattr(processes.subprocess, "Popen", lambda _, **given: popen(dies, **given))
         with pytest.raises(CompileError, match="the compiler died with signal 6"):
             worker.compile(variant(), tmp_path / "a.so")
     assert works(worker, variant(), tmp_path)
@@ -103,7 +103,7 @@ def test_a_compile_that_hangs_is_ended(variant: Make, tmp_path: Path, monkeypatc
     works(worker, variant(), tmp_path)
     monkeypatch.setattr(workers, "TIMEOUT_SECONDS", 1.0)
     start = time.perf_counter()
-    with pytest.raises(CompileError, match=r"no answer within 1 s \(CUTE_OPS_COMPILE_TIMEOUT\)"):
+    with pytest.raises(CompileError, match=r"the compiler gave no answer within 1 s \(CUTE_OPS_COMPILE_TIMEOUT\)"):
         worker.compile(variant("Slow"), tmp_path / "a.so")
     assert time.perf_counter() - start < 2.9
     monkeypatch.undo()
@@ -113,7 +113,7 @@ def test_a_compile_that_hangs_is_ended(variant: Make, tmp_path: Path, monkeypatc
 def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> None:
     worker = Worker()
     works(worker, variant(), tmp_path)
-    process = worker._process
+    process = worker._process._process
     assert process is not None and process.stdin is not None
     process.stdin.close()
     process.wait(timeout=10)
@@ -191,7 +191,7 @@ def test_a_forked_child_has_workers_of_its_own(variant: Make, tmp_path: Path) ->
 def test_a_request_is_compiled_once(variant: Make, tmp_path: Path) -> None:
     worker = Worker()
     worker.compile(variant("Slow"), tmp_path / "a.so")
-    assert worker._tail().count("slow kernel begins") == 1
+    assert worker._process.log().count("slow kernel begins") == 1
     worker.close()
 
 

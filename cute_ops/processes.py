@@ -1,0 +1,346 @@
+"""Processes that answer requests: how the compiler's and the measuring one are started, asked and ended.
+
+A request is one line of JSON on the process's stdin and has a number, which every answer on its stdout repeats: an
+answer that an interrupt left behind is never taken for another request's. A process that was interrupted is ended, too.
+
+It starts isolated, by running this file: nothing is imported from the working directory, and ``cute_ops`` is the one
+that asks. Only then does it take over the asker's ``sys.path``, with each request. It leaves when it has nothing to do,
+when the asker dies, and when a request takes too long: then by a signal, which also ends compiled code that holds the
+GIL.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+from weakref import WeakSet
+
+_LOG_TAIL = 4000
+_GRACE_SECONDS = 5.0  # the asker's own clock comes first: its error says more
+_LONGEST_SECONDS = 1e8  # about what the system's timers can hold
+_LOOK_SECONDS = 1.0  # at whether the process lives: its own children may hold its pipes open
+
+_all: WeakSet[Process] = WeakSet()
+
+
+class Ended(RuntimeError):
+    """A process that ended before it had answered: how, as a verb's phrase, and in ``log`` the last it said."""
+
+    def __init__(self, how: str, log: str = "") -> None:
+        super().__init__(how)
+        self.log = log
+
+
+class Silent(Ended):
+    """A process that did not answer in time, and was ended."""
+
+
+class Process:
+    """One process, started when it is first asked and again where it has left or died; one request at a time.
+
+    Args:
+        module: of this package; its ``serve(*arguments)`` runs there.
+        arguments: text.
+        variables: what differs from this process's environment.
+    """
+
+    def __init__(self, module: str, *arguments: str, **variables: str) -> None:
+        self.lock = threading.Lock()
+        self._module, self._arguments, self._variables = module, arguments, variables
+        self._process: subprocess.Popen[bytes] | None = None
+        self._user = -1
+        self._number = 0
+        self._log = b""
+        _all.add(self)
+
+    def ask(
+        self, request: Mapping[str, Any], seconds: float, progress: Callable[[dict[str, Any]], object] | None = None
+    ) -> dict[str, Any]:
+        """The answer to a request. Hold ``lock`` meanwhile.
+
+        Args:
+            request: what JSON can hold.
+            seconds: the longest wait for the answer, or for the next step.
+            progress: is told the steps before it.
+
+        Raises:
+            Ended: it died or could not be started.
+            Silent: it took too long.
+        """
+        self._number += 1
+        whole = {**request, "number": self._number, "sys_path": search_path(), "seconds": seconds}
+        line = json.dumps(whole).encode() + b"\n"
+        try:
+            answer = self._exchange(line, seconds, progress)
+            if answer is None:  # it left, having had nothing to do, just as it was asked
+                answer = self._exchange(line, seconds, progress)
+        except BaseException as error:  # an interrupt, too: nobody waits any more for what it may say
+            self.stop()
+            if isinstance(error, OSError) and error.errno == errno.EBADF:
+                raise Ended(
+                    "cannot be reached: the program has closed files that it did not open", self.log()
+                ) from error
+            raise
+        if answer is None:
+            raise Ended("left without an answer", self.log())
+        return answer
+
+    def running(self) -> bool:
+        """Whether it runs, for this user: a program that has given up its rights must not ask one that has them."""
+        return self._process is not None and self._process.poll() is None and self._user == os.geteuid()
+
+    def stop(self) -> None:
+        """End it, if it runs."""
+        process, self._process = self._process, None
+        if process is None:
+            return
+        # What is another user's now leaves when its pipes are closed; a driver that hangs keeps even a killed process.
+        with suppress(PermissionError, subprocess.TimeoutExpired):
+            process.kill()
+            process.wait(_GRACE_SECONDS)
+        _close(process)
+
+    def kill(self) -> None:
+        """End it from another thread than the one that asks, which gets an error."""
+        if (process := self._process) is not None:
+            process.kill()
+
+    def log(self) -> str:
+        """The end of what it has printed."""
+        return self._log.decode(errors="replace")
+
+    def forget(self) -> None:
+        """In a forked child: process and pipes are the parent's, and so is whoever held the lock."""
+        process, self._process = self._process, None
+        self.lock = threading.Lock()
+        if process is not None:
+            process.returncode = 0  # not the child's to wait for
+            _close(process)
+
+    def _exchange(
+        self, line: bytes, seconds: float, progress: Callable[[dict[str, Any]], object] | None
+    ) -> dict[str, Any] | None:
+        """Send a request and wait for its answer; None where the process left of itself and has not taken it."""
+        process = self._process
+        if process is None or not self.running():
+            process = self._start()
+        stdin, stdout, stderr = (file.fileno() for file in (process.stdin, process.stdout, process.stderr) if file)
+        # Not select, which knows no file above number 1023.
+        poll, received, taken, deadline = select.poll(), b"", False, time.monotonic() + seconds
+        for handle, event in ((stdin, select.POLLOUT), (stdout, select.POLLIN), (stderr, select.POLLIN)):
+            poll.register(handle, event)
+        while True:
+            left = deadline - time.monotonic()
+            ready = {handle for handle, _ in poll.poll(min(max(left, 0.0), _LOOK_SECONDS) * 1000)}
+            if not ready and process.poll() is not None:
+                self._ended(process, taken)
+                return None
+            # What has come counts, also where this process was itself stopped meanwhile.
+            if left <= 0 and stdout not in ready:
+                raise Silent(f"gave no answer within {seconds:.0f} s", self.log())
+            if stdin in ready:
+                with suppress(BrokenPipeError):
+                    line = line[os.write(stdin, line) :]
+                    if line:
+                        ready.discard(stdin)
+                if stdin in ready:  # all is sent, or nobody reads
+                    poll.unregister(stdin)
+            if stderr in ready and not self._hear(stderr):
+                poll.unregister(stderr)
+            if stdout not in ready:
+                continue
+            part = os.read(stdout, 1 << 16)
+            if not part:
+                self._ended(process, taken)
+                return None
+            *lines, received = (received + part).split(b"\n")
+            for answer in map(_parsed, lines):
+                if answer.pop("number") != self._number:
+                    continue
+                if not answer.pop("step"):
+                    return answer
+                deadline = time.monotonic() + seconds
+                if answer and progress is not None:
+                    progress(answer)
+                taken = True
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self.stop()
+        self._log = b""
+        environment = {**os.environ, **self._variables}
+        for name in ("PYTHONPATH", "PYTHONINSPECT"):
+            environment.pop(name, None)
+        flags = sys.flags
+        kept = {"-E": flags.ignore_environment, "-s": flags.no_user_site, "-S": flags.no_site}
+        command = [
+            interpreter(), "-P", *(flag for flag, there in kept.items() if there), __file__, self._module,
+            *self._arguments,
+        ]  # fmt: skip
+        try:
+            # A session of its own: an interrupt from the terminal is the asker's to handle.
+            self._process = subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
+                bufsize=0, cwd=_working_directory() or "/", start_new_session=True,
+            )  # fmt: skip
+        except OSError as error:
+            raise Ended(f"cannot be started: {error}") from error
+        self._user = os.geteuid()
+        if self._process.stdin is not None:
+            os.set_blocking(self._process.stdin.fileno(), False)
+        return self._process
+
+    def _ended(self, process: subprocess.Popen[bytes], taken: bool) -> None:
+        """Raise unless the process left of itself, before it had taken the request."""
+        if process.stderr is not None:
+            poll = select.poll()
+            poll.register(process.stderr, select.POLLIN)
+            while poll.poll(0) and self._hear(process.stderr.fileno()):
+                pass
+        try:
+            code = process.wait(_GRACE_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise Ended("closed its pipes", self.log()) from None
+        if code or taken:
+            # A program that ignores SIGCHLD sees 0 whatever the code was.
+            how = f"with signal {-code}" if code < 0 else f"with exit code {code}" if code else "without an answer"
+            raise Ended(f"died {how}", self.log())
+
+    def _hear(self, stderr: int) -> bytes:
+        part = os.read(stderr, 1 << 16)
+        self._log = (self._log + part)[-_LOG_TAIL:]
+        return part
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    try:
+        return {"number": None, "step": True, **json.loads(line)}
+    except (ValueError, TypeError) as error:
+        raise Ended(f"answered what is no answer: {line[:100]!r}") from error
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    for file in (process.stdin, process.stdout, process.stderr):
+        if file is not None:
+            with suppress(OSError):  # the program may have closed them
+                file.close()
+
+
+def _forget_all() -> None:
+    for process in list(_all):
+        process.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
+
+
+def search_path() -> list[str]:
+    """``sys.path``, as a process in another working directory needs it."""
+    here = _working_directory()
+    # What is no text, the import system passes over as well; what is relative leads nowhere from a folder that is gone.
+    entries = [entry for entry in sys.path if isinstance(entry, str) and (here or entry.startswith("/"))]
+    return [str(Path(here, entry)) for entry in entries]
+
+
+def interpreter() -> str:
+    """The Python to run another process with.
+
+    Raises:
+        Ended: this one is part of another program, and no Python lies beside it.
+    """
+    names = ("python{}.{}".format(*sys.version_info), "python3", "python")
+    beside = [Path(prefix, "bin", name) for prefix in (sys.exec_prefix, sys.base_exec_prefix) for name in names]
+    # A program that embeds Python names none here, or itself, as one that was frozen does.
+    own = Path(sys.executable or "")
+    for path in [own, *beside] if "python" in own.name and not hasattr(sys, "frozen") else beside:
+        if os.access(path, os.X_OK):
+            return str(path)
+    raise Ended(
+        f"cannot be started: sys.executable is {sys.executable!r} and {sys.exec_prefix}/bin holds no Python; "
+        "set sys.executable to the path of a Python of this version"
+    )
+
+
+def _working_directory() -> str:
+    """Empty where it is gone or cannot be read."""
+    try:
+        return str(Path.cwd())
+    except OSError:
+        return ""
+
+
+# --- in the process ------------------------------------------------------------------------------------------------
+
+
+def requests(idle_seconds: float) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
+    """The requests on stdin, each with the function that answers it: ``say(**answer)``, or ``say(step=True, **step)``.
+
+    What is printed goes to the log. Ends after a time without requests, and when the asker has gone.
+    """
+    answers = os.dup(1)
+    os.dup2(2, 1)
+    # A parent that ignores them passes that on: no tool's exit code would be seen, no limit kept.
+    for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+    threading.Thread(target=_leave_with_the_asker, name="cute_ops-watch", daemon=True).start()
+    poll = select.poll()
+    poll.register(0, select.POLLIN)
+    received = b""
+    while b"\n" in received or poll.poll(idle_seconds * 1000):
+        while b"\n" not in received:
+            part = os.read(0, 1 << 16)
+            if not part:
+                return
+            received += part
+        line, _, received = received.partition(b"\n")
+        request = json.loads(line)
+        sys.path[:] = request.pop("sys_path")
+        number, limit = request.pop("number"), min(request.pop("seconds"), _LONGEST_SECONDS) + _GRACE_SECONDS
+        signal.setitimer(signal.ITIMER_REAL, limit)
+
+        def say(step: bool = False, *, number: int = number, limit: float = limit, **answer: Any) -> None:
+            signal.setitimer(signal.ITIMER_REAL, limit if step else 0)
+            line = json.dumps({**answer, "number": number, "step": step}).encode() + b"\n"
+            while line:
+                line = line[os.write(answers, line) :]
+
+        say(step=True)  # the request is taken: it must not be sent to another process
+        yield request, say
+
+
+def _leave_with_the_asker() -> None:
+    """End the process once nobody can ask any more, whatever it is doing."""
+    # A signal at the parent's death (PR_SET_PDEATHSIG) would come when the thread ends that started this process.
+    poll = select.poll()
+    poll.register(0, 0)  # a hang-up is told always
+    poll.poll()
+    os._exit(0)
+
+
+def _main(module: str, *arguments: str) -> None:
+    """Run a module of the package that this file lies in, which need not be on ``sys.path``."""
+    from importlib import import_module
+    from importlib.util import module_from_spec, spec_from_file_location
+
+    folder = Path(__file__).absolute().parent
+    spec = spec_from_file_location("cute_ops", folder / "__init__.py", submodule_search_locations=[str(folder)])
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{folder} holds no package")
+    sys.modules["cute_ops"] = package = module_from_spec(spec)
+    spec.loader.exec_module(package)
+    import_module(module).serve(*arguments)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

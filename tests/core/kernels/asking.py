@@ -1,0 +1,66 @@
+"""For the programs of ``test_processes.py``: asks for kernels of ``quick.py``, and says what came of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from cute_ops import FLOATS, Array, CompileError, Op, Tensor, cache
+from cute_ops.binding import bind
+from cute_ops.ops import silu_mul
+from cute_ops.plan import plan
+from cute_ops.target import parse
+from cute_ops.variant import Variant
+from cute_ops.worker import Pool, Worker, worker
+
+
+def variant(kernel: str, n: int = 64, module: str = "quick") -> Variant:
+    op = Op(
+        "asking", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")}, dtypes={"T": FLOATS},
+        reference=lambda xp, x: x, kernel=f"{module}:{kernel}",
+    )  # fmt: skip
+    return plan(bind(op, {"x": Array((4, n), "bfloat16")}), {}, parse("sm_90a")).variant
+
+
+def tuned() -> dict[str, int]:
+    """The tile of a call whose op has a choice: it is looked up among those that were measured."""
+    call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
+    return dict(plan(call, {}, parse("sm_90a")).variant.tile)
+
+
+def compiled(
+    kernel: str, n: int = 64, by: Worker | Pool = worker, path: str = "/nowhere/a.so", module: str = "quick"
+) -> str:
+    """What a compile by a worker says; these kernels never give an object."""
+    try:
+        by.compile(variant(kernel, n, module), Path(path))
+    except CompileError as error:
+        return str(error)
+    return "compiled"
+
+
+def got(kernel: str, n: int = 64) -> str:
+    """The same through the cache."""
+    try:
+        cache.get(variant(kernel, n))
+    except CompileError as error:
+        return str(error)
+    return "compiled"
+
+
+def told(by: Worker | Pool = worker) -> dict[str, Any]:
+    """What the compile process sees."""
+    return json.loads(compiled("Telling", by=by).splitlines()[-1].partition("ValueError: ")[2])
+
+
+def begun() -> int:
+    """Wait until a compile begins; the process that compiles."""
+    path, deadline = Path(os.environ["CUTE_OPS_TEST_BEGUN"]), time.monotonic() + 20
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError("no compile begins")
+        time.sleep(0.01)
+    return int(path.read_text())
