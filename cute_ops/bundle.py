@@ -69,7 +69,7 @@ class Bundle:
             raise self._refusal(f"was built for {self.platform}, this is {this_platform()}")
         for name, here in versions().items():
             built = self.versions.get(name)
-            if name != "cute-ops" and built != here:
+            if built != here:
                 raise self._refusal(f"was built with {name} {built}, here is {here or 'none'}: build it again")
 
     def find(self, variant: Variant) -> Path | None:

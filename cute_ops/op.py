@@ -229,7 +229,14 @@ class Op:
         split: how devices share a dim that is not parallel.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
-        kernel: ``"module:Class"``, imported only where it is compiled.
+        kernel: ``"module:Class"``, imported only where it is compiled. Its compiled form is kept under the state of
+            its sources: of its module, of the packages that this is in and of what they import, also in functions, in
+            the same package, in this one and beside it. Of other installed packages the modules count that are named
+            in imports, of frameworks and the compiler none.
+        sources: what else the kernel is made from, which no import statement names: files and folders, relative to the
+            folder of the kernel's module, that are read while it is compiled, and modules that are imported by
+            ``importlib`` or ``exec``, ``("data/table.bin", "mypackage.generated")``; a package that is installed counts
+            whole if it is named here. When one of them changes, the kernel is compiled anew.
         tile: ``tile(problem) -> {name: int}``, the kernel's compile-time configuration.
         tuning: other tiles that may be faster, which `python -m cute_ops tune` measures: ``vary(threads=(64, 128))``.
         workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel. One that
@@ -256,6 +263,7 @@ class Op:
         dtypes: Mapping[str, tuple[str, ...]],
         reference: Callable[..., Any],
         kernel: str,
+        sources: tuple[str, ...] = (),
         attrs: Mapping[str, Any] | None = None,
         static: tuple[str, ...] = ("n",),
         parallel: tuple[str, ...] = (),
@@ -278,6 +286,7 @@ class Op:
         self.dtypes = {k: tuple(v) for k, v in dtypes.items()}
         self.reference = reference
         self.kernel = kernel
+        self.sources = tuple(sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
         self.static = tuple(static)

@@ -122,8 +122,8 @@ def remembered(op: Op, problem: Problem, heuristic: Tile, key: Key, anew: bool =
 
 
 def sources_of(op: Op) -> str:
-    """Names the state of a kernel's sources: another one is measured anew."""
-    return sources.digest(op.kernel)[:16]
+    """Names the state of a kernel's own sources: another one is measured anew."""
+    return sources.digest(op.kernel, op.sources)[:16]
 
 
 def note(symbol: str, op: Op, problem: Problem, heuristic: Tile) -> None:

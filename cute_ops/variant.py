@@ -57,6 +57,7 @@ class _Fields(NamedTuple):
     config: tuple[tuple[str, int], ...]
     toolchain: tuple[str, str]
     sources: str
+    declared: tuple[str, ...] = ()
 
 
 class Variant(_Fields):
@@ -72,7 +73,8 @@ class Variant(_Fields):
         attributes: compile-time attributes.
         config: the tile configuration.
         toolchain: versions of the DSL and TVM-FFI.
-        sources: digest of the kernel's sources.
+        sources: digest of the kernel's sources, and of what compiles it.
+        declared: sources beyond what the kernel imports, as the op declares them.
     """
 
     @cached_property
@@ -109,7 +111,7 @@ class Variant(_Fields):
         raw = json.loads(text)
         args = tuple(a and TensorKey(**{**a, "shape": tuple(a["shape"])}) for a in raw["args"])
         pairs = {k: tuple(tuple(p) for p in raw[k]) for k in ("static", "attributes", "config")}
-        rest = {k: tuple(raw[k]) for k in ("names", "toolchain")}
+        rest = {k: tuple(raw[k]) for k in ("names", "toolchain", "declared") if k in raw}
         return cls(**{**raw, **pairs, **rest, "args": args})
 
     def describe(self) -> str:

@@ -176,10 +176,12 @@ def serve() -> None:
             dump, variant = request["dump"], Variant.from_json(request["variant"])
             _check_sources(variant)
             compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
+            _check_sources(variant)  # what was imported was read between the two checks
             answer: dict[str, Any] = {}
         except Exception as error:  # every failure of a kernel belongs to the caller
             import traceback
 
+            Path(request["path"]).unlink(missing_ok=True)
             answer = {"error": "".join(traceback.format_exception(error))[-_LOG_TAIL:]}
         answers.write(json.dumps(answer).encode() + b"\n")
 
@@ -188,7 +190,8 @@ def _check_sources(variant: Variant) -> None:
     """A kernel edited under a running program must not be cached under the old sources' name."""
     from cute_ops import sources
 
-    if sources.digest(variant.kernel) != variant.sources:
+    sources.forget()
+    if sources.key(variant.kernel, variant.declared) != variant.sources:
         raise CompileError(f"the sources of {variant.kernel} have changed since this program started: restart it")
 
 

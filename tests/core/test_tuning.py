@@ -121,7 +121,7 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cache, "build_all", build_all)
     monkeypatch.setattr(tuning, "SHIPPED", cache_folder / "none")
-    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "0" * 8)
+    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "0" * 8)
     return found
 
 
@@ -607,10 +607,10 @@ def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.Mon
     op = make_op()
     outcome = tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0}))
     tuning.remember([outcome.winner])
-    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "1" * 64)
+    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "1" * 64)
     tuning.forget()
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
-    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "0" * 8)
+    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "0" * 8)
     tuning.forget()
     assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
 
@@ -713,7 +713,7 @@ def test_what_ships_is_forgotten_when_the_kernel_changes(tmp_path: Path, monkeyp
     op = make_op()
     tuning.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner], tmp_path / "sm_90a.json")
     for digest, threads in (("1" * 64, 128), ("0" * 8, 64)):
-        monkeypatch.setattr("cute_ops.sources.digest", lambda kernel, digest=digest: digest)
+        monkeypatch.setattr("cute_ops.sources.digest", lambda *_, digest=digest: digest)
         tuning.forget()
         assert plan(*trial(op), SM90).variant.tile == {"threads": threads}
 
