@@ -154,8 +154,9 @@ def open_behind_a_link(where: Path) -> None:
         (lambda where: (shutil.rmtree(where), where.write_text("")), "is not a folder"),
     ],
     ids=[
-        "no record", "broken record", "no folder", "format", "platform", "version", "our version", "sources", "flipped bit",
-        "truncated", "link", "missing", "open folder", "open record", "open kernels", "link to an open folder", "file",
+        "no record", "broken record", "no folder", "format", "platform", "version", "our version", "sources",
+        "flipped bit", "truncated", "link", "missing", "open folder", "open record", "open kernels",
+        "link to an open folder", "file",
     ],
 )  # fmt: skip
 def test_a_bundle_that_does_not_fit_is_refused(
