@@ -28,7 +28,7 @@ DRIVER = (
     "cute_ops.settings", "cute_ops.sources", "cute_ops.target", "cute_ops.toolchain", "cute_ops.variant",
     "cute_ops.worker", "cute_ops.kernels", "cute_ops.kernels._entry",
 )  # fmt: skip
-_FRAMEWORKS = frozenset({
+UNFOLLOWED = frozenset({
     "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",
 })  # fmt: skip
 _STDLIB = os.path.dirname(os.__file__) + os.sep
@@ -100,24 +100,28 @@ def _digest(first: str, declared: tuple[str, ...], what: str) -> str:
                 f"{folder} nor a module"
             )
     found = {name: _read(path).digest for name, path in finder.reached(first, modules).items()}
-    found |= {f"file {name}": _of_file(path) for name, path in files.items()}
+    found |= {f"file {name}": bytes.fromhex(of_file(path)) for name, path in files.items()}
     total = hashlib.sha256()
     for name in sorted(found):
         total.update(name.encode() + b"\0" + found[name])
     return total.hexdigest()
 
 
-def _of_file(path: str) -> bytes:
-    """The digest of a file's bytes, or of all files in a folder."""
+def of_file(path: str) -> str:
+    """The digest of a file, or of all files in a folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
     if not os.path.isdir(path):
-        return _read(path).digest
+        return _read(path).digest.hex()
     total = hashlib.sha256()
     for where, folders, files in os.walk(path):
         folders[:] = sorted(name for name in folders if name != "__pycache__")
         for name in sorted(files):
             total.update(os.path.relpath(os.path.join(where, name), path).encode() + b"\0")
             total.update(_read(os.path.join(where, name)).digest)
-    return total.digest()
+    return total.hexdigest()
 
 
 class _File(NamedTuple):
@@ -235,7 +239,7 @@ class _Finder:
 
 def _top(name: str) -> _Module | None:
     """A top-level module or package: a loaded one, else the one that would be imported."""
-    if name in _FRAMEWORKS or name in sys.builtin_module_names:
+    if name in UNFOLLOWED or name in sys.builtin_module_names:
         return None
     loaded = sys.modules.get(name)
     spec = getattr(loaded, "__spec__", None)
