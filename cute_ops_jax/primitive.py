@@ -6,6 +6,7 @@ outputs that exist. Its parameters are plain values: the names of those inputs a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
@@ -129,7 +130,15 @@ class Stage:
         )
 
 
-@cache
+_lock = threading.RLock()
+
+
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
+    with _lock:
+        return _stage(op)
+
+
+@cache
+def _stage(op: Op) -> Stage:
     return Stage(op)
