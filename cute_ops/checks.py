@@ -194,6 +194,8 @@ def _gradient(op: Op) -> Iterator[str]:
                 yield f"input {name!r} has no gradient by `no_gradient`, but {grad.name} gives 'd{name}'"
             elif _floating(op, op.inputs[name]):
                 yield f"input {name!r} has no gradient: {grad.name} gives no 'd{name}'; {_meant(name)}"
+        elif op.inputs[name].optional and f"d{name}" in grad.outputs and grad.outputs[f"d{name}"].given != name:
+            yield f"{grad.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
     for name, default in op.attrs.items():
         if name not in grad.attrs and name not in op.no_gradient:
             yield f"attribute {name!r} does not reach the gradient: {grad.name} has none; {_meant(name)}"

@@ -31,6 +31,11 @@ DRIVER = (
 UNFOLLOWED = frozenset({
     "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",
 })  # fmt: skip
+# The compiler's own settings. These say where files go and what is told.
+_SETTINGS, _QUIET = "CUTE_DSL_", (
+    "ARCH", "CACHE_DIR", "DISABLE_FILE_CACHING", "DUMP_DIR", "FILTER_", "JIT_", "KEEP", "LIBS", "LOG_", "NO_CACHE",
+    "PRINT_", "SHOW_",
+)  # fmt: skip
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 _SUFFIXES = (*EXTENSION_SUFFIXES, ".py")  # in Python's order
@@ -67,10 +72,14 @@ def of_module(module: str) -> str:
 
 @cache
 def driver() -> str:
-    """The digest of what compiles every kernel: this package's version and :data:`DRIVER`."""
+    """The digest of what compiles every kernel: this package's version, :data:`DRIVER`, and what the environment tells
+    the compiler.
+    """
     from cute_ops import __version__
 
-    finder, total = _Finder(), hashlib.sha256(__version__.encode())
+    settings = [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)]
+    heard = [(n, v) for n, v in settings if not n.removeprefix(_SETTINGS).startswith(_QUIET)]
+    finder, total = _Finder(), hashlib.sha256(f"{__version__} {heard}".encode())
     for name in DRIVER:
         module = finder.find(name)
         if module is None or module.path is None:

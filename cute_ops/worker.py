@@ -192,7 +192,10 @@ def _check_sources(variant: Variant) -> None:
 
     sources.forget()
     if sources.key(variant.kernel, variant.declared) != variant.sources:
-        raise CompileError(f"the sources of {variant.kernel} have changed since this program started: restart it")
+        raise CompileError(
+            f"the sources of {variant.kernel} have changed since this program started: restart it (so have, perhaps, "
+            "those of cute_ops or the environment's CUTE_DSL_ variables, which are part of its name)"
+        )
 
 
 def _read_line() -> bytes:

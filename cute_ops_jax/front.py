@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import jax
@@ -14,10 +12,10 @@ import jax.numpy as jnp
 from cute_ops.op import Op
 from cute_ops_jax import sharding
 from cute_ops_jax.gradient import Call, differentiable
+from cute_ops_jax.primitive import one_for_each
 
-_lock = threading.RLock()
 
-
+@one_for_each
 def register(op: Op) -> Callable[..., Any]:
     """Turn a declaration into a JAX function.
 
@@ -33,12 +31,6 @@ def register(op: Op) -> Callable[..., Any]:
         The function, the same one for the same declaration. It returns the output, or a tuple of them
         where several are declared, None for an absent one.
     """
-    with _lock:  # threads that ask at once get the same one
-        return _function(op)
-
-
-@cache
-def _function(op: Op) -> Callable[..., Any]:
     run = differentiable(op)
     header = signature(op)
 

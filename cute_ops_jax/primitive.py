@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import cache, partial, wraps
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,20 @@ from cute_ops.op import Op
 from cute_ops_jax import _compat, batching, lowering, sharding
 from cute_ops_jax.arrays import specs
 
+T = TypeVar("T")
 Attributes = tuple[tuple[str, Any], ...]
+
+
+def one_for_each(make: Callable[[Op], T]) -> Callable[[Op], T]:
+    """As :func:`functools.cache`, where threads that ask at once get the same one, too."""
+    made, lock = cache(make), threading.RLock()
+
+    @wraps(make)
+    def call(op: Op) -> T:
+        with lock:
+            return made(op)
+
+    return call
 
 
 class Stage:
@@ -130,15 +143,7 @@ class Stage:
         )
 
 
-_lock = threading.RLock()
-
-
+@one_for_each
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
-    with _lock:
-        return _stage(op)
-
-
-@cache
-def _stage(op: Op) -> Stage:
     return Stage(op)
