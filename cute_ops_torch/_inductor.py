@@ -30,8 +30,9 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
-    stem = f"{overload.namespace}_{op.name}"
-    kernels = {"cuda": stem, "cpu": f"{stem}_cpu"}
+    # The namespace's length tells my.ops_norm from my_ops.norm.
+    stem, length = f"{overload.namespace}_{op.name}", len(overload.namespace)
+    kernels = {device: f"{stem}_{device}{length}" for device in ("cuda", "cpu")}
     # Generated code calls these once for each of its calls of the op, and keeps what they return.
     find = launch.find if extension.loaded() is None else None
     setattr(extern_kernels, kernels["cuda"], lambda *place: site(op, Site(*place), launch.into, find))

@@ -314,6 +314,22 @@ def test_every_file_that_our_kernels_reach_changes_their_key(tmp_path: Path) -> 
     assert missed == [] and kernels > 15 and reached > 8 * kernels
 
 
+@pytest.mark.fault(
+    "kernels were compiled with settings of the compiler's own (CUTE_DSL_ENABLE_ASSERTIONS=1)",
+    "they have names of their own: without the settings they are not found", "nothing",
+)  # fmt: skip
+def test_the_compilers_settings_are_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = key("cute_ops.kernels.rmsnorm:RMSNorm")
+    for name, value, counts in (
+        ("ENABLE_ASSERTIONS", "1", True), ("LINEINFO", "1", True), ("COMPILER_OPT", "iket", True),
+        ("LOG_LEVEL", "10", False), ("ARCH", "sm_100a", False), ("DUMP_DIR", "/tmp", False),
+    ):  # fmt: skip
+        with monkeypatch.context() as patch:
+            patch.setenv(f"CUTE_DSL_{name}", value)
+            assert (key("cute_ops.kernels.rmsnorm:RMSNorm") != before) == counts, name
+    sources.forget()
+
+
 def test_the_version_is_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key("cute_ops.kernels.rmsnorm:RMSNorm")
     with monkeypatch.context() as patch:

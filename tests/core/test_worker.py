@@ -166,6 +166,29 @@ def test_sources_edited_during_a_compile_are_refused(
     worker.close()
 
 
+@pytest.mark.fault(
+    "a file that a kernel imports is edited within a second, to one of the same size",
+    "the kernel is compiled from the file, not from Python's bytecode of the one before", "nothing",
+)  # fmt: skip
+def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    (tmp_path / "steps.py").write_text(
+        "import step_of_it\nclass Copy:\n    def __init__(self, _): raise ValueError(f'step {step_of_it.STEP}')\n"
+    )
+    helper = tmp_path / "step_of_it.py"
+    for step in (32, 64):
+        helper.write_text(f"STEP = {step}\n")
+        os.utime(helper, (1e9, 1e9))
+        # As a program that imports it leaves it.
+        subprocess.run([os.sys.executable, "-c", "import step_of_it"], cwd=tmp_path, check=True)  # type: ignore[attr-defined]
+    assert list((tmp_path / "__pycache__").iterdir())
+    worker = Worker()
+    with pytest.raises(CompileError, match="step 64"):
+        worker.compile(variant()._replace(kernel="steps:Copy", sources=sources.key("steps:Copy")), tmp_path / "a.so")
+    worker.close()
+
+
 def test_the_worker_sees_no_gpu_and_no_framework() -> None:
     code = "from cute_ops.worker import serve; import sys; serve(); assert sys.modules['torch'] is None"
     result = subprocess.run([os.sys.executable, "-c", code], stdin=subprocess.DEVNULL, check=False)  # type: ignore[attr-defined]

@@ -102,6 +102,17 @@ def test_outputs_may_have_any_name(output: str) -> None:
     assert x.grad is not None and x.grad.eq(2).all()
 
 
+def test_names_that_read_alike_stay_apart_in_compiled_code() -> None:
+    """Of my.ops_norm and my_ops.norm, and of an op that is called as another one's CPU kernel was."""
+    made = [("my", "ops_norm", 2), ("my_ops", "norm", 3), ("my", "x", 5), ("my", "x_cpu", 7)]
+    functions = [
+        cute_ops_torch.register(declare(name, reference=lambda xp, x, factor=factor: x * factor), namespace)
+        for namespace, name, factor in made
+    ]
+    program = torch.compile(lambda x: [function(x) for function in functions])
+    assert [int(out[0, 0]) for out in program(torch.ones(2, 3))] == [2, 3, 5, 7]
+
+
 def test_nan_is_refused_where_it_is_given() -> None:
     function = cute_ops_torch.register(declare("no_nan", attrs={"a": 1.0}), "nans")
     with pytest.raises(ValueError, match=r"^cute\.no_nan: attribute `a` is nan, expected a number"):
