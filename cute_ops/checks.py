@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from functools import cache
 from keyword import iskeyword
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,7 @@ def _names(op: Op) -> Iterator[str]:
 _NAMES = "names are letters, digits and underscores, begin with a letter and are no keywords"
 
 
+@cache
 def _is_name(name: str) -> bool:
     return name.isidentifier() and name.isascii() and not iskeyword(name) and not name.startswith("_")
 
@@ -153,10 +155,11 @@ def _dims(op: Op) -> Iterator[str]:
         if t.rows and t.rows not in {i.rows for i in there}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
     yield from _named_dims(op, bound)
-    if packed := [
-        f"{n}: {t.shape!r}" for n, t in tensors if any(d.factor > 1 and d.name in op.parallel for d in t.dims)
-    ]:
-        yield f"a slice of a parallel dim is no slice of {packed[0]}"
+    cut = {
+        name: t.shape for name, t in tensors if op.parallel for d in t.dims if d.factor > 1 and d.name in op.parallel
+    }
+    for name, shape in cut.items():
+        yield f"a slice of a parallel dim is no slice of {name}: {shape!r}"
 
 
 def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:

@@ -61,8 +61,9 @@ def config(tile: Tile) -> Config:
 def class_of(op: Op, problem: Problem) -> str:
     """The class of a call, in words: ``rmsnorm sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=4096``.
 
-    An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes. Attributes are there where they differ from their defaults,
-    of numbers only whether they are zero. Rows are there in ops whose tiles may depend on them.
+    An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes.
+    Attributes are there where they differ from their defaults, of numbers only whether they are zero. Rows are there in
+    ops whose tiles may depend on them.
     """
     # Another's op may have the name of one of ours, and would run with its tile.
     own = op.kernel.startswith("cute_ops.kernels.")
