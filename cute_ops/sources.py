@@ -109,7 +109,10 @@ def _digest(first: str, declared: tuple[str, ...], what: str) -> str:
                 f"{folder} nor a module"
             )
     found = {name: _read(path).digest for name, path in finder.reached(first, modules).items()}
-    found |= {f"file {name}": bytes.fromhex(of_file(path)) for name, path in files.items()}
+    try:
+        found |= {f"file {name}": bytes.fromhex(of_file(path)) for name, path in files.items()}
+    except OSError as error:
+        raise ImportError(f"cute_ops: a declared source of {first!r} cannot be read: {error}") from error
     total = hashlib.sha256()
     for name in sorted(found):
         total.update(name.encode() + b"\0" + found[name])
@@ -145,7 +148,7 @@ def _read(path: str) -> _File:
     """A file, read once in a process: kernels that share it agree on it, whenever they are asked for."""
     with open(path, "rb") as file:
         source = file.read()
-    return _File(hashlib.sha256(source).digest(), source.decode(errors="replace") if path.endswith(".py") else "")
+    return _File(hashlib.sha256(source).digest(), source.decode("utf-8-sig", "replace") if path.endswith(".py") else "")
 
 
 @cache

@@ -12,7 +12,6 @@ import uuid
 from collections.abc import Iterator, Mapping
 from functools import cache, partial
 from pathlib import Path
-from pickle import PickleError
 from types import BuiltinFunctionType, CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -81,7 +80,7 @@ def _words(value: Any, seen: dict[int, Any]) -> Iterator[str]:
         yield _of_module(type(value).__module__)
         try:
             parts = value.__reduce_ex__(2)  # as pickle takes objects apart
-        except (TypeError, AttributeError, RuntimeError, PickleError):
+        except (TypeError, ValueError, AttributeError, RuntimeError):
             yield _NEVER
         else:
             parts = parts if isinstance(parts, tuple) else (parts,)

@@ -117,6 +117,20 @@ def test_a_declared_source_that_is_nowhere_is_named(package: Path) -> None:
         key("mypackage.kernel:K", ("data/none.bin",))
 
 
+def test_a_declared_source_that_cannot_be_read_is_named(package: Path) -> None:
+    (package / "data").mkdir()
+    (package / "data" / "gone").symlink_to("/nowhere")
+    with pytest.raises(ImportError, match=r"a declared source of 'mypackage.kernel' cannot be read: .*data/gone"):
+        key("mypackage.kernel:K", ("data",))
+
+
+def test_a_byte_order_mark_hides_no_import(package: Path) -> None:
+    (package / "kernel.py").write_text("from . import unrelated\n", encoding="utf-8-sig")
+    before = digest()
+    (package / "unrelated.py").write_text("c = 2\n")
+    assert digest() != before
+
+
 def test_a_package_goes_before_a_module_of_its_name(package: Path) -> None:
     (package / "_two").mkdir()
     (package / "_two" / "__init__.py").write_text("f = 1\n")
