@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cute_ops.binding import Binding
-from cute_ops.op import FLOATS, ITEMSIZE, Case, Finish, Op, Split, Tensor
+from cute_ops.op import FLOATS, Case, Finish, Op, Split, Tensor
 from cute_ops.ops._candidates import HELD
 from cute_ops.ops._checks import FINITE, no_columns, within
 from cute_ops.ops._tiles import rows_apart, rows_mapped_once, rows_walked
@@ -83,7 +83,7 @@ def reference_step(xp: Any, logits: Any, target: Any, dloss: Any, **attrs: Any) 
 
 def check(binding: Binding) -> str | None:
     n, classes = binding.dims["n"], binding.attrs.get("classes", 0)
-    problem = no_columns(binding, "logits") or _in_range(binding) or _ignored(binding)
+    problem = no_columns(binding, "logits") or _in_range(binding)
     if not problem and classes and isinstance(n, int) and classes < n:
         problem = f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
     ignored, bits = binding.attrs["ignore_index"], 31 if binding.dtypes["I"] == "int32" else 63
@@ -93,15 +93,6 @@ def check(binding: Binding) -> str | None:
 
 
 _in_range = within(label_smoothing=(0.0, 1.0), z_loss=FINITE)
-
-
-def _ignored(binding: Binding) -> str | None:
-    """An index that the targets' dtype cannot hold would be another one to a kernel."""
-    index, dtype = binding.attrs["ignore_index"], binding.dtypes["I"]
-    most = 2 ** (8 * ITEMSIZE[dtype] - 1)
-    if -most <= index < most:
-        return None
-    return f"attribute `ignore_index` is {index}, expected a number that {dtype} holds, the dtype of `target`."
 
 
 def reduce_rows(

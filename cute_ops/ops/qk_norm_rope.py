@@ -145,8 +145,8 @@ qk_norm_rope = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous, ``d <
-            2r``.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous,
+            ``d < 2r``.
 
     Source: Dehghani et al., Scaling Vision Transformers to 22 Billion Parameters, 2023; Qwen3.
     """,
