@@ -28,8 +28,8 @@ Returns:
 
 Raises:
     TypeError: dtypes that differ or are not listed, ``chunk_rows`` that is no integer.
-    ValueError: shapes that do not fit, an attribute out of its range, an unknown reduction, ``chunk_rows`` below 1, another
-        ``accum_dtype``.
+    ValueError: shapes that do not fit, an attribute out of its range, an unknown reduction, ``chunk_rows`` below 1,
+        another ``accum_dtype``.
 
 Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
 """
