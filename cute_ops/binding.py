@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 from cute_ops.errors import message
 from cute_ops.op import Array, Op, Tensor
 
+INT64 = 2**63
+
 
 class Binding(NamedTuple):
     """A checked call of an op.
@@ -170,7 +172,14 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
         if name in op.choices and value not in op.choices[name]:
             values = _one_of(tuple(repr(v) for v in op.choices[name]))
             raise fail(ValueError, f"attribute `{name}` must be {values}, got {value!r}.")
-        full[name] = kind(value)
+        if kind is float and math.isnan(value):
+            raise fail(
+                ValueError, f"attribute `{name}` is nan, expected a number: kernels are found by what they equal."
+            )
+        if kind is int and not -INT64 <= value < INT64:
+            raise fail(ValueError, f"attribute `{name}` is {value}, expected a number of 64 bits.")
+        # No zero is negative: it equals the other one, whose kernel would be found for it.
+        full[name] = value + 0.0 if kind is float else kind(value)
     return full
 
 

@@ -174,7 +174,7 @@ class Bundle:
             raise self._misfit(f"was built for {record['platform']}, this is {this_platform()}")
         for name, here in versions().items():
             built = record["versions"].get(name)
-            if name != "cute-ops" and built != here:
+            if built != here:
                 raise self._misfit(f"was built with {name} {built}, here is {here or 'none'}: build it again")
         return record
 

@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import tempfile
 import threading
 from pathlib import Path
@@ -43,6 +44,9 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         os.environ.setdefault("CUTE_DSL_ARCH", variant.arch)
         import cutlass.cute as cute
 
+        # Python takes bytecode for that of any source of the same size and second: what is compiled here is named by
+        # the sources, so it is they that are read.
+        sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
         module, _, name = variant.kernel.partition(":")
         kernel = getattr(importlib.import_module(module), name)(variant)
         arguments = [_fake(key) for key in variant.args if key]

@@ -27,11 +27,20 @@ Returns:
     loss is scaled by before it is rounded.
 
 Raises:
-    TypeError: dtypes that differ or are not listed.
-    ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1, another ``accum_dtype``.
+    TypeError: dtypes that differ or are not listed, ``chunk_rows`` that is no integer.
+    ValueError: shapes that do not fit, an attribute out of its range, an unknown reduction, ``chunk_rows`` below 1,
+        another ``accum_dtype``.
 
 Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Kernel, 2024.
 """
+
+
+def check_chunk_rows(what: str, chunk_rows: Any) -> None:
+    """Raise unless it is None or a whole number of rows."""
+    if chunk_rows is not None and not isinstance(chunk_rows, int):
+        raise TypeError(f"cute.{what}: option `chunk_rows` is {chunk_rows!r}, expected an int or None.")
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"cute.{what}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
 
 
 def check(
@@ -50,8 +59,7 @@ def check(
         return kind(f"cute.{what}: {problem}")
 
     FINISH.check(what, {"reduction": reduction})
-    if chunk_rows is not None and chunk_rows < 1:
-        raise fail(ValueError, f"option `chunk_rows` is {chunk_rows}, expected at least 1.")
+    check_chunk_rows(what, chunk_rows)
     if accum_dtype is not None and accum_dtype not in (float32, weight.dtype):
         choices = f"{float32} or the dtype of `weight`, {weight.dtype}"
         raise fail(ValueError, f"option `accum_dtype` is {accum_dtype}, expected {choices}.")

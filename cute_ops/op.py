@@ -11,6 +11,8 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from cute_ops.checks import problems
+
 if TYPE_CHECKING:
     from cute_ops.candidates import Tuning
 
@@ -76,7 +78,7 @@ class OneOf:
 
     def __init__(self, *values: Any) -> None:
         if len({type(v) for v in values}) != 1:
-            raise ValueError(f"OneOf needs values of one type, got {values}")
+            raise ValueError(f"OneOf needs one value or more, all of one type, got {values}")
         self.values = values
 
 
@@ -131,6 +133,11 @@ class Tensor(NamedTuple):
     def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape for these sizes, with all leading dims."""
         return (*(dims[self.rows] if self.rows else ()), *(dim.of(dims) for dim in self.dims))
+
+    @property
+    def wrong(self) -> str:
+        """What is wrong with the shape."""
+        return parse(self.shape).wrong
 
     @property
     def declared(self) -> str:
@@ -213,6 +220,11 @@ class Problem(NamedTuple):
     sm_count: int
 
 
+def _as_tuple(names: Any) -> Any:
+    """A tuple of names; what was given as one name stays, to be refused."""
+    return names if isinstance(names, str) else tuple(names)
+
+
 class Op:
     """The declaration of one operation.
 
@@ -222,21 +234,29 @@ class Op:
         outputs: tensors by name, in return order.
         dtypes: the dtype names that each dtype variable may take.
         attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``; or the values that an attribute
-            may take, ``OneOf("tanh", "none")``.
-        static: dims that are compile-time constants. All attributes are.
+            may take, ``OneOf("tanh", "none")``. A default is finite, as torch's schemas have it.
+        static: dims that are compile-time constants, ``n`` where not said. All attributes are.
         parallel: dims that several devices may share like rows: on a slice of them the op gives that slice of its
             outputs.
         split: how devices share a dim that is not parallel.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
-        kernel: ``"module:Class"``, imported only where it is compiled.
+        kernel: ``"module:Class"``, imported only where it is compiled. Its compiled form is kept under the state of
+            its sources: of its module, of the packages that this is in and of what they import, also in functions, in
+            the same package, in this one and beside it. Of other installed packages the modules count that are named
+            in imports, of frameworks and the compiler none.
+        sources: what else the kernel is made from, which no import statement names: files and folders, relative to the
+            folder of the kernel's module, that are read while it is compiled, and modules that are imported by
+            ``importlib`` or ``exec``, ``("data/table.bin", "mypackage.generated")``; a package that is installed counts
+            whole if it is named here. When one of them changes, the kernel is compiled anew.
         tile: ``tile(problem) -> {name: int}``, the kernel's compile-time configuration.
         tuning: other tiles that may be faster, which `python -m cute_ops tune` measures: ``vary(threads=(64, 128))``.
         workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel. One that
             does not grow with the rows must serve fewer rows too: programs exported for any number share it.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
-            ``d<input>`` are the gradients, and inputs without one have none; attributes pass by name.
+            ``d<input>`` are the gradients; attributes pass by name.
+        no_gradient: floating inputs that ``grad`` gives no gradient, and attributes that it does not depend on.
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
         least_sm: the oldest SM that the kernels run on, ``89`` for 8.9.
@@ -256,14 +276,16 @@ class Op:
         dtypes: Mapping[str, tuple[str, ...]],
         reference: Callable[..., Any],
         kernel: str,
+        sources: tuple[str, ...] = (),
         attrs: Mapping[str, Any] | None = None,
-        static: tuple[str, ...] = ("n",),
+        static: tuple[str, ...] | None = None,
         parallel: tuple[str, ...] = (),
         split: Split | None = None,
         tile: Callable[[Problem], Mapping[str, int]] | None = None,
         tuning: Tuning | None = None,
         workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array | None]] | None = None,
         grad: Op | None = None,
+        no_gradient: tuple[str, ...] = (),
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
         least_sm: int = 80,
         inference_only: str = "",
@@ -275,18 +297,24 @@ class Op:
         self.name = name
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
-        self.dtypes = {k: tuple(v) for k, v in dtypes.items()}
+        for argument, tensor in [*self.inputs.items(), *self.outputs.items()]:
+            if not isinstance(tensor, Tensor) or not isinstance(tensor.shape, str):
+                raise ValueError(f"op {name}: {argument} must be a Tensor with its shape as text, got {tensor!r}")
+        self.dtypes = {k: _as_tuple(v) for k, v in dtypes.items()}
         self.reference = reference
         self.kernel = kernel
+        self.sources = _as_tuple(sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
-        self.static = tuple(static)
-        self.parallel = tuple(parallel)
+        dims = {d.name for t in self.inputs.values() if not t.optional for d in t.dims}
+        self.static: tuple[str, ...] = (("n",) if "n" in dims else ()) if static is None else _as_tuple(static)
+        self.parallel = _as_tuple(parallel)
         self.split = split
         self.tile = tile or (lambda problem: {})
         self.tuning = tuning
         self.workspace = workspace or (lambda problem, tile: {})
         self.grad = grad
+        self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})
         self.least_sm = least_sm
         self.inference_only = inference_only
@@ -341,50 +369,6 @@ class Op:
             self.finish.check(self.name, options)
 
     def _validate(self) -> None:
-        if not self.name.isidentifier():
-            raise ValueError(f"op name {self.name!r} is not an identifier")
-        if ":" not in self.kernel:
-            raise ValueError(f"op {self.name}: kernel must be 'module:Class', got {self.kernel!r}")
-        both = self.inputs.keys() & self.outputs.keys() | self.inputs.keys() & self.attrs.keys()
-        if both:
-            raise ValueError(f"op {self.name}: names used twice: {sorted(both)}")
-        seen_optional = False
-        for name, t in self.inputs.items():
-            if seen_optional and not t.optional:
-                raise ValueError(f"op {self.name}: required input {name!r} comes after an optional one")
-            seen_optional |= t.optional
-        if all(t.optional for t in self.inputs.values()):
-            raise ValueError(f"op {self.name}: no input is required, so nothing says where a call runs")
-        for name, t in [*self.inputs.items(), *self.outputs.items()]:
-            if t.dtype not in self.dtypes and t.dtype not in ITEMSIZE:
-                raise ValueError(f"op {self.name}: {name} has dtype {t.dtype!r}, neither a variable nor a dtype")
-            if t.reuses and (t.reuses not in self.inputs or self.inputs[t.reuses].declared != t.declared):
-                raise ValueError(
-                    f"op {self.name}: {name} reuses {t.reuses!r}, which is no input of its shape and dtype"
-                )
-            if wrong := parse(t.shape).wrong:
-                raise ValueError(f"op {self.name}: {name}: {wrong}")
-        whole = {t.rows for t in self.inputs.values() if t.rows and not t.broadcast}
-        for name, t in [*self.inputs.items(), *self.outputs.items()]:
-            if t.broadcast and (name in self.outputs or t.rows not in whole):
-                raise ValueError(f"op {self.name}: {name} cannot broadcast: no input has all of *{t.rows}")
-        every = [*self.inputs.items(), *self.outputs.items()]
-        bound = {d.name for t in self.inputs.values() for d in t.dims} | self.derived.keys()
-        for name, t in self.outputs.items():
-            free = [d.name for d in t.dims if d.name not in bound]
-            if free:
-                raise ValueError(f"op {self.name}: {name} has dim {free[0]}, neither an input's nor in `derived`")
-        packed = [
-            f"{name}: {t.shape!r}" for name, t in every if any(d.factor > 1 and d.name in self.parallel for d in t.dims)
-        ]
-        if packed:
-            raise ValueError(f"op {self.name}: a slice of a parallel dim is no slice of {packed[0]}")
-        if self.split is not None and self.split.dim not in bound:
-            raise ValueError(f"op {self.name}: it splits {self.split.dim!r}, which is no dim of an input")
-        if self.inference_only and self.grad is not None:
-            raise ValueError(f"op {self.name}: it is for inference only, yet declares a gradient")
-        if self.grad is not None:
-            known = self.inputs.keys() | self.outputs.keys() | {f"d{o}" for o in self.outputs}
-            unknown = self.grad.inputs.keys() - known
-            if unknown:
-                raise ValueError(f"op {self.name}: gradient {self.grad.name} asks for {sorted(unknown)}")
+        """Raise ValueError for the first thing that is wrong with the declaration."""
+        for problem in problems(self, ITEMSIZE):
+            raise ValueError(f"op {self.name}: {problem}")

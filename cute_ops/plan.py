@@ -95,7 +95,7 @@ def plan(
     variant = Variant(
         op=op.name, kernel=op.kernel, arch=target.arch, names=tuple(keys), args=tuple(keys.values()),
         static=tuple(static.items()), attributes=tuple(binding.attrs.items()), config=tuple(sorted(tile.items())),
-        toolchain=toolchain.versions(), sources=sources.digest(op.kernel),
+        toolchain=toolchain.versions(), sources=sources.key(op.kernel, op.sources), declared=op.sources,
     )  # fmt: skip
     if fixed is None and (record := _recorder()):
         record(binding, memory, variant)

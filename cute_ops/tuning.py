@@ -62,10 +62,13 @@ def config(tile: Tile) -> Config:
 def class_of(op: Op, problem: Problem) -> str:
     """The class of a call, in words: ``rmsnorm sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=4096``.
 
-    A tensor's number is the alignment of its rows in bytes. Attributes are there where they differ from their defaults,
-    of numbers only whether they are zero. Rows are there in ops whose tiles may depend on them.
+    An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes.
+    Attributes are there where they differ from their defaults, of numbers only whether they are zero. Rows are there in
+    ops whose tiles may depend on them.
     """
-    words = [op.name, f"{problem.arch}:{problem.sm_count}"]
+    # Another's op may have the name of one of ours, and would run with its tile.
+    own = op.kernel.startswith("cute_ops.kernels.")
+    words = [op.name if own else f"{op.name}({op.kernel})", f"{problem.arch}:{problem.sm_count}"]
     words += [f"{name}:{dtype}/{problem.aligns[name]}" for name, dtype in problem.dtypes.items()]
     words += [f"{name}={problem.dims[name]}" for name in op.static]
     for name, value in problem.attrs.items():
@@ -123,8 +126,8 @@ def remembered(op: Op, problem: Problem, heuristic: Tile, key: Key, anew: bool =
 
 
 def sources_of(op: Op) -> str:
-    """Names the state of a kernel's sources: another one is measured anew."""
-    return sources.digest(op.kernel)[:16]
+    """Names the state of a kernel's own sources: another one is measured anew."""
+    return sources.digest(op.kernel, op.sources)[:16]
 
 
 def note(symbol: str, op: Op, problem: Problem, heuristic: Tile) -> None:

@@ -58,6 +58,7 @@ class _Fields(NamedTuple):
     config: tuple[tuple[str, int], ...]
     toolchain: tuple[str, str]
     sources: str
+    declared: tuple[str, ...] = ()
 
 
 # As JSON, for :mod:`cute_ops.schema`.
@@ -68,7 +69,7 @@ TENSOR_SHAPE = {
 SHAPE = {
     "op": str, "kernel": str, "arch": str, "names": [str], "args": [schema.Either(TENSOR_SHAPE, None)],
     "static": [(str, schema.Either(int, None))], "attributes": [(str, schema.Either(str, int, float, bool, None))],
-    "config": [(str, int)], "toolchain": (str, str), "sources": str,
+    "config": [(str, int)], "toolchain": (str, str), "sources": str, "declared": [str],
 }  # fmt: skip
 
 
@@ -85,7 +86,8 @@ class Variant(_Fields):
         attributes: compile-time attributes.
         config: the tile configuration.
         toolchain: versions of the DSL and TVM-FFI.
-        sources: digest of the kernel's sources.
+        sources: digest of the kernel's sources, and of what compiles it.
+        declared: sources beyond what the kernel imports, as the op declares them.
     """
 
     @cached_property
@@ -134,7 +136,7 @@ class Variant(_Fields):
             a and TensorKey(**{k: a[k] for k in TENSOR_SHAPE} | {"shape": tuple(a["shape"])}) for a in raw["args"]
         )
         pairs = {k: tuple(tuple(p) for p in raw[k]) for k in ("static", "attributes", "config")}
-        rest = {k: tuple(raw[k]) for k in ("names", "toolchain")}
+        rest = {k: tuple(raw[k]) for k in ("names", "toolchain", "declared")}
         return cls(**{k: raw[k] for k in SHAPE} | pairs | rest | {"args": args})
 
     def describe(self) -> str:

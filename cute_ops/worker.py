@@ -132,9 +132,11 @@ def serve() -> None:
             dump, variant = request["dump"], Variant.from_json(request["variant"])
             _check_sources(variant)
             compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
+            _check_sources(variant)  # what was imported was read between the two checks
         except (Exception, SystemExit) as error:  # every failure of a kernel belongs to the caller
             import traceback
 
+            Path(request["path"]).unlink(missing_ok=True)
             answer["error"] = "".join(traceback.format_exception(error))[-_ERROR_TAIL:]
         say(**answer)
 
@@ -143,5 +145,9 @@ def _check_sources(variant: Variant) -> None:
     """A kernel edited under a running program must not be cached under the old sources' name."""
     from cute_ops import sources
 
-    if sources.digest(variant.kernel) != variant.sources:
-        raise CompileError(f"the sources of {variant.kernel} have changed since this program started: restart it")
+    sources.forget()
+    if sources.key(variant.kernel, variant.declared) != variant.sources:
+        raise CompileError(
+            f"the sources of {variant.kernel} have changed since this program started: restart it (so have, perhaps, "
+            "those of cute_ops or the environment's CUTE_DSL_ variables, which are part of its name)"
+        )

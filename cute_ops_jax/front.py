@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from functools import cache
 from typing import Any
 
 import jax
@@ -13,9 +12,10 @@ import jax.numpy as jnp
 from cute_ops.op import Op
 from cute_ops_jax import sharding
 from cute_ops_jax.gradient import Call, differentiable
+from cute_ops_jax.primitive import one_for_each
 
 
-@cache
+@one_for_each
 def register(op: Op) -> Callable[..., Any]:
     """Turn a declaration into a JAX function.
 

@@ -6,9 +6,10 @@ outputs that exist. Its parameters are plain values: the names of those inputs a
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial
-from typing import Any
+from functools import cache, partial, wraps
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +20,20 @@ from cute_ops.op import Op
 from cute_ops_jax import _compat, batching, lowering, sharding
 from cute_ops_jax.arrays import specs
 
+T = TypeVar("T")
 Attributes = tuple[tuple[str, Any], ...]
+
+
+def one_for_each(make: Callable[[Op], T]) -> Callable[[Op], T]:
+    """As :func:`functools.cache`, where threads that ask at once get the same one, too."""
+    made, lock = cache(make), threading.RLock()
+
+    @wraps(make)
+    def call(op: Op) -> T:
+        with lock:
+            return made(op)
+
+    return call
 
 
 class Stage:
@@ -129,7 +143,7 @@ class Stage:
         )
 
 
-@cache
+@one_for_each
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
     return Stage(op)

@@ -18,23 +18,21 @@ from torch._inductor.virtualized import V
 from torch.compiler import config
 
 from cute_ops.op import Op
-from cute_ops_torch import extension
+from cute_ops_torch import _cache_key, extension
 from cute_ops_torch._choice import asked_for, decomposed
 from cute_ops_torch.launch import Launcher, Site, site
 from cute_ops_torch.schema import defaults
 
-# Inductor's cached code names a kernel and outlives a process: with another calling convention, count up.
-VERSION = 4
-
 
 def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
     """Register the lowering of an op."""
-    _mark_caches()
+    _mark_caches(op)
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
-    stem = f"{overload.namespace}_{op.name}"
-    kernels = {"cuda": f"{stem}_v{VERSION}", "cpu": f"{stem}_cpu_v{VERSION}"}
+    # The namespace's length tells my.ops_norm from my_ops.norm.
+    stem, length = f"{overload.namespace}_{op.name}", len(overload.namespace)
+    kernels = {device: f"{stem}_{device}{length}" for device in ("cuda", "cpu")}
     # Generated code calls these once for each of its calls of the op, and keeps what they return.
     find = launch.find if extension.loaded() is None else None
     setattr(extern_kernels, kernels["cuda"], lambda *place: site(op, Site(*place), launch.into, find))
@@ -64,11 +62,12 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
         return outputs if len(outputs) > 1 else outputs[0]
 
 
-def _mark_caches() -> None:
-    """Have torch look past graphs that another version of this package has compiled: its caches know nothing of us."""
-    tag = f"cute_ops v{VERSION}"
-    if tag not in config.cache_key_tag:
-        config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
+def _mark_caches(op: Op) -> None:
+    """Have torch look past graphs that another state of this package or of an op's declaration has compiled."""
+    declared = _cache_key.of_op(op)
+    for tag in (f"cute_ops {_cache_key.package()[:32]}", f"{op.name} {declared[:32]}" if declared else ""):
+        if tag not in config.cache_key_tag:
+            config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
 
 
 def _by_overload(overload: Any, arity: int) -> Callable[..., None]:

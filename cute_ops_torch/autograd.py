@@ -198,7 +198,7 @@ def _with_gradient(op: Op, gradient: Call, arguments: Sequence[str], call: str, 
     # In the backward's scope: inputs by their names, outputs and cotangents with an underscore.
     cotangents = {f"d{name}": f"_d_{name}" for name in op.outputs}
     inputs = {name: name if name in arguments else "None" for name in op.inputs}
-    local = inputs | {name: f"_{name}" for name in op.outputs} | cotangents
+    local = inputs | {name: f"_o_{name}" for name in op.outputs} | cotangents
     saved = {n: inputs[n] if n in op.inputs else outputs[n] for n in (*op.inputs, *op.outputs) if n in grad.inputs}
     saved = {n: text for n, text in saved.items() if text != "None"}
     # With one output, a backward runs only if its cotangent is there.

@@ -22,7 +22,6 @@ import logging
 import operator
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -30,9 +29,8 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from cute_ops import __version__
 from cute_ops.op import FLOATS
-from cute_ops_torch import registry
+from cute_ops_torch import _cache_key, registry
 from cute_ops_torch._masks import replace_mask
 from cute_ops_torch._nodes import calls, changed, value_of
 
@@ -95,10 +93,7 @@ class Replace(CustomGraphPass):  # type: ignore[misc]
         before = [earlier.uuid() if isinstance(earlier, CustomGraphPass) else None for earlier in self._earlier()]
         if not all(before):
             return None  # what runs before us has no name, so nothing after it can be cached
-        here = Path(__file__)
-        files = (here.name, "_inductor.py", "_masks.py", "_nodes.py")
-        sources = [here.with_name(name).read_bytes() for name in files]
-        what = (__version__, self.ops, self.devices, before, *(hashlib.sha256(s).hexdigest() for s in sources))
+        what = (_cache_key.package(), self.ops, self.devices, before)
         return hashlib.sha256(repr(what).encode()).digest()
 
     def _earlier(self) -> tuple[Any, ...]:

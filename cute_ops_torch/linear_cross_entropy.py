@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from cute_ops import chunks
 from cute_ops.docstrings import continued
 from cute_ops.errors import message
-from cute_ops.linear_cross_entropy import DOC, check
+from cute_ops.linear_cross_entropy import DOC, check, check_chunk_rows
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
 from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_bwd
@@ -68,8 +68,7 @@ def linear_cross_entropy(
     GB.
     """
     arguments = (hidden, weight, target, bias, ignore_index, label_smoothing, z_loss, reduction, accum_dtype)
-    if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"cute.linear_cross_entropy: option `chunk_rows` is {chunk_rows}, expected at least 1.")
+    check_chunk_rows("linear_cross_entropy", chunk_rows)
     wanted = _wanted(hidden, weight, bias)
     if not torch.compiler.is_compiling() and loss_in_transforms.active((hidden, weight, target, bias)):
         _check(*arguments[:4], reduction, accum_dtype)

@@ -75,7 +75,7 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
     binding = bind_tensors(op, tensors, list(attrs.values()))
     outputs: list[Any] = []
     for (name, declared), result in zip(
-        op.outputs.items(), _as_tuple(op.reference(xp, *tensors, **attrs)), strict=True
+        op.outputs.items(), _as_tuple(op.reference(xp, *tensors, **binding.attrs)), strict=True
     ):
         if binding.outputs[name] is None:
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))

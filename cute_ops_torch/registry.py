@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any
@@ -21,6 +22,7 @@ from cute_ops_torch.schema import schema
 
 _libraries: dict[str, torch.library.Library] = {}
 _registered: dict[tuple[str, str], Registered] = {}
+_lock, _lowering = threading.RLock(), threading.RLock()
 
 
 def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
@@ -35,20 +37,35 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
         The op as a Python function, with the declaration's signature and docstring.
 
     Raises:
-        ValueError: another declaration has that name.
+        ValueError: another declaration has that name, or another library's op.
     """
-    return define(op, namespace).function
+    with _lock:
+        return define(op, namespace).function
 
 
 def define(op: Op, namespace: str = "cute") -> Registered:
     """What :func:`register` does, without the Python function: that is made when it is asked for."""
+    with _lock:
+        # All that may be refused, of the gradient too, before anything is there that would be in a second try's way.
+        for stage in filter(None, (op, op.grad)):
+            _check(stage, namespace)
+        return _define(op, namespace)
+
+
+def _check(op: Op, namespace: str) -> None:
+    known = _registered.get((namespace, op.name))
+    name = f"torch.ops.{namespace}.{op.name}"
+    if known is not None and known.op is not op:
+        raise ValueError(f"{name} is registered already, for another declaration")
+    if known is None and hasattr(getattr(torch.ops, namespace), op.name):
+        raise ValueError(f"{name} is there already: take another name or namespace")
+
+
+def _define(op: Op, namespace: str) -> Registered:
     key = (namespace, op.name)
     if key in _registered:
-        known = _registered[key]
-        if known.op is not op:
-            raise ValueError(f"torch.ops.{namespace}.{op.name} is registered already, for another declaration")
-        return known
-    gradient = None if op.grad is None else define(op.grad, namespace)
+        return _registered[key]
+    gradient = None if op.grad is None else _define(op.grad, namespace)
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     library = _libraries[namespace]
@@ -137,13 +154,16 @@ class Registered:
         compiles, and also before it takes compiled code from its cache; but then only the forward's fake, so a
         forward brings its gradient's lowering along.
         """
-        if not self._lowered and "torch._inductor" in sys.modules:
-            self._lowered = True
-            from cute_ops_torch._inductor import register_lowering
+        if self._lowered or "torch._inductor" not in sys.modules:
+            return
+        with _lowering:  # who comes second compiles only when it is done
+            if not self._lowered:
+                from cute_ops_torch._inductor import register_lowering
 
-            register_lowering(self.op, self.overload, self.cuda)
-            if self.gradient:
-                self.gradient.lower()
+                register_lowering(self.op, self.overload, self.cuda)
+                if self.gradient:
+                    self.gradient.lower()
+                self._lowered = True
 
 
 def register_lowerings() -> None:

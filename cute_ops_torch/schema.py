@@ -19,13 +19,16 @@ _SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
 def schema(op: Op) -> str:
     """``rmsnorm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-06, ...) -> Tensor``."""
     inputs = [f"Tensor? {name}=None" if t.optional else f"Tensor {name}" for name, t in op.inputs.items()]
-    attrs = [f"{_SCHEMA_TYPES[type(value)]} {name}={_literal(value)}" for name, value in op.attrs.items()]
+    attrs = [f"{_SCHEMA_TYPES[type(value)]} {name}={_default(value)}" for name, value in op.attrs.items()]
     outputs = ", ".join("Tensor" for _ in op.outputs)
     return f"{op.name}({', '.join(inputs + attrs)}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
 
 
-def _literal(value: Any) -> str:
-    return f'"{value}"' if isinstance(value, str) else str(value)
+def _default(value: Any) -> str:
+    """An attribute's default as torch's schemas have it: text with C's escapes."""
+    if not isinstance(value, str):
+        return repr(value)
+    return '"' + "".join(f"\\{ord(c):03o}" if c in '"\\' or c < " " else c for c in value) + '"'
 
 
 def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
@@ -35,10 +38,13 @@ def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
     optional, required = (": Tensor | None = None", ": Tensor") if annotated else ("=None", "")
     inputs = [name + (optional if t.optional else required) for name, t in op.inputs.items()]
     named = {**op.attrs, **(op.options if options else {})}
-    attrs = [
-        f"{n}: {type(v).__name__} = {_literal(v)}" if annotated else f"{n}={_literal(v)}" for n, v in named.items()
-    ]
+    attrs = [f"{n}: {type(v).__name__} = {_quoted(v)}" if annotated else f"{n}={_quoted(v)}" for n, v in named.items()]
     return ", ".join(inputs + attrs)
+
+
+def _quoted(value: Any) -> str:
+    """A default as Python has it; text in the quotes of this project, where it has none of its own."""
+    return f'"{value}"' if isinstance(value, str) and repr(value) == f"'{value}'" and '"' not in value else repr(value)
 
 
 def defaults(op: Op) -> tuple[Any, ...]:

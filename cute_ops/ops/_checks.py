@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+
 from cute_ops.binding import Binding
+
+LARGEST = sys.float_info.max
+FINITE, NOT_NEGATIVE = (-LARGEST, LARGEST), (0.0, LARGEST)
 
 
 def no_columns(binding: Binding, name: str) -> str | None:
     """Rows of nothing have no maximum and no mean."""
     n = binding.dims["n"]
     return f"argument `{name}` has n={n}, expected at least 1." if isinstance(n, int) and n < 1 else None
+
+
+def within(**bounds: tuple[float, float]) -> Callable[[Binding], str | None]:
+    """A check of attributes that are numbers: the least and the largest value of each."""
+
+    def check(binding: Binding) -> str | None:
+        for name, (least, most) in bounds.items():
+            value = binding.attrs[name]
+            if not least <= value <= most:
+                return f"attribute `{name}` is {value}, expected {_range(least, most)}."
+        return None
+
+    return check
+
+
+def _range(least: float, most: float) -> str:
+    if most < LARGEST:
+        return f"a number from {least:g} to {'' if float(f'{most:g}') == most else 'below '}{most:g}"
+    return "a finite number" if least == -LARGEST else f"a finite number of at least {least:g}"

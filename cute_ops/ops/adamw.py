@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Problem, Tensor
 from cute_ops.ops._candidates import POINTWISE
+from cute_ops.ops._checks import NOT_NEGATIVE, within
 from cute_ops.ops._tiles import LINE, SHORT, VECTOR_BYTES, _threads
 from cute_ops.reference import widen
 
 EPS = {"eps": 0.1}
+BETA = (0.0, math.nextafter(1.0, 0.0))
 CASES = (
     Case("odd-small", {"m": (3, 5), "n": 7}, attrs=EPS),
     Case("one-row", {"m": (), "n": 2048}, attrs=EPS),
@@ -61,6 +64,7 @@ adamw = Op(
     dtypes={"P": FLOATS, "G": FLOATS, "S": FLOATS},
     attrs={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
     parallel=("n",),
+    check=within(beta1=BETA, beta2=BETA, eps=NOT_NEGATIVE),
     reference=reference,
     kernel="cute_ops.kernels.adamw:AdamW",
     tile=tile,
@@ -92,7 +96,7 @@ adamw = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous.
 
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019.
     """,

@@ -48,6 +48,9 @@ def reference_bwd(
 
 
 def check_residual(binding: Binding) -> str | None:
+    """Of the residual's dtype, and of the norm's attributes."""
+    if problem := norm.CHECK(binding):
+        return problem
     x, residual = binding.dtypes["T"], binding.dtypes["R"]
     if residual == x or ITEMSIZE[residual] > ITEMSIZE[x]:
         return None
@@ -71,6 +74,7 @@ add_rmsnorm_bwd = Op(
     },
     dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
     attrs={"eps": 1e-6, "weight_offset": 0.0},
+    check=norm.CHECK,
     reference=reference_bwd,
     kernel="cute_ops.kernels.add_rmsnorm:AddRMSNormBackward",
     tile=rows_backward,
@@ -121,7 +125,8 @@ add_rmsnorm = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a narrower residual, a last dim that is not contiguous.
+        ValueError: shapes that do not fit, an attribute out of its range, a narrower residual, a last dim that is not
+            contiguous.
 
     Source: the pre-norm residual stream of Llama-style decoders (Touvron et al., LLaMA, 2023).
     """,

@@ -79,7 +79,8 @@ add_rmsnorm_fp8 = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a narrower residual, a last dim that is not contiguous, another block.
+        ValueError: shapes that do not fit, an attribute out of its range, a narrower residual, a last dim that is not
+            contiguous, another block.
         NotImplementedError: a gradient is asked for, or the GPU is older than SM 8.9.
 
     Source: the pre-norm residual stream of Llama-style decoders (Touvron et al., LLaMA, 2023); blocks as in

@@ -8,7 +8,7 @@ from typing import Any
 from cute_ops.binding import Binding
 from cute_ops.op import FLOATS, Case, Finish, Op, Split, Tensor
 from cute_ops.ops._candidates import HELD
-from cute_ops.ops._checks import no_columns
+from cute_ops.ops._checks import FINITE, no_columns, within
 from cute_ops.ops._tiles import rows_apart, rows_mapped_once, rows_walked
 from cute_ops.reference import widen
 
@@ -83,13 +83,16 @@ def reference_step(xp: Any, logits: Any, target: Any, dloss: Any, **attrs: Any) 
 
 def check(binding: Binding) -> str | None:
     n, classes = binding.dims["n"], binding.attrs.get("classes", 0)
-    problem = no_columns(binding, "logits")
+    problem = no_columns(binding, "logits") or _in_range(binding)
     if not problem and classes and isinstance(n, int) and classes < n:
         problem = f"attribute `classes` is {classes}, expected 0, or at least n={n}, of which `logits` is a slice."
     ignored, bits = binding.attrs["ignore_index"], 31 if binding.dtypes["I"] == "int32" else 63
     if not problem and not -(2**bits) <= ignored < 2**bits:
         problem = f"attribute `ignore_index` is {ignored}, which no target of {binding.dtypes['I']} can be."
     return problem
+
+
+_in_range = within(label_smoothing=(0.0, 1.0), z_loss=FINITE)
 
 
 def reduce_rows(
@@ -232,7 +235,8 @@ cross_entropy = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, n = 0, a last dim that is not contiguous, an unknown reduction.
+        ValueError: shapes that do not fit, an attribute out of its range, n = 0, a last dim that is not contiguous, an
+            unknown reduction.
 
     Source: z-loss: Chowdhery et al., PaLM, 2022; label smoothing: Szegedy et al., 2015.
     """,
@@ -276,7 +280,7 @@ cross_entropy_step = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, n = 0, a last dim that is not contiguous.
+        ValueError: shapes that do not fit, an attribute out of its range, n = 0, a last dim that is not contiguous.
 
     Source: gradients computed with the loss: Hsu et al., Liger Kernel, 2024.
     """,

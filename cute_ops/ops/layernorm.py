@@ -7,6 +7,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Case, Op, Tensor
 from cute_ops.ops._candidates import BACKWARD, FORWARD
+from cute_ops.ops._checks import NOT_NEGATIVE, within
 from cute_ops.ops._tiles import rows_backward, rows_forward
 from cute_ops.ops.rmsnorm import parts_workspace, sum_rows
 from cute_ops.reference import widen
@@ -68,6 +69,7 @@ layernorm_bwd = Op(
     },
     dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
     attrs={"eps": 1e-5},
+    check=within(eps=NOT_NEGATIVE),
     reference=reference_bwd,
     kernel="cute_ops.kernels.layernorm:LayerNormBackward",
     tile=partial(rows_backward, centred=True),
@@ -92,6 +94,7 @@ layernorm = Op(
     outputs={"out": Tensor("*m n", "T")},
     dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
     attrs={"eps": 1e-5},
+    check=within(eps=NOT_NEGATIVE),
     reference=reference,
     kernel="cute_ops.kernels.layernorm:LayerNorm",
     tile=partial(rows_forward, centred=True),
@@ -114,7 +117,7 @@ layernorm = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous.
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
     """,

@@ -6,10 +6,11 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Array, Case, Op, Tensor
 from cute_ops.ops._candidates import ROTARY, ROTARY_BACKWARD
+from cute_ops.ops._checks import NOT_NEGATIVE, within
 from cute_ops.ops._tiles import _power
 from cute_ops.ops.rmsnorm import backward_terms, sum_rows
 from cute_ops.ops.rope import SHARED, rotate
-from cute_ops.ops.rope import check as check
+from cute_ops.ops.rope import check as check_heads
 from cute_ops.reference import widen
 
 CASES = (
@@ -20,6 +21,10 @@ CASES = (
     Case("gemma3-partial", {"m": (131,), "hq": 4, "hk": 1, "d": 256, "r": 32}, {"C": "float32"}, leading=SHARED),
     Case("long-head", {"m": (5,), "hq": 2, "hk": 1, "d": 4096, "r": 2048}, {"C": "float32"}),
 )  # fmt: skip
+
+
+def check(binding: Any) -> str | None:
+    return within(eps=NOT_NEGATIVE)(binding) or check_heads(binding)
 
 
 def _normed(xp: Any, x: Any, weight: Any, eps: float) -> Any:
@@ -117,6 +122,7 @@ qk_norm_rope = Op(
     tuning=ROTARY,
     check=check,
     grad=qk_norm_rope_bwd,
+    no_gradient=("cos", "sin"),
     cases=CASES,
     doc="""RMSNorm over the elements of each head of q and k, then rotary position embedding, in one pass.
 
@@ -139,7 +145,8 @@ qk_norm_rope = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous, ``d < 2r``.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous,
+            ``d < 2r``.
 
     Source: Dehghani et al., Scaling Vision Transformers to 22 Billion Parameters, 2023; Qwen3.
     """,

@@ -6,6 +6,7 @@ from typing import Any
 
 from cute_ops.op import FLOATS, Array, Case, Op, Problem, Tensor
 from cute_ops.ops._candidates import BACKWARD, FORWARD
+from cute_ops.ops._checks import FINITE, NOT_NEGATIVE, within
 from cute_ops.ops._tiles import backward_parts, rows_backward, rows_forward
 from cute_ops.reference import widen
 
@@ -24,6 +25,7 @@ CASES = (
     Case("gpt2-vocabulary", {"m": (5,), "n": 50257}, absent=("bias",)),
     Case("longest", {"m": (3,), "n": 262144}, absent=("bias",)),
 )
+CHECK = within(eps=NOT_NEGATIVE, weight_offset=FINITE)
 
 
 def reference(xp: Any, x: Any, weight: Any = None, bias: Any = None, *, eps: float, weight_offset: float) -> Any:
@@ -82,6 +84,7 @@ rmsnorm_bwd = Op(
     },
     dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
     attrs={"eps": 1e-6, "weight_offset": 0.0},
+    check=CHECK,
     reference=reference_bwd,
     kernel="cute_ops.kernels.rmsnorm:RMSNormBackward",
     tile=rows_backward,
@@ -106,6 +109,7 @@ rmsnorm = Op(
     outputs={"out": Tensor("*m n", "T")},
     dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
     attrs={"eps": 1e-6, "weight_offset": 0.0},
+    check=CHECK,
     reference=reference,
     kernel="cute_ops.kernels.rmsnorm:RMSNorm",
     tile=rows_forward,
@@ -128,7 +132,7 @@ rmsnorm = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
     """,

@@ -8,6 +8,7 @@ from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
 from cute_ops.ops._candidates import QUANTIZE
 from cute_ops.ops._tiles import rows_quantize
 from cute_ops.ops.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
+from cute_ops.ops.rmsnorm import CHECK
 from cute_ops.ops.rmsnorm import reference as rmsnorm
 from cute_ops.reference import widen
 
@@ -44,6 +45,7 @@ rmsnorm_fp8 = Op(
     dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
     attrs={"eps": 1e-6, "weight_offset": 0.0, "block": OneOf(*BLOCKS)},
     derived={"blocks": blocks},
+    check=CHECK,
     reference=reference,
     kernel="cute_ops.kernels.quantize_fp8:RMSNormFP8",
     tile=rows_quantize,
@@ -69,7 +71,8 @@ rmsnorm_fp8 = Op(
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous, another block.
+        ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous, another
+            block.
         NotImplementedError: a gradient is asked for, or the GPU is older than SM 8.9.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019; blocks as in DeepSeek-V3, 2024.

@@ -96,6 +96,7 @@ rope = Op(
     tuning=ROTARY,
     check=check,
     grad=rope_bwd,
+    no_gradient=("cos", "sin"),
     cases=CASES,
     doc="""Rotary position embedding of every head.
 

@@ -154,7 +154,7 @@ def test_an_attribute_takes_one_of_its_values() -> None:
         bind(gelu, {"x": X}, {"approximate": "erf"})
     with pytest.raises(TypeError, match=r"attribute `approximate` must be str, got True\."):
         bind(gelu, {"x": X}, {"approximate": True})
-    with pytest.raises(ValueError, match="values of one type"):
+    with pytest.raises(ValueError, match="all of one type"):
         OneOf("tanh", 1)
 
 

@@ -141,6 +141,10 @@ def open_behind_a_link(where: Path) -> None:
         (lambda where: edit(where, lambda r: r.update(format=9)), "has format 9, this version of cute_ops reads 1"),
         (lambda where: edit(where, lambda r: r.update(platform="linux-sparc")), "was built for linux-sparc, this is "),
         (lambda where: edit(where, change_version), "was built with nvidia-cutlass-dsl 4.7.0, here is 4.8"),
+        (
+            lambda where: edit(where, lambda r: r["versions"].update({"cute-ops": "0.0.1"})),
+            "was built with cute-ops 0.0.1, here is 0.1.0: build it again",
+        ),
         (lambda where: edit(where, change_sources), "was built from other sources of cute_ops.kernels.silu_mul:Silu"),
         (flip_a_bit, "is damaged: the checksum of cute_silu_mul_"),
         (truncate, "is damaged: the checksum of cute_silu_mul_"),
@@ -153,8 +157,9 @@ def open_behind_a_link(where: Path) -> None:
         (lambda where: (shutil.rmtree(where), where.write_text("")), "is not a folder"),
     ],
     ids=[
-        "no record", "broken record", "no folder", "format", "platform", "version", "sources", "flipped bit",
-        "truncated", "link", "missing", "open folder", "open record", "open kernels", "link to an open folder", "file",
+        "no record", "broken record", "no folder", "format", "platform", "version", "our version", "sources",
+        "flipped bit", "truncated", "link", "missing", "open folder", "open record", "open kernels",
+        "link to an open folder", "file",
     ],
 )  # fmt: skip
 def test_a_bundle_that_does_not_fit_is_refused(

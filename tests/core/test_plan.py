@@ -106,7 +106,7 @@ def test_every_field_changes_the_name() -> None:
     other = {
         "op": "o", "kernel": "m:K", "arch": "sm_80", "names": variant.names[::-1], "args": variant.args[::-1],
         "static": (("n", 65),), "attributes": (("eps", 1e-5),), "config": (("threads", 1),), "toolchain": ("0", "0"),
-        "sources": "0",
+        "sources": "0", "declared": ("a",),
     }  # fmt: skip
     assert set(other) == set(variant._fields)
     names = {variant._replace(**{field: value}).symbol for field, value in other.items()}

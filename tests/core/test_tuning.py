@@ -53,10 +53,13 @@ X = Tensor("*m n", "T")
 
 
 def make_op(**more: Any) -> Op:
-    given = {"tile": lambda problem: {"threads": 128}, "tuning": vary(threads=(64, 128, 256, 2048, 100)), **more}
+    given: dict[str, Any] = {
+        "tile": lambda problem: {"threads": 128}, "tuning": vary(threads=(64, 128, 256, 2048, 100)),
+        "kernel": "copying:Copy", **more,
+    }  # fmt: skip
     return Op(
         "doubling", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=lambda xp, x: x + x,
-        kernel="copying:Copy", cases=(Case("one", {"m": (3,), "n": 512}),), **given,
+        cases=(Case("one", {"m": (3,), "n": 512}),), **given,
     )  # fmt: skip
 
 
@@ -121,7 +124,7 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(cache, "build_all", build_all)
     monkeypatch.setattr(tuning, "SHIPPED", cache_folder / "none")
-    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "0" * 8)
+    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "0" * 8)
     return found
 
 
@@ -326,7 +329,10 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
         assert plan(*other, SM90).variant.tile == {"threads": 128}
     assert plan(*trial(op), parse("sm_90a:114")).variant.tile == {"threads": 128}
     (line,) = json.loads((cache_folder / "tuning.json").read_text())["winners"]
-    assert line["call"] == "doubling sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=64" and line["gpu"] == "a GPU made up"
+    assert (
+        line["call"] == "doubling(copying:Copy) sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=64"
+        and line["gpu"] == "a GPU made up"
+    )
 
 
 def test_the_heuristic_stays_and_that_is_remembered_too() -> None:
@@ -519,7 +525,7 @@ def test_a_program_measures_what_it_calls_when_asked(monkeypatch: pytest.MonkeyP
     tuning.forget()
     with caplog.at_level(logging.INFO, "cute_ops"):
         assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 64}
-    assert "tuned doubling sm_90a:132" in caplog.text
+    assert "tuned doubling(copying:Copy) sm_90a:132" in caplog.text
     count = len(fake.samples)
     for again in range(2):
         assert plan(*trial(op, rows=7 + again), SM90, device=0).variant.tile == {"threads": 64}
@@ -603,14 +609,21 @@ def test_when_the_heuristic_changes_the_winner_is_forgotten() -> None:
     assert plan(*trial(changed), SM90).variant.tile == {"threads": 256}
 
 
+def test_ops_of_one_name_have_winners_of_their_own() -> None:
+    """Two packages may each have an op of that name, with kernels that take other tiles."""
+    remembered({"threads": 64})
+    assert plan(*trial(make_op()), SM90).variant.tile == {"threads": 64}
+    assert plan(*trial(make_op(kernel="others:Copy")), SM90).variant.tile == {"threads": 128}
+
+
 def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     op = make_op()
     outcome = tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0}))
     tuning.remember([outcome.winner])
-    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "1" * 64)
+    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "1" * 64)
     tuning.forget()
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
-    monkeypatch.setattr("cute_ops.sources.digest", lambda kernel: "0" * 8)
+    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "0" * 8)
     tuning.forget()
     assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
 
@@ -781,7 +794,7 @@ def test_what_ships_is_forgotten_when_the_kernel_changes(tmp_path: Path, monkeyp
     op = make_op()
     tuning.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner], tmp_path / "sm_90a.json")
     for digest, threads in (("1" * 64, 128), ("0" * 8, 64)):
-        monkeypatch.setattr("cute_ops.sources.digest", lambda kernel, digest=digest: digest)
+        monkeypatch.setattr("cute_ops.sources.digest", lambda *_, digest=digest: digest)
         tuning.forget()
         assert plan(*trial(op), SM90).variant.tile == {"threads": threads}
 

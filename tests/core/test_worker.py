@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -13,12 +14,13 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CompileError, machine, processes
+from cute_ops import CompileError, machine, processes, sources
 from cute_ops import worker as workers
 from cute_ops.variant import Variant
 from cute_ops.worker import Pool, Worker
 
 Make = Callable[..., Variant]
+HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
@@ -131,6 +133,60 @@ def test_sources_edited_under_a_running_program_are_refused(worker: Worker, vari
     stale = variant()._replace(sources="0" * 64)
     with pytest.raises(CompileError, match="the sources of copying:Copy have changed since this program started"):
         worker.compile(stale, tmp_path / "a.so")
+
+
+def test_all_that_a_compile_imports_is_part_of_every_kernels_name(
+    worker: Worker, variant: Make, tmp_path: Path
+) -> None:
+    with pytest.raises(CompileError) as caught:
+        worker.compile(variant("Telling"), tmp_path / "a.so")
+    (found,) = re.findall(r"imported: \[(.*?)\]", str(caught.value))[-1:]
+    imported = set(re.findall(r"cute_ops[\w.]*", found))
+    assert {"cute_ops.compiler", "cute_ops.kernels._entry", "cute_ops.worker"} <= imported <= set(sources.DRIVER)
+
+
+@pytest.mark.fault(
+    "a kernel's file is edited while it is compiled", "an error asks for a restart: nothing goes under the old name",
+    "nothing",
+)  # fmt: skip
+def test_sources_edited_during_a_compile_are_refused(
+    variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    body = (HERE / "kernels" / "copying.py").read_text()
+    edits = "Path(__file__).write_text(Path(__file__).read_text() + '# edited')\n"
+    (tmp_path / "edits_itself.py").write_text(body + edits)
+    wanted = variant()
+    name = "edits_itself:Copy"
+    worker = Worker()
+    with pytest.raises(CompileError, match="the sources of edits_itself:Copy have changed since this program started"):
+        worker.compile(wanted._replace(kernel=name, sources=sources.key(name)), tmp_path / "a.so")
+    assert not (tmp_path / "a.so").exists()
+    assert (tmp_path / "edits_itself.py").read_text().endswith("# edited")
+    worker.close()
+
+
+@pytest.mark.fault(
+    "a file that a kernel imports is edited within a second, to one of the same size",
+    "the kernel is compiled from the file, not from Python's bytecode of the one before", "nothing",
+)  # fmt: skip
+def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
+    (tmp_path / "steps.py").write_text(
+        "import step_of_it\nclass Copy:\n    def __init__(self, _): raise ValueError(f'step {step_of_it.STEP}')\n"
+    )
+    helper = tmp_path / "step_of_it.py"
+    for step in (32, 64):
+        helper.write_text(f"STEP = {step}\n")
+        os.utime(helper, (1e9, 1e9))
+        # As a program that imports it leaves it.
+        subprocess.run([os.sys.executable, "-c", "import step_of_it"], cwd=tmp_path, check=True)  # type: ignore[attr-defined]
+    assert list((tmp_path / "__pycache__").iterdir())
+    worker = Worker()
+    with pytest.raises(CompileError, match="step 64"):
+        worker.compile(variant()._replace(kernel="steps:Copy", sources=sources.key("steps:Copy")), tmp_path / "a.so")
+    worker.close()
 
 
 def test_the_worker_sees_no_gpu_and_no_framework() -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import re
+import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Array, Op, Tensor, cache, loader, target, testing
+from cute_ops import FLOATS, Array, Op, Tensor, cache, loader, target, testing
 from cute_ops.binding import bind
 from cute_ops.ops import softmax
 from cute_ops.plan import folded
@@ -273,6 +275,25 @@ def cute_op(name: str) -> Op:
 def test_registration_is_per_declaration() -> None:
     assert front.register(cute_op("rmsnorm")) is cute_ops_jax.rmsnorm
     assert isinstance(cute_op("rmsnorm").inputs["x"], Tensor)
+
+
+def test_threads_that_register_at_once_get_one_function() -> None:
+    rows = Tensor("*m n", "T")
+    fields: Any = {"inputs": {"x": rows}, "outputs": {"out": rows}, "dtypes": {"T": FLOATS}, "kernel": "a:B"}
+    ops = [Op(f"threaded_{k}", reference=lambda xp, x: x, **fields) for k in range(20)]
+    start, interval = threading.Barrier(16), sys.getswitchinterval()
+
+    def work(_: int) -> list[Any]:
+        start.wait()
+        return [(cute_ops_jax.register(op), stage(op)) for op in ops]
+
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(work, range(16)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(one == found[0] for one in found)
 
 
 def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:

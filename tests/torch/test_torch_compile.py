@@ -93,21 +93,21 @@ def test_inductor_calls_ops_directly() -> None:
     assert calls == [
         # Nobody reads residual_out.
         (
-            "add_rmsnorm_cpu_v4(('x', 'residual', 'bias'), (1e-05, 0.0, ), ('out',), ('residual', 'bias'), True)",
+            "add_rmsnorm_cpu4(('x', 'residual', 'bias'), (1e-05, 0.0, ), ('out',), ('residual', 'bias'), True)",
             "SIZES, T, T, T, T",
         ),
-        ("rmsnorm_cpu_v4(('x', 'bias'), (1e-05, 0.0, ), ('out',), ('bias',), True)", "SIZES, T, T, T"),
-        ("silu_mul_cpu_v4(('gate', 'up'), (), ('out',), (), True)", "SIZES, T, T, T"),
+        ("rmsnorm_cpu4(('x', 'bias'), (1e-05, 0.0, ), ('out',), ('bias',), True)", "SIZES, T, T, T"),
+        ("silu_mul_cpu4(('gate', 'up'), (), ('out',), (), True)", "SIZES, T, T, T"),
         (
-            "silu_mul_bwd_cpu_v4(('gate', 'up', 'dout'), (), ('dgate', 'dup'), ('gate', 'up', 'dout'), True)",
+            "silu_mul_bwd_cpu4(('gate', 'up', 'dout'), (), ('dgate', 'dup'), ('gate', 'up', 'dout'), True)",
             "SIZES, T, T, T, T, T",
         ),
         (
-            "rmsnorm_bwd_cpu_v4(('x', 'dout', 'bias'), (1e-05, 0.0, ), ('dx', 'dbias'), ('x', 'dout', 'bias'), True)",
+            "rmsnorm_bwd_cpu4(('x', 'dout', 'bias'), (1e-05, 0.0, ), ('dx', 'dbias'), ('x', 'dout', 'bias'), True)",
             "SIZES, T, T, T, T, T",
         ),
         (
-            "add_rmsnorm_bwd_cpu_v4(('residual_out', 'dout', 'bias'), (1e-05, 0.0, ), ('dresidual', 'dbias'), "
+            "add_rmsnorm_bwd_cpu4(('residual_out', 'dout', 'bias'), (1e-05, 0.0, ), ('dresidual', 'dbias'), "
             "('residual_out', 'dout', 'bias'), True)",
             "SIZES, T, T, T, T, T",
         ),

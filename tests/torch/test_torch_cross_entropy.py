@@ -239,6 +239,8 @@ def test_linear_in_chunks_of_so_many_rows(chunk_rows: int) -> None:
         ]
         torch.testing.assert_close(*losses)
         torch.testing.assert_close(*(gradients(loss, hidden, weight, bias) for loss in losses))
+    with pytest.raises(TypeError, match=r"option `chunk_rows` is 1\.5, expected an int or None"):
+        cute_ops_torch.linear_cross_entropy(hidden, weight, target, chunk_rows=1.5)
     with pytest.raises(ValueError, match="option `chunk_rows` is 0, expected at least 1"):
         cute_ops_torch.linear_cross_entropy(hidden, weight, target, chunk_rows=0)
 

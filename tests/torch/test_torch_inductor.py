@@ -371,12 +371,16 @@ PROGRAM = """
 import sys, torch, cute_ops_torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from cute_ops_torch import _inductor
+from cute_ops_torch import _cache_key, _choice
+from op_of_a_user import op
 
-_inductor.VERSION = int(sys.argv[1])
+doubled = cute_ops_torch.register(op, "users")
 
 def called(x, w):
     return cute_ops_torch.rmsnorm(x, w, eps=1e-5)
+
+def written_out_by_inductor(x, w):
+    return doubled(x.sin()) + w * 0
 
 def written_out(x, w):
     wide = x.float()
@@ -394,23 +398,45 @@ def hits(function, dtype=torch.float32):
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 first = hits(called)
+_choice.DEVICES, _choice.fused_wins = {"cpu"}, lambda ours, theirs: True
+with torch._inductor.config.patch(max_autotune_pointwise=True):
+    print(first, hits(written_out_by_inductor))
+if sys.argv[1] == "edited":
+    sys.exit()
 import cute_ops_torch.inductor
 cute_ops_torch.inductor.enable(devices=("cpu",))
-print(first, hits(written_out), hits(loss, torch.bfloat16), *cute_ops_torch.inductor.replaced)
+print(hits(written_out), hits(loss, torch.bfloat16), *cute_ops_torch.inductor.replaced)
+if sys.argv[1] == "again":
+    torch._dynamo.reset()
+    _cache_key.package = lambda: "another state of this package" + "0" * 32
+    print(hits(called))
+"""
+USER = """
+from cute_ops import FLOATS, Op, Tensor
+from maths_of_a_user import reference
+
+rows = Tensor("*m n", "T")
+backward = Op("doubled_bwd", inputs={"dout": rows}, outputs={"dx": rows}, dtypes={"T": FLOATS}, reference=reference,
+              kernel="nowhere:K")
+op = Op("doubled", inputs={"x": rows}, outputs={"out": rows}, dtypes={"T": FLOATS}, reference=reference,
+        kernel="nowhere:K", grad=backward)
 """
 
 
 def test_a_fresh_process_runs_what_another_compiled(tmp_path: Path) -> None:
-    """Ops that are called, and those that the pass puts in: from the cache that spares AOTAutograd, too. What another
-    version of this package has compiled calls kernels that are no more: it is compiled anew.
+    """Ops that are called, one that Inductor has written out, and those that the pass puts in: from the cache that
+    spares AOTAutograd, too. What another version of this package has compiled is compiled anew, and so is what holds a
+    reference that was edited, here in a module that the reference's imports: else the numbers would be the old ones.
     """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_AUTOGRAD_CACHE": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    (tmp_path / "op_of_a_user.py").write_text(USER)
     hits = []
-    for version in ("1", "1", "2"):
-        command = [sys.executable, "-c", PROGRAM, version]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    for factor, run in ((2, "first"), (2, "again"), (3, "edited")):
+        (tmp_path / "maths_of_a_user.py").write_text(f"def reference(xp, x):\n    return x * {factor}\n")
+        done = subprocess.run([sys.executable, "-c", PROGRAM, run], capture_output=True, text=True, env=environment)
         assert done.returncode == 0, done.stderr
         hits.append(done.stdout.split())
-    assert hits[0] == ["0", "0", "0", "rmsnorm", "cross_entropy"]
-    assert hits[1][:3] == ["1", "1", "1"]
-    assert hits[2][:3] == ["0", "0", "0"]
+    assert hits[0] == ["0", "0", "0", "0", "rmsnorm", "cross_entropy"]
+    assert hits[1][:4] == ["1", "1", "1", "1"] and hits[1][-1] == "0"
+    assert hits[2] == ["1", "0"]

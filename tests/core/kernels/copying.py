@@ -1,6 +1,7 @@
 """Kernels for the tests of the cache and the worker: one that works, and some that fail on purpose."""
 
 import os
+import sys
 import time
 from pathlib import Path
 
@@ -28,6 +29,14 @@ class Copy:
 class Broken(Copy):
     def __init__(self, variant):
         raise ValueError("this kernel is broken on purpose")
+
+
+class Telling(Copy):
+    """Fails with what of this package is imported once the entry is traced."""
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream):
+        raise ValueError(f"imported: {[name for name in sys.modules if name.split('.')[0] == 'cute_ops']}")
 
 
 class Aborting(Copy):

@@ -1,0 +1,215 @@
+"""What is wrong with a declaration: all that the adapters could only refuse later, in the words of a framework."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from functools import cache
+from keyword import iskeyword
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from cute_ops.op import Op, Tensor
+
+_KINDS = (bool, int, float, str)
+_LEAST_NORMAL, _INT64 = 2.0**-1022, 2**63
+# Names that references have, that code which adapters write out uses, and that torch's schemas do not take.
+_TAKEN = frozenset({"Ellipsis", "TypeError", "ctx", "type", "xp"})
+
+
+def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
+    """What is wrong, the first of it first.
+
+    Args:
+        op: the declaration.
+        itemsize: the dtypes that there are.
+    """
+    yield from _strings(op)
+    yield from _names(op)
+    yield from _attributes(op)
+    yield from _inputs(op)
+    yield from _dtypes(op, frozenset(itemsize))
+    yield from _outputs(op)
+    yield from _dims(op)
+    yield from _gradient(op)
+
+
+def _strings(op: Op) -> Iterator[str]:
+    """Texts, and tuples that might be given as one text."""
+    module, found, name = op.kernel.partition(":")
+    if not found or not all(part.isidentifier() for part in [*module.split("."), name]):
+        yield f"kernel must be 'module:Class', got {op.kernel!r}"
+    for what in ("static", "parallel", "sources", "no_gradient"):
+        given = getattr(op, what)
+        if isinstance(given, str) or not all(isinstance(word, str) for word in given):
+            yield f"{what} must be a tuple of names, got {given!r}"
+    for variable, names in op.dtypes.items():
+        if isinstance(names, str) or not names:
+            yield f"dtype variable {variable} must have a tuple of dtype names, got {names!r}"
+    if type(op.least_sm) is not int:
+        yield f"least_sm must be a whole number, 89 for SM 8.9, got {op.least_sm!r}"
+
+
+def _names(op: Op) -> Iterator[str]:
+    if not _is_name(op.name):
+        yield f"its name {op.name!r} is no name of a function; {_NAMES}"
+    options = op.finish.defaults if op.finish else {}
+    for what, names in (("input", op.inputs), ("attribute", op.attrs), ("output", op.outputs), ("option", options)):
+        for name in names:
+            if not _is_name(name):
+                yield f"{what} {name!r} has no name of an argument; {_NAMES}"
+            if name in _TAKEN:
+                yield f"{what} {name!r} must have another name: this one has a meaning in references or schemas"
+    every = [*op.inputs, *op.outputs, *op.attrs, *options]
+    if len(set(every)) < len(every):
+        yield f"names used twice: {sorted({name for name in every if every.count(name) > 1})}"
+
+
+_NAMES = "names are letters, digits and underscores, begin with a letter and are no keywords"
+
+
+@cache
+def _is_name(name: str) -> bool:
+    return name.isidentifier() and name.isascii() and not iskeyword(name) and not name.startswith("_")
+
+
+def _attributes(op: Op) -> Iterator[str]:
+    for name, default in op.attrs.items():
+        if type(default) not in _KINDS:
+            kinds = ", ".join(kind.__name__ for kind in _KINDS)
+            yield f"attribute {name!r} has the default {default!r}, expected one of {kinds}"
+        if isinstance(default, float) and (not math.isfinite(default) or 0 < abs(default) < _LEAST_NORMAL):
+            yield f"attribute {name!r} has the default {default!r}, which torch's schemas cannot say: take a finite one"
+        if type(default) is int and not -_INT64 <= default < _INT64:
+            yield f"attribute {name!r} has the default {default!r}, which is no 64-bit number"
+        if any(value != value for value in op.choices.get(name, ())):
+            yield f"attribute {name!r} may be nan, which equals no value that a call has"
+
+
+def _dtypes(op: Op, known: frozenset[str]) -> Iterator[str]:
+    for variable, names in op.dtypes.items():
+        for name in names:
+            if name not in known:
+                yield f"dtype variable {variable} may be {name!r}, which is none of {', '.join(sorted(known))}"
+    for name, t in [*op.inputs.items(), *op.outputs.items()]:
+        if t.dtype not in op.dtypes and t.dtype not in known:
+            yield f"{name} has dtype {t.dtype!r}, neither a variable nor a dtype"
+    for name, t in op.outputs.items():
+        if t.dtype in op.dtypes and all(i.dtype != t.dtype for i in _there(op, t)):
+            yield f"output {name!r} has dtype {t.dtype}, which no input binds that is there whenever it is"
+
+
+def _there(op: Op, output: Tensor) -> list[Tensor]:
+    """The inputs that are there whenever an output is."""
+    return [t for name, t in op.inputs.items() if not t.optional or name == output.given]
+
+
+def _inputs(op: Op) -> Iterator[str]:
+    seen_optional = False
+    for name, t in op.inputs.items():
+        if seen_optional and not t.optional:
+            yield f"required input {name!r} comes after an optional one"
+        seen_optional |= t.optional
+        if words := [word for word in ("given", "same_as", "reuses", "hidden") if getattr(t, word)]:
+            yield f"input {name!r} has {words[0]!r}, which outputs have"
+    if all(t.optional for t in op.inputs.values()):
+        yield "no input is required, so nothing says where a call runs"
+
+
+def _outputs(op: Op) -> Iterator[str]:
+    if not op.shown:
+        yield "it has no output that is not hidden"
+    for name, t in op.outputs.items():
+        if words := [word for word in ("optional", "below", "unread") if getattr(t, word)]:
+            yield f"output {name!r} has {words[0]!r}, which inputs have"
+        if t.given is not None and (t.given not in op.inputs or not op.inputs[t.given].optional):
+            optional = [other for other, i in op.inputs.items() if i.optional]
+            yield f"output {name!r} is given with {t.given!r}, which is no optional input; there are {optional}"
+        other = op.outputs.get(t.same_as) if t.same_as is not None else None
+        if t.same_as is not None and (other is None or other is t or other.same_as or other.shape != t.shape):
+            yield f"output {name!r} is the same as {t.same_as!r}, which is no other output of its shape that is written"
+        if t.reuses and (t.reuses not in op.inputs or op.inputs[t.reuses].declared != t.declared):
+            yield f"{name} reuses {t.reuses!r}, which is no input of its shape and dtype"
+
+
+def _dims(op: Op) -> Iterator[str]:
+    tensors = [*op.inputs.items(), *op.outputs.items()]
+    for name, t in tensors:
+        if wrong := t.wrong:
+            yield f"{name}: {wrong}"
+    bound = {d.name for t in op.inputs.values() for d in t.dims}
+    if both := sorted(bound & op.derived.keys()):
+        yield f"dim {both[0]!r} is derived, but an input binds it"
+    whole = {t.rows for t in op.inputs.values() if t.rows and not t.broadcast}
+    for name, t in tensors:
+        if t.broadcast and (name in op.outputs or t.rows not in whole):
+            yield f"{name} cannot broadcast: no input has all of *{t.rows}"
+    for name, t in op.inputs.items():
+        if t.below is not None and t.below not in bound:
+            yield f"input {name!r} is below {t.below!r}, which is no dim of an input; there are {sorted(bound)}"
+    for name, t in op.outputs.items():
+        there = _there(op, t)
+        known = {d.name for i in there for d in i.dims} | op.derived.keys()
+        if free := [d.name for d in t.dims if d.name not in known]:
+            yield f"{name} has dim {free[0]}, neither an input's nor in `derived`"
+        if t.rows and t.rows not in {i.rows for i in there}:
+            yield f"{name} has leading dims *{t.rows}, which are no input's"
+    yield from _named_dims(op, bound)
+    cut = {
+        name: t.shape for name, t in tensors if op.parallel for d in t.dims if d.factor > 1 and d.name in op.parallel
+    }
+    for name, shape in cut.items():
+        yield f"a slice of a parallel dim is no slice of {name}: {shape!r}"
+
+
+def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
+    """Dims that the declaration calls by name."""
+    always = {d.name for t in op.inputs.values() if not t.optional for d in t.dims} | op.derived.keys()
+    for what, names, known in (("static", op.static, always), ("parallel", op.parallel, bound)):
+        if unknown := [name for name in names if name not in known]:
+            yield f"{what} has {unknown[0]!r}, which is no dim of a required input; there are {sorted(known)}"
+    if op.split is not None and op.split.dim not in bound | op.derived.keys():
+        yield f"it splits {op.split.dim!r}, which is no dim of an input"
+
+
+def _gradient(op: Op) -> Iterator[str]:
+    """What a gradient that is declared leaves out."""
+    if op.grad is None:
+        if op.no_gradient:
+            yield f"it says which have no gradient, {op.no_gradient}, but declares none"
+        return
+    grad = op.grad
+    if op.inference_only:
+        yield "it is for inference only, yet declares a gradient"
+    known = op.inputs.keys() | op.outputs.keys() | {f"d{name}" for name in op.outputs}
+    if unknown := sorted(grad.inputs.keys() - known):
+        yield f"gradient {grad.name} asks for {unknown}"
+    twice = [f"d{name}" for name in op.outputs if f"d{name}" in op.inputs.keys() | op.outputs.keys()]
+    if both := [name for name in twice if name in grad.inputs]:
+        yield f"gradient {grad.name} asks for {both[0]!r}: that argument, or the cotangent of {both[0][1:]!r}?"
+    if unknown := sorted(grad.outputs.keys() - {f"d{name}" for name in op.inputs}):
+        yield f"gradient {grad.name} has the outputs {unknown}, which are no 'd' and an input of {list(op.inputs)}"
+    if unknown := sorted(set(op.no_gradient) - op.inputs.keys() - op.attrs.keys()):
+        yield f"no_gradient has {unknown}, which are neither inputs nor attributes"
+    for name in op.inputs:
+        if (f"d{name}" in grad.outputs) == (name in op.no_gradient):
+            if name in op.no_gradient:
+                yield f"input {name!r} has no gradient by `no_gradient`, but {grad.name} gives 'd{name}'"
+            elif _floating(op, op.inputs[name]):
+                yield f"input {name!r} has no gradient: {grad.name} gives no 'd{name}'; {_meant(name)}"
+        elif op.inputs[name].optional and f"d{name}" in grad.outputs and grad.outputs[f"d{name}"].given != name:
+            yield f"{grad.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
+    for name, default in op.attrs.items():
+        if name not in grad.attrs and name not in op.no_gradient:
+            yield f"attribute {name!r} does not reach the gradient: {grad.name} has none; {_meant(name)}"
+        elif name in grad.attrs and type(grad.attrs[name]) is not type(default):
+            kinds = [type(value).__name__ for value in (default, grad.attrs[name])]
+            yield f"attribute {name!r} is {kinds[0]}, but in {grad.name} {kinds[1]}"
+
+
+def _floating(op: Op, tensor: Tensor) -> bool:
+    return any(dtype.startswith(("float", "bfloat")) for dtype in op.dtypes.get(tensor.dtype, (tensor.dtype,)))
+
+
+def _meant(name: str) -> str:
+    return f"where that is meant, declare no_gradient=({name!r},)"

@@ -1,0 +1,216 @@
+"""What a declaration is refused for, in words that name the op and what to do."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from cute_ops import FLOATS, Array, Finish, OneOf, Op, Split, Tensor
+from cute_ops.binding import bind
+from cute_ops.ops import OPS, adamw, add_rmsnorm, cross_entropy, layernorm, qk_norm_rope, rmsnorm, rmsnorm_fp8
+from cute_ops.plan import plan
+from cute_ops.target import parse
+
+ROWS, ROW = Tensor("*m n", "T"), Tensor("n", "T")
+OPTIONAL = ROW._replace(optional=True)
+
+
+def declare(name: str = "mine", **changes: Any) -> Op:
+    fields: dict[str, Any] = {
+        "inputs": {"x": ROWS}, "outputs": {"out": ROWS}, "dtypes": {"T": FLOATS}, "reference": lambda xp, x: x,
+        "kernel": "a:B",
+    }  # fmt: skip
+    return Op(name, **{**fields, **changes})
+
+
+def backward(inputs: dict[str, Tensor] | None = None, **changes: Any) -> Op:
+    return declare("mine_bwd", inputs=inputs or {"dout": ROWS}, **{"outputs": {"dx": ROWS}, **changes})
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "inf": ({"attrs": {"a": math.inf}}, "attribute 'a' has the default inf, which torch's schemas cannot say"),
+    "nan": ({"attrs": {"a": math.nan}}, "attribute 'a' has the default nan"),
+    "too small": ({"attrs": {"a": 5e-324}}, "attribute 'a' has the default 5e-324"),
+    "None": ({"attrs": {"a": None}}, "attribute 'a' has the default None, expected one of bool, int, float, str"),
+    "list": ({"attrs": {"a": [1]}}, r"attribute 'a' has the default \[1\]"),
+    "65 bits": ({"attrs": {"a": 2**63}}, "attribute 'a' has the default 9223372036854775808, which is no"),
+    "nan as a choice": ({"attrs": {"a": OneOf(1.0, math.nan)}}, "attribute 'a' may be nan"),
+    "op is a keyword": ({"name": "lambda"}, "its name 'lambda' is no name of a function"),
+    "op is not ASCII": ({"name": "größe"}, "its name 'größe'"),
+    "op is private": ({"name": "_call"}, "its name '_call'"),
+    "input is a keyword": ({"inputs": {"from": ROWS}}, "input 'from' has no name of an argument"),
+    "attribute is a keyword": ({"attrs": {"lambda": 1.0}}, "attribute 'lambda' has no name of an argument"),
+    "output is a keyword": ({"outputs": {"class": ROWS}}, "output 'class' has no name of an argument"),
+    "input is private": ({"inputs": {"_function": ROWS}}, "input '_function' has no name"),
+    "reserved": ({"inputs": {"ctx": ROWS}}, "input 'ctx' must have another name"),
+    "attribute and output": ({"attrs": {"out": 1.0}}, r"names used twice: \['out'\]"),
+    "attribute and option": (
+        {"attrs": {"reduction": 1.0}, "finish": Finish(dict, {"reduction": ("sum", "none")}, {})},
+        r"names used twice: \['reduction'\]",
+    ),
+    "no tensor": ({"inputs": {"x": "*m n"}}, r"x must be a Tensor with its shape as text, got '\*m n'"),
+    "no shape": ({"inputs": {"x": Tensor(("m", "n"), "T")}}, "x must be a Tensor with its shape as text"),  # type: ignore[arg-type]
+    "given": ({"outputs": {"out": ROWS._replace(given="w")}}, "output 'out' is given with 'w', which is no optional"),
+    "given with what is required": ({"outputs": {"out": ROWS._replace(given="x")}}, "'x', which is no optional input"),
+    "same_as": (
+        {"outputs": {"out": ROWS._replace(same_as="other")}},
+        "output 'out' is the same as 'other', which is no other output of its shape",
+    ),
+    "same_as itself": ({"outputs": {"out": ROWS._replace(same_as="out")}}, "is the same as 'out', which is no other"),
+    "same_as in a circle": (
+        {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROWS._replace(same_as="a")}}, "'a' is the same as 'b'",
+    ),
+    "same_as of another shape": (
+        {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROW}}, "no other output of its shape",
+    ),
+    "below": ({"inputs": {"x": ROWS._replace(below="c")}}, "input 'x' is below 'c', which is no dim of an input"),
+    "given of an input": ({"inputs": {"x": ROWS._replace(given="x")}}, "input 'x' has 'given', which outputs have"),
+    "optional output": ({"outputs": {"out": ROWS._replace(optional=True)}}, "output 'out' has 'optional', which"),
+    "no output": ({"outputs": {}}, "it has no output that is not hidden"),
+    "hidden": ({"outputs": {"out": ROWS._replace(hidden=True)}}, "it has no output that is not hidden"),
+    "no dtypes": ({"dtypes": {"T": ()}}, "dtype variable T must have a tuple of dtype names"),
+    "dtypes as text": ({"dtypes": {"T": "float32"}}, "dtype variable T must have a tuple of dtype names, got"),
+    "unknown dtype": ({"dtypes": {"T": ("float33",)}}, "dtype variable T may be 'float33', which is none of bfloat16"),
+    "dtype of no input": (
+        {"dtypes": {"T": FLOATS, "U": FLOATS}, "outputs": {"out": Tensor("*m n", "U")}},
+        "output 'out' has dtype U, which no input binds",
+    ),
+    "dtype of an absent input": (
+        {"dtypes": {"T": FLOATS, "U": FLOATS}, "inputs": {"x": ROWS, "w": Tensor("n", "U", optional=True)},
+         "outputs": {"out": Tensor("*m n", "U")}},
+        "output 'out' has dtype U, which no input binds that is there whenever it is",
+    ),
+    "dim of an absent input": (
+        {"inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}, "outputs": {"out": Tensor("*m k", "T")}},
+        "out has dim k, neither an input's nor in `derived`",
+    ),
+    "leading dims of no input": ({"outputs": {"out": Tensor("*p n", "T")}}, r"out has leading dims \*p, which are no"),
+    "static": ({"static": ("k",)}, r"static has 'k', which is no dim of a required input; there are \['n'\]"),
+    "static as text": ({"static": "n"}, "static must be a tuple of names, got 'n'"),
+    "static of an absent input": (
+        {"static": ("k",), "inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}}, "static has 'k'",
+    ),
+    "parallel": ({"parallel": ("k",)}, "parallel has 'k', which is no dim"),
+    "split": ({"split": Split("k", dict)}, "it splits 'k', which is no dim of an input"),
+    "sources as text": ({"sources": "data/table.bin"}, "sources must be a tuple of names, got 'data/table.bin'"),
+    "derived": ({"derived": {"n": lambda dims, attrs: 1}}, "dim 'n' is derived, but an input binds it"),
+    "no class": ({"kernel": "a:"}, "kernel must be 'module:Class', got 'a:'"),
+    "a file": ({"kernel": "kernels/a.py:B"}, "kernel must be 'module:Class', got 'kernels/a.py:B'"),
+    "SM": ({"least_sm": 8.9}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
+    "an attribute that the gradient lacks": (
+        {"attrs": {"a": 1.0}, "grad": backward()},
+        r"attribute 'a' does not reach the gradient: mine_bwd has none; where that is meant, declare "
+        r"no_gradient=\('a',\)",
+    ),
+    "an attribute of another kind": (
+        {"attrs": {"a": 1.0}, "grad": backward(attrs={"a": 1})}, "attribute 'a' is float, but in mine_bwd int",
+    ),
+    "an input without a gradient": (
+        {"inputs": {"x": ROWS, "mask": ROWS}, "grad": backward()},
+        r"input 'mask' has no gradient: mine_bwd gives no 'dmask'; where that is meant, declare "
+        r"no_gradient=\('mask',\)",
+    ),
+    "a gradient that is denied": (
+        {"grad": backward(), "no_gradient": ("x",)}, "input 'x' has no gradient by `no_gradient`, but mine_bwd",
+    ),
+    "no_gradient of nothing": ({"grad": backward(), "no_gradient": ("y",)}, r"no_gradient has \['y'\], which are"),
+    "no_gradient without one": ({"no_gradient": ("x",)}, r"says which have no gradient, \('x',\), but declares none"),
+    "a gradient of nothing": (
+        {"grad": backward(outputs={"dx": ROWS, "dy": ROWS})}, r"mine_bwd has the outputs \['dy'\], which are no 'd'",
+    ),
+    "a gradient of what is absent": (
+        {"inputs": {"x": ROWS, "w": OPTIONAL}, "grad": backward({"dout": ROWS, "w": OPTIONAL},
+         outputs={"dx": ROWS, "dw": ROW})},
+        "mine_bwd gives 'dw' also where there is no 'w': declare it with given='w'",
+    ),
+    "an argument or a cotangent": (
+        {"inputs": {"x": ROWS, "dout": ROWS}, "grad": backward(), "no_gradient": ("dout",)},
+        "mine_bwd asks for 'dout': that argument, or the cotangent of 'out'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.fault(
+    "a declaration with a default, name, dim, dtype or reference to another argument that no framework takes",
+    "it is refused where it stands, with the op's name and what is wrong", "nothing",
+)  # fmt: skip
+@pytest.mark.parametrize("wrong", WRONG)
+def test_what_cannot_work_is_refused_where_it_is_declared(wrong: str) -> None:
+    changes, message = WRONG[wrong]
+    with pytest.raises(ValueError, match=f"^op {changes.get('name', 'mine')}: .*{message}"):
+        declare(**changes)
+
+
+def test_what_is_without_a_gradient_says_so() -> None:
+    op = declare(
+        inputs={"x": ROWS, "mask": ROWS, "index": Tensor("*m", "int32")}, attrs={"a": 1.0}, grad=backward(),
+        no_gradient=("mask", "a"),
+    )  # fmt: skip
+    assert op.differentiable == ("x",)
+    assert all(set(op.no_gradient).isdisjoint(op.differentiable) for op in OPS)
+
+
+def test_n_is_static_only_where_there_is_one() -> None:
+    """It was a KeyError in the first call on a GPU."""
+    op = declare(inputs={"x": Tensor("*m k", "T")}, outputs={"out": Tensor("*m k", "T")}, kernel="cute_ops.kernels:K")
+    assert op.static == () and declare().static == ("n",) and declare(static=()).static == ()
+    assert plan(bind(op, {"x": Array((3, 8), "float32")}), {}, parse("sm_90a")).variant.dims == {}
+
+
+X, W = Array((3, 8), "float32"), Array((8,), "float32")
+HEADS, TABLE = Array((3, 2, 8), "float32"), Array((3, 4), "float32")
+NORM = {"x": X, "weight": W}
+LOSS = {"logits": X, "target": Array((3,), "int32")}
+STEP = dict.fromkeys(("param", "grad", "exp_avg", "exp_avg_sq"), X) | dict.fromkeys(
+    ("keep", "step_size", "scale"), Array((3,), "float32")
+)
+RANGES: list[tuple[Op, dict[str, Array], str, Any, str]] = [
+    *(
+        (op, {**NORM, **more}, "eps", -1e-6, "-1e-06, expected a finite number of at least 0")
+        for op, more in ((rmsnorm, {}), (add_rmsnorm, {"residual": X}), (layernorm, {}), (rmsnorm_fp8, {}))
+    ),
+    (rmsnorm, NORM, "eps", math.inf, "inf, expected a finite number of at least 0"),
+    (rmsnorm, NORM, "weight_offset", -math.inf, "-inf, expected a finite number"),
+    (rmsnorm, NORM, "eps", math.nan, "nan, expected a number"),
+    (
+        qk_norm_rope,
+        {"q": HEADS, "k": HEADS, "q_weight": W, "k_weight": W, "cos": TABLE, "sin": TABLE},
+        "eps", -1.0, "-1.0, expected a finite number of at least 0",
+    ),
+    (cross_entropy, LOSS, "label_smoothing", 2.0, "2.0, expected a number from 0 to 1"),
+    (cross_entropy, LOSS, "label_smoothing", -0.1, "-0.1, expected a number from 0 to 1"),
+    (cross_entropy, LOSS, "z_loss", math.inf, "inf, expected a finite number"),
+    (cross_entropy, LOSS, "ignore_index", 2**31, "2147483648, which no target of int32 can be"),
+    (cross_entropy, LOSS, "ignore_index", -(2**63) - 1, "-9223372036854775809, expected a number of 64 bits"),
+    (adamw, STEP, "beta1", 1.0, "1.0, expected a number from 0 to below 1"),
+    (adamw, STEP, "beta2", -0.5, "-0.5, expected a number from 0 to below 1"),
+    (adamw, STEP, "eps", -1e-8, "-1e-08, expected a finite number of at least 0"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "inputs", "name", "value", "problem"), RANGES)
+def test_attributes_out_of_their_range_are_refused(
+    op: Op, inputs: dict[str, Array], name: str, value: Any, problem: str
+) -> None:
+    assert bind(op, inputs).attrs[name] == op.attrs[name]
+    with pytest.raises(ValueError, match=f"^cute.{op.name}: attribute `{name}` is {problem}"):
+        bind(op, inputs, {name: value})
+
+
+def test_every_gradient_refuses_what_its_op_refuses() -> None:
+    """A backward op is a public op, too."""
+    for op, inputs, name, value, problem in RANGES:
+        if op.grad is None:
+            continue
+        known = {**inputs, "residual_out": X, **dict.fromkeys(("row_max", "log_sum", "dloss"), Array((3,), "float32"))}
+        given = {n: known.get(n, HEADS if "d" in op.static else X) for n, t in op.grad.inputs.items() if not t.optional}
+        bind(op.grad, given)
+        with pytest.raises(ValueError, match=f"attribute `{name}` is {problem}"):
+            bind(op.grad, given, {name: value})
+
+
+def test_there_is_one_zero() -> None:
+    """-0.0 equals 0.0, whose kernel would be found for it."""
+    assert math.copysign(1.0, bind(rmsnorm, NORM, {"weight_offset": -0.0}).attrs["weight_offset"]) == 1.0

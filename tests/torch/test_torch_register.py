@@ -1,0 +1,120 @@
+"""``register``: what stands in a declaration reaches torch as it is, and a try that failed leaves nothing."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops import FLOATS, Op, Tensor
+
+ROWS = Tensor("*m n", "T")
+number = itertools.count()
+
+
+def declare(name: str, **changes: Any) -> Op:
+    fields: dict[str, Any] = {
+        "inputs": {"x": ROWS}, "outputs": {"out": ROWS}, "dtypes": {"T": FLOATS}, "kernel": "a:B",
+        "reference": lambda xp, x, **attrs: x * 2,
+    }  # fmt: skip
+    return Op(name, **{**fields, **changes})
+
+
+def with_gradient(name: str, output: str = "out", **changes: Any) -> Op:
+    rows = {output: ROWS, f"d{output}": ROWS}
+    grad = declare(f"{name}_bwd", inputs=rows, outputs={"dx": ROWS}, reference=lambda xp, out, dout: dout * 2)
+    return declare(name, outputs={output: ROWS}, grad=grad, **changes)
+
+
+@pytest.mark.parametrize("text", ['a"b', "a'b", "a\\b", "a\nb\tc\r\0d", "\\n", "\\0017", "größe 😀", '"""', ""])
+def test_any_text_can_be_a_default(text: str) -> None:
+    """A backslash came to torch as another text, quotes and ends of lines not at all."""
+    seen = []
+    op = declare(f"text_{next(number)}", attrs={"text": text}, reference=lambda xp, x, text: seen.append(text) or x * 2)
+    function, x = cute_ops_torch.register(op, "texts"), torch.ones(2, 3)
+    raw = getattr(torch.ops.texts, op.name)
+    assert raw.default._schema.arguments[-1].default_value == text
+    for call in (function, raw, torch.compile(function, backend="eager", fullgraph=True)):
+        call(x)
+        call(x, text + "more")
+    assert seen == [text, text + "more"] * 3
+
+
+@pytest.mark.parametrize("value", [1e-7, 2.0**-1022, 1.7976931348623157e308, -0.0, 1 / 3, 1e22, -(2**63), 2**63 - 1])
+def test_any_finite_number_can_be_a_default(value: Any) -> None:
+    op = declare(f"number_{next(number)}", attrs={"value": value})
+    cute_ops_torch.register(op, "numbers")
+    assert getattr(torch.ops.numbers, op.name).default._schema.arguments[-1].default_value == value
+
+
+@pytest.mark.fault(
+    "register refuses a declaration, whose gradient it would have taken", "the next try, with another, is as the first",
+    "nothing",
+)  # fmt: skip
+@pytest.mark.parametrize("taken", ["name", "theirs"])
+def test_after_a_register_that_failed_the_next_one_works(taken: str) -> None:
+    """The names are torch's own, and another library's."""
+    library = torch.library.Library(f"with_{taken}", "FRAGMENT")
+    library.define("theirs(Tensor x) -> Tensor")
+    with pytest.raises(ValueError, match=f"torch.ops.with_{taken}.{taken} is there already: take another name"):
+        cute_ops_torch.register(with_gradient(taken), f"with_{taken}")
+    again = declare("mended", grad=declare(f"{taken}_bwd", inputs={"dout": ROWS}, outputs={"dx": ROWS}))
+    x = torch.ones(2, 3, requires_grad=True)
+    cute_ops_torch.register(again, f"with_{taken}")(x).sum().backward()
+    assert x.grad is not None and x.grad.eq(2).all()
+
+
+@pytest.mark.fault(
+    "16 threads register one declaration at the same time", "all get the same function", "nothing",
+)  # fmt: skip
+def test_threads_that_register_at_once_get_one_function() -> None:
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    ops = [with_gradient(f"threaded_{k}") for k in range(20)]
+    start = threading.Barrier(16)
+
+    def work(_: int) -> list[Any]:
+        start.wait()
+        return [cute_ops_torch.register(op, "threads") for op in ops]
+
+    try:
+        with ThreadPoolExecutor(16) as pool:
+            found = list(pool.map(work, range(16)))
+    finally:
+        sys.setswitchinterval(interval)
+    assert all(functions == found[0] for functions in found)
+    assert found[0][0](torch.ones(2, 3)).eq(2).all()
+
+
+@pytest.mark.parametrize("output", ["gradient", "zeros", "row_major", "mark", "attributes", "grad", "run", "d_out"])
+def test_outputs_may_have_any_name(output: str) -> None:
+    """These are names in the code of a node, too."""
+    x = torch.ones(2, 3, requires_grad=True)
+    made = cute_ops_torch.register(with_gradient(f"named_{output}", output), "outputs")(x)
+    made.sum().backward()
+    assert x.grad is not None and x.grad.eq(2).all()
+
+
+def test_names_that_read_alike_stay_apart_in_compiled_code() -> None:
+    """Of my.ops_norm and my_ops.norm, and of an op that is called as another one's CPU kernel was."""
+    made = [("my", "ops_norm", 2), ("my_ops", "norm", 3), ("my", "x", 5), ("my", "x_cpu", 7)]
+    functions = [
+        cute_ops_torch.register(declare(name, reference=lambda xp, x, factor=factor: x * factor), namespace)
+        for namespace, name, factor in made
+    ]
+    program = torch.compile(lambda x: [function(x) for function in functions])
+    assert [int(out[0, 0]) for out in program(torch.ones(2, 3))] == [2, 3, 5, 7]
+
+
+def test_nan_is_refused_where_it_is_given() -> None:
+    function = cute_ops_torch.register(declare("no_nan", attrs={"a": 1.0}), "nans")
+    with pytest.raises(ValueError, match=r"^cute\.no_nan: attribute `a` is nan, expected a number"):
+        function(torch.ones(2, 3), math.nan)
+    assert function(torch.ones(2, 3), math.inf).eq(2).all()
