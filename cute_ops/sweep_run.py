@@ -5,23 +5,24 @@ from __future__ import annotations
 import itertools
 import os
 import tempfile
+import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
 from importlib import import_module
-from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
-from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from cute_ops import cache, declarations, target, testing
+from cute_ops import cache, declarations, processes, target, testing
 from cute_ops.binding import bind
 from cute_ops.op import Op
 from cute_ops.plan import limit_static, plan
 from cute_ops.sweep import Trial, memory, trials
 from cute_ops.target import Target
 
-# Trials whose kernels compile before they run.
-CHUNK = 48
+# Trials whose kernels compile before they run, and how long that may take.
+CHUNK, STEP_SECONDS = 48, 600.0
+IDLE_SECONDS = 60.0
 # Of how many numbers the most that a reference loses is known well enough, and in how many draws at most.
 SAMPLE, MOST_DRAWS = 1 << 15, 256
 
@@ -45,74 +46,43 @@ class Progress(NamedTuple):
     kernels: int
 
 
-class Child(NamedTuple):
-    """A process and what it works on."""
-
-    process: SpawnProcess
-    pipe: Connection
-
-
 def sweep(
-    ops: Sequence[Op], runner: str, number: int, seed: int, processes: int, seconds: float = float("inf")
+    ops: Sequence[Op], runner: str, number: int, seed: int, workers: int, seconds: float = float("inf")
 ) -> Iterator[Progress]:
     """Run a round of a sweep and yield each trial as it ends.
 
     Args:
         runner: module of an adapter's runner.
         number, seed: of the round; see :func:`cute_ops.sweep.trials`.
-        seconds: no trial starts later.
+        workers: processes.
+        seconds: no chunk of trials starts later.
 
     Raises:
         ValueError: an op that no module holds, so that no other process finds it.
     """
-    lost = [op.name for op in ops if declarations.place(op) is None]
+    places = {op.name: declarations.place(op) for op in ops}
+    lost = [name for name, place in places.items() if place is None]
     if lost:
         raise ValueError(f"no module holds the declaration of {', '.join(lost)}")
-    # Shares of one op are of one size; the ops with most kernels come first, or one process would end last.
-    parts = max(processes // 4, 1)
-    tasks = [Task(str(declarations.place(op)), number, seed, part, parts) for part in range(parts) for op in ops]
-    end, devices = time.monotonic() + seconds, itertools.cycle(_devices())
+    # Shares of one op come late, so that no process has a long one at the end.
+    parts = max(workers // 4, 1)
+    tasks = deque(Task(str(place), number, seed, part, parts) for part in range(parts) for place in places.values())
+    ended: SimpleQueue[Progress | None] = SimpleQueue()
+    end = time.time() + seconds
     with tempfile.TemporaryDirectory(prefix="cute_ops-sweep-") as folder:
-        children: dict[Connection, tuple[SpawnProcess, Task]] = {}
-        while tasks or children:
-            while tasks and len(children) < processes and time.monotonic() < end:
-                child = _start(runner, folder, next(devices))
-                children[child.pipe] = child.process, tasks[0]
-                child.pipe.send(tasks.pop(0))
-            if not children:
-                return
-            yield from _listen(children, tasks, end)
-
-
-def _listen(children: dict[Connection, tuple[SpawnProcess, Task]], tasks: list[Task], end: float) -> Iterator[Progress]:
-    """Yield what processes have to say; give those that are done another task, and replace those that have died."""
-    ready = set(wait(list(children), timeout=1.0))
-    for pipe in [pipe for pipe in children if pipe in ready]:
-        process, task = children[pipe]
-        try:
-            said = pipe.recv()
-        except EOFError:
-            said = None
-        if isinstance(said, tuple):
-            index, trial, problem, kernels = said
-            children[pipe] = process, task._replace(start=index + (problem is not None))
-            if problem is not None:
-                yield Progress(trial, problem, kernels)
-        elif said == "done" and tasks and time.monotonic() < end:
-            children[pipe] = process, tasks[0]
-            pipe.send(tasks.pop(0))
-        else:
-            del children[pipe]
-            process.join(10)
-            if said is None:
-                yield Progress(f"{task.place} from trial {task.start} on", f"process ended with {process.exitcode}", 0)
-                tasks.insert(0, task._replace(start=task.start + 1))
+        for _, device in zip(range(workers), itertools.cycle(_devices()), strict=False):
+            process = processes.Process(
+                "cute_ops.sweep_run", runner, CUDA_VISIBLE_DEVICES=device, CUTE_OPS_COMPILE_WORKERS="1",
+                CUTE_OPS_CACHE_DIR=tempfile.mkdtemp(dir=folder), CUTE_OPS_TUNE="0",
+            )  # fmt: skip
+            threading.Thread(target=_work, args=(process, tasks, end, ended), daemon=True).start()
+        left = workers
+        while left:
+            progress = ended.get()
+            if progress is None:
+                left -= 1
             else:
-                pipe.send(None)
-    if time.monotonic() > end:
-        for process, _ in children.values():
-            process.kill()
-        children.clear()
+                yield progress
 
 
 def _devices() -> list[str]:
@@ -121,41 +91,55 @@ def _devices() -> list[str]:
     return named or [str(index) for index in range(target.device_count())] or [""]
 
 
-def _start(runner: str, folder: str, device: str) -> Child:
-    ours, theirs = get_context("spawn").Pipe()
-    process = get_context("spawn").Process(target=_serve, args=(theirs, runner, folder, device), daemon=True)
-    process.start()
-    theirs.close()
-    return Child(process, ours)
+def _work(process: processes.Process, tasks: deque[Task], end: float, ended: SimpleQueue[Progress | None]) -> None:
+    """Have a process do tasks while there are any; a trial that it dies of is left out."""
+    trying: dict[str, Any] = {}
+
+    def told(step: dict[str, Any]) -> None:
+        trying.update(step)
+        if "problem" in step:
+            ended.put(Progress(step["trial"], step["problem"], step["kernels"]))
+
+    try:
+        while tasks:
+            task = tasks.popleft()
+            trying.update(index=None, trial=f"{task.place} from its trial {task.start} on")
+            try:
+                with process.lock:
+                    process.ask({"task": task, "end": end}, STEP_SECONDS, told)
+            except processes.Ended as error:
+                ended.put(Progress(trying["trial"], f"the process {error}: {error.log[-500:]}", 0))
+                if trying["index"] is not None:  # else it does not even begin
+                    tasks.appendleft(task._replace(start=trying["index"] + 1))
+    except IndexError:  # another thread has taken the last task
+        pass
+    finally:
+        process.stop()
+        ended.put(None)
 
 
-def _serve(pipe: Connection, runner: str, folder: str, device: str) -> None:
-    """A process of a sweep: tasks come, answers go: (index, trial, None, 0) before a trial, (index, trial, problem,
-    kernels compiled) after it, "done" after a task.
-    """
-    os.environ["CUTE_OPS_COMPILE_WORKERS"] = "1"
-    os.environ["CUTE_OPS_CACHE_DIR"] = tempfile.mkdtemp(dir=folder)
-    os.environ["CUTE_OPS_TUNE"] = "0"
-    os.environ["CUDA_VISIBLE_DEVICES"] = device  # before anything asks the driver
-    by = import_module(runner)
-    where = target.of_device() if by.device() == "cuda" else target.parse("sm_90a")
-    while task := pipe.recv():
-        for index, trial, compiled in _prepared(task, where, by.device() == "cuda"):
-            pipe.send((index, str(trial), None, 0))
+def serve(runner: str) -> None:
+    """Run shares of a sweep, see :func:`cute_ops.processes.requests`: a step before each trial and one after it."""
+    for request, say in processes.requests(IDLE_SECONDS):
+        by = import_module(runner)
+        where = target.of_device() if by.device() == "cuda" else target.parse("sm_90a")
+        for index, trial, kernels in _prepared(Task(*request["task"]), where, by.device() == "cuda", request["end"]):
+            say(step=True, index=index, trial=str(trial))
             problem = _attempt(by, trial)
-            pipe.send((index, str(trial), problem, compiled))
+            say(step=True, index=index, trial=str(trial), problem=problem, kernels=kernels)
             if problem and by.broken():
-                pipe.close()
                 os._exit(1)
-        pipe.send("done")
+        say()
 
 
-def _prepared(task: Task, where: Target, compiles: bool) -> Iterator[tuple[int, Trial, int]]:
+def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, Trial, int]]:
     """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
     op = declarations.find(task.place)
     every = [t for i, t in enumerate(trials(op, where, task.number, task.seed)) if i // 6 % task.parts == task.part]
     for start in range(task.start, len(every), CHUNK):
         chunk, compiled = every[start : start + CHUNK], 0
+        if time.time() > end:
+            break
         if compiles:
             variants = {}
             for trial in chunk:

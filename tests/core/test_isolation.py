@@ -27,7 +27,7 @@ sys.meta_path.insert(0, Blocked())
 USE_CORE = """
 import pkgutil, importlib, cute_ops
 for module in pkgutil.iter_modules(cute_ops.__path__):
-    if module.name not in ("testing", "measuring", "verification", "kernels", "__main__"):
+    if module.name not in ("testing", "measuring", "verification", "sweep", "sweep_run", "kernels", "__main__"):
         importlib.import_module("cute_ops." + module.name)
 from cute_ops import Array
 from cute_ops.binding import bind
