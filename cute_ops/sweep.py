@@ -99,15 +99,19 @@ def swept(op: Op) -> str:
     return "n" if "n" in names else "d"
 
 
-def trials(op: Op, target: Target, number: int, seed: int = 0) -> Iterator[Trial]:
+def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0) -> Iterator[Trial]:
     """A round of an op's sweep.
 
     Args:
         number: of the round; twelve in a row cover every pair of dtype and layout at every length.
         seed: of what is drawn at random.
+        fraction: of the lengths, drawn at random.
     """
     salt = zlib.crc32(op.name.encode())
-    for n in lengths(op, target, np.random.default_rng([seed, salt, number])):
+    rng = np.random.default_rng([seed, salt, number])
+    for n in lengths(op, target, rng):
+        if rng.random() >= fraction:
+            continue
         pair = (number + 5 * n + salt) % len(PAIRS)
         dtype, base = PAIRS[pair]
         drawn = _draw(op, n, dtype, np.random.default_rng([seed, salt, number, n]))

@@ -33,6 +33,7 @@ class Task(NamedTuple):
     place: str
     number: int
     seed: int
+    fraction: float
     part: int
     parts: int
     start: int = 0
@@ -47,13 +48,14 @@ class Progress(NamedTuple):
 
 
 def sweep(
-    ops: Sequence[Op], runner: str, number: int, seed: int, workers: int, seconds: float = float("inf")
-) -> Iterator[Progress]:
+    ops: Sequence[Op], runner: str, number: int, seed: int, workers: int, fraction: float = 1.0,
+    seconds: float = float("inf"),
+) -> Iterator[Progress]:  # fmt: skip
     """Run a round of a sweep and yield each trial as it ends.
 
     Args:
         runner: module of an adapter's runner.
-        number, seed: of the round; see :func:`cute_ops.sweep.trials`.
+        number, seed, fraction: of the round; see :func:`cute_ops.sweep.trials`.
         workers: processes.
         seconds: no chunk of trials starts later.
 
@@ -66,7 +68,9 @@ def sweep(
         raise ValueError(f"no module holds the declaration of {', '.join(lost)}")
     # Shares of one op come late, so that no process has a long one at the end.
     parts = max(workers // 4, 1)
-    tasks = deque(Task(str(place), number, seed, part, parts) for part in range(parts) for place in places.values())
+    tasks = deque(
+        Task(str(place), number, seed, fraction, part, parts) for part in range(parts) for place in places.values()
+    )
     ended: SimpleQueue[Progress | None] = SimpleQueue()
     end = time.time() + seconds
     with tempfile.TemporaryDirectory(prefix="cute_ops-sweep-") as folder:
@@ -135,7 +139,8 @@ def serve(runner: str) -> None:
 def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, Trial, int]]:
     """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
     op = declarations.find(task.place)
-    every = [t for i, t in enumerate(trials(op, where, task.number, task.seed)) if i // 6 % task.parts == task.part]
+    whole = trials(op, where, task.number, task.seed, task.fraction)
+    every = [trial for i, trial in enumerate(whole) if i // 6 % task.parts == task.part]
     for start in range(task.start, len(every), CHUNK):
         chunk, compiled = every[start : start + CHUNK], 0
         if time.time() > end:

@@ -94,6 +94,7 @@ def verify(
     number: Annotated[int, typer.Option("--round", help="Of the sweep: 0 to 11 are all of it.")] = 0,
     seed: Annotated[int, typer.Option(help="Of what a sweep draws at random.")] = 0,
     processes: Annotated[int, typer.Option(help="Of the sweep. Default: one a core.")] = 0,
+    fraction: Annotated[float, typer.Option(help="Of the sweep's lengths, drawn at random.")] = 1.0,
     seconds: Annotated[float, typer.Option(help="The sweep begins nothing later.")] = float("inf"),
 ) -> None:
     """Check every named case of an op in every dtype and installed framework against float64.
@@ -111,7 +112,7 @@ def verify(
     Example: python -m cute_ops verify rmsnorm --sweep --round 3
     """
     if sweep:
-        _sweep(_ops(op) if op else list(declarations.ours().values()), number, seed, processes, seconds)
+        _sweep(_ops(op) if op else list(declarations.ours().values()), number, seed, processes, fraction, seconds)
     if not op:
         raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
     from cute_ops.verification import installed
@@ -142,7 +143,7 @@ def verify(
     raise typer.Exit(int(failed > 0))
 
 
-def _sweep(ops: list[Op], number: int, seed: int, processes: int, seconds: float) -> NoReturn:
+def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: float, seconds: float) -> NoReturn:
     """Run a round of a sweep, say what is wrong and leave with exit code 1 if anything is."""
     from cute_ops.sweep_run import sweep
     from cute_ops.verification import RUNNERS
@@ -152,7 +153,7 @@ def _sweep(ops: list[Op], number: int, seed: int, processes: int, seconds: float
     with console.status("") as status:
         for found in sweep(
             [o for o in ops if o.name not in left_out], RUNNERS["torch"], number, seed,
-            processes or len(os.sched_getaffinity(0)), seconds,
+            processes or len(os.sched_getaffinity(0)), fraction, seconds,
         ):  # fmt: skip
             count, kernels = count + 1, kernels + found.kernels
             if found.problem:

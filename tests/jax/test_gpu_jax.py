@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,11 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, chunks, testing
+from cute_ops import Op, cache, chunks, sweep, target, testing
+from cute_ops.binding import bind
+from cute_ops.declarations import ours
+from cute_ops.plan import limit_static, plan
+from cute_ops_jax import runner
 from cute_ops_jax.primitive import stage
 
 pytestmark = pytest.mark.gpu
@@ -29,6 +34,23 @@ def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any
     testing.check(
         stage_problem.op, arrays, stage_problem.attrs, run_stage(stage_problem.op, arrays, stage_problem.attrs)
     )
+
+
+def test_a_sample_of_the_sweep() -> None:
+    """Lengths of one round of the sweep that PyTorch runs whole; ``CUTE_OPS_SWEEP_SEED`` repeats a run's."""
+    seed = int(os.environ.get("CUTE_OPS_SWEEP_SEED") or time.time_ns() % 2**31)
+    ops = [op for op in ours().values() if op.name != "sorted_embedding_bwd"]
+    where = target.of_device()
+    some = [t for op in ops for t in sweep.trials(op, where, seed % 12, seed, 0.005) if t.fixed]
+    bindings = [bind(t.op, testing.specs(t.op, t.case, t.dtype), t.case.attrs) for t in some]
+    cache.build_all(plan(binding, {}, where, fixed=True).variant for binding in bindings)
+    limit_static(1 << 30)
+    for trial in some:
+        arrays, attrs = testing.inputs(*trial[:3]), testing.attributes(*trial[:2])
+        try:
+            testing.check(trial.op, arrays, attrs, runner.run(trial.op, arrays, attrs))
+        except AssertionError as error:
+            raise AssertionError(f"CUTE_OPS_SWEEP_SEED={seed}: {trial}: {error}") from error
 
 
 def test_a_compiled_program_calls_the_kernel(op: Op) -> None:

@@ -1,0 +1,68 @@
+"""A part of the sweep over all row lengths on a GPU, another one in every run, and kernels under compute-sanitizer."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops.declarations import ours
+
+pytestmark = pytest.mark.gpu
+CALLS = Path(__file__).with_name("sanitized_calls.py")
+LENGTHS = ["17", "129", "4097", "50257"]
+AT_ONCE = 8
+
+
+def run(command: Sequence[str], **variables: str) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, **variables}
+    return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+
+
+def test_a_sample_of_the_sweep() -> None:
+    """``CUTE_OPS_SWEEP_SEED`` repeats a run's sample."""
+    seed = os.environ.get("CUTE_OPS_SWEEP_SEED") or str(time.time_ns() % 2**31)
+    command = [sys.executable, "-m", "cute_ops", "verify", "--sweep", "--fraction", "0.02"]
+    result = run([*command, "--seed", seed, "--round", str(int(seed) % 12)])
+    print(result.stdout)
+    assert result.returncode == 0, f"CUTE_OPS_SWEEP_SEED={seed}: {result.stdout}\n{result.stderr}"
+
+
+def test_embeddings_of_all_widths() -> None:
+    for n in range(1, 301):
+        dtype = (torch.float32, torch.float16, torch.bfloat16)[n % 3]
+        index = torch.randint(7, (97,), device="cuda")
+        table = torch.randn(7, n, device="cuda", dtype=dtype, requires_grad=True)
+        dout = torch.randn(97, n, device="cuda", dtype=dtype)
+        (got,) = torch.autograd.grad(cute_ops_torch.embedding(index, table), table, dout)
+        exact = torch.zeros(7, n, device="cuda", dtype=torch.float64).index_add(0, index, dout.double())
+        torch.testing.assert_close(got, exact.to(dtype), rtol=2 * torch.finfo(dtype).eps, atol=1e-5)
+
+
+@pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck"])
+def test_nothing_is_found_by_the_sanitizer(tool: str) -> None:
+    """Every op and gradient; of racecheck, which takes longest, the short rows and one long one."""
+    sanitizer = shutil.which("compute-sanitizer")
+    if sanitizer is None:
+        pytest.skip("no compute-sanitizer")
+    lengths = LENGTHS if tool != "racecheck" else LENGTHS[:3]
+    assert run([sys.executable, str(CALLS), *lengths, "--build"]).returncode == 0
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", "--destroy-on-device-error", "kernel"]
+
+    def calls(op: str) -> str:
+        # Every tensor an allocation of its own: a byte past its end is nobody's.
+        result = run([*command, sys.executable, str(CALLS), *lengths, "--op", op], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return "" if result.returncode == 0 else f"{op}: {result.returncode}\n{result.stdout[-3000:]}"
+
+    with ThreadPoolExecutor(AT_ONCE) as threads:
+        found = [problem for problem in threads.map(calls, ours()) if problem]
+    assert not found, "\n".join(found)
