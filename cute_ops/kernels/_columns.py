@@ -61,7 +61,8 @@ def _realigned(dtype, base, tile, first, ks):
     """Vectors from any element on: aligned loads of 16 bytes, the words between them chosen, their halves moved.
 
     A branch serves several vectors; a thread's only one is better off without, since loads do not cross it. Whole words
-    are always selected: by the branch, which is right for halves, some came out wrong on an H200; why is not known.
+    are selected instead: of two branches that copy different words of one register vector libNVVM 13.0 to 13.5 makes
+    one (``tests/core/test_moved_words.py``). Halves are safe, since it does not look into the PTX that moves them.
 
     Nothing past the parameter's end is read; what a vector holds outside the row is anything, NaN too.
     """

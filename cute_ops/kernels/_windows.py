@@ -77,7 +77,11 @@ def settle(rPair, past):
 
 @cute.jit
 def settle_all(pairs: cutlass.Constexpr, past: Int32):
-    """As :func:`settle` for several pairs, by a branch that all threads of a row take together."""
+    """As :func:`settle` for several pairs, by a branch that all threads of a row take together.
+
+    Each word goes through a permutation, whole ones too: branches that only copy words are not safe, see
+    :mod:`cute_ops.kernels._columns`.
+    """
     vec, words = cute.size(pairs[0]) // 2, _bytes(pairs[0]) // 2 // WORD_BYTES
     found = [fragment(rPair.element_type, vec) for rPair in pairs]
     if const_expr(words == 4):
