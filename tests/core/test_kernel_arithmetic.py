@@ -1,6 +1,6 @@
-"""Kernels' arithmetic without a GPU: NumPy runs them, one number per thread (see ``tests/interpreter.py``).
+"""Kernels' arithmetic without a GPU: NumPy runs them, one number per thread (see ``tests/interpreter``).
 
-Here a sample; ``python tests/kernel_calls.py`` goes through all lengths, rows, dtypes and layouts.
+Here a sample; ``python tests/interpreter/kernel_calls.py`` goes through all lengths, rows, dtypes and layouts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import pytest
 from cute_ops.op import FLOATS, Op
 from cute_ops.testing import numpy_dtype
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import kernel_calls
 from kernel_calls import ALL, LAYOUTS
 

@@ -1,6 +1,7 @@
 """The Python of kernels that decides who holds what: sums, vectors, rows, rings and windows, at all small counts.
 
-A sample of lengths; ``CUTE_OPS_SWEEP=1`` takes all from 1 to 2048 and those where a heuristic changes, up to 262144.
+A sample of lengths; ``CUTE_OPS_SWEEP=1`` takes all from 1 to 2048 and those where a heuristic changes, up to 262144, in
+every dtype and layout.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,7 +23,7 @@ from cute_ops.op import FLOATS, Op
 from cute_ops.plan import problem_of
 from cute_ops.target import parse
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import interpreter
 import kernel_calls
 from kernel_calls import ALL, LAYOUTS
@@ -95,8 +96,10 @@ ROW_OPS = [
 @pytest.mark.parametrize("op", ROW_OPS, ids=lambda op: op.name)
 def test_threads_share_out_a_row(op: Op) -> None:
     """Every element is that of one vector of one thread, in every form that the heuristics choose."""
-    for i, n in enumerate(lengths(op, ALL.index(op))):
-        variant = tile_of(op, n, FLOATS[i % 3], LAYOUTS[i // 3 % 4], ROWS[i % 5]).variant
+    kinds = [*product(FLOATS, LAYOUTS)]
+    cases = [(i, n, kinds if SWEEP else [kinds[i % 12]]) for i, n in enumerate(lengths(op, ALL.index(op)))]
+    for i, n, dtype, layout in ((i, n, *kind) for i, n, some in cases for kind in some):
+        variant = tile_of(op, n, dtype, layout, ROWS[i % 5]).variant
         source, _, name = variant.kernel.partition(":")
         kernel = getattr(importlib.import_module(source), name)(variant)
         tile = kernel.form.tile

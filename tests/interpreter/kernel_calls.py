@@ -1,7 +1,7 @@
 """Calls of ops whose kernels the interpreter runs, and problems to call them with.
 
-    python tests/kernel_calls.py                          # every op at all n from 1 to 300, minutes to an hour each
-    python tests/kernel_calls.py rmsnorm layernorm --n 1 64 --rows 5
+    python tests/interpreter/kernel_calls.py    # every op at all n from 1 to 300: minutes to an hour each
+    python tests/interpreter/kernel_calls.py rmsnorm layernorm --n 1 64 --rows 5
 
 prints for every op, dtype and layout the lengths at which a kernel's results are not the reference's.
 """
