@@ -103,7 +103,7 @@ class LogSum:
         return RowLogSum(tile, self.values, stages)
 
     def start(self):
-        return (-Float32.inf, *[Float32(0.0)] * (self.values - 1))
+        return (Float32(-Float32.inf), *[Float32(0.0)] * (self.values - 1))
 
     def add(self, state, get, inside):
         """One more vector: ``get()`` reads it, ``inside`` says what of it is inside the row."""

@@ -410,7 +410,8 @@ class TwoPass(Statistics):
         for k in range(tile.per_thread):
             sums.add(read(k)[0])
         (found,) = self((sums.value(),), sSum, mbar, Int32(2 * step))
-        mean = found * (1.0 / tile.n)
+        # Divided, not multiplied: a row of equal numbers has these for its mean, whatever their number.
+        mean = _quotient(found, float(tile.n), 1.0 / tile.n)
         for k in range(tile.per_thread):
             apart = read(k)[0] - mean
             if tile.starts_outside(k) or tile.ends_outside(k):
