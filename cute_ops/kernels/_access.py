@@ -77,26 +77,27 @@ class RowAccess:
         wanted.
         """
         held = []
+        bound, tail = self.tile.edge(row, row_count(inputs[0])) if inputs else (None, False)
         for mX, name in zip(inputs, names):
+            base = row_address(mX, self.variant.tensors[name], row, self.n)
             vectors = [fragment(mX.element_type, self.tile.vec) for _ in first]
             for rX in vectors:
                 rX.fill(self.empty)
-            held.append((vectors, row_address(mX, self.variant.tensors[name], row, self.n)))
-        if held:
-            self._load(held, first, self.tile.edge(row, row_count(inputs[0])), wanted)
+            self._load(vectors, base, first, bound, wanted)
+            held.append((vectors, base))
+        if self.tile.v.masked:
+            load_tails(held, first, self.tile, (bound, tail & wanted))
         return [vectors for vectors, _ in held]
 
     @cute.jit
-    def _load(self, held: cutlass.Constexpr, first: cutlass.Constexpr, edge: cutlass.Constexpr, wanted: Boolean):
+    def _load(self, vectors: cutlass.Constexpr, base, first: cutlass.Constexpr, bound, wanted: Boolean):
         if wanted:
-            for vectors, base in held:
-                for k in cutlass.range_constexpr(self.tile.per_thread):
-                    address = base + Int64(first[k]) * (vectors[k].element_type.width // 8)
-                    if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
-                        load_if(self.tile.wanted(k, first[k], edge[0]), vectors[k], address)
-                    else:
-                        load(vectors[k], address)
-            load_tails(held, first, self.tile, edge)
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                address = base + Int64(first[k]) * (vectors[k].element_type.width // 8)
+                if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
+                    load_if(self.tile.wanted(k, first[k], bound), vectors[k], address)
+                else:
+                    load(vectors[k], address)
 
     def trim(self, rX, k, first):
         """Make what a loaded vector holds of the row's neighbours ``empty``."""
