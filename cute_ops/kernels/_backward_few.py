@@ -72,12 +72,7 @@ class NormBackwardFew(NormBackward):
         let_next_start(self.chained)
         mine = [(local + stage) % self.replicas == replica for stage in range(stages)]
         for stage in cutlass.range_constexpr(stages):
-            row = Int64(stage * rows + local)
-            for mX, sX, name in zip(inputs, slots, self.names):
-                if const_expr(mX is not None):
-                    address = row_address(mX, self.variant.tensors[name], row, self.n)
-                    wanted = row < count if const_expr(name == self.names[0]) else (row < count) & mine[stage]
-                    self.ring.fetch(sX, address, first, wanted, self.tile.readable(row, count), Int32(stage))
+            self._fetch_row(inputs, slots, first, Int64(stage * rows + local), count, mine[stage], Int32(stage))
             cute.arch.cp_async_commit_group()
         held = []
         if const_expr(any(m is not None for m in dcolumns)):
@@ -103,6 +98,17 @@ class NormBackwardFew(NormBackward):
         if const_expr(any(m is not None for m in dcolumns)):
             cute.arch.barrier()
             self._sum_columns(slots[0], held, dcolumns, sTerms, sColumns, count, replica, rank)
+
+    def _fetch_row(self, inputs, slots, first, row, count, mine, stage):
+        """Start loading a row; of what only its gradient needs, where that is written here."""
+        edge, held = self.tile.edge(row, count), []
+        for mX, sX, name in zip(inputs, slots, self.names):
+            if mX is not None:
+                address = row_address(mX, self.variant.tensors[name], row, self.n)
+                wanted = row < count if name == self.names[0] else (row < count) & mine
+                self.ring.fetch(sX, address, first, wanted, edge[0], stage)
+                held.append((sX, address, first, wanted))
+        self.ring.fetch_tails(held, edge, stage)
 
     @cute.jit
     def _thread(self, slots: cutlass.Constexpr, rWeight: cutlass.Constexpr, first: cutlass.Constexpr,

@@ -49,10 +49,7 @@ class NormForwardStaged(NormForward):
         columns = None
         if const_expr(not self.late):
             columns = self._columns(mWeight, mBias, first, range(self.tile.per_thread))
-        for m, sX, name in zip(inputs, slots, self.names):
-            if const_expr(m is not None):
-                address = row_address(m, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, row < count, self.tile.readable(row, count), Int32(0))
+        self._fetch(inputs, slots, first, row, count)
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
@@ -71,6 +68,15 @@ class NormForwardStaged(NormForward):
                 y = y + widen(rBias)
             self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, count, first[k], k)
         let_next_start(self.chained)
+
+    def _fetch(self, inputs, slots, first, row, count):
+        edge, held = self.tile.edge(row, count), []
+        for m, sX, name in zip(inputs, slots, self.names):
+            if m is not None:
+                address = row_address(m, self.variant.tensors[name], row, self.n)
+                self.ring.fetch(sX, address, first, row < count, edge[0], Int32(0))
+                held.append((sX, address, first, row < count))
+        self.ring.fetch_tails(held, edge, Int32(0))
 
     def _staged_statistics(self, slots, mResidualOut, first, sSum, mbar):
         for k in range(self.tile.per_thread):

@@ -141,9 +141,7 @@ class HeldRows:
                 for rX in held:
                     self.access.trim(rX[k], k, first)
         else:
-            for mX, sX, name in zip(inputs, slots, self.function.inputs):
-                address = row_address(mX, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, wanted, self.tile.readable(row, count), Int32(0))
+            self._fetch(inputs, slots, first, row, count, wanted)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
             let_next_start(self.chained)
@@ -163,6 +161,14 @@ class HeldRows:
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
                     self.access.store(mX, name, rOut, row, first, k, there)
+
+    def _fetch(self, inputs, slots, first, row, count, wanted):
+        edge, held = self.tile.edge(row, count), []
+        for mX, sX, name in zip(inputs, slots, self.function.inputs):
+            address = row_address(mX, self.variant.tensors[name], row, self.n)
+            self.ring.fetch(sX, address, first, wanted, edge[0], Int32(0))
+            held.append((sX, address, first, wanted))
+        self.ring.fetch_tails(held, edge, Int32(0))
 
     def _gather(self, gets, insides):
         if self.ring is None:

@@ -70,14 +70,10 @@ class QuantizeStaged(QuantizeRows):
 
         wait_for_previous(self.chained)
         held = [(sX, address) for sX, address in zip(slots, bases) if sX is not None]
-        readable = self.tile.readable(row, count)
+        edge = self.tile.edge(row, count)
         # A group for every vector: the first look at them begins while the last ones are on their way.
         for k in cutlass.range_constexpr(self.tile.per_thread):
-            for sX, address in held:
-                begins = self.ring.begins(sX, address, first) if const_expr(self.windowed) else first
-                self.ring.fetch(sX, address, begins, row < count, readable, Int32(0), [k])
-                if const_expr(self.windowed and k == self.tile.per_thread - 1):
-                    self.ring.fetch_last(sX, address, rank, row < count, readable)
+            self._fetch(held, first, rank, row < count, edge, k)
             cute.arch.cp_async_commit_group()
         loaded = None
         if const_expr(not self.late):
@@ -101,6 +97,17 @@ class QuantizeStaged(QuantizeRows):
                 cute.arch.barrier()
             self._one_by_one(given, rstd, maxima, speaks, place)
         let_next_start(self.chained)
+
+    def _fetch(self, held, first, rank, valid, edge, k):
+        """Start loading this thread's k-th vectors, with the last ones what lies past the CTA's own."""
+        tails = []
+        for sX, address in held:
+            begins = self.ring.begins(sX, address, first) if self.windowed else first
+            self.ring.fetch(sX, address, begins, valid, edge[0], Int32(0), [k])
+            tails.append((sX, address, begins, valid))
+            if self.windowed and k == self.tile.per_thread - 1:
+                self.ring.fetch_last(sX, address, rank, valid, edge[0])
+        self.ring.fetch_tails(tails, edge, Int32(0), [k])
 
     @cute.jit
     def _at_once(self, given: cutlass.Constexpr, both, sums, maxima, speaks, place: cutlass.Constexpr):

@@ -8,8 +8,8 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_ops.kernels._rows import ITEMSIZE, VECTOR_BYTES, vector_address
-from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, opaque
+from cute_ops.kernels._rows import ITEMSIZE, vector_address
+from cute_ops.kernels._vectors import access_bits, fill_outside, fragment, gmem_vector, load, load_first, opaque
 
 
 class RowRing:
@@ -61,40 +61,55 @@ class RowRing:
 
     @cute.jit
     def fetch(
-        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, readable, stage: Int32,
+        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, bound, stage: Int32,
         ks: cutlass.Constexpr = None,
     ):  # fmt: skip
         """Start copying this thread's vectors of a row, or some of them; the caller commits the group.
 
         Args:
             valid: whether the row is there.
-            readable: from :meth:`RowTile.readable`.
+            bound: from :meth:`RowTile.edge`; :meth:`fetch_tails` copies what begins later.
         """
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
             # Once, not again under the condition of every vector.
             address, tidx = opaque(address), opaque(tidx)
         for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
-            if valid and self.tile.wanted(k, first[k]):
+            if valid and self.tile.wanted(k, first[k], bound):
                 source = vector_address(sX, address, self.tile, first[k], k)
-                target = sX[None, None, tidx, k, stage]
-                if const_expr(self.tile.v.masked and self.tile.ends_outside(k)):
-                    self.copy_first(source, target, readable - first[k])
-                else:
-                    self.copy(source, target)
+                self.copy(source, sX[None, None, tidx, k, stage])
 
-    def copy_first(self, source, target, room):
-        """Start copying a vector of which only the first ``room`` elements may be read: the rest become zeros."""
-        dtype, bits = target.element_type, access_bits(target.element_type, self.tile.vec)
-        size = bits // 8
-        cache = "cg" if size == VECTOR_BYTES else "ca"
-        for i in range(cute.size(target, mode=[1])):
-            left = (room - i * (bits // dtype.width)) * (dtype.width // 8)
-            count = cutlass.min(cutlass.max(left, Int32(0)), Int32(size))
-            cute.arch.inline_ptx(
-                f"cp.async.{cache}.shared.global [{{$r0}}], [{{$r1}}], {size}, {{$r2}};",
-                read_only_args=[Int32(target[None, i].iterator.toint()), source + i * size, count],
-            )
+    @cute.jit
+    def fetch_tails(self, held: cutlass.Constexpr, edge: cutlass.Constexpr, stage: Int32, ks: cutlass.Constexpr = None):
+        """Copy the vectors that :meth:`RowTile.edge` leaves of a row of each input, element by element, by one branch.
+
+        Copies of fewer bytes than a vector has (cp.async with a size) would need none, but compute-sanitizer takes them
+        for whole ones.
+
+        Args:
+            held: (slots, address of the row, first columns, whether the row is there) of each input.
+        """
+        bound, tail = edge
+        if const_expr(self.tile.v.masked):
+            if tail:
+                self._each_tail(held, bound, stage, range(self.tile.per_thread) if const_expr(ks is None) else ks)
+
+    def _each_tail(self, held, bound, stage, ks):
+        for sX, address, first, valid in held:
+            for k in ks:
+                if self.tile.ends_outside(k):
+                    here = valid & (first[k] >= bound) & (first[k] < self.tile.n)
+                    source = address + Int64(first[k]) * (sX.element_type.width // 8)
+                    target = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+                    self.copy_first(here, source, target, self.tile.n - first[k])
+
+    @cute.jit
+    def copy_first(self, valid: Boolean, source: Int64, target: cute.Tensor, room: Int32):
+        """Copy the first ``room`` elements of a vector; zeros for the others."""
+        if valid:
+            rX = fragment(target.element_type, self.tile.vec)
+            load_first(rX, source, room)
+            cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
 
     def copy(self, source, target):
         """Start copying a vector."""

@@ -124,10 +124,6 @@ class RowTile:
         inside = first < (self.n if bound is None else bound) if self.ends_outside(k) else True
         return (first + self.vec > 0) & inside if self.starts_outside(k) and self.v.unit > self.vec else inside
 
-    def readable(self, row, count):
-        """See :func:`readable`."""
-        return readable(self.v, self.n, row, count)
-
     def edge(self, row, count):
         """(bound, tail): a row's vectors that begin before the column ``bound`` may be loaded whole, and if ``tail``
         one is left, which may not: what lies behind it may be nobody's.

@@ -161,10 +161,13 @@ class RowWalk:
 
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
+        edge, held = self.tile.edge(row, count), []
         for mX, sX, name in zip(inputs, slots, self.names):
             if mX is not None:
                 address = row_address(mX, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, row < count, self.tile.readable(row, count), stage)
+                self.ring.fetch(sX, address, first, row < count, edge[0], stage)
+                held.append((sX, address, first, row < count))
+        self.ring.fetch_tails(held, edge, stage)
         cute.arch.cp_async_commit_group()
 
     def _give(self, slots, kept, first, counts, step, before, pending, sSum, mbar):

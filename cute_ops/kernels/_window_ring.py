@@ -29,20 +29,22 @@ class WindowRing(RowRing):
         return [f - past for f in first]
 
     @cute.jit
-    def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean, readable):
+    def fetch_last(self, sX: cute.Tensor, address: Int64, rank, valid: Boolean, bound):
         """Start copying the vector past this CTA's own, which the last of its threads wants too.
 
         Args:
             address: of the row, in bytes.
             rank: this CTA in its cluster.
-            valid, readable: as :meth:`fetch` takes them.
+            valid, bound: as :meth:`fetch` takes them.
         """
         tile, dtype = self.tile, sX.element_type
         if cute.arch.thread_idx()[0] == 0:
             (begin,) = self.begins(sX, address, [Int32((rank + 1) * tile.per_thread * tile.threads * tile.vec)])
-            if valid & (begin < tile.n):
-                source = address + Int64(begin) * (dtype.width // 8)
-                self.copy_first(source, self._vector(sX, tile.per_thread, Int32(0)), readable - begin)
+            source = address + Int64(begin) * (dtype.width // 8)
+            target = self._vector(sX, tile.per_thread, Int32(0))
+            if valid & (begin < bound):
+                self.copy(source, target)
+            self.copy_first(valid & (begin >= bound) & (begin < tile.n), source, target, tile.n - begin)
 
     @property
     def complete(self):

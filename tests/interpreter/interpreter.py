@@ -196,8 +196,6 @@ def warp_reduction(value, combine, threads_in_group=WARP):
 def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
     if code.startswith("mov."):
         return read_only_args[0]
-    if code.startswith("cp.async"):
-        return copy_first(*read_only_args, int(code.split(",")[2]))
     if code.startswith("st.async"):
         return now.shared.write(read_only_args[0], np.zeros(1, int), Float32, read_only_args[1])
     if "cvt.rn.satfinite.e4m3x2" in code:
@@ -205,15 +203,6 @@ def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
         return each.view(write_only_types[0].dtype)[..., 0].view(Lanes)
     if not code.startswith("prefetch"):
         raise NotImplementedError(code)
-
-
-def copy_first(target, source, count, size):
-    """Bytes to shared memory: the first ``count``, then zeros."""
-    for i in range(size):
-        place = np.array([i])
-        with masked(count > i) as some:
-            byte = now.memory.read(source, place, Uint8) if some else 0
-        now.shared.write(target, place, Uint8, np.where(count > i, byte, 0).astype("u1"))
 
 
 @contextmanager
