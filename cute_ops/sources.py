@@ -25,8 +25,9 @@ from typing import NamedTuple
 # a process that compiles has imported of this package.
 DRIVER = (
     "cute_ops", "cute_ops.candidates", "cute_ops.checks", "cute_ops.compiler", "cute_ops.errors", "cute_ops.op",
-    "cute_ops.reference", "cute_ops.settings", "cute_ops.sources", "cute_ops.target", "cute_ops.toolchain",
-    "cute_ops.variant", "cute_ops.worker", "cute_ops.kernels", "cute_ops.kernels._entry",
+    "cute_ops.processes", "cute_ops.reference", "cute_ops.schema", "cute_ops.settings", "cute_ops.sources",
+    "cute_ops.target", "cute_ops.toolchain", "cute_ops.variant", "cute_ops.worker", "cute_ops.kernels",
+    "cute_ops.kernels._entry",
 )  # fmt: skip
 UNFOLLOWED = frozenset({
     "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",

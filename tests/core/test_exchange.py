@@ -83,16 +83,19 @@ def test_readers_beside_a_writer(tmp_path: Path, compiled: Path) -> None:
     writer = program(IN_A_LOOP, compiled, where)
     assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
     calls = manifest.parse(LINES)
-    found, end = list[int](), time.monotonic() + 30
+    found, written, end = list[int](), 0, time.monotonic() + 60
     try:
         kept = Bundle(where)
         while (len(found) < 100 or len(set(found)) < 2) and time.monotonic() < end:
+            if len(found) > 30 * written:  # on a busy machine, too, there are writes between the reads
+                written += bool(writer.stdout.readline())
             found += [Bundle(where).verify(), kept.verify()]
             assert manifest.parse(kept.text("manifest.txt") or "") in ([calls[0]], sorted(calls, key=str))
             assert kept.load(calls[0].variant(parse("sm_90a")))
     finally:
         writer.kill()
-    assert len(writer.communicate()[0].splitlines()) > 2 and set(found) == {1, 2}
+    writer.wait()
+    assert written > 2 and set(found) == {1, 2}
 
 
 @pytest.mark.fault(

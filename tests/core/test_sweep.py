@@ -1,0 +1,66 @@
+"""What a sweep tries, and that it sees what is wrong: without a GPU, of a runner that fails on purpose."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cute_ops import Array, Case, Op, Tensor, sweep
+from cute_ops.op import FLOATS, Problem
+from cute_ops.ops import rope, scale
+from cute_ops.sweep_run import sweep as run
+from cute_ops.target import parse
+
+SM90 = parse("sm_90a:132")
+KERNELS = Path(__file__).parent / "kernels"
+
+
+def test_twelve_rounds_take_every_dtype_in_every_layout() -> None:
+    found: dict[int, set[tuple[str, str]]] = {}
+    rows: dict[int, set[int]] = {}
+    for number in range(12):
+        for trial in sweep.trials(rope, SM90, number):
+            found.setdefault(trial.case.dims["d"], set()).add((trial.dtype, trial.base))
+            rows.setdefault(trial.case.dims["d"], set()).add(int(np.prod(trial.case.dims["m"])))
+    assert set(found) == set(range(2, 301))  # of a head of one element nothing is rotated
+    assert all(pairs == set(sweep.PAIRS) for pairs in found.values())
+    assert all(set(sweep.ROWS) <= counts for counts in rows.values())
+
+
+def test_both_sides_of_a_threshold() -> None:
+    def tile(problem: Problem) -> dict[str, int]:
+        long = {"long": 1} if problem.dims["n"] >= 12345 and problem.dtypes["x"] == "float16" else {}
+        return {"threads": 32 * (1 + problem.dims["n"] // 5000), **long}
+
+    op = Op(
+        "with_a_threshold", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")},
+        dtypes={"T": FLOATS}, reference=lambda xp, x: x, kernel="copying:Copy", tile=tile,
+        cases=(Case("one", {"m": (1,), "n": 1}),),
+    )  # fmt: skip
+    assert sweep.thresholds(op, SM90) == [12345]
+    assert {12344, 12345, 12346} <= set(sweep.lengths(op, SM90, np.random.default_rng(0)))
+
+
+@pytest.mark.parametrize("base", sweep.BASES)
+def test_views_end_where_their_buffers_end(base: str) -> None:
+    for shape in ((1,), (7,), (5, 1), (5, 16), (2, 3, 9)):
+        where = sweep.place(Tensor("*m n", "T"), Array(shape, "float16"), base)
+        last = where.start + sum((n - 1) * stride for n, stride in zip(shape, where.strides, strict=True))
+        assert last == where.size - 1 and where.strides[-1] == 1
+        assert where.start == (base in ("shifted", "slices"))
+        if base in ("strided", "slices") and len(shape) > 1:
+            assert where.strides[-2] % sweep.VECTOR == 0 and where.strides[-2] > shape[-1]
+
+
+def test_a_sweep_says_what_is_wrong_and_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(KERNELS))
+    found = list(run([scale], "dying_runner", number=0, seed=8, workers=2, fraction=0.03))
+    expected = list(sweep.trials(scale, SM90, 0, 8, 0.03))
+    assert sorted(one.trial for one in found) == sorted(map(str, expected)) and len(found) > 50
+    for one in found:
+        n = int(re.search(r"n=(\d+)", one.trial)[1])  # type: ignore[index]
+        dead, wrong = n % 50 == 0, n % 2 == 0 and n % 50
+        assert (f"length {n}" == one.problem) == bool(wrong) and ("died with signal 9" in one.problem) == dead
