@@ -111,6 +111,12 @@ def verify(
 
     Example: python -m cute_ops verify rmsnorm --sweep --round 3
     """
+    if sweep and (dtype or framework):
+        raise typer.BadParameter(
+            "a sweep takes every dtype, in PyTorch", param_hint="--dtype" if dtype else "--framework"
+        )
+    if not sweep and (number, seed, processes, fraction, seconds) != (0, 0, 0, 1.0, float("inf")):
+        raise typer.BadParameter("--round, --seed, --processes, --fraction and --seconds are a sweep's: add --sweep")
     if sweep:
         _sweep(_ops(op) if op else list(declarations.ours().values()), number, seed, processes, fraction, seconds)
     if not op:

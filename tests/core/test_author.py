@@ -13,8 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from cute_ops import Op, declarations, machine, testing
+from cute_ops.__main__ import app
 from cute_ops.binding import bind
 from cute_ops.commands import author
 from cute_ops.plan import plan
@@ -189,3 +191,17 @@ def test_help_teaches() -> None:
         result = run(command, "--help")
         assert result.returncode == 0 and "Example: python -m cute_ops" in result.stdout
     assert "the group cute_ops.bundles" in run("build", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["rmsnorm", "--sweep", "--dtype", "bfloat16"], "a sweep takes every dtype"),
+        (["rmsnorm", "--fraction", "0.1"], "add --sweep"),
+        ([], "which op?"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_options_of_a_sweep_and_of_cases_do_not_mix(arguments: list[str], text: str) -> None:
+    result = CliRunner().invoke(app, ["verify", *arguments], env={"COLUMNS": "300"})
+    assert result.exit_code == 2 and text in result.output
