@@ -108,7 +108,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
         "kernels": kernels,
         "files": {str(p.relative_to(where)): hashlib.sha256(p.read_bytes()).hexdigest() for p in others},
     }
-    (where / "bundle.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    exchange.write_record(where / "bundle.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
     for path in [*where.rglob("*"), where]:
         path.chmod(0o755 if path.is_dir() else 0o644)
         os.utime(path, (_EPOCH, _EPOCH))

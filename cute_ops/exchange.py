@@ -105,6 +105,15 @@ def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Itera
         os.close(handle)
 
 
+def write_record(path: Path, text: str) -> None:
+    """Write the file that says what of a folder is ours: whole or not at all, whenever the process is killed. In a new
+    folder without one everything is.
+    """
+    aside = path.with_name(f"{path.name}.part")
+    aside.write_text(text)
+    aside.replace(path)
+
+
 def _new_folder(where: Path, prefix: str) -> tuple[Path, int]:
     """A new folder, open and locked as long as this process lives."""
     while True:

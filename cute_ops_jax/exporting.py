@@ -126,7 +126,7 @@ def _fill(
     variants: Sequence[Variant],
     chosen: Sequence[target.Target],
 ) -> None:
-    from cute_ops import bundling  # which only who writes needs
+    from cute_ops import bundling, exchange  # which only who writes needs
 
     if chosen:
         bundling.write(variants, chosen, where / "kernels")
@@ -141,7 +141,7 @@ def _fill(
             for name, program in programs.items()
         },
     }
-    (where / "program.json").write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
+    exchange.write_record(where / "program.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
     for one in (*where.iterdir(), where):  # whatever the umask: what others can write is not loaded
         one.chmod(one.stat().st_mode & ~trust.OTHERS)
 

@@ -112,6 +112,24 @@ def test_a_writer_killed_at_random_moments(tmp_path: Path, compiled: Path) -> No
     assert rest == "[1, 2] ['bundle']"
 
 
+def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
+    """A writer that dies in the middle of its record leaves a folder that is all ours."""
+    code = """
+import os, sys
+from pathlib import Path
+from cute_ops import exchange
+write = Path.write_text
+Path.write_text = lambda path, text: (write(path, text[:5]), os.kill(os.getpid(), 9))
+with exchange.replacing(Path(sys.argv[1]), lambda where: set(), "thing") as made:
+    write(made / "file", "one")
+    exchange.write_record(made / "record", '["file"]')
+"""
+    died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "thing")], cwd=ROOT, check=False)
+    assert died.returncode == -9 and names(tmp_path) != []
+    put(tmp_path / "thing", "two")
+    assert names(tmp_path) == ["thing"]
+
+
 def names(where: Path) -> list[str]:
     return sorted(path.name for path in where.iterdir())
 

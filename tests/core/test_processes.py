@@ -538,7 +538,10 @@ for n in (32, 64, 96):
 """
     said = program(code)
     assert "n is 32" in said and "n is 96" in said
-    assert "the compiler cannot be reached: the program has closed files that it did not open" in said
+    # Or it was seen to have left, which it does once its pipes are closed, and another one was started.
+    assert (
+        "the compiler cannot be reached: the program has closed files that it did not open" in said or "n is 64" in said
+    )
 
 
 @pytest.mark.fault(
