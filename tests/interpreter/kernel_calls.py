@@ -177,8 +177,7 @@ def check(call: Call) -> None:
     Within four times the tolerance: that is what one order of additions loses in a few rows, not the most it could.
     """
     with np.errstate(all="ignore"):
-        exact = testing.expected(call.op, call.arrays, call.attrs)
-        allowed = testing.tolerances(call.op, call.arrays, call.attrs)
+        exact, allowed = testing.limits(call.op, call.arrays, call.attrs)
     testing.compare(call.op, run(call), exact, tuple(None if a is None else 4 * a for a in allowed))
 
 
