@@ -45,13 +45,13 @@ from cute_ops.bundle import Bundle
 random.seed(0)
 start = time.monotonic()
 write(0)
-seen, usual = [], time.monotonic() - start
-for _ in range(20):
+seen, usual, end = [], time.monotonic() - start, start + 60
+while len(seen) < 20 or (len(set(seen)) < 2 and time.monotonic() < end):
     writer = os.fork()
     if not writer:
         for turn in range(1, 1000):
             write(turn)
-    time.sleep(random.random() * 3 * usual)
+    time.sleep(random.random() * usual * (3 + len(seen) // 20))  # longer where a busy machine writes nothing so soon
     os.kill(writer, signal.SIGKILL)
     os.waitpid(writer, 0)
     seen.append(Bundle(where).verify())
@@ -99,7 +99,7 @@ def test_readers_beside_a_writer(tmp_path: Path, compiled: Path) -> None:
 
 
 @pytest.mark.fault(
-    "kill -9 of a process that replaces a bundle, at 20 random moments",
+    "kill -9 of a process that replaces a bundle, at random moments",
     "the old or the new one is there, whole; the next writer clears away what was left",
     "nothing",
 )
