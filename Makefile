@@ -45,8 +45,8 @@ lint: $(READY)  ## ruff and mypy
 	$(PYTHON) -m mypy
 
 generate: $(READY)  ## stubs and the pages on the ops, from the declarations
-	$(PYTHON) -m cute_ops_torch.stubs
-	$(PYTHON) -m cute_ops_jax.stubs
+	$(PYTHON) -m cute_ops_torch.tools.stubs
+	$(PYTHON) -m cute_ops_jax.tools.stubs
 	$(PYTHON) docs/make_ops.py
 
 bench: $(READY)  ## device, host and start-up time and a training step on this machine's GPU, into out/benchmarks/

@@ -41,7 +41,7 @@ from problems import BY_NAME, DIRECTIONS, Buffers, Problem, by_importance, grid,
 from rich.console import Console
 from torch._functorch import config as functorch_config
 
-from cute_ops_torch.measure import CALLS, LONG_US, elapsed, graph_sampler
+from cute_ops_torch.tools.measure import CALLS, LONG_US, elapsed, graph_sampler
 
 KEY = ("op", "direction", "rows", "n", "dtype", "weight", "residual", "layout")
 COLUMNS = (

@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table as View
 
 import cute_ops_torch as ours
-from cute_ops_torch.measure import elapsed
+from cute_ops_torch.tools.measure import elapsed
 
 COLUMNS = ("graph", "rows", "n", "contender", "status", "us", "us_min", "us_max", "took")
 CONTENDERS = ("ours", "fused by Inductor", "max-autotune's choice", "torch's own")
@@ -134,12 +134,12 @@ def measure(graph: Graph, rounds: int, small: bool) -> list[dict[str, Any]]:
     torch.manual_seed(0)
     tensors = [torch.randn(rows, n, device=device, dtype=torch.bfloat16) for _ in range(graph.tensors)]
     tensors.append(torch.randn(n, device=device, dtype=torch.bfloat16))
-    from cute_ops_torch import _choice
+    from cute_ops_torch.inductor import fusion_choice
 
     rows_of = {
         name: {"graph": graph.name, "rows": rows, "n": n, "contender": name, "status": "ok"} for name in CONTENDERS
     }
-    _choice._known.clear()
+    fusion_choice._known.clear()
     expected, samples = None, {}
     for name, function in (("torch's own", graph.plain), ("max-autotune's choice", graph.ours)):
         try:
@@ -157,11 +157,11 @@ def measure(graph: Graph, rounds: int, small: bool) -> list[dict[str, Any]]:
             values.append(sample())
     for name, (_, values) in samples.items():
         rows_of[name] |= dict(zip(("us", "us_min", "us_max"), spread(values), strict=True))
-    timed = list(_choice._known.values())[-1:]  # of the backward, which comes after the forward
+    timed = list(fusion_choice._known.values())[-1:]  # of the backward, which comes after the forward
     for k, name in enumerate(CONTENDERS[:2]):
         rows_of[name] |= {"us": timed[0][k] * 1e3} if timed else {"status": "not timed"}
     if timed:
-        rows_of[CONTENDERS[2]]["took"] = CONTENDERS[_choice.fused_wins(*timed[0])]
+        rows_of[CONTENDERS[2]]["took"] = CONTENDERS[fusion_choice.fused_wins(*timed[0])]
     return list(rows_of.values())
 
 

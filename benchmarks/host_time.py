@@ -105,7 +105,7 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
     def into(name: str, *tensors: torch.Tensor | None) -> Callable[..., None]:
         from cute_ops.ops import OPS
-        from cute_ops_torch.registry import define
+        from cute_ops_torch.library.register import define
 
         (op,) = (op for op in OPS if op.name == name)
         return define(op).cuda.find(*tensors, EPS, 0.0).into
@@ -338,7 +338,7 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
         for name, make in makers.items()
         if name == YARDSTICK or re.search(only, name)
     }
-    from cute_ops_torch.extension import loaded
+    from cute_ops_torch.host.extension import loaded
 
     extension = "no" if loaded() is None else "yes"
     status: dict[tuple[str, str], str] = {}

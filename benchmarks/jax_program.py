@@ -17,7 +17,7 @@ import torch
 from contenders import as_tuple
 from problems import Buffers, Problem
 
-from cute_ops_torch.measure import WAIT_CYCLES
+from cute_ops_torch.tools.measure import WAIT_CYCLES
 
 MAX_CALLS = 128
 START, END = "bench_start", "bench_end"
@@ -50,7 +50,7 @@ def events() -> dict[str, torch.cuda.Event]:
     """The events that :func:`_marked` records, their calls made known to XLA."""
     import jax_tvm_ffi
 
-    from cute_ops import loader
+    from cute_ops.jit import loader
 
     tvm_ffi = loader.tvm_ffi()
     made = {name: torch.cuda.Event(enable_timing=True) for name in (START, END)}

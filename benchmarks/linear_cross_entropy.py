@@ -23,7 +23,7 @@ from common import Table, first_line, read, spread
 from rich.console import Console
 from rich.table import Table as View
 
-from cute_ops_torch.measure import elapsed
+from cute_ops_torch.tools.measure import elapsed
 
 COLUMNS = (
     "contender", "rows", "hidden", "vocabulary", "dtype", "status", "ms", "ms_min", "ms_max", "peak_mb", "loss",

@@ -12,7 +12,7 @@ import torch
 from cute_ops.binding import Binding, bind
 from cute_ops.op import ITEMSIZE, Array, Op
 from cute_ops.ops import OPS
-from cute_ops_torch.measure import random_input
+from cute_ops_torch.tools.measure import random_input
 
 BY_NAME = {op.name: op for op in OPS}
 DIRECTIONS = ("fwd", "bwd")

@@ -68,7 +68,7 @@ import importlib
 t0 = clock()
 package = importlib.import_module(NAME)
 t1 = clock()
-from cute_ops.loader import tvm_ffi
+from cute_ops.jit.loader import tvm_ffi
 tvm_ffi()
 t2 = clock()
 ours()

@@ -5,7 +5,8 @@ the heuristic's tile takes, what the winner takes, and by how much of its time t
 whose heuristic stays, what the best candidate promised in the first samples, which is partly luck. A row counts as long
 as the heuristic and the kernel's sources are what they were.
 
-    python benchmarks/tuning_gap.py --out out/benchmarks [--ops rmsnorm] [--append] [--ship cute_ops/tuned/sm_90a.json]
+    python benchmarks/tuning_gap.py --out out/benchmarks [--ops rmsnorm] [--append]
+    python benchmarks/tuning_gap.py --out out/benchmarks --ship cute_ops/autotune/shipped/sm_90a.json
     python benchmarks/tuning_gap.py --out benchmarks/results --report    # measures nothing
 """
 
@@ -21,9 +22,10 @@ from common import ROOT, Table, read
 from problems import BY_NAME, Problem, grid
 from rich.console import Console
 
-from cute_ops import target, tuner, tuning
+from cute_ops.autotune import tuner, winners
+from cute_ops.jit import target
+from cute_ops.jit.plan import Memory
 from cute_ops.ops import OPS
-from cute_ops.plan import Memory
 
 COLUMNS = (
     "call", "rows", "status", "us", "us_tuned", "gain", "change", "heuristic", "tile", "tried", "refused", "sources",
@@ -52,11 +54,11 @@ def trials(ops: list[str]) -> list[tuner.Trial]:
     return [tuner.Trial(p.binding(direction), dict[str, Memory]()) for p, direction in sorted(calls, key=rate)]
 
 
-def classes(ops: list[str], on: target.Target) -> list[tuning.Key]:
+def classes(ops: list[str], on: target.Target) -> list[winners.Key]:
     return [group.key for group in tuner.grouped(trials(ops), on)]
 
 
-def current(rows: Iterable[Row], among: Iterable[tuning.Key]) -> list[Row]:
+def current(rows: Iterable[Row], among: Iterable[winners.Key]) -> list[Row]:
     """The last row of each class that is as it was when it was measured."""
     found = {winner(row).key: row for row in rows if row["sources"] == sources(row["call"])}
     return [found[key] for key in among if key in found]
@@ -64,7 +66,7 @@ def current(rows: Iterable[Row], among: Iterable[tuning.Key]) -> list[Row]:
 
 def sources(call: str) -> str:
     stage = STAGES.get(call.partition(" ")[0])
-    return tuning.sources_of(stage) if stage else ""
+    return winners.sources_of(stage) if stage else ""
 
 
 def config(text: str) -> dict[str, int]:
@@ -72,21 +74,21 @@ def config(text: str) -> dict[str, int]:
 
 
 def show(tile: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={value}" for name, value in tuning.config(tile))
+    return " ".join(f"{name}={value}" for name, value in winners.config(tile))
 
 
 def numbers(text: str) -> list[float]:
     return [float(word) for word in text.split()]
 
 
-def winner(row: Row) -> tuning.Winner:
+def winner(row: Row) -> winners.Winner:
     """What a row of the table says, as the package ships it."""
     measured = {
         "us": [list(pair) for pair in zip(numbers(row["us"]), numbers(row["us_tuned"]), strict=True)],
         "rows": [int(rows) for rows in row["rows"].split()],
         **{name: row[name] for name in ("gpu", "date", "commit", "sources")},
     }
-    return tuning.Winner(row["call"], config(row["heuristic"]), config(row["tile"]), measured)
+    return winners.Winner(row["call"], config(row["heuristic"]), config(row["tile"]), measured)
 
 
 def ship(rows: Iterable[Row], where: Path) -> None:
@@ -94,7 +96,7 @@ def ship(rows: Iterable[Row], where: Path) -> None:
     tuned = [row for row in rows if row["status"] == "tuned"]
     good = [row for row in tuned if "rows" in row["call"].split()[-1] or len(row["rows"].split()) > 1]
     where.parent.mkdir(exist_ok=True)
-    where.write_text(tuning.dump(map(winner, good)))
+    where.write_text(winners.dump(map(winner, good)))
 
 
 def main() -> None:

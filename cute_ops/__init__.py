@@ -4,10 +4,10 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 ``cute_ops_torch`` and ``cute_ops_jax`` turn every declaration into an op of their framework.
 """
 
-from cute_ops.candidates import Needs, Tuning, vary
+from cute_ops.array_api import widen
+from cute_ops.config import Needs, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import FLOATS, Array, Case, Finish, OneOf, Op, Problem, Split, Tensor
-from cute_ops.reference import widen
 
 __version__ = "0.1.0"
 __all__ = [

@@ -11,14 +11,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops import cache, declarations, doctor, storage
-from cute_ops import tuning as tuned_calls
+from cute_ops import lookup
+from cute_ops.autotune import winners as tuned_calls
 from cute_ops.binding import bind
-from cute_ops.commands import Arches, author, bundles, console, fail, targets, tuning
+from cute_ops.cli import Arches, author, bundles, console, fail, targets, tuning
 from cute_ops.errors import CacheError, CompileError
+from cute_ops.files import cache_dir
+from cute_ops.jit import cache
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import plan
 from cute_ops.op import FLOATS
-from cute_ops.plan import plan
-from cute_ops.worker import worker
+from cute_ops.tools import doctor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
 cache_app = typer.Typer(no_args_is_help=True, help="The folder of compiled kernels: CUTE_OPS_CACHE_DIR sets it.")
@@ -35,7 +38,7 @@ app.command("build")(bundles.build)
 app.command("warm-up")(bundles.warm_up)
 bundle_app.command("check")(bundles.show)
 
-OpName = StrEnum("OpName", {name: name for name in declarations.ours()})  # type: ignore[misc]
+OpName = StrEnum("OpName", {name: name for name in lookup.ours()})  # type: ignore[misc]
 Dtype = StrEnum("Dtype", {name: name for name in FLOATS})  # type: ignore[misc]
 
 
@@ -70,7 +73,7 @@ def compile_command(
 
     Example: python -m cute_ops compile rmsnorm --dtype bfloat16 --n 4096 --n 8192 --arch sm_90a
     """
-    declaration = declarations.find(op.value)
+    declaration = lookup.find(op.value)
     dtypes = dtype or [Dtype("bfloat16")]
     table = Table("kernel", "seconds", "file")
     for where in targets(arch):
@@ -84,7 +87,7 @@ def compile_command(
                         dump.mkdir(parents=True, exist_ok=True)
                         seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
                     else:
-                        seconds, path = cache.build(variant), storage.folder()
+                        seconds, path = cache.build(variant), cache_dir.folder()
                 except (CompileError, CacheError, NotImplementedError) as error:
                     fail(error)
                 table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
@@ -97,9 +100,9 @@ def cache_info() -> None:
     found = cache.entries()
     total = sum(size for _, size, _ in found)
     console.print(
-        f"{storage.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}"
+        f"{cache_dir.folder()}: {len(found)} kernels, {total / 1e6:.2f} MB of at most {cache.MAX_BYTES / 1e6:.0f}"
     )
-    tuned = tuned_calls.read(storage.folder() / tuned_calls.NAME).values()
+    tuned = tuned_calls.read(cache_dir.folder() / tuned_calls.NAME).values()
     if tuned:
         other = sum(dict(winner.tile) != dict(winner.heuristic) for winner in tuned)
         console.print(
@@ -116,7 +119,7 @@ def cache_info() -> None:
 def cache_clear() -> None:
     """Delete every cached kernel. Programs that run keep what they have loaded."""
     try:
-        console.print(f"deleted {cache.clear()} kernels from {storage.folder()}")
+        console.print(f"deleted {cache.clear()} kernels from {cache_dir.folder()}")
     except CacheError as error:
         fail(error)
 

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from cute_ops.checks import problems
+from cute_ops.op_checks import problems
 
 if TYPE_CHECKING:
-    from cute_ops.candidates import Tuning
+    from cute_ops.config import Tuning
 
 FLOATS = ("float32", "float16", "bfloat16")
 ITEMSIZE = {

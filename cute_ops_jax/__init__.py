@@ -6,12 +6,12 @@ On CUDA the compiled kernels run on XLA's own buffers and stream; elsewhere the 
 from typing import Any
 
 from cute_ops.ops import OPS
-from cute_ops_jax.bridge import probe
-from cute_ops_jax.embedding import embedding
+from cute_ops_jax.composite.embedding import embedding
+from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
+from cute_ops_jax.distributed.vocab_parallel import vocab_parallel_cross_entropy
 from cute_ops_jax.exporting import export, load
-from cute_ops_jax.front import register
-from cute_ops_jax.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from cute_ops_jax.vocabulary import vocab_parallel_cross_entropy
+from cute_ops_jax.primitive.ffi_check import probe
+from cute_ops_jax.primitive.function import register
 
 _DECLARED = {op.name: op for op in OPS}
 __all__ = [

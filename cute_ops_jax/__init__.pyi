@@ -1,18 +1,18 @@
-"""Made by ``python -m cute_ops_jax.stubs``; edit the declarations instead."""
+"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declarations instead."""
 
 from jax import Array
 from jax.typing import ArrayLike
 
-from cute_ops_jax.bridge import probe as probe
-from cute_ops_jax.embedding import embedding as embedding
+from cute_ops_jax.primitive.ffi_check import probe as probe
+from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.exporting import export as export
 from cute_ops_jax.exporting import load as load
-from cute_ops_jax.front import register as register
-from cute_ops_jax.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
-from cute_ops_jax.linear_cross_entropy import (
+from cute_ops_jax.primitive.function import register as register
+from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from cute_ops_jax.composite.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
-from cute_ops_jax.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from cute_ops_jax.distributed.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 
 def rmsnorm(
     x: ArrayLike,

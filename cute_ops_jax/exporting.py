@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cute_ops import bundle, schema, target, trust
 from cute_ops.errors import CacheError
-from cute_ops.variant import Variant
-from cute_ops_jax import _compat, targets
+from cute_ops.files import json_schema, ownership
+from cute_ops.jit import bundle, target
+from cute_ops.jit.variant import Variant
+from cute_ops_jax import _compat
+from cute_ops_jax.primitive import ffi
 
 FORMAT = 2
 WHAT = "exported program"
@@ -65,35 +67,35 @@ def export(
         CacheError: the folder holds something else.
         NotImplementedError: a symbolic size that a kernel must know; several devices with automatic axes.
     """
-    from cute_ops import exchange  # which only who writes needs
+    from cute_ops.files import folder_swap  # which only who writes needs
 
     where = Path(path)
-    exchange.check_replaceable(where, _files, WHAT)
+    folder_swap.check_replaceable(where, _files, WHAT)
     platforms = _platforms(platforms)
     chosen = _architectures(arch) if "cuda" in platforms else []
     programs, variants = {}, dict[str, Variant]()
     each: Sequence[target.Target | None] = chosen or [None]
     for one in each:
-        with targets.lowering_for(one):
+        with ffi.lowering_for(one):
             data, text = _serialized(function, platforms, vjp_order, args, kwargs)
-        known = targets.known()
+        known = ffi.known()
         symbols = sorted({s for s in _TARGET.findall(text) if s in known})
         variants |= {s: known[s] for s in symbols}
         programs[str(one or ANY)] = Program(data, symbols)
-    with exchange.replacing(where, _files, WHAT) as made:
+    with folder_swap.replacing(where, _files, WHAT) as made:
         _fill(made, platforms, programs, list(variants.values()), chosen)
 
 
 def _files(where: Path) -> set[str]:
     """The files of an exported program, by its record."""
-    record = schema.parse((where / "program.json").read_bytes(), RECORD)
+    record = json_schema.parse((where / "program.json").read_bytes(), RECORD)
     found = {"program.json", *(program["file"] for program in record["programs"].values())}
     for name in found:
-        trust.parts_of(name)
+        ownership.parts_of(name)
     if (where / "kernels").is_dir():
-        from cute_ops import bundling  # which only who writes needs
+        from cute_ops.aot import build  # which only who writes needs
 
-        found |= {f"kernels/{name}" for name in bundling.files(where / "kernels")}
+        found |= {f"kernels/{name}" for name in build.files(where / "kernels")}
     return found
 
 
@@ -111,7 +113,7 @@ def _architectures(arch: str | Sequence[str] | None) -> list[target.Target]:
     if arch:
         return [target.parse(a) for a in ([arch] if isinstance(arch, str) else arch)]
     try:
-        return [targets.device_target()]
+        return [ffi.device_target()]
     except RuntimeError as error:
         raise ValueError(
             f"cute_ops_jax.export: no GPU is here to build for ({error}): name one, arch='sm_90a', or export for "
@@ -126,10 +128,11 @@ def _fill(
     variants: Sequence[Variant],
     chosen: Sequence[target.Target],
 ) -> None:
-    from cute_ops import bundling, exchange  # which only who writes needs
+    from cute_ops.aot import build
+    from cute_ops.files import folder_swap  # which only who writes needs
 
     if chosen:
-        bundling.write(variants, chosen, where / "kernels")
+        build.write(variants, chosen, where / "kernels")
     files = {name: f"{name.replace(':', '-')}.jax" for name in programs}
     for name, program in programs.items():
         (where / files[name]).write_bytes(program.data)
@@ -141,9 +144,9 @@ def _fill(
             for name, program in programs.items()
         },
     }
-    exchange.write_record(where / "program.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+    folder_swap.write_record(where / "program.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
     for one in (*where.iterdir(), where):  # whatever the umask: what others can write is not loaded
-        one.chmod(one.stat().st_mode & ~trust.OTHERS)
+        one.chmod(one.stat().st_mode & ~ownership.OTHERS)
 
 
 def load(path: str | Path) -> Callable[..., Any]:
@@ -159,8 +162,8 @@ def load(path: str | Path) -> Callable[..., Any]:
     """
     where = Path(path)
     try:
-        return trust.read_one_state(where, lambda folder: _loaded(where, folder))
-    except trust.Untrusted as error:
+        return ownership.read_one_state(where, lambda folder: _loaded(where, folder))
+    except ownership.Untrusted as error:
         raise CacheError(
             f"cute_ops: exported program {where} {error}; it is code: put it into a new folder that only you or root "
             "can change, from a source that you trust"
@@ -169,11 +172,11 @@ def load(path: str | Path) -> Callable[..., Any]:
         raise CacheError(f"cute_ops: {where} holds no exported program: {str(error)[:2000]}") from error
 
 
-def _loaded(where: Path, folder: trust.Folder) -> Callable[..., Any]:
-    record = schema.parse(folder.read("program.json"), {"format": int})
+def _loaded(where: Path, folder: ownership.Folder) -> Callable[..., Any]:
+    record = json_schema.parse(folder.read("program.json"), {"format": int})
     if record["format"] != FORMAT:
         raise ValueError(f"format {record['format']}, this version of cute_ops reads {FORMAT}")
-    schema.check(record, RECORD)
+    json_schema.check(record, RECORD)
     programs = record["programs"]
     if not programs:
         raise ValueError("it has no program")
@@ -209,7 +212,7 @@ def _runs_kernels(record: Mapping[str, Any]) -> bool:
 
 def _fitting(where: Path, programs: Sequence[str]) -> str:
     """The program for this process's GPU."""
-    here = targets.device_target()
+    here = ffi.device_target()
     fitting = [name for name in programs if name.partition(":")[0] == here.arch]
     if not fitting:
         raise CacheError(
@@ -230,7 +233,7 @@ def _register(kernels: bundle.Bundle, symbols: Sequence[str]) -> None:
     for symbol in symbols:
         if symbol not in kernels.kernels:
             raise CacheError(f"cute_ops: bundle {kernels.where} does not hold {symbol}")
-        targets.ensure(kernels.variant(symbol), get)
+        ffi.ensure(kernels.variant(symbol), get)
 
 
 def _serialized(
@@ -241,7 +244,7 @@ def _serialized(
     program = jax.jit(lambda *a, **k: function(*a, **k))
     while True:
         # jax.export wants the names of custom calls that its promises do not cover; ours are known once it has lowered.
-        names = set(targets.known())
+        names = set(ffi.known())
         checks = [jax.export.DisabledSafetyCheck.custom_call(name) for name in sorted(names)]
         try:
             made = jax.export.export(program, platforms=list(platforms), disabled_checks=checks)(*args, **kwargs)
@@ -255,5 +258,5 @@ def _serialized(
                 "XLA asks this process how to cut kernels: use jax.shard_map or a mesh with explicit axes."
             ) from error
         except ValueError:
-            if names == set(targets.known()):
+            if names == set(ffi.known()):
                 raise

@@ -9,19 +9,19 @@ True
 from typing import TYPE_CHECKING, Any
 
 from cute_ops_torch import functions, nn
-from cute_ops_torch.embedding import embedding
-from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
-from cute_ops_torch.registry import register
-from cute_ops_torch.when_imported import when_imported
+from cute_ops_torch.composite.embedding import embedding
+from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
+from cute_ops_torch.distributed.import_hook import when_imported
+from cute_ops_torch.library.register import register
 
 if TYPE_CHECKING:
     from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
-    from cute_ops_torch.patching import patch, unpatch
+    from cute_ops_torch.huggingface.patch import patch, unpatch
 
 __all__ = ["embedding", "linear_cross_entropy", "nn", "patch", "register", "unpatch", *functions.__all__]
 
 # Ops take DTensors wherever there are any.
-when_imported("torch.distributed.tensor", "cute_ops_torch.distributed")
+when_imported("torch.distributed.tensor", "cute_ops_torch.distributed.dtensor")
 
 
 def __getattr__(name: str) -> Any:
@@ -29,7 +29,7 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name in ("patch", "unpatch"):
-        from cute_ops_torch import patching
+        from cute_ops_torch.huggingface import patch as patching
 
         value = getattr(patching, name)
     else:

@@ -16,7 +16,7 @@ def main(arguments: list[str] | None = None) -> int:
         help="build the C++ extension, which makes calls cheaper on the host, for the torch that is installed",
     )
     parser.parse_args(arguments)
-    from cute_ops_torch import extension
+    from cute_ops_torch.host import extension
 
     try:
         print(extension.build())

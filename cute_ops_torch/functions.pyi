@@ -1,4 +1,4 @@
-"""Made by ``python -m cute_ops_torch.stubs``; edit the declarations instead."""
+"""Made by ``python -m cute_ops_torch.tools.stubs``; edit the declarations instead."""
 
 from torch import Tensor
 

@@ -11,9 +11,9 @@ from torch import nn
 from cute_ops.op import Op
 from cute_ops.ops import OPS
 from cute_ops_torch import functions
-from cute_ops_torch.linear_cross_entropy import linear_cross_entropy
-from cute_ops_torch.registry import register
-from cute_ops_torch.schema import define
+from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
+from cute_ops_torch.library.register import register
+from cute_ops_torch.library.schema import define
 
 
 class RMSNorm(nn.Module):

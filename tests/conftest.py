@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cute_ops import cache, target
+from cute_ops.jit import cache, target
 from cute_ops.ops import OPS
 
 

@@ -113,8 +113,8 @@ softmax x:float32[5,50257]
 
 
 def manifest_reader(where: Path) -> Reader:
-    from cute_ops import manifest
-    from cute_ops.target import parse
+    from cute_ops.aot import manifest
+    from cute_ops.jit.target import parse
 
     target = parse("sm_90a")
     words = LINES.split()
@@ -148,21 +148,23 @@ def manifest_reader(where: Path) -> Reader:
 
 
 def tuning_reader(where: Path) -> Reader:
-    from cute_ops import tuning
+    from cute_ops.autotune import winners
 
-    winners = [
-        tuning.Winner(f"rmsnorm sm_90a:132 n={n}", {"threads": 128}, {"threads": 64 * n}, {"us": [1.5], "sources": "0"})
+    some = [
+        winners.Winner(
+            f"rmsnorm sm_90a:132 n={n}", {"threads": 128}, {"threads": 64 * n}, {"us": [1.5], "sources": "0"}
+        )
         for n in range(4)
     ]
-    valid = tuning.dump(winners).encode()
+    valid = winners.dump(some).encode()
 
     def read(rng: random.Random, elsewhere: Callable[[], None]) -> bool:
         try:
-            found = tuning.parse(change(rng, valid))
+            found = winners.parse(change(rng, valid))
         except ValueError as error:
             check_text(error)
             return False
-        again = tuning.parse(tuning.dump(found.values()))
+        again = winners.parse(winners.dump(found.values()))
         require(repr(sorted(again)) == repr(sorted(found)), "what was read is written otherwise")
         return True
 
@@ -170,14 +172,15 @@ def tuning_reader(where: Path) -> Reader:
 
 
 def bundle_reader(where: Path) -> Reader:
-    from cute_ops import bundle, bundling, loader, manifest
+    from cute_ops.aot import build, manifest
     from cute_ops.errors import CacheError
-    from cute_ops.target import parse
+    from cute_ops.jit import bundle, loader
+    from cute_ops.jit.target import parse
 
     targets = [parse("sm_90a"), parse("sm_80")]
     calls = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
     here = where / "bundle"
-    bundling.write([], targets, here, calls)
+    build.write([], targets, here, calls)
     record = json.loads((here / "bundle.json").read_text())
     content = b"an object"
     variants = [calls[0].variant(target) for target in targets]
@@ -215,7 +218,7 @@ def bundle_reader(where: Path) -> Reader:
             else:
                 require(not isinstance(found, bytes) or found == content, "another object was loaded")
         try:
-            bundling.files(here)
+            build.files(here)
         except ValueError as error:
             check_text(error)
         return bool(done)
@@ -224,8 +227,9 @@ def bundle_reader(where: Path) -> Reader:
 
 
 def cache_reader(where: Path) -> Reader:
-    from cute_ops import cache, manifest
-    from cute_ops.target import parse
+    from cute_ops.aot import manifest
+    from cute_ops.jit import cache
+    from cute_ops.jit.target import parse
 
     os.environ["CUTE_OPS_CACHE_DIR"] = str(where / "cache")
     (where / "cache").mkdir(mode=0o700)

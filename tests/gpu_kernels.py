@@ -14,12 +14,13 @@ from collections.abc import Iterator
 import torch
 from rich.progress import Progress
 
-from cute_ops import FLOATS, cache, target, testing
+from cute_ops import FLOATS, testing
+from cute_ops.jit import cache, target
+from cute_ops.jit.plan import plan
+from cute_ops.jit.variant import Variant
 from cute_ops.op import Array, Tensor
 from cute_ops.ops import OPS, PARTS
-from cute_ops.plan import plan
-from cute_ops.variant import Variant
-from cute_ops_torch.tensors import DTYPES, bind_tensors, memory
+from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 
 LAYOUTS = ("compact", "slices", "shifted slices")
 

@@ -3,25 +3,25 @@ own functions are made of, ops without functions.
 """
 
 from cute_ops.op import Op
-from cute_ops.ops.activations import gelu, relu2, silu
-from cute_ops.ops.adamw import adamw
-from cute_ops.ops.add_rmsnorm import add_rmsnorm
-from cute_ops.ops.add_rmsnorm_fp8 import add_rmsnorm_fp8
-from cute_ops.ops.cross_entropy import cross_entropy, cross_entropy_step
-from cute_ops.ops.embedding import sorted_embedding_bwd
-from cute_ops.ops.gelu_mul import gelu_mul
-from cute_ops.ops.glu import geglu, swiglu, swiglu_again
-from cute_ops.ops.layernorm import layernorm
-from cute_ops.ops.qk_norm_rope import qk_norm_rope
-from cute_ops.ops.quantize_fp8 import quantize_fp8
-from cute_ops.ops.rmsnorm import rmsnorm
-from cute_ops.ops.rmsnorm_fp8 import rmsnorm_fp8
-from cute_ops.ops.rope import rope, rope_bwd_joined
-from cute_ops.ops.row_sums import row_mean, row_sum
-from cute_ops.ops.scale import scale
-from cute_ops.ops.silu_mul import silu_mul
-from cute_ops.ops.silu_mul_fp8 import silu_mul_fp8
-from cute_ops.ops.softmax import log_softmax, softmax
+from cute_ops.ops.activation.gelu_mul import gelu_mul
+from cute_ops.ops.activation.glu import geglu, swiglu, swiglu_again
+from cute_ops.ops.activation.silu_mul import silu_mul
+from cute_ops.ops.activation.unary import gelu, relu2, silu
+from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
+from cute_ops.ops.norm.layernorm import layernorm
+from cute_ops.ops.norm.rmsnorm import rmsnorm
+from cute_ops.ops.parts.adamw import adamw
+from cute_ops.ops.parts.embedding import sorted_embedding_bwd
+from cute_ops.ops.parts.scale import scale
+from cute_ops.ops.quantize.add_rmsnorm_fp8 import add_rmsnorm_fp8
+from cute_ops.ops.quantize.quantize_fp8 import quantize_fp8
+from cute_ops.ops.quantize.rmsnorm_fp8 import rmsnorm_fp8
+from cute_ops.ops.quantize.silu_mul_fp8 import silu_mul_fp8
+from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_step
+from cute_ops.ops.reduction.softmax import log_softmax, softmax
+from cute_ops.ops.reduction.sum_mean import row_mean, row_sum
+from cute_ops.ops.rotary.qk_norm_rope import qk_norm_rope
+from cute_ops.ops.rotary.rope import rope, rope_bwd_joined
 
 OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cute_ops.candidates import Needs, Tile, Tuning, vary
+from cute_ops.config import Needs, Tile, Tuning, vary
 from cute_ops.op import ITEMSIZE, Problem
 from cute_ops.ops._tiles import LINE, ROWS, VECTOR_BYTES, WARP, _clusters, _most_ctas, _threads, _unaligned, _vectors
 

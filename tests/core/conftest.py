@@ -10,9 +10,9 @@ import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor
 from cute_ops.binding import bind
-from cute_ops.plan import Memory, plan
-from cute_ops.target import parse
-from cute_ops.variant import Variant
+from cute_ops.jit.plan import Memory, plan
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
 
 KERNELS = str(Path(__file__).parent / "kernels")
 

@@ -15,13 +15,14 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cute_ops import Op, declarations, machine, testing
+from cute_ops import Op, lookup, testing
 from cute_ops.__main__ import app
 from cute_ops.binding import bind
-from cute_ops.commands import author
-from cute_ops.plan import plan
-from cute_ops.target import parse
-from cute_ops.verification import verify
+from cute_ops.cli import author
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
+from cute_ops.tools import sass
+from cute_ops.tools.verify import verify
 
 ROOT = Path(__file__).parents[2]
 SOFTCAP = "examples/custom_op/softcap.py"
@@ -83,7 +84,7 @@ def last_bit(out: np.ndarray, call: int) -> None:
 
 
 def test_a_race_shows_in_repeated_calls_and_a_hole_in_poison() -> None:
-    op = declarations.find("silu_mul")
+    op = lookup.find("silu_mul")
     op = Op(**{**_arguments(op), "cases": op.cases[:1]})
 
     def problems(**runners: FakeGPU) -> list[str]:
@@ -115,7 +116,7 @@ def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
 
 
 def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
-    op = declarations.find("rmsnorm_bwd")
+    op = lookup.find("rmsnorm_bwd")
     variant = plan(bind(op, author.example(op, "bfloat16", 4096, 4096, ["bias"])), {}, parse("sm_90a")).variant
     kernels = list(author._kernels(variant, None))
     assert kernels[0].threads == variant.tile["threads"]
@@ -126,19 +127,19 @@ def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
 
 
 def test_occupancy() -> None:
-    assert machine.occupancy("sm_90a", 256, 32, 0) == 8  # threads
-    assert machine.occupancy("sm_90a", 256, 128, 0) == 2  # registers
-    assert machine.occupancy("sm_90a", 128, 32, 100_000) == 2  # shared memory
-    assert machine.occupancy("sm_90a", 32, 16, 0) == 32  # CTAs
-    assert machine.occupancy("sm_89", 256, 32, 0) == 6
-    assert machine.occupancy("sm_80", 1024, 64, 0) == 1
+    assert sass.occupancy("sm_90a", 256, 32, 0) == 8  # threads
+    assert sass.occupancy("sm_90a", 256, 128, 0) == 2  # registers
+    assert sass.occupancy("sm_90a", 128, 32, 100_000) == 2  # shared memory
+    assert sass.occupancy("sm_90a", 32, 16, 0) == 32  # CTAs
+    assert sass.occupancy("sm_89", 256, 32, 0) == 6
+    assert sass.occupancy("sm_80", 1024, 64, 0) == 1
 
 
 def test_widths_of_accesses() -> None:
     code = (
         "LDG.E.128.CONSTANT R4\nLDG.E.U16 R2\n@P0 STG.E R1\nLDGSTS.E.BYPASS.LTC128B.128 [R1]\nUBLKCP [R2]\nSTG.E.64 R9"
     )
-    found = {(a.kind, a.bytes): a.number for a in machine.accesses(code)}
+    found = {(a.kind, a.bytes): a.number for a in sass.accesses(code)}
     assert found == {
         ("LDG", 16): 1, ("LDG", 2): 1, ("STG", 4): 1, ("STG", 8): 1, ("LDGSTS", 16): 1, ("UBLKCP", 0): 1,
     }  # fmt: skip

@@ -17,10 +17,14 @@ from typing import Any
 
 import pytest
 
-from cute_ops import CacheError, bundle, bundling, cache, exchange, loader, manifest, toolchain, tuning
-from cute_ops.bundle import Bundle
-from cute_ops.target import parse
-from cute_ops.variant import Variant
+from cute_ops import CacheError
+from cute_ops.aot import build, manifest
+from cute_ops.autotune import winners
+from cute_ops.files import folder_swap
+from cute_ops.jit import bundle, cache, loader, toolchain
+from cute_ops.jit.bundle import Bundle
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
 
 LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*,7] up:float32[*,7]\n"
 TARGETS = [parse("sm_80"), parse("sm_90a")]
@@ -34,7 +38,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("made")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUTE_OPS_CACHE_DIR", str(where / "cache"))
-        built = bundling.build(CALLS, TARGETS, where / "bundle")
+        built = build.build(CALLS, TARGETS, where / "bundle")
     assert len(built) == 4 and not any(one.error for one in built)
     return where / "bundle"
 
@@ -70,7 +74,7 @@ def test_a_bundle_serves_and_nothing_is_compiled_or_written(served: Path, cache_
 def test_the_same_bytes_every_time(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From an empty cache, in a folder of another name, with calls and targets in another order."""
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path / "another-cache"))
-    bundling.build(CALLS[::-1], TARGETS[::-1], tmp_path / "elsewhere")
+    build.build(CALLS[::-1], TARGETS[::-1], tmp_path / "elsewhere")
 
     def content(where: Path) -> dict[str, tuple[bytes, int, float]]:
         files = [p for p in where.rglob("*") if p.is_file()]
@@ -145,7 +149,10 @@ def open_behind_a_link(where: Path) -> None:
             lambda where: edit(where, lambda r: r["versions"].update({"cute-ops": "0.0.1"})),
             "was built with cute-ops 0.0.1, here is 0.1.0: build it again",
         ),
-        (lambda where: edit(where, change_sources), "was built from other sources of cute_ops.kernels.silu_mul:Silu"),
+        (
+            lambda where: edit(where, change_sources),
+            "was built from other sources of cute_ops.kernels.activation.silu_mul:Silu",
+        ),
         (flip_a_bit, "is damaged: the checksum of cute_silu_mul_"),
         (truncate, "is damaged: the checksum of cute_silu_mul_"),
         (link, "is not a file"),
@@ -194,7 +201,7 @@ def test_what_a_bundle_does_not_hold_is_compiled_and_said(
 def test_several_bundles(served: Path, tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One for each target; the first one does not fit."""
     (call,) = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
-    bundling.build([call], [parse("sm_120a")], tmp_path / "other")
+    build.build([call], [parse("sm_120a")], tmp_path / "other")
     monkeypatch.setenv("CUTE_OPS_BUNDLE", f"{served}{os.pathsep}{tmp_path / 'other'}")
     before = cache.counters.compiled
     for arch in ("sm_120a", "sm_80"):
@@ -207,8 +214,10 @@ import sys
 sys.path[:0] = {path!r}
 import importlib.util
 assert importlib.util.find_spec("cutlass") is None and importlib.util.find_spec("torch") is None
-from cute_ops import CompileError, cache, manifest, toolchain
-from cute_ops.target import parse
+from cute_ops import CompileError
+from cute_ops.jit import cache, toolchain
+from cute_ops.aot import manifest
+from cute_ops.jit.target import parse
 calls = manifest.parse({lines!r})
 print(all(callable(cache.get(call.variant(parse("sm_90a")))) for call in calls))
 other, = manifest.parse("silu_mul gate:bfloat16[*,96] up:bfloat16[*,96]")
@@ -272,8 +281,9 @@ def test_an_installed_package_serves_its_bundle(
 
 AS_NOBODY = """
 import os
-from cute_ops import bundle, cache, loader, manifest
-from cute_ops.target import parse
+from cute_ops.jit import bundle, cache, loader
+from cute_ops.aot import manifest
+from cute_ops.jit.target import parse
 bundle.versions(), loader._load_runtime(), loader.tvm_ffi()  # the environment may be for root only
 os.environ["CUTE_OPS_TUNE"] = "0"
 variant = manifest.parse({lines!r})[0].variant(parse("sm_90a"))
@@ -357,7 +367,7 @@ def test_what_was_checked_is_loaded(
 @pytest.mark.fault("another bundle takes the place of one that a program has open", "the program goes on", "nothing")
 def test_a_program_goes_on_with_a_new_bundle(made: Path, served: Path, cache_folder: Path) -> None:
     assert callable(cache.get(wanted()))
-    with exchange.replacing(served, bundling.files, "bundle") as new:
+    with folder_swap.replacing(served, build.files, "bundle") as new:
         shutil.copytree(made, new, dirs_exist_ok=True)
         # The same kernels, in files of other bytes, as another compiler's would be.
         for path in (new / "kernels").iterdir():
@@ -404,12 +414,12 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path,
     where.mkdir()
     (where / "thesis.txt").write_text("years of work")
     with pytest.raises(CacheError, match="is not empty and no bundle: name another folder"):
-        bundling.build(CALLS[:1], TARGETS[:1], where)
+        build.build(CALLS[:1], TARGETS[:1], where)
     assert (where / "thesis.txt").exists()
     with pytest.raises(CacheError, match="is not a folder: name another one"):
-        bundling.build(CALLS[:1], TARGETS[:1], where / "thesis.txt")
+        build.build(CALLS[:1], TARGETS[:1], where / "thesis.txt")
     again = Path(shutil.copytree(made, tmp_path / "again"))
-    bundling.build(CALLS[:1], TARGETS[:1], again)
+    build.build(CALLS[:1], TARGETS[:1], again)
     assert Bundle(again).verify() == 1 and not list(tmp_path.glob(".again*"))
 
 
@@ -427,11 +437,11 @@ def test_what_somebody_put_into_a_bundle_is_kept(made: Path, tmp_path: Path, cac
     else:
         (again / name).write_text("years of work")
     with pytest.raises(CacheError, match=f"holds {name.rstrip('/')}, not written by us: move that elsewhere"):
-        bundling.build(CALLS[:1], TARGETS[:1], again)
+        build.build(CALLS[:1], TARGETS[:1], again)
     assert (again / name).exists() and Bundle(again).verify() == 4
     (again / "bundle.json").write_text("{}")
     with pytest.raises(CacheError, match=r"whose record cannot be read .*: name another folder, or delete it yourself"):
-        bundling.build(CALLS[:1], TARGETS[:1], again)
+        build.build(CALLS[:1], TARGETS[:1], again)
 
 
 def test_a_cache_that_holds_no_whole_bundle(
@@ -441,7 +451,7 @@ def test_a_cache_that_holds_no_whole_bundle(
     with pytest.raises(
         CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES is 1, is that too"
     ):
-        bundling.build(CALLS, TARGETS[:1], tmp_path / "bundle")
+        build.build(CALLS, TARGETS[:1], tmp_path / "bundle")
     assert not list(tmp_path.glob("*bundle*"))
 
 
@@ -458,9 +468,9 @@ def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
     def full(*_: Path) -> Path:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(exchange if step == "_exchange" else bundling, step, full)
+    monkeypatch.setattr(folder_swap if step == "_exchange" else build, step, full)
     with pytest.raises(OSError, match="No space left"):
-        bundling.build(CALLS[:1], TARGETS[:1], again)
+        build.build(CALLS[:1], TARGETS[:1], again)
     monkeypatch.undo()
     assert Bundle(again).verify() == 4 and not list(tmp_path.glob(".again*"))
 
@@ -474,7 +484,7 @@ def test_where_one_kernel_fails_nothing_is_written(
     tmp_path: Path, cache_folder: Path, variant: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(manifest, "variants", lambda *_: [variant("Aborting"), variant("Copy"), variant("Broken")])
-    built = bundling.build(CALLS, TARGETS, tmp_path / "bundle")
+    built = build.build(CALLS, TARGETS, tmp_path / "bundle")
     texts = [str(one.error) for one in built]
     assert "died with signal 6" in texts[0] and texts[1] == "None" and "broken on purpose" in texts[2]
     assert not (tmp_path / "bundle").exists()
@@ -488,10 +498,10 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_folder: Path) -> None:
     program = (
-        "from cute_ops import Array, cache, declarations; from cute_ops.binding import bind\n"
-        "from cute_ops.plan import plan; from cute_ops.target import parse\n"
+        "from cute_ops import Array, lookup; from cute_ops.jit import cache; from cute_ops.binding import bind\n"
+        "from cute_ops.jit.plan import plan; from cute_ops.jit.target import parse\n"
         "arrays = dict.fromkeys(('gate', 'up'), Array((4, 64), 'bfloat16'))\n"
-        "cache.get(plan(bind(declarations.find('silu_mul'), arrays), {}, parse('sm_90a')).variant)\n"
+        "cache.get(plan(bind(lookup.find('silu_mul'), arrays), {}, parse('sm_90a')).variant)\n"
         "print(vars(cache.counters)); raise SystemExit(3)\n"
     )
     (tmp_path / "train.py").write_text(program)
@@ -526,17 +536,17 @@ def test_it_carries_what_calls_were_tuned_to(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Who loads it chooses the tiles that it was built with, whatever else was measured there; nothing is compiled."""
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "none")
+    monkeypatch.setattr(winners, "SHIPPED", tmp_path / "none")
     calls = CALLS[:1]
     heuristic = tile_of(calls[0])
-    ((name, _),) = [key for keys in tuning._planned.values() for key in keys]
-    tuning.remember([tuning.Winner(name, heuristic, {**heuristic, "threads": 64})])
+    ((name, _),) = [key for keys in winners._planned.values() for key in keys]
+    winners.remember([winners.Winner(name, heuristic, {**heuristic, "threads": 64})])
     cache.forget()
-    built = bundling.build(calls, [parse("sm_90a")], tmp_path / "bundle")
+    built = build.build(calls, [parse("sm_90a")], tmp_path / "bundle")
     # Both: a program that finds it by an entry point has not read its tuning.
     assert sorted(one.variant.tile["threads"] for one in built) == [64, heuristic["threads"]]
 
-    tuning.remember([tuning.Winner(name, heuristic, {**heuristic, "threads": 512})])
+    winners.remember([winners.Winner(name, heuristic, {**heuristic, "threads": 512})])
     cache.forget()
     assert tile_of(calls[0])["threads"] == 512
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "bundle"))

@@ -17,8 +17,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, CompileError, cache, locks, storage
-from cute_ops.variant import Variant
+from cute_ops import CacheError, CompileError
+from cute_ops.files import cache_dir, file_lock
+from cute_ops.jit import cache
+from cute_ops.jit.variant import Variant
 
 Make = Callable[..., Variant]
 HERE = Path(__file__).parent
@@ -26,7 +28,7 @@ GET = """
 {before}
 import sys; sys.path.insert(0, {kernels!r}); sys.path.insert(0, {here!r})
 from conftest import copying_variant
-from cute_ops import cache
+from cute_ops.jit import cache
 cache.get(copying_variant({kernel!r}))
 print(cache.counters.compiled, cache.counters.disk, "cutlass" in sys.modules, flush=True)
 """
@@ -251,7 +253,7 @@ def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
     assert victim.stdout is not None and victim.stdout.readline() == "writing\n"
     (half,) = cache_folder.glob("cute_tmp-*")
     # While it lives, nobody takes its file away.
-    storage.sweep(cache_folder)
+    cache_dir.sweep(cache_folder)
     assert half.exists() and not list(cache_folder.glob("cute_*.so"))
     victim.kill()
     victim.wait()
@@ -262,21 +264,21 @@ def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
 
 PAUSING = """
 import sys
-from cute_ops import storage
-write_whole = storage.write_whole
+from cute_ops.files import cache_dir
+write_whole = cache_dir.write_whole
 def paused(path, data):
     write_whole(path, data)
     print("written", flush=True)
     sys.stdin.readline()
-storage.write_whole = paused
+cache_dir.write_whole = paused
 """
 ASKING = """
-from cute_ops import storage
-locked = storage.locked
+from cute_ops.files import cache_dir
+locked = cache_dir.locked
 def asking(*arguments):
     print("asks", flush=True)
     return locked(*arguments)
-storage.locked = asking
+cache_dir.locked = asking
 """
 
 
@@ -318,22 +320,22 @@ def test_what_is_deleted_before_it_is_loaded(
 
 def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Between its making and its lock: who makes it sees that it is gone, and makes another."""
-    acquire, taken = locks.acquire, []
+    acquire, taken = file_lock.acquire, []
 
     def late(handle: int) -> bool | None:
         if not taken:
             taken.extend(tmp_path.iterdir())
-            locks.remove_abandoned(taken[0])
+            file_lock.remove_abandoned(taken[0])
         return acquire(handle)
 
-    monkeypatch.setattr(locks, "acquire", late)
-    handle, path = locks.new_file(tmp_path, "cute_tmp-")
+    monkeypatch.setattr(file_lock, "acquire", late)
+    handle, path = file_lock.new_file(tmp_path, "cute_tmp-")
     monkeypatch.undo()
     assert taken[0] != path and [path] == list(tmp_path.iterdir())
-    locks.remove_abandoned(path)
+    file_lock.remove_abandoned(path)
     assert path.exists(), "its maker lives"
     os.close(handle)
-    locks.remove_abandoned(path)
+    file_lock.remove_abandoned(path)
     assert not path.exists()
 
 
@@ -365,7 +367,7 @@ def test_a_file_system_without_locks(
     def none(*_: object) -> None:
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
-    monkeypatch.setattr(locks.fcntl, "flock", none)
+    monkeypatch.setattr(file_lock.fcntl, "flock", none)
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert compiles(lambda: cache.get(variant())) == 1
     assert "going on without it" in caplog.text and object_file(cache_folder)
@@ -482,7 +484,7 @@ def test_a_clock_that_jumps(cache_folder: Path, variant: Make, monkeypatch: pyte
         os.utime(cache_folder / f"{variant(n=n).symbol}.so", (when, when))
     assert compiles(lambda: [cache.get(variant(n=n)) for n in (32, 64, 96)]) == 0
     cache.forget()
-    storage.in_use.close()
+    cache_dir.in_use.close()
     path = cache_folder / f"{variant(n=64).symbol}.so"
     os.utime(path, (4e9, 4e9))
     monkeypatch.setattr(cache, "MAX_BYTES", path.stat().st_size * 7 // 2)

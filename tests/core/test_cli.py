@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import CacheError, bundle, bundling, cache, doctor, manifest, target, toolchain
+from cute_ops import CacheError
 from cute_ops.__main__ import app
+from cute_ops.aot import build, manifest
+from cute_ops.jit import bundle, cache, target, toolchain
+from cute_ops.tools import doctor
 
 ROOT = Path(__file__).parents[2]
 
@@ -87,7 +90,7 @@ def test_doctor_says_what_to_do(cache_folder: Path, monkeypatch: pytest.MonkeyPa
 
 def test_doctor_looks_at_bundles(tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
-    bundling.build(calls, [target.parse("sm_90a")], tmp_path / "bundle")
+    build.build(calls, [target.parse("sm_90a")], tmp_path / "bundle")
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "bundle"))
     (good,) = doctor._bundles()
     assert good == ("ok", f"bundle {tmp_path / 'bundle'}: 1 kernels for sm_90a:132, sound", "")
@@ -102,7 +105,7 @@ def test_doctor_believes_what_programs_believe(
     """An installed package's bundle whose group can write it serves programs; doctor called it bad."""
     calls = manifest.parse("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
     for name in ("named", "installed"):
-        bundling.build(calls, [target.parse("sm_90a")], tmp_path / name)
+        build.build(calls, [target.parse("sm_90a")], tmp_path / name)
         for path in [tmp_path / name, *(tmp_path / name).rglob("*")]:
             path.chmod(0o775 if path.is_dir() else 0o664)
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "named"))

@@ -9,9 +9,9 @@ import pytest
 
 from cute_ops import FLOATS, Array, Finish, OneOf, Op, Split, Tensor
 from cute_ops.binding import bind
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
 from cute_ops.ops import OPS, adamw, add_rmsnorm, cross_entropy, layernorm, qk_norm_rope, rmsnorm, rmsnorm_fp8
-from cute_ops.plan import plan
-from cute_ops.target import parse
 
 ROWS, ROW = Tensor("*m n", "T"), Tensor("n", "T")
 OPTIONAL = ROW._replace(optional=True)

@@ -14,9 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, bundling, cache, exchange, manifest, storage, trust
-from cute_ops.bundle import Bundle
-from cute_ops.target import parse
+from cute_ops import CacheError
+from cute_ops.aot import build, manifest
+from cute_ops.files import cache_dir, folder_swap, ownership
+from cute_ops.jit import cache
+from cute_ops.jit.bundle import Bundle
+from cute_ops.jit.target import parse
 
 ROOT = Path(__file__).parents[2]
 LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*,7] up:float32[*,7]\n"
@@ -24,12 +27,13 @@ LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*
 WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
-from cute_ops import bundling, cache, manifest
-from cute_ops.target import parse
+from cute_ops.aot import build, manifest
+from cute_ops.jit import cache
+from cute_ops.jit.target import parse
 calls, target, where = manifest.parse({lines!r}), parse("sm_90a"), Path(sys.argv[1])
 variants = [call.variant(target) for call in calls]
 def write(turn):
-    bundling.write(variants[: 1 + turn % 2], [target], where, calls[: 1 + turn % 2])
+    build.write(variants[: 1 + turn % 2], [target], where, calls[: 1 + turn % 2])
 write(0)
 print("ready", flush=True)
 """
@@ -41,7 +45,7 @@ while True:
     print(turn, flush=True)
 """
 KILLED = """
-from cute_ops.bundle import Bundle
+from cute_ops.jit.bundle import Bundle
 random.seed(0)
 start = time.monotonic()
 write(0)
@@ -117,12 +121,12 @@ def test_a_record_is_whole_or_not_there(tmp_path: Path) -> None:
     code = """
 import os, sys
 from pathlib import Path
-from cute_ops import exchange
+from cute_ops.files import folder_swap
 write = Path.write_text
 Path.write_text = lambda path, text: (write(path, text[:5]), os.kill(os.getpid(), 9))
-with exchange.replacing(Path(sys.argv[1]), lambda where: set(), "thing") as made:
+with folder_swap.replacing(Path(sys.argv[1]), lambda where: set(), "thing") as made:
     write(made / "file", "one")
-    exchange.write_record(made / "record", '["file"]')
+    folder_swap.write_record(made / "record", '["file"]')
 """
     died = subprocess.run([sys.executable, "-c", code, str(tmp_path / "thing")], cwd=ROOT, check=False)
     assert died.returncode == -9 and names(tmp_path) != []
@@ -139,7 +143,7 @@ def ours(where: Path) -> set[str]:
 
 
 def put(where: Path, text: str) -> None:
-    with exchange.replacing(where, ours, "thing") as made:
+    with folder_swap.replacing(where, ours, "thing") as made:
         (made / "in").mkdir()
         (made / "in" / "file").write_text(text)
         (made / "record").write_text('["in/file"]')
@@ -147,7 +151,7 @@ def put(where: Path, text: str) -> None:
 
 def no_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
     """What NFS answers."""
-    monkeypatch.setattr(exchange, "_renameat2", lambda one, other: errno.EINVAL)
+    monkeypatch.setattr(folder_swap, "_renameat2", lambda one, other: errno.EINVAL)
 
 
 @pytest.mark.parametrize("can", [True, False])
@@ -172,14 +176,14 @@ def test_what_was_added_meanwhile_is_not_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Between the look at the folder and its exchange."""
-    where, put_in_place = tmp_path / "thing", exchange._put
+    where, put_in_place = tmp_path / "thing", folder_swap._put
     put(where, "one")
 
     def late(made: Path, place: Path) -> None:
         (where / "in" / "thesis.txt").write_text("years of work")
         put_in_place(made, place)
 
-    monkeypatch.setattr(exchange, "_put", late)
+    monkeypatch.setattr(folder_swap, "_put", late)
     put(where, "two")
     monkeypatch.undo()
     assert (where / "in" / "file").read_text() == "two" and "files that are not ours are kept in" in caplog.text
@@ -213,8 +217,8 @@ import errno, os, signal, sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[2])
 import test_exchange
-from cute_ops import exchange
-exchange._renameat2 = lambda one, other: errno.EINVAL
+from cute_ops.files import folder_swap
+folder_swap._renameat2 = lambda one, other: errno.EINVAL
 rename = Path.rename
 def dying(self, target):
     if self.name == "made" and not target.exists():
@@ -236,7 +240,7 @@ def test_a_death_between_two_renames(tmp_path: Path) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     assert subprocess.run(command, env=environment, check=False).returncode == -9
     assert not (tmp_path / "thing").exists()
-    with pytest.raises(ZeroDivisionError), exchange.replacing(tmp_path / "thing", ours, "thing"):
+    with pytest.raises(ZeroDivisionError), folder_swap.replacing(tmp_path / "thing", ours, "thing"):
         raise ZeroDivisionError
     assert (tmp_path / "thing" / "in" / "file").read_text() == "one" and names(tmp_path) == ["thing"]
 
@@ -245,7 +249,7 @@ def test_what_is_written_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     """Files before the folder that names them, and that before the exchange; then the folder around."""
     put(tmp_path / "thing", "one")
     steps: list[str] = []
-    fsync, rename = os.fsync, exchange._exchange
+    fsync, rename = os.fsync, folder_swap._exchange
 
     def noted(handle: int) -> None:
         steps.append(Path(f"/proc/self/fd/{handle}").readlink().name)
@@ -256,16 +260,16 @@ def test_what_is_written_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         rename(one, other)
 
     monkeypatch.setattr(os, "fsync", noted)
-    monkeypatch.setattr(exchange, "_exchange", exchanged)
+    monkeypatch.setattr(folder_swap, "_exchange", exchanged)
     put(tmp_path / "thing", "two")
     assert sorted(steps[:4]) == ["file", "in", "made", "record"] and steps.index("file") < steps.index("in")
     assert steps[4:] == ["exchange", tmp_path.name]
     steps.clear()
-    storage.write_whole(tmp_path / "one", b"")
+    cache_dir.write_whole(tmp_path / "one", b"")
     assert len(steps) == 2 and steps[1] == tmp_path.name
 
 
-@pytest.mark.parametrize("write", [put, lambda where, _: bundling.write([], [], where)], ids=["thing", "bundle"])
+@pytest.mark.parametrize("write", [put, lambda where, _: build.write([], [], where)], ids=["thing", "bundle"])
 def test_two_writers_at_once(tmp_path: Path, write: Callable[[Path, str], None]) -> None:
     """One after the other: the last one's is there, and nothing of the first."""
     from concurrent.futures import ThreadPoolExecutor
@@ -277,14 +281,14 @@ def test_two_writers_at_once(tmp_path: Path, write: Callable[[Path, str], None])
 
 
 def test_a_reader_that_is_never_fast_enough_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def replaced(folder: trust.Folder) -> bytes:
+    def replaced(folder: ownership.Folder) -> bytes:
         put(tmp_path / "thing", "again")
         return folder.read("gone")
 
     put(tmp_path / "thing", "one")
-    monkeypatch.setattr(trust, "_TRIES", 3)
+    monkeypatch.setattr(ownership, "_TRIES", 3)
     with pytest.raises(OSError, match="it was replaced whenever it was read"):
-        trust.read_one_state(tmp_path / "thing", replaced)
+        ownership.read_one_state(tmp_path / "thing", replaced)
 
 
 def test_a_folder_that_cannot_be_replaced_says_what_to_do(tmp_path: Path) -> None:

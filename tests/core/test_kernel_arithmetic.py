@@ -100,10 +100,14 @@ def dropping(self: Any) -> Any:
 
 
 BROKEN = [
-    pytest.param("_statistics", "Total", "value", dropping, 17, "output out: error", id="a sum is dropped"),
-    pytest.param("_rows", "RowTile", "ends_outside", lambda *_: False, 200, "outside of all tensors", id="no mask"),
-    pytest.param("_rows", "RowTile", "vector", lambda self, t, rank, k: t, 200, "stored", id="a vector twice"),
-    pytest.param("_rows", "Vectors", "shift", lambda *_: 8, 256, "outside of all|output out", id="rows too early"),
+    pytest.param("norm.statistics", "Total", "value", dropping, 17, "output out: error", id="a sum is dropped"),
+    pytest.param(
+        "lib.row_layout", "RowTile", "ends_outside", lambda *_: False, 200, "outside of all tensors", id="no mask"
+    ),
+    pytest.param("lib.row_layout", "RowTile", "vector", lambda self, t, rank, k: t, 200, "stored", id="a vector twice"),
+    pytest.param(
+        "lib.row_layout", "Vectors", "shift", lambda *_: 8, 256, "outside of all|output out", id="rows too early"
+    ),
 ]
 
 

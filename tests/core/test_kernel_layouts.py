@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops.candidates import candidates, objection
+from cute_ops.config import candidates, objection
+from cute_ops.jit.plan import problem_of
+from cute_ops.jit.target import parse
 from cute_ops.op import FLOATS, Op
-from cute_ops.plan import problem_of
-from cute_ops.target import parse
 
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import interpreter
@@ -55,7 +55,7 @@ def test_a_thread_adds_each_element_once(vec: int) -> None:
         for count in range(1, per_thread + 1):
             bits = [Bits(1 << (k * vec + j) for j in range(vec)) for k in range(count)]
             for others in ((), (Bits([3] * vec),)):
-                total = module("_statistics").Total(per_thread)
+                total = module("norm.statistics").Total(per_thread)
                 for x in bits:
                     total.add(x, *others)
                 assert total.value() == 3 ** len(others) * ((1 << count * vec) - 1), (per_thread, count)
@@ -103,7 +103,7 @@ def test_threads_share_out_a_row(op: Op) -> None:
         source, _, name = variant.kernel.partition(":")
         kernel = getattr(importlib.import_module(source), name)(variant)
         tile = kernel.form.tile
-        if isinstance(tile, module("_rows").RowTile):
+        if isinstance(tile, module("lib.row_layout").RowTile):
             places = {row * n % tile.v.unit for row in range(tile.v.unit)} if tile.v.shifted else {0}
             for shift in sorted(places)[:: 1 if SWEEP else max(len(places) // 3, 1)]:
                 check_row(tile, shift)
@@ -138,7 +138,7 @@ def test_candidates_share_out_a_row(op: Op) -> None:
                 variant = call._replace(tile=tile).planned()[1].variant
                 source, _, name = variant.kernel.partition(":")
                 made = getattr(importlib.import_module(source), name)(variant).form.tile
-                if isinstance(made, module("_rows").RowTile):
+                if isinstance(made, module("lib.row_layout").RowTile):
                     check_row(made, 0)
 
 
@@ -187,7 +187,7 @@ def numbered(kind: Any, size: int) -> Any:
 @pytest.mark.parametrize("name", ["Float32", "BFloat16", "Uint8"])
 def test_vectors_are_cut_from_two_neighbours(name: str, vec: int) -> None:
     """At every element, known beforehand or by every thread for itself, by a branch or without."""
-    kind, windows = interpreter.KINDS[name], module("_windows")
+    kind, windows = interpreter.KINDS[name], module("lib.realign")
     places = np.arange(0, vec * kind.size, kind.size)
 
     def check(rX: Any, past: Any) -> None:

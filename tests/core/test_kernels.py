@@ -17,15 +17,18 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import Array, Op, machine, storage, target
+from cute_ops import Array, Op
 from cute_ops.binding import bind
+from cute_ops.files import cache_dir
+from cute_ops.jit import target
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import Memory, compact, plan
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
 from cute_ops.op import ITEMSIZE
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, rmsnorm
 from cute_ops.ops._candidates import POINTWISE
-from cute_ops.plan import Memory, compact, plan
-from cute_ops.target import parse
-from cute_ops.variant import Variant
-from cute_ops.worker import worker
+from cute_ops.tools import sass
 
 ALL = [o for op in (*OPS, *PARTS) for o in (op, op.grad) if o is not None]
 REGISTERS = 65536
@@ -80,7 +83,7 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
             variant_of(op, dtype, 4096, arch)
         return
     variant = variant_of(op, dtype, 4096, arch)
-    kernels = machine.resources(compiled(variant))
+    kernels = sass.resources(compiled(variant))
     assert kernels
     for kernel in kernels:
         assert (kernel.stack, kernel.local) == (0, 0), kernel
@@ -96,7 +99,7 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
 def test_long_rows_beside_a_weight_and_a_bias_do_not_spill(op: Op, n: int, dtype: str, compiled: Compiled) -> None:
     variant = variant_of(op, dtype, n, "sm_90a")
     assert variant.tile["threads"] * variant.tile["resident"] > 512
-    assert [(kernel.stack, kernel.local) for kernel in machine.resources(compiled(variant))] == [(0, 0)]
+    assert [(kernel.stack, kernel.local) for kernel in sass.resources(compiled(variant))] == [(0, 0)]
 
 
 class Wanted(NamedTuple):
@@ -126,7 +129,7 @@ def named(wanted: Wanted) -> Any:
 
 
 @pytest.fixture(scope="session")
-def sass(compiled: Compiled) -> Callable[[Wanted], str]:
+def disassembled(compiled: Compiled) -> Callable[[Wanted], str]:
     """A kernel's instructions. To start the disassembler takes longer than to compile a kernel, so that it gets
     neighbours' code at once, as one piece, and the pieces of what it prints are kept for all of pytest's processes.
     """
@@ -151,7 +154,7 @@ def _disassemble(places: list[Path]) -> None:
     with tempfile.NamedTemporaryFile() as whole:  # another process may be at the same kernels
         whole.write(b"".join(pieces))
         whole.flush()
-        command = [machine.tool("nvdisasm"), "--binary", "SM90a", "--no-dataflow", whole.name]
+        command = [sass.tool("nvdisasm"), "--binary", "SM90a", "--no-dataflow", whole.name]
         printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     starts = list(accumulate(map(len, pieces), initial=0))
     texts: list[list[str]] = [[] for _ in pieces]
@@ -160,7 +163,7 @@ def _disassemble(places: list[Path]) -> None:
             texts[bisect_right(starts, int(address[1], 16)) - 1].append(line)
     for path, piece, text in zip(places, pieces, texts, strict=True):
         assert len(text) == len(piece) // 16, "an instruction is 16 bytes"
-        storage.write_whole(path, "\n".join(text).encode())
+        cache_dir.write_whole(path, "\n".join(text).encode())
 
 
 def _instructions(cubin: bytes) -> bytes:
@@ -176,8 +179,8 @@ def _instructions(cubin: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("wanted", [named(each) for each in ALIGNED])
-def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, sass: Callable[[Wanted], str]) -> None:
-    (op, dtype, *_), code = wanted, sass(wanted)
+def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Callable[[Wanted], str]) -> None:
+    (op, dtype, *_), code = wanted, disassembled(wanted)
     if any(t.dims and not t.unread for t in op.inputs.values()):
         assert re.search(r"LDG\.E\S*\.128|LDGSTS\S*\.128|UBLKCP", code), "no 16-byte load"
     # Narrower outputs take as many elements at a time as the inputs.
@@ -189,8 +192,10 @@ def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, sass: Callable[[Wa
 
 
 @pytest.mark.parametrize("wanted", [named(each) for each in POINTWISE_LOADS])
-def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(wanted: Wanted, sass: Callable[[Wanted], str]) -> None:
-    op, lines = wanted.op, re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?);", sass(wanted))
+def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(
+    wanted: Wanted, disassembled: Callable[[Wanted], str]
+) -> None:
+    op, lines = wanted.op, re.findall(r"/\*[0-9a-f]{4,}\*/ +(.*?);", disassembled(wanted))
     places = [i for i, line in enumerate(lines) if re.search(r"\bLDG\.E\S*\.128", line)]
     assert len(places) >= sum(t.dims != () for t in op.inputs.values())
     loaded: set[int] = set()
@@ -202,8 +207,10 @@ def test_loads_of_a_pointwise_kernel_wait_for_none_of_them(wanted: Wanted, sass:
 
 
 @pytest.mark.parametrize("wanted", [named(each) for each in ANYWHERE])
-def test_rows_that_start_anywhere_move_16_bytes_at_a_time(wanted: Wanted, sass: Callable[[Wanted], str]) -> None:
-    code = sass(wanted)
+def test_rows_that_start_anywhere_move_16_bytes_at_a_time(
+    wanted: Wanted, disassembled: Callable[[Wanted], str]
+) -> None:
+    code = disassembled(wanted)
     # Alone are a row's elements on its edges; in loops of bytes, weights and edges are one instruction each. STRONG are
     # those of the one vector at a tensor's end, behind a branch that no other row takes.
     narrow = r"LDG\.E\S*\.[US](?:8|16)\b(?!\.STRONG)"
@@ -248,7 +255,7 @@ def lengths(op: Op) -> list[int]:
 def test_every_length_compiles(op: Op, n: int, compiled: Compiled) -> None:
     """With at most four registers on the stack; some with a bias, which takes more in the longest rows."""
     absent = () if n in (128, 4097) else ("bias",)
-    kernels = machine.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", absent=absent)))
+    kernels = sass.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", absent=absent)))
     assert max(kernel.stack for kernel in kernels) <= 16, kernels
     if "bias" in op.inputs and n == 262144:
         compiled(variant_of(op, "bfloat16", n, "sm_90a"))
@@ -263,14 +270,14 @@ CHOICES = [
 @pytest.mark.parametrize("n", [1001, 4096])
 @pytest.mark.parametrize(("op", "attrs"), CHOICES)
 def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compiled: Compiled) -> None:
-    kernels = machine.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", **attrs)))
+    kernels = sass.resources(compiled(variant_of(op, "bfloat16", n, "sm_90a", **attrs)))
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in kernels), kernels
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops import plan as planning
+    from cute_ops.jit import plan as planning
 
     if target.sm(arch) < op.least_sm:
         return

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, cache, loader, target
-from cute_ops.plan import Memory
-from cute_ops.variant import Variant
+from cute_ops import CacheError
+from cute_ops.jit import cache, loader, target
+from cute_ops.jit.plan import Memory
+from cute_ops.jit.variant import Variant
 
 Make = Callable[..., Variant]
 
@@ -43,7 +44,7 @@ def test_tvm_ffi_comes_without_torch_and_understands_a_later_one(cache_folder: P
     code = f"""
 import sys
 from pathlib import Path
-from cute_ops import loader
+from cute_ops.jit import loader
 function = loader.load(Path({str(path)!r}), {path.stem!r})
 print("torch" in sys.modules)
 import torch
@@ -72,7 +73,7 @@ def test_a_warm_start_needs_no_compiler(cache_folder: Path, variant: Make) -> No
 import sys
 sys.modules["cutlass"] = sys.modules["torch"] = sys.modules["jax"] = None
 from pathlib import Path
-from cute_ops import loader
+from cute_ops.jit import loader
 print(loader.load(Path({str(path)!r}), {path.stem!r}))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

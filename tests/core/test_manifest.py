@@ -12,14 +12,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import FLOATS, Array, declarations, manifest
-from cute_ops import plan as planning
+from cute_ops import FLOATS, Array, lookup
 from cute_ops.__main__ import app
+from cute_ops.aot import manifest
+from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.binding import bind
-from cute_ops.models import calls_of_model
+from cute_ops.jit import plan as planning
+from cute_ops.jit.plan import Memory, compact, plan
+from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS
-from cute_ops.plan import Memory, compact, plan
-from cute_ops.target import Target, parse
 
 HERE = Path(__file__).parent
 SM90 = parse("sm_90a")
@@ -73,7 +74,7 @@ def test_what_was_recorded_is_what_ran(
 @pytest.mark.parametrize("name", ["adamw", "sum_bwd", "scale"])
 def test_what_ran_on_a_vector_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Its number is a row's, of which there is one."""
-    op, ran = declarations.find(name), []
+    op, ran = lookup.find(name), []
     arrays = {n: Array(t.of({"m": (), "n": 7}), op.dtype_near(t, "float32")) for n, t in op.inputs.items()}
 
     def program() -> None:
@@ -86,7 +87,7 @@ def test_what_ran_on_a_vector_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_dynamic_kernel_is_recorded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(planning, "STATIC_LIMIT", 0)
     monkeypatch.setattr(planning, "_static_seen", {})
-    binding = bind(declarations.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
+    binding = bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
     (call,) = recorded(tmp_path / "m.txt", lambda: plan(binding, {}, SM90), monkeypatch)
     assert str(call).endswith(" dynamic") and call.variant(SM90).dims == {"n": None}
 
@@ -101,12 +102,12 @@ def test_planning_from_a_manifest_uses_up_no_static_kernels(monkeypatch: pytest.
 def test_processes_record_into_one_file(tmp_path: Path) -> None:
     code = textwrap.dedent("""
         import sys
-        from cute_ops import Array, declarations
+        from cute_ops import Array, lookup
         from cute_ops.binding import bind
-        from cute_ops.plan import plan
-        from cute_ops.target import parse
+        from cute_ops.jit.plan import plan
+        from cute_ops.jit.target import parse
         for n in range(16, 16 * 41, 16):
-            plan(bind(declarations.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((3, n), "float32"))), {},
+            plan(bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((3, n), "float32"))), {},
                  parse("sm_90a"))
     """)
     environment = {**os.environ, "CUTE_OPS_RECORD": str(tmp_path / "m.txt")}
@@ -122,8 +123,8 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
         textwrap.dedent("""
         from cute_ops import Array, Op, Tensor
         from cute_ops.binding import bind
-        from cute_ops.plan import plan
-        from cute_ops.target import parse
+        from cute_ops.jit.plan import plan
+        from cute_ops.jit.target import parse
         X = {"x": Tensor("*m n", "float32")}
         mine_bwd = Op("mine_bwd", inputs={"dout": Tensor("*m n", "float32")}, outputs={"dx": Tensor("*m n", "float32")},
                       dtypes={}, reference=None, kernel="copying:Copy")
@@ -159,7 +160,7 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
 def test_a_manifest_that_cannot_be_written_costs_only_the_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    binding = bind(declarations.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
+    binding = bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
     with pytest.raises(FileNotFoundError):
         recorded(tmp_path / "no" / "m.txt", lambda: plan(binding, {}, SM90), monkeypatch)
     assert "cannot record into" in caplog.text
@@ -226,7 +227,7 @@ def test_a_manifest_is_written_whole_and_keeps_its_rights(tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o640 and path.read_text() == f"{manifest.HEADER}rmsnorm x:float32[4]\n"
     before = path.read_text()
     code = (
-        "import pathlib, resource, signal, sys; from cute_ops import manifest\n"
+        "import pathlib, resource, signal, sys; from cute_ops.aot import manifest\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
         "manifest.tidy(pathlib.Path(sys.argv[1]))"
     )
@@ -252,8 +253,8 @@ def test_any_path_survives(name: str) -> None:
 MINE = """
 from cute_ops import Array, Op, Tensor
 from cute_ops.binding import bind
-from cute_ops.plan import plan
-from cute_ops.target import parse
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
 X = {"x": Tensor("*m n", "float32")}
 mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=None, kernel="copying:Copy")
 plan(bind(mine, {"x": Array((4, 64), "float32")}), {}, parse("sm_90a"))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor
-from cute_ops import plan as planning
 from cute_ops.binding import bind
+from cute_ops.jit import plan as planning
+from cute_ops.jit.plan import Memory, Plan, compact, folded, plan
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
 from cute_ops.ops import rmsnorm
-from cute_ops.plan import Memory, Plan, compact, folded, plan
-from cute_ops.target import parse
-from cute_ops.variant import Variant
 
 SM90 = parse("sm_90a")
 
@@ -115,7 +115,8 @@ def test_every_field_changes_the_name() -> None:
 
 TABLE = Op(
     "table", inputs={"table": Tensor("*#m r", "T"), "x": Tensor("*m r", "T")}, outputs={"out": Tensor("*m r", "T")},
-    dtypes={"T": FLOATS}, static=("r",), reference=lambda xp, table, x: x, kernel="cute_ops.kernels.rmsnorm:RMSNorm",
+    dtypes={"T": FLOATS}, static=("r",), reference=lambda xp, table, x: x,
+    kernel="cute_ops.kernels.norm.rmsnorm:RMSNorm",
 )  # fmt: skip
 
 

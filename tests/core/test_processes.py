@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import cute_ops
-from cute_ops.worker import Pool, Worker
+from cute_ops.jit.compile_pool import Pool, Worker
 
 KERNELS = Path(__file__).parent / "kernels"
 WITHOUT_COMPILER = KERNELS / "without_compiler"
@@ -148,11 +148,11 @@ def test_a_kernel_that_leaves(worker: Worker) -> None:
 
 @pytest.mark.fault("Ctrl-C while a class of calls is measured", "the next class's answer is its own", "that class")
 def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_path: Path) -> None:
-    from cute_ops.apart import Apart
+    from cute_ops.autotune.bench_process import Apart
+    from cute_ops.autotune.tuner import Trial
     from cute_ops.binding import bind
+    from cute_ops.jit.target import parse
     from cute_ops.ops import silu_mul
-    from cute_ops.target import parse
-    from cute_ops.tuner import Trial
 
     (tmp_path / "measures.py").write_text(MEASURER)
     sys.path.insert(0, str(tmp_path))
@@ -222,7 +222,7 @@ def test_the_working_directory_runs_nothing(hostile: Path, tmp_path: Path, flags
     (measures / "measures.py").write_text(MEASURER)
     code = f"""
 sys.path.insert(0, {str(measures)!r})
-from cute_ops.apart import Apart
+from cute_ops.autotune.bench_process import Apart
 seen = told()
 print(seen["json"], seen["cute_ops"], seen["cwd"])
 print(Apart(measurer="measures").start())
@@ -323,10 +323,10 @@ time.sleep(60)
         parent.kill()
         parent.wait()
         assert ends(compiler), "the compiler goes on: the child holds its pipes"
-        from cute_ops import locks
+        from cute_ops.files import file_lock
 
         (lock,) = (tmp_path / "cache").glob("*.lock")
-        with locks.exclusive(lock, 0.5) as held:
+        with file_lock.exclusive(lock, 0.5) as held:
             assert held
     finally:
         os.kill(child, signal.SIGKILL)
@@ -336,13 +336,13 @@ time.sleep(60)
 @pytest.mark.fault("a process forks while a thread of it measures", "the child goes on", "nothing")
 def test_a_fork_while_tuning() -> None:
     code = """
-from cute_ops import tuning
+from cute_ops.autotune import winners
 from cute_ops.ops import silu_mul
 from cute_ops.binding import bind
-from cute_ops.plan import problem_of
+from cute_ops.jit.plan import problem_of
 os.environ["CUTE_OPS_TUNE"] = "1"
 problem = problem_of(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {}, parse("sm_90a"))
-chosen = lambda measure: tuning.choose(silu_mul, problem, silu_mul.tile(problem), measure)
+chosen = lambda measure: winners.choose(silu_mul, problem, silu_mul.tile(problem), measure)
 measuring = threading.Event()
 thread = threading.Thread(target=chosen, args=(lambda: (measuring.set(), time.sleep(0.6))[0],))
 thread.start()
@@ -386,7 +386,7 @@ def test_a_compiler_has_limits_of_its_own(begun: Callable[[], int]) -> None:
         "variant": variant("Spinning").to_json(), "path": "/nowhere/a.so", "dump": None, "number": 1,
         "sys_path": sys.path, "seconds": 0.3 - processes._GRACE_SECONDS,
     }  # fmt: skip
-    command = [sys.executable, "-P", processes.__file__, "cute_ops.worker"]
+    command = [sys.executable, "-P", processes.__file__, "cute_ops.jit.compile_pool"]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(json.dumps(request).encode() + b"\n")
@@ -466,19 +466,20 @@ def test_users_without_a_home(home: str, tmp_path: Path) -> None:
 
 
 def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops import bundle, plan, storage
+    from cute_ops.files import cache_dir
+    from cute_ops.jit import bundle, plan
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~/kernels")
     monkeypatch.setenv("CUTE_OPS_BUNDLE", "~/one:/two:~")
     monkeypatch.setenv("CUTE_OPS_RECORD", "~/manifest.txt")
-    assert storage.folder() == tmp_path / "kernels"
+    assert cache_dir.folder() == tmp_path / "kernels"
     assert bundle.named() == [tmp_path / "one", Path("/two"), tmp_path]
     recorder = plan._recorder.__wrapped__()
     assert recorder is not None and (tmp_path / "manifest.txt") in vars(recorder).values()
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~nobody-of-that-name/kernels")
     with pytest.raises(ValueError, match="CUTE_OPS_CACHE_DIR holds '~nobody-of-that-name/kernels', but ~nobody"):
-        storage.folder()
+        cache_dir.folder()
 
 
 @pytest.mark.fault("kill -9 of a program while it compiles", "the next compile deletes what it left", "nothing")
@@ -699,7 +700,7 @@ def test_a_process_whose_child_lives_on(worker: Worker, begun: Callable[[], int]
 def test_processes_that_do_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch, does: str, said: str) -> None:
     from asking import compiled
 
-    from cute_ops import worker as workers
+    from cute_ops.jit import compile_pool as workers
 
     popen = subprocess.Popen
     command = [sys.executable, "-Sc", f"import os, sys, time; {does}"]
@@ -715,7 +716,7 @@ def test_processes_that_do_not_answer(worker: Worker, monkeypatch: pytest.Monkey
 def test_the_examination_of_a_framework_runs_nothing_of_the_working_directory(
     hostile: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cute_ops import doctor
+    from cute_ops.tools import doctor
 
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "doctor.py").write_text("import json\nprint(f'ok\\t{json.__file__}')")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cute_ops import schema
-from cute_ops.schema import Either
+from cute_ops.files import json_schema
+from cute_ops.files.json_schema import Either
 
 SHAPE = {
     "name": str, "sizes": [Either(int, None)], "pair": (str, int), "any": object, "by_name": {str: float},
@@ -19,9 +19,9 @@ GOOD: dict[str, Any] = {
 
 
 def test_what_has_the_shape_passes() -> None:
-    schema.check(GOOD, SHAPE)
-    schema.check(GOOD | {"inner": {"yes": True}, "more": 1}, SHAPE)
-    assert schema.parse('{"a": NaN}', {"a": float})["a"] != 0
+    json_schema.check(GOOD, SHAPE)
+    json_schema.check(GOOD | {"inner": {"yes": True}, "more": 1}, SHAPE)
+    assert json_schema.parse('{"a": NaN}', {"a": float})["a"] != 0
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_what_has_the_shape_passes() -> None:
 )
 def test_what_has_not_is_told_where(change: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError) as caught:
-        schema.check(GOOD | change, SHAPE)
+        json_schema.check(GOOD | change, SHAPE)
     assert text in str(caught.value) and len(str(caught.value)) < 300
 
 
@@ -61,4 +61,4 @@ def test_what_has_not_is_told_where(change: dict[str, Any], text: str) -> None:
 )
 def test_what_is_no_json(text: str | bytes, problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
-        schema.parse(text, SHAPE)
+        json_schema.parse(text, SHAPE)

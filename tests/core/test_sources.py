@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import sources
+from cute_ops.jit import source_digest
 
 
 @pytest.fixture
@@ -29,8 +29,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def digest(kernel: str = "mypackage.kernel:K") -> str:
-    sources.forget()
-    return sources.digest(kernel)
+    source_digest.forget()
+    return source_digest.digest(kernel)
 
 
 @pytest.mark.parametrize("name", ["kernel", "_one", "_two", "_three"])
@@ -290,28 +290,30 @@ def test_every_file_that_a_users_kernel_reaches_changes_its_key(
 OURS = """
 import importlib, json, sys
 from pathlib import Path
-from cute_ops import sources
+from cute_ops.jit import source_digest
 from cute_ops.ops import OPS, PARTS
 
 kernels = {op.kernel.partition(":")[0]: op.kernel for f in (*OPS, *PARTS) for op in (f, f.grad) if op}
-root = Path(sources.__file__).parent
+root = Path(source_digest.__file__).parents[1]
 missed, reached = [], 0
 for module, kernel in kernels.items():
     for name in [name for name in sys.modules if name.startswith("cute_ops.kernels")]:
         del sys.modules[name]
     importlib.import_module(module)
     # A process that compiles has imported no more of this package than the driver: a test of the worker shows it.
-    ran = {n for n in sys.modules if n.startswith("cute_ops.kernels")} | (set() if reached else set(sources.DRIVER))
-    sources.forget()
-    before, own = sources.key(kernel), sources.digest(kernel)
+    ran = {n for n in sys.modules if n.startswith("cute_ops.kernels")}
+    ran |= set() if reached else set(source_digest.DRIVER)
+    source_digest.forget()
+    before, own = source_digest.key(kernel), source_digest.digest(kernel)
     for name in ran:
         path = root.joinpath(*name.split(".")[1:])
         path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
         text = path.read_text()
         path.write_text(text + "\\n# changed")
-        sources.forget()
+        source_digest.forget()
         reached += 1
-        if sources.key(kernel) == before or (sources.digest(kernel) == own) != (name in sources.DRIVER):
+        same = source_digest.digest(kernel) == own
+        if source_digest.key(kernel) == before or same != (name in source_digest.DRIVER):
             missed.append((kernel, name))
         path.write_text(text)
 print(json.dumps([missed, reached, len(kernels)]))
@@ -320,7 +322,9 @@ print(json.dumps([missed, reached, len(kernels)]))
 
 def test_every_file_that_our_kernels_reach_changes_their_key(tmp_path: Path) -> None:
     """Of a copy of this package, in a process that really imports the kernels."""
-    copy = shutil.copytree(Path(sources.__file__).parent, tmp_path / "cute_ops", ignore=lambda *_: {"__pycache__"})
+    copy = shutil.copytree(
+        Path(source_digest.__file__).parents[1], tmp_path / "cute_ops", ignore=lambda *_: {"__pycache__"}
+    )
     environment = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
     done = subprocess.run([sys.executable, "-c", OURS], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
@@ -333,25 +337,25 @@ def test_every_file_that_our_kernels_reach_changes_their_key(tmp_path: Path) -> 
     "they have names of their own: without the settings they are not found", "nothing",
 )  # fmt: skip
 def test_the_compilers_settings_are_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = key("cute_ops.kernels.rmsnorm:RMSNorm")
+    before = key("cute_ops.kernels.norm.rmsnorm:RMSNorm")
     for name, value, counts in (
         ("ENABLE_ASSERTIONS", "1", True), ("LINEINFO", "1", True), ("COMPILER_OPT", "iket", True),
         ("LOG_LEVEL", "10", False), ("ARCH", "sm_100a", False), ("DUMP_DIR", "/tmp", False),
     ):  # fmt: skip
         with monkeypatch.context() as patch:
             patch.setenv(f"CUTE_DSL_{name}", value)
-            assert (key("cute_ops.kernels.rmsnorm:RMSNorm") != before) == counts, name
-    sources.forget()
+            assert (key("cute_ops.kernels.norm.rmsnorm:RMSNorm") != before) == counts, name
+    source_digest.forget()
 
 
 def test_the_version_is_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = key("cute_ops.kernels.rmsnorm:RMSNorm")
+    before = key("cute_ops.kernels.norm.rmsnorm:RMSNorm")
     with monkeypatch.context() as patch:
         patch.setattr("cute_ops.__version__", "99.0")
-        assert key("cute_ops.kernels.rmsnorm:RMSNorm") != before
-    assert key("cute_ops.kernels.rmsnorm:RMSNorm") == before
+        assert key("cute_ops.kernels.norm.rmsnorm:RMSNorm") != before
+    assert key("cute_ops.kernels.norm.rmsnorm:RMSNorm") == before
 
 
 def key(kernel: str, declared: tuple[str, ...] = ()) -> str:
-    sources.forget()
-    return sources.key(kernel, declared)
+    source_digest.forget()
+    return source_digest.key(kernel, declared)

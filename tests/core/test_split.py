@@ -9,9 +9,9 @@ import pytest
 
 from cute_ops import Op, Split, Tensor, testing
 from cute_ops.binding import bind
-from cute_ops.factors import factors
 from cute_ops.op import FLOATS, Array, Case
 from cute_ops.ops import OPS
+from cute_ops.sharding import factors
 
 SPLIT = tuple(one for op in OPS for one in (op, op.grad) if one and one.split)
 ATTRS = ({}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}, {"label_smoothing": 0.3})

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cute_ops import Array, Case, Op, Tensor, sweep
+from cute_ops import Array, Case, Op, Tensor
+from cute_ops.jit.target import parse
 from cute_ops.op import FLOATS, Problem
 from cute_ops.ops import rope, scale
-from cute_ops.sweep_run import sweep as run
-from cute_ops.target import parse
+from cute_ops.tools import sweep
+from cute_ops.tools.sweep_run import sweep as run
 
 SM90 = parse("sm_90a:132")
 KERNELS = Path(__file__).parent / "kernels"

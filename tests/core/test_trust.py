@@ -18,8 +18,11 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, cache, loader, storage, trust, tuning
-from cute_ops.variant import Variant
+from cute_ops import CacheError
+from cute_ops.autotune import winners
+from cute_ops.files import cache_dir, ownership
+from cute_ops.jit import cache, loader
+from cute_ops.jit.variant import Variant
 
 Make = Callable[..., Variant]
 NOBODY = 65534
@@ -86,7 +89,7 @@ def test_the_advice_on_an_open_folder_is_safe(cache_folder: Path) -> None:
     cache_folder.mkdir()
     cache_folder.chmod(0o777)
     with pytest.raises(CacheError) as caught:
-        storage.check_trusted(cache_folder)
+        cache_dir.check_trusted(cache_folder)
     text = str(caught.value)
     assert "chmod" not in text and "set CUTE_OPS_CACHE_DIR to a new folder of your own, or delete this one" in text
 
@@ -117,11 +120,11 @@ def test_a_group_that_is_a_users_own_is_nobody_else(tmp_path: Path) -> None:
     """Many systems make one for each user, with the umask 002."""
     (tmp_path / "inner").mkdir()
     tmp_path.chmod(0o775)
-    trust.Folder(tmp_path / "inner").close()
+    ownership.Folder(tmp_path / "inner").close()
     group = next(g for g in grp.getgrall() if g.gr_gid)
     os.chown(tmp_path, 0, group.gr_gid)
-    with pytest.raises(trust.Untrusted, match=r"can be replaced by others, who can write .* \(mode 775\)"):
-        trust.Folder(tmp_path / "inner")
+    with pytest.raises(ownership.Untrusted, match=r"can be replaced by others, who can write .* \(mode 775\)"):
+        ownership.Folder(tmp_path / "inner")
 
 
 @as_root
@@ -133,14 +136,14 @@ def test_links_on_the_way_count_too(tmp_path: Path) -> None:
     shared.chmod(0o1777)
     (shared / "link").symlink_to("../real")
     for path in (shared / "link" / "inner", shared / "link" / "." / ".." / "real" / "inner"):
-        folder = trust.Folder(path)
-        assert not folder.replaced and folder.identity == trust.Folder(tmp_path / "real" / "inner").identity
+        folder = ownership.Folder(path)
+        assert not folder.replaced and folder.identity == ownership.Folder(tmp_path / "real" / "inner").identity
     os.chown(shared / "link", NOBODY, NOBODY, follow_symlinks=False)
-    with pytest.raises(trust.Untrusted, match=r"can be replaced by user 65534, to whom .*/shared/link belongs"):
-        trust.Folder(shared / "link" / "inner")
+    with pytest.raises(ownership.Untrusted, match=r"can be replaced by user 65534, to whom .*/shared/link belongs"):
+        ownership.Folder(shared / "link" / "inner")
     (tmp_path / "ring").symlink_to("ring")
     with pytest.raises(OSError, match="Too many levels of symbolic links"):
-        trust.Folder(tmp_path / "ring" / "inner")
+        ownership.Folder(tmp_path / "ring" / "inner")
 
 
 @pytest.mark.parametrize("name", ["../a", "/etc/passwd", "b/../../a", "", ".", "..", "b//c", "a\0", "link", "into/c"])
@@ -151,9 +154,9 @@ def test_a_name_leads_nowhere_else(tmp_path: Path, name: str) -> None:
         path.write_text("text")
     (where / "link").symlink_to("a")
     (where / "into").symlink_to("b")
-    with trust.Folder(where) as folder:
+    with ownership.Folder(where) as folder:
         assert folder.read("a") == folder.read("b/c") == b"text"
-        with pytest.raises(trust.Untrusted, match=r"no file inside of it|not a file but a link|not a folder"):
+        with pytest.raises(ownership.Untrusted, match=r"no file inside of it|not a file but a link|not a folder"):
             folder.read(name)
 
 
@@ -206,7 +209,7 @@ def test_a_folder_that_can_be_searched_but_not_listed(tmp_path: Path) -> None:
                 ctypes.CDLL(None).syscall(126, struct.pack("II", 0x20080522, 0), struct.pack("6I", 1, 1, 0, 0, 0, 0))
             with suppress(PermissionError):
                 status = 2 if list(tmp_path.iterdir()) else 1
-            with trust.Folder(tmp_path) as folder:
+            with ownership.Folder(tmp_path) as folder:
                 status = 0 if folder.read("file") == b"text" and status == 1 else 3
         os._exit(status)
     assert os.waitstatus_to_exitcode(os.waitpid(handle, 0)[1]) == 0
@@ -234,29 +237,29 @@ def test_the_folder_is_swapped_while_a_kernel_loads(
 @pytest.mark.fault("a tuning file of another user in the cache folder", "it is ignored with a sentence", "nothing")
 @as_root
 def test_a_planted_tuning_file_is_ignored(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
-    path = tuning.remember([tuning.Winner("call", {"threads": 128}, {"threads": 64})])
-    assert len(tuning._read_folder()) == 1
+    path = winners.remember([winners.Winner("call", {"threads": 128}, {"threads": 64})])
+    assert len(winners._read_folder()) == 1
     os.chown(path, NOBODY, NOBODY)
-    assert not tuning._read_folder()
+    assert not winners._read_folder()
     assert f"tuning.json is ignored: holds tuning.json, which belongs to user {NOBODY}" in caplog.text
 
 
 @pytest.mark.fault("somebody leaves files in the cache folder that are no text", "they are passed over", "nothing")
 def test_what_is_in_use_is_read_from_text_only(cache_folder: Path) -> None:
     cache_folder.mkdir(mode=0o700)
-    storage.in_use.add("cute_a_0")
+    cache_dir.in_use.add("cute_a_0")
     (own,) = cache_folder.glob("cute_use-*")
     handle = os.open(cache_folder / "cute_use-x", os.O_CREAT | os.O_WRONLY, 0o600)
     os.write(handle, b"\xff\xfe cute_b_0\n")
-    storage.locks.acquire(handle)
-    assert {"cute_a_0", "cute_b_0"} <= storage.in_use.everywhere(cache_folder)
+    cache_dir.file_lock.acquire(handle)
+    assert {"cute_a_0", "cute_b_0"} <= cache_dir.in_use.everywhere(cache_folder)
     os.close(handle)
-    assert storage.in_use.everywhere(cache_folder) == {"cute_a_0"} and list(cache_folder.glob("cute_use-*")) == [own]
+    assert cache_dir.in_use.everywhere(cache_folder) == {"cute_a_0"} and list(cache_folder.glob("cute_use-*")) == [own]
 
 
 IN_A_NAMESPACE = """
 import ctypes, os, pathlib, sys, tempfile
-from cute_ops import trust
+from cute_ops.files import ownership
 with tempfile.TemporaryDirectory() as folder:
     mine, roots = pathlib.Path(folder, "mine"), pathlib.Path(folder, "roots")
     mine.mkdir(), roots.mkdir()
@@ -271,9 +274,9 @@ with tempfile.TemporaryDirectory() as folder:
         print(pathlib.Path(folder).stat().st_uid, os.geteuid())
         for where in (mine, roots):
             try:
-                trust.Folder(where)
+                ownership.Folder(where)
                 print("trusted")
-            except trust.Untrusted as error:
+            except ownership.Untrusted as error:
                 print(error)
         sys.stdout.flush()
         os._exit(0)

@@ -17,36 +17,24 @@ import numpy as np
 import pytest
 import typer
 
-from cute_ops import (
-    FLOATS,
-    Array,
-    Case,
-    Needs,
-    Op,
-    Problem,
-    Tensor,
-    Tuning,
-    apart,
-    cache,
-    manifest,
-    testing,
-    tuning,
-    vary,
-)
-from cute_ops import tuner as tuners
+from cute_ops import FLOATS, Array, Case, Needs, Op, Problem, Tensor, Tuning, testing, vary
 from cute_ops.__main__ import cache_info
-from cute_ops.apart import Apart
+from cute_ops.aot import manifest
+from cute_ops.autotune import bench_process, winners
+from cute_ops.autotune import tuner as tuners
+from cute_ops.autotune.bench_process import Apart
+from cute_ops.autotune.compare import InProcess, by_chance, select
+from cute_ops.autotune.tuner import Outcome, Trial, tune
+from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
-from cute_ops.cache import Built
-from cute_ops.candidates import candidates, objection
-from cute_ops.commands import tuning as command
+from cute_ops.cli import tuning as command
+from cute_ops.config import candidates, objection
 from cute_ops.errors import CompileError
-from cute_ops.measuring import InProcess, by_chance, select
+from cute_ops.jit import cache
+from cute_ops.jit.cache import Built
+from cute_ops.jit.plan import Memory, Plan, plan, problem_of
+from cute_ops.jit.target import parse
 from cute_ops.ops import OPS, rmsnorm, rope, silu_mul
-from cute_ops.plan import Memory, Plan, plan, problem_of
-from cute_ops.target import parse
-from cute_ops.tuner import Outcome, Trial, tune
-from cute_ops.tuning import Winner
 
 SM90 = parse("sm_90a")
 X = Tensor("*m n", "T")
@@ -123,8 +111,8 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return made
 
     monkeypatch.setattr(cache, "build_all", build_all)
-    monkeypatch.setattr(tuning, "SHIPPED", cache_folder / "none")
-    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "0" * 8)
+    monkeypatch.setattr(winners, "SHIPPED", cache_folder / "none")
+    monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "0" * 8)
     return found
 
 
@@ -217,7 +205,7 @@ def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
             given = {k: Array(t.of(dims), op.dtype_near(t, "bfloat16")) for k, t in op.inputs.items()}
             problem = problem_of(bind(op, given), {}, SM90)
             heuristic = op.tile(problem)
-            seen.append((tuning.class_of(op, problem), heuristic, candidates(op.tuning, problem, heuristic)))
+            seen.append((winners.class_of(op, problem), heuristic, candidates(op.tuning, problem, heuristic)))
         assert seen[0] == seen[1], op.name
 
 
@@ -318,9 +306,9 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
     assert tuners.describe(outcome).startswith("threads 128 -> 64: 100.")
 
     heuristic = plan(*trial(op), SM90)
-    tuning.remember([outcome.winner])
+    winners.remember([outcome.winner])
     assert plan(*trial(op), SM90).variant == heuristic.variant  # this process has decided
-    tuning.forget()
+    winners.forget()
     found = plan(*trial(op), SM90)
     assert found.variant.tile == {"threads": 64} and found.variant.digest != heuristic.variant.digest
     # For any number of rows, but no other length, dtype, alignment or SM.
@@ -339,8 +327,8 @@ def test_the_heuristic_stays_and_that_is_remembered_too() -> None:
     op, fake = make_op(), Fake({64: 100.0, 128: 100.0, 256: 120.0})
     outcome = tuned(op, fake)
     assert not outcome.changed and "the heuristic's tile stays" in tuners.describe(outcome)
-    tuning.remember([outcome.winner])
-    tuning.forget()
+    winners.remember([outcome.winner])
+    winners.forget()
     assert not list(tune([trial(op)], SM90, InProcess(fake)))
     assert len(list(tune([trial(op)], SM90, InProcess(fake), anew=True))) == 1
 
@@ -403,7 +391,7 @@ def test_calls_with_another_number_of_rows() -> None:
 def test_attributes_are_in_a_class_where_they_differ() -> None:
     x = {"x": Array((4, 64), "bfloat16")}
     names = [
-        tuning.class_of(rmsnorm, problem_of(bind(rmsnorm, x, attrs), {}, SM90))
+        winners.class_of(rmsnorm, problem_of(bind(rmsnorm, x, attrs), {}, SM90))
         for attrs in ({}, {"eps": 1e-3}, {"weight_offset": 1.0}, {"weight_offset": 2.0})
     ]
     assert names[0] == names[1] and names[2] == names[3] == names[0] + " weight_offset!=0"
@@ -417,8 +405,8 @@ def test_an_op_without_candidates_is_left_alone() -> None:
 
 def test_a_dynamic_kernel_is_left_alone() -> None:
     op = make_op()
-    tuning.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner])
-    tuning.forget()
+    winners.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner])
+    winners.forget()
     assert plan(*trial(op), SM90, fixed=False).variant.tile == {"threads": 128}
     assert plan(*trial(op), SM90, fixed=True).variant.tile == {"threads": 64}
 
@@ -488,7 +476,7 @@ def silu_trial() -> Trial:
     "a candidate that aborts, breaks the GPU's context, or never ends", "another process goes on without it", "nothing"
 )
 def test_a_candidate_that_ends_its_process_is_left_out(other: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(apart, "TIMEOUT_SECONDS", 3.0)
+    monkeypatch.setattr(bench_process, "TIMEOUT_SECONDS", 3.0)
     tiles = [{"threads": n} for n in (512, 32, 64, 96, 256, 192, 480, 448)]
     found = other.examine([silu_trial()], tiles, SM90, 0.02)
     assert found.which == 7 and found.before == [512.0] and found.after == [448.0] and found.device == "a GPU made up"
@@ -518,18 +506,18 @@ def test_a_program_measures_what_it_calls_when_asked(monkeypatch: pytest.MonkeyP
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
     monkeypatch.setattr(tuners, "examiner", lambda device=0: InProcess(fake))
     assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128} and not fake.samples
-    tuning.forget()
+    winners.forget()
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}, "not where no GPU is"
     assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128}, "decided: bits stay what they are"
-    tuning.forget()
+    winners.forget()
     with caplog.at_level(logging.INFO, "cute_ops"):
         assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 64}
     assert "tuned doubling(copying:Copy) sm_90a:132" in caplog.text
     count = len(fake.samples)
     for again in range(2):
         assert plan(*trial(op, rows=7 + again), SM90, device=0).variant.tile == {"threads": 64}
-        tuning.forget()  # as a new process
+        winners.forget()  # as a new process
     assert len(fake.samples) == count
     monkeypatch.setenv("CUTE_OPS_TUNE", "0")
     assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128}
@@ -548,13 +536,15 @@ def test_a_program_runs_where_measuring_fails(monkeypatch: pytest.MonkeyPatch, c
 CALLING = """
 import sys
 from pathlib import Path
-from cute_ops import Array, cache, tuner
-from cute_ops.apart import Apart
+from cute_ops import Array
+from cute_ops.jit import cache
+from cute_ops.autotune import tuner
+from cute_ops.autotune.bench_process import Apart
 from cute_ops.binding import bind
-from cute_ops.cache import Built
+from cute_ops.jit.cache import Built
 from cute_ops.ops import silu_mul
-from cute_ops.plan import plan
-from cute_ops.target import parse
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
 
 def build_all(variants, done):
     for variant in variants:
@@ -575,7 +565,7 @@ print(dict(plan(call, {}, parse("sm_90a"), device=0).variant.tile)["threads"])
 
 def test_of_two_programs_that_call_at_once_one_measures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made_up_measurer.py").write_text(MEASURER)
-    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(tuning.__file__).parents[1]}", "CUTE_OPS_TUNE": "1"}
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(winners.__file__).parents[1]}", "CUTE_OPS_TUNE": "1"}
     command = [sys.executable, "-c", CALLING, str(tmp_path / "log")]
     programs = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     assert [program.communicate(timeout=100)[0] for program in programs] == ["128\n", "128\n"]
@@ -587,9 +577,9 @@ def test_of_two_programs_that_call_at_once_one_measures(tmp_path: Path, monkeypa
 
 def remembered(tile: Mapping[str, int], op: Op | None = None, path: Path | None = None) -> Op:
     op = op or make_op()
-    call = tuning.class_of(op, problem_of(*trial(op), SM90))
-    tuning.remember([Winner(call, {"threads": 128}, tile)], path)
-    tuning.forget()
+    call = winners.class_of(op, problem_of(*trial(op), SM90))
+    winners.remember([Winner(call, {"threads": 128}, tile)], path)
+    winners.forget()
     return op
 
 
@@ -599,7 +589,7 @@ def test_a_tile_that_the_op_does_not_propose_is_never_used() -> None:
     op = remembered({"threads": 512})
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
     assert plan(*trial(make_op(tuning=vary(threads=(512,)))), SM90).variant.tile == {"threads": 128}, "decided"
-    tuning.forget()
+    winners.forget()
     assert plan(*trial(make_op(tuning=vary(threads=(512,)))), SM90).variant.tile == {"threads": 512}
 
 
@@ -619,12 +609,12 @@ def test_ops_of_one_name_have_winners_of_their_own() -> None:
 def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     op = make_op()
     outcome = tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0}))
-    tuning.remember([outcome.winner])
-    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "1" * 64)
-    tuning.forget()
+    winners.remember([outcome.winner])
+    monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "1" * 64)
+    winners.forget()
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
-    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "0" * 8)
-    tuning.forget()
+    monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "0" * 8)
+    winners.forget()
     assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
 
 
@@ -689,7 +679,7 @@ def test_a_link_is_not_written_through(cache_folder: Path, tmp_path: Path) -> No
     (cache_folder / "tuning.json").symlink_to(tmp_path / "elsewhere.json")
     with pytest.raises(cache.CacheError, match="is a link: what was measured is not kept; name the file"):
         remembered({"threads": 256})
-    assert len(tuning.read(tmp_path / "elsewhere.json")) == 1
+    assert len(winners.read(tmp_path / "elsewhere.json")) == 1
 
 
 @pytest.mark.fault("a tuning file that others can write, or a link", "it is ignored with a sentence", "nothing")
@@ -698,7 +688,7 @@ def test_a_file_that_others_can_write_and_a_link_are_ignored(cache_folder: Path,
     cache_folder.chmod(0o777)
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128} and "can be written by others" in caplog.text
     cache_folder.chmod(0o700)
-    tuning.forget()
+    winners.forget()
     elsewhere = tmp_path / "elsewhere.json"
     (cache_folder / "tuning.json").rename(elsewhere)
     (cache_folder / "tuning.json").symlink_to(elsewhere)
@@ -707,9 +697,9 @@ def test_a_file_that_others_can_write_and_a_link_are_ignored(cache_folder: Path,
 
 ADD = """
 import sys
-from cute_ops import tuning
+from cute_ops.autotune import winners
 for i in range(40):
-    tuning.remember([tuning.Winner(f"call {sys.argv[1]} {i}", {"threads": 128}, {"threads": 64})])
+    winners.remember([winners.Winner(f"call {sys.argv[1]} {i}", {"threads": 128}, {"threads": 64})])
 """
 
 
@@ -717,20 +707,20 @@ for i in range(40):
 def test_processes_that_write_at_once_lose_nothing(cache_folder: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", ADD, str(k)]) for k in range(3)]
     while any(w.poll() is None for w in writers):
-        tuning.parse(
-            (cache_folder / "tuning.json").read_text() if (cache_folder / "tuning.json").exists() else tuning.dump([])
+        winners.parse(
+            (cache_folder / "tuning.json").read_text() if (cache_folder / "tuning.json").exists() else winners.dump([])
         )
     assert [w.returncode for w in writers] == [0, 0, 0]
-    assert len(tuning.read(cache_folder / "tuning.json")) == 120
+    assert len(winners.read(cache_folder / "tuning.json")) == 120
     assert [p.name for p in cache_folder.iterdir()] == ["tuning.json"]
 
 
 DYING = """
 import os, sys
 from pathlib import Path
-from cute_ops import tuning
+from cute_ops.autotune import winners
 os.fsync = lambda handle: os.kill(os.getpid(), 9)
-tuning.remember([tuning.Winner("call", {"threads": 128}, {"threads": 64})], Path(sys.argv[1]))
+winners.remember([winners.Winner("call", {"threads": 128}, {"threads": 64})], Path(sys.argv[1]))
 """
 
 
@@ -751,7 +741,7 @@ def test_a_death_while_a_file_is_written_elsewhere(tmp_path: Path, cache_folder:
 def test_a_pipe_in_place_of_the_file(cache_folder: Path, caplog: Any) -> None:
     cache_folder.mkdir(mode=0o700)
     os.mkfifo(cache_folder / "tuning.json", 0o600)
-    code = "from cute_ops import tuning; tuning._read_folder(); tuning.remember([tuning.Winner('call', {}, {})])"
+    code = "from cute_ops.autotune import winners as w; w._read_folder(); w.remember([w.Winner('call', {}, {})])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert "holds tuning.json, which is not a file" in found.stderr
     assert "tuning.json is no file: name another one" in found.stderr
@@ -760,7 +750,7 @@ def test_a_pipe_in_place_of_the_file(cache_folder: Path, caplog: Any) -> None:
 def test_a_folder_that_cannot_be_written(cache_folder: Path) -> None:
     cache_folder.write_text("a file")
     with pytest.raises(cache.CacheError, match="cannot be written: what was measured is not kept"):
-        tuning.remember([Winner("call", {}, {})])
+        winners.remember([Winner("call", {}, {})])
 
 
 def test_clearing_the_cache_keeps_what_was_measured(cache_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -777,25 +767,25 @@ def test_clearing_the_cache_keeps_what_was_measured(cache_folder: Path, capsys: 
 def test_what_ships_with_the_package_comes_last(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path / "tuned")
+    monkeypatch.setattr(winners, "SHIPPED", tmp_path / "tuned")
     (tmp_path / "tuned").mkdir()
     op = remembered({"threads": 256}, path=tmp_path / "tuned" / "sm_90a.json")
     assert plan(*trial(op), SM90).variant.tile == {"threads": 256}
     remembered({"threads": 64}, op)
     assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
-    with tuning.as_shipped():
+    with winners.as_shipped():
         assert plan(*trial(op), SM90).variant.tile == {"threads": 256}
     assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
     assert (tmp_path / "tuned" / "sm_90a.json").stat().st_mode & 0o777 == 0o644
 
 
 def test_what_ships_is_forgotten_when_the_kernel_changes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "SHIPPED", tmp_path)
+    monkeypatch.setattr(winners, "SHIPPED", tmp_path)
     op = make_op()
-    tuning.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner], tmp_path / "sm_90a.json")
+    winners.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner], tmp_path / "sm_90a.json")
     for digest, threads in (("1" * 64, 128), ("0" * 8, 64)):
-        monkeypatch.setattr("cute_ops.sources.digest", lambda *_, digest=digest: digest)
-        tuning.forget()
+        monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_, digest=digest: digest)
+        winners.forget()
         assert plan(*trial(op), SM90).variant.tile == {"threads": threads}
 
 
@@ -803,14 +793,14 @@ def test_the_files_that_ship_are_sound_and_of_these_kernels(monkeypatch: pytest.
     """``benchmarks/tuning_gap.py --out benchmarks/results --report --ship FILE`` leaves out those that are not."""
     monkeypatch.undo()
     stages = {stage.name: stage for op in OPS for stage in (op, op.grad) if stage}
-    for path in tuning.SHIPPED.glob("*.json"):
-        winners = tuning.parse(path.read_text())
-        assert path.read_text() == tuning.dump(winners.values())
-        for winner in winners.values():
+    for path in winners.SHIPPED.glob("*.json"):
+        shipped = winners.parse(path.read_text())
+        assert path.read_text() == winners.dump(shipped.values())
+        for winner in shipped.values():
             name, where, *_ = winner.call.split()
             assert where.startswith(path.stem)
             assert dict(winner.tile) != dict(winner.heuristic)
-            assert winner.measured["sources"] == tuning.sources_of(stages[name]), winner.call
+            assert winner.measured["sources"] == winners.sources_of(stages[name]), winner.call
 
 
 # --- the command ---------------------------------------------------------------------------------------------------
@@ -840,11 +830,11 @@ def test_the_command_tunes_ops_and_manifests(
         with pytest.raises(typer.Exit):
             command.tune([str(tmp_path / "m.txt")])
         assert expected in capsys.readouterr().out
-    assert len(tuning.read(cache_folder / "tuning.json")) == 3
+    assert len(winners.read(cache_folder / "tuning.json")) == 3
     with pytest.raises(typer.Exit):
         command.tune([str(tmp_path / "m.txt")], out=tmp_path / "out.json")
-    assert len(tuning.read(tmp_path / "out.json")) == 2
-    tuning.forget()
+    assert len(winners.read(tmp_path / "out.json")) == 2
+    winners.forget()
     (call, _) = manifest.parse(lines)
     assert call.variant(SM90).tile["threads"] == 64
 

@@ -14,10 +14,12 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CompileError, machine, processes, sources
-from cute_ops import worker as workers
-from cute_ops.variant import Variant
-from cute_ops.worker import Pool, Worker
+from cute_ops import CompileError, processes
+from cute_ops.jit import compile_pool as workers
+from cute_ops.jit import source_digest
+from cute_ops.jit.compile_pool import Pool, Worker
+from cute_ops.jit.variant import Variant
+from cute_ops.tools import sass
 
 Make = Callable[..., Variant]
 HERE = Path(__file__).parent
@@ -142,7 +144,11 @@ def test_all_that_a_compile_imports_is_part_of_every_kernels_name(
         worker.compile(variant("Telling"), tmp_path / "a.so")
     (found,) = re.findall(r"imported: \[(.*?)\]", str(caught.value))[-1:]
     imported = set(re.findall(r"cute_ops[\w.]*", found))
-    assert {"cute_ops.compiler", "cute_ops.kernels._entry", "cute_ops.worker"} <= imported <= set(sources.DRIVER)
+    assert (
+        {"cute_ops.jit.compiler", "cute_ops.kernels.lib.entry", "cute_ops.jit.compile_pool"}
+        <= imported
+        <= set(source_digest.DRIVER)
+    )
 
 
 @pytest.mark.fault(
@@ -160,7 +166,7 @@ def test_sources_edited_during_a_compile_are_refused(
     name = "edits_itself:Copy"
     worker = Worker()
     with pytest.raises(CompileError, match="the sources of edits_itself:Copy have changed since this program started"):
-        worker.compile(wanted._replace(kernel=name, sources=sources.key(name)), tmp_path / "a.so")
+        worker.compile(wanted._replace(kernel=name, sources=source_digest.key(name)), tmp_path / "a.so")
     assert not (tmp_path / "a.so").exists()
     assert (tmp_path / "edits_itself.py").read_text().endswith("# edited")
     worker.close()
@@ -185,12 +191,14 @@ def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, m
     assert list((tmp_path / "__pycache__").iterdir())
     worker = Worker()
     with pytest.raises(CompileError, match="step 64"):
-        worker.compile(variant()._replace(kernel="steps:Copy", sources=sources.key("steps:Copy")), tmp_path / "a.so")
+        worker.compile(
+            variant()._replace(kernel="steps:Copy", sources=source_digest.key("steps:Copy")), tmp_path / "a.so"
+        )
     worker.close()
 
 
 def test_the_worker_sees_no_gpu_and_no_framework() -> None:
-    code = "from cute_ops.worker import serve; import sys; serve(); assert sys.modules['torch'] is None"
+    code = "from cute_ops.jit.compile_pool import serve; import sys; serve(); assert sys.modules['torch'] is None"
     result = subprocess.run([os.sys.executable, "-c", code], stdin=subprocess.DEVNULL, check=False)  # type: ignore[attr-defined]
     assert result.returncode == 0
 
@@ -256,7 +264,7 @@ def test_only_the_machine_code(worker: Worker, variant: Make, tmp_path: Path) ->
     assert [p.name for p in tmp_path.iterdir()] == ["a.cubin"]
     worker.compile(variant(), tmp_path / "a.so")
     # The object runs the very same machine code, and holds nothing else of the kind.
-    assert list(machine.cubins((tmp_path / "a.so").read_bytes())) == [(tmp_path / "a.cubin").read_bytes()]
-    (resources,) = machine.resources(tmp_path / "a.so")
+    assert list(sass.cubins((tmp_path / "a.so").read_bytes())) == [(tmp_path / "a.cubin").read_bytes()]
+    (resources,) = sass.resources(tmp_path / "a.so")
     assert "Copy" in resources.kernel and 0 < resources.registers < 64 and resources.stack == resources.local == 0
-    assert "STG.E.U16" in machine.sass(tmp_path / "a.so")
+    assert "STG.E.U16" in sass.sass(tmp_path / "a.so")

@@ -16,10 +16,10 @@ import torch
 
 from cute_ops import Array, testing
 from cute_ops.binding import bind
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
 from cute_ops.op import FLOATS, Op
-from cute_ops.plan import plan
-from cute_ops.target import parse
-from cute_ops.worker import worker
 
 softcap = pytest.importorskip("softcap")
 FOLDER = Path(softcap.__file__).parent

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import bundling, manifest
-from cute_ops.target import parse
+from cute_ops.aot import build, manifest
+from cute_ops.jit.target import parse
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """
@@ -18,7 +18,7 @@ import os, sys
 if os.environ.get("BLOCK_COMPILER"):
     sys.modules["cutlass"] = None
 import jax, jax.numpy as jnp, numpy as np
-from cute_ops import cache
+from cute_ops.jit import cache
 {traced}
 text = traced.lower(lowering_platforms=("cuda",)).as_text()
 print(text.count("custom_call @cute_"), cache.counters.compiled, cache.counters.disk, cache.counters.bundled)
@@ -64,7 +64,7 @@ def test_a_second_run_compiles_nothing_and_a_bundle_needs_no_compiler(
     assert calls >= 10 and compiled >= 6 and rest == [0, 0]
     if example == "llama":  # what the cache holds is what the bundle takes from it
         assert counts(example, BLOCK_COMPILER="1") == [calls, 0, compiled, 0]
-    built = bundling.build(manifest.read(tmp_path / "m.txt"), [parse("sm_90a")], tmp_path / "bundle")
+    built = build.build(manifest.read(tmp_path / "m.txt"), [parse("sm_90a")], tmp_path / "bundle")
     assert len(built) == compiled and not any(one.seconds for one in built), "what was recorded is what ran"
     served = {"CUTE_OPS_BUNDLE": str(tmp_path / "bundle"), "CUTE_OPS_CACHE_DIR": str(tmp_path / "none")}
     assert counts(example, BLOCK_COMPILER="1", **served) == [calls, 0, 0, compiled]

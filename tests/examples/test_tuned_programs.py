@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from cute_ops import tuning
+from cute_ops.autotune import winners
 
 ROOT = Path(__file__).parents[2]
 # A heuristic that any GPU beats: CTAs of one warp leave half of an SM's threads empty.
 DECLARED = """
 from cute_ops import FLOATS, Case, Op, Tensor, vary
-from cute_ops.ops.activations import silu
+from cute_ops.ops.activation.unary import silu
 
 rows = Tensor("*m n", "T")
 narrow = Op(
@@ -50,8 +50,9 @@ handler.emit = lambda record: messages.append(record.getMessage())
 logging.getLogger("cute_ops").addHandler(handler)
 logging.getLogger("cute_ops").setLevel(logging.INFO)
 {call}
-from cute_ops import cache, tuning
-used = [dict(winner.tile) for winner in tuning.behind(cache._functions)]
+from cute_ops.jit import cache
+from cute_ops.autotune import winners
+used = [dict(winner.tile) for winner in winners.behind(cache._functions)]
 print(json.dumps({{"error": error, "used": used, "compiled": cache.counters.compiled, "messages": messages}}))
 """
 
@@ -79,7 +80,7 @@ def answer(program: subprocess.Popen[str]) -> dict[str, Any]:
 
 def check_that_it_is_used(framework: str, environment: dict[str, str]) -> None:
     """By a program that has no compiler, with the tile of the one line of the cache folder's file."""
-    (winner,) = tuning.read(Path(environment["CUTE_OPS_CACHE_DIR"], tuning.NAME)).values()
+    (winner,) = winners.read(Path(environment["CUTE_OPS_CACHE_DIR"], winners.NAME)).values()
     assert winner.call.startswith("narrow_silu ") and winner.heuristic == {"threads": 32, "unroll": 1}
     assert winner.tile["threads"] in (128, 256), (
         "a warp to a CTA is as fast as four: this test's heuristic is no bad one"

@@ -22,11 +22,11 @@ import numpy as np
 
 from cute_ops import FLOATS, testing
 from cute_ops.binding import Binding, bind
+from cute_ops.jit.plan import Memory as Place
+from cute_ops.jit.plan import Plan, View, compact, plan
+from cute_ops.jit.target import parse
 from cute_ops.op import Array, Case, Op
 from cute_ops.ops import OPS, PARTS
-from cute_ops.plan import Memory as Place
-from cute_ops.plan import Plan, View, compact, plan
-from cute_ops.target import parse
 
 ALL = [op for part in (*OPS, *PARTS) for op in (part, part.grad) if op is not None]
 VECTOR = 16

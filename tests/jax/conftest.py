@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cute_ops import cache, testing, toolchain
+from cute_ops import testing
+from cute_ops.jit import cache, toolchain
+from cute_ops.jit.variant import Variant
 from cute_ops.op import FLOATS, Case, Op
 from cute_ops.ops import OPS
-from cute_ops.variant import Variant
-from cute_ops_jax import front, gradient, targets
-from cute_ops_jax.primitive import Stage, stage
+from cute_ops_jax.primitive import ffi, function, vjp
+from cute_ops_jax.primitive.primitive import Stage, stage
 
 # For programs on several devices; the first one runs everything else.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -151,7 +152,7 @@ def fake_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
     fakes = FakeKernels()
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90a")
     monkeypatch.setattr(cache, "get", fakes.get)
-    monkeypatch.setattr(targets, "cuda_devices", list)
+    monkeypatch.setattr(ffi, "cuda_devices", list)
     monkeypatch.setattr(toolchain, "versions", lambda: ("fake", request.node.nodeid))
     return fakes
 
@@ -186,9 +187,9 @@ def through_ffi(
     """``through_ffi(op)``: the op's function, which takes the CUDA lowering on the CPU."""
     # Functions are made when they are first asked for: all of them now, so that none is made of these stages.
     for op in STAGES.values():
-        front.register(op)
-    monkeypatch.setattr(gradient, "stage", ffi_stage)
-    return front.register.__wrapped__
+        function.register(op)
+    monkeypatch.setattr(vjp, "stage", ffi_stage)
+    return function.register.__wrapped__
 
 
 def fed_back(function: Callable[..., Any]) -> Callable[..., Any]:

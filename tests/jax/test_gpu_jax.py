@@ -18,12 +18,15 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, cache, chunks, sweep, target, testing
+from cute_ops import Op, testing
 from cute_ops.binding import bind
-from cute_ops.declarations import ours
-from cute_ops.plan import limit_static, plan
-from cute_ops_jax import runner
-from cute_ops_jax.primitive import stage
+from cute_ops.composite import chunks
+from cute_ops.jit import cache, target
+from cute_ops.jit.plan import limit_static, plan
+from cute_ops.lookup import ours
+from cute_ops.tools import sweep
+from cute_ops_jax.primitive.primitive import stage
+from cute_ops_jax.tools import runner
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(cute_ops_jax.__file__).parents[1]

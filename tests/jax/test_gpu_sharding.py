@@ -20,7 +20,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-from cute_ops import Op, chunks, testing
+from cute_ops import Op, testing
+from cute_ops.composite import chunks
 from cute_ops.ops import OPS
 
 pytestmark = pytest.mark.gpu

@@ -15,12 +15,12 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-from cute_ops import chunks
-from cute_ops_jax import composite as composites
-from cute_ops_jax.composite import Composite
+from cute_ops.composite import chunks
+from cute_ops_jax.composite import primitive as composites
+from cute_ops_jax.composite.primitive import Composite
 
 # The package has a function of that name.
-module = importlib.import_module("cute_ops_jax.linear_cross_entropy")
+module = importlib.import_module("cute_ops_jax.composite.linear_cross_entropy")
 
 
 @pytest.fixture(params=[1000, 4, 5], ids=["one-chunk", "chunks", "uneven"])

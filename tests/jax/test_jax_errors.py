@@ -11,7 +11,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import Op, testing
-from cute_ops_jax import targets
+from cute_ops_jax.primitive import ffi
 
 X, W = np.ones((3, 5, 64), np.float32), np.ones(64, np.float32)
 
@@ -137,7 +137,7 @@ def test_a_gpu_without_a_kernel_says_so(monkeypatch: pytest.MonkeyPatch) -> None
         raise NotImplementedError("cute_ops: device 0 has compute capability 7.5; kernels exist for 8.0")
 
     monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
-    monkeypatch.setattr(targets.target, "of_device", refuse)
+    monkeypatch.setattr(ffi.target, "of_device", refuse)
     with pytest.raises(NotImplementedError) as caught:
         jax.jit(lambda x: cute_ops_jax.rmsnorm(x)).trace(X).lower(lowering_platforms=("cuda",))
     assert str(caught.value).startswith(OLD_GPU)
@@ -153,7 +153,7 @@ def test_targets_run_out_with_a_warning_first(
         jax.jit(lambda x: cute_ops_jax.rmsnorm(x)).trace(x).lower(lowering_platforms=("cuda",))
 
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", lambda *args, **kwargs: None)
-    counts = iter([targets.WARN_AT - 1, targets.WARN_AT, targets.LIMIT])
+    counts = iter([ffi.WARN_AT - 1, ffi.WARN_AT, ffi.LIMIT])
     monkeypatch.setattr(jax_tvm_ffi, "registered_count", lambda: next(counts))
     lower(8)
     assert not caplog.records

@@ -21,10 +21,13 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-from cute_ops import Op, bundle, testing, trust
+from cute_ops import Op, testing
 from cute_ops.errors import CacheError
+from cute_ops.files import ownership
+from cute_ops.jit import bundle
 from cute_ops.ops import OPS
-from cute_ops_jax import exporting, targets
+from cute_ops_jax import exporting
+from cute_ops_jax.primitive import ffi
 
 ROOT = Path(cute_ops_jax.__file__).parents[1]
 pytest.importorskip("flatbuffers")
@@ -85,12 +88,12 @@ def test_the_folder_holds_what_each_program_calls(exported: Path) -> None:
 def test_kernels_are_registered_from_the_bundle_alone(exported: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import jax_tvm_ffi
 
-    from cute_ops import cache
+    from cute_ops.jit import cache
 
     names: list[str] = []
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", lambda name, *args, **kwargs: names.append(name))
     monkeypatch.setattr(cache, "get", lambda variant: pytest.fail("asked the cache"))
-    monkeypatch.setattr(targets, "_known", {})
+    monkeypatch.setattr(ffi, "_known", {})
     symbols = json.loads((exported / "program.json").read_text())["programs"]["sm_90a:132"]["kernels"]
     for _ in range(2):
         exporting._register(bundle.Bundle(exported / "kernels"), symbols)
@@ -99,8 +102,8 @@ def test_kernels_are_registered_from_the_bundle_alone(exported: Path, monkeypatc
 
 def on_a_gpu(monkeypatch: pytest.MonkeyPatch, arch: str) -> None:
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(targets, "cuda_devices", list)
-    monkeypatch.setattr(targets, "_known", {})
+    monkeypatch.setattr(ffi, "cuda_devices", list)
+    monkeypatch.setattr(ffi, "_known", {})
     monkeypatch.setenv("CUTE_OPS_ARCH", arch)
 
 
@@ -253,9 +256,9 @@ def test_a_program_of_other_bytes(on_cpu: Path, data: bytes) -> None:
 )
 def test_a_program_that_is_replaced_while_it_loads(on_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After its record was read: what is left of the old one is gone, and the new program is of other bytes."""
-    read = trust.Folder.read
+    read = ownership.Folder.read
 
-    def replaced(self: trust.Folder, name: str) -> bytes:
+    def replaced(self: ownership.Folder, name: str) -> bytes:
         if name == "any.jax":
             monkeypatch.undo()
             cute_ops_jax.export(
@@ -263,7 +266,7 @@ def test_a_program_that_is_replaced_while_it_loads(on_cpu: Path, monkeypatch: py
             )
         return read(self, name)
 
-    monkeypatch.setattr(trust.Folder, "read", replaced)
+    monkeypatch.setattr(ownership.Folder, "read", replaced)
     x, w = jnp.arange(128.0).reshape(2, 64), jnp.ones(64)
     np.testing.assert_array_equal(cute_ops_jax.load(on_cpu)(x, w), forward(x, w) + 1)
 
@@ -301,7 +304,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 def test_a_program_for_cpus_asks_for_no_gpu(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It replaces what was there, and runs on the CPU of a machine with a GPU, too."""
     monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
-    monkeypatch.setattr(targets, "device_target", lambda: pytest.fail("asked for a GPU"))
+    monkeypatch.setattr(ffi, "device_target", lambda: pytest.fail("asked for a GPU"))
     where = tmp_path / "program"
     shutil.copytree(exported, where)
     x, w = jnp.arange(128.0).reshape(2, 64), jnp.ones(64)
@@ -320,7 +323,7 @@ def test_what_to_export_for_must_be_said(tmp_path: Path, monkeypatch: pytest.Mon
     def no_gpu() -> Any:
         raise RuntimeError("cute_ops: no CUDA driver")
 
-    monkeypatch.setattr(targets, "device_target", no_gpu)
+    monkeypatch.setattr(ffi, "device_target", no_gpu)
     with pytest.raises(ValueError, match=r"no GPU is here to build for \(cute_ops: no CUDA driver\): name one, arch="):
         export()
     with pytest.raises(ValueError, match="unknown platform 'gpu'; known: cpu, cuda, rocm, tpu"):

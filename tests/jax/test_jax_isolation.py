@@ -65,7 +65,7 @@ MISMATCHES = {
 def test_a_cuda_lowering_says_what_to_install_and_cpus_need_nothing(name: str) -> None:
     mismatch, sentence = MISMATCHES[name]
     code = f"""
-from cute_ops import toolchain
+from cute_ops.jit import toolchain
 {mismatch}
 import jax, cute_ops_jax
 os.environ["CUTE_OPS_ARCH"] = "sm_90a"
@@ -83,7 +83,7 @@ print(cute_ops_jax.rmsnorm(x).shape)
 
 def test_private_jax_only_in_compat() -> None:
     private = ("jax._src", "jax.interpreters", "jax.extend", "jaxlib", "jax.core")
-    for path in sorted((ROOT / "cute_ops_jax").glob("*.py")):
+    for path in sorted((ROOT / "cute_ops_jax").rglob("*.py")):
         found = set()
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Import):

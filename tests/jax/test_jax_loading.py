@@ -25,14 +25,14 @@ sys.path.insert(0, "tests/jax")
 sys.modules["torch"] = None  # which TVM-FFI imports where it is there: longer than all the rest
 import jax, jax.numpy as jnp, numpy as np
 import conftest, jax_tvm_ffi
-from cute_ops import cache, toolchain
+from cute_ops.jit import cache, toolchain
 from cute_ops.ops import OPS
-from cute_ops_jax import targets
-from cute_ops_jax.primitive import stage
+from cute_ops_jax.primitive import ffi
+from cute_ops_jax.primitive.primitive import stage
 import cute_ops_jax
 
 fakes = conftest.FakeKernels()
-cache.get, targets.cuda_devices, toolchain.versions = fakes.get, list, lambda: ("fake", "process")
+cache.get, ffi.cuda_devices, toolchain.versions = fakes.get, list, lambda: ("fake", "process")
 """
 ON_CPU = """
 real = jax_tvm_ffi.register_ffi_target
@@ -68,7 +68,7 @@ for op in sys.argv[2:5]:
     values += [values_of(op, x, second), values_of(op, placed(x, "rows"), placed(second, *axes))]
 """
 REPORT = """
-same = [values, len(fakes.calls), sorted(targets.known()), programs]
+same = [values, len(fakes.calls), sorted(ffi.known()), programs]
 print(json.dumps([same, events.count("cache_hits"), events.count("cache_misses"), jax.process_count()]))
 """
 # Four devices in each of two processes.
@@ -140,7 +140,7 @@ sys.modules["torch"] = None
 import jax, jax.numpy as jnp
 jax.distributed.initialize(sys.argv[1], 2, int(sys.argv[2]))
 import cute_ops_jax
-from cute_ops import cache
+from cute_ops.jit import cache
 from jax.experimental import multihost_utils
 x, weight = jnp.ones((8, 64)), jnp.ones(64)
 step = jax.jit(jax.grad(lambda x, weight: cute_ops_jax.rmsnorm(x, weight).sum(), (0, 1)))

@@ -15,12 +15,13 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import FLOATS, Array, Op, Tensor, cache, loader, target, testing
+from cute_ops import FLOATS, Array, Op, Tensor, testing
 from cute_ops.binding import bind
+from cute_ops.jit import cache, loader, target
+from cute_ops.jit.plan import folded
 from cute_ops.ops import softmax
-from cute_ops.plan import folded
-from cute_ops_jax import front, lowering, targets
-from cute_ops_jax.primitive import stage
+from cute_ops_jax.primitive import ffi, function, lowering
+from cute_ops_jax.primitive.primitive import stage
 
 
 def shaped(op: Op, lead: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str, jax.ShapeDtypeStruct]:
@@ -152,7 +153,7 @@ def test_architecture_comes_from_the_environment(fake_kernels: Any, monkeypatch:
 def test_kernels_are_loaded_on_every_device_that_they_fit(fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     loaded: list[tuple[str, int]] = []
     arches = {0: "sm_90a", 1: "sm_80", 3: "sm_90a"}
-    monkeypatch.setattr(targets, "cuda_devices", lambda: list(arches))
+    monkeypatch.setattr(ffi, "cuda_devices", lambda: list(arches))
     monkeypatch.setattr(target, "of_device", lambda index: target.parse(arches[index]))
     monkeypatch.setattr(loader, "preload", lambda function, variant, device: loaded.append((variant.symbol, device)))
     for _ in range(2):
@@ -179,7 +180,7 @@ def test_threads_register_a_target_once(fake_kernels: Any, monkeypatch: pytest.M
     monkeypatch.setattr(jax_tvm_ffi, "register_ffi_target", lambda name, *args, **kwargs: names.append(name))
     cuda_text(lambda x: cute_ops_jax.rmsnorm(x), shaped_pair()[0])
     (variant,) = fake_kernels.variants
-    monkeypatch.setattr(targets, "_known", {})
+    monkeypatch.setattr(ffi, "_known", {})
     names.clear()
     together = threading.Barrier(4)
     real = fake_kernels.get
@@ -190,7 +191,7 @@ def test_threads_register_a_target_once(fake_kernels: Any, monkeypatch: pytest.M
         return function
 
     monkeypatch.setattr(cache, "get", slow)
-    threads = [threading.Thread(target=targets.ensure, args=(variant,)) for _ in range(4)]
+    threads = [threading.Thread(target=ffi.ensure, args=(variant,)) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -202,10 +203,10 @@ def test_threads_register_a_target_once(fake_kernels: Any, monkeypatch: pytest.M
 
 
 def test_ffi_values_against_float64(stage_problem: Any, through_ffi: Any, fake_kernels: Any) -> None:
-    from cute_ops_jax import gradient
+    from cute_ops_jax.primitive import vjp
 
     op, arrays = stage_problem.op, stage_problem.inputs()
-    outputs = jax.jit(lambda given: gradient.stage(op)(given, stage_problem.attrs))(arrays)
+    outputs = jax.jit(lambda given: vjp.stage(op)(given, stage_problem.attrs))(arrays)
     got = tuple(None if outputs[n] is None else np.asarray(outputs[n]) for n in op.outputs)
     testing.check(op, arrays, stage_problem.attrs, got)
     ((symbol, shapes),) = fake_kernels.calls
@@ -273,7 +274,7 @@ def cute_op(name: str) -> Op:
 
 
 def test_registration_is_per_declaration() -> None:
-    assert front.register(cute_op("rmsnorm")) is cute_ops_jax.rmsnorm
+    assert function.register(cute_op("rmsnorm")) is cute_ops_jax.rmsnorm
     assert isinstance(cute_op("rmsnorm").inputs["x"], Tensor)
 
 
@@ -310,7 +311,7 @@ def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
     x = {"x": Array((4, 64), "float32")}
     lowering.choose(softmax, x, ())
-    with targets.lowering_for(target.parse("sm_100a")):
+    with ffi.lowering_for(target.parse("sm_100a")):
         lowering.choose(softmax, x, ())
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_80")
     lowering.choose(softmax, x, ())

@@ -15,8 +15,8 @@ import pytest
 import cute_ops_jax
 from cute_ops import Op, Tensor, testing
 from cute_ops.ops import OPS
-from cute_ops_jax import stubs
-from cute_ops_jax.primitive import stage
+from cute_ops_jax.primitive.primitive import stage
+from cute_ops_jax.tools import stubs
 
 
 def test_values_against_float64_and_torch(stage_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
@@ -183,7 +183,7 @@ def test_attributes_by_position_and_by_name() -> None:
 
 
 def test_stub_file_is_up_to_date() -> None:
-    assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_jax.stubs"
+    assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_jax.tools.stubs"
 
 
 def test_stubs_name_every_argument() -> None:
@@ -203,7 +203,7 @@ def reference_scale(xp: Any, x: Any, *, factor: float) -> Any:
 def scale_op(**changes: Any) -> Op:
     declaration: dict[str, Any] = {
         "inputs": {"x": Tensor("*m n", "T")}, "outputs": {"out": Tensor("*m n", "T")}, "dtypes": {"T": ("float32",)},
-        "attrs": {"factor": 2.0}, "reference": reference_scale, "kernel": "cute_ops.kernels.rmsnorm:RMSNorm",
+        "attrs": {"factor": 2.0}, "reference": reference_scale, "kernel": "cute_ops.kernels.norm.rmsnorm:RMSNorm",
     }  # fmt: skip
     return Op("scale", **{**declaration, **changes})
 

@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import cute_ops_jax
-from cute_ops import toolchain
-from cute_ops_jax import _compat, bridge
+from cute_ops.jit import toolchain
+from cute_ops_jax import _compat
+from cute_ops_jax.primitive import ffi_check
 
 
 def test_all_is_well() -> None:
@@ -32,37 +33,37 @@ def test_wrong_bridge(version: str | None, text: str, monkeypatch: pytest.Monkey
     monkeypatch.setattr(toolchain, "version", lambda name: version)
     assert cute_ops_jax.probe() == [text]
     with pytest.raises(RuntimeError, match="kernels cannot run: jax-tvm-ffi"):
-        bridge.require.__wrapped__()
+        ffi_check.require.__wrapped__()
 
 
 def test_a_bridge_that_xla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> bool:
         raise RuntimeError("No FFI handler registered for cute_ops_probe\nstack")
 
-    monkeypatch.setattr(bridge, "_call", refuse)
+    monkeypatch.setattr(ffi_check, "_call", refuse)
     (problem,) = cute_ops_jax.probe()
     assert "do not fit together (RuntimeError: No FFI handler registered for cute_ops_probe): pip install" in problem
-    monkeypatch.setattr(bridge, "_call", lambda: False)
+    monkeypatch.setattr(ffi_check, "_call", lambda: False)
     assert cute_ops_jax.probe() == ["XLA's FFI did not call a registered function"]
 
 
 def test_a_jax_that_nobody_tried_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, while a program is traced; where there is no CPU to try on, it is trusted."""
     tried = []
-    called = bridge._call
+    called = ffi_check._call
 
     def call() -> bool:
         tried.append(called())
         return tried[-1]
 
-    monkeypatch.setattr(bridge, "_call", call)
-    jax.jit(lambda x: bridge.require.__wrapped__() or x).lower(1.0)
+    monkeypatch.setattr(ffi_check, "_call", call)
+    jax.jit(lambda x: ffi_check.require.__wrapped__() or x).lower(1.0)
     assert tried == []
-    monkeypatch.setattr(_compat, "jax_version", lambda: bridge.UNKNOWN_JAX)
-    jax.jit(lambda x: bridge.require.__wrapped__() or x).lower(1.0)
+    monkeypatch.setattr(_compat, "jax_version", lambda: ffi_check.UNKNOWN_JAX)
+    jax.jit(lambda x: ffi_check.require.__wrapped__() or x).lower(1.0)
     assert tried == [True]
-    monkeypatch.setattr(bridge, "_call", lambda: False)
+    monkeypatch.setattr(ffi_check, "_call", lambda: False)
     with pytest.raises(RuntimeError, match=r"^cute_ops_jax: kernels cannot run: XLA's FFI did not call a registered"):
-        bridge.require.__wrapped__()
-    monkeypatch.setattr(bridge, "_has_cpu", lambda: False)
-    bridge.require.__wrapped__()
+        ffi_check.require.__wrapped__()
+    monkeypatch.setattr(ffi_check, "_has_cpu", lambda: False)
+    ffi_check.require.__wrapped__()

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, NamedSharding
 import cute_ops_jax
 from cute_ops import Op, Tensor, testing
 from cute_ops.ops import OPS
-from cute_ops_jax.primitive import stage
+from cute_ops_jax.primitive.primitive import stage
 
 LEAD, N = (8, 4), 6
 MESH = (4, 2), ("data", "seq")

@@ -14,7 +14,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import Op, testing
-from cute_ops_jax.primitive import stage
+from cute_ops_jax.primitive.primitive import stage
 
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
 Close = Callable[[Any, Any], None]

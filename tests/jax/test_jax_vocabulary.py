@@ -17,8 +17,9 @@ import pytest
 from jax.sharding import AxisType
 
 import cute_ops_jax
-from cute_ops import chunks
-from cute_ops_jax import composite, vocabulary
+from cute_ops.composite import chunks
+from cute_ops_jax.composite import primitive
+from cute_ops_jax.distributed import vocab_parallel
 
 P = jax.P
 Close = Callable[[Any, Any], None]
@@ -38,7 +39,7 @@ def lowered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     jax.clear_caches()
     if request.param == "kernel":
         stages = request.getfixturevalue("ffi_stage")
-        monkeypatch.setattr(composite, "stage", stages)
+        monkeypatch.setattr(primitive, "stage", stages)
     yield request.param
     jax.clear_caches()
 
@@ -269,7 +270,7 @@ def test_without_a_shard_map(
     axes: tuple[str | None, str], kind: AxisType, fake_kernels: Any, ffi_stage: Any, close: Close
 ) -> None:
     """Where types or XLA's partitioner say that classes are cut, the op itself is that program: nothing is gathered."""
-    op = vocabulary.op
+    op = vocab_parallel.op
     arrays, target = problem()
     mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2, devices=jax.devices("cpu"))
     dloss = np.cos(np.arange(ROWS, dtype=np.float32))
@@ -290,7 +291,7 @@ def test_without_a_shard_map(
         found, dlogits = jax.block_until_ready(compiled(logits, *rows))
         assert dlogits.sharding.is_equivalent_to(logits.sharding, 2)
         assert found["loss"].sharding.is_equivalent_to(rows[0].sharding, 1)
-    close(jax.device_get((found, dlogits)), run(composite.stage, arrays["logits"], target, dloss))
+    close(jax.device_get((found, dlogits)), run(primitive.stage, arrays["logits"], target, dloss))
     assert {shapes[0] for _, shapes in fake_kernels.calls} == {(ROWS if axes[0] is None else ROWS // 2, N // 4)}
     assert collectives(compiled.as_text()).keys() == {"all-reduce"}
 

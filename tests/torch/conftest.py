@@ -16,12 +16,13 @@ import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_ops import cache, target, testing
+from cute_ops import testing
+from cute_ops.jit import cache, target
+from cute_ops.jit.variant import TensorKey, Variant
 from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
 from cute_ops.ops import OPS as ALL
-from cute_ops.variant import TensorKey, Variant
-from cute_ops_torch import launch
-from cute_ops_torch.tensors import DTYPES, NAMES
+from cute_ops_torch.host import launch
+from cute_ops_torch.library.tensors import DTYPES, NAMES
 
 # Set where the whole suite is run once more, in another way, for one op that stands for all.
 OPS = tuple(op for op in ALL if op.name == os.environ.get("CUTE_OPS_TEST_ONLY", op.name))

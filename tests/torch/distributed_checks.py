@@ -39,7 +39,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import cute_ops_torch
-from cute_ops import Op, chunks, testing
+from cute_ops import Op, testing
+from cute_ops.composite import chunks
 from cute_ops.ops import OPS
 
 CHECKS: dict[str, Callable[[World], None]] = {}

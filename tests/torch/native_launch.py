@@ -16,12 +16,13 @@ import torch
 import tvm_ffi
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor, cache
+from cute_ops import FLOATS, Op, Tensor
+from cute_ops.jit import cache
 from cute_ops.ops import OPS
-from cute_ops_torch import extension, launch
-from cute_ops_torch.reference import fake_kernel
-from cute_ops_torch.registry import define
-from cute_ops_torch.schema import schema
+from cute_ops_torch.host import extension, launch
+from cute_ops_torch.library.reference import fake_kernel
+from cute_ops_torch.library.register import define
+from cute_ops_torch.library.schema import schema
 
 NAMESPACE = "cute_native"
 
@@ -161,7 +162,7 @@ def test_attributes_of_every_type(native: Any, monkeypatch: pytest.MonkeyPatch) 
         tensor_at(out).copy_(own.reference(None, tensor_at(x), **variant.attrs))
 
     monkeypatch.setattr(cache, "get", lambda variant: tvm_ffi.convert(partial(kernel, variant)))
-    monkeypatch.setattr("cute_ops.sources.digest", lambda *_: "")
+    monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "")
     x, call = torch.randn(3, 8), _bind(own).call
     for attrs in (
         (1.0, 2, False, "plus"), (0.5, 2, False, "plus"), (1.0, 3, False, "plus"), (1.0, 2, True, "plus"),

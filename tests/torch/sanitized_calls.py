@@ -15,13 +15,14 @@ from collections.abc import Iterator
 import torch
 
 import cute_ops_torch
-from cute_ops import cache, target, testing
+from cute_ops import testing
 from cute_ops.binding import bind
-from cute_ops.declarations import ours
+from cute_ops.jit import cache, target
+from cute_ops.jit.plan import limit_static, plan
+from cute_ops.lookup import ours
 from cute_ops.op import Case, Op
-from cute_ops.plan import limit_static, plan
-from cute_ops.sweep import memory, swept
-from cute_ops_torch.runner import laid_out, to_torch
+from cute_ops.tools.sweep import memory, swept
+from cute_ops_torch.tools.runner import laid_out, to_torch
 
 DTYPES, BASES, ROWS = ("bfloat16", "float32"), ("aligned", "shifted", "slices"), (5, 260)
 

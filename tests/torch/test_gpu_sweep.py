@@ -15,7 +15,7 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops.declarations import ours
+from cute_ops.lookup import ours
 
 pytestmark = pytest.mark.gpu
 CALLS = Path(__file__).with_name("sanitized_calls.py")

@@ -12,7 +12,7 @@ import torch
 import cute_ops_torch
 from cute_ops import FLOATS, Case, Op, testing
 from cute_ops.ops import OPS
-from cute_ops.ops.layernorm import layernorm
+from cute_ops.ops.norm.layernorm import layernorm
 
 pytestmark = pytest.mark.gpu
 

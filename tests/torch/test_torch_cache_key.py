@@ -14,9 +14,10 @@ import numpy as np
 import pytest
 
 import cute_ops
-from cute_ops import FLOATS, Op, Tensor, sources
+from cute_ops import FLOATS, Op, Tensor
+from cute_ops.jit import source_digest
 from cute_ops.ops import OPS
-from cute_ops_torch import _cache_key
+from cute_ops_torch.inductor import cache_key
 
 
 def op_of(reference: Callable[..., Any]) -> Op:
@@ -27,27 +28,27 @@ def op_of(reference: Callable[..., Any]) -> Op:
 
 
 def key(reference: Callable[..., Any]) -> str:
-    return _cache_key.of_op(op_of(reference))
+    return cache_key.of_op(op_of(reference))
 
 
 def test_every_module_of_this_package_changes_the_key(tmp_path: Path) -> None:
     """Those that the former key knew nothing of, for two: _choice, which decides, and launch, which generated code
     calls.
     """
-    folders = [Path(cute_ops.__file__).parent, Path(_cache_key.__file__).parent]
+    folders = [Path(cute_ops.__file__).parent, Path(cache_key.__file__).parent]
     copies = [shutil.copytree(folder, tmp_path / folder.name) for folder in folders]
-    before = _cache_key.of_folders("1", *folders)
-    assert _cache_key.of_folders("1", *copies) == before != _cache_key.of_folders("2", *copies)
+    before = cache_key.of_folders("1", *folders)
+    assert cache_key.of_folders("1", *copies) == before != cache_key.of_folders("2", *copies)
     for path in (path for copy in copies for path in copy.rglob("*.py")):
         text = path.read_bytes()
         path.write_bytes(text + b"#")
-        assert _cache_key.of_folders("1", *copies) != before, path
+        assert cache_key.of_folders("1", *copies) != before, path
         path.write_bytes(text)
-    assert _cache_key.of_folders("1", *copies) == before
+    assert cache_key.of_folders("1", *copies) == before
 
 
 def test_our_references_are_part_of_the_package() -> None:
-    assert not any(_cache_key.of_op(op) for op in OPS)
+    assert not any(cache_key.of_op(op) for op in OPS)
 
 
 FACTORY = """
@@ -80,7 +81,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.syspath_prepend(str(tmp_path))
     yield importlib.import_module("own_references")
     del sys.modules["own_references"], sys.modules["own_numbers"]
-    sources.forget()
+    source_digest.forget()
 
 
 def test_what_a_reference_is_made_of_changes_the_key(own: Any, tmp_path: Path) -> None:
@@ -104,7 +105,7 @@ def test_what_a_reference_is_made_of_changes_the_key(own: Any, tmp_path: Path) -
     for edited in ("own_references", "own_numbers"):
         with (tmp_path / f"{edited}.py").open("a") as file:
             file.write("# edited\n")
-        sources.forget()
+        source_digest.forget()
         after = {name: key(make()) for name, make in makes.items()}
         assert not set(before.values()) & set(after.values())
         before = after
@@ -127,7 +128,7 @@ def test_every_part_of_a_declaration_changes_the_key() -> None:
         made({"a": 1.0}, Tensor("*m 2n", "T")),
         made({"a": 1.0}, rows, derived={"k": lambda dims, attrs: 1}),
     ]  # fmt: skip
-    assert len({_cache_key.of_op(op) for op in declared}) == len(declared)
+    assert len({cache_key.of_op(op) for op in declared}) == len(declared)
 
 
 def test_a_reference_that_cannot_be_followed_is_served_to_no_other_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,5 +136,5 @@ def test_a_reference_that_cannot_be_followed_is_served_to_no_other_process(monke
     exec("def reference(xp, x):\n    return x", space)
     unknown = [space["reference"], lambda xp, x, lock=sys.stdout: x]
     before = list(map(key, unknown))
-    monkeypatch.setattr(_cache_key, "_NEVER", "another process")
+    monkeypatch.setattr(cache_key, "_NEVER", "another process")
     assert not set(before) & set(map(key, unknown))

@@ -15,8 +15,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cute_ops_torch
 from cute_ops import Op, testing
-from cute_ops_torch import _choice
-from cute_ops_torch.reference import traced_reference
+from cute_ops_torch.inductor import fusion_choice
+from cute_ops_torch.library.reference import traced_reference
 
 NO_GRAPHS = "max-autotune-no-cudagraphs"
 
@@ -24,8 +24,8 @@ NO_GRAPHS = "max-autotune-no-cudagraphs"
 @pytest.fixture(autouse=True)
 def _fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch._dynamo.reset()
-    monkeypatch.setattr(_choice, "DEVICES", {"cuda", "cpu"})
-    monkeypatch.setattr(_choice, "_known", {})
+    monkeypatch.setattr(fusion_choice, "DEVICES", {"cuda", "cpu"})
+    monkeypatch.setattr(fusion_choice, "_known", {})
     with config.patch(force_disable_caches=True):
         yield
 
@@ -58,7 +58,7 @@ def test_the_traced_reference_is_the_op(any_op: Op, make_inputs: Callable[..., A
 def part_of(function: Callable[..., Any], *tensors: torch.Tensor) -> list[str] | None:
     module = make_fx(function)(*tensors)
     node = next(n for n in module.graph.nodes if getattr(n.target, "namespace", "") == "cute")
-    part = _choice.neighbourhood(node)
+    part = fusion_choice.neighbourhood(node)
     return part and [
         n.target.overloadpacket.__name__ if hasattr(n.target, "namespace") else "getitem" for n in part.nodes
     ]
@@ -77,7 +77,7 @@ def test_neighbours() -> None:
     assert part_of(late) == ["rmsnorm", "cos"]
     both = lambda: [t.sin() for t in cute_ops_torch.add_rmsnorm(x, x.cos(), w)]  # noqa: E731
     assert part_of(both) == ["cos", "add_rmsnorm", "getitem", "getitem", "sin", "sin"]
-    assert len(part_of(lambda: norm(x, w) * sum(x.sin() for _ in range(100))) or ()) <= _choice.MOST + 1
+    assert len(part_of(lambda: norm(x, w) * sum(x.sin() for _ in range(100))) or ()) <= fusion_choice.MOST + 1
 
 
 def block(x: torch.Tensor, y: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
@@ -94,7 +94,7 @@ def calls_ours(compiled: Callable[..., Any], *tensors: torch.Tensor) -> bool:
 def test_the_faster_one_is_taken(
     winner: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_choice, "measured", lambda *part: (1.0, 2.0) if winner == "ours" else (2.0, 1.0))
+    monkeypatch.setattr(fusion_choice, "measured", lambda *part: (1.0, 2.0) if winner == "ours" else (2.0, 1.0))
     tensors = (torch.randn(5, 64), torch.randn(5, 64), torch.randn(64))
     compiled = torch.compile(block, fullgraph=True, dynamic=winner != "ours", mode=NO_GRAPHS)
     with caplog.at_level(logging.INFO, "cute_ops"), torch.no_grad():
@@ -112,13 +112,13 @@ def test_the_faster_one_is_taken(
 def test_timing_takes_no_random_numbers() -> None:
     before = torch.get_rng_state()
     for dtype in (torch.bfloat16, torch.float8_e4m3fn, torch.int64, torch.bool):
-        made = _choice._concrete(torch.empty(3, 4, dtype=dtype).t()).filled()
+        made = fusion_choice._concrete(torch.empty(3, 4, dtype=dtype).t()).filled()
         assert (made.shape, made.stride(), made.dtype) == ((4, 3), (1, 4), dtype)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_only_where_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_choice, "decomposed", None)
+    monkeypatch.setattr(fusion_choice, "decomposed", None)
     tensors = (torch.randn(5, 64), torch.randn(5, 64), torch.randn(64))
     with torch.no_grad():
         assert calls_ours(torch.compile(block), *tensors)
@@ -128,7 +128,7 @@ def test_a_contender_that_fails_has_lost(monkeypatch: pytest.MonkeyPatch, caplog
     def fails(*part: Any) -> Any:
         raise torch.OutOfMemoryError("no room")
 
-    monkeypatch.setattr(_choice, "measured", fails)
+    monkeypatch.setattr(fusion_choice, "measured", fails)
     tensors = (torch.randn(5, 64), torch.randn(5, 64), torch.randn(64))
     with torch.no_grad():
         assert calls_ours(torch.compile(block, mode=NO_GRAPHS), *tensors)
@@ -141,7 +141,7 @@ def test_inductors_form_on_a_gpu(
     op: Op, make_inputs: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Of an op and of its gradient, between pointwise neighbours, with sizes that change."""
-    monkeypatch.setattr(_choice, "measured", lambda *part: (1.0, 0.0))
+    monkeypatch.setattr(fusion_choice, "measured", lambda *part: (1.0, 0.0))
     function = testing.plain(op, getattr(cute_ops_torch, op.name))
 
     def model(*tensors: torch.Tensor) -> torch.Tensor:

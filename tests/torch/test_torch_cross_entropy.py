@@ -14,10 +14,10 @@ import torch.nn.functional as F
 from array_api_compat import torch as xp
 
 import cute_ops_torch
-from cute_ops import chunks
-from cute_ops.ops.cross_entropy import cross_entropy as declared
+from cute_ops.composite import chunks
+from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
 
-module = importlib.import_module("cute_ops_torch.linear_cross_entropy")
+module = importlib.import_module("cute_ops_torch.composite.linear_cross_entropy")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 REDUCTIONS = ["mean", "sum", "none"]
 

@@ -14,9 +14,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_ops import Op
 from cute_ops.ops import OPS
-from cute_ops_torch import autograd, direct, front, launch
-from cute_ops_torch.reference import fake_kernel
-from cute_ops_torch.schema import schema
+from cute_ops_torch.host import fast_path, function, launch
+from cute_ops_torch.library import autograd
+from cute_ops_torch.library.reference import fake_kernel
+from cute_ops_torch.library.schema import schema
 
 NAMESPACE = "cute_direct"
 rmsnorm = OPS[0]
@@ -27,7 +28,7 @@ class Made(NamedTuple):
 
     raw: Any
     function: Callable[..., Any]
-    direct: direct.Direct
+    direct: fast_path.Direct
     cuda: launch.Launcher
 
 
@@ -42,12 +43,12 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             library.define(schema(op))
             overload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
             cuda = launch.launcher(op)
-            way = direct.Direct(op, lambda: (cuda, gradient))
+            way = fast_path.Direct(op, lambda: (cuda, gradient))
             library.impl(op.name, lambda *args: cuda.launch(*args), "CPU")
             kernel = autograd.autograd_kernel(op, overload, way, lambda: gradient, keys.raw_repr())
             library.impl(op.name, kernel, "Autograd")
             torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake_kernel(op, lambda: None), lib=library)
-            made[op.name] = Made(overload, front.make_function(op, overload, way, raw=True, device="cpu"), way, cuda)
+            made[op.name] = Made(overload, function.make_function(op, overload, way, raw=True, device="cpu"), way, cuda)
         return made[op.name]
 
     yield one
@@ -285,7 +286,7 @@ def test_threads(make: Any) -> None:
 
 
 def test_what_is_remembered_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(direct, "REMEMBERED", 3)
+    monkeypatch.setattr(fast_path, "REMEMBERED", 3)
     made = make(rmsnorm)
     for m in range(1, 9):
         x = torch.randn(m, 8, requires_grad=True)
@@ -300,7 +301,7 @@ def test_calls_that_take_turns_are_known(make: Any, monkeypatch: pytest.MonkeyPa
     for arguments in (*calls, (x.bfloat16(),), *calls):  # more than are kept
         made.function(*arguments)
     monkeypatch.setattr(made.direct, "_learn", None)
-    monkeypatch.setattr(direct, "_learner", None)
+    monkeypatch.setattr(fast_path, "_learner", None)
     for arguments in calls * 2:
         torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))
     with pytest.raises(TypeError, match="NoneType"):
@@ -313,6 +314,6 @@ def test_a_parameter_after_a_tensor_is_known(make: Any, monkeypatch: pytest.Monk
     for arguments in calls:
         made.function(*arguments)
     monkeypatch.setattr(made.direct, "_learn", None)
-    monkeypatch.setattr(direct, "_learner", None)
+    monkeypatch.setattr(fast_path, "_learner", None)
     for arguments in calls * 2:
         torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))

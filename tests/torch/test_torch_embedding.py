@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import cute_ops_torch
-from cute_ops_torch.patching import Replaced
+from cute_ops_torch.huggingface.patch import Replaced
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
@@ -147,7 +147,7 @@ def test_compiled(device: str) -> None:
 
 
 def test_arguments_are_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    module, checked = import_module("cute_ops_torch.embedding"), []
+    module, checked = import_module("cute_ops_torch.composite.embedding"), []
     check = module.bind_tensors
     monkeypatch.setattr(module, "bind_tensors", lambda op, *args: (checked.append(op.name), check(op, *args))[1])
     weight = torch.randn(7, 4, requires_grad=True)

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import cute_ops_torch
 from cute_ops.ops import OPS
-from cute_ops_torch.launch import launcher
+from cute_ops_torch.host.launch import launcher
 
 x = torch.randn(3, 5, 64)
 
@@ -92,7 +92,7 @@ cute.rmsnorm: device 0 has compute capability 7.5; kernels exist for 8.0.
 
 
 def test_a_gpu_without_a_kernel_says_so(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops import target
+    from cute_ops.jit import target
 
     def refuse(index: int) -> None:
         raise NotImplementedError("cute_ops: device 0 has compute capability 7.5; kernels exist for 8.0")

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import storage
 from cute_ops.errors import CacheError, CompileError
-from cute_ops_torch import __main__, extension
+from cute_ops.files import cache_dir
+from cute_ops_torch import __main__
+from cute_ops_torch.host import extension
 
 HERE = Path(__file__).parent
 # What goes through the C++ parts on a CPU: autograd.
@@ -60,7 +61,7 @@ print(type(cute_ops_torch.rmsnorm(x).grad_fn).__name__, "tvm_ffi" in sys.modules
 """
 DOCTOR = """
 import runpy
-runpy.run_module("cute_ops_torch.doctor", run_name="__main__")
+runpy.run_module("cute_ops_torch.tools.doctor", run_name="__main__")
 """
 
 
@@ -135,7 +136,7 @@ def test_a_folder_that_others_can_write(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(extension.subprocess, "run", lambda command, **_: _pretend(command))
     with pytest.raises(CacheError, match="can be written by others"):
         extension.build()
-    assert storage.folder() == tmp_path
+    assert cache_dir.folder() == tmp_path
     assert not list(tmp_path.glob("*.so"))
 
 

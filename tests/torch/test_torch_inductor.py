@@ -15,16 +15,16 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from cute_ops_torch import inductor
+from cute_ops_torch.inductor import graph_pass
 
 
 @pytest.fixture(autouse=True)
 def _enabled() -> Iterator[None]:
     torch._dynamo.reset()
-    inductor.replaced.clear()
-    inductor.enable(devices=("cpu",))
+    graph_pass.replaced.clear()
+    graph_pass.enable(devices=("cpu",))
     yield
-    inductor.disable()
+    graph_pass.disable()
     assert torch._inductor.config.pre_grad_custom_pass is None
 
 
@@ -45,7 +45,7 @@ def check(function: Callable[..., Any], *tensors: torch.Tensor, found: dict[str,
         outs = outs if isinstance(outs, tuple) else (outs,)
         grads = torch.autograd.grad(sum(o.float().cos().sum() for o in outs), wanted)
         results.append([*outs, *grads])
-    assert dict(inductor.replaced) == found
+    assert dict(graph_pass.replaced) == found
     for got, expected in zip(*results, strict=True):
         assert got.dtype == expected.dtype
         eps = max(torch.finfo(t.dtype).eps for t in (got, tensors[0]))
@@ -93,47 +93,47 @@ def rand(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 def test_norms(dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     for norm in (llama, gemma):
-        inductor.replaced.clear()
+        graph_pass.replaced.clear()
         check(
             lambda x, w, norm=norm: norm(x.sin(), w),
             rand(3, 5, 64, dtype=dtype),
             rand(64, dtype=dtype),
             found={"rmsnorm": 1},
         )
-    inductor.replaced.clear()
+    graph_pass.replaced.clear()
     check(lambda x, w: llama(x.sin(), w), rand(3, 64, dtype=dtype), rand(64), found={"rmsnorm": 1})  # a wide weight
 
 
 def test_residual_add_before_a_norm() -> None:
     for norm in (llama, gemma):
-        inductor.replaced.clear()
+        graph_pass.replaced.clear()
         check(block(norm), rand(4, 64), rand(4, 64), rand(64), found={"rmsnorm": 1, "add_rmsnorm": 1})
-    inductor.replaced.clear()  # a sum that broadcasts is not the op's
+    graph_pass.replaced.clear()  # a sum that broadcasts is not the op's
     check(block(llama), rand(64), rand(4, 64), rand(64), found={"rmsnorm": 1})
 
 
 def test_functional_norms() -> None:
     check(lambda x, w: F.rms_norm(x.sin(), (64,), w, 1e-5), rand(4, 64), rand(64), found={"rmsnorm": 1})
-    inductor.replaced.clear()
+    graph_pass.replaced.clear()
     for dtype in (torch.float32, torch.bfloat16):  # so small that eps counts
         check(lambda x: F.rms_norm(x * 1e-3, (64,)), rand(4, 64, dtype=dtype), found={"rmsnorm": 1})
-        inductor.replaced.clear()
+        graph_pass.replaced.clear()
     check(lambda x, w: F.rms_norm(x.sin(), (4, 64), w), rand(3, 4, 64), rand(4, 64), found={})
 
 
 def test_layernorm() -> None:
-    known = {"layernorm": 1} if inductor._exists("layernorm") else {}
+    known = {"layernorm": 1} if graph_pass._exists("layernorm") else {}
     check(lambda x, w, b: F.layer_norm(x.sin(), (64,), w, b, 1e-6), rand(4, 64), rand(64), rand(64), found=known)
 
 
 def test_gated() -> None:
     check(lambda g, u: F.silu(g.sin()) * u.cos(), rand(4, 64), rand(4, 64), found={"silu_mul": 1})
-    inductor.replaced.clear()
+    graph_pass.replaced.clear()
     tanh = lambda g, u: u.cos() * F.gelu(g.sin(), approximate="tanh")  # noqa: E731
     check(tanh, rand(4, 64), rand(4, 64), found={"gelu_mul": 1})
-    inductor.replaced.clear()
+    graph_pass.replaced.clear()
     check(lambda g, u: F.gelu(g.sin()) * u, rand(4, 64), rand(4, 64), found={"gelu_mul": 1})
-    inductor.replaced.clear()  # broadcast; read elsewhere; in place
+    graph_pass.replaced.clear()  # broadcast; read elsewhere; in place
     check(lambda g, u: F.silu(g.sin()) * u, rand(4, 64), rand(64), found={})
     check(lambda g, u: (lambda a: a * u + a)(F.silu(g.sin())), rand(4, 64), rand(4, 64), found={})
 
@@ -143,7 +143,7 @@ def test_cross_entropy(reduction: str) -> None:
     target = torch.tensor([3, -100, 5, 0])
     loss = lambda x: F.cross_entropy(x.sin(), target, reduction=reduction, label_smoothing=0.1)  # noqa: E731
     check(loss, rand(4, 33), found={"cross_entropy": 1})
-    inductor.replaced.clear()
+    graph_pass.replaced.clear()
     check(lambda x: F.cross_entropy(x.sin(), target.clamp(0), torch.ones(33)), rand(4, 33), found={})
 
 
@@ -186,7 +186,7 @@ def check_attention(mask: Callable[..., Any], m: int, n: int, kind: str | None, 
         seen.extend(node for node in module.graph.nodes if "attention" in str(node.target))
         return module
 
-    inductor.replaced.clear()
+    graph_pass.replaced.clear()
     tensors = [torch.randn(2, 4, rows, 16) for rows in (m, n, n)]
     function = attention(mask, **options)
     got = torch.compile(function, backend=compiler, fullgraph=True, dynamic=False)(*tensors)
@@ -197,7 +197,7 @@ def check_attention(mask: Callable[..., Any], m: int, n: int, kind: str | None, 
     assert (given.get("is_causal", False), masked) == {"causal": (True, False), "all": (False, False)}.get(
         str(kind), (options.get("is_causal", False), kind != "absent")
     )
-    assert inductor.replaced["attention_mask"] == (kind in ("causal", "all"))
+    assert graph_pass.replaced["attention_mask"] == (kind in ("causal", "all"))
 
 
 def test_attention_masks_that_are_known() -> None:
@@ -250,7 +250,7 @@ def test_attention_masks_of_any_size_stay() -> None:
     tensors = [torch.randn(2, 4, 9, 16) for _ in range(3)]
     got = torch.compile(function, backend=only_the_pass, dynamic=True)(*tensors)
     torch.testing.assert_close(got, function(*tensors))
-    assert not inductor.replaced
+    assert not graph_pass.replaced
 
 
 def test_what_is_no_pattern_stays() -> None:
@@ -278,41 +278,41 @@ def test_what_is_no_pattern_stays() -> None:
     with torch.no_grad():  # autograd refuses it anyhow
         x, w = rand(3, 64), rand(64)
         torch.testing.assert_close(torch.compile(inplace, backend=only_the_pass)(x, w), inplace(x, w))
-    assert not inductor.replaced
+    assert not graph_pass.replaced
 
 
 def test_only_the_ops_and_devices_asked_for(caplog: pytest.LogCaptureFixture) -> None:
     x, w = rand(4, 64), rand(64)
-    inductor.enable()  # cuda only
+    graph_pass.enable()  # cuda only
     torch.compile(llama)(x, w)
-    assert not inductor.replaced
-    inductor.enable(("silu_mul",), ("cpu",))
+    assert not graph_pass.replaced
+    graph_pass.enable(("silu_mul",), ("cpu",))
     torch._dynamo.reset()
     torch.compile(llama)(x, w)
-    assert not inductor.replaced
-    inductor.enable(devices=("cpu",))
+    assert not graph_pass.replaced
+    graph_pass.enable(devices=("cpu",))
     torch._dynamo.reset()
     with caplog.at_level(logging.INFO, "cute_ops"):
         torch.compile(llama)(x, w)
     assert "torch.compile: replaced by cute ops: rmsnorm x 1" in caplog.text
     with pytest.raises(ValueError, match=r"softmax replaces nothing; known are rmsnorm, add_rmsnorm, "):
-        inductor.enable(("softmax",))
+        graph_pass.enable(("softmax",))
 
 
 def test_a_pass_that_was_there_stays() -> None:
     seen: list[Any] = []
-    inductor.disable()
+    graph_pass.disable()
     with torch._inductor.config.patch(pre_grad_custom_pass=seen.append):
-        inductor.enable(devices=("cpu",))
+        graph_pass.enable(devices=("cpu",))
         torch.compile(llama)(rand(4, 64), rand(64))
         assert len(seen) == 1
-        assert inductor.replaced["rmsnorm"] == 1
+        assert graph_pass.replaced["rmsnorm"] == 1
         assert torch._inductor.config.pre_grad_custom_pass.uuid() is None
-        inductor.disable()
+        graph_pass.disable()
         assert torch._inductor.config.pre_grad_custom_pass == seen.append
-    inductor.enable(devices=("cpu",))
+    graph_pass.enable(devices=("cpu",))
     first = torch._inductor.config.pre_grad_custom_pass.uuid()
-    inductor.enable(("rmsnorm",), ("cpu",))
+    graph_pass.enable(("rmsnorm",), ("cpu",))
     assert first
     assert first != torch._inductor.config.pre_grad_custom_pass.uuid()
 
@@ -333,7 +333,7 @@ def test_an_untouched_llama() -> None:
     loss = torch.compile(model)(input_ids=tokens, labels=tokens).loss
     loss.backward()
     expected_ops = {"rmsnorm": 3, "add_rmsnorm": 2, "silu_mul": 1, "cross_entropy": 1, "attention_mask": 1}
-    assert dict(inductor.replaced) == expected_ops
+    assert dict(graph_pass.replaced) == expected_ops
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close([p.grad for p in model.parameters()], grads, rtol=1e-4, atol=1e-5)
 
@@ -364,14 +364,14 @@ def test_other_untouched_models(family: str) -> None:
     expected = model(input_ids=tokens, labels=tokens).loss
     loss = torch.compile(model, backend=only_the_pass, fullgraph=True)(input_ids=tokens, labels=tokens).loss
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
-    assert dict(inductor.replaced) == FAMILIES[family]
+    assert dict(graph_pass.replaced) == FAMILIES[family]
 
 
 PROGRAM = """
 import sys, torch, cute_ops_torch
 import torch.nn.functional as F
 from torch._dynamo.utils import counters
-from cute_ops_torch import _cache_key, _choice
+from cute_ops_torch.inductor import cache_key, fusion_choice
 from op_of_a_user import op
 
 doubled = cute_ops_torch.register(op, "users")
@@ -398,17 +398,17 @@ def hits(function, dtype=torch.float32):
     return counters["aot_autograd"]["autograd_cache_hit"]
 
 first = hits(called)
-_choice.DEVICES, _choice.fused_wins = {"cpu"}, lambda ours, theirs: True
+fusion_choice.DEVICES, fusion_choice.fused_wins = {"cpu"}, lambda ours, theirs: True
 with torch._inductor.config.patch(max_autotune_pointwise=True):
     print(first, hits(written_out_by_inductor))
 if sys.argv[1] == "edited":
     sys.exit()
-import cute_ops_torch.inductor
+import cute_ops_torch.inductor.graph_pass
 cute_ops_torch.inductor.enable(devices=("cpu",))
 print(hits(written_out), hits(loss, torch.bfloat16), *cute_ops_torch.inductor.replaced)
 if sys.argv[1] == "again":
     torch._dynamo.reset()
-    _cache_key.package = lambda: "another state of this package" + "0" * 32
+    cache_key.package = lambda: "another state of this package" + "0" * 32
     print(hits(called))
 """
 USER = """

@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ops import FLOATS, Op, Tensor, manifest
-from cute_ops import plan as planning
+from cute_ops import FLOATS, Op, Tensor
+from cute_ops.aot import manifest
+from cute_ops.jit import plan as planning
+from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
-from cute_ops.target import parse
-from cute_ops_torch import launch
-from cute_ops_torch.launch import launcher
-from cute_ops_torch.registry import register
+from cute_ops_torch.host import launch
+from cute_ops_torch.host.launch import launcher
+from cute_ops_torch.library.register import register
 
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 

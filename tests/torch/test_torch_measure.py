@@ -10,16 +10,18 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import cache, measuring, testing, tuning
+from cute_ops import testing
+from cute_ops.autotune import compare, winners
 from cute_ops.binding import bind
+from cute_ops.jit import cache
+from cute_ops.jit.plan import Memory, plan
+from cute_ops.jit.target import parse
 from cute_ops.op import Array
 from cute_ops.ops import OPS
-from cute_ops.ops.activations import silu
-from cute_ops.ops.cross_entropy import cross_entropy
-from cute_ops.ops.rmsnorm import rmsnorm
-from cute_ops.plan import Memory, plan
-from cute_ops.target import parse
-from cute_ops_torch import measure
+from cute_ops.ops.activation.unary import silu
+from cute_ops.ops.norm.rmsnorm import rmsnorm
+from cute_ops.ops.reduction.cross_entropy import cross_entropy
+from cute_ops_torch.tools import measure
 
 SM90 = parse("sm_90a")
 
@@ -35,7 +37,7 @@ def test_a_plan_runs_on_a_small_problem(stage: Any, compiled: Any) -> None:
     testing.check(op, arrays, attrs, outputs)
     assert compiled.calls == [op.name]
     # The problem that tuning checks has the same sizes, and few rows.
-    small = measuring.smaller(binding)
+    small = compare.smaller(binding)
     assert {n: v for n, v in small.dims.items() if not isinstance(v, tuple)} == {
         n: v for n, v in binding.dims.items() if not isinstance(v, tuple) and n not in op.derived
     }
@@ -110,7 +112,7 @@ def test_excess_is_a_part_of_what_is_allowed() -> None:
 @pytest.mark.gpu
 def test_a_program_tunes_what_it_calls(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also inside a capture, since another process measures; and the next program finds what was measured."""
-    monkeypatch.setattr(tuning, "SHIPPED", cache_folder / "none")
+    monkeypatch.setattr(winners, "SHIPPED", cache_folder / "none")
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
     x = torch.randn(8000, 1032, device="cuda").bfloat16()
     graph = torch.cuda.CUDAGraph()
@@ -120,7 +122,7 @@ def test_a_program_tunes_what_it_calls(cache_folder: Path, monkeypatch: pytest.M
     expected = torch.softmax(x.float(), -1)
     for _ in range(2):
         torch.testing.assert_close(cute_ops_torch.softmax(x).float(), expected, rtol=2e-2, atol=1e-4)
-        (winner,) = tuning.read(cache_folder / "tuning.json").values()
+        (winner,) = winners.read(cache_folder / "tuning.json").values()
         assert winner.call.startswith("softmax sm_") and winner.measured["tried"] > 3
         count = cache.counters.compiled
         cache.forget()

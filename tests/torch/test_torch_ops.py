@@ -12,7 +12,8 @@ import torch
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, testing
 from cute_ops.ops import OPS
-from cute_ops_torch import schema, stubs
+from cute_ops_torch.library import schema
+from cute_ops_torch.tools import stubs
 
 
 @pytest.mark.feature("eager, against float64")
@@ -78,7 +79,7 @@ def test_schema_text() -> None:
 
 
 def test_stub_file_is_up_to_date() -> None:
-    assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_torch.stubs"
+    assert stubs.PATH.read_text() == stubs.text(), "run python -m cute_ops_torch.tools.stubs"
 
 
 @pytest.mark.feature("zero rows, and their gradients")

@@ -16,12 +16,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cute_ops_torch
-from cute_ops import Op, declarations, manifest
-from cute_ops.models import calls_of_model
-from cute_ops.target import Target, parse
-from cute_ops_torch import handed_on, side_by_side
-from cute_ops_torch.registry import family
-from cute_ops_torch.tensors import bind_tensors, memory
+from cute_ops import Op, lookup
+from cute_ops.aot import manifest
+from cute_ops.aot.hf_config import calls_of_model
+from cute_ops.jit.target import Target, parse
+from cute_ops_torch.huggingface import packed_weights
+from cute_ops_torch.huggingface import residual as residuals
+from cute_ops_torch.library.register import family
+from cute_ops_torch.library.tensors import bind_tensors, memory
 
 transformers = pytest.importorskip("transformers")
 
@@ -327,7 +329,7 @@ def lay_side_by_side(model: nn.Module) -> None:
     """What patching does on a GPU."""
     for layer in model.model.layers:
         for parent, names in ((layer.mlp, ("gate_proj", "up_proj")), (layer.self_attn, ("q_proj", "k_proj", "v_proj"))):
-            side_by_side.lay_side_by_side([getattr(parent, name).weight for name in names])
+            packed_weights.lay_side_by_side([getattr(parent, name).weight for name in names])
 
 
 def test_a_patched_layer_runs_fewer_products() -> None:
@@ -376,9 +378,9 @@ def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
         return [nn.Parameter(torch.randn(rows, 4)) for rows in (3, 5)]
 
     weights, (a, b) = two(), two()
-    side_by_side.lay_side_by_side(weights)
-    one = side_by_side.as_one(weights)
-    assert one is not None and torch.equal(one, torch.cat(weights)) and side_by_side.as_one(weights[::-1]) is None
+    packed_weights.lay_side_by_side(weights)
+    one = packed_weights.as_one(weights)
+    assert one is not None and torch.equal(one, torch.cat(weights)) and packed_weights.as_one(weights[::-1]) is None
     view, whole = a.detach(), torch.randn(20, 4)
     parts = [nn.Parameter(whole[:3]), nn.Parameter(whole[7:])]
     shared, wide = two(), [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5, 6))]
@@ -386,14 +388,14 @@ def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
     turned, double = [nn.Parameter(torch.randn(4, 5).t()), *two()], [a, nn.Parameter(b.double())]
     for kept in ([a, b], parts, shared, wide, turned, double):
         places = [w.data_ptr() for w in kept]
-        side_by_side.lay_side_by_side(kept)
-        assert [w.data_ptr() for w in kept] == places and side_by_side.as_one(kept) is None
+        packed_weights.lay_side_by_side(kept)
+        assert [w.data_ptr() for w in kept] == places and packed_weights.as_one(kept) is None
     assert view.data_ptr() == a.data_ptr()
     chance = torch.randn(8, 4)  # neighbours, but not of one storage
     pair = [
         torch.frombuffer(chance.numpy().data, dtype=torch.float32, count=n, offset=o) for n, o in ((12, 0), (20, 48))
     ]
-    assert side_by_side.as_one([t.view(-1, 4) for t in pair]) is None
+    assert packed_weights.as_one([t.view(-1, 4) for t in pair]) is None
 
 
 @pytest.mark.gpu
@@ -404,7 +406,7 @@ def test_on_a_gpu_patching_lays_weights_side_by_side() -> None:
     cute_ops_torch.patch(model)
     for parent, names in ((model.model.layers[0].mlp, ["gate_proj", "up_proj"]),
                           (model.model.layers[0].self_attn, ["q_proj", "k_proj", "v_proj"])):  # fmt: skip
-        assert side_by_side.as_one([getattr(parent, name).weight for name in names]) is not None
+        assert packed_weights.as_one([getattr(parent, name).weight for name in names]) is not None
     expected, got = gradients(plain.float(), tokens), gradients(model, tokens)
     for name, e in expected.items():
         assert (got[name] - e).norm() <= 0.03 * e.norm(), name
@@ -442,10 +444,10 @@ def test_gradients_of_heads_come_joined_from_the_rotation(
     apart = copy.deepcopy(joined)
     cute_ops_torch.patch(joined)
     with monkeypatch.context() as patched:
-        patched.setattr(cute_ops_torch.hugging_face, "_rotates_at_once", lambda forward: False)
-        cute_ops_torch.patching._subclass.cache_clear()
+        patched.setattr(cute_ops_torch.huggingface.hugging_face, "_rotates_at_once", lambda forward: False)
+        cute_ops_torch.huggingface.patch._subclass.cache_clear()
         cute_ops_torch.patch(apart)
-    cute_ops_torch.patching._subclass.cache_clear()
+    cute_ops_torch.huggingface.patch._subclass.cache_clear()
     for model, back, copies in ((joined, {"joined": 2, "bwd": 0}, 0), (apart, {"joined": 0, "bwd": 4}, 2)):
         loss = model(tokens, labels=tokens).loss
         with Counts() as counts:
@@ -528,13 +530,13 @@ def test_a_layer_adds_with_the_norm_after_it(somebody: Any, handed: int, monkeyp
     plain, tokens, taken = llama(num_hidden_layers=3), torch.randint(0, 97, (2, 19)), []
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
-    take = handed_on.take
+    take = residuals.take
 
     def noted(norm: nn.Module, total: torch.Tensor) -> torch.Tensor | None:
         taken.append(take(norm, total))
         return taken[-1]
 
-    monkeypatch.setattr(handed_on, "take", noted)
+    monkeypatch.setattr(residuals, "take", noted)
     losses, grads = [], []
     for m in (plain, model):
         somebody(m)
@@ -553,7 +555,7 @@ def test_a_norm_that_was_handed_on_has_the_same_bits(monkeypatch: pytest.MonkeyP
     model, tokens = llama(num_hidden_layers=3).bfloat16(), torch.randint(0, 97, (2, 19))
     cute_ops_torch.patch(model)
     got = gradients(model, tokens)
-    monkeypatch.setattr(cute_ops_torch.hugging_face, "_norms_after", lambda model: {})
+    monkeypatch.setattr(cute_ops_torch.huggingface.hugging_face, "_norms_after", lambda model: {})
     expected = gradients(model, tokens)
     assert all(torch.equal(got[name], e) for name, e in expected.items())
 
@@ -583,12 +585,12 @@ def test_a_norm_is_taken_only_of_what_it_was_made_of() -> None:
             norm.weight.add_(1)
 
     for between, there in ((lambda t: None, True), (changed, False), (other_weight, False)):
-        total = handed_on.add(x, residual, norm)
+        total = residuals.add(x, residual, norm)
         torch.testing.assert_close(total, x + residual)
-        assert handed_on.take(llama().model.norm, handed_on.add(x, residual, norm)) is None
+        assert residuals.take(llama().model.norm, residuals.add(x, residual, norm)) is None
         between(total)
-        normed = handed_on.take(norm, total)
-        assert (normed is not None) == there and handed_on.take(norm, total) is None
+        normed = residuals.take(norm, total)
+        assert (normed is not None) == there and residuals.take(norm, total) is None
         if normed is not None:
             torch.testing.assert_close(normed, norm(x + residual))
 
@@ -610,7 +612,7 @@ class Calls(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
         if space == "cute" and not name.startswith(("linear_cross_entropy", "embedding")):
-            self.note(declarations.find(name), args)
+            self.note(lookup.find(name), args)
         return func(*args, **(kwargs or {}))
 
 
@@ -626,7 +628,7 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
         return op, lambda *arguments: (calls.note(op, arguments), run(*arguments))[1], into
 
     for composition in ("linear_cross_entropy", "embedding"):
-        monkeypatch.setattr(sys.modules[f"cute_ops_torch.{composition}"], "family", noted)
+        monkeypatch.setattr(sys.modules[f"cute_ops_torch.composite.{composition}"], "family", noted)
     tokens = torch.randint(0, 97, (64, manifest.ROWS // 64))
     loss = model(tokens, labels=tokens).loss  # with parts of layers that are for nobody to watch
     with calls:

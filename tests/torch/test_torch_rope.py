@@ -9,7 +9,7 @@ import torch
 
 import cute_ops_torch
 from cute_ops.ops import OPS
-from cute_ops_torch.launch import launcher
+from cute_ops_torch.host.launch import launcher
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEADS = [(5, 1), (1, 3), (5, 3), (3,), (1,), (1, 1), ()]

@@ -11,15 +11,16 @@ from pathlib import Path
 PROGRAM = """
 import json, os, sys, time
 from pathlib import Path
-from cute_ops import Array, cache, declarations
+from cute_ops import Array, lookup
+from cute_ops.jit import cache
 from cute_ops.binding import bind
-from cute_ops.plan import plan
-from cute_ops.target import parse
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
 
 folder, rank = Path(sys.argv[1]), os.environ["RANK"]
 for n in (64, 96):
     shapes = dict.fromkeys(("gate", "up"), Array((4, n), "float32"))
-    variant = plan(bind(declarations.find("silu_mul"), shapes), {}, parse("sm_90a")).variant
+    variant = plan(bind(lookup.find("silu_mul"), shapes), {}, parse("sm_90a")).variant
     (folder / f"{rank} is at {n}").touch()
     while len(list(folder.glob(f"* is at {n}"))) < int(os.environ["WORLD_SIZE"]):
         time.sleep(0.001)  # no torch, whose import takes longer than all of this

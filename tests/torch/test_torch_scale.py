@@ -9,10 +9,10 @@ import torch
 
 from cute_ops.op import FLOATS
 from cute_ops.ops import scale
-from cute_ops.verification import installed, verify
-from cute_ops_torch.autograd import inplace_gradient
-from cute_ops_torch.linear_cross_entropy import _scale, _scale_
-from cute_ops_torch.registry import family
+from cute_ops.tools.verify import installed, verify
+from cute_ops_torch.composite.linear_cross_entropy import _scale, _scale_
+from cute_ops_torch.library.autograd import inplace_gradient
+from cute_ops_torch.library.register import family
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUMBERS = (1.0, -1.7, 1 / 3, 0.0, 1e30, 1e-30, math.nan, math.inf)

@@ -8,13 +8,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cute_ops import FLOATS, Array, CompileError, Op, Tensor, cache
+from cute_ops import FLOATS, Array, CompileError, Op, Tensor
 from cute_ops.binding import bind
+from cute_ops.jit import cache
+from cute_ops.jit.compile_pool import Pool, Worker, worker
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
 from cute_ops.ops import silu_mul
-from cute_ops.plan import plan
-from cute_ops.target import parse
-from cute_ops.variant import Variant
-from cute_ops.worker import Pool, Worker, worker
 
 
 def variant(kernel: str, n: int = 64, module: str = "quick") -> Variant:

@@ -1,4 +1,4 @@
-"""A runner of sweeps, see :class:`cute_ops.verification.Runner`: wrong at even lengths, dead at some."""
+"""A runner of sweeps, see :class:`cute_ops.tools.verify.Runner`: wrong at even lengths, dead at some."""
 
 import os
 import signal

@@ -9,10 +9,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_ops.kernels._columns import column_vectors
-from cute_ops.kernels._rows import ITEMSIZE, RowTile, Vectors
-from cute_ops.kernels._vectors import access_bits, fragment, opaque
-from cute_ops.kernels._windows import bytes_past, fetch, settle, settle_all
+from cute_ops.kernels.lib.column_params import column_vectors
+from cute_ops.kernels.lib.copy import access_bits, fragment, opaque
+from cute_ops.kernels.lib.realign import bytes_past, fetch, settle, settle_all
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors
 
 DTYPES = {4: cutlass.Float32, 2: cutlass.BFloat16, 1: cutlass.Uint8}
 

@@ -1,0 +1,136 @@
+"""Writing bundles (:mod:`cute_ops.jit.bundle`): calls are compiled for targets, without a GPU, all or nothing.
+
+The same manifest, targets and versions give the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from importlib import metadata
+from pathlib import Path
+
+from cute_ops.aot import manifest
+from cute_ops.aot.manifest import Call
+from cute_ops.autotune import winners
+from cute_ops.errors import CacheError
+from cute_ops.files import folder_swap, json_schema, ownership
+from cute_ops.jit import bundle, cache, toolchain
+from cute_ops.jit.cache import Built
+from cute_ops.jit.target import Target
+from cute_ops.jit.variant import Variant
+
+log = logging.getLogger("cute_ops")
+_EPOCH = 315_532_800  # 1980, the first time that a zip file knows
+
+
+def build(
+    calls: Sequence[Call],
+    targets: Sequence[Target],
+    where: Path,
+    done: Callable[[Built], None] | None = None,
+    skip: Callable[[str], None] = log.warning,
+) -> list[Built]:
+    """Compile calls for targets, without a GPU, and write the bundle; nothing is written where one fails.
+
+    Args:
+        done: is told of every kernel.
+        skip: is told what a target has no kernel for.
+
+    Returns:
+        One entry a kernel; those with an error did not compile.
+
+    Raises:
+        CacheError: the folder holds something else, or the compile cache cannot be used.
+        ValueError, TypeError: an op does not take such a call.
+    """
+    folder_swap.check_replaceable(where, files, "bundle")
+    built = cache.build_all(manifest.variants(calls, targets, skip), done)
+    there = {one.variant.symbol for one in built}
+    # An installed bundle is asked for kernels by programs that have not read its tuning.
+    with winners.as_shipped():
+        built += cache.build_all(v for v in manifest.variants(calls, targets, log.debug) if v.symbol not in there)
+    if not any(one.error for one in built):
+        write([one.variant for one in built], targets, where, calls)
+    return built
+
+
+def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, calls: Sequence[Call] = ()) -> None:
+    """Write a bundle of kernels that are in the compile cache, all or nothing.
+
+    Raises:
+        CacheError: the folder holds something else, or the cache does not hold a kernel.
+    """
+    with folder_swap.replacing(where, files, "bundle") as made:
+        _fill(made, calls, targets, variants)
+    bundle.forget()
+
+
+def files(where: Path) -> set[str]:
+    """The files and folders of a bundle that lies there, by its record.
+
+    Raises:
+        OSError, ValueError: the record cannot be read.
+    """
+    record = json_schema.parse((where / "bundle.json").read_bytes(), bundle.RECORD)
+    found = {"bundle.json", "kernels", "licenses", *record["files"], *map(bundle.file_of, record["kernels"])}
+    for name in found:
+        ownership.parts_of(name)
+    return found
+
+
+def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variants: Sequence[Variant]) -> None:
+    (where / "kernels").mkdir()
+    (where / "licenses").mkdir()
+    kernels = {}
+    for variant in sorted(variants, key=lambda v: v.symbol):
+        data = cache.read(variant)
+        if data is None:
+            raise CacheError(
+                f"cute_ops: {variant.symbol}.so has left the cache folder while the bundle was built: "
+                f"CUTE_OPS_CACHE_MAX_BYTES is {cache.MAX_BYTES}, is that too little?"
+            )
+        (where / "kernels" / f"{variant.symbol}.so").write_bytes(data)
+        kernels[variant.symbol] = {
+            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.to_json()),
+        }  # fmt: skip
+    manifest.write(where / "manifest.txt", calls)
+    if measured := winners.behind(kernels):
+        (where / winners.NAME).write_text(winners.dump(measured))
+    for name, text in _licenses().items():
+        (where / "licenses" / f"{name}.txt").write_bytes(text)
+    others = sorted(p for p in where.rglob("*") if p.is_file() and p.parent.name != "kernels")
+    record = {
+        "format": bundle.FORMAT,
+        "platform": bundle.this_platform(),
+        "versions": bundle.versions(),
+        "targets": sorted({str(target) for target in targets}),
+        "kernels": kernels,
+        "files": {str(p.relative_to(where)): hashlib.sha256(p.read_bytes()).hexdigest() for p in others},
+    }
+    folder_swap.write_record(where / "bundle.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for path in [*where.rglob("*"), where]:
+        path.chmod(0o755 if path.is_dir() else 0o644)
+        os.utime(path, (_EPOCH, _EPOCH))
+
+
+def _licenses() -> dict[str, bytes]:
+    """Of our kernels, of the compiler that made the code around them, and of TVM-FFI, whose interface they have."""
+    found = {}
+    for distribution in ("cute-ops", toolchain.DSL, toolchain.TVM_FFI):
+        try:
+            files = metadata.distribution(distribution).files or []
+        except metadata.PackageNotFoundError:
+            files = []
+        for file in files:
+            if "license" in file.name.lower() or file.name == "NOTICE":
+                text = Path(str(file.locate()))
+                if text.is_file() and "dist-info" in str(file):
+                    found[f"{distribution}-{file.name}"] = text.read_bytes()
+    ours = Path(__file__).parents[2] / "LICENSE"  # a checkout
+    if ours.exists():
+        found.setdefault("cute-ops-LICENSE", ours.read_bytes())
+    return dict(sorted(found.items()))

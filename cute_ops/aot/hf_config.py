@@ -1,0 +1,134 @@
+"""A Hugging Face configuration -> the calls that a model of it makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cute_ops import lookup
+from cute_ops.aot.manifest import ROWS, Call
+from cute_ops.jit.plan import Memory
+from cute_ops.op import FLOATS, Array, Op
+
+# Batch and positions: kernels are made for so many dims, of any size.
+LEAD = (1, ROWS)
+# The gated product of each activation, and its attributes.
+_GATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "silu": ("silu_mul", {}),
+    "swish": ("silu_mul", {}),
+    "gelu": ("gelu_mul", {"approximate": "none"}),
+    "gelu_new": ("gelu_mul", {"approximate": "tanh"}),
+    "gelu_pytorch_tanh": ("gelu_mul", {"approximate": "tanh"}),
+}
+
+
+def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train: bool = False) -> list[Call]:
+    """Norms, gates, rotations, embedding and loss of a decoder, as :func:`cute_ops_torch.patch` has it call them.
+
+    Args:
+        config: what is in ``config.json``; of a model with parts, its ``text_config`` is read.
+        dtype: of the activations; by default what the configuration says.
+        train: gradients and the loss, too.
+
+    Raises:
+        ValueError: it says too little.
+    """
+    config = config.get("text_config") or config
+    kind = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    if kind not in FLOATS:
+        raise ValueError(f"dtype {kind!r} is not one of {', '.join(FLOATS)}")
+    if "hidden_size" not in config:
+        raise ValueError("it has no hidden_size")
+    return list(_calls(config, kind, train))
+
+
+def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
+    hidden, name = config["hidden_size"], str(config.get("model_type", ""))
+    eps = config.get("rms_norm_eps")
+    if eps is not None:
+        attrs = {"eps": float(eps)} | ({"weight_offset": 1.0} if name.startswith("gemma") else {})
+        yield from _rows("rmsnorm", {"x": hidden, "weight": hidden}, dtype, attrs, train)
+        if name.startswith(("qwen3", "gemma3")):
+            heads = config.get("num_attention_heads", 1)
+            size = config.get("head_dim") or hidden // heads
+            yield from _rows("rmsnorm", {"x": size, "weight": size}, dtype, attrs, train, (*LEAD, heads))
+        summed = list(_rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train))
+        yield from summed
+        if train:  # after the last layer the sum does not go on
+            last = {name: array for name, array in summed[-1].inputs.items() if name != "dresidual_out"}
+            yield Call("add_rmsnorm_bwd", last, attrs=summed[-1].attrs)
+    activation = config.get("hidden_activation") or config.get("hidden_act")
+    if activation in _GATED and "intermediate_size" in config:
+        gated, attrs = _GATED[activation]
+        for size in {config["intermediate_size"], config.get("moe_intermediate_size") or config["intermediate_size"]}:
+            yield from _rows(gated, {"gate": size, "up": size}, dtype, attrs, train)
+            if train and gated == "silu_mul":  # as one node with its products, between matrices
+                yield from _rows("swiglu", {"x": 2 * size}, dtype, {}, False, (ROWS,))
+                for name in ("swiglu_bwd", "swiglu_again"):
+                    yield from _rows(name, {"x": 2 * size, "dout": size}, dtype, {}, False, (ROWS,))
+    # Of heads that are rotated in part the rest is cut off before.
+    whole = config.get("partial_rotary_factor") in (None, 1.0)
+    if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
+        yield from _rotations(config, dtype, train)
+    if train and "vocab_size" in config:
+        yield _embedding(config["vocab_size"], hidden, dtype)
+        yield from _losses(config["vocab_size"], dtype)
+
+
+def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
+    """Of queries and keys, by tables whose two halves are the same: the first is used where it lies."""
+    heads = config["num_attention_heads"]
+    size = config.get("head_dim") or config["hidden_size"] // heads
+    halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
+    for count in dict.fromkeys((heads, config.get("num_key_value_heads") or heads)):
+        for name, rotated in (("rope", "x"), ("rope_bwd", "dout"))[: 1 + train]:
+            # The half of a table of one position, as a token is generated, is compact.
+            for positions, memory in ((ROWS, halves), (1, {}))[: 2 if name == "rope" else 1]:
+                table = Array((positions, size // 2), dtype)
+                inputs = {rotated: Array((1, positions, count, size), dtype), "cos": table, "sin": table}
+                yield Call(name, inputs, memory=memory)
+    if train:  # of heads that are rotated as they come out of their projections
+        counts = {"dq": heads, "dk": config.get("num_key_value_heads") or heads}
+        together = Array((1, ROWS, sum(counts.values()), size), dtype)
+        table = Array((ROWS, size // 2), dtype)
+        yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
+        inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
+        yield Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
+
+
+def _embedding(vocab: int, hidden: int, dtype: str) -> Call:
+    """The gradient of the table, from sorted tokens."""
+    tokens = {"classes": Array((ROWS,), "int32"), "order": Array((ROWS,), "int64")}
+    inputs = {"ends": Array((vocab,), "int32"), **tokens, "dout": Array((ROWS, hidden), dtype)}
+    return Call("sorted_embedding_bwd", inputs)
+
+
+def _losses(vocab: int, dtype: str) -> Iterator[Call]:
+    """Of some rows of logits at a time: with their gradient while the model learns, alone where it is judged."""
+    logits, target = Array((ROWS, vocab), dtype), Array((ROWS,), "int64")
+    weight = {"dloss": Memory((0,))}  # all rows' is one number
+    step = {"logits": logits, "target": target, "dloss": Array((ROWS,), "float32")}
+    yield Call("cross_entropy_step", step, memory=weight)
+    yield Call("cross_entropy", {"logits": logits, "target": target})
+    # Gradients in one row of any length, by the loss' cotangent.
+    yield Call("scale", {"x": Array((1, ROWS), dtype), "factor": Array((1,), "float32")})
+
+
+def _rows(
+    name: str, sizes: Mapping[str, int], dtype: str, attrs: Mapping[str, Any], train: bool, lead: tuple[int, ...] = LEAD
+) -> Iterator[Call]:
+    op = lookup.find(name)
+
+    def arrays(of: Op, names: Mapping[str, int]) -> dict[str, Array]:
+        return {n: Array((*(lead if of.inputs[n].rows else ()), size), dtype) for n, size in names.items()}
+
+    full = {key: value for key, value in attrs.items() if op.attrs.get(key) != value}
+    yield Call(name, arrays(op, sizes), attrs=full)
+    if train and op.grad is not None:
+        first = next(iter(sizes.values()))
+        known = {
+            n: sizes.get(n, first)
+            for n, t in op.grad.inputs.items()
+            if n in sizes or n.startswith("d") or not t.optional
+        }
+        yield Call(op.grad.name, arrays(op.grad, known), attrs=full)

@@ -1,0 +1,269 @@
+"""Manifests: the calls that a program makes, one a line, as text that people read and write.
+
+    rmsnorm x:bfloat16[*,4096] weight:float32[4096] eps=1e-05
+    silu_mul gate:bfloat16[8,2048,1024]/strides=4194304,2048,1/align=16 up:bfloat16[8,2048,1024]
+    softcap:softcap x:float16[2,7] cap=30.0
+
+A line is the op, its inputs with dtype and shape, and attributes that differ from their defaults. ``*`` is any
+number of rows. After a shape come strides where the array is not compact and the bytes that divide its address where
+these are not 16. ``dynamic`` at the end asks for the kernel whose dims are all dynamic. A line is planned again for
+every target: tiles are not in it. ``#`` begins a comment.
+
+An op's name with blanks or a ``#`` in it is a JSON string. To read a line runs the module that it names, and a Python
+file only where the reader allows that.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cute_ops import lookup
+from cute_ops.binding import Binding, bind
+from cute_ops.files import cache_dir, json_schema
+from cute_ops.jit.plan import Memory, compact, plan
+from cute_ops.jit.target import Target
+from cute_ops.jit.variant import VECTOR, Variant
+from cute_ops.op import ITEMSIZE, Array, Op
+
+log = logging.getLogger("cute_ops")
+_LONGEST = 2000  # of an error's text, which repeats what is wrong
+ROWS = 4096  # what ``*`` stands for
+HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One a line: op, inputs, attributes.\n"
+_INPUT = re.compile(r"(\w+):(\w+)\[([*\d,]*)\](?:/strides=([\d,]+))?(?:/align=(\d+))?")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One line: an op and what a call of it looks like. ``memory`` holds the inputs that are not just compact."""
+
+    name: str
+    inputs: Mapping[str, Array]
+    memory: Mapping[str, Memory] = field(default_factory=dict)
+    attrs: Mapping[str, Any] = field(default_factory=dict)
+    dynamic: bool = False
+
+    @property
+    def op(self) -> Op:
+        return lookup.find(self.name)
+
+    def variant(self, target: Target) -> Variant:
+        """What this call runs on a target.
+
+        Raises:
+            ValueError, TypeError: the op does not take such a call.
+        """
+        return plan(bind(self.op, self.inputs, self.attrs), self.memory, target, fixed=not self.dynamic).variant
+
+    def __str__(self) -> str:
+        words = [_word(self.name)]
+        for name, array in self.inputs.items():
+            where = self.memory.get(name)
+            word = f"{name}:{array.dtype}[{','.join(map(str, array.shape))}]"
+            if where is not None and where.strides != compact(array.shape):
+                word += f"/strides={','.join(map(str, where.strides))}"
+            if where is not None and where.address % VECTOR:
+                word += f"/align={math.gcd(where.address, VECTOR)}"
+            words.append(word)
+        words += [f"{name}={_quoted(value)}" for name, value in self.attrs.items()]
+        return " ".join(words + ["dynamic"] * self.dynamic)
+
+
+def call_of(binding: Binding, memory: Mapping[str, Memory], dynamic: bool = False) -> Call | None:
+    """A call as a manifest has it; None where no module holds its op."""
+    name = lookup.place(binding.op)
+    if name is None:
+        return None
+    arrays = {n: Array(tuple(map(int, a.shape)), a.dtype) for n, a in binding.inputs.items() if a is not None}
+    odd = {n: m for n, m in memory.items() if n in arrays}
+    return Call(name, arrays, odd, _differing(binding.op, binding.attrs), dynamic)
+
+
+def parse(text: str, source: str = "manifest", files: bool = False) -> list[Call]:
+    """The calls of a manifest, without doubles.
+
+    Args:
+        files: whether lines may name Python files, which are executed.
+
+    Raises:
+        ValueError: says which line is wrong, and how.
+    """
+    calls: dict[str, Call] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            call = _call(words, files)
+        except (ValueError, TypeError, RecursionError) as error:
+            raise ValueError(f"{source}, line {number}: {str(error)[:_LONGEST]}") from error
+        calls.setdefault(str(call), call)
+    return list(calls.values())
+
+
+def read(path: Path, files: bool = False) -> list[Call]:
+    """The calls of a manifest file.
+
+    Args:
+        files: whether lines may name Python files, which are executed.
+
+    Raises:
+        ValueError: a line is wrong.
+        OSError: the file cannot be read.
+    """
+    return parse(_text(path), str(path), files)
+
+
+def write(path: Path, calls: Iterable[Call]) -> int:
+    """Write a manifest, sorted and without doubles; returns its number of calls."""
+    return _write(path, map(str, calls))
+
+
+def tidy(path: Path) -> int:
+    """Sort a manifest's lines, without doubles and comments; returns their number. Nothing that they name is run.
+
+    Raises:
+        ValueError: it is no text.
+        OSError: the file cannot be read or written.
+    """
+    return _write(path, (line.partition("#")[0].strip() for line in _text(path).splitlines()))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+
+
+def _write(path: Path, lines: Iterable[str]) -> int:
+    lines = sorted({line for line in lines if line})
+    text = HEADER + "".join(f"{line}\n" for line in lines)
+    if path.exists() and not path.is_file():  # a terminal or a pipe
+        path.write_text(text, encoding="utf-8")
+    else:
+        where = path.resolve()
+        where.touch()  # with the rights that new files have
+        cache_dir.sweep(where.parent)
+        cache_dir.write_whole(where, text.encode(), where.stat().st_mode)
+    return len(lines)
+
+
+def _quoted(value: object) -> str:
+    """JSON that is one word and no comment."""
+    return json.dumps(value).replace(" ", "\\u0020").replace("#", "\\u0023")
+
+
+def _word(name: str) -> str:
+    return name if name.isprintable() and not set(name) & set(' #"') else _quoted(name)
+
+
+def variants(
+    calls: Iterable[Call], targets: Iterable[Target], skip: Callable[[str], None] = log.warning
+) -> list[Variant]:
+    """What the calls run on the targets, without doubles.
+
+    Args:
+        skip: is told what is left out, and of how many calls: those that a target has no kernel for, but another has.
+
+    Raises:
+        NotImplementedError: no target has a kernel for a call.
+        ValueError, TypeError: an op does not take such a call.
+    """
+    targets, found = list(targets), {}
+    reasons: dict[str, int] = {}
+    for call in calls:
+        refused: list[NotImplementedError] = []
+        for target in targets:
+            try:
+                variant = call.variant(target)
+            except NotImplementedError as error:
+                refused.append(error)
+                continue
+            found[variant.symbol] = variant
+        if refused and len(refused) == len(targets):
+            raise refused[0]
+        for refusal in refused:
+            reason = str(refusal).partition("\n")[0]
+            reasons[reason] = reasons.get(reason, 0) + 1
+    for reason, count in reasons.items():
+        skip(f"left out: {reason}" + (f" ({count} calls)" if count > 1 else ""))
+    return list(found.values())
+
+
+def _call(words: list[str], files: bool) -> Call:
+    word, *rest = words
+    name = json_schema.parse(word, str) if word.startswith('"') else word
+    place = name.rpartition(":")[0]
+    if place.endswith(".py") and not files:
+        raise ValueError(
+            f"it names the Python file {place}, which would be executed: --allow-files (files=True) allows that, if "
+            "you trust the manifest and the file"
+        )
+    op = lookup.find(name)
+    inputs, memory, attrs = {}, {}, {}
+    dynamic = bool(rest) and rest[-1] == "dynamic"
+    for word in rest[: len(rest) - dynamic]:
+        match = _INPUT.fullmatch(word)
+        if match:
+            key, dtype, shape, strides, align = match.groups()
+            if dtype not in ITEMSIZE:
+                raise ValueError(f"unknown dtype {dtype!r} in {word!r}")
+            sizes = tuple(ROWS if size == "*" else int(size) for size in shape.split(",") if size)
+            inputs[key] = Array(sizes, dtype)
+            if strides or align:
+                steps = tuple(map(int, strides.split(","))) if strides else compact(sizes)
+                if len(steps) != len(sizes):
+                    raise ValueError(f"{word!r} has {len(steps)} strides for {len(sizes)} dims")
+                memory[key] = Memory(steps, int(align) if align else 0)
+        elif "=" in word:
+            key, _, value = word.partition("=")
+            attrs[key] = json_schema.parse(value, object)
+        else:
+            raise ValueError(f"{word!r} is neither an input, like x:bfloat16[*,4096], nor an attribute, like eps=1e-5")
+    call = Call(name, inputs, memory, _differing(op, attrs), dynamic)
+    bind(op, inputs, attrs)
+    return call
+
+
+def _differing(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attrs.items() if name not in op.attrs or value != op.attrs[name]}
+
+
+class Recorder:
+    """Appends every new kind of call to a manifest, as soon as it is planned, so that a crash loses none.
+
+    Processes may share the file: a line is one write to its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: set[str] = set()
+
+    def __call__(self, binding: Binding, memory: Mapping[str, Memory], variant: Variant) -> None:
+        if variant.symbol in self._seen:
+            return
+        self._seen.add(variant.symbol)
+        dynamic = bool(variant.static) and all(size is None for _, size in variant.static)
+        call = call_of(binding, memory, dynamic)
+        if call is None:
+            log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
+            return
+        try:
+            handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                # What was edited by hand may not end its last line, and who was killed may have written half of one.
+                size = os.fstat(handle).st_size
+                apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
+                os.write(handle, f"{apart}{call}\n".encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            log.warning("cannot record into %s: %s", self._path, error)

@@ -1,0 +1,1 @@
+"""Finding the fastest config by measuring, and remembering it."""

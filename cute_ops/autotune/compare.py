@@ -1,0 +1,283 @@
+"""Which of some plans is fastest: checked, then timed against each other, in the process that has the GPU.
+
+Every tile's kernel is checked on a small problem against float64, by the rule of the tests. Then all take turns, sample
+by sample, on the same buffers; those clearly behind after one sample take no more. What could win is checked on the
+whole problem, against what the heuristic's gives. The best one meets the heuristic's again, for new samples, since the
+best of many is partly the luckiest; it wins where it is faster by a least amount, in nearly all pairs of samples, and
+nowhere slower. Where the clock of the GPU drifts, it drifts for both.
+
+The memory and the CUDA graphs that this takes are a framework's: an adapter's module is a :class:`Measurer`.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from importlib import import_module
+from itertools import islice
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cute_ops import testing
+from cute_ops.autotune.tuner import LEAST, Examined, Trial, lead_of
+from cute_ops.binding import Binding, bind, own_lead
+from cute_ops.config import Tile
+from cute_ops.jit.plan import Memory, Plan, plan
+from cute_ops.jit.target import Target
+from cute_ops.op import Array, Case
+
+MEASURERS = ("cute_ops_torch.tools.measure",)
+CHANCE = 0.001  # how likely so many pairs may be won by two tiles that are as fast
+SLOWER = 0.01  # no problem of the class may lose so much
+SCREENED, SELECTED, CONFIRMED = 3, 7, 20  # samples of each tile
+FINALISTS = 3
+FAR = 1.06  # who takes so much longer than the heuristic's in the first sample is not sampled again
+SMALL = 1 << 16  # elements of the problem that is checked against float64
+
+
+class Contest(Protocol):
+    """Some plans of one call, ready to run on the same buffers; the first is the heuristic's."""
+
+    def differs(self, index: int, floors: Mapping[str, float]) -> str:
+        """How a plan's outputs differ from the first one's beyond tolerance, empty where they don't.
+
+        Args:
+            floors: per output, what may be lost beside one unit in the last place, relative to the largest element.
+        """
+
+    def sample(self, index: int) -> float:
+        """Microseconds of a call of a plan."""
+
+
+class Measurer(Protocol):
+    """An adapter's side: runs plans and takes samples; ``broken`` where a kernel has spoilt the context."""
+
+    def available(self) -> bool: ...
+
+    def device(self) -> str: ...
+
+    def broken(self) -> bool: ...
+
+    def run(self, binding: Binding, chosen: Plan, arrays: testing.Arrays) -> tuple[np.ndarray | None, ...]: ...
+
+    def contest(
+        self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]
+    ) -> AbstractContextManager[Contest]: ...
+
+
+class Verdict(NamedTuple):
+    """Which plan won; microseconds of the heuristic's and of the winner's by call; the winner's gain, or what the best
+    of the others promised; how likely chance gives as much.
+    """
+
+    which: int
+    before: list[float]
+    after: list[float]
+    gain: float
+    chance: float
+
+
+def measurer(named: str = "") -> Measurer:
+    """The first adapter that can measure here, or the one of this name.
+
+    Raises:
+        RuntimeError: none can, says why.
+    """
+    problems = []
+    for name in [named] if named else MEASURERS:
+        try:
+            found: Any = import_module(name)
+        except ImportError as error:
+            problems.append(f"{name} cannot be imported ({error})")
+            continue
+        if found.available():
+            return found
+        problems.append(f"{name} finds no GPU")
+    raise RuntimeError(f"cute_ops: tuning needs a GPU and PyTorch: {'; '.join(problems)}")
+
+
+class InProcess:
+    """Examines in this process: a kernel that faults takes the process with it."""
+
+    def __init__(self, by: Measurer) -> None:
+        self._by = by
+
+    def examine(self, trials: Sequence[Trial], tiles: Sequence[Tile], target: Target, least: float) -> Examined:
+        return examine(trials, tiles, target, self._by, least)
+
+    def close(self) -> None:
+        pass
+
+
+def examine(
+    trials: Sequence[Trial],
+    tiles: Sequence[Tile],
+    target: Target,
+    by: Measurer,
+    least: float = LEAST,
+    trying: Callable[[int], None] = lambda index: None,
+) -> Examined:
+    """Check and time tiles, the heuristic's first, on calls of one class.
+
+    Args:
+        trying: is told which tile runs next.
+
+    Raises:
+        RuntimeError: the heuristic's tile gives wrong results.
+    """
+    plans = [[plan(*trial, target, fixed=True, tile=tile) for tile in tiles] for trial in trials]
+    refused: dict[int, str] = {}
+    floors = _check(trials[0], plans[0], target, by, refused, trying)
+    with ExitStack() as stack:
+        contests = [
+            _Announced(stack.enter_context(by.contest(*trial, own)), trying)
+            for trial, own in zip(trials, plans, strict=True)
+        ]
+
+        def right(i: int) -> bool:
+            wrong = next((w for c in contests if (w := c.differs(i, floors))), "")
+            if wrong:
+                refused[i] = wrong
+            return not wrong
+
+        verdict = select(contests, [i for i in range(1, len(tiles)) if i not in refused], least, right)
+    return Examined(verdict.which, verdict.before, verdict.after, verdict.gain, refused, by.device())
+
+
+class _Announced:
+    """A contest that says what it runs."""
+
+    def __init__(self, contest: Contest, trying: Callable[[int], None]) -> None:
+        self._contest, self._trying = contest, trying
+
+    def differs(self, index: int, floors: Mapping[str, float]) -> str:
+        self._trying(index)
+        return self._contest.differs(index, floors)
+
+    def sample(self, index: int) -> float:
+        self._trying(index)
+        return self._contest.sample(index)
+
+
+def select(
+    contests: Sequence[Contest],
+    among: Sequence[int],
+    least: float = LEAST,
+    right: Callable[[int], bool] = lambda i: True,
+) -> Verdict:
+    """The fastest of some plans, where it is faster than the first one beyond doubt.
+
+    Args:
+        contests: one a call; all calls count the same.
+        among: the plans besides the first.
+        right: whether a plan's results are; asked of those that could win.
+    """
+    times: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, *among)}
+    _rounds(contests, times, (0, *among), 1)
+    left = [i for i in among if _ratio(times, i) < FAR]
+    _rounds(contests, times, (0, *left), SCREENED - 1)
+    ranked = sorted(among, key=lambda i: _ratio(times, i))
+    promising = [i for i in ranked if i in left and _ratio(times, i) < 1 - least / 2]
+    close = list(islice(filter(right, promising), FINALISTS))
+    if close:
+        close = [i for i in close if _ratio(times, i) < 1.03 * _ratio(times, close[0])]
+        _rounds(contests, times, (0, *close), SELECTED)
+        close.sort(key=lambda i: _ratio(times, i))
+    before = [statistics.median(t) for t in times[0]]
+    if not close or _ratio(times, close[0]) >= 1 - least / 2:
+        best = next((i for i in (*close, *ranked) if i in close or i not in promising), 0)
+        return Verdict(0, before, before, 1 - _ratio(times, best), 1.0)
+    best = close[0]
+    fresh: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, best)}
+    for half in ((0, best), (best, 0)):  # either one comes first as often
+        _rounds(contests, fresh, half, CONFIRMED // 2)
+        won = [sum(b < a for a, b in zip(*pairs, strict=True)) for pairs in zip(fresh[0], fresh[best], strict=True)]
+        missing = CONFIRMED - len(fresh[0][0])
+        chance = min(1.0, len(contests) * by_chance(max(won) + missing, CONFIRMED))  # of any of the calls
+        if chance > CHANCE:
+            break  # whatever the rest would show
+    gain = 1 - _ratio(fresh, best)
+    worst = max(_median_ratio(fresh, best, c) for c in range(len(contests)))
+    wins = gain >= least and chance <= CHANCE and worst <= 1 + SLOWER
+    before, after = ([statistics.median(t) for t in fresh[i]] for i in (0, best))
+    return Verdict(best if wins else 0, before, after if wins else before, gain, chance)
+
+
+def by_chance(wins: int, pairs: int) -> float:
+    """How likely one of two that are as fast wins at least so many of so many pairs."""
+    return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / 2**pairs
+
+
+def _rounds(
+    contests: Sequence[Contest], times: Mapping[int, list[list[float]]], among: Sequence[int], count: int
+) -> None:
+    for c, contest in enumerate(contests):
+        for _ in range(count):
+            for i in among:
+                times[i][c].append(contest.sample(i))
+
+
+def _median_ratio(times: Mapping[int, list[list[float]]], i: int, c: int) -> float:
+    return statistics.median(b / a for a, b in zip(times[0][c], times[i][c], strict=False))
+
+
+def _ratio(times: Mapping[int, list[list[float]]], i: int) -> float:
+    """A plan's time as a part of the first one's: the geometric mean over calls."""
+    return statistics.geometric_mean(_median_ratio(times, i, c) for c in range(len(times[0])))
+
+
+def _check(
+    trial: Trial,
+    plans: Sequence[Plan],
+    target: Target,
+    by: Measurer,
+    refused: dict[int, str],
+    trying: Callable[[int], None],
+) -> dict[str, float]:
+    """Refuse plans whose kernels give wrong results on a small problem; returns what each output may lose beside one
+    unit in the last place, relative to its largest element.
+    """
+    binding = trial.binding
+    op = binding.op
+    case = smaller(binding)
+    dtype = next(iter(binding.dtypes.values()), "float32")
+    arrays, attrs = testing.inputs(op, case, dtype), dict(binding.attrs)
+    given = {n: None if a is None else Array(a.shape, str(a.dtype)) for n, a in arrays.items()}
+    small = bind(op, given, attrs)
+    exact, tolerances = testing.limits(op, arrays, attrs)
+    for i, whole in enumerate(plans):
+        chosen = plan(small, {}, target, fixed=True, tile=whole.variant.tile)
+        if chosen.variant.symbol != whole.variant.symbol:
+            break  # rows with strides of their own: the whole problem is compared with the heuristic's result
+        trying(i)
+        try:
+            testing.compare(op, by.run(small, chosen, arrays), exact, tolerances)
+        except AssertionError as error:
+            if i == 0:
+                raise RuntimeError(f"the heuristic's tile gives wrong results: {error}") from error
+            refused[i] = str(error)
+    floors = {}
+    for name, value, tolerance in zip(op.outputs, exact, tolerances, strict=True):
+        if value is None or tolerance is None or binding.outputs[name] is None:
+            continue
+        finite = np.isfinite(value) & np.isfinite(tolerance)
+        largest = float(np.max(np.abs(value), initial=0.0, where=finite))
+        eps = testing.EPS[binding.outputs[name].dtype]  # type: ignore[union-attr]
+        loss = float(np.max(tolerance / 2 - eps * np.abs(value), initial=0.0, where=finite))
+        floors[name] = loss / largest if largest else testing.EPS["float32"]
+    return floors
+
+
+def smaller(binding: Binding) -> Case:
+    """The problem with so few rows that float64 is quick; their number is odd."""
+    op = binding.op
+    columns = max(sum(math.prod(a.shape) for a in binding.inputs.values() if a) // max(binding.rows, 1), 1)
+    few = lead_of(binding, min(max(SMALL // columns, 3) | 1, max(binding.rows, 1)))
+    dims = {n: few if isinstance(v, tuple) else v for n, v in binding.dims.items() if n not in op.derived}
+    given = {n: (t, a) for n, t in op.inputs.items() if (a := binding.inputs[n]) is not None}
+    leading = {n: len(own_lead(t, a)) for n, (t, a) in given.items() if t.broadcast}
+    absent = tuple(n for n in op.inputs if n not in given)
+    return Case("tuning", dims, dict(binding.dtypes), absent, dict(binding.attrs), leading)

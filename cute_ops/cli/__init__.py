@@ -1,0 +1,61 @@
+"""The command line, one module a subject. Nothing else imports it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Annotated, NoReturn
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from cute_ops.jit import target
+from cute_ops.jit.cache import Built
+from cute_ops.jit.target import Target
+
+console = Console(soft_wrap=True)
+ARCHES = "sm_80, sm_90a, sm_90a:114 (with 114 SMs), ...; repeat, or commas."
+Arches = Annotated[list[str] | None, typer.Option("--arch", help=f"{ARCHES} Default: this GPU, or sm_90a.")]
+
+AllowFiles = Annotated[
+    bool, typer.Option("--allow-files", help="Execute Python files that a manifest's lines name: file.py:op.")
+]
+
+
+def fail(problem: object) -> NoReturn:
+    """Print what went wrong and leave with exit code 1."""
+    console.print(str(problem), style="red", highlight=False, markup=False)
+    raise typer.Exit(1)
+
+
+def targets(arches: list[str] | None) -> list[Target]:
+    """The targets of an ``--arch`` option; this GPU by default, or Hopper where there is none."""
+    names = [name for word in arches or () for name in word.split(",") if name]
+    try:
+        return [target.parse(name) for name in names] or [
+            target.of_device() if target.device_count() else target.parse("sm_90a")
+        ]
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+@contextmanager
+def progress(total: int, what: str) -> Iterator[Callable[[Built], None]]:
+    """A bar that a callback moves on by one; it says what was last and what failed."""
+    columns = (
+        TextColumn(what),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("", total=total)
+
+        def done(built: Built) -> None:
+            bar.update(task, advance=1, description=built.variant.describe()[:60])
+            if built.error:
+                bar.console.print(str(built.error), style="red", highlight=False, markup=False)
+
+        yield done

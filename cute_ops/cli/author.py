@@ -1,0 +1,295 @@
+"""For whoever writes kernels: is it right, how fast is it, what did the compiler make of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Annotated, NamedTuple, NoReturn
+
+import typer
+from rich.table import Table
+
+from cute_ops import lookup
+from cute_ops.binding import bind
+from cute_ops.cli import Arches, console, fail, targets
+from cute_ops.errors import CompileError
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import plan
+from cute_ops.jit.variant import Variant
+from cute_ops.op import FLOATS, Array, Op
+from cute_ops.tools import sass
+
+Which = Annotated[
+    str,
+    typer.Argument(metavar="OP", help="rmsnorm, or yours: file.py, file.py:name, module:name; gradients come along."),
+]
+Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}; repeat. Default: all.")]
+
+
+# Ops whose inputs no random numbers fit.
+NOT_SWEPT = {"sorted_embedding_bwd": "its tokens must be sorted; tests/torch/test_gpu_sweep.py sweeps embedding"}
+
+
+class Kernel(NamedTuple):
+    """One kernel of a variant, as the compiler made it."""
+
+    name: str
+    threads: int
+    resources: sass.Resources
+    dynamic: int | None
+    accesses: list[sass.Access]
+    sass: str
+
+
+def inspect(
+    op: Which,
+    dtype: Annotated[str, typer.Option(help="Dtype of all tensors.")] = "bfloat16",
+    n: Annotated[list[int] | None, typer.Option("--n", help="Size of the last dim; repeat. Default: 4096.")] = None,
+    arch: Arches = None,
+    rows: Annotated[int, typer.Option(help="Number of rows.")] = 4096,
+    without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
+    out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for PTX, SASS and cubin.")] = None,
+) -> None:
+    """Show what kernels take and how they reach memory; needs no GPU.
+
+    Example: python -m cute_ops inspect rmsnorm --n 4096 --n 50257 --arch sm_80,sm_90a -o out/
+
+    Stack and local memory are spills or arrays that do not fit registers: both are slow and should be 0. Loads (LDG,
+    or LDGSTS to shared memory) and stores (STG) of 16 bytes are the widest; UBLKCP are bulk copies. CTAs/SM is how many
+    fit by registers, threads and shared memory.
+    """
+    table = Table("kernel", "threads", "registers", "stack", "local", "shared", "CTAs/SM", "to and from memory")
+    for declaration in _ops(op):
+        for target in targets(arch):
+            for size in n or [4096]:
+                given = example(declaration, dtype, rows, size, without or [])
+                variant = plan(bind(declaration, given), {}, target, fixed=True).variant
+                table.add_section()
+                for kernel in _kernels(variant, out):
+                    dynamic = kernel.dynamic
+                    shared = sass.own_shared(target.arch, kernel.resources) + (dynamic or 0)
+                    fits = sass.occupancy(target.arch, kernel.threads, kernel.resources.registers, shared)
+                    bad = "[red]" if kernel.resources.stack or kernel.resources.local else ""
+                    table.add_row(
+                        f"{kernel.name}\n{variant.describe()}", str(kernel.threads), str(kernel.resources.registers),
+                        f"{bad}{kernel.resources.stack}", f"{bad}{kernel.resources.local}",
+                        f"{shared}" + ("" if dynamic is not None else " + ?"), str(fits),
+                        "\n".join(f"{a.number} {a.kind} of {a.bytes or 'bulk'}" for a in kernel.accesses),
+                    )  # fmt: skip
+    console.print(table)
+    if out:
+        console.print(f"PTX, SASS and cubins are in {out}")
+
+
+def verify(
+    op: Annotated[str, typer.Argument(metavar="OP", help="As for inspect. Default with --sweep: all of ours.")] = "",
+    dtype: Dtypes = None,
+    framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
+    repeats: Annotated[int, typer.Option(help="Calls on a GPU, all of which must give the same bits.")] = 20,
+    sweep: Annotated[bool, typer.Option("--sweep", help="Every row length, dtype and layout, in PyTorch.")] = False,
+    number: Annotated[int, typer.Option("--round", help="Of the sweep: 0 to 11 are all of it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of what a sweep draws at random.")] = 0,
+    processes: Annotated[int, typer.Option(help="Of the sweep. Default: one a core.")] = 0,
+    fraction: Annotated[float, typer.Option(help="Of the sweep's lengths, drawn at random.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="The sweep begins nothing later.")] = float("inf"),
+) -> None:
+    """Check every named case of an op in every dtype and installed framework against float64.
+
+    On a GPU kernels run: outputs and scratch arrays lie where memory was just filled with NaN, so that an element
+    which is not written shows; calls are repeated, since a race gives other bits sooner or later; both frameworks must
+    agree to the bit. On a CPU the declared reference runs. Exit code 1 when anything is wrong.
+
+    With --sweep: every row length from 1 to 300, both sides of every length at which the heuristic changes its mind and
+    random ones up to 262144, with 1, 2, 5, 201 and 4099 rows, in one pair of dtype and layout a length; twelve rounds
+    take each length in every pair. A round compiles some 35000 kernels for all of our ops.
+
+    Example: python -m cute_ops verify examples/custom_op/softcap.py --dtype bfloat16
+
+    Example: python -m cute_ops verify rmsnorm --sweep --round 3
+    """
+    if sweep and (dtype or framework):
+        raise typer.BadParameter(
+            "a sweep takes every dtype, in PyTorch", param_hint="--dtype" if dtype else "--framework"
+        )
+    if not sweep and (number, seed, processes, fraction, seconds) != (0, 0, 0, 1.0, float("inf")):
+        raise typer.BadParameter("--round, --seed, --processes, --fraction and --seconds are a sweep's: add --sweep")
+    if sweep:
+        _sweep(_ops(op) if op else list(lookup.ours().values()), number, seed, processes, fraction, seconds)
+    if not op:
+        raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
+    from cute_ops.tools.verify import installed
+    from cute_ops.tools.verify import verify as verdicts
+
+    ops, failed, calls, cases = _ops(op), 0, 0, 0
+    try:
+        runners = installed(framework or ())
+    except ValueError as error:
+        fail(error)
+    if not runners:
+        fail("no framework is installed: pip install 'cute-ops[torch]' or 'cute-ops[jax]'")
+    where = {name: runner.device() for name, runner in runners.items()}
+    console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
+    with console.status("") as status:
+        for found in verdicts(ops, runners, dtype or FLOATS, repeats):
+            cases, calls = cases + 1, calls + found.calls
+            line = f"{found.op} {found.case} {found.dtype} {found.framework}"
+            status.update(line)
+            if found.problem:
+                failed += 1
+                console.print(f"[red]BAD [/] {line}", highlight=False)
+                console.print(f"     {found.problem}", highlight=False, markup=False)
+    if not cases:
+        fail(f"{', '.join(o.name for o in ops)}: no cases are declared, so nothing was checked")
+    what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
+    console.print(f"{cases - failed} of {cases} right, {calls} calls ({what})", highlight=False)
+    raise typer.Exit(int(failed > 0))
+
+
+def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: float, seconds: float) -> NoReturn:
+    """Run a round of a sweep, say what is wrong and leave with exit code 1 if anything is."""
+    from cute_ops.tools.sweep_run import sweep
+    from cute_ops.tools.verify import RUNNERS
+
+    left_out = [o.name for o in ops if o.name in NOT_SWEPT]
+    start, count, kernels, wrong = time.monotonic(), 0, 0, 0
+    with console.status("") as status:
+        for found in sweep(
+            [o for o in ops if o.name not in left_out], RUNNERS["torch"], number, seed,
+            processes or len(os.sched_getaffinity(0)), fraction, seconds,
+        ):  # fmt: skip
+            count, kernels = count + 1, kernels + found.kernels
+            if found.problem:
+                wrong += 1
+                console.print(f"BAD  {found.trial}", style="red", highlight=False, markup=False)
+                console.print(f"     {found.problem}", highlight=False, markup=False)
+            if count % 100 == 0:
+                status.update(f"{count} calls, {kernels} kernels, {wrong} wrong: {found.trial}")
+    for name in left_out:
+        console.print(f"{name} is not swept: {NOT_SWEPT[name]}", highlight=False)
+    console.print(
+        f"round {number}, seed {seed}: {count - wrong} of {count} calls right, {kernels} kernels compiled, "
+        f"{time.monotonic() - start:.0f} s",
+        highlight=False,
+    )
+    raise typer.Exit(int(wrong > 0))
+
+
+def bench(
+    op: Which,
+    dtype: Annotated[str, typer.Option(help="Dtype of all tensors.")] = "bfloat16",
+    n: Annotated[list[int] | None, typer.Option("--n", help="Sizes of the last dim; repeat.")] = None,
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the table and the picture.")] = Path("out/bench"),
+) -> None:
+    """Measure an op and its gradient on this GPU: GB/s by row length, with what a large copy reaches drawn beside it.
+
+    Calls take turns on buffers that together exceed three times the L2 cache, 64 or more in one CUDA graph; the median
+    of its replays counts. GB/s counts the least bytes: every input read once, every output written once.
+
+    Example: python -m cute_ops bench rmsnorm --n 1024 --n 4096 --n 50257
+    """
+    try:
+        measure = import_module("cute_ops_torch.tools.measure")
+    except ImportError as error:
+        fail(f"bench measures through PyTorch, which cannot be imported: {error}")
+    if not measure.available():
+        fail("bench needs a GPU and a PyTorch that can use it")
+    ceiling = measure.copy_rate()
+    table, rows_found = Table("op", "rows", "n", "us", "spread", "GB/s", "of a copy"), []
+    for declaration in _ops(op):
+        for size in n or (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
+            rows = max((256 << 20) // (size * 4), 1)
+            try:
+                found = measure.measure(declaration, example(declaration, dtype, rows, size, ["bias"], strict=False))
+            except Exception as error:  # one length without a kernel should not hide the others
+                console.print(
+                    f"{declaration.name} n={size}: {type(error).__name__}: {error}", style="red", markup=False
+                )
+                continue
+            rows_found.append((declaration.name, rows, size, *found))
+            table.add_row(
+                declaration.name, str(rows), str(size), f"{found.us:.1f}", f"{found.low:.1f} to {found.high:.1f}",
+                f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}",
+            )  # fmt: skip
+    if not rows_found:
+        fail("nothing was measured")
+    console.print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    header = "op,rows,n,us,us_min,us_max,gb_s,copy_gb_s\n"
+    lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in (*row, ceiling)) for row in rows_found]
+    (out / "bench.csv").write_text(header + "\n".join(lines) + "\n")
+    console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
+
+
+def example(op: Op, dtype: str, rows: int, n: int, without: list[str], strict: bool = True) -> dict[str, Array | None]:
+    """A call of an op: all inputs but some optional ones, with one dtype and one size."""
+    optional = [name for name, tensor in op.inputs.items() if tensor.optional]
+    unknown = [name for name in without if name not in optional]
+    if unknown and strict:
+        raise typer.BadParameter(f"{op.name} has no optional input {', '.join(unknown)}")
+    return {
+        name: None
+        if name in without and name in optional
+        else Array(tensor.of(op.example((rows,), n)), op.dtype_near(tensor, dtype))
+        for name, tensor in op.inputs.items()
+    }
+
+
+def _ops(name: str) -> list[Op]:
+    try:
+        return lookup.find_all(name)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+
+
+def _kernels(variant: Variant, out: Path | None) -> Iterator[Kernel]:
+    with tempfile.TemporaryDirectory() as folder:
+        dump = Path(folder)
+        try:
+            worker.compile(variant, dump / "kernel.so", dump)
+            (ptx,) = (path.read_text() for path in dump.glob("*.ptx"))
+            resources = {r.kernel: r for r in sass.resources(dump / "kernel.so")}
+            code = sass.sass(dump / "kernel.so")
+        except (CompileError, FileNotFoundError) as error:
+            fail(error)
+        if out:
+            out.mkdir(parents=True, exist_ok=True)
+            (out / f"{variant.symbol}.ptx").write_text(ptx)
+            (out / f"{variant.symbol}.sass").write_text(code)
+            (cubin,) = sass.cubins((dump / "kernel.so").read_bytes())
+            (out / f"{variant.symbol}.cubin").write_bytes(cubin)
+        shared = json.loads((dump / "shared.json").read_text())
+        for order, (name, threads) in enumerate(sass.threads_of(ptx).items()):
+            _, _, part = code.partition(f"Function : {name}")
+            text = part.partition("Function : ")[0]
+            dynamic = shared[order] if order < len(shared) else None
+            yield Kernel(short(name), threads, resources[name], dynamic, sass.accesses(text), text)
+
+
+def short(name: str) -> str:
+    """``kernel_cutlass_kernel_cute_opskernels_backwardNormBackward_object_at_...`` -> ``backwardNormBackward``."""
+    return name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0].removeprefix("cute_opskernels_")[:40]
+
+
+def _picture(rows: list[tuple], ceiling: float, out: Path) -> str:
+    try:
+        import matplotlib
+    except ImportError:
+        return "; no picture without matplotlib"
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(7, 4))
+    for name in dict.fromkeys(row[0] for row in rows):
+        points = sorted((row[2], row[6]) for row in rows if row[0] == name)
+        axes.plot(*zip(*points, strict=True), marker="o", label=name)
+    axes.axhline(ceiling, color="gray", linestyle="--", label="a large copy")
+    axes.set(xscale="log", xlabel="row length", ylabel="GB/s", ylim=(0, None))
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(out / "bench.png", dpi=120)
+    return f", {out / 'bench.png'}"

@@ -1,0 +1,163 @@
+"""Measuring which tiles are fastest on this GPU."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from cute_ops import lookup
+from cute_ops.aot import manifest
+from cute_ops.autotune import winners
+from cute_ops.binding import Binding, bind
+from cute_ops.cli import AllowFiles, author, console, fail
+from cute_ops.errors import CacheError
+from cute_ops.files import cache_dir
+from cute_ops.jit import target
+from cute_ops.op import FLOATS, Array, Case, Op
+
+# What a call of an op that is tuned by name reads and writes, and the row lengths of its cases that are worth it.
+BYTES, LONG_ROWS = 256 << 20, 256
+
+
+def tune(
+    what: Annotated[
+        list[str],
+        typer.Argument(metavar="OP|FILE.py|MANIFEST ...", help="rmsnorm, or yours: file.py, module:name; a manifest."),
+    ],
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", help="Of OP; repeat. Default: bfloat16.")] = None,
+    n: Annotated[
+        list[int] | None, typer.Option("--n", help="Sizes of OP's last dim; repeat. Default: its cases'.")
+    ] = None,
+    rows: Annotated[int | None, typer.Option(help="Rows of OP. Default: as many as make 256 MB.")] = None,
+    least: Annotated[float, typer.Option(help="A winner takes less than the heuristic's time by this part.")] = 0.02,
+    anew: Annotated[bool, typer.Option("--anew", help="Measure also what is remembered.")] = False,
+    out: Annotated[
+        Path | None, typer.Option("--out", "-o", help="File to add winners to. Default: the cache folder's tuning.json")
+    ] = None,
+    allow_files: AllowFiles = False,
+) -> None:
+    """Measure on this GPU which tiles run calls fastest, and remember them; gradients come along.
+
+    Every op has a heuristic, which suffices without this. Of the candidates that an op declares, those that fit the SM
+    are compiled, checked against float64, and take turns on cold buffers in CUDA graphs. A winner must beat the
+    heuristic in new samples, beyond chance, and on no call of its class be slower.
+
+    Example: python -m cute_ops tune rmsnorm --n 4096 --n 8192
+
+    Example: python -m cute_ops record -o train.txt -- python train.py; python -m cute_ops tune train.txt
+
+    Programs that start afterwards use the winners; CUTE_OPS_TUNE=0 turns that off. CUTE_OPS_TUNE=1 measures whatever a
+    program calls first, PyTorch's or JAX's. `build` puts what calls were tuned to into the bundle. See docs/tuning.md.
+    """
+    from cute_ops.autotune import tuner
+
+    try:
+        trials = [trial for name in what for trial in _trials(name, dtype or ["bfloat16"], n, rows, allow_files)]
+    except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
+        fail(error)
+    if not any(trial.binding.op.tuning for trial in trials):
+        fail(f"{', '.join(what)}: no candidates are declared, see `tuning` of cute_ops.Op")
+    if find_spec("torch") is None or not target.device_count():
+        fail("tuning needs a GPU, and PyTorch to measure with")
+    columns = TextColumn("tune:"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    outcomes: list[tuner.Outcome] = []
+    where = out or cache_dir.folder() / winners.NAME
+    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+        task = bar.add_task("", total=None)
+        found = tuner.tune(
+            trials, target.of_device(), tuner.examiner(), least=least, anew=anew,
+            known=winners.read(out) if out else None,
+            done=lambda text: bar.update(task, description=text[:70]),
+            groups=lambda count: bar.update(task, total=count),
+        )  # fmt: skip
+        try:
+            for outcome in found:
+                bar.update(task, advance=1)
+                outcomes.append(outcome)
+                if outcome.problem:
+                    console.print(f"{outcome.winner.call}: {outcome.problem}", style="red", markup=False)
+                else:  # at once: what is measured should outlive an interruption
+                    winners.remember([outcome.winner], out)
+        except CacheError as error:
+            fail(error)
+    console.print(_table(outcomes))
+    changed, failed = sum(o.changed for o in outcomes), sum(bool(o.problem) for o in outcomes)
+    console.print(
+        f"{len(outcomes)} classes of calls: {changed} changed, {len(outcomes) - changed - failed} stay with the "
+        f"heuristic" + (f", {failed} failed" if failed else "") + f"; {where}",
+        highlight=False,
+    )
+    if not outcomes:
+        console.print("all of them are remembered; --anew measures again")
+    raise typer.Exit(int(failed > 0))
+
+
+def _table(outcomes: Sequence) -> Table:
+    from cute_ops.autotune.tuner import changes
+
+    table = Table("call", "us", "tuned", "less", "change", "tried", "refused")
+    for o in outcomes:
+        gain = f"{o.gain:.1%}" if o.changed else ""
+        times = (" ".join(f"{us:.2f}" for us in part) for part in (o.before, o.after if o.changed else ()))
+        table.add_row(
+            o.winner.call, *times, gain, changes(o.winner) if o.changed else "", str(o.tried), str(len(o.refused))
+        )
+    return table
+
+
+def _trials(
+    name: str, dtypes: Sequence[str], sizes: Sequence[int] | None, rows: int | None, files: bool = False
+) -> Iterator:
+    """Calls of an op by its cases or sizes, of every op of a file, or of a manifest."""
+    from cute_ops.autotune.tuner import Trial
+
+    path = Path(name)
+    if path.suffix != ".py" and path.is_file():
+        for call in manifest.read(path, files):
+            if not call.dynamic:
+                yield Trial(bind(call.op, call.inputs, call.attrs), call.memory)
+        return
+    for op in lookup.find_all(name):
+        if op.tuning is None:
+            continue
+        for dtype in dtypes:
+            if dtype not in FLOATS:
+                raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(FLOATS)}")
+            if sizes:
+                for size in sizes:
+                    few = bind(op, author.example(op, dtype, 1, size, [], strict=False))
+                    yield Trial(bind(op, author.example(op, dtype, rows or _rows(few), size, [])), {})
+            else:
+                for case in _cases(op):
+                    yield Trial(_of_case(op, case, dtype, rows or _rows(_of_case(op, case, dtype, 1))), {})
+
+
+def _cases(op: Op) -> list[Case]:
+    """Those with rows that are long enough to be worth it; all where none has."""
+    long = [case for case in op.cases if math.prod(v for v in case.dims.values() if isinstance(v, int)) >= LONG_ROWS]
+    return long or list(op.cases)
+
+
+def _of_case(op: Op, case: Case, dtype: str, rows: int) -> Binding:
+    """A case's call with so many rows."""
+    dims = {n: (rows,) if isinstance(v, tuple) else v for n, v in case.dims.items()}
+    given = {
+        n: Array(t.of(dims), case.dtypes.get(t.dtype) or op.dtype_near(t, dtype))
+        for n, t in op.inputs.items()
+        if n not in case.absent
+    }
+    return bind(op, given, {n: v for n, v in case.attrs.items() if n in op.attrs})
+
+
+def _rows(one: Binding) -> int:
+    """Rows that fill the bytes of a call, from a call of one row."""
+    from cute_ops.autotune.tuner import moved
+
+    return max(BYTES // moved(one), 1)

@@ -1,0 +1,176 @@
+"""The user's private folder: where it is, whether it can be trusted, whole writes, locks, which kernels are in use.
+
+It holds native code, so a folder that others can write is refused.
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import logging
+import os
+import stat
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from functools import cache
+from pathlib import Path
+
+from cute_ops import env
+from cute_ops.errors import CacheError
+from cute_ops.files import file_lock, ownership, staging
+
+log = logging.getLogger("cute_ops")
+
+
+def folder() -> Path:
+    """The cache folder: ``CUTE_OPS_CACHE_DIR``, or the user's cache directory.
+
+    Raises:
+        ValueError: the variable begins with a ``~`` that stands for no folder.
+    """
+    chosen = env.path("CUTE_OPS_CACHE_DIR")
+    if chosen:
+        return chosen
+    from platformdirs import user_cache_dir
+
+    try:
+        where = Path(user_cache_dir("cute_ops"))
+    except RuntimeError:  # which older versions of platformdirs answer by a path that begins with ~
+        return _without_home()
+    return where if where.is_absolute() else _without_home()
+
+
+@cache
+def _without_home() -> Path:
+    """Where kernels are kept for a user whom the system knows no home of, as in many containers."""
+    where = Path(tempfile.gettempdir(), f"cute_ops-{os.geteuid()}")
+    log.warning(
+        "HOME is not set and user %d has no home: kernels are kept in %s; CUTE_OPS_CACHE_DIR sets another folder",
+        os.geteuid(), where,
+    )  # fmt: skip
+    return where
+
+
+def opened(where: Path) -> ownership.Folder:
+    """The cache folder, held open, and checked: only this user or root can write it, or replace it.
+
+    Raises:
+        CacheError: it belongs to someone else, others can write it or a parent of it, or it is a link.
+        OSError: it is not there, or cannot be read.
+    """
+    try:
+        return ownership.Folder(where, follow=False)
+    except ownership.Untrusted as error:
+        raise CacheError(
+            f"cute_ops: cache folder {where} {error}; it holds native code, so it must be private: set "
+            "CUTE_OPS_CACHE_DIR to a new folder of your own, or delete this one with all that is in it (what others "
+            "may have put there would run)"
+        ) from error
+
+
+def check_trusted(where: Path) -> None:
+    """Raise unless :func:`opened` would open the folder."""
+    opened(where).close()
+
+
+def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
+    """Write aside, flush and rename: a reader sees all of it or nothing, also after the power has failed."""
+    handle, temporary = file_lock.new_file(path.parent, "cute_tmp-")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fchmod(file.fileno(), stat.S_IMODE(mode))
+            os.fsync(file.fileno())
+            temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+
+
+def sync_folder(where: Path) -> None:
+    """Put the names in a folder on the disk, where its file system can do that."""
+    handle = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.EROFS):
+            raise
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
+    """Hold a lock across processes, such as a variant's; yields False where the folder cannot be written."""
+    try:
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        check_trusted(where)
+        lock = file_lock.exclusive(where / f"{name}.lock", seconds)
+        held = lock.__enter__()
+    except OSError as error:
+        log.warning("cache folder %s cannot be used (%s): kernels stay in memory", where, error)
+        yield False
+        return
+    if not held:
+        log.warning("the lock of %s is not to be had in %s: going on without it", name, where)
+    try:
+        yield True
+    finally:
+        lock.__exit__(None, None, None)
+
+
+def sweep(where: Path) -> None:
+    """Delete what processes left that were killed."""
+    for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
+        file_lock.remove_abandoned(path)
+    staging.sweep(where)
+
+
+class Use:
+    """Which kernels of a folder are in use: one file a process, locked while it lives, one symbol a line.
+
+    Deleting a file that is mapped does no harm on a local disk, but over NFS the mapping dies with it.
+    """
+
+    def __init__(self) -> None:
+        self._file: tuple[int, Path] | None = None
+        self._owner = 0
+
+    def add(self, symbol: str) -> None:
+        where = folder()
+        if self._file is None or self._file[1].parent != where:
+            self.close()
+            try:
+                check_trusted(where)
+                self._file = file_lock.new_file(where, "cute_use-")
+            except OSError:
+                return  # a folder that is not there yet, or a read-only one: nothing is evicted there
+            self._owner = os.getpid()
+        try:
+            os.write(self._file[0], f"{symbol}\n".encode())
+        except OSError:
+            pass  # a full disk: at worst a kernel is compiled again
+
+    def everywhere(self, where: Path) -> set[str]:
+        """What living processes use."""
+        sweep(where)
+        symbols: set[str] = set()
+        with opened(where) as folder:
+            for path in where.glob("cute_use-*"):
+                with suppress(OSError, ownership.Untrusted):  # a process that has just ended; what somebody put there
+                    symbols.update(folder.read(path.name).decode(errors="replace").split())
+        return symbols
+
+    def close(self) -> None:
+        # A forked child shares the file with its parent.
+        if self._file is not None and self._owner == os.getpid():
+            self._file[1].unlink(missing_ok=True)
+            os.close(self._file[0])
+        self._file = None
+
+
+in_use = Use()
+atexit.register(in_use.close)

@@ -1,0 +1,70 @@
+"""Folders for what is being compiled. Where their maker was killed, whoever makes the next one deletes them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from cute_ops.errors import CacheError
+from cute_ops.files import file_lock
+
+log = logging.getLogger("cute_ops")
+_PREFIX, _SUFFIX = "staging-cute_ops-", ".d"
+_BYTES = 1 << 20  # more than a kernel's files take
+
+
+@contextmanager
+def folder(preferred: Path | None = None) -> Iterator[Path]:
+    """A private folder with room for a kernel, deleted afterwards: in the preferred one, the temporary one, or memory.
+
+    Raises:
+        CacheError: there is room nowhere.
+    """
+    handle, lock = _new(preferred)
+    where = lock.with_name(lock.name + _SUFFIX)
+    try:
+        where.mkdir(mode=0o700)
+        yield where
+    finally:
+        shutil.rmtree(where, ignore_errors=True)
+        lock.unlink(missing_ok=True)
+        os.close(handle)
+
+
+def sweep(where: Path) -> None:
+    """Delete what processes left in a folder that were killed."""
+    for lock in where.glob(f"{_PREFIX}*"):
+        if lock.suffix != _SUFFIX:
+            file_lock.remove_abandoned(lock, lock.with_name(lock.name + _SUFFIX))
+
+
+def _new(preferred: Path | None) -> tuple[int, Path]:
+    """A locked file beside which a folder shall lie."""
+    places, problems = [Path("/dev/shm")], []
+    with suppress(FileNotFoundError):  # no temporary folder that can be written
+        places.insert(0, Path(tempfile.gettempdir()))
+    for place in [*([preferred] if preferred else []), *dict.fromkeys(places)]:
+        try:
+            sweep(place)
+            handle, lock = file_lock.new_file(place, _PREFIX)
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror}")
+            continue
+        try:
+            # A full disk is seen now, not by what a linker says of it.
+            os.posix_fallocate(handle, 0, _BYTES)
+            os.ftruncate(handle, 0)
+        except OSError as error:
+            problems.append(f"{place}: {error.strerror}")
+            lock.unlink(missing_ok=True)
+            os.close(handle)
+            continue
+        return handle, lock
+    raise CacheError(
+        f"cute_ops: there is no room for what is compiled ({'; '.join(problems)}): set TMPDIR to a folder with some"
+    )

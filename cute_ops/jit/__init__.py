@@ -1,0 +1,1 @@
+"""From a planned call to a loaded kernel: plan, compile, cache, load."""

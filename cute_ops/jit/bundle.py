@@ -1,0 +1,319 @@
+"""Bundles: compiled kernels that are shipped, for several targets, read-only, without a compiler.
+
+A bundle is a folder: ``bundle.json`` says what was built for what with which versions, and holds a checksum of every
+other file; ``kernels/`` the objects; ``manifest.txt`` the calls; ``tuning.json`` the tiles they were built with, which
+who loads the bundle must choose, too; ``licenses/`` those of what is in the objects.
+:mod:`cute_ops.aot.build` writes them. A bundle is served where ``CUTE_OPS_BUNDLE`` names it, or from an
+installed package with an entry point in the group ``cute_ops.bundles`` that names the package that holds it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cute_ops import env
+from cute_ops.errors import CacheError
+from cute_ops.files import file_lock, json_schema, ownership
+from cute_ops.files.ownership import Folder
+from cute_ops.jit import loader, toolchain
+from cute_ops.jit.variant import Variant
+
+log = logging.getLogger("cute_ops")
+FORMAT = 1
+GROUP = "cute_ops.bundles"
+_LONGEST = 2000  # of an error's text, which repeats what is wrong
+RECORD = {
+    "format": int, "platform": str, "versions": {str: str}, "targets": [str], "kernels": {str: object},
+    "files": {str: str},
+}  # fmt: skip
+KERNEL = {"sha256": str, "bytes": int, "variant": {"kernel": str, "arch": str, "sources": str}}
+T = TypeVar("T")
+
+_lock = file_lock.between_threads()
+_open: dict[str, list[Bundle | CacheError]] = {}
+
+
+class Misfit(CacheError):
+    """A bundle is sound, but for another machine, or of other versions or kernel sources."""
+
+
+class Bundle:
+    """A bundle's folder, its record read and checked; read anew where a new one has replaced the folder.
+
+    Args:
+        installed: it lies among installed packages, see :class:`cute_ops.files.ownership.Folder`.
+
+    Raises:
+        CacheError: it is no bundle, or others can write it.
+        Misfit: it was built for another machine or other versions.
+    """
+
+    def __init__(self, where: Path, installed: bool = False) -> None:
+        self.where, self._installed = where, installed
+        with suppress(FileNotFoundError):  # the working directory, which may be gone, and which a program may change
+            self.where = where.absolute()
+        # With the folder that they are of.
+        self._record: tuple[tuple[int, int], Mapping[str, Any]] = (0, 0), {}
+        self._sources: tuple[tuple[int, int], Mapping[tuple[str, str], str]] = (0, 0), {}
+        self._in_one_state(lambda folder: None)
+
+    @property
+    def targets(self) -> Sequence[str]:
+        """What it was built for."""
+        return self._record[1]["targets"]
+
+    @property
+    def versions(self) -> Mapping[str, str]:
+        """Of which packages it was built with which version."""
+        return self._record[1]["versions"]
+
+    @property
+    def kernels(self) -> Mapping[str, Any]:
+        """Checksum, size and variant by symbol."""
+        return self._record[1]["kernels"]
+
+    def load(self, variant: Variant) -> Callable[..., Any] | None:
+        """A variant's function, its object's checksum compared; None where the bundle has none for such a call.
+
+        Raises:
+            CacheError: the object is damaged.
+            Misfit: the bundle is of another target or of other kernel sources.
+        """
+
+        def load(folder: Folder) -> Callable[..., Any] | None:
+            if variant.symbol not in self.kernels:
+                self._check_fits(variant)
+                return None
+            record, name = self._kernel(variant.symbol), file_of(variant.symbol)
+            self._verify(folder, name, record["sha256"])
+            if record["variant"] != json.loads(variant.to_json()):
+                raise self._refusal(f"holds another kernel under the name {variant.symbol}")
+            return loader.load(self.where / name, variant.symbol, folder.path(name))
+
+        return self._in_one_state(load)
+
+    def text(self, name: str) -> str | None:
+        """One of its files, its checksum compared; None where there is none.
+
+        Raises:
+            CacheError: the file is damaged.
+        """
+
+        def read(folder: Folder) -> str | None:
+            files = self._record[1]["files"]
+            return self._verify(folder, name, files[name]).decode() if name in files else None
+
+        return self._in_one_state(read)
+
+    def verify(self) -> int:
+        """Compare every checksum; returns the number of kernels.
+
+        Raises:
+            CacheError: a file is damaged or missing.
+        """
+
+        def compare(folder: Folder) -> int:
+            for name, digest in self._record[1]["files"].items():
+                self._verify(folder, name, digest)
+            for symbol in self.kernels:
+                self._verify(folder, file_of(symbol), self._kernel(symbol)["sha256"])
+                self.variant(symbol)
+            return len(self.kernels)
+
+        return self._in_one_state(compare)
+
+    def variant(self, symbol: str) -> Variant:
+        """The variant of one of its kernels.
+
+        Raises:
+            CacheError: its record holds none.
+        """
+        try:
+            return Variant.from_raw(self._kernel(symbol)["variant"])
+        except ValueError as error:
+            raise self._refusal(f"has a bundle.json that cannot be read ({symbol}: {error})") from error
+
+    def _in_one_state(self, read: Callable[[Folder], T]) -> T:
+        def once(folder: Folder) -> T:
+            if folder.identity != self._record[0]:
+                self._record = folder.identity, self._read(folder)
+            return read(folder)
+
+        try:
+            return ownership.read_one_state(self.where, once, self._installed)
+        except ownership.Untrusted as error:
+            raise self._refusal(
+                f"{error}; it holds native code: put it into a new folder that only you or root can change, from a "
+                "source that you trust"
+            ) from error
+        except FileNotFoundError:
+            raise self._refusal("has no bundle.json") from None
+        except OSError as error:
+            raise self._refusal(f"cannot be read ({error})") from error
+
+    def _read(self, folder: Folder) -> Mapping[str, Any]:
+        """The record, which fits this machine."""
+        data = folder.read("bundle.json")
+        try:
+            record = json_schema.parse(data, {"format": int})
+            if record["format"] != FORMAT:
+                raise self._misfit(f"has format {record['format']}, this version of cute_ops reads {FORMAT}")
+            json_schema.check(record, RECORD)
+        except ValueError as error:
+            raise self._refusal(f"has a bundle.json that cannot be read ({error})") from error
+        if record["platform"] != this_platform():
+            raise self._misfit(f"was built for {record['platform']}, this is {this_platform()}")
+        for name, here in versions().items():
+            built = record["versions"].get(name)
+            if built != here:
+                raise self._misfit(f"was built with {name} {built}, here is {here or 'none'}: build it again")
+        return record
+
+    def _check_fits(self, variant: Variant) -> None:
+        arches = {target.partition(":")[0] for target in self.targets}
+        if variant.arch not in arches:
+            raise self._misfit(
+                f"was built for {', '.join(self.targets)}, this GPU is {variant.arch}: build it again with "
+                f"--arch {variant.arch}"
+            )
+        if self._sources[0] != self._record[0]:
+            variants = [self._kernel(symbol)["variant"] for symbol in self.kernels]
+            self._sources = self._record[0], {(v["kernel"], v["arch"]): v["sources"] for v in variants}
+        known = self._sources[1].get((variant.kernel, variant.arch))
+        if known is not None and known != variant.sources:
+            raise self._misfit(f"was built from other sources of {variant.kernel} than are here: build it again")
+
+    def _kernel(self, symbol: str) -> Mapping[str, Any]:
+        record = self.kernels[symbol]
+        try:
+            json_schema.check(record, KERNEL)
+        except ValueError as error:
+            raise self._refusal(f"has a bundle.json that cannot be read ({symbol}: {error})") from error
+        return record
+
+    def _verify(self, folder: Folder, name: str, digest: str) -> bytes:
+        try:
+            data = folder.read(name)
+        except OSError as error:
+            raise self._refusal(f"is damaged: {name}: {error.strerror}") from error
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise self._refusal(f"is damaged: the checksum of {name.rpartition('/')[2]} does not match")
+        return data
+
+    def _refusal(self, problem: str) -> CacheError:
+        return CacheError(f"cute_ops: bundle {self.where} {problem[:_LONGEST]}")
+
+    def _misfit(self, problem: str) -> Misfit:
+        return Misfit(f"cute_ops: bundle {self.where} {problem[:_LONGEST]}")
+
+
+def file_of(symbol: str) -> str:
+    """Where a kernel's object is in a bundle."""
+    return f"kernels/{symbol}.so"
+
+
+def load(variant: Variant) -> Callable[..., Any] | None:
+    """The variant's function from the bundles that ``CUTE_OPS_BUNDLE`` names.
+
+    Raises:
+        CacheError: one is damaged, or none of them fits.
+    """
+    folders = named()
+    if not folders:
+        return None
+    where, misfits = os.environ["CUTE_OPS_BUNDLE"], []
+    for bundle in _opened(where, named):
+        try:
+            function = _served(bundle, variant)
+        except Misfit as error:
+            misfits.append(error)  # one of several may be of another target
+            continue
+        if function is not None:
+            return function
+    if len(misfits) == len(folders):
+        raise misfits[0]
+    log.warning("%s does not hold %s: it is looked for in the cache, then compiled", where, variant.describe())
+    return None
+
+
+def named() -> list[Path]:
+    """The folders that ``CUTE_OPS_BUNDLE`` names."""
+    return env.paths("CUTE_OPS_BUNDLE")
+
+
+def load_installed(variant: Variant) -> Callable[..., Any] | None:
+    """The variant's function from the bundles of installed packages; those that are damaged say so in the log, and
+    those that do not fit where none serves.
+    """
+    refusals = []
+    for bundle in _opened("", installed):
+        try:
+            function = _served(bundle, variant)
+        except CacheError as error:
+            refusals.append(error)
+            continue
+        if function is not None:
+            refusals = [refusal for refusal in refusals if not isinstance(refusal, Misfit)]
+            break
+    else:
+        function = None
+    for refusal in refusals:
+        log.warning("%s", refusal)
+    return function
+
+
+def installed() -> list[Path]:
+    """The folders of installed packages that are bundles; none of them is imported."""
+    found = []
+    for entry in metadata.entry_points(group=GROUP):
+        package, *rest = entry.value.split(".")
+        spec = find_spec(package)
+        found += [Path(where, *rest) for where in (spec.submodule_search_locations or ())] if spec else []
+    return found
+
+
+def forget() -> None:
+    """Open bundles anew when they are next asked for."""
+    _open.clear()
+
+
+def _opened(name: str, folders: Callable[[], Iterable[Path]]) -> list[Bundle | CacheError]:
+    """Bundles, or why they are refused; ``name`` is what names the folders, empty for installed ones."""
+    with _lock:
+        if name not in _open:
+            _open[name] = [_attempt(where, installed=not name) for where in folders()]
+        return _open[name]
+
+
+def _attempt(where: Path, installed: bool) -> Bundle | CacheError:
+    try:
+        return Bundle(where, installed)
+    except CacheError as error:
+        return error
+
+
+def _served(bundle: Bundle | CacheError, variant: Variant) -> Callable[..., Any] | None:
+    if isinstance(bundle, CacheError):
+        raise bundle
+    return bundle.load(variant)
+
+
+def versions() -> dict[str, str]:
+    from cute_ops import __version__
+
+    return {"cute-ops": __version__} | dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
+
+
+def this_platform() -> str:
+    return f"{sys.platform}-{platform.machine()}"

@@ -1,0 +1,336 @@
+"""Where compiled kernels live: memory, then bundles, then disk, then the compiler.
+
+A kernel is two files of the user's private folder (:mod:`cute_ops.files.cache_dir`), ``<symbol>.json`` with the variant
+and the object's checksum and then ``<symbol>.so``, written aside and renamed into place; one that does not match, or
+that someone else wrote, is deleted, by whoever has its lock, and built again. Nothing on a disk that fails costs more
+than a compile.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from cute_ops import env
+from cute_ops.errors import CacheError, CompileError
+from cute_ops.files import cache_dir, file_lock, json_schema, staging
+from cute_ops.files.ownership import Folder
+from cute_ops.jit import bundle, loader, toolchain
+from cute_ops.jit import compile_pool as workers
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.variant import Variant
+
+log = logging.getLogger("cute_ops")
+MAX_BYTES = int(env.number("CUTE_OPS_CACHE_MAX_BYTES", 1 << 30))
+# Whoever holds a lock for longer than a compile may take has stopped: to wait is worse than to compile twice.
+LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
+ENTRY = {"variant": object, "sha256": str}
+T = TypeVar("T")
+
+_functions: dict[str, Callable[..., Any]] = {}
+_building: dict[str, threading.Lock] = {}
+os.register_at_fork(after_in_child=_building.clear)  # threads that compile are the parent's
+_guard = file_lock.between_threads()
+
+
+class Counters:
+    """What this process did: loads from bundles and from disk, compiles."""
+
+    def __init__(self) -> None:
+        self.bundled = self.disk = self.compiled = 0
+
+
+counters = Counters()
+
+
+class Built(NamedTuple):
+    """One variant of :func:`build_all`: 0.0 seconds where it was there, the error where it does not compile."""
+
+    variant: Variant
+    seconds: float
+    error: CompileError | CacheError | None = None
+
+
+def get(variant: Variant) -> Callable[..., Any]:
+    """The compiled function of a variant; compiles it when no bundle and no cache holds it.
+
+    However many threads and processes ask, one compiles.
+
+    Raises:
+        CompileError: the kernel does not compile, or there is no compiler.
+        CacheError: the cache folder cannot be trusted, or a bundle does not fit.
+    """
+    function = _functions.get(variant.symbol)
+    if function is not None:
+        return function
+    with _guard:
+        lock = _building.setdefault(variant.symbol, threading.Lock())
+    with lock:
+        function = _functions.get(variant.symbol) or _from_bundles(variant) or _from_disk(variant) or _build(variant)
+        _functions[variant.symbol] = function
+    return function
+
+
+def build(variant: Variant) -> float:
+    """Put a variant on disk without loading it, for this GPU or another; returns the seconds it took to
+    compile, 0.0 when it was there.
+
+    Raises:
+        CompileError: the kernel does not compile.
+        CacheError: the cache folder cannot be trusted or written.
+    """
+    with _process_lock(variant.symbol) as usable:
+        if not usable:
+            raise CacheError(f"cute_ops: cache folder {cache_dir.folder()} cannot be written")
+        if _stored(variant, lambda folder, data: True, locked=True):
+            return 0.0
+        _require_compiler(variant)
+        with staging.folder(cache_dir.folder()) as place:
+            built = place / f"{variant.symbol}.so"
+            seconds = worker.compile(variant, built)
+            if _store(variant, built, seconds) is None:
+                raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {cache_dir.folder()}")
+        return seconds
+
+
+def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None = None) -> list[Built]:
+    """Put many variants on disk, as many at a time as there are cores; one that fails keeps none from the others.
+
+    Args:
+        done: called after each of them, from the caller's thread.
+
+    Returns:
+        One entry a variant, in order, without doubles.
+    """
+    from concurrent.futures import ThreadPoolExecutor, as_completed  # which only who builds needs
+
+    unique = list({variant.symbol: variant for variant in variants}.values())
+
+    def attempt(variant: Variant) -> Built:
+        try:
+            return Built(variant, build(variant))
+        except (CompileError, CacheError) as error:
+            return Built(variant, 0.0, error)
+
+    own: set[int] = set()
+    with ThreadPoolExecutor(
+        worker.size, thread_name_prefix="cute_ops-build", initializer=lambda: own.add(threading.get_ident())
+    ) as threads:
+        futures = [threads.submit(attempt, variant) for variant in unique]
+        try:
+            for future in as_completed(futures):
+                if done:
+                    done(future.result())
+        except BaseException:
+            threads.shutdown(wait=False, cancel_futures=True)
+            worker.cancel(own)
+            raise
+        return [future.result() for future in futures]
+
+
+def read(variant: Variant) -> bytes | None:
+    """A cached variant's object, checked; None where the folder does not hold it."""
+    return _stored(variant, lambda folder, data: data)
+
+
+def forget() -> None:
+    """Drop the functions held in memory (the disk keeps them)."""
+    from cute_ops.autotune import winners
+
+    _functions.clear()
+    bundle.forget()
+    winners.forget()
+
+
+def clear() -> int:
+    """Delete every cached kernel, and what else was compiled; returns how many kernels. What was measured stays."""
+    where = cache_dir.folder()
+    if not where.exists():
+        return 0
+    cache_dir.check_trusted(where)
+    kernels = list(where.glob("cute_*.so"))
+    for path in [*where.glob("cute_*"), *where.glob("torch_extension_*")]:
+        if not path.name.startswith("cute_use-"):
+            path.unlink(missing_ok=True)
+    return len(kernels)
+
+
+def entries() -> list[tuple[Variant, int, float]]:
+    """Every cached kernel that reads well: variant, bytes, time of last use.
+
+    Raises:
+        CacheError: the folder cannot be trusted.
+    """
+    found, where = [], cache_dir.folder()
+    if not where.exists():
+        return []
+    with cache_dir.opened(where) as folder:
+        for path in where.glob("cute_*.json"):
+            try:
+                variant = Variant.from_raw(json_schema.parse(folder.read(path.name), ENTRY)["variant"])
+                status = path.with_suffix(".so").stat()
+            except (OSError, ValueError):
+                continue
+            found.append((variant, status.st_size, status.st_mtime))
+    return sorted(found, key=lambda entry: -entry[2])
+
+
+def _from_bundles(variant: Variant) -> Callable[..., Any] | None:
+    """From the bundles of ``CUTE_OPS_BUNDLE``."""
+    return _bundled(bundle.load(variant))
+
+
+def _from_installed(variant: Variant) -> Callable[..., Any] | None:
+    """From the bundles of installed packages. Looking for those takes longer than a look at the disk."""
+    return _bundled(bundle.load_installed(variant))
+
+
+def _bundled(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
+    counters.bundled += function is not None
+    return function
+
+
+def _from_disk(variant: Variant, locked: bool = False) -> Callable[..., Any] | None:
+    cache_dir.in_use.add(variant.symbol)
+    path = cache_dir.folder() / f"{variant.symbol}.so"
+    function = _stored(variant, lambda folder, _: loader.load(path, variant.symbol, folder.path(path.name)), locked)
+    if function is not None:
+        counters.disk += 1
+        _touch(path)
+    return function
+
+
+def _stored(variant: Variant, use: Callable[[Folder, bytes], T], locked: bool = False) -> T | None:
+    """What ``use`` makes of the variant's object on disk, its owner, checksum and variant compared; None where there is
+    none, or a bad one. Who has the lock deletes that; without it, another process may just be writing it.
+    """
+    where = cache_dir.folder()
+    path = where / f"{variant.symbol}.so"
+    if not os.path.lexists(path):
+        return None
+    try:
+        opened = cache_dir.opened(where)
+    except OSError as error:
+        log.warning("cache folder %s cannot be read (%s)", where, error)
+        return None
+    with opened as folder:
+        try:
+            record = json_schema.parse(folder.read(f"{variant.symbol}.json"), ENTRY)
+            data = folder.read(path.name)
+            if hashlib.sha256(data).hexdigest() != record["sha256"]:
+                raise ValueError("checksum does not match")
+            if record["variant"] != json.loads(variant.to_json()):
+                raise ValueError("it holds another variant")
+            return use(folder, data)
+        except (OSError, ValueError, CacheError) as error:
+            if locked:
+                _reject(path, error)
+            return None
+
+
+def _reject(path: Path, why: Exception) -> None:
+    log.warning("cache entry %s is unusable (%s): building it again", path.name, why)
+    _remove(path)
+
+
+def _require_compiler(variant: Variant) -> None:
+    if find_spec("cutlass") is None:
+        raise CompileError(
+            f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not installed: "
+            f"add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
+        )
+
+
+def _build(variant: Variant) -> Callable[..., Any]:
+    """Compile, under a lock that other processes respect, and keep the result on disk where that works."""
+    shipped = _from_installed(variant)
+    if shipped is not None:
+        return shipped
+    with _process_lock(variant.symbol) as usable:
+        if usable:
+            function = _from_disk(variant, locked=True)
+            if function is not None:
+                return function  # another process built it while we waited
+        _require_compiler(variant)
+        with staging.folder(cache_dir.folder() if usable else None) as place:
+            built = place / f"{variant.symbol}.so"
+            seconds = worker.compile(variant, built)
+            counters.compiled += 1
+            log.info("compiled %s in %.2f s", variant.describe(), seconds)
+            kept = _store(variant, built, seconds) if usable else None
+            if kept:
+                try:
+                    return loader.load(kept, variant.symbol)
+                except CacheError as error:
+                    log.warning("what was just compiled has left the cache folder (%s)", error)
+            # It stays mapped when the file is gone.
+            return loader.load(built, variant.symbol)
+
+
+def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
+    where = cache_dir.folder()
+    path = where / built.name
+    data = built.read_bytes()
+    record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
+    try:
+        cache_dir.sweep(where)
+        # The object comes last: where it is, its record is.
+        cache_dir.write_whole(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
+        cache_dir.write_whole(path, data)
+        _evict(keep=path)
+    except OSError as error:
+        log.warning("cannot keep a compiled kernel in %s (%s): the next process compiles it again", where, error)
+        _remove(path)
+        return None
+    return path
+
+
+def _evict(keep: Path) -> None:
+    """Delete the least recently used kernels until the folder is within its bound; none that a process uses."""
+    now = time.time()
+    found = []
+    for path in keep.parent.glob("cute_*.so"):
+        try:
+            status = path.stat()
+        except FileNotFoundError:
+            continue  # another process was faster
+        # A time to come is of a clock that was set back since: it must not last until that time.
+        found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, path))
+    total = sum(size for _, size, _ in found)
+    if total <= MAX_BYTES:
+        return
+    used = cache_dir.in_use.everywhere(keep.parent) | {keep.stem}
+    for _, size, path in sorted(found):
+        if total <= MAX_BYTES:
+            return
+        if path.stem not in used:
+            _remove(path)
+            total -= size
+
+
+def _remove(path: Path) -> None:
+    for name in (path, path.with_suffix(".json")):
+        try:
+            name.unlink(missing_ok=True)
+        except OSError as error:
+            log.warning("cannot delete %s: %s", name, error)
+
+
+def _touch(path: Path) -> None:
+    try:
+        os.utime(path)
+    except OSError:
+        pass  # a read-only cache still serves
+
+
+def _process_lock(symbol: str) -> AbstractContextManager[bool]:
+    return cache_dir.locked(cache_dir.folder(), symbol, LOCK_SECONDS)

@@ -1,0 +1,153 @@
+"""The processes that compile, and their clients.
+
+The compiler never runs in the caller's process: its import takes a second, a failed compile can abort,
+and two at once always do. Workers start when there is something to compile, one for each compile that is asked for
+at the same time, and leave after a minute without work. They never see a GPU.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from cute_ops import env, processes
+from cute_ops.errors import CompileError
+from cute_ops.jit.variant import Variant
+
+IDLE_SECONDS = 60.0
+TIMEOUT_SECONDS = env.number("CUTE_OPS_COMPILE_TIMEOUT", 300.0)
+_ERROR_TAIL = 4000
+
+
+class Worker:
+    """A compile process, started when needed and restarted when it died."""
+
+    def __init__(self) -> None:
+        # It must not find a GPU: a context there would cost memory and could hang. The DSL's own cache lies in the
+        # shared temporary folder: ours replaces it.
+        self._process = processes.Process(
+            "cute_ops.jit.compile_pool", CUDA_VISIBLE_DEVICES="", CUTE_DSL_DISABLE_FILE_CACHING="1"
+        )  # fmt: skip
+
+    def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
+        """Compile ``variant`` into ``path``; returns the seconds it took.
+
+        Raises:
+            CompileError: with the compiler's output: it failed, crashed or took too long.
+        """
+        request = {
+            "variant": variant.to_json(), "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
+        }  # fmt: skip
+        start = time.perf_counter()
+        try:
+            with self._process.lock:
+                error = self._process.ask(request, TIMEOUT_SECONDS).get("error")
+        except processes.Ended as ended:
+            named = " (CUTE_OPS_COMPILE_TIMEOUT)" if isinstance(ended, processes.Silent) else ""
+            error = f"the compiler {ended}{named}\n{ended.log}"
+        if error:
+            raise CompileError(f"cute.{variant.op}: kernel does not compile: {variant.describe()}\n{error}")
+        return time.perf_counter() - start
+
+    def cancel(self) -> None:
+        """End a compile that another thread waits for."""
+        self._process.kill()
+
+    def close(self) -> None:
+        with self._process.lock:
+            self._process.stop()
+
+
+class Pool:
+    """Workers for compiles at the same time, at most ``size``; a further one waits.
+
+    A worker that crashes or is ended takes nobody with it: its compile raises, and the next one starts another.
+    """
+
+    def __init__(self, size: int | None = None) -> None:
+        self._size = size
+        self._free = threading.Condition()
+        self._idle: list[Worker] = []
+        self._busy: dict[int, Worker] = {}  # by thread
+
+    @property
+    def size(self) -> int:
+        """``CUTE_OPS_COMPILE_WORKERS``, or the cores this process may use."""
+        return self._size or max(int(env.number("CUTE_OPS_COMPILE_WORKERS", len(os.sched_getaffinity(0)))), 1)
+
+    def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
+        """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a worker.
+
+        Raises:
+            CompileError: with the compiler's output: it failed, crashed or took too long.
+        """
+        thread = threading.get_ident()
+        try:
+            with self._free:
+                self._free.wait_for(lambda: len(self._busy) < self.size)
+                # The last one back first: those that have nothing to do may leave.
+                worker = self._busy[thread] = self._idle.pop() if self._idle else Worker()
+            return worker.compile(variant, path, dump)
+        finally:
+            with self._free:
+                if thread in self._busy:  # else an interrupt came before
+                    self._idle.append(self._busy.pop(thread))
+                    self._free.notify()
+
+    def cancel(self, threads: Collection[int]) -> None:
+        """End what is compiled for some threads, by their identifiers: they get errors."""
+        with self._free:
+            for thread, worker in self._busy.items():
+                if thread in threads:
+                    worker.cancel()
+
+    def close(self) -> None:
+        """End the workers that have nothing to do."""
+        with self._free:
+            idle, self._idle = self._idle, []
+        for worker in idle:
+            worker.close()
+
+
+worker = Pool()
+# In a forked child nobody compiles yet.
+os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[misc]
+
+
+def serve() -> None:
+    """Compile what is asked for, see :func:`cute_ops.processes.requests`."""
+    for name in ("torch", "jax"):
+        # TVM-FFI would import torch (1-2 s); kernels have no use for a framework.
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+    from cute_ops.jit.compiler import compile_variant
+
+    for request, say in processes.requests(IDLE_SECONDS):
+        answer: dict[str, Any] = {}
+        try:
+            dump, variant = request["dump"], Variant.from_json(request["variant"])
+            _check_sources(variant)
+            compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
+            _check_sources(variant)  # what was imported was read between the two checks
+        except (Exception, SystemExit) as error:  # every failure of a kernel belongs to the caller
+            import traceback
+
+            Path(request["path"]).unlink(missing_ok=True)
+            answer["error"] = "".join(traceback.format_exception(error))[-_ERROR_TAIL:]
+        say(**answer)
+
+
+def _check_sources(variant: Variant) -> None:
+    """A kernel edited under a running program must not be cached under the old sources' name."""
+    from cute_ops.jit import source_digest
+
+    source_digest.forget()
+    if source_digest.key(variant.kernel, variant.declared) != variant.sources:
+        raise CompileError(
+            f"the sources of {variant.kernel} have changed since this program started: restart it (so have, perhaps, "
+            "those of cute_ops or the environment's CUTE_DSL_ variables, which are part of its name)"
+        )

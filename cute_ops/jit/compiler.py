@@ -1,0 +1,150 @@
+"""Variant -> shared object. The only module that drives the CuTe DSL compiler.
+
+It runs in a worker process (see :mod:`cute_ops.jit.compile_pool`), needs no GPU and sees no framework: tensors are
+described by fakes. The exported object holds the kernel's machine code and a TVM-FFI entry point of the
+variant's symbol name, which takes exactly the tensors that are present.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import Any
+
+from cute_ops.errors import CompileError
+from cute_ops.jit import toolchain
+from cute_ops.jit.variant import TensorKey, Variant
+
+# Concurrent compiles abort the process.
+_lock = threading.Lock()
+# The entry point links to the DSL's and TVM-FFI's runtimes, which the loader brings.
+_LINKERS = (("cc", "-shared"), ("gcc", "-shared"), ("clang", "-shared"), ("ld", "-shared"), ("ld.lld", "-shared"))
+
+
+def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> None:
+    """Compile a variant and write it to ``path``: a shared object, a relocatable one for ``.o``, or for ``.cubin``
+    the GPU's machine code alone, which takes a third less time.
+
+    Args:
+        dump: folder for PTX, cubin and the launches' dynamic shared memory.
+
+    Raises:
+        CompileError: the kernel does not compile, or no linker is there.
+    """
+    with _lock:
+        # The DSL reads it at import only; each compile names its own target.
+        os.environ.setdefault("CUTE_DSL_ARCH", variant.arch)
+        import cutlass.cute as cute
+
+        # Python takes bytecode for that of any source of the same size and second: what is compiled here is named by
+        # the sources, so it is they that are read.
+        sys.pycache_prefix, sys.dont_write_bytecode = os.devnull, True
+        module, _, name = variant.kernel.partition(":")
+        kernel = getattr(importlib.import_module(module), name)(variant)
+        arguments = [_fake(key) for key in variant.args if key]
+        stream = cute.runtime.make_fake_stream(use_tvm_ffi_env_stream=True)
+        only_cubin = path.suffix == ".cubin"
+        # What calls the kernel is no part of its machine code; of dumps it is.
+        entry_point = "" if only_cubin and not dump else "--enable-tvm-ffi "
+        options = f"{entry_point}--gpu-arch {variant.arch} --opt-level 3"
+        keep = dump or (Path(tempfile.mkdtemp(dir=path.parent)) if only_cubin else None)
+        if keep:
+            keep.mkdir(parents=True, exist_ok=True)
+            options += f" --keep-cubin --dump-dir {keep}" + (" --keep-ptx" if dump else "")
+        entry = _entry(kernel, tuple(key is not None for key in variant.args))
+        # What runs is the exported object: an engine that could run it here would be a quarter of the time.
+        compiled = cute.compile(entry, *arguments, stream, options=options, no_jit_engine=True)
+        if dump:
+            (dump / "shared.json").write_text(json.dumps(_dynamic_shared(str(compiled.ir_module))))
+        if only_cubin and keep:
+            (cubin,) = keep.glob("*.cubin")
+            cubin.replace(path)
+            if not dump:
+                keep.rmdir()
+            return
+        object_file = path.with_suffix(".o")
+        compiled.export_to_c(str(object_file), function_name=variant.symbol)
+    if path != object_file:
+        _link(object_file, path)
+        object_file.unlink()
+
+
+# In the launch configuration of the driver, the field after the grid and the block.
+_CONFIG_SHARED = re.compile(r"(%\w+) = llvm\.getelementptr %\w+\[0, 2\] .*array<3 x i32>, array<3 x i32>, i64, ptr")
+
+
+def _dynamic_shared(module: str) -> list[int | None]:
+    """Dynamic shared memory of each launch in lowered host code, in order; None where it is not constant."""
+    found: list[int | None] = []
+    for field in _CONFIG_SHARED.finditer(module):
+        stored = re.compile(rf"llvm\.store (%\w+), {field[1]} :").search(module, field.end())
+        # Names are of a function: the last value of that name counts.
+        values = (
+            re.findall(rf"{stored[1]} = llvm\.mlir\.constant\((\d+) : i64\)", module[: stored.start()])
+            if stored
+            else []
+        )
+        found.append(int(values[-1]) if values else None)
+    return found
+
+
+def _entry(kernel: Any, present: tuple[bool, ...]) -> Any:
+    """The exported function: it takes the tensors that are present and hands None for the others."""
+    from cute_ops.kernels.lib.entry import Entry
+
+    return Entry(kernel, present)
+
+
+def _fake(key: TensorKey) -> Any:
+    import cutlass.cute as cute
+
+    shape = tuple(cute.sym_int64() if size is None else size for size in key.shape)
+    dtype = _dtype(key.dtype)
+    if key.layout == "flat":
+        order = tuple(reversed(range(key.rank)))
+        return cute.runtime.make_fake_compact_tensor(dtype, shape, stride_order=order, assumed_align=key.align)
+    if key.layout == "scattered":
+        free = tuple(cute.sym_int64() for _ in shape)
+        return cute.runtime.make_fake_tensor(dtype, shape, free, assumed_align=key.align)
+    step = max(key.row_align // key.itemsize, 1)
+    strides = tuple(cute.sym_int64(divisibility=step) for _ in shape[:-1])
+    return cute.runtime.make_fake_tensor(dtype, shape, (*strides, 1), assumed_align=key.align)
+
+
+def _dtype(name: str) -> Any:
+    import cutlass
+
+    names = {
+        "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16", "int64": "Int64", "int32": "Int32",
+        "int8": "Int8", "uint8": "Uint8", "float8_e4m3fn": "Float8E4M3FN", "float64": "Float64", "bool": "Boolean",
+    }  # fmt: skip
+    return getattr(cutlass, names[name])
+
+
+def linker() -> tuple[str, ...] | None:
+    """The command that links a shared object, or None."""
+    found = ((shutil.which(command), flag) for command, flag in _LINKERS)
+    return next(((path, flag) for path, flag in found if path), None)
+
+
+def _link(source: Path, path: Path) -> None:
+    command = linker()
+    if command is None:
+        raise CompileError(
+            "cute_ops: no linker found (cc, gcc, clang, ld or ld.lld); install one, e.g. the gcc package"
+        )
+    runtime = toolchain.runtime_library()
+    if runtime is None:
+        raise CompileError(f"cute_ops: {toolchain.DSL} is not installed; pip install 'cute-ops'")
+    arguments = [*command, "-o", str(path), str(source), str(runtime)]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    if result.returncode:
+        raise CompileError(f"cute_ops: linking failed: {' '.join(arguments)}\n{result.stderr}")

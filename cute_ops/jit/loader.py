@@ -1,0 +1,157 @@
+"""Shared object -> callable, without importing the compiler."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import math
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+from cute_ops.errors import CacheError
+from cute_ops.files import file_lock, staging
+from cute_ops.jit import target, toolchain
+from cute_ops.jit.variant import TensorKey, Variant
+
+log = logging.getLogger("cute_ops")
+_lock = file_lock.between_threads()
+
+
+def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
+    """The compiled function: it takes the present tensors, in order, and runs on TVM-FFI's current stream.
+
+    Args:
+        through: what to open, where the path's folder may be another one meanwhile.
+
+    Raises:
+        CacheError: the object does not load.
+    """
+    with _lock:
+        _load_runtime()
+        try:
+            with _executable(path, through or str(path)) as file:
+                return tvm_ffi().load_module(file)[symbol]
+        except (RuntimeError, AttributeError, OSError) as error:
+            raise CacheError(f"cute_ops: {path} does not load: {error}") from error
+
+
+@contextmanager
+def _executable(path: Path, through: str) -> Iterator[str]:
+    """A file that can be mapped as code: ``through`` itself, unless its file system is mounted noexec."""
+    if not os.statvfs(through).f_flag & os.ST_NOEXEC:
+        yield through
+        return
+    _warn_of_noexec(path.parent)
+    with os.fdopen(os.memfd_create(path.name), "wb") as memory, staging.folder() as place:
+        memory.write(Path(through).read_bytes())
+        memory.flush()
+        # TVM-FFI goes by a file's suffix.
+        link = place / path.name
+        link.symlink_to(f"/proc/self/fd/{memory.fileno()}")
+        yield str(link)
+
+
+@cache
+def _warn_of_noexec(folder: Path) -> None:
+    log.warning(
+        "%s is on a file system that is mounted noexec: kernels from there are copied into memory at every start; "
+        "CUTE_OPS_CACHE_DIR sets another folder",
+        folder,
+    )
+
+
+@cache
+def tvm_ffi() -> ModuleType:
+    """The module ``tvm_ffi``, imported late and alone.
+
+    It would import torch wherever torch is installed, which takes seconds and which a JAX program has no use
+    for. Where torch is not imported yet it is hidden meanwhile, from this thread only; tensors of a torch that
+    comes later are understood all the same.
+    """
+    if "torch" in sys.modules:
+        return importlib.import_module("tvm_ffi")
+    hidden = _Hidden("torch", threading.get_ident())
+    sys.meta_path.insert(0, hidden)
+    try:
+        return importlib.import_module("tvm_ffi")
+    finally:
+        sys.meta_path.remove(hidden)
+
+
+class _Hidden(MetaPathFinder):
+    """An import finder that refuses one package to one thread."""
+
+    def __init__(self, package: str, thread: int) -> None:
+        self.package, self.thread = package, thread
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> None:
+        if name == self.package and threading.get_ident() == self.thread:
+            raise ModuleNotFoundError(f"{name} is hidden while TVM-FFI is imported", name=name)
+
+
+@cache
+def _load_runtime() -> None:
+    """Load the DSL's runtime by its path, so that objects find it by name wherever they lie."""
+    library = toolchain.runtime_library()
+    if library is None:
+        raise CacheError(f"cute_ops: {toolchain.DSL} is not installed; its runtime library runs every kernel")
+    ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+
+
+def preload(function: Callable[..., Any], variant: Variant, device: int) -> None:
+    """Load a kernel's module onto a CUDA device without launching it.
+
+    A module is otherwise loaded by its first call, which must not happen while XLA runs several devices, and breaks
+    the capture of a CUDA graph in this or another thread where memory is allocated for it. The call made here passes
+    arrays without memory, for which nothing is launched.
+    """
+    empty = [_NullArray(key, device) for key in variant.args if key]
+    with _lock, target.relaxed_capture():
+        function(*(tvm_ffi().from_dlpack(array) for array in empty))
+
+
+class _Managed(ctypes.Structure):
+    """DLManagedTensor of the DLPack specification."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16),
+        ("shape", ctypes.POINTER(ctypes.c_int64)), ("strides", ctypes.POINTER(ctypes.c_int64)),
+        ("byte_offset", ctypes.c_uint64), ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    )  # fmt: skip
+
+
+class _NullArray:
+    """An array without memory on a CUDA device, handed over by DLPack."""
+
+    _CUDA = 2
+    _CODES: ClassVar = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10}
+
+    def __init__(self, key: TensorKey, device: int) -> None:
+        kind = key.dtype if key.dtype in self._CODES else key.dtype.rstrip("0123456789")
+        shape = [size or 0 for size in key.shape]
+        # Strides that keep the alignment which the kernel was promised.
+        step = max(key.row_align // key.itemsize, 1) if key.layout == "strided" else 1
+        strides = [math.prod(-(-size // step) * step for size in shape[i + 1 :]) for i in range(len(shape))]
+        self._shape, self._strides = ((ctypes.c_int64 * len(shape))(*values) for values in (shape, strides))
+        self._managed = _Managed(
+            device_type=self._CUDA, device_id=device, ndim=len(shape), code=self._CODES[kind],
+            bits=8 * key.itemsize, lanes=1, shape=self._shape, strides=self._strides,
+        )  # fmt: skip
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return self._CUDA, self._managed.device_id
+
+    def __dlpack__(self, **_: Any) -> Any:
+        new = ctypes.pythonapi.PyCapsule_New
+        new.restype, new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+        return new(ctypes.addressof(self._managed), b"dltensor", None)

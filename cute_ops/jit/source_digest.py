@@ -1,0 +1,330 @@
+"""Digests of the sources that a kernel is compiled from: its own, and those of what compiles it.
+
+A kernel's own are the Python files that importing its module runs: the module, the packages that it is in, and what
+these import, near or far, in its own package, in ours and in what lies beside it. Of packages that are installed only
+the modules that are named in imports count, and of the standard library, of frameworks and of the compiler none: they
+are large, and a variant has the compiler's version. What no import statement names (``importlib``, data files) is
+declared, see ``sources`` of :class:`cute_ops.Op`.
+
+Nothing is imported and nothing is executed. Every warm start pays for it: import statements are found by plain search,
+since parsing, and patterns even, would take longer than all the rest. To find one too many costs nothing.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+from importlib.machinery import EXTENSION_SUFFIXES
+from importlib.util import find_spec
+from typing import NamedTuple
+
+# What every compile runs besides the kernel: a change in it changes every kernel's name. A test holds it against what
+# a process that compiles has imported of this package.
+DRIVER = (
+    "cute_ops", "cute_ops.array_api", "cute_ops.config", "cute_ops.env", "cute_ops.errors", "cute_ops.files",
+    "cute_ops.files.json_schema", "cute_ops.jit", "cute_ops.jit.compile_pool", "cute_ops.jit.compiler",
+    "cute_ops.jit.source_digest", "cute_ops.jit.target", "cute_ops.jit.toolchain", "cute_ops.jit.variant",
+    "cute_ops.kernels", "cute_ops.kernels.lib", "cute_ops.kernels.lib.entry", "cute_ops.op", "cute_ops.op_checks",
+    "cute_ops.processes",
+)  # fmt: skip
+UNFOLLOWED = frozenset({
+    "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",
+})  # fmt: skip
+# The compiler's own settings. These say where files go and what is told.
+_SETTINGS, _QUIET = "CUTE_DSL_", (
+    "ARCH", "CACHE_DIR", "DISABLE_FILE_CACHING", "DUMP_DIR", "FILTER_", "JIT_", "KEEP", "LIBS", "LOG_", "NO_CACHE",
+    "PRINT_", "SHOW_",
+)  # fmt: skip
+_STDLIB = os.path.dirname(os.__file__) + os.sep
+_INSTALLED = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+_SUFFIXES = (*EXTENSION_SUFFIXES, ".py")  # in Python's order
+
+
+def key(kernel: str, declared: Sequence[str] = ()) -> str:
+    """The digest of all sources behind the machine code of ``module:Class``; raises as :func:`digest`."""
+    return hashlib.sha256(f"{digest(kernel, tuple(declared))} {driver()}".encode()).hexdigest()
+
+
+@cache
+def digest(kernel: str, declared: tuple[str, ...] = ()) -> str:
+    """The digest of the sources of ``module:Class`` alone.
+
+    Args:
+        kernel: the kernel.
+        declared: files, folders and modules besides those that it imports, as the op's declaration names them.
+
+    Raises:
+        ImportError: the module cannot be found, or something declared is neither a file nor a module.
+    """
+    return _digest(kernel.partition(":")[0], declared, f"kernel module {{}} of {kernel!r}")
+
+
+@cache
+def of_module(module: str) -> str:
+    """The digest of the sources of a module that is no kernel's.
+
+    Raises:
+        ImportError: the module cannot be found.
+    """
+    return _digest(module, (), "module {}")
+
+
+@cache
+def driver() -> str:
+    """The digest of what compiles every kernel: this package's version, :data:`DRIVER`, and what the environment tells
+    the compiler.
+    """
+    from cute_ops import __version__
+
+    settings = [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)]
+    heard = [(n, v) for n, v in settings if not n.removeprefix(_SETTINGS).startswith(_QUIET)]
+    finder, total = _Finder(), hashlib.sha256(f"{__version__} {heard}".encode())
+    for name in DRIVER:
+        module = finder.find(name)
+        if module is None or module.path is None:
+            raise ImportError(f"cute_ops: the source of {name} cannot be found, which is part of every kernel's name")
+        total.update(name.encode() + b"\0" + _read(module.path).digest)
+    return total.hexdigest()
+
+
+def forget() -> None:
+    """Read files anew."""
+    for cached in (digest, of_module, driver, _read, _imported):
+        cached.cache_clear()
+
+
+def _digest(first: str, declared: tuple[str, ...], what: str) -> str:
+    finder = _Finder()
+    module = finder.find(first)
+    if module is None or module.path is None:
+        raise ImportError(f"cute_ops: {what.format(repr(first))} cannot be found")
+    folder = os.path.dirname(module.path)
+    files = {name: os.path.join(folder, name) for name in declared if os.path.exists(os.path.join(folder, name))}
+    modules = [name for name in declared if name not in files]
+    for name in modules:
+        if finder.find(name) is None:
+            raise ImportError(
+                f"cute_ops: {name!r}, which is declared as a source of {first!r}, is neither a file or folder in "
+                f"{folder} nor a module"
+            )
+    found = {name: _read(path).digest for name, path in finder.reached(first, modules).items()}
+    try:
+        found |= {f"file {name}": bytes.fromhex(of_file(path)) for name, path in files.items()}
+    except OSError as error:
+        raise ImportError(f"cute_ops: a declared source of {first!r} cannot be read: {error}") from error
+    total = hashlib.sha256()
+    for name in sorted(found):
+        total.update(name.encode() + b"\0" + found[name])
+    return total.hexdigest()
+
+
+def of_file(path: str) -> str:
+    """The digest of a file, or of all files in a folder.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    if not os.path.isdir(path):
+        return _read(path).digest.hex()
+    total = hashlib.sha256()
+    for where, folders, files in os.walk(path):
+        folders[:] = sorted(name for name in folders if name != "__pycache__")
+        for name in sorted(files):
+            total.update(os.path.relpath(os.path.join(where, name), path).encode() + b"\0")
+            total.update(_read(os.path.join(where, name)).digest)
+    return total.hexdigest()
+
+
+class _File(NamedTuple):
+    """A file, of which Python is kept as text."""
+
+    digest: bytes
+    text: str
+
+
+@cache
+def _read(path: str) -> _File:
+    """A file, read once in a process: kernels that share it agree on it, whenever they are asked for."""
+    with open(path, "rb") as file:
+        source = file.read()
+    return _File(hashlib.sha256(source).digest(), source.decode("utf-8-sig", "replace") if path.endswith(".py") else "")
+
+
+@cache
+def _imported(path: str) -> tuple[tuple[str, tuple[str, ...]], ...]:
+    return tuple(_imports(_read(path).text))
+
+
+# Where modules are
+
+
+class _Module(NamedTuple):
+    """A module's file, None for a folder without ``__init__.py``, and the folders that its submodules are in."""
+
+    path: str | None
+    folders: tuple[str, ...]
+
+
+class _Finder:
+    """Finds modules as Python would, without importing them or their packages."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, _Module | None] = {}
+        self._listed: dict[str, frozenset[str]] = {}
+
+    def reached(self, first: str, declared: Sequence[str]) -> dict[str, str]:
+        """The files of a module and of all that importing it may run, by module."""
+        followed = {name.partition(".")[0] for name in (first, "cute_ops", *declared)}
+        queue, seen, files = [first, *declared], set(DRIVER), {}
+        while queue:
+            name = queue.pop()
+            module = None if name in seen else self.find(name)
+            seen.add(name)
+            if module is None:
+                continue
+            above, _, _ = name.rpartition(".")
+            if above:
+                queue.append(above)
+            if module.path is not None:
+                files[name] = module.path
+                if name.partition(".")[0] in followed or not _installed(module.path):
+                    queue += self._named(name, module)
+        return files
+
+    def find(self, name: str) -> _Module | None:
+        """Where a module is; None where it is nowhere, or is not to be followed."""
+        if name not in self._known:
+            above, _, leaf = name.rpartition(".")
+            package = self.find(above) if above else None
+            self._known[name] = self._in(package.folders, leaf) if package else None if above else _top(name)
+        return self._known[name]
+
+    def _in(self, folders: Sequence[str], leaf: str) -> _Module | None:
+        """A submodule, in the order in which Python looks for one."""
+        spaces = []
+        for folder in folders:
+            stem = os.path.join(folder, leaf)
+            if leaf in self._entries(folder) and os.path.isdir(stem):
+                for suffix in _SUFFIXES:
+                    if f"__init__{suffix}" in self._entries(stem):
+                        return _Module(os.path.join(stem, f"__init__{suffix}"), (stem,))
+            for suffix in _SUFFIXES:
+                if leaf + suffix in self._entries(folder):
+                    return _Module(stem + suffix, ())
+            if leaf in self._entries(folder) and os.path.isdir(stem):
+                spaces.append(stem)
+        return _Module(None, tuple(spaces)) if spaces else None
+
+    def _entries(self, folder: str) -> frozenset[str]:
+        if folder not in self._listed:
+            try:
+                self._listed[folder] = frozenset(os.listdir(folder))
+            except OSError:
+                self._listed[folder] = frozenset()
+        return self._listed[folder]
+
+    def _named(self, name: str, module: _Module) -> Iterator[str]:
+        """What may be a module among the names that a module's import statements have."""
+        package = name if module.folders else name.rpartition(".")[0]
+        for origin, members in _imported(module.path or ""):
+            base = origin.lstrip(".")
+            if dots := len(origin) - len(base):
+                above = package.split(".")
+                base = ".".join([*above[: len(above) - dots + 1], *([base] if base else [])])
+            yield base
+            found = self.find(base) if members else None
+            if found is not None and found.folders:  # what is imported from a package may be a module
+                yield from (f"{base}.{member}" for member in members)
+                if "*" in members:
+                    yield from (f"{base}.{member}" for member in self._all(found))
+
+    def _all(self, package: _Module) -> Iterator[str]:
+        """Submodules whose names a package that has ``__all__`` writes in quotes."""
+        text = _read(package.path).text if package.path else ""
+        for folder in package.folders if "__all__" in text else ():
+            for name in self._entries(folder):
+                stem = name.partition(".")[0]
+                if f'"{stem}"' in text or f"'{stem}'" in text:
+                    yield stem
+
+
+def _top(name: str) -> _Module | None:
+    """A top-level module or package: a loaded one, else the one that would be imported."""
+    if name in UNFOLLOWED or name in sys.builtin_module_names:
+        return None
+    loaded = sys.modules.get(name)
+    spec = getattr(loaded, "__spec__", None)
+    if spec is None and loaded is None:
+        try:
+            spec = find_spec(name)
+        except (ImportError, ValueError):
+            return None
+    path = (spec.origin if spec.has_location else None) if spec else getattr(loaded, "__file__", None)
+    folders = tuple(spec.submodule_search_locations or ()) if spec else ()
+    if path is None:
+        return _Module(None, folders) if folders else None
+    path = os.path.abspath(path)
+    if path.startswith(_STDLIB) and not _installed(path):
+        return None
+    return _Module(path, folders) if path.endswith(_SUFFIXES) else None
+
+
+def _installed(path: str) -> bool:
+    return any(part in path for part in _INSTALLED)
+
+
+# What import statements name
+
+
+def _imports(source: str) -> Iterator[tuple[str, tuple[str, ...]]]:
+    """What stands in import statements, relative ones with their dots: a module, and what is imported from it."""
+    if "\r" in source:
+        source = source.replace("\r\n", "\n").replace("\r", "\n")
+    source = source.replace("\\\n", " ")
+    at = source.find("import")
+    while at >= 0:
+        end = at + len("import")
+        if source[end : end + 1] in {" ", "\t", "\f", "(", "*"}:
+            line = source.rfind("\n", 0, at) + 1
+            before = source[max(line, source.rfind(";", line, at) + 1) : at].strip()
+            if origin := _origin(before):
+                yield origin, _names(source, end)
+            elif not before or before[-1] == ":":
+                yield from ((name, ()) for name in _names(source, end))
+        at = source.find("import", end)
+
+
+def _origin(before: str) -> str:
+    """The module that ``from`` names, empty where that is not what stands before ``import``."""
+    text = " ".join(before.split())
+    for sign, dot in (("from ", ""), ("from.", ".")):
+        head, found, rest = text.rpartition(sign)
+        if found and not (head and (head[-1].isalnum() or head[-1] == "_")):
+            return dot + _name(rest)
+    return ""
+
+
+def _names(source: str, begin: int) -> tuple[str, ...]:
+    """The names behind ``import``, without what they are to be called; in parentheses they may take more lines."""
+    text = ""
+    while begin < len(source):
+        end = source.find("\n", begin)
+        end = len(source) if end < 0 else end
+        text += source[begin:end].partition("#")[0] + " "
+        begin = end + 1
+        if "(" not in text or ")" in text:
+            break
+    listed = text.partition(";")[0].replace("(", " ").replace(")", " ").split(",")
+    return tuple(filter(None, (_name(" ".join(part.split()).partition(" as ")[0]) for part in listed)))
+
+
+def _name(text: str) -> str:
+    """A module's name, blanks around its dots left out; empty where this is none, but prose."""
+    words = text.split()
+    name = "".join(words)
+    if len(words) > 1 and "." not in name:
+        return ""
+    return name if name == "*" or not name.strip(".") or name.strip(".").replace(".", "_").isidentifier() else ""

@@ -1,0 +1,148 @@
+"""Variant: all that identifies one compiled kernel. Its digest is its name.
+
+The digest names the exported symbol, the cache file and the JAX target, so that a name can never mean
+two things. Variants are built from Python ints and strings, never from tensors, and travel as JSON.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any, Literal, NamedTuple
+
+from cute_ops.files import json_schema
+from cute_ops.op import ITEMSIZE
+
+VECTOR = 16  # bytes: the widest load and store of one thread
+
+
+class TensorKey(NamedTuple):
+    """What a kernel knows of one tensor at compile time.
+
+    Attributes:
+        name: the argument's name.
+        dtype: dtype name.
+        shape: one entry per dim as passed: an int where static, None where dynamic.
+        layout: ``flat`` is compact row-major; ``strided`` has free strides on all dims but the last, which
+            is contiguous; ``scattered``, one number per row, has free strides on all of them.
+        align: bytes that divide the base address, at most 16.
+        row_align: bytes that divide every stride but the last, at most 16.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int | None, ...]
+    layout: Literal["flat", "strided", "scattered"]
+    align: int
+    row_align: int
+
+    @property
+    def rank(self) -> int:
+        return len(self.shape)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEMSIZE[self.dtype]
+
+
+class _Fields(NamedTuple):
+    op: str
+    kernel: str
+    arch: str
+    names: tuple[str, ...]
+    args: tuple[TensorKey | None, ...]
+    static: tuple[tuple[str, int | None], ...]
+    attributes: tuple[tuple[str, Any], ...]
+    config: tuple[tuple[str, int], ...]
+    toolchain: tuple[str, str]
+    sources: str
+    declared: tuple[str, ...] = ()
+
+
+# As JSON, for :mod:`cute_ops.files.json_schema`.
+TENSOR_SHAPE = {
+    "name": str, "dtype": frozenset(ITEMSIZE), "shape": [json_schema.Either(int, None)],
+    "layout": frozenset({"flat", "strided", "scattered"}), "align": int, "row_align": int,
+}  # fmt: skip
+SHAPE = {
+    "op": str, "kernel": str, "arch": str, "names": [str], "args": [json_schema.Either(TENSOR_SHAPE, None)],
+    "static": [(str, json_schema.Either(int, None))],
+    "attributes": [(str, json_schema.Either(str, int, float, bool, None))],
+    "config": [(str, int)], "toolchain": (str, str), "sources": str, "declared": [str],
+}  # fmt: skip
+
+
+class Variant(_Fields):
+    """One compiled kernel.
+
+    Attributes:
+        op: the op's name.
+        kernel: ``module:Class``.
+        arch: SM target, ``sm_90a``.
+        args: the tensors in call order: inputs, outputs, workspaces; None where absent.
+        names: their names, absent ones included.
+        static: compile-time dims, None for a dynamic one.
+        attributes: compile-time attributes.
+        config: the tile configuration.
+        toolchain: versions of the DSL and TVM-FFI.
+        sources: digest of the kernel's sources, and of what compiles it.
+        declared: sources beyond what the kernel imports, as the op declares them.
+    """
+
+    @cached_property
+    def tensors(self) -> Mapping[str, TensorKey | None]:
+        return dict(zip(self.names, self.args, strict=True))
+
+    @cached_property
+    def dims(self) -> Mapping[str, int | None]:
+        return dict(self.static)
+
+    @cached_property
+    def attrs(self) -> Mapping[str, Any]:
+        return dict(self.attributes)
+
+    @cached_property
+    def tile(self) -> Mapping[str, int]:
+        return dict(self.config)
+
+    @cached_property
+    def digest(self) -> str:
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    @cached_property
+    def symbol(self) -> str:
+        """The exported symbol, the stem of the cache file and the JAX target's name."""
+        return f"cute_{self.op}_{self.digest[:24]}"
+
+    def to_json(self) -> str:
+        raw = self._asdict() | {"args": [key and key._asdict() for key in self.args]}
+        return json.dumps(raw, sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Variant:
+        """Raises ValueError where the text is none of :meth:`to_json`."""
+        return cls.from_raw(json_schema.parse(text, object))
+
+    @classmethod
+    def from_raw(cls, raw: Any) -> Variant:
+        """Of the value that :meth:`to_json` wrote.
+
+        Raises:
+            ValueError: it is none; says where it differs.
+        """
+        json_schema.check(raw, SHAPE)
+        args = tuple(
+            a and TensorKey(**{k: a[k] for k in TENSOR_SHAPE} | {"shape": tuple(a["shape"])}) for a in raw["args"]
+        )
+        pairs = {k: tuple(tuple(p) for p in raw[k]) for k in ("static", "attributes", "config")}
+        rest = {k: tuple(raw[k]) for k in ("names", "toolchain", "declared")}
+        return cls(**{k: raw[k] for k in SHAPE} | pairs | rest | {"args": args})
+
+    def describe(self) -> str:
+        """One line for people: ``rmsnorm sm_90a x:bfloat16[?,4096] weight:float32[4096]``."""
+        texts = [
+            f"{a.name}:{a.dtype}[{','.join('?' if s is None else str(s) for s in a.shape)}]" for a in self.args if a
+        ]
+        return f"{self.op} {self.arch} " + " ".join(texts)

@@ -1,0 +1,185 @@
+"""Per-column parameters of a row: weight and bias, whatever their dtype and alignment."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int16, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import fragment, load, load_elements, load_if, load_masked, widen
+from cute_ops.kernels.lib.row_layout import ITEMSIZE
+from cute_ops.kernels.lib.row_reduce import WARP
+
+BYTES, WORD_BYTES = 16, 4
+# Selectors of a byte permutation of two words: the lower word, and the four bytes from the lower word's middle on.
+LOWER, MIDDLE = 0x3210, 0x5432
+
+
+def column_vectors(mW, key, tile, first, ks=None):
+    """A parameter's elements for the columns of a thread's vectors of a row.
+
+    Args:
+        mW, key: the parameter and its description.
+        tile: the row tile.
+        first: first columns of the vectors.
+        ks: which of them; all by default.
+    """
+    v, itemsize = tile.v, ITEMSIZE[key.dtype]
+    ks = range(tile.per_thread) if ks is None else ks
+    base = mW.iterator.toint()
+    aligned = key.align >= min(v.vec * itemsize, BYTES)
+    if v.shifted and key.align >= BYTES:
+        return _realigned(mW.element_type, base, tile, first, ks)
+    vectors = []
+    for k in ks:
+        rW = fragment(mW.element_type, v.vec)
+        address = base + Int64(first[k]) * itemsize
+        if v.shifted or not aligned:
+            load_elements(rW, address, first[k], Int32(tile.n))
+        elif v.masked and tile.ends_outside(k):
+            load_masked(rW, address, first[k], Int32(tile.n))
+        elif tile.ends_outside(k):
+            rW.fill(0)
+            load_if(first[k] < tile.n, rW, address)
+        else:
+            load(rW, address)
+        vectors.append(rW)
+    return vectors
+
+
+def column_elements(mW, key, v, first, n):
+    """As :func:`column_vectors`, for a vector that begins inside the row or, with shifted rows, before it."""
+    itemsize = ITEMSIZE[key.dtype]
+    rW = fragment(mW.element_type, v.vec)
+    address = mW.iterator.toint() + Int64(first) * itemsize
+    if v.masked or key.align < min(v.vec * itemsize, 16):
+        load_elements(rW, address, first, n)
+    else:
+        load(rW, address)
+    return rW
+
+
+def _realigned(dtype, base, tile, first, ks):
+    """Vectors from any element on: aligned loads of 16 bytes, the words between them chosen, their halves moved.
+
+    A branch serves several vectors; a thread's only one is better off without, since loads do not cross it. Whole words
+    are selected instead: of two branches that copy different words of one register vector libNVVM 13.0 to 13.5 makes
+    one (``tests/core/test_moved_words.py``). Halves are safe, since it does not look into the PTX that moves them.
+
+    Nothing past the parameter's end is read; what a vector holds outside the row is anything, NaN too.
+    """
+    size = dtype.width // 8
+    each = BYTES // size
+    count = max(tile.vec // each, 1) + 1
+    last = (tile.n - 1) // each
+    # Where threads lie whole accesses apart, all vectors of a thread start at the same place of one, and only those
+    # near the row's ends reach past the parameter's.
+    regular = tile.threads_per_row * tile.vec % each == 0
+    loaded = []
+    for k in ks:
+        rLoaded = cute.make_rmem_tensor((count * each,), dtype)
+        lower = first[k] >> each.bit_length() - 1
+        for i in range(count):
+            place = lower + i
+            if tile.starts_outside(k):
+                place = cutlass.max(place, 0)
+            rPart = cute.make_tensor(rLoaded.iterator + i * each, cute.make_layout(each))
+            # The last of these accesses lies past the vector's own elements.
+            if tile.ends_outside(k, each) or not regular:
+                place = cutlass.min(place, last)
+                _load_to_end(rPart, base + Int64(place) * BYTES, place < last, tile.n - last * each)
+            else:
+                load(rPart, base + Int64(place) * BYTES)
+        loaded.append(rLoaded)
+    vectors = [fragment(dtype, tile.vec) for _ in ks]
+    if regular and len(ks) > 1 and tile.threads_per_row >= WARP and dtype.width == 16:
+        _branch(loaded, vectors, first[0] & (each - 1))
+    else:
+        for k, rLoaded, rW in zip(ks, loaded, vectors):
+            _select(rLoaded, rW, first[k] & (each - 1))
+    return vectors
+
+
+@cute.jit
+def _load_to_end(rPart: cute.Tensor, address: Int64, whole: Boolean, rest: cutlass.Constexpr):
+    """An access of a parameter of which the last one has ``rest`` elements, a power of two after the other.
+
+    Relaxed loads: of plain ones the assembler would make a wide one.
+    """
+    if const_expr(rest == cute.size(rPart)):
+        load(rPart, address)
+    else:
+        load_if(whole, rPart, address)
+        size, place = rPart.element_type.width // 8, 0
+        for power in (4, 2, 1):
+            if const_expr(rest & power):
+                _load_piece(not whole, rPart, address, place, power * size)
+                place += power
+
+
+@cute.jit
+def _load_piece(
+    here: Boolean, rX: cute.Tensor, address: Int64, place: cutlass.Constexpr, bytes_: cutlass.Constexpr
+):  # fmt: skip
+    """So many bytes of a vector, from an element on."""
+    bits = {2: Int16, 4: Int32, 8: Int64}[bytes_]
+    size = rX.element_type.width // 8
+    if here:
+        source = cute.make_ptr(bits, address + place * size, cute.AddressSpace.gmem, assumed_align=bytes_)
+        found = cute.make_rmem_tensor((1,), bits)
+        found[0] = cute.arch.load(source, bits, sem="relaxed", scope="cta")
+        # The layout is made anew: that of a single number would have no stride.
+        pointer = cute.recast_ptr(found.iterator, dtype=rX.element_type)
+        elements = cute.make_tensor(pointer, cute.make_layout(bytes_ // size))
+        for j in cutlass.range_constexpr(bytes_ // size):
+            rX[place + j] = elements[j]
+
+
+@cute.jit
+def _branch(loaded: cutlass.Constexpr, vectors: cutlass.Constexpr, offset: Int32):
+    """Vectors that begin ``offset`` elements past what was loaded; all threads of a row take one branch."""
+    per_word = WORD_BYTES * 8 // vectors[0].element_type.width
+    if offset < 2 * per_word:
+        if offset < per_word:
+            _take(loaded, vectors, 0, offset)
+        else:
+            _take(loaded, vectors, 1, offset)
+    else:
+        if offset < 3 * per_word:
+            _take(loaded, vectors, 2, offset)
+        else:
+            _take(loaded, vectors, 3, offset)
+
+
+def _take(loaded, vectors, skip, offset):
+    for rLoaded, rW in zip(loaded, vectors):
+        rWords = cute.recast_tensor(rLoaded, Int32)
+        _join([rWords[i] for i in range(skip, cute.size(rWords))], rW, offset)
+
+
+def _select(rLoaded, rW, offset):
+    """One vector that begins ``offset`` elements past what was loaded, without a branch."""
+    rWords = cute.recast_tensor(rLoaded, Int32)
+    words = [rWords[i] for i in range(cute.size(rWords))]
+    per_word = WORD_BYTES * 8 // rW.element_type.width
+    needed = cute.size(rW) // per_word + per_word - 1
+    skip = offset >> per_word - 1
+    for step in (2, 1):
+        words = [
+            cutlass.select_((skip & step) != 0, words[min(i + step, len(words) - 1)], words[i])
+            for i in range(min(len(words), needed + step - 1))
+        ]
+    _join(words, rW, offset)
+
+
+def _join(words, rW, offset):
+    """Put words, or the halves of neighbouring ones, into a vector."""
+    rOut = cute.recast_tensor(rW, Int32)
+    selector = cutlass.select_((offset & 1) != 0, Int32(MIDDLE), Int32(LOWER))
+    for i in range(cute.size(rOut)):
+        whole = rW.element_type.width == WORD_BYTES * 8
+        rOut[i] = words[i] if whole else cute.arch.prmt(words[i], words[i + 1], selector)
+
+
+def scale(rW, weight_offset):
+    """``weight_offset + weight`` in fp32."""
+    w = widen(rW)
+    return w + weight_offset if weight_offset else w

@@ -1,0 +1,77 @@
+"""Second stage of the weight gradients: the sum of the workspace's rows, in a fixed order."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+
+WARP = 32
+BATCH = 8
+
+
+class ColumnSum:
+    """``out[c] = sum_p parts[p, c]`` in fp32, rounded once to out's dtype.
+
+    Tile: a CTA of 512 threads takes ``columns`` columns, ``512 / columns`` threads share one and add every so many
+    rows; a warp per column adds what they found. Few columns per CTA where there are few altogether.
+    Shared memory: 2 KB. Bytes moved: the workspace once, mostly from L2.
+    """
+
+    def __init__(self, n, arch):
+        self.columns = 8 if n is not None and n <= 2048 else 16 if n is not None and n <= 8192 else 32
+        self.depth = 512 // self.columns
+        self.chained = can_chain(arch)
+
+    @cute.jit
+    def __call__(self, parts, outputs, stream):
+        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        self.kernel(parts, outputs).launch(
+            grid=[cute.ceil_div(Int32(mParts.shape[1]), self.columns), 1, 1],
+            block=[self.columns, self.depth, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, parts, outputs):
+        smem = cutlass.utils.SmemAllocator()
+        sSum = smem.allocate_tensor(Float32, cute.make_layout((self.columns + 1, self.depth)), byte_alignment=16)
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        for mParts, mOut in zip(parts, outputs):
+            if const_expr(mParts is not None):
+                self._sum(mParts, mOut, sSum)
+
+    @cute.jit
+    def _sum(self, mParts, mOut, sSum):
+        x, level, _ = cute.arch.thread_idx()
+        start = cute.arch.block_idx()[0] * self.columns
+        n = Int32(mParts.shape[1])
+        total = Float32(0.0)
+        if start + x < n:
+            count = Int32(mParts.shape[0])
+            for p in cutlass.range(level, count, self.depth * BATCH, unroll=1):
+                # Loads side by side: past the end, the last row again, and then not counted.
+                rParts = cute.make_rmem_tensor((BATCH,), Float32)
+                for i in cutlass.range_constexpr(BATCH):
+                    rParts[i] = mParts[cutlass.min(p + i * self.depth, count - 1), start + x]
+                for i in cutlass.range_constexpr(BATCH):
+                    total = total + cutlass.select_(p + i * self.depth < count, rParts[i], Float32(0.0))
+        sSum[x, level] = total
+        cute.arch.barrier()
+        thread = level * self.columns + x
+        lane, warp = thread % WARP, thread // WARP
+        for c in cutlass.range(warp, self.columns, 512 // WARP, unroll=1):
+            total = Float32(0.0)
+            for d in cutlass.range_constexpr(0, self.depth, WARP):
+                if const_expr(d + WARP <= self.depth):
+                    total = total + sSum[c, d + lane]
+                elif lane < self.depth:
+                    total = sSum[c, lane]
+            total = cute.arch.warp_reduction(total, operator.add)
+            if lane == 0 and start + c < n:
+                mOut[start + c] = total.to(mOut.element_type)
+        cute.arch.barrier()

@@ -1,0 +1,206 @@
+"""How the elements of a row spread over vectors, threads and CTAs.
+
+A row is cut into vectors of ``vec`` elements, ``vec`` the same for every row tensor of a kernel. Vector ``v`` covers
+the columns ``v * vec - shift + j``, ``j < vec``. Three ways to lay vectors over a row:
+
+* aligned: every row starts on a vector, ``shift == 0``; vectors are as wide as the alignment of all row tensors.
+* shifted: compact rows of a length that is no multiple of a vector, on an aligned base. Vectors are those of the
+  flat array, from the last memory unit that starts no later than the row, ``shift = row * n % unit``, so that
+  accesses stay 16 bytes wide and in step with sectors. Vectors at a row's ends may also hold elements of its
+  neighbours: these are masked, and stored one by one. A vector with an element inside the row never leaves its page.
+* narrow: whatever else; vectors shrink down to one element.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_ops.kernels.lib.row_reduce import WARP
+
+ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
+VECTOR_BYTES = 16
+
+
+def present(variant, names):
+    """The descriptions of those of the named tensors that are there."""
+    return [variant.tensors[name] for name in names if variant.tensors.get(name) is not None]
+
+
+class Vectors:
+    """Vector width and mode of the row tensors of one kernel.
+
+    Args:
+        variant: the kernel's variant.
+        names: the row tensors.
+        n: row length, None where dynamic.
+    """
+
+    def __init__(self, variant, names, n):
+        tensors = present(variant, names)
+        sizes = [ITEMSIZE[t.dtype] for t in tensors]
+        self.n = n
+        # Narrower dtypes take narrower accesses: two accesses per vector of a wide one would each use half of what
+        # they touch.
+        widest = VECTOR_BYTES // max(sizes)
+        starts = [min(t.align, t.row_align) for t in tensors]
+        narrow = min(min(a, VECTOR_BYTES) // s for a, s in zip(starts, sizes))
+        flat = all(t.layout == "flat" and t.align >= VECTOR_BYTES for t in tensors)
+        aligned = narrow >= widest
+        # Half vectors beat masking; narrow accesses beat vectors that mostly hold neighbours.
+        self.shifted = flat and 2 * narrow < widest and (n is None or n >= 8 * widest)
+        self.vec = widest if aligned or self.shifted else narrow
+        self.unit = self.vec * variant.tile.get("unit", 1)
+        # Rows of whole vectors need no masks inside a vector. Strides say nothing about a dynamic row length.
+        whole = n % self.vec == 0 if n is not None else flat
+        self.masked = self.shifted or not whole
+        self.bytes = {t.name: self.vec * s for t, s in zip(tensors, sizes)}
+        # Whether behind a row lies the next one, in all tensors. What lies between rows with strides of their own may
+        # be nobody's.
+        self.follows = all(t.layout == "flat" for t in tensors) and (n is None or n >= widest)
+
+    def shift(self, row, n):
+        """Elements of the neighbour that come before the row's in its first vectors."""
+        return Int32((row * n) % self.unit) if self.shifted else Int32(0)
+
+
+class RowTile:
+    """Static thread mapping of whole rows.
+
+    ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each, and a CTA holds
+    ``rows`` rows. Vector ``k`` of thread ``t`` of cluster rank ``r`` is ``r * span + k * threads_per_row + t``: a CTA
+    holds ``span`` vectors, as many as its threads could or, where the tile says ``balanced``, as few whole warps' as
+    serve. Then some threads have no last vector.
+    """
+
+    def __init__(self, vectors, tile):
+        self.v = vectors
+        self.vec = vectors.vec
+        self.n = vectors.n
+        self.cluster = tile.get("cluster", 1)
+        self.threads_per_row = tile["threads_per_row"]
+        self.rows = max(tile["threads"] // self.threads_per_row, 1)
+        self.threads = self.rows * self.threads_per_row
+        longest = self.n + (vectors.unit - 1 if vectors.shifted else 0)
+        self.count = -(-longest // self.vec)
+        self.per_thread = -(-self.count // (self.threads_per_row * self.cluster))
+        self.span = self.per_thread * self.threads_per_row
+        if tile.get("balanced", 0):
+            self.span = -(-self.count // (self.cluster * WARP)) * WARP
+            self.per_thread = -(-self.span // self.threads_per_row)
+
+    @property
+    def even(self):
+        """Whether every thread holds as many elements of a row."""
+        return not self.v.masked and self.n == self.cluster * self.per_thread * self.threads_per_row * self.vec
+
+    def vector(self, t, rank, k):
+        """Index of this thread's k-th vector in its row."""
+        return rank * self.span + k * self.threads_per_row + t
+
+    def sparse(self, k):
+        """Whether most of a CTA's threads have no k-th vector."""
+        return k > 0 and 2 * (self.span - k * self.threads_per_row) < self.threads_per_row
+
+    def first(self, t, rank, k, shift):
+        """First column of this thread's k-th vector, far outside the row where it has none."""
+        column = self.vector(t, rank, k) * self.vec - shift
+        if (k + 1) * self.threads_per_row <= self.span:
+            return column
+        # So far that no lane's first column, from which another's is counted, is inside.
+        return cutlass.select_(k * self.threads_per_row + t < self.span, column, self.n + WARP * self.vec)
+
+    def reach(self, k):
+        """Columns from the first element of a thread's first vector to that of its k-th, a static number."""
+        return k * self.threads_per_row * self.vec
+
+    def starts_outside(self, k):
+        """Whether some thread's k-th vector may begin before the row."""
+        return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
+
+    def wanted(self, k, first, bound=None):
+        """Whether this thread's k-th vector has an element inside the row and begins before the column ``bound``; True
+        where every thread's does.
+        """
+        inside = first < (self.n if bound is None else bound) if self.ends_outside(k) else True
+        return (first + self.vec > 0) & inside if self.starts_outside(k) and self.v.unit > self.vec else inside
+
+    def edge(self, row, count):
+        """(bound, tail): a row's vectors that begin before the column ``bound`` may be loaded whole, and if ``tail``
+        one is left, which may not: what lies behind it may be nobody's.
+        """
+        if not self.v.masked:
+            return self.n, False
+        last = row + 1 >= count if self.v.follows else True
+        short = self.n - self.vec + 1
+        return cutlass.select_(last, Int32(short), Int32(self.n)) if self.v.follows else Int32(short), last
+
+    def ends_outside(self, k, beyond=0):
+        """Whether some thread's k-th vector, or ``beyond`` elements after it, may reach past the row's end."""
+        end = (k + 1) * self.threads_per_row
+        return end > self.span or ((self.cluster - 1) * self.span + end) * self.vec + beyond > self.n
+
+
+def readable(vectors, n, row, count):
+    """Columns, counted from a row's first, that may be read: of rows one after another the next row's, too. None where
+    no vector reaches past them.
+    """
+    if not vectors.masked:
+        return None
+    return cutlass.select_(row + 1 < count, n + vectors.vec, n) if vectors.follows else n
+
+
+def extent(mX, dim):
+    """Size of a dim in 64 bits; the shape's own entries are cut to 32."""
+    return Int64(cute.size(mX, mode=[dim]))
+
+
+def row_count(mX):
+    """Rows of a tensor, the product of its leading dims, in 64 bits."""
+    count = Int64(1)
+    for i in range(len(mX.shape) - 1):
+        count = count * extent(mX, i)
+    return count
+
+
+def row_address(mX, key, row, n):
+    """Byte address of the first element of a row, in 64 bits throughout.
+
+    A compact tensor multiplies; free leading strides take the row apart in row-major order.
+    """
+    itemsize = mX.element_type.width // 8
+    base = mX.iterator.toint()
+    if key.layout == "flat":
+        return base + row * Int64(n * itemsize)
+    offset, rest = Int64(0), row
+    for i in reversed(range(1, len(mX.shape) - 1)):
+        size = extent(mX, i)
+        above = rest // size
+        offset = offset + (rest - above * size) * Int64(mX.stride[i])
+        rest = above
+    if len(mX.shape) > 1:
+        offset = offset + rest * Int64(mX.stride[0])
+    return base + offset * itemsize
+
+
+def vector_address(mX, address, tile, first, k):
+    """Byte address of this thread's k-th vector, whose first column is ``first``, in the row at ``address``.
+
+    Written so that the compiler sees a constant way from a thread's first vector to its others.
+    """
+    itemsize = mX.element_type.width // 8
+    return address + Int64(first - tile.reach(k)) * itemsize + tile.reach(k) * itemsize
+
+
+def element_address(mX, key, row):
+    """Byte address of a row's element in a tensor that holds one number per row, in 64 bits throughout."""
+    itemsize = mX.element_type.width // 8
+    base = mX.iterator.toint()
+    if key.layout == "flat":
+        return base + row * Int64(itemsize)
+    offset, rest = Int64(0), row
+    for i in reversed(range(1, len(mX.shape))):
+        size = extent(mX, i)
+        above = rest // size
+        offset = offset + (rest - above * size) * Int64(mX.stride[i])
+        rest = above
+    return base + (offset + rest * Int64(mX.stride[0])) * itemsize

@@ -1,0 +1,145 @@
+"""A ring of row slots in shared memory that keeps the next rows' loads in flight.
+
+Each thread copies the vectors it will read itself, so that the ring needs no barrier: the thread's own wait does.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
+
+from cute_ops.kernels.lib.copy import access_bits, fill_outside, fragment, gmem_vector, load, load_first, opaque
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, vector_address
+
+
+class RowRing:
+    """``stages`` slots for each of the named row tensors.
+
+    Shared memory: ``stages * threads * per_thread * vec`` elements of each tensor, and ``beyond`` vectors. Vectors lie
+    by access, then by thread, so that neighbouring threads touch neighbouring 16 bytes.
+    """
+
+    def __init__(self, tile, keys, stages, beyond=0):
+        self.tile = tile
+        self.keys = keys
+        self.stages = stages
+        elements = (stages * tile.threads * tile.per_thread + beyond) * tile.vec
+        self.offsets, size = {}, 0
+        for key in keys:
+            self.offsets[key.name] = size
+            size += -(-elements * ITEMSIZE[key.dtype] // 16) * 16
+        self.bytes = size
+
+    def view(self, base, mX, name):
+        """The slots of a tensor: (elements of an access, accesses, thread, vector, stage)."""
+        dtype, vec, threads = mX.element_type, self.tile.vec, self.tile.threads
+        width = access_bits(dtype, vec) // dtype.width
+        count = vec // width
+        layout = cute.make_layout(
+            (width, count, threads, self.tile.per_thread, self.stages),
+            stride=(1, threads * width, width, threads * vec, threads * vec * self.tile.per_thread),
+        )
+        return cute.make_tensor(cute.recast_ptr(base + self.offsets[name], dtype=dtype), layout)
+
+    def allocate(self, smem, tensors, names):
+        """The ring's memory, and the slots of each tensor, None where it is absent."""
+        base = smem.allocate(self.bytes, 16)
+        slots = [None if mX is None else self.view(base, mX, name) for mX, name in zip(tensors, names)]
+        for sX in slots:
+            if sX is not None:
+                self.clear(sX)
+        return base, slots
+
+    @cute.jit
+    def clear(self, sX: cute.Tensor, value: cutlass.Constexpr = 0):
+        """Fill what no copy will ever write: vectors wholly past the row's end."""
+        tidx = cute.arch.thread_idx()[0]
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            if const_expr(self.tile.ends_outside(k)):
+                for stage in cutlass.range_constexpr(self.stages):
+                    sX[None, None, tidx, k, stage].fill(value)
+
+    @cute.jit
+    def fetch(
+        self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, bound, stage: Int32,
+        ks: cutlass.Constexpr = None,
+    ):  # fmt: skip
+        """Start copying this thread's vectors of a row, or some of them; the caller commits the group.
+
+        Args:
+            valid: whether the row is there.
+            bound: from :meth:`RowTile.edge`; :meth:`fetch_tails` copies what begins later.
+        """
+        tidx = cute.arch.thread_idx()[0]
+        if const_expr(self.tile.v.shifted):
+            # Once, not again under the condition of every vector.
+            address, tidx = opaque(address), opaque(tidx)
+        for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
+            if valid and self.tile.wanted(k, first[k], bound):
+                source = vector_address(sX, address, self.tile, first[k], k)
+                self.copy(source, sX[None, None, tidx, k, stage])
+
+    @cute.jit
+    def fetch_tails(self, held: cutlass.Constexpr, edge: cutlass.Constexpr, stage: Int32, ks: cutlass.Constexpr = None):
+        """Copy the vectors that :meth:`RowTile.edge` leaves of a row of each input, element by element, by one branch.
+
+        Copies of fewer bytes than a vector has (cp.async with a size) would need none, but compute-sanitizer takes them
+        for whole ones.
+
+        Args:
+            held: (slots, address of the row, first columns, whether the row is there) of each input.
+        """
+        bound, tail = edge
+        if const_expr(self.tile.v.masked):
+            if tail:
+                self._each_tail(held, bound, stage, range(self.tile.per_thread) if const_expr(ks is None) else ks)
+
+    def _each_tail(self, held, bound, stage, ks):
+        for sX, address, first, valid in held:
+            for k in ks:
+                if self.tile.ends_outside(k):
+                    here = valid & (first[k] >= bound) & (first[k] < self.tile.n)
+                    source = address + Int64(first[k]) * (sX.element_type.width // 8)
+                    target = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+                    self.copy_first(here, source, target, self.tile.n - first[k])
+
+    @cute.jit
+    def copy_first(self, valid: Boolean, source: Int64, target: cute.Tensor, room: Int32):
+        """Copy the first ``room`` elements of a vector; zeros for the others."""
+        if valid:
+            rX = fragment(target.element_type, self.tile.vec)
+            load_first(rX, source, room)
+            cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+
+    def copy(self, source, target):
+        """Start copying a vector."""
+        dtype, vec = target.element_type, self.tile.vec
+        bits = access_bits(dtype, vec)
+        if bits >= 32:
+            mode = LoadCacheMode.GLOBAL if bits == 128 else LoadCacheMode.ALWAYS
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), dtype, num_bits_per_copy=bits)
+            cute.copy(atom, gmem_vector(dtype, source, vec), target)
+        else:
+            # Asynchronous copies move no less than 4 bytes.
+            rX = fragment(dtype, vec)
+            load(rX, source)
+            cute.autovec_copy(cute.make_tensor(rX.iterator, target.layout.shape), target)
+
+    @cute.jit
+    def trim(
+        self, slots: cutlass.Constexpr, k: cutlass.Constexpr, stage: Int32, first: Int32, value: cutlass.Constexpr = 0
+    ):
+        """Overwrite what this thread's k-th vector of some tensors holds of the row's neighbours."""
+        if first < 0 or first + self.tile.vec > self.tile.n:
+            for sX in slots:
+                sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+                # Where it is, once, not again for every element.
+                place = cute.make_ptr(sX.element_type, opaque(sV.iterator.toint()), cute.AddressSpace.smem)
+                fill_outside(cute.make_tensor(place, cute.coalesce(sV.layout)), first, Int32(self.tile.n), value)
+
+    def read(self, sX, k, stage):
+        """This thread's k-th vector of a slot, in registers."""
+        sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
+        rX = fragment(sX.element_type, self.tile.vec)
+        cute.autovec_copy(sV, cute.make_tensor(rX.iterator, cute.make_layout(sV.shape)))
+        return rX

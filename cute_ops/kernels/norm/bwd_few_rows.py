@@ -1,0 +1,197 @@
+"""Backward of the norms where rows are few; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import fragment, load_if, load_inside, widen
+from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import row_address, row_count
+from cute_ops.kernels.lib.row_reduce import WARP
+from cute_ops.kernels.norm.bwd_persistent import NormBackward
+from cute_ops.kernels.norm.statistics import centre, row_statistics
+
+
+class NormBackwardFew(NormBackward):
+    """One launch, no workspace: each of a few clusters knows mean and rstd of all rows.
+
+    Every CTA of a cluster holds its columns of x of all rows in shared memory, ``stages`` groups of ``rows`` rows. All
+    row sums are given before the first is taken, so that their way through the cluster is waited for once. Then each
+    of the ``replicas`` clusters writes the gradients of its share of the rows, and those of the weight and the bias
+    for its share of each CTA's columns: no cluster needs another's results.
+    Shared memory: the CTA's columns of all rows; 4 bytes per sum, warp, CTA of the cluster and stage; 8 bytes per row;
+    the column sums of each thread.
+    Bytes moved per element: dx once, dout twice, x as often as there are replicas, mostly from L2.
+    """
+
+    def __init__(self, variant, x, dx, centred):
+        super().__init__(variant, x, dx, centred)
+        tile, stages = self.tile, self.ring.stages
+        self.sum = row_statistics(centred, tile, variant.attrs["eps"], backward=True, stages=stages)
+        self.replicas = variant.tile["replicas"]
+        # The share of the columns, in vectors; rows that the threads cover side by side, those of them that there are.
+        self.held = tile.threads_per_row * tile.per_thread
+        self.share = self.held // self.replicas
+        self.height = tile.threads // self.share
+        self.depth = min(self.height, stages * tile.rows)
+
+    @cute.jit
+    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+        cluster = self.tile.cluster
+        self.kernel(inputs, columns[0], outputs, dcolumns).launch(
+            grid=[self.replicas, cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, mWeight, outputs, dcolumns):
+        tidx, _, _ = cute.arch.thread_idx()
+        replica, rank, _ = cute.arch.block_idx()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        stages, rows = self.ring.stages, self.tile.rows
+        smem = cutlass.utils.SmemAllocator()
+        _, slots = self.ring.allocate(smem, inputs, self.names)
+        sSum, mbar = self.sum.allocate(smem)
+        self.sum.prepare(mbar)
+        sTerms = smem.allocate_tensor(Float32, cute.make_layout((2, stages * rows)), byte_alignment=16)
+        width = self.share * self.tile.vec
+        sColumns = smem.allocate_tensor(
+            Float32, cute.make_layout((width, self.depth), stride=(1, width + 4)), byte_alignment=16
+        )
+
+        count = row_count(inputs[0])
+        t, local = tidx % self.tile.threads_per_row, tidx // self.tile.threads_per_row
+        first = self._first(t, rank, Int64(0))
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        mine = [(local + stage) % self.replicas == replica for stage in range(stages)]
+        for stage in cutlass.range_constexpr(stages):
+            self._fetch_row(inputs, slots, first, Int64(stage * rows + local), count, mine[stage], Int32(stage))
+            cute.arch.cp_async_commit_group()
+        held = []
+        if const_expr(any(m is not None for m in dcolumns)):
+            held = self._load_share(inputs[1], count, replica, rank)
+        rWeight = self._keep(mWeight, first)
+        counts = self.sum.counts(first)
+        self.sum.ready()
+        given = []
+        for stage in cutlass.range_constexpr(stages):
+            cute.arch.cp_async_wait_group(stages - 1 - stage)
+            values = self._thread(slots, rWeight, first, counts, Int32(stage), mine[stage])
+            given.append(self.sum.give(self.sum.with_counts(values, counts), sSum, mbar, Int32(stage)))
+        for stage in cutlass.range_constexpr(stages):
+            sums = self.sum.take(given[stage], sSum, mbar, Int32(stage))
+            mean, rstd, _, _ = self.sum.backward_terms(sums, 1.0 / self.n)
+            row = Int64(stage * rows + local)
+            if t == 0:
+                sTerms[1, stage * rows + local] = rstd
+                if const_expr(mean is not None):
+                    sTerms[0, stage * rows + local] = mean
+            if (row < count) & mine[stage]:
+                self._finish(slots, outputs, rWeight, (None, None), first, row, Int32(stage), sums)
+        if const_expr(any(m is not None for m in dcolumns)):
+            cute.arch.barrier()
+            self._sum_columns(slots[0], held, dcolumns, sTerms, sColumns, count, replica, rank)
+
+    def _fetch_row(self, inputs, slots, first, row, count, mine, stage):
+        """Start loading a row; of what only its gradient needs, where that is written here."""
+        edge, held = self.tile.edge(row, count), []
+        for mX, sX, name in zip(inputs, slots, self.names):
+            if mX is not None:
+                address = row_address(mX, self.variant.tensors[name], row, self.n)
+                wanted = row < count if name == self.names[0] else (row < count) & mine
+                self.ring.fetch(sX, address, first, wanted, edge[0], stage)
+                held.append((sX, address, first, wanted))
+        self.ring.fetch_tails(held, edge, stage)
+
+    @cute.jit
+    def _thread(self, slots: cutlass.Constexpr, rWeight: cutlass.Constexpr, first: cutlass.Constexpr,
+                counts: cutlass.Constexpr, stage: Int32, mine: Boolean):  # fmt: skip
+        """A thread's sums of a row; those with dout only where the row's gradient is written here."""
+        values = self.sum.without_counts(self.sum.begin())
+        if mine:
+            values = self.sum.without_counts(self.sum.thread(self._reader(slots, rWeight, first, stage), first, counts))
+        else:
+            values = self.sum.without_counts(
+                self.sum.thread(lambda k: (widen(self.ring.read(slots[0], k, stage)),), first, counts)
+            )
+        return values
+
+    def _place(self, replica):
+        """Of the columns' part: this thread's vector among the CTA's, and its first row."""
+        tidx = cute.arch.thread_idx()[0]
+        return replica * self.share + tidx % self.share, tidx // self.share
+
+    def _load_share(self, mDout, count, replica, rank):
+        """This thread's vectors of dout in the cluster's share of the columns."""
+        vector, top = self._place(replica)
+        column = (rank * self.held + vector) * self.tile.vec
+        held = []
+        for row in range(0, self.ring.stages * self.tile.rows, self.height):
+            address = row_address(mDout, self.variant.tensors["dout"], Int64(row + top), self.n)
+            rDout = fragment(mDout.element_type, self.tile.vec)
+            rDout.fill(0)
+            inside = (Int64(row + top) < count) & (column < self.n) & (top < self.depth)
+            address = address + Int64(column) * (mDout.element_type.width // 8)
+            if const_expr(self.tile.v.masked):
+                load_inside(inside, rDout, address, self.n - column)
+            else:
+                load_if(inside, rDout, address)
+            held.append(rDout)
+        return held
+
+    @cute.jit
+    def _sum_columns(self, sX, held: cutlass.Constexpr, dcolumns, sTerms, sColumns, count, replica, rank):
+        """Gradients of the weight and the bias, for the cluster's share of the CTA's columns."""
+        tile, rows = self.tile, self.tile.rows
+        vector, top = self._place(replica)
+        sums = [fragment(Float32, tile.vec) for _ in dcolumns]
+        for rSum in sums:
+            rSum.fill(0.0)
+        for i in cutlass.range_constexpr(len(held)):
+            row = i * self.height + top
+            if (row < count) & (top < self.depth):
+                thread = row % rows * tile.threads_per_row + vector % tile.threads_per_row
+                sV = sX[None, None, thread, vector // tile.threads_per_row, row // rows]
+                rX = fragment(sX.element_type, tile.vec)
+                cute.autovec_copy(sV, cute.make_tensor(rX.iterator, cute.make_layout(sV.shape)))
+                dout = widen(held[i])
+                mean = sTerms[0, row] if const_expr(self.sum.centred) else None
+                normed = centre(widen(rX), mean) * sTerms[1, row]
+                for rSum, term in zip(sums, (dout * normed, dout)):
+                    rSum.store(rSum.load() + term)
+        for mD, rSum in zip(dcolumns, sums):
+            if const_expr(mD is not None):
+                self._add_threads(mD, rSum, sColumns, vector - replica * self.share, top, replica, rank)
+
+    @cute.jit
+    def _add_threads(self, mD, rSum, sColumns, vector, top, replica, rank):
+        """Add the column sums of the threads and write them."""
+        tidx, vec, width = cute.arch.thread_idx()[0], self.tile.vec, self.share * self.tile.vec
+        # Threads that add a column together.
+        group = min(1 << ((self.tile.threads // width) | 1).bit_length() - 1, WARP)
+        cute.arch.barrier()
+        if top < self.depth:
+            for j in cutlass.range_constexpr(vec):
+                sColumns[vector * vec + j, top] = rSum[j]
+        cute.arch.barrier()
+        start = rank * (self.held * vec) + replica * width
+        side = self.tile.threads // group
+        for i in cutlass.range_constexpr(-(-width // side)):
+            column = i * side + tidx // group
+            place = cutlass.min(column, width - 1)
+            total = Float32(0.0)
+            for row in cutlass.range_constexpr(0, self.depth, group):
+                if const_expr(row + group <= self.depth):
+                    total = total + sColumns[place, row + tidx % group]
+                elif row + tidx % group < self.depth:
+                    total = total + sColumns[place, row + tidx % group]
+            total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
+            if (tidx % group == 0) & (column < width) & (start + column < self.n):
+                mD[start + column] = total.to(mD.element_type)

@@ -1,0 +1,145 @@
+"""Backward of the norms where rows are some hundred; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import fragment, load_if, load_inside, widen
+from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import row_address, row_count
+from cute_ops.kernels.lib.row_reduce import WARP
+from cute_ops.kernels.norm.bwd_persistent import NormBackward
+from cute_ops.kernels.norm.statistics import centre
+
+
+class NormBackwardSplit(NormBackward):
+    """Two launches at once: one goes by rows, the other by columns and waits for no more than two numbers of each row.
+
+    The first writes the rows' gradients, a row group per cluster, and each row's mean and rstd to the workspace. The
+    second has its columns of x and dout of all rows in registers by then.
+    Tile: rows as in :class:`NormBackward`, one step each. Columns: ``height`` threads share a vector of columns and
+    hold ``deep`` rows each.
+    Shared memory: as in :class:`NormBackward`; of the second kernel, 4 bytes per thread and element of a vector.
+    Bytes moved per element: x and dout twice, the second time mostly from L2, dx once.
+    """
+
+    threads = 256
+
+    def __init__(self, variant, x, dx, centred):
+        super().__init__(variant, x, dx, centred)
+        self.early = True
+        self.height, self.deep = variant.tile["height"], variant.tile["deep"]
+        self.width = self.threads // self.height
+
+    @cute.jit
+    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+        """Launch both kernels; see :class:`NormBackward`. The last workspace is (rows, 2), None where the weight is."""
+        mTerms = parts[2]
+        rows = row_count(inputs[0])
+        groups = Int32((rows + (self.tile.rows - 1)) // self.tile.rows)
+        self.launch(inputs, columns[0], outputs, (mTerms,), groups, stream)
+        if const_expr(any(m is not None for m in dcolumns)):
+            self.by_columns(inputs, dcolumns, mTerms).launch(
+                grid=[-(-self.n // (self.width * self.tile.vec)), 1, 1],
+                block=[self.threads, 1, 1],
+                stream=stream,
+                use_pdl=self.chained,
+            )
+
+    def _accumulate(self, parts):
+        return parts[0]
+
+    def _accumulate_nothing(self, parts, place, base, rank):
+        pass
+
+    def _store_accumulated(self, parts, accumulated, base, place, rank, first):
+        pass
+
+    def _finish(self, slots, outputs, rWeight, mTerms, first, row, step, sums):
+        super()._finish(slots, outputs, rWeight, (None, None), first, row, step, sums)
+        if mTerms is not None:
+            mean, rstd, _, _ = self.sum.backward_terms(sums, 1.0 / self.n)
+            self._store_terms(mTerms, row, mean, rstd)
+
+    @cute.jit
+    def _store_terms(self, mTerms, row: Int64, mean: cutlass.Constexpr, rstd: Float32):
+        alone = cute.arch.thread_idx()[0] % self.tile.threads_per_row == 0
+        if const_expr(self.tile.cluster > 1):
+            alone = alone & (cute.arch.block_idx_in_cluster() == 0)
+        if alone:
+            mTerms[row, 1] = rstd
+            if const_expr(mean is not None):
+                mTerms[row, 0] = mean
+
+    @cute.kernel
+    def by_columns(self, inputs, dcolumns, mTerms):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        vec, width = self.tile.vec, self.width * self.tile.vec
+        smem = cutlass.utils.SmemAllocator()
+        sColumns = smem.allocate_tensor(
+            Float32, cute.make_layout((width, self.height), stride=(1, width + 4)), byte_alignment=16
+        )
+        vector, top = tidx % self.width, tidx // self.width
+        column = bidx * width + vector * vec
+        count = row_count(inputs[0])
+        rows = [Int64(i * self.height + top) for i in range(self.deep)]
+        held = [
+            tuple(self._load(inputs[i], self.names[i], row, column, count) for i in range(2)) for row in rows
+        ]  # fmt: skip
+        # What the first kernel waits for is there, since this one has started; what it writes is not.
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        sums = [fragment(Float32, vec) for _ in dcolumns]
+        for rSum in sums:
+            rSum.fill(0.0)
+        for row, (rX, rDout) in zip(rows, held):
+            dout = widen(rDout)
+            if const_expr(mTerms is not None):
+                place = cutlass.min(row, count - 1)
+                mean = mTerms[place, 0] if const_expr(self.sum.centred) else None
+                rNormed = fragment(Float32, vec)
+                rNormed.store(centre(widen(rX), mean) * mTerms[place, 1] * dout)
+                # The last row's numbers may be no numbers.
+                for j in cutlass.range_constexpr(vec):
+                    sums[0][j] = sums[0][j] + cutlass.select_(row < count, rNormed[j], Float32(0.0))
+            sums[1].store(sums[1].load() + dout)
+        for mD, rSum in zip(dcolumns, sums):
+            if const_expr(mD is not None):
+                self._add_threads(mD, rSum, sColumns, vector, top, bidx * width)
+
+    def _load(self, mX, name, row, column, count):
+        """A vector of a row, zero where there is none; from L2, where what earlier kernels wrote is."""
+        rX = fragment(mX.element_type, self.tile.vec)
+        rX.fill(0)
+        address = row_address(mX, self.variant.tensors[name], row, self.n)
+        address = address + Int64(column) * (mX.element_type.width // 8)
+        wanted = (row < count) & (column < self.n)
+        if const_expr(self.tile.v.masked):
+            load_inside(wanted, rX, address, self.n - column, shared=True)
+        else:
+            load_if(wanted, rX, address, shared=True)
+        return rX
+
+    @cute.jit
+    def _add_threads(self, mD, rSum: cute.Tensor, sColumns: cute.Tensor, vector: Int32, top: Int32, start: Int32):
+        """Add the column sums of the threads and write them."""
+        tidx, vec, width = cute.arch.thread_idx()[0], self.tile.vec, self.width * self.tile.vec
+        # Threads that add a column together.
+        group = min(max(self.threads // width, 1), WARP, self.height)
+        cute.arch.barrier()
+        for j in cutlass.range_constexpr(vec):
+            sColumns[vector * vec + j, top] = rSum[j]
+        cute.arch.barrier()
+        side = self.threads // group
+        for i in cutlass.range_constexpr(-(-width // side)):
+            column = i * side + tidx // group
+            place = cutlass.min(column, width - 1)
+            total = Float32(0.0)
+            for row in cutlass.range_constexpr(0, self.height, group):
+                total = total + sColumns[place, row + tidx % group]
+            total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
+            if (tidx % group == 0) & (column < width) & (start + column < self.n):
+                mD[start + column] = total.to(mD.element_type)

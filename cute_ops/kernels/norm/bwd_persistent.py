@@ -1,0 +1,202 @@
+"""Backward of the norms, rows streamed through persistent CTAs.
+
+With ``r = rsqrt(mean(x^2) + eps)`` and ``g = dout * (weight_offset + weight)``:
+``dx = r * g - x * r^3 * mean(x * g)``, plus the residual's own gradient where there is one;
+``dweight = sum_rows(dout * x * r)``, ``dbias = sum_rows(dout)``.
+In a layer norm ``x`` stands for x less its mean, and dx is ``r * mean(g)`` less.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.column_params import column_vectors, scale
+from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.copy import fragment, narrow, store_if, trim, widen
+from cute_ops.kernels.lib.row_layout import row_count
+from cute_ops.kernels.lib.row_reduce import WARP
+from cute_ops.kernels.norm.persistent import RowWalk
+from cute_ops.kernels.norm.statistics import centre
+
+
+class NormBackward(RowWalk):
+    """One pass over the rows, then one over the partial column sums.
+
+    Tile: as in the forward, and persistent; see :class:`~cute_ops.kernels.norm.persistent.RowWalk`. A thread keeps the
+    weight and the column sums of its columns in registers. The column sums of a walk end in its row of the workspace; a
+    second kernel adds the rows in a fixed order.
+    Shared memory: the ring; 4 bytes per sum, warp and CTA of the cluster, twice, in a cluster four times.
+    Bytes moved per element: x, dout and dx once each; with a residual also its two gradients.
+
+    Args:
+        variant: the kernel's variant.
+        x, dx: the name of the normalised tensor, the names of the outputs of its gradient.
+        centred: whether the row's mean is subtracted.
+    """
+
+    def __init__(self, variant, x, dx, centred):
+        super().__init__(variant, (x, "dout", "dresidual_out"), dx, centred, backward=True)
+        self.dx_names = dx
+        self.column_sum = ColumnSum(self.n, variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+        """Launch both kernels.
+
+        Args:
+            inputs: (mX, mDout, mDresidualOut or None).
+            columns: (mWeight or None, mBias or None).
+            outputs: gradients of the normalised tensor, one per name in ``dx``, None where absent.
+            dcolumns: (mDweight or None, mDbias or None).
+            parts: their workspaces, (parts, n) each.
+        """
+        parts = parts[:2]
+        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        rows = row_count(inputs[0])
+        if const_expr(mParts is not None):
+            groups = Int32(mParts.shape[0]) - max(self.sorted_by - 1, 0)
+        else:
+            groups = Int32(cutlass.min((rows + (self.tile.rows - 1)) // self.tile.rows, self.variant.tile["parts"]))
+        self.launch(inputs, columns[0], outputs, parts, groups, stream)
+        if const_expr(mParts is not None):
+            self.column_sum(parts, dcolumns, stream)
+
+    def _await(self, slots, first, stage, pending):
+        """As for any walk; then overwrite what vectors hold of a row's neighbours, once for both readings."""
+        super()._await(slots, first, stage, pending)
+        for k in range(self.tile.per_thread):
+            if self._ragged(k):
+                self.ring.trim(slots[:2], k, stage, first[k])
+
+    def _reader(self, slots, rWeight, first, stage):
+        """From k to (x, g) of this thread's k-th vector."""
+
+        def read(k):
+            x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
+            return x, dout if rWeight is None else dout * scale(rWeight[k], self.weight_offset)
+
+        return read
+
+    def _finish(self, slots, outputs, rWeight, accumulated, first, row, step, sums):
+        """Write a row's gradient and add to the column sums."""
+        terms = self.sum.backward_terms(sums, 1.0 / self.n)
+        places = [
+            None if m is None else self._start_of(m, name, row, first) for m, name in zip(outputs, self.dx_names)
+        ]  # fmt: skip
+        given = slots, outputs, places, rWeight, accumulated, first, step % self.ring.stages, terms
+        for k in range(self.tile.per_thread):
+            if self.tile.sparse(k):
+                self._finish_if(first[k] < self.n, given, k)
+            else:
+                self._finish_vector(*given, k)
+
+    @cute.jit
+    def _finish_if(self, there, given: cutlass.Constexpr, k: cutlass.Constexpr):
+        if there:
+            self._finish_vector(*given, k)
+
+    def _finish_vector(self, slots, outputs, places, rWeight, accumulated, first, stage, terms, k):
+        mean, rstd, pull, push = terms
+        rDweight, rDbias = accumulated
+        x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
+        x = centre(x, mean)
+        scaled = dout * rstd
+        rest = x * pull if push is None else x * pull + push
+        dx = (scaled if rWeight is None else scaled * scale(rWeight[k], self.weight_offset)) - rest
+        if slots[2] is not None:
+            dx = dx + widen(self.ring.read(slots[2], k, stage))
+        for mDx, place in zip(outputs, places):
+            if mDx is not None:
+                self._store_row(place, narrow(dx, mDx.element_type, self.tile.vec), first[k], k)
+        if rDweight is not None:
+            rDweight[k].store(rDweight[k].load() + x * scaled)
+        if rDbias is not None:
+            rDbias[k].store(rDbias[k].load() + dout)
+
+    def _keep(self, mWeight, first):
+        if mWeight is None:
+            return None
+        key, tile = self.variant.tensors["weight"], self.tile
+        rWeight = column_vectors(mWeight, key, tile, first)
+        for k in range(tile.per_thread):
+            if self._ragged(k):
+                # The sums multiply it by zeros outside the row, which does not undo a NaN.
+                trim(rWeight[k], first[k], Int32(self.n))
+        return rWeight
+
+    def _accumulate(self, parts):
+        return tuple(self._accumulators(mParts) for mParts in parts)
+
+    def _accumulators(self, mParts):
+        if mParts is None:
+            return None
+        sums = [fragment(Float32, self.tile.vec) for _ in range(self.tile.per_thread)]
+        for rSum in sums:
+            rSum.fill(0.0)
+        return sums
+
+    def _store_accumulated(self, parts, accumulated, base, place, rank, first):
+        for mParts, rSum in zip(parts, accumulated):
+            if mParts is not None:
+                self._store_parts(mParts, rSum, base, place, rank, first)
+
+    def _accumulate_nothing(self, parts, place, base, rank):
+        first = self._first(cute.arch.thread_idx()[0], rank, Int64(0))
+        self._store_accumulated(parts, self._accumulate(parts), base, place, rank, first)
+
+    @cute.jit
+    def _store_parts(self, mParts, rSum: cutlass.Constexpr, base, place, rank, first: cutlass.Constexpr):
+        """Write the CTA's column sums to a row of the workspace, after adding those of its rows."""
+        n, vec = self.n, self.tile.vec
+        address = mParts.iterator.toint() + Int64(place) * (n * 4)
+        if const_expr(self.tile.rows == 1 and (self.tile.v.masked or (n * 4) % 16 != 0)):
+            self._store_across(rSum, address, base, first)
+        elif const_expr(self.tile.rows == 1):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                store_if(first[k] < n, rSum[k], address + Int64(first[k]) * 4)
+        else:
+            width = self.tile.threads_per_row * self.tile.per_thread * vec
+            tidx = cute.arch.thread_idx()[0]
+            t, local = tidx % self.tile.threads_per_row, tidx // self.tile.threads_per_row
+            sRows = cute.make_tensor(
+                cute.recast_ptr(base, dtype=Float32), cute.make_layout((width, self.tile.rows), stride=(1, width))
+            )
+            # The slots are free once every thread is here; so are the sums of the call before.
+            cute.arch.barrier()
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                for j in cutlass.range_constexpr(vec):
+                    sRows[self.tile.vector(t, rank, k) * vec + j, local] = rSum[k][j]
+            cute.arch.barrier()
+            gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(n))
+            for column in cutlass.range(tidx, n, self.tile.threads, unroll=1):
+                total = Float32(0.0)
+                for r in cutlass.range_constexpr(self.tile.rows):
+                    shifted = column + self.tile.v.shift(Int64(place) * self.tile.rows + r, n)
+                    total = total + sRows[shifted, r]
+                gParts[column] = total
+
+    @cute.jit
+    def _store_across(self, rSum: cutlass.Constexpr, address: Int64, base, first: cutlass.Constexpr):
+        """Write column sums that start anywhere: element by element, neighbouring lanes neighbouring elements.
+
+        A thread's own elements, stored one by one, would take eight times as many accesses.
+        """
+        vec, threads = self.tile.vec, self.tile.threads
+        tidx = cute.arch.thread_idx()[0]
+        lane = tidx % WARP
+        sums = cute.recast_ptr(base, dtype=Float32)
+        sVectors = cute.make_tensor(sums, cute.make_layout((vec, threads), stride=(1, vec)))
+        sElements = cute.make_tensor(sums, cute.make_layout((WARP, vec, threads // WARP)))
+        gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
+        # The slots are free once every thread is here, and are again for the next walk.
+        cute.arch.barrier()
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            start = first[k] - lane * vec + lane
+            cute.autovec_copy(rSum[k], sVectors[None, tidx])
+            cute.arch.sync_warp()
+            for i in cutlass.range_constexpr(vec):
+                column = start + i * WARP
+                if column >= 0 and column < self.n:
+                    gParts[column] = sElements[lane, i, tidx // WARP]
+            cute.arch.sync_warp()
+        cute.arch.barrier()

@@ -1,0 +1,218 @@
+"""Rows streamed through persistent CTAs: what the norms' forward and backward of long or many rows have in common."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import opaque, store, store_if, store_masked
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, present, row_address, row_count
+from cute_ops.kernels.lib.smem_ring import RowRing
+from cute_ops.kernels.norm.statistics import row_statistics
+
+
+class RowWalk:
+    """A kernel whose clusters go from row to row.
+
+    Cluster ``c`` of ``parts`` takes the row groups ``c, c + parts, ...``. With ``sorted_by`` rows are sorted by
+    ``row % sorted_by`` and each cluster takes as many neighbours, in one walk for each remainder among them: rows of
+    one remainder start at the same place of a vector.
+    Rows travel through a ring of ``stages`` slots in shared memory, so that the next rows load while a row's sums
+    cross its threads. In a cluster, where sums take long, a row's part is given before the row ahead is finished.
+    A thread holds the same columns all along a walk and keeps what it needs of them in registers; with shifted rows
+    that are not sorted this holds because ``parts * rows`` is a multiple of the vector width.
+
+    Subclasses say what is kept of the columns (``_keep``), added up over the rows of a walk (``_accumulate``,
+    ``_store_accumulated``), summed over a row (``_reader``) and done with it then (``_finish``).
+
+    Args:
+        variant: the kernel's variant.
+        inputs, outputs: names of the row tensors.
+        centred: whether the row's mean is subtracted.
+        backward: whether the sums are those of the backward.
+    """
+
+    def __init__(self, variant, inputs, outputs, centred, backward):
+        self.variant = variant
+        self.n = variant.dims["n"]
+        self.weight_offset = variant.attrs.get("weight_offset", 0.0)
+        self.names = inputs
+        self.tile = RowTile(Vectors(variant, (*inputs, *outputs), self.n), variant.tile)
+        self.ring = RowRing(self.tile, present(variant, inputs), variant.tile["stages"])
+        self.sorted_by = variant.tile.get("sorted_by", 0)
+        self.skewed = self.tile.cluster > 1 and self.ring.stages > 2
+        stages = 4 if self.skewed else 2
+        narrow = ITEMSIZE[variant.tensors[inputs[0]].dtype] == 2
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages, narrow)
+        self.chained = can_chain(variant.arch)
+        # Whether the next kernel needs no more than that those before this one are done.
+        self.early = False
+
+    def launch(self, inputs, columns, outputs, parts, groups, stream):
+        """Launch so many clusters; ``parts`` are where a walk's sums go."""
+        cluster = self.tile.cluster
+        self.kernel(inputs, columns, outputs, parts).launch(
+            grid=[groups, cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if cluster > 1 else None,
+            min_blocks_per_mp=self.variant.tile["resident"],
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, columns, outputs, parts):
+        tidx, _, _ = cute.arch.thread_idx()
+        group, rank, _ = cute.arch.block_idx()
+        groups, _, _ = cute.arch.grid_dim()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        smem = cutlass.utils.SmemAllocator()
+        base, slots = self.ring.allocate(smem, inputs, self.names)
+        sSum, mbar = self.sum.allocate(smem)
+        self.sum.prepare(mbar)
+
+        wait_for_previous(self.chained)
+        if const_expr(self.early):
+            let_next_start(self.chained)
+        self.sum.ready()
+        count = row_count(inputs[0])
+        place = Int32(group)
+        if const_expr(self.sorted_by):
+            height = (count + (self.sorted_by - 1)) // self.sorted_by
+            sorted_rows = height * self._remainders(count)
+            begin, end = sorted_rows * group // Int64(groups), sorted_rows * (group + 1) // Int64(groups)
+            least, most = Int32(begin // height), Int32((end - 1) // height)
+            for remainder in cutlass.range(least, most + 1, unroll=1):
+                low, high = height * remainder, height * (remainder + 1)
+                start, stop = cutlass.max(begin, low), cutlass.min(end, high)
+                self._walk(
+                    inputs, slots, columns, outputs, parts, (start - low) * self.sorted_by + remainder,
+                    Int64(self.sorted_by), Int32(stop - start), Int32(start - begin), base, rank, place + remainder,
+                    sSum, mbar,
+                )  # fmt: skip
+                if (group > 0) & (begin == low):
+                    # The walk of the cluster before ended with its remainder: no walk has the place between.
+                    self._accumulate_nothing(parts, place + remainder - 1, base, rank)
+        else:
+            tiles = (count + (self.tile.rows - 1)) // self.tile.rows
+            steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
+            local = tidx // self.tile.threads_per_row
+            self._walk(
+                inputs, slots, columns, outputs, parts, Int64(group) * self.tile.rows + local,
+                Int64(groups) * self.tile.rows, steps, 0, base, rank, place, sSum, mbar,
+            )  # fmt: skip
+        if const_expr(not self.early):
+            let_next_start(self.chained)
+
+    @cute.jit
+    def _walk(
+        self, inputs, slots: cutlass.Constexpr, columns, outputs, parts, start: Int64, stride: Int64, steps: Int32,
+        before: cutlass.Constexpr, base, rank, place: Int32, sSum, mbar,
+    ):  # fmt: skip
+        """Go through rows that start at the same place of a vector.
+
+        Args:
+            inputs, slots, columns, outputs, parts: as in the kernel.
+            start, stride: this thread's first row, and the way to its next one.
+            steps: steps of this walk.
+            before: steps of the walks before.
+            base: the ring's shared memory.
+            rank: the CTA's in its cluster.
+            place: row of the workspace.
+            sSum, mbar: shared memory of the sums.
+        """
+        tidx = cute.arch.thread_idx()[0]
+        count = row_count(inputs[0])
+        start, steps = opaque(start), opaque(steps)
+        row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
+        first = self._first(tidx % self.tile.threads_per_row, rank, start)
+        for stage in cutlass.range_constexpr(self.ring.stages - 1):
+            self._fetch(inputs, slots, first, row_of(Int32(stage)), count, Int32(stage))
+        kept = self._keep(columns, first)
+        accumulated = self._accumulate(parts)
+        counts = self.sum.counts(first)
+        pending = self.ring.stages - (2 if self.skewed else 1)
+        if const_expr(self.skewed):
+            if steps > 0:
+                self._give(slots, kept, first, counts, Int32(0), before, pending, sSum, mbar)
+
+        for step in cutlass.range(steps, unroll=1):
+            ahead = step + (self.ring.stages - 1)
+            self._fetch(inputs, slots, first, row_of(ahead), count, ahead % self.ring.stages)
+            if const_expr(self.skewed):
+                if step + 1 < steps:
+                    self._give(slots, kept, first, counts, step + 1, before, pending, sSum, mbar)
+                sums = self.sum.take(None, sSum, mbar, before + step)
+            else:
+                sums = self._sums(slots, kept, first, counts, step, before, pending, sSum, mbar)
+            row = row_of(step)
+            if row < count:
+                self._finish(slots, outputs, kept, accumulated, first, row, step, sums)
+
+        cute.arch.cp_async_wait_group(0)
+        self._store_accumulated(parts, accumulated, base, place, rank, first)
+
+    def _first(self, t, rank, row):
+        """First columns of this thread's vectors of a row."""
+        shift = self.tile.v.shift(row, self.n)
+        return [self.tile.first(t, rank, k, shift) for k in range(self.tile.per_thread)]
+
+    def _fetch(self, inputs, slots, first, row, count, stage):
+        """Start loading a row into a slot."""
+        edge, held = self.tile.edge(row, count), []
+        for mX, sX, name in zip(inputs, slots, self.names):
+            if mX is not None:
+                address = row_address(mX, self.variant.tensors[name], row, self.n)
+                self.ring.fetch(sX, address, first, row < count, edge[0], stage)
+                held.append((sX, address, first, row < count))
+        self.ring.fetch_tails(held, edge, stage)
+        cute.arch.cp_async_commit_group()
+
+    def _give(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
+        """Await a row and give its sums."""
+        self._await(slots, first, step % self.ring.stages, pending)
+        values = self.sum.thread(self._reader(slots, kept, first, step % self.ring.stages), first, counts)
+        return self.sum.give(values, sSum, mbar, before + step)
+
+    def _await(self, slots, first, stage, pending):
+        """Wait until no more than ``pending`` loads are on their way."""
+        cute.arch.cp_async_wait_group(pending)
+
+    def _sums(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
+        """Await a row and its sums."""
+        given = self._give(slots, kept, first, counts, step, before, pending, sSum, mbar)
+        return self.sum.take(given, sSum, mbar, before + step)
+
+    def _ragged(self, k):
+        """Whether some thread's k-th vector may be part inside, part outside the row."""
+        return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
+
+    def _start_of(self, mX, name, row, first):
+        """Byte address of this thread's first vector of a row, computed once."""
+        address = row_address(mX, self.variant.tensors[name], row, self.n)
+        return opaque(address + Int64(first[0]) * (mX.element_type.width // 8))
+
+    def _store_row(self, place, rX, first, k):
+        """Store this thread's k-th vector, which begins with the column ``first``."""
+        address = place + self.tile.reach(k) * (rX.element_type.width // 8)
+        if self._ragged(k):
+            store_masked(rX, address, first, Int32(self.n), True)
+        elif self.tile.ends_outside(k):
+            store_if(first < self.n, rX, address, True)
+        else:
+            store(rX, address, True)
+
+    def _remainders(self, count):
+        """How many remainders there are to share out, whether or not rows have them."""
+        return self.sorted_by
+
+    def _accumulate(self, parts):
+        return None
+
+    def _accumulate_nothing(self, parts, place, base, rank):
+        """For a row of the workspace that no walk has."""
+
+    def _store_accumulated(self, parts, accumulated, base, place, rank, first):
+        """At the end of a walk."""

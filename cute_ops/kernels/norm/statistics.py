@@ -1,0 +1,434 @@
+"""What the norms know of a row, and the sums that it comes from.
+
+Each class sums over the threads of a row and tells what its sums mean: to the forward, what to subtract from the row
+and what to multiply it by; to the backward, with ``x`` the row and ``g`` the gradient of the normalised row, the terms
+of ``dx = g * rstd - (x - mean) * pull - push``.
+"""
+
+import math
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, const_expr
+
+from cute_ops.kernels.lib.copy import fragment, opaque, trim
+from cute_ops.kernels.lib.row_reduce import WARP, RowSum
+
+
+def row_statistics(centred, tile, eps, backward, stages, narrow=False, held=True):
+    """The sums of a norm's rows; ``narrow`` where their elements have 16 bits, ``held`` where threads hold them."""
+    if not centred:
+        return MeanSquare(tile, eps, backward, stages)
+    if held and not backward and tile.cluster == 1:
+        # An exchange within a CTA costs less than the corrections that spare it.
+        return TwoPass(tile, eps, backward, stages)
+    return Moments(tile, eps, backward, stages, narrow)
+
+
+def centre(x, mean):
+    """A vector less the row's mean, where that is None the vector."""
+    return x if mean is None else x - mean
+
+
+def normalised(x, mean, rstd, dtype):
+    """A row's vector in fp32, which has been of ``dtype``, less its mean, by its deviation.
+
+    One instruction where the vector was narrow: what the product of mean and rstd is rounded by is less than the mean
+    has been.
+    """
+    if mean is None:
+        return x * rstd
+    return (x - mean) * rstd if dtype.width == 32 else x * rstd + (0.0 - mean) * rstd
+
+
+def total(x):
+    """Sum of a thread's vector."""
+    return x.reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+
+
+def trimmed(apart, first, n):
+    """Deviations from a mean, zero again outside the row."""
+    rD = fragment(Float32, cute.size(apart.shape))
+    rD.store(apart)
+    trim(rD, first, n)
+    return rD.load()
+
+
+class Total:
+    """Sum of products over a thread's vectors, in as many sums side by side as hide an addition's time."""
+
+    def __init__(self, per_thread):
+        self.width = 4 if per_thread > 1 else 1
+        self.sums = []
+
+    def add(self, *factors):
+        """Add the sum of a vector, or of the product of two."""
+        for j in range(cute.size(factors[0].shape)):
+            value = math.prod((f[j] for f in factors[1:]), start=factors[0][j])
+            if len(self.sums) < self.width:
+                self.sums.append(value)
+            else:
+                self.sums[j % self.width] = self.sums[j % self.width] + value
+
+    def value(self):
+        while len(self.sums) > 1:
+            half = len(self.sums) // 2
+            # Of an odd number of sums the last one has no partner.
+            pairs = [self.sums[i] + self.sums[i + half] for i in range(half)]
+            self.sums = pairs + self.sums[2 * half :]
+        return self.sums[0]
+
+
+class Statistics(RowSum):
+    """What the norms' sums have in common."""
+
+    def row(self, read, first, sSum, mbar, step):
+        """(mean, rstd) of a row in the forward.
+
+        Args:
+            read, first: as in :meth:`thread`.
+            sSum, mbar: shared memory of the sums.
+            step: how many rows came before.
+        """
+        values = self.thread(read, first, self.counts(first))
+        return self.forward_terms(self(values, sSum, mbar, Int32(step)), 1.0 / self.tile.n)
+
+
+class MeanSquare(Statistics):
+    """RMS norms: ``rstd = rsqrt(mean(x^2) + eps)``; nothing is subtracted."""
+
+    centred = False
+
+    def __init__(self, tile, eps, backward, stages):
+        super().__init__(tile, values=2 if backward else 1, stages=stages)
+        self.eps = eps
+
+    def counts(self, first):
+        """What a thread knows of its place before it sees the row."""
+        return None
+
+    def thread(self, read, first, counts):
+        """A thread's sums.
+
+        Args:
+            read: from k to the thread's k-th vectors, zero outside the row: (x,) or (x, g).
+            first: first column of each of these vectors.
+            counts: from :meth:`counts`.
+        """
+        totals = [Total(self.tile.per_thread) for _ in range(self.values)]
+        given = 0
+        for k in range(self.tile.per_thread):
+            vectors = read(k)
+            given = len(vectors)
+            for t, v in zip(totals, vectors):
+                t.add(vectors[0], v)
+        return *(t.value() for t in totals[:given]), *(Float32(0.0) for _ in totals[given:])
+
+    def begin(self):
+        return (Float32(0.0),) * self.values
+
+    def without_counts(self, sums):
+        """The sums that differ from row to row; :meth:`with_counts` puts the others back."""
+        return sums
+
+    def with_counts(self, sums, counts):
+        return sums
+
+    def add(self, sums, vectors, first, n):
+        """A thread's sums after one more vector, whose first column is ``first``, of a row of n elements."""
+        x = vectors[0]
+        return (*(s + total(x * v) for s, v in zip(sums, vectors)), *sums[len(vectors) :])
+
+    def whole(self, sums):
+        """What :meth:`add` has summed as :meth:`thread` gives it."""
+        return sums
+
+    def forward_terms(self, sums, inverse):
+        """(mean, rstd) of a row of ``1 / inverse`` elements."""
+        return None, cute.math.rsqrt(sums[0] * inverse + self.eps, fastmath=True)
+
+    def backward_terms(self, sums, inverse):
+        """(mean, rstd, pull, push)."""
+        mean, rstd = self.forward_terms(sums, inverse)
+        return mean, rstd, rstd * rstd * rstd * (sums[1] * inverse), None
+
+
+class Moments(Statistics):
+    """Layer norm: mean and ``rstd = rsqrt(mean((x - mean)^2) + eps)``.
+
+    A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added: vectors, then
+    threads, warps and rows take the deviations from their own mean and correct them for the difference to the mean of
+    all (Chan, Golub and LeVeque). Among as many of them as a warp has lanes or a row has warps, deviations are added up
+    from the mean of one of them, all sums at once: however far from the mean of all that is, what cancels is at most as
+    many times the result. One exchange suffices: what a warp sends is its mean, its sum of squared deviations,
+    in the backward the sums of g and of g times the deviations, and its number of elements where warps differ in it.
+    """
+
+    centred = True
+
+    def __init__(self, tile, eps, backward, stages, narrow=False):
+        # Without counts where all are equal; in the backward, they come as a pair.
+        counts = 0 if tile.even else 2 if backward else 1
+        super().__init__(tile, values=(4 if backward else 2) + counts, stages=stages)
+        self.backward, self.narrow = backward, narrow
+        self.eps = eps
+        self.halved = self.halved and backward
+
+    def counts(self, first):
+        """Elements of the row that this thread and its warp hold, and one over that; one of the warp's lanes that holds
+        any.
+        """
+        tile = self.tile
+        if tile.even:
+            count = float(tile.per_thread * tile.vec)
+            together = count * min(tile.threads_per_row, WARP)
+            return (count, 1.0 / count), (together, 1.0 / together), Int32(0)
+        lanes = min(tile.threads_per_row, WARP)
+        lane = cute.arch.thread_idx()[0] % lanes
+        held, together = 0, 0
+        for k, f in enumerate(first):
+            held = held + self._held(k, f, tile.vec)
+            together = together + self._held(k, f - lane * tile.vec, lanes * tile.vec)
+        lane = Int32(0)
+        if tile.per_thread == 1 and tile.v.unit > tile.vec:
+            # The first lanes' only vectors may lie before the row.
+            holding = cute.arch.vote_ballot_sync(Int32(held) > 0)
+            lane = cute.arch.bfind(holding & -holding)
+        count, together = opaque(Float32(held)), opaque(Float32(together))
+        return (count, _reciprocal(count)), (together, _reciprocal(together)), lane
+
+    def _held(self, k, first, width):
+        """Elements of the row among ``width`` from the column ``first`` on, which are k-th vectors."""
+        if self.tile.starts_outside(k) or self.tile.ends_outside(k):
+            return self._inside(first, self.tile.n, width)
+        return width
+
+    def _inside(self, first, n, width):
+        """Of the columns ``first ... first + width - 1``, those inside the row."""
+        return cutlass.max(cutlass.min(first + width, n) - cutlass.max(first, 0), 0)
+
+    def thread(self, read, first, counts):
+        """As :meth:`MeanSquare.thread`, with the counts."""
+        tile, (count, inverse) = self.tile, counts[0]
+        inner = [k for k in range(tile.per_thread) if not (tile.starts_outside(k) or tile.ends_outside(k))]
+        if self.narrow and inner:
+            # One pass: deviations from one of the thread's own numbers. However far from the others that is, what
+            # cancels is at most as many times the result as the thread has numbers: a few bits of fp32.
+            pivot = read(inner[0])[0][0]
+            total, squares, gradients, products = self._deviations(read, first, pivot)
+            shift = _quotient(total, count, inverse)
+            return counts, pivot + shift, squares - total * shift, gradients, products - gradients * shift
+        sums = Total(tile.per_thread)
+        for k in range(tile.per_thread):
+            sums.add(read(k)[0])
+        mean = _quotient(sums.value(), count, inverse)
+        if tile.per_thread > 4:
+            # So many vectors are read again, not kept.
+            cute.arch.sync_warp()
+        _, *others = self._deviations(read, first, mean)
+        return counts, mean, *others
+
+    def _deviations(self, read, first, middle):
+        """A thread's sums: deviations from ``middle``, their squares, g, and deviations times g."""
+        sums = [Total(self.tile.per_thread) for _ in range(4)]
+        for k in range(self.tile.per_thread):
+            if self.tile.sparse(k):
+                rFound = fragment(Float32, 4)
+                rFound.fill(0.0)
+                self._deviations_if(first[k] < self.tile.n, rFound, read, first, middle, k)
+                for i, t in enumerate(sums[: 4 if self.backward else 2]):
+                    t.sums[0] = t.sums[0] + rFound[i]
+            else:
+                self._deviate(sums, read, first, middle, k)
+        return tuple(t.value() if t.sums else Float32(0.0) for t in sums)
+
+    @cute.jit
+    def _deviations_if(
+        self, there: Boolean, rFound: cute.Tensor, read: cutlass.Constexpr, first: cutlass.Constexpr, middle: Float32,
+        k: cutlass.Constexpr,
+    ):  # fmt: skip
+        """The sums of the k-th vectors alone, where there are any."""
+        if there:
+            sums = [Total(2) for _ in range(4)]
+            self._deviate(sums, read, first, middle, k)
+            for i in cutlass.range_constexpr(4 if self.backward else 2):
+                rFound[i] = sums[i].value()
+
+    def _deviate(self, sums, read, first, middle, k):
+        """Add the k-th vectors to a thread's sums."""
+        x, *g = read(k)
+        apart = x - middle
+        if self.tile.starts_outside(k) or self.tile.ends_outside(k):
+            apart = trimmed(apart, first[k], self.tile.n)
+        sums[0].add(apart)
+        sums[1].add(apart, apart)
+        if g:
+            sums[2].add(*g)
+            sums[3].add(apart, *g)
+
+    def begin(self):
+        return (Float32(0.0),) * 5
+
+    def without_counts(self, sums):
+        return sums[1:]
+
+    def with_counts(self, sums, counts):
+        return counts, *sums
+
+    def add(self, sums, vectors, first, n):
+        """As :meth:`MeanSquare.add`."""
+        count, mean, squares, gradients, products = sums
+        inside = Float32(self._inside(first, n, self.tile.vec))
+        after = count + inside
+        own = _quotient(total(vectors[0]), inside, _reciprocal(inside))
+        apart = trimmed(vectors[0] - own, first, n)
+        step = (own - mean) * (inside * _reciprocal(after))
+        squares = squares + total(apart * apart) + (own - mean) * step * count
+        if self.backward:
+            g = total(vectors[1])
+            products = products - step * gradients + total(apart * vectors[1]) + (own - mean - step) * g
+            gradients = gradients + g
+        return after, mean + step, squares, gradients, products
+
+    def whole(self, sums):
+        """As :meth:`MeanSquare.whole`."""
+        together = self.warp_sum(sums[0])
+        return ((sums[0], None), (together, _reciprocal(together)), Int32(0)), *sums[1:]
+
+    def give(self, values, sSum, mbar, step):
+        ((count, _), (together, inverse), lane), mean, squares, gradients, products = values
+        origin = self._of_lane(mean, lane)
+        if self.tile.n is None:
+            # Of short rows few lanes hold anything: one of them may be so far from the mean that bits cancel.
+            origin = _quotient(self.warp_sum(mean * count), together, inverse)
+        apart = mean - origin
+        moved = apart * count
+        squares, products = squares + apart * moved, products + apart * gradients
+        if not self.backward:
+            moved, squares = self.warp_sum(moved), self.warp_sum(squares)
+            shift = _quotient(moved, together, inverse)
+            found = [origin + shift, squares - shift * moved]
+        elif self.halved:
+            # The upper half of a warp has the second of each pair.
+            sums, others = self.warp_sums((moved, gradients, squares, products))
+            shift = _quotient(self._of_lane(sums, 0), together, inverse)
+            found = [cutlass.select_(cute.arch.lane_idx() < WARP // 2, origin + shift, sums), others - shift * sums]
+        else:
+            moved, gradients, squares, products = map(self.warp_sum, (moved, gradients, squares, products))
+            shift = _quotient(moved, together, inverse)
+            found = [origin + shift, gradients, squares - shift * moved, products - shift * gradients]
+        if not self.tile.even:
+            found += [Float32(together)] * (2 if self.backward and not self.halved else 1)
+        return self.send(tuple(found), sSum, mbar, step)
+
+    def _of_lane(self, value, lane):
+        """What a lane holds, of those that share a row and a warp."""
+        apart = WARP - min(self.tile.threads_per_row, WARP)
+        return cute.arch.shuffle_sync(value, offset=lane, mask_and_clamp=apart << 8 | WARP - 1)
+
+    @cute.jit
+    def _combine(self, sSum, stage, lane, row):
+        # A part to a lane: all of them in every lane would take the registers of a vector each.
+        group = min(1 << (self.parts - 1).bit_length(), WARP)
+        parts, pivot = [], sSum[0, 0, row, stage]
+        for p in cutlass.range_constexpr(0, self.parts, group):
+            place = p + lane % group
+            inside = place < self.parts
+            if const_expr(p + group > self.parts):
+                place = cutlass.select_(inside, place, Int32(0))
+            part = self._part(sSum, place, row, stage)
+            if const_expr(p + group > self.parts):
+                part = [cutlass.select_(inside, Float32(v), Float32(0.0)) for v in part]
+            parts.append(part)
+        return self._merge(parts, pivot, lambda v: cute.arch.warp_reduction(v, operator.add, threads_in_group=group))
+
+    def _part(self, sSum, p, row, stage):
+        """(count, mean, gradients, squares, products) of a warp; (count, mean, squares) in the forward."""
+        values = [sSum[i, p, row, stage] for i in range(self.values)]
+        count = float(self.tile.per_thread * self.tile.vec * WARP) if self.tile.even else values[-1]
+        return [count, *values[: 4 if self.backward else 2]]
+
+    def _merge(self, parts, pivot, across):
+        """The row's mean and sums from those of its parts, which ``across`` adds up over the lanes."""
+        if self.tile.n is not None:
+            inverse = 1.0 / self.tile.n
+        else:
+            count = Float32(0.0)
+            for part in parts:
+                count = count + part[0]
+            inverse = _reciprocal(across(count))
+        moved, gradients, squares, products = (Float32(0.0) for _ in range(4))
+        for part in parts:
+            apart = part[1] - pivot
+            step = apart * part[0]
+            moved, squares = moved + step, squares + part[3 if self.backward else 2] + apart * step
+            if self.backward:
+                gradients, products = gradients + part[2], products + part[4] + apart * part[2]
+        moved, squares = across(moved), across(squares)
+        shift = moved * inverse
+        mean, squares = pivot + shift, squares - shift * moved
+        if not self.backward:
+            return mean, squares
+        gradients, products = across(gradients), across(products)
+        return mean, gradients, squares, products - shift * gradients
+
+    def take(self, given, sSum, mbar, step):
+        """The row's (mean, squares), in the backward (mean, gradients, squares, products)."""
+        sums = super().take(given, sSum, mbar, step)
+        return sums[: 4 if self.backward else 2]
+
+    def forward_terms(self, sums, inverse):
+        return sums[0], cute.math.rsqrt(sums[1] * inverse + self.eps, fastmath=True)
+
+    def backward_terms(self, sums, inverse):
+        mean, gradients, squares, products = sums
+        _, rstd = self.forward_terms((mean, squares), inverse)
+        # The only element of a row is its mean: its gradients are zero, which rstd, up to 1 / sqrt(eps), would hide.
+        if self.tile.n is None:
+            rstd = cutlass.select_(Float32(inverse) == 1.0, Float32(0.0), rstd)
+        elif self.tile.n == 1:
+            rstd = Float32(0.0)
+        return mean, rstd, rstd * rstd * rstd * (products * inverse), rstd * (gradients * inverse)
+
+
+class TwoPass(Statistics):
+    """Layer norm in a forward whose rows one CTA holds: the mean first, then the squared deviations from it."""
+
+    centred = True
+
+    def __init__(self, tile, eps, backward, stages):
+        super().__init__(tile, values=1, stages=2)
+        self.eps = eps
+
+    def counts(self, first):
+        return None
+
+    def row(self, read, first, sSum, mbar, step):
+        tile = self.tile
+        sums, squares = Total(tile.per_thread), Total(tile.per_thread)
+        for k in range(tile.per_thread):
+            sums.add(read(k)[0])
+        (found,) = self((sums.value(),), sSum, mbar, Int32(2 * step))
+        # Divided, not multiplied: a row of equal numbers has these for its mean, whatever their number.
+        mean = _quotient(found, float(tile.n), 1.0 / tile.n)
+        for k in range(tile.per_thread):
+            apart = read(k)[0] - mean
+            if tile.starts_outside(k) or tile.ends_outside(k):
+                apart = trimmed(apart, first[k], tile.n)
+            squares.add(apart, apart)
+        (found,) = self((squares.value(),), sSum, mbar, Int32(2 * step + 1))
+        return mean, cute.math.rsqrt(found * (1.0 / tile.n) + self.eps, fastmath=True)
+
+
+def _reciprocal(count):
+    """About one over a number of elements; anything where it is zero."""
+    return 1.0 / count if isinstance(count, float) else cute.arch.rcp_approx(cutlass.max(count, Float32(1.0)))
+
+
+def _quotient(value, count, inverse):
+    """``value / count``: without its error, which all parts would share, a mean would move."""
+    if isinstance(count, float) and math.frexp(count)[0] == 0.5:
+        return value * inverse
+    quotient = value * inverse
+    return quotient + (value - quotient * count) * inverse

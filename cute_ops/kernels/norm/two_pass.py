@@ -1,0 +1,269 @@
+"""The norms for rows of any length: rows too long for the registers of a cluster, or of a length not known before.
+
+A CTA walks a row twice, once for its sums and once for its output; the second walk reads from L2 what it can.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.column_params import column_elements, scale
+from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.copy import (
+    fragment,
+    load,
+    load_elements,
+    load_inside,
+    narrow,
+    store,
+    store_elements,
+    store_masked,
+    trim,
+)
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
+from cute_ops.kernels.norm.statistics import centre, row_statistics
+
+MAX_GRID = 1 << 20
+
+
+class LongTile:
+    """``threads`` threads walk one row together."""
+
+    def __init__(self, vectors, tile):
+        self.v = vectors
+        self.vec = vectors.vec
+        self.cluster = 1
+        self.rows = 1
+        self.n = vectors.n
+        self.even = False
+        self.threads = self.threads_per_row = tile.get("threads", 512)
+
+
+class LongRows:
+    """What the forward and the backward share: how a thread walks its vectors of a row.
+
+    Vector ``i`` of thread ``t`` is ``i * threads + t``.
+    """
+
+    def __init__(self, variant, names, centred, backward):
+        self.variant = variant
+        self.static_n = variant.dims["n"]
+        self.weight_offset = variant.attrs.get("weight_offset", 0.0)
+        self.tile = LongTile(Vectors(variant, names, self.static_n), variant.tile)
+        self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2, held=False)
+        self.chained = can_chain(variant.arch)
+
+    def length(self, mX):
+        return Int32(mX.shape[len(mX.shape) - 1])
+
+    def vectors(self, n, shift):
+        """Vectors of a row of n elements."""
+        return (n + shift + (self.tile.vec - 1)) // self.tile.vec
+
+    def row_base(self, mX, name, row):
+        """Byte address of the row's first element, None where the tensor is absent."""
+        if mX is None:
+            return None
+        return row_address(mX, self.variant.tensors[name], row, mX.shape[len(mX.shape) - 1])
+
+    def read(self, mX, base, first, n, readable):
+        """A vector in fp32, zero outside the row; see :func:`cute_ops.kernels.lib.row_layout.readable`."""
+        rX = fragment(mX.element_type, self.tile.vec)
+        address = base + Int64(first) * (mX.element_type.width // 8)
+        if self.tile.v.masked:
+            rX.fill(0)
+            load_inside(first + self.tile.vec > 0, rX, address, readable - first)
+            trim(rX, first, n)
+        else:
+            load(rX, address)
+        return rX.load().to(Float32)
+
+    def write(self, x, mX, base, first, n):
+        rX = narrow(x, mX.element_type, self.tile.vec)
+        address = base + Int64(first) * (mX.element_type.width // 8)
+        if self.tile.v.masked:
+            store_masked(rX, address, first, n)
+        else:
+            store(rX, address)
+
+    def column(self, mW, name, first, n):
+        return column_elements(mW, self.variant.tensors[name], self.tile.v, first, n)
+
+
+class NormForwardLong(LongRows):
+    """Forward of the norms; see :class:`~cute_ops.kernels.norm.fwd.NormForward` for the maths.
+
+    Shared memory: 4 bytes per sum and warp, twice. Bytes moved per element: x twice (the second time from L2 where the
+    row fits), out once; with a residual also residual and residual_out once each.
+    """
+
+    def __init__(self, variant, centred):
+        super().__init__(variant, ("x", "residual", "out", "residual_out"), centred, backward=False)
+
+    @cute.jit
+    def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
+        rows = row_count(mX)
+        self.kernel(mX, mResidual, mWeight, mBias, mOut, mResidualOut).launch(
+            grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
+            block=[self.tile.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = self.sum.allocate(smem)
+        n, vec = self.length(mX), self.tile.vec
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        steps = Int32((row_count(mX) - bidx + (grid - 1)) // Int64(grid))
+        for step in cutlass.range(steps, unroll=1):
+            row = Int64(bidx) + Int64(step) * Int64(grid)
+            shift = self.tile.v.shift(row, mX.shape[len(mX.shape) - 1])
+            count = self.vectors(n, shift)
+            within = readable(self.tile.v, n, row, row_count(mX))
+            x_base, out_base = self.row_base(mX, "x", row), self.row_base(mOut, "out", row)
+            sums = self.sum.begin()
+            if const_expr(mResidual is None):
+                for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
+                    first = v * vec - shift
+                    sums = self.sum.add(sums, (self.read(mX, x_base, first, n, within),), first, n)
+            else:
+                residual_base = self.row_base(mResidual, "residual", row)
+                sum_base = self.row_base(mResidualOut, "residual_out", row)
+                for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
+                    first = v * vec - shift
+                    h = self.read(mX, x_base, first, n, within) + self.read(mResidual, residual_base, first, n, within)
+                    self.write(h, mResidualOut, sum_base, first, n)
+                    h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
+                    sums = self.sum.add(sums, (h,), first, n)
+            sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
+            mean, rstd = self.sum.forward_terms(sums, 1.0 / Float32(n))
+            for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
+                first = v * vec - shift
+                # With a residual, this thread's own stores are read back.
+                if const_expr(mResidual is None):
+                    h = self.read(mX, x_base, first, n, within)
+                else:
+                    h = self.read(mResidualOut, self.row_base(mResidualOut, "residual_out", row), first, n, within)
+                y = centre(h, mean) * rstd
+                if const_expr(mWeight is not None):
+                    y = y * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
+                if const_expr(mBias is not None):
+                    y = y + self.column(mBias, "bias", first, n).load().to(Float32)
+                self.write(y, mOut, out_base, first, n)
+
+
+class NormBackwardLong(LongRows):
+    """Backward of the norms; see :class:`~cute_ops.kernels.norm.bwd_persistent.NormBackward` for the maths.
+
+    Persistent: CTA ``c`` of ``parts`` takes the rows ``c, c + parts, ...`` and keeps its column sums in its row of the
+    workspace. A thread always holds the same columns, so that no other touches its part of that row.
+    Shared memory: 4 bytes per sum and warp, twice. Bytes moved per element: x and dout twice (the second time from L2
+    where the row fits), dx once, the workspace's row read and written per row.
+    """
+
+    def __init__(self, variant, x, dx, centred):
+        self.names = (x, "dout", "dresidual_out")
+        self.dx_names = dx
+        super().__init__(variant, (*self.names, *dx), centred, backward=True)
+        self.column_sum = ColumnSum(self.static_n, variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
+        parts = parts[:2]
+        mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
+        rows = row_count(inputs[0])
+        if const_expr(mParts is not None):
+            groups = Int32(mParts.shape[0])
+        else:
+            groups = Int32(cutlass.min(rows, Int64(self.variant.tile["parts"])))
+        self.kernel(inputs, columns[0], outputs, parts).launch(
+            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.chained
+        )
+        if const_expr(mParts is not None):
+            self.column_sum(parts, dcolumns, stream)
+
+    @cute.kernel
+    def kernel(self, inputs, mWeight, outputs, parts):
+        tidx, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        groups, _, _ = cute.arch.grid_dim()
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = self.sum.allocate(smem)
+        mX, mDout, mDres = inputs
+        n, vec = self.length(mX), self.tile.vec
+        long_n = mX.shape[len(mX.shape) - 1]
+        steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
+        shift = self.tile.v.shift(Int64(group), long_n)
+        count = self.vectors(n, shift)
+        wait_for_previous(self.chained)
+        for mParts in parts:
+            if const_expr(mParts is not None):
+                for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
+                    zero = fragment(Float32, vec)
+                    zero.fill(0.0)
+                    self._store_part(zero, mParts, group, v * vec - shift, n)
+        for step in cutlass.range(steps, unroll=1):
+            row = Int64(group) + Int64(step) * Int64(groups)
+            bases = [self.row_base(m, name, row) for m, name in zip(inputs, self.names)]
+            within = readable(self.tile.v, n, row, row_count(mX))
+            targets = [self.row_base(m, name, row) for m, name in zip(outputs, self.dx_names)]
+            sums = self.sum.begin()
+            for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
+                first = v * vec - shift
+                x, _, g = self._terms(mX, mDout, mWeight, bases, first, n, within)
+                sums = self.sum.add(sums, (x, g), first, n)
+            sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
+            mean, rstd, pull, push = self.sum.backward_terms(sums, 1.0 / Float32(n))
+            for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
+                first = v * vec - shift
+                x, dout, g = self._terms(mX, mDout, mWeight, bases, first, n, within)
+                x = centre(x, mean)
+                dx = g * rstd - x * pull
+                if const_expr(push is not None):
+                    dx = dx - push
+                if const_expr(mDres is not None):
+                    dx = dx + self.read(mDres, bases[2], first, n, within)
+                for mDx, base in zip(outputs, targets):
+                    if const_expr(mDx is not None):
+                        self.write(dx, mDx, base, first, n)
+                for mParts, term in zip(parts, (dout * (x * rstd), dout)):
+                    if const_expr(mParts is not None):
+                        rSum = self._load_part(mParts, group, first, n)
+                        rSum.store(rSum.load() + term)
+                        self._store_part(rSum, mParts, group, first, n)
+        let_next_start(self.chained)
+
+    def _terms(self, mX, mDout, mWeight, bases, first, n, within):
+        x, dout = self.read(mX, bases[0], first, n, within), self.read(mDout, bases[1], first, n, within)
+        if mWeight is None:
+            return x, dout, dout
+        return x, dout, dout * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
+
+    def _part_address(self, mParts, group, first):
+        return mParts.iterator.toint() + (Int64(group) * Int64(mParts.shape[1]) + Int64(first)) * 4
+
+    def _whole(self):
+        return not self.tile.v.masked and self.tile.vec % 4 == 0
+
+    def _load_part(self, mParts, group, first, n):
+        rSum = fragment(Float32, self.tile.vec)
+        address = self._part_address(mParts, group, first)
+        if self._whole():
+            load(rSum, address)
+        else:
+            load_elements(rSum, address, first, n)
+        return rSum
+
+    def _store_part(self, rSum, mParts, group, first, n):
+        address = self._part_address(mParts, group, first)
+        if self._whole():
+            store(rSum, address)
+        else:
+            store_elements(rSum, address, first, n)

@@ -1,0 +1,255 @@
+"""Gradient of an embedding's table: see :mod:`cute_ops.ops.parts.embedding` for the maths."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
+
+# The part of an SM's fast memory that all CTAs which find room take; the rest is L1.
+SMEM_PERCENT = 30
+# Rows of tokens that a thread has on their way.
+UNROLL = 4
+
+
+class EmbeddingBackward:
+    """``dweight[c] = sum of dout[order[j]] for j from ends[c - 1] to ends[c]``: each row is written once.
+
+    Two launches. The first adds up chunks of ``chunk`` tokens that are all of one class, in fp32: of what is not one
+    class it reads two numbers. The second writes the table.
+    Tile: ``lanes`` threads, a vector of columns each, take ``classes`` classes: zeros where there is no token, then one
+    token after another, a few on their way, and a row is written where the class changes. Groups of classes with a
+    chunk of tokens or more wait for the CTA: all its groups add up one class's tokens, and in place of whole chunks
+    what the first launch found. So no class, however common, keeps one group busy for long, and bits depend on the
+    tile and on the places of a class among the sorted tokens alone.
+    Shared memory: 4 bytes per thread and element of a vector, a number.
+    Bytes moved per element: dout and dweight once; of chunks of one class 4 bytes more for every ``chunk`` rows, twice.
+    """
+
+    def __init__(self, variant):
+        self.keys, self.n = variant.tensors, variant.dims["n"]
+        tile = variant.tile
+        self.lanes, self.classes, self.chunk = tile["lanes"], tile["classes"], tile["chunk"]
+        self.threads, self.resident = tile["threads"], tile["resident"]
+        self.groups = self.threads // self.lanes
+        rows = [self.keys["dout"], self.keys["dweight"]]
+        self.vec = min(min(key.align, key.row_align) // ITEMSIZE[key.dtype] for key in rows)
+        self.chained = can_chain(variant.arch)
+
+    @cute.jit
+    def __call__(self, mEnds, mClasses, mOrder, mDout, mDweight, mParts, stream):
+        segments = self._segments(mDweight)
+        chunks = Int32(extent(mClasses, 0)) // self.chunk
+        self.sum_chunks(mClasses, mOrder, mDout, mParts).launch(
+            grid=[cutlass.max(chunks, 1) * segments, 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+        self.write_rows(mEnds, mClasses, mOrder, mDout, mDweight, mParts).launch(
+            grid=[self._blocks(mEnds) * segments, 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=SMEM_PERCENT,
+        )
+
+    def _segments(self, mDweight):
+        """CTAs that share a row."""
+        span = self.lanes * self.vec
+        return (self._columns(mDweight) + (span - 1)) // span
+
+    def _columns(self, mDweight):
+        return Int32(extent(mDweight, 1)) if self.n is None else self.n
+
+    def _place(self, mDweight):
+        """(block, group, first column, whether this thread has columns)."""
+        tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        segments = self._segments(mDweight)
+        block = bidx // segments
+        column = ((bidx - block * segments) * self.lanes + tidx % self.lanes) * self.vec
+        group = tidx // self.lanes
+        return block, group, column, (group < self.groups) & (column < self._columns(mDweight))
+
+    def _allocate(self):
+        smem = cutlass.utils.SmemAllocator()
+        layout = cute.make_layout(
+            (self.groups, self.vec, self.lanes), stride=(self.vec * self.lanes, self.lanes, 1)
+        )  # fmt: skip
+        return smem.allocate_tensor(Float32, layout, byte_alignment=16), smem.allocate_tensor(
+            Int32, cute.make_layout(1), byte_alignment=16
+        )
+
+    @cute.kernel
+    def sum_chunks(self, mClasses, mOrder, mDout, mParts):
+        sSum, _ = self._allocate()
+        chunk, group, column, inside = self._place(mParts)
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        first = chunk * self.chunk
+        if first + self.chunk <= Int32(extent(mClasses, 0)):
+            if mClasses[first] == mClasses[first + self.chunk - 1]:
+                rSum = fragment(Float32, self.vec)
+                rSum.fill(0.0)
+                self._add_tokens(
+                    rSum, mOrder, mDout, first, Int32(self.chunk), Int32(0), self.chunk, group, column, inside
+                )
+                self._combine(rSum, sSum, group)
+                store_if(inside & (group == 0), rSum, self._address(mParts, "parts", chunk, column))
+
+    @cute.kernel
+    def write_rows(self, mEnds, mClasses, mOrder, mDout, mDweight, mParts):
+        sSum, sLong = self._allocate()
+        block, group, column, inside = self._place(mDweight)
+        if cute.arch.thread_idx()[0] == 0:
+            sLong[0] = 0
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        cute.arch.barrier()
+        count = Int32(extent(mEnds, 0))
+        first = self._first(mEnds, block, cutlass.min(group, self.groups - 1))
+        begin = self._begin(mEnds, first, count)
+        ends = [mEnds[cutlass.min(first + i, count - 1)] for i in range(self.classes)]
+        rZero = fragment(mDweight.element_type, self.vec)
+        rZero.fill(0)
+        for i in cutlass.range_constexpr(self.classes):
+            empty = ends[i] == (begin if const_expr(i == 0) else ends[i - 1])
+            address = self._address(mDweight, "dweight", first + i, column)
+            store_if(inside & (first + i < count) & empty, rZero, address)
+        end = ends[self.classes - 1]
+        self._walk(mClasses, mOrder, mDout, mDweight, sLong, begin, end, column, inside)
+        cute.arch.barrier()
+        if sLong[0] != 0:
+            self._together(mEnds, mOrder, mDout, mDweight, mParts, sSum, block, group, column, inside)
+
+    def _blocks(self, mEnds):
+        of_block = self.groups * self.classes
+        return (Int32(extent(mEnds, 0)) + (of_block - 1)) // of_block
+
+    def _first(self, mEnds, block, group):
+        """The first of a group's classes. Common ones, neighbours in most vocabularies, go to many CTAs."""
+        return (group * self._blocks(mEnds) + block) * self.classes
+
+    @staticmethod
+    def _begin(mEnds, c, count):
+        """Where the tokens of a class begin; past the last class, where those of all end."""
+        before = mEnds[cutlass.max(cutlass.min(c, count) - 1, 0)]
+        return cutlass.select_(c > 0, before, Int32(0))
+
+    def _address(self, mX, name, row, column):
+        itemsize = mX.element_type.width // 8
+        return row_address(mX, self.keys[name], Int64(row), self._columns(mX)) + Int64(column) * itemsize
+
+    def _token(self, mDout, row, column, wanted):
+        """A token's vector, zeros where it is not wanted."""
+        rX = fragment(mDout.element_type, self.vec)
+        rX.fill(0)
+        load_if(wanted, rX, self._address(mDout, "dout", row, column))
+        return rX
+
+    @cute.jit
+    def _walk(
+        self, mClasses, mOrder, mDout, mDweight, sLong: cute.Tensor, begin: Int32, end: Int32, column: Int32,
+        inside: Boolean,
+    ):  # fmt: skip
+        """Token after token, where there is no whole chunk of them; else say so."""
+        if inside & (end - begin >= self.chunk):
+            sLong[0] = 1
+        if inside & (end > begin) & (end - begin < self.chunk):
+            rSum, rClass = fragment(Float32, self.vec), fragment(Int32, 1)
+            rSum.fill(0.0)
+            rClass[0] = mClasses[begin]
+            for j in cutlass.range(begin, end, UNROLL, unroll=1):
+                # Past the end, the last token again, and then zeros.
+                places = [cutlass.min(j + u, end - 1) for u in range(UNROLL)]
+                classes = [mClasses[place] for place in places]
+                rows = [mOrder[place] for place in places]
+                held = [self._token(mDout, row, column, j + u < end) for u, row in enumerate(rows)]
+                for u in cutlass.range_constexpr(UNROLL):
+                    self._next_class(mDweight, rSum, rClass, classes[u], column)
+                    rSum.store(rSum.load() + widen(held[u]))
+            self._store(mDweight, rSum, rClass[0], column, Boolean(True))
+
+    @cute.jit
+    def _next_class(self, mDweight, rSum: cute.Tensor, rClass: cute.Tensor, c: Int32, column: Int32):
+        if c != rClass[0]:
+            self._store(mDweight, rSum, rClass[0], column, Boolean(True))
+            rSum.fill(0.0)
+            rClass[0] = c
+
+    def _store(self, mDweight, rSum, c, column, wanted):
+        rOut = narrow(rSum.load(), mDweight.element_type, self.vec)
+        store_if(wanted, rOut, self._address(mDweight, "dweight", c, column))
+
+    @cute.jit
+    def _together(
+        self, mEnds, mOrder, mDout, mDweight, mParts, sSum: cute.Tensor, block: Int32, group: Int32, column: Int32,
+        inside: Boolean,
+    ):  # fmt: skip
+        """The classes of all groups that have a chunk of tokens, one after another."""
+        count = Int32(extent(mEnds, 0))
+        for g in cutlass.range(self.groups, unroll=1):
+            first = self._first(mEnds, block, g)
+            start = self._begin(mEnds, first, count)
+            if mEnds[cutlass.min(first + self.classes, count) - 1] - start >= self.chunk:
+                for c in cutlass.range(first, cutlass.min(first + self.classes, count), 1, unroll=1):
+                    begin, end = self._begin(mEnds, c, count), mEnds[c]
+                    if end > begin:
+                        rSum = fragment(Float32, self.vec)
+                        rSum.fill(0.0)
+                        self._add_class(rSum, mOrder, mDout, mParts, begin, end, group, column, inside)
+                        self._combine(rSum, sSum, group)
+                        self._store(mDweight, rSum, c, column, inside & (group == 0))
+
+    @cute.jit
+    def _add_class(
+        self, rSum: cute.Tensor, mOrder, mDout, mParts, begin: Int32, end: Int32, group: Int32, column: Int32,
+        inside: Boolean,
+    ):  # fmt: skip
+        """This group's share: of the tokens before and after the whole chunks, and of these chunks."""
+        low = (begin + (self.chunk - 1)) // self.chunk
+        whole = cutlass.max(end // self.chunk - low, 0)
+        head = cutlass.min(low * self.chunk, end) - begin
+        tokens = end - begin - whole * self.chunk
+        self._add_tokens(rSum, mOrder, mDout, begin, head, whole * self.chunk, tokens, group, column, inside)
+        for k in cutlass.range(group, whole, self.groups * UNROLL, unroll=1):
+            held = []
+            for u in cutlass.range_constexpr(UNROLL):
+                rPart = fragment(Float32, self.vec)
+                rPart.fill(0.0)
+                place = k + u * self.groups
+                load_if(inside & (place < whole), rPart, self._address(mParts, "parts", low + place, column))
+                held.append(rPart)
+            for u in cutlass.range_constexpr(UNROLL):
+                rSum.store(rSum.load() + held[u].load())
+
+    @cute.jit
+    def _add_tokens(
+        self, rSum: cute.Tensor, mOrder, mDout, begin: Int32, head: Int32, gap: Int32, count: Int32, group: Int32,
+        column: Int32, inside: Boolean,
+    ):  # fmt: skip
+        """This group's share of ``count`` sorted tokens, of which ``head`` come before a gap."""
+        for k in cutlass.range(group, count, self.groups * UNROLL, unroll=1):
+            places = [cutlass.min(k + u * self.groups, count - 1) for u in range(UNROLL)]
+            rows = [mOrder[begin + p + cutlass.select_(p >= head, gap, Int32(0))] for p in places]
+            wanted = [inside & (k + u * self.groups < count) for u in range(UNROLL)]
+            held = [self._token(mDout, row, column, want) for row, want in zip(rows, wanted)]
+            for u in cutlass.range_constexpr(UNROLL):
+                rSum.store(rSum.load() + widen(held[u]))
+
+    @cute.jit
+    def _combine(self, rSum: cute.Tensor, sSum: cute.Tensor, group: Int32):
+        """Group 0 gets the sum over the groups."""
+        lane = cute.arch.thread_idx()[0] % self.lanes
+        cute.arch.barrier()
+        if group < self.groups:
+            for j in cutlass.range_constexpr(self.vec):
+                sSum[group, j, lane] = rSum[j]
+        cute.arch.barrier()
+        if group == 0:
+            for g in cutlass.range(1, self.groups, unroll=1):
+                for j in cutlass.range_constexpr(self.vec):
+                    rSum[j] = rSum[j] + sSum[g, j, lane]

@@ -1,0 +1,225 @@
+"""Rows to float8_e4m3fn, held in registers.
+
+``scale = max(largest / 448, 2^-126)``, where ``largest`` is the largest finite magnitude of a row, or of a block of
+128 columns; 1 where that is zero. ``out = y / scale``, to nearest, saturating. What ``y`` is, subclasses say.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim, widen
+from cute_ops.kernels.lib.fp8 import BLOCK, largest_of_each, scale_of, to_fp8
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
+from cute_ops.kernels.lib.realign_store import ColumnStore, ColumnVectors
+from cute_ops.kernels.lib.row_layout import RowTile, row_address, row_count
+from cute_ops.kernels.lib.row_reduce import WARP
+from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
+from cute_ops.kernels.norm.fwd import SMEM_PERCENT, NormForward
+from cute_ops.kernels.norm.statistics import row_statistics
+
+
+class QuantizeRows(NormForward):
+    """One pass: a row stays in fp32 registers between its largest element and its output.
+
+    Tile: as in :class:`~cute_ops.kernels.norm.fwd.NormForward`, but wherever rows start, a row's first vector starts
+    with its first column, so that a block is one vector each of neighbouring lanes, which find its largest. The largest
+    of a row travels like its sum.
+    Shared memory: 4 bytes per warp and CTA of the cluster; for outputs whose rows start anywhere, a row.
+    Bytes moved per element: every tensor once.
+    """
+
+    def __init__(self, variant, source):
+        self.variant = variant
+        self.source = source
+        self.n = variant.dims["n"]
+        # A row within one block is one.
+        self.by_row = not variant.attrs["block"] or self.n <= BLOCK
+        v = self._vectors(variant, (*source.names, "out", "residual_out"))
+        self.tile = RowTile(v, variant.tile)
+        self.resident = variant.tile.get("resident", 1)
+        self.carveout = SMEM_PERCENT
+        self.late = bool(variant.tile.get("late", 0))
+        self.chained = can_chain(variant.arch)
+        self.blocks = 1 if self.by_row else -(-self.n // BLOCK)
+        # Lanes that hold a block with one vector each.
+        self.lanes = BLOCK // self.tile.vec
+        if not self.by_row and (self.lanes > WARP or self.tile.threads_per_row % self.lanes != 0):
+            raise ValueError(f"{self.tile.threads_per_row} threads of a row share a block of {self.lanes} vectors")
+        bytes_apart = [v.bytes[name] for name in ("out", "residual_out") if name in v.apart]
+        self.staged = ColumnStore(self.tile, max(bytes_apart)) if bytes_apart else None
+        self.unroll = 1 if self.staged else variant.tile.get("unroll", 1)
+        stages = min(self.unroll, 2)
+        self.sum = row_statistics(False, self.tile, source.eps, backward=False, stages=stages)
+        self.max = RowMax(self.tile, stages)
+        self.clustered = self.tile.cluster > 1 and (source.normed or self.by_row)
+
+    def _vectors(self, variant, names):
+        return ColumnVectors(variant, names, self.n, BLOCK // WARP)
+
+    @cute.jit
+    def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
+        cluster, rows = self.tile.cluster, self.tile.rows * self.unroll
+        self.kernel(inputs, columns, mResidualOut, mOut, mScale).launch(
+            grid=[Int32((row_count(mOut) + (rows - 1)) // rows), cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(self.clustered) else None,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
+        smem = cutlass.utils.SmemAllocator()
+        sums, maxima = self._exchange(smem)
+        sRows = self.staged.allocate(smem) if const_expr(self.staged is not None) else None
+        group, local, t, rank = self._here()
+        count = row_count(mOut)
+        sRow = sRows[None, local] if const_expr(self.staged is not None) else None
+        rows = [(group * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
+        firsts = [self._first(t, rank, row) for row in rows]
+
+        wait_for_previous(self.chained)
+        held = [
+            [self._load_row(m, name, row, count, first) for m, name in zip(inputs, self.source.names)]
+            for row, first in zip(rows, firsts)
+        ]
+        for row, first, vectors in zip(rows, firsts, held):
+            self._load_tails(list(zip(inputs, self.source.names)), vectors, row, count, first)
+        loaded = None
+        if const_expr(not self.late):
+            loaded = self._load_weights(*columns, firsts)
+        let_next_start(self.chained)
+        if const_expr(self.clustered):
+            cute.arch.cluster_wait()
+        for u in cutlass.range_constexpr(self.unroll):
+            place = rows[u], firsts[u], t, rank, count, sRow
+            vectors, rstd = [self._in_place(rX) for rX in held[u]], None
+            if const_expr(self.source.normed):
+                rH, rstd = self._normed(*vectors, mResidualOut, *sums, u, *place)
+                vectors = [rH]
+            if const_expr(self.late):
+                loaded = self._load_weights(*columns, firsts)
+            values = self._values(vectors, rstd, *loaded[u], firsts[u])
+            self._quantise(values, mOut, mScale, maxima, u, *place)
+
+    def _load_row(self, mX, name, row, count, first):
+        """As for a norm; of a tensor that lies apart from vectors, (pairs of vectors, bytes to skip)."""
+        if mX is None or name not in self.tile.v.apart:
+            return super()._load_row(mX, name, row, count, first)
+        vec, dtype, itemsize = self.tile.vec, mX.element_type, mX.element_type.width // 8
+        base = row_address(mX, self.variant.tensors[name], row, self.n)
+        past = bytes_past(base, dtype, vec)
+        end = cutlass.select_(row < count, Int32(self.n), Int32(-2 * vec))
+        pairs = []
+        for start in first:
+            rPair = cute.make_rmem_tensor((2 * vec,), dtype)
+            begin = start - past // itemsize
+            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, *self.tile.edge(row, count))
+            pairs.append(rPair)
+        return pairs, past
+
+    def _in_place(self, loaded):
+        if not isinstance(loaded, tuple):
+            return loaded
+        pairs, past = loaded
+        return settle_all(pairs, past)
+
+    def _normed(self, rX, rResidual, mResidualOut, sSum, mbar, step, row, first, t, rank, count, sRow):
+        """The row's h, stored where there is a residual, and rstd."""
+        for k in range(self.tile.per_thread):
+            for vectors in (rX, rResidual):
+                if vectors is not None and self._ragged(k):
+                    trim(vectors[k], first[k], Int32(self.n))
+        rH = rX
+        if rResidual is not None:
+            sums = [widen(a) + widen(b) for a, b in zip(rX, rResidual)]
+            rH = [narrow(h, mResidualOut.element_type, self.tile.vec) for h in sums]
+            self._put(rH, mResidualOut, "residual_out", row, first, t, rank, count, sRow)
+        given = self.sum.thread(lambda k: (widen(rH[k]),), first, None)
+        _, rstd = self.sum.forward_terms(self.sum(given, sSum, mbar, Int32(step)), 1.0 / self.n)
+        return rH, rstd
+
+    def _put(self, vectors, mX, name, row, first, t, rank, count, sRow):
+        """Store this thread's vectors of a row."""
+        if name in self.tile.v.apart:
+            if name == "out" and "residual_out" in self.tile.v.apart:
+                cute.arch.barrier()
+            address = row_address(mX, self.variant.tensors[name], row, self.n)
+            self.staged(vectors, sRow, address, t, rank, row < count)
+        else:
+            for k in range(self.tile.per_thread):
+                self._store_row(mX, name, vectors[k], row, count, first[k], k)
+
+    def _values(self, vectors, rstd, rWeight, rBias, first):
+        """This thread's vectors of a row in fp32."""
+        found = []
+        for k in range(self.tile.per_thread):
+            parameters = [None if rW is None else rW[k] for rW in (rWeight, rBias)]
+            found.append(self._value([widen(rX[k]) for rX in vectors], rstd, *parameters, first[k], k))
+        return found
+
+    def _value(self, wide, rstd, rWeight, rBias, first, k):
+        """This thread's k-th vector of a row in fp32, zero outside the row, where a bias or another's weight stands."""
+        rY = fragment(Float32, self.tile.vec)
+        rY.store(self.source(*wide, rstd, rWeight, rBias))
+        if self._ragged(k):
+            trim(rY, first, Int32(self.n))
+        return rY
+
+    def _exchange(self, smem):
+        """Shared memory of what crosses a row, ready to be used: of its sum and of its largest element."""
+        sums = self.sum.allocate(smem) if self.source.normed else None
+        maxima = self.max.allocate(smem) if self.by_row else (None, None)
+        if self.source.normed:
+            if self.by_row:
+                self.max.start(maxima[1])
+            self.sum.prepare(sums[1])
+        elif self.by_row:
+            self.max.prepare(maxima[1])
+        return sums, maxima
+
+    def _here(self):
+        """This CTA, this thread's row in it, the thread among those of the row, and the CTA in its cluster."""
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        row = self.tile.threads_per_row
+        return Int64(bidx), tidx // row, tidx % row, rank if self.tile.cluster > 1 else 0
+
+    def _quantise(self, values, mOut, mScale, maxima, step, row, first, t, rank, count, sRow):
+        base = row_address(mScale, self.variant.tensors["scale"], row, self.blocks)
+        if self.by_row:
+            largest = Float32(0.0)
+            for found in largest_of_each(values):
+                largest = cute.arch.fmax(largest, found)
+            inverse = self._row_scale(largest, maxima, base, step, (t == 0) & (rank == 0) & (row < count))
+            for rY in values:
+                rY.store(rY.load() * inverse)
+        else:
+            for rY, start, found in zip(values, first, largest_of_each(values)):
+                inverse = self._block_scale(found, base, start, (t % self.lanes == 0) & (row < count))
+                rY.store(rY.load() * inverse)
+        out = [to_fp8(rY.load(), self.tile.vec) for rY in values]
+        self._put(out, mOut, "out", row, first, t, rank, count, sRow)
+
+    def _row_scale(self, largest, maxima, base, step, speaks):
+        """One over the scale of a row, which the thread that speaks for it stores."""
+        (largest,) = self.max((largest,), *maxima, Int32(step))
+        factor, inverse = scale_of(largest)
+        store_number(speaks, factor, base)
+        return inverse
+
+    def _block_scale(self, largest, base, first, speaks):
+        """As :meth:`_row_scale`, for the block that this thread's vector lies in."""
+        factor, inverse = scale_of(lanes_max(largest, self.lanes))
+        store_number(speaks & (first < self.n), factor, base + Int64(first // BLOCK) * 4)
+        return inverse
+
+
+@cute.jit
+def store_number(here: Boolean, value: Float32, address: Int64):
+    if here:
+        gmem_elements(Float32, address, 1)[0] = value

@@ -1,0 +1,219 @@
+"""Rows to float8_e4m3fn, held in shared memory; see :mod:`cute_ops.kernels.quantize.one_pass` for the maths."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, const_expr
+
+from cute_ops.kernels.lib.copy import forget, narrow, opaque, widen
+from cute_ops.kernels.lib.fp8 import INFINITY, largest_of_each, magnitude, scale_of, to_fp8
+from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import Vectors, present, row_address, row_count
+from cute_ops.kernels.lib.row_reduce_max import SumAndMax
+from cute_ops.kernels.lib.smem_ring import RowRing
+from cute_ops.kernels.lib.smem_ring_unaligned import WindowRing
+from cute_ops.kernels.norm.statistics import Total
+from cute_ops.kernels.quantize.one_pass import QuantizeRows, store_number
+
+# What the norm and the scale together may multiply an element by: its product with that, and with the weight after it,
+# is then in the range of fp32.
+MOST = 2.0**63
+
+
+class QuantizeStaged(QuantizeRows):
+    """One pass: a row stays in shared memory in its own dtype, and is made fp32 as often as it is looked at.
+
+    For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Where
+    rows start anywhere, compact ones whose scale is one move in vectors that lie where memory's do, and their ends are
+    masked; of all others threads cut vectors that start with the row from those (:class:`WindowRing`).
+    Where a norm adds no bias its sum and its largest element cross the row together.
+    Shared memory: the CTA's part of the row; 4 bytes per warp and CTA of the cluster, twice.
+    Bytes moved per element: every tensor once.
+    """
+
+    def __init__(self, variant, source):
+        super().__init__(variant, source)
+        keys = present(variant, source.names)
+        self.windowed = bool(self.tile.v.apart)
+        self.ring = WindowRing(self.tile, keys) if self.windowed else RowRing(self.tile, keys, 1)
+        self.carveout = 100
+        # A factor that all elements share may be applied when the largest is known, what is added after it may not.
+        bias = variant.tensors.get("bias") is not None
+        self.together = source.normed and self.by_row and not bias and self.tile.rows == 1
+        # The sum does not ask for the order of the columns, nor for what other threads have copied.
+        self.apart = self.windowed and source.normed and not self.together and len(keys) == 1 and self.ring.complete
+        if self.together:
+            self.sum_and_max = SumAndMax(self.tile, 1)
+
+    def _vectors(self, variant, names):
+        v = Vectors(variant, names, self.n)
+        if self.by_row and v.shifted:
+            v.apart = ()
+            return v
+        return super()._vectors(variant, names)
+
+    @cute.kernel
+    def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
+        smem = cutlass.utils.SmemAllocator()
+        memory, slots = self.ring.allocate(smem, inputs, self.source.names)
+        both = self.sum_and_max.allocate(smem) if const_expr(self.together) else (None, None)
+        if const_expr(self.together):
+            self.sum_and_max.start(both[1])
+        sums, maxima = self._exchange(smem)
+        group, local, t, rank = self._here()
+        count, row = row_count(mOut), group * self.tile.rows + local
+        first = self._first(t, rank, row)
+        base = row_address(mScale, self.variant.tensors["scale"], row, self.blocks)
+        bases = [
+            None if m is None else row_address(m, self.variant.tensors[name], row, self.n)
+            for m, name in zip(inputs, self.source.names)
+        ]
+
+        wait_for_previous(self.chained)
+        held = [(sX, address) for sX, address in zip(slots, bases) if sX is not None]
+        edge = self.tile.edge(row, count)
+        # A group for every vector: the first look at them begins while the last ones are on their way.
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            self._fetch(held, first, rank, row < count, edge, k)
+            cute.arch.cp_async_commit_group()
+        loaded = None
+        if const_expr(not self.late):
+            # Behind the row, since those of rows that start anywhere are waited for; two at a time, since until then
+            # they take twice their registers.
+            pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
+            loaded = [found for ks in pairs for found in self._columns(*columns, first, ks)]
+        if const_expr(self.clustered):
+            cute.arch.cluster_wait()
+        if const_expr(self.windowed and not self.apart):
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.barrier()
+        given = held, mResidualOut, columns, loaded, first
+        place = memory, mOut, mResidualOut, base, row, t, rank, count
+        speaks = (t == 0) & (rank == 0) & (row < count)
+        if const_expr(self.together):
+            self._at_once(given, both, sums, maxima, speaks, place)
+        else:
+            rstd = self._rstd(given, sums) if const_expr(self.source.normed) else None
+            if const_expr(self.apart):
+                cute.arch.barrier()
+            self._one_by_one(given, rstd, maxima, speaks, place)
+        let_next_start(self.chained)
+
+    def _fetch(self, held, first, rank, valid, edge, k):
+        """Start loading this thread's k-th vectors, with the last ones what lies past the CTA's own."""
+        tails = []
+        for sX, address in held:
+            begins = self.ring.begins(sX, address, first) if self.windowed else first
+            self.ring.fetch(sX, address, begins, valid, edge[0], Int32(0), [k])
+            tails.append((sX, address, begins, valid))
+            if self.windowed and k == self.tile.per_thread - 1:
+                self.ring.fetch_last(sX, address, rank, valid, edge[0])
+        self.ring.fetch_tails(tails, edge, Int32(0), [k])
+
+    @cute.jit
+    def _at_once(self, given: cutlass.Constexpr, both, sums, maxima, speaks, place: cutlass.Constexpr):
+        """A norm's sum and its largest element before the norm divides it, which is all that the output wants."""
+        squares, largest = Total(self.tile.per_thread), Float32(0.0)
+        for k in cutlass.range_constexpr(self.tile.per_thread):
+            self._arrive(given, k)
+            h = widen(self._hidden(given, k))
+            squares.add(h, h)
+            largest = magnitude(self._again(given, Float32(1.0), k), largest)
+        squares, largest = self.sum_and_max((squares.value(), largest), *both, Int32(0))
+        _, rstd = self.sum.forward_terms((squares,), 1.0 / self.n)
+        factor, inverse = scale_of(largest * rstd)
+        if (largest * rstd < INFINITY) & (rstd * inverse < MOST) & (rstd * inverse > 1 / MOST):
+            store_number(speaks, factor, place[3])
+            self._write(given, rstd * inverse, None, place)
+        else:
+            # Seldom: nothing is kept for this, the weight is loaded again.
+            held, mResidualOut, columns, _, first = given
+            again = held, mResidualOut, columns, None, [opaque(f) for f in first]
+            self._one_by_one(again, rstd, maxima, speaks, place)
+
+    def _one_by_one(self, given, rstd, maxima, speaks, place):
+        """The row's largest element, then its output."""
+        inverse = None
+        if self.by_row:
+            largest = Float32(0.0)
+            for k in range(self.tile.per_thread):
+                if not self.source.normed:
+                    self._arrive(given, k)
+                largest = cute.arch.fmax(largest, *largest_of_each([self._again(given, rstd, k)]))
+            inverse = self._row_scale(largest, maxima, place[3], 0, speaks)
+        self._write(given, rstd, inverse, place)
+
+    def _rstd(self, given, sums):
+        def look(k):
+            self._arrive(given, k)
+            return (widen(self._own(given, k)),)
+
+        terms = self.sum.thread(look, given[-1], None)
+        _, rstd = self.sum.forward_terms(self.sum(terms, *sums, Int32(0)), 1.0 / self.n)
+        return rstd
+
+    def _write(self, given, rstd, inverse, place):
+        memory, mOut, mResidualOut, base, row, t, rank, count = place
+        first, through = given[-1], {}
+        for k in range(self.tile.per_thread):
+            if not self.source.normed and not self.by_row:
+                self._arrive(given, k)
+            rY = self._again(given, rstd, k)
+            if not self.by_row:
+                speaks = (t % self.lanes == 0) & (row < count)
+                inverse = self._block_scale(*largest_of_each([rY]), base, first[k], speaks)
+            y = rY.load() if inverse is None else rY.load() * inverse
+            outputs = {"out": (mOut, to_fp8(y, self.tile.vec))}
+            if mResidualOut is not None:
+                outputs["residual_out"] = mResidualOut, self._hidden(given, k)
+            for name, (m, rX) in outputs.items():
+                if name in self.tile.v.apart:
+                    through.setdefault(name, (m, []))[1].append(rX)
+                else:
+                    self._store_row(m, name, rX, row, count, first[k], k)
+        for name, (m, vectors) in through.items():
+            # What was read has left its memory to the outputs, one after the other.
+            cute.arch.barrier()
+            address = row_address(m, self.variant.tensors[name], row, self.n)
+            self.staged(vectors, self.staged.view(memory), address, t, rank, row < count)
+
+    def _again(self, given, rstd, k):
+        """This thread's k-th vector of y."""
+        _, _, columns, loaded, first = given
+        parameters = self._columns(*columns, first, [k])[0] if loaded is None else loaded[k]
+        for rW in parameters:
+            if rW is not None:
+                forget(rW)  # kept in its own dtype until here
+        return self._value(self._wide(given, k), rstd, *parameters, first[k], k)
+
+    def _arrive(self, given, k):
+        """Wait for this thread's k-th vectors, at the first look at them."""
+        if self.windowed and not self.apart:
+            return
+        cute.arch.cp_async_wait_group(self.tile.per_thread - 1 - k)
+        if not self.windowed and self._ragged(k):
+            self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1][k])
+
+    def _own(self, given, k):
+        """As :meth:`_hidden`, or as many other elements of the row, for its sum."""
+        if not self.apart:
+            return self._hidden(given, k)
+        ((sX, address),) = given[0]
+        return self.ring.read_own(sX, address, given[-1], k)
+
+    def _read(self, held, first, k):
+        sX, address = held
+        return self.ring.read_row(sX, address, first, k) if self.windowed else self.ring.read(sX, k, Int32(0))
+
+    def _hidden(self, given, k):
+        """This thread's k-th vector of h."""
+        held, mResidualOut, *_, first = given
+        vectors = [self._read(one, first, k) for one in held]
+        if mResidualOut is None:
+            return vectors[0]
+        return narrow(widen(vectors[0]) + widen(vectors[1]), mResidualOut.element_type, self.tile.vec)
+
+    def _wide(self, given, k):
+        """What the source takes of this thread's k-th vector."""
+        if self.source.normed:
+            return [widen(self._hidden(given, k))]
+        return [widen(self._read(one, given[-1], k)) for one in given[0]]

@@ -1,0 +1,154 @@
+"""Rows to float8_e4m3fn, of any length: too long for the registers of a cluster, or not known before.
+
+See :mod:`cute_ops.kernels.quantize.one_pass` for the maths.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import fragment, load_elements, load_if, narrow, store_elements, store_if, trim
+from cute_ops.kernels.lib.fp8 import BLOCK, largest_finite, scale_of, to_fp8
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import Vectors, row_address, row_count
+from cute_ops.kernels.lib.row_reduce import WARP, RowSum
+from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
+from cute_ops.kernels.norm.two_pass import MAX_GRID, LongTile
+from cute_ops.kernels.quantize.one_pass import store_number
+
+
+class QuantizeLong:
+    """A CTA walks a row two or three times: for its sum where it is normed, for its largest element where the whole row
+    has one scale, and for its output. It does so in steps of one vector per thread, and none straddles two blocks.
+
+    Rows that start on a vector move whole vectors, all others go element by element, four to a thread.
+    Shared memory: 4 bytes per warp, twice, for the sum and for the largest.
+    Bytes moved per element: inputs once per walk, after the first from L2 where the row fits; outputs once.
+    """
+
+    def __init__(self, variant, source):
+        self.variant = variant
+        self.source = source
+        v = Vectors(variant, (*source.names, "out", "residual_out"), variant.dims["n"])
+        self.whole = not v.masked and v.vec >= BLOCK // WARP
+        self.vec = v.vec if self.whole else BLOCK // WARP
+        self.lanes = BLOCK // self.vec
+        self.tile = LongTile(v, variant.tile)
+        self.by_row = not variant.attrs["block"]
+        self.sum = RowSum(self.tile, values=1, stages=2)
+        self.max = RowMax(self.tile, stages=2)
+        self.chained = can_chain(variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
+        rows = row_count(mOut)
+        self.kernel(inputs, columns, mResidualOut, mOut, mScale).launch(
+            grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
+            block=[self.tile.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        smem = cutlass.utils.SmemAllocator()
+        sSum, _ = self.sum.allocate(smem)
+        sMax, _ = self.max.allocate(smem)
+        n = Int32(mOut.shape[len(mOut.shape) - 1])
+        stride = self.tile.threads * self.vec
+        walk = (n + (stride - 1)) // stride
+        start = tidx * self.vec
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        steps = Int32((row_count(mOut) - bidx + (grid - 1)) // Int64(grid))
+        for step in cutlass.range(steps, unroll=1):
+            row = Int64(bidx) + Int64(step) * Int64(grid)
+            bases = [self._base(m, name, row) for m, name in zip(inputs, self.source.names)]
+            out_base, scale_base = self._base(mOut, "out", row), self._base(mScale, "scale", row)
+            read, read_bases, rstd = inputs, bases, None
+            if const_expr(self.source.normed):
+                squares = Float32(0.0)
+                if const_expr(mResidualOut is not None):
+                    sum_base = self._base(mResidualOut, "residual_out", row)
+                    # This thread's own stores are read back.
+                    read, read_bases = (mResidualOut,), [sum_base]
+                    for i in cutlass.range(walk, unroll=2):
+                        first = i * stride + start
+                        h = self._read(inputs[0], bases[0], first, n) + self._read(inputs[1], bases[1], first, n)
+                        rH = narrow(h, mResidualOut.element_type, self.vec)
+                        self._write(rH, sum_base, first, n)
+                        h = rH.load().to(Float32)
+                        squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                else:
+                    read, read_bases = inputs[:1], bases[:1]
+                    for i in cutlass.range(walk, unroll=4):
+                        h = self._read(inputs[0], bases[0], i * stride + start, n)
+                        squares = squares + (h * h).reduce(cute.ReductionOp.ADD, Float32(0.0), 0)
+                (total,) = self.sum((squares,), sSum, None, step)
+                rstd = cute.math.rsqrt(total / Float32(n) + self.source.eps, fastmath=True)
+            inverse = Float32(0.0)
+            if const_expr(self.by_row):
+                largest = Float32(0.0)
+                for i in cutlass.range(walk, unroll=2):
+                    rY = self._value(read, read_bases, rstd, columns, i * stride + start, n)
+                    largest = largest_finite(rY, largest)
+                (largest,) = self.max((largest,), sMax, None, step)
+                factor, inverse = scale_of(largest)
+                store_number(tidx == 0, factor, scale_base)
+            for i in cutlass.range(walk, unroll=2):
+                first = i * stride + start
+                rY = self._value(read, read_bases, rstd, columns, first, n)
+                if const_expr(not self.by_row):
+                    self._scale_block(rY, scale_base, first, n)
+                else:
+                    rY.store(rY.load() * inverse)
+                self._write(to_fp8(rY.load(), self.vec), out_base, first, n)
+
+    def _scale_block(self, rY, base, first, n):
+        factor, inverse = scale_of(lanes_max(largest_finite(rY, Float32(0.0)), self.lanes))
+        store_number((first % BLOCK == 0) & (first < n), factor, base + Int64(first // BLOCK) * 4)
+        rY.store(rY.load() * inverse)
+
+    def _base(self, mX, name, row):
+        if mX is None:
+            return None
+        return row_address(mX, self.variant.tensors[name], row, mX.shape[len(mX.shape) - 1])
+
+    def _value(self, inputs, bases, rstd, columns, first, n):
+        """A vector in fp32, zero outside the row."""
+        wide = [self._read(m, base, first, n) for m, base in zip(inputs, bases)]
+        parameters = [
+            None if m is None else self._column(m, name, first, n) for m, name in zip(columns, ("weight", "bias"))
+        ]
+        rY = fragment(Float32, self.vec)
+        rY.store(self.source(*wide, rstd, *parameters))
+        trim(rY, first, n)
+        return rY
+
+    def _read(self, mX, base, first, n):
+        rX = self._vector(mX.element_type, base + Int64(first) * (mX.element_type.width // 8), self.whole, first, n)
+        return rX.load().to(Float32)
+
+    def _column(self, mW, name, first, n):
+        itemsize = mW.element_type.width // 8
+        whole = self.whole and self.variant.tensors[name].align >= min(self.vec * itemsize, 16)
+        return self._vector(mW.element_type, mW.iterator.toint() + Int64(first) * itemsize, whole, first, n)
+
+    def _vector(self, dtype, address, whole, first, n):
+        rX = fragment(dtype, self.vec)
+        rX.fill(0)
+        if whole:
+            load_if(first < n, rX, address)
+        else:
+            load_elements(rX, address, first, n)
+        return rX
+
+    def _write(self, rX, base, first, n):
+        address = base + Int64(first) * (rX.element_type.width // 8)
+        if self.whole:
+            store_if(first < n, rX, address)
+        else:
+            store_elements(rX, address, first, n)

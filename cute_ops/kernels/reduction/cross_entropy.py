@@ -1,0 +1,225 @@
+"""Cross entropy kernels: see :mod:`cute_ops.ops.reduction.cross_entropy` for the maths."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_ops.kernels.lib.copy import fragment, gmem_elements
+from cute_ops.kernels.lib.row_copy import number_or, store_number
+from cute_ops.kernels.lib.row_layout import row_address
+from cute_ops.kernels.lib.row_reduce_lse import LogSum, exponentials, moved
+from cute_ops.kernels.rowwise.map import Segments
+from cute_ops.kernels.rowwise.one_pass import RowFunction
+from cute_ops.kernels.rowwise.two_pass import run_rows
+
+
+@cute.jit
+def number_at(
+    mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, there: Boolean, other: cutlass.Constexpr
+):
+    """A row's element in fp32 where it is there."""
+    rX = cute.make_rmem_tensor((1,), Float32)
+    rX.fill(other)
+    if there:
+        address = row_address(mX, key, row, mX.shape[len(mX.shape) - 1]) + column * (mX.element_type.width // 8)
+        rX[0] = gmem_elements(mX.element_type, address, 1)[0].to(Float32)
+    return rX[0]
+
+
+class Settings:
+    """The attributes, and what they make of a row's sums."""
+
+    def __init__(self, variant):
+        attrs = variant.attrs
+        self.ignored, self.smoothing, self.z = attrs["ignore_index"], attrs["label_smoothing"], attrs["z_loss"]
+        # Of a slice of the classes the target may be in another one, and adds nothing to this one's loss.
+        self.classes = attrs.get("classes", 0)
+        self.absent = 0.0 if self.classes else Float32.nan
+
+    def loss(self, results, known, picked, n):
+        """The loss of a row that counts, and its log-sum: differences from the maximum, which may be large."""
+        top, log_sum = results[0], cute.math.log(results[1])
+        loss = log_sum + (1.0 - self.smoothing) * cutlass.select_(known, top - picked, Float32(self.absent))
+        if self.smoothing != 0:
+            loss = loss - self.smoothing * (results[2] / Float32(self.classes or n))
+        if self.z != 0:
+            lse = top + log_sum
+            loss = loss + self.z * lse * lse
+        return loss, log_sum
+
+    def scales(self, log_sum, top, dloss, n):
+        """What the exponentials of a row's differences from the maximum are multiplied by for their gradient, and what
+        is taken off.
+        """
+        scale = dloss * (1.0 + 2.0 * self.z * (top + log_sum)) if self.z else dloss
+        return scale * cute.math.exp(-log_sum), dloss * (self.smoothing / Float32(self.classes or n))
+
+    def slope(self, x, top, scales):
+        """The gradient of a vector of logits, but for the target."""
+        dx = exponentials(x, top) * scales[0]
+        return dx - scales[1] if self.smoothing else dx
+
+    def at_target(self, dloss):
+        return dloss * (1.0 - self.smoothing)
+
+
+class Loss(RowFunction):
+    """A maximum and a sum per row. The target's logit is read on its own, together with the others: read when they are
+    summed, it would keep the CTA waiting once more.
+
+    Rows whose target is ``ignore_index`` are not read.
+    """
+
+    inputs, outputs = ("logits",), ()
+
+    def __init__(self, variant):
+        self.set = Settings(variant)
+        self.reduction = LogSum(plain=self.set.smoothing != 0)
+
+    def begin(self, variant, numbers, row, there):
+        mLogits, mTarget, *_ = numbers
+        n = Int64(mLogits.shape[len(mLogits.shape) - 1])
+        target = Int64(number_or(mTarget, variant.tensors["target"], row, there, 0))
+        kept = target != self.set.ignored
+        known = there & kept & (target >= 0) & (target < n)
+        picked = number_at(mLogits, variant.tensors["logits"], row, target, known, -Float32.inf)
+        return (kept, known, picked), there & kept
+
+    def finish(self, variant, numbers, rows, results, context, row):
+        mLogits, _, mLoss, mMax, mSum = numbers
+        kept, known, picked = context
+        loss, log_sum = self.set.loss(results, known, picked, mLogits.shape[len(mLogits.shape) - 1])
+        for name, m, value in zip(("loss", "row_max", "log_sum"), (mLoss, mMax, mSum), (loss, results[0], log_sum)):
+            store_number(number_where(kept, value), m, variant.tensors[name], row)
+
+
+class CrossEntropy:
+    """``loss = lse - (1 - label_smoothing) * logits[target] - label_smoothing * mean(logits) + z_loss * lse^2``."""
+
+    def __init__(self, variant):
+        self.form = run_rows(variant, Loss(variant))
+
+    @cute.jit
+    def __call__(self, mLogits, mTarget, mLoss, mMax, mSum, stream):
+        self.form((mLogits,), (), (mLogits, mTarget, mLoss, mMax, mSum), stream)
+
+
+class LossGradient:
+    """``dloss * (softmax(logits) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * onehot - label_smoothing / n)``."""
+
+    inputs, outputs = ("logits",), ("dlogits",)
+
+    def __init__(self, variant):
+        self.set = Settings(variant)
+
+    def begin(self, variant, numbers, row, there):
+        mLogits, mTarget, mMax, mSum, mDloss = numbers
+        n = mLogits.shape[len(mLogits.shape) - 1]
+        tensors = variant.tensors
+        target = Int64(number_or(mTarget, tensors["target"], row, there, 0))
+        top = number_or(mMax, tensors["row_max"], row, there, 0)
+        log_sum = number_or(mSum, tensors["log_sum"], row, there, 0)
+        dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
+        kept = target != self.set.ignored
+        known = (target >= 0) & (target < Int64(n))
+        if not self.set.classes:
+            dloss = cutlass.select_(known, dloss, Float32.nan)
+        # Rows that are not read have zeros in place of their logits and of what the forward saved: no NaN.
+        dloss = cutlass.select_(kept, dloss, Float32(0.0))
+        column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
+        return (column, top, self.set.scales(log_sum, top, dloss, n), dloss), there & kept
+
+    def emit(self, values, first, vec, context):
+        column, top, scales, dloss = context
+        rDx = fragment(Float32, vec)
+        rDx.store(self.set.slope(values[0], top, scales))
+        subtract_at(rDx, column - first, self.set.at_target(dloss))
+        return (rDx.load(),)
+
+
+class LossStep(RowFunction):
+    """A row's loss and its gradient: the row stays on the chip between the two."""
+
+    inputs, outputs = ("logits",), ("dlogits",)
+
+    def __init__(self, variant):
+        self.set = Settings(variant)
+        self.reduction = LogSum(plain=self.set.smoothing != 0)
+
+    def begin(self, variant, numbers, row, there):
+        mLogits, mTarget, mDloss, _ = numbers
+        tensors, n = variant.tensors, mLogits.shape[len(mLogits.shape) - 1]
+        target = Int64(number_or(mTarget, tensors["target"], row, there, 0))
+        dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
+        kept = target != self.set.ignored
+        known = kept & (target >= 0) & (target < Int64(n))
+        picked = number_at(mLogits, tensors["logits"], row, target, there & known, -Float32.inf)
+        column = Int32(cutlass.select_(known, target, Int64(-1)))
+        return (kept, known, column, cutlass.select_(known, dloss, Float32.nan), picked, n), there & kept
+
+    def tied(self, state, context):
+        """The target's logit belongs to the maximum anyway. Nobody writes before everybody has given a maximum, so that
+        it is not overwritten, in place, on its way to a thread.
+        """
+        return moved(state, cute.arch.fmax(state[0], context[4]))
+
+    def emit(self, values, results, context, first):
+        kept, _, column, dloss, _, n = context
+        scales = self.set.scales(cute.math.log(results[1]), results[0], dloss, n)
+        rDx = fragment(Float32, cute.size(values[0].shape))
+        rDx.store(self.set.slope(values[0], results[0], scales))
+        subtract_within(rDx, column - first, self.set.at_target(dloss))
+        zero_unless(rDx, kept)  # what is there in place of a row that was not read
+        return (rDx.load(),)
+
+    def finish(self, variant, numbers, rows, results, context, row):
+        mLoss = numbers[3]
+        kept, known, _, _, picked, n = context
+        loss, _ = self.set.loss(results, known, picked, n)
+        store_number(number_where(kept, loss), mLoss, variant.tensors["loss"], row)
+
+
+@cute.jit
+def subtract_at(rX: cute.Tensor, place: Int32, amount: Float32):
+    """Subtract from the element at a place, in the vector that has it."""
+    for j in cutlass.range_constexpr(cute.size(rX)):
+        rX[j] = rX[j] - cutlass.select_(place == j, amount, Float32(0.0))
+
+
+@cute.jit
+def subtract_within(rX: cute.Tensor, place: Int32, amount: Float32):
+    """The same by a branch, where instructions are what takes time."""
+    if (place >= 0) & (place < cute.size(rX)):
+        subtract_at(rX, place, amount)
+
+
+@cute.jit
+def zero_unless(rX: cute.Tensor, kept: Boolean):
+    for j in cutlass.range_constexpr(cute.size(rX)):
+        rX[j] = cutlass.select_(kept, rX[j], Float32(0.0))
+
+
+def number_where(there, number):
+    return Float32(cutlass.select_(there, number, Float32(0.0)))
+
+
+class CrossEntropyBackward:
+    """Gradient of :class:`CrossEntropy`, from the saved maximum and log-sum."""
+
+    def __init__(self, variant):
+        self.form = Segments(variant, LossGradient(variant))
+
+    @cute.jit
+    def __call__(self, mLogits, mTarget, mMax, mSum, mDloss, mDlogits, stream):
+        self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mMax, mSum, mDloss), stream)
+
+
+class CrossEntropyStep:
+    """Loss and gradient in one pass, for a cotangent that is known beforehand."""
+
+    def __init__(self, variant):
+        self.form = run_rows(variant, LossStep(variant))
+
+    @cute.jit
+    def __call__(self, mLogits, mTarget, mDloss, mDlogits, mLoss, stream):
+        self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mDloss, mLoss), stream)

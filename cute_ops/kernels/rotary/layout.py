@@ -1,0 +1,195 @@
+"""How a head's rotated and untouched elements spread over vectors, and the rotation itself.
+
+A head of ``d`` elements has ``r`` pairs, ``(j, j + r)`` or interleaved ``(2j, 2j + 1)``, and then ``d - 2r`` elements
+that pass through. A *chunk* is what one thread holds of it: two vectors of ``vec`` elements. Those of a rotated chunk
+are the first and the second elements of ``vec`` pairs, ``r`` apart; interleaved, and where elements pass through, the
+two lie side by side.
+"""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, load_if, store_if
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address, row_count
+
+VECTOR_BYTES = 16
+# CTAs in the second dimension of a grid.
+MAX_LINES = 65535
+
+
+class Rotary:
+    """Chunks of one head.
+
+    Args:
+        variant: the kernel's variant, with dims ``d`` and ``r``, None where dynamic.
+        heads: names of the tensors with heads.
+        interleaved: which pairs.
+    """
+
+    def __init__(self, variant, heads, interleaved):
+        self.d, self.r = variant.dims["d"], variant.dims["r"]
+        self.interleaved = interleaved
+        keys = [variant.tensors[name] for name in heads]
+        if self.d is None:
+            self.vec = 1  # nothing is known of where halves begin
+        else:
+            fits = [min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in keys]
+            widest = min(fits)
+            self.vec = math.gcd(widest, self.r, self.d - 2 * self.r)
+        self.tables = variant.tensors["cos"], variant.tensors["sin"]
+
+    def sizes(self, mX, mCos):
+        """(d, r), static where known."""
+        if self.d is not None:
+            return self.d, self.r
+        return Int32(mX.shape[len(mX.shape) - 1]), Int32(mCos.shape[len(mCos.shape) - 1])
+
+    def chunks(self, d, r):
+        """Chunks of a head: rotated ones, then those that pass through."""
+        return r // self.vec + (d - 2 * r + 2 * self.vec - 1) // (2 * self.vec)
+
+    def place(self, chunk, d, r):
+        """(whether a chunk is rotated, element where its first vector begins, and its second, which may be past d)."""
+        rotated = chunk < r // self.vec
+        beside = chunk * (2 * self.vec)
+        if self.interleaved:
+            return rotated, beside, beside + self.vec
+        first = chunk * self.vec
+        passing = beside + 2 * r - (r // self.vec) * (2 * self.vec)
+        if isinstance(r, int) and d == 2 * r:
+            return rotated, first, first + r
+        return (
+            rotated, cutlass.select_(rotated, first, passing),
+            cutlass.select_(rotated, first + r, passing + self.vec),
+        )  # fmt: skip
+
+    def row(self, mCos, token):
+        """The row of both tables that a token reads: they start again where they are shared."""
+        return token % row_count(mCos)
+
+    def table(self, mTable, which, row, chunk, rotated):
+        """The cosines or sines of a chunk's pairs, in fp32; zeros where it is not rotated.
+
+        Not anything: what a token that is not there adds to a sum is multiplied by them.
+        """
+        key = self.tables[which]
+        n = mTable.shape[len(mTable.shape) - 1]
+        address = row_address(mTable, key, row, n)
+        address = address + Int64(chunk * self.vec) * ITEMSIZE[key.dtype]
+        rTable = fragment(mTable.element_type, self.vec)
+        rTable.fill(0)
+        if min(key.align, key.row_align) >= access_bits(mTable.element_type, self.vec) // 8:
+            load_if(rotated, rTable, address)
+        else:
+            _elements_if(rotated, rTable, address)
+        rWide = fragment(Float32, self.vec)
+        rWide.store(rTable.load().to(Float32))
+        return rWide
+
+    def load(self, dtype, address, valid, first, second, d):
+        """A chunk's two vectors as one fp32 fragment in memory order; zeros where not valid or past the head."""
+        rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
+        rX.fill(0)
+        halves = self._halves(rX)
+        itemsize = dtype.width // 8
+        load_if(valid, halves[0], address + Int64(first) * itemsize)
+        load_if(valid & (second < d), halves[1], address + Int64(second) * itemsize)
+        rWide = fragment(Float32, 2 * self.vec)
+        rWide.store(rX.load().to(Float32))
+        return rWide
+
+    def column(self, mWeight, key, valid, first, second, d):
+        """Weights of a chunk's elements, in fp32; zeros past the head."""
+        rWeight = cute.make_rmem_tensor((2 * self.vec,), mWeight.element_type)
+        rWeight.fill(0)
+        itemsize = ITEMSIZE[key.dtype]
+        aligned = key.align >= access_bits(mWeight.element_type, self.vec) // 8
+        for rHalf, start in zip(self._halves(rWeight), (first, second)):
+            address = mWeight.iterator.toint() + Int64(start) * itemsize
+            if aligned:
+                load_if(valid & (start < d), rHalf, address)
+            else:
+                _elements_if(valid & (start < d), rHalf, address)
+        rWide = fragment(Float32, 2 * self.vec)
+        rWide.store(rWeight.load().to(Float32))
+        return rWide
+
+    def store(self, rWide, dtype, address, valid, first, second, d):
+        rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
+        rX.store(rWide.load().to(dtype))
+        halves = self._halves(rX)
+        itemsize = dtype.width // 8
+        store_if(valid, halves[0], address + Int64(first) * itemsize, True)
+        store_if(valid & (second < d), halves[1], address + Int64(second) * itemsize, True)
+
+    def _halves(self, rX):
+        return [cute.make_tensor(rX.iterator + i * self.vec, cute.make_layout(self.vec)) for i in range(2)]
+
+    def pair(self, j):
+        """Where the two elements of a chunk's j-th pair are in its fragment."""
+        return (2 * j, 2 * j + 1) if self.interleaved else (j, j + self.vec)
+
+    def rotate(self, rX, rCos, rSin, rotated, sign=1.0):
+        """Turn the pairs of a chunk by their angles, or with ``sign=-1`` back; what is not rotated stays."""
+        for j in range(self.vec):
+            a, b = self.pair(j)
+            x, y, c, s = rX[a], rX[b], rCos[j], rSin[j] * sign
+            rX[a] = cutlass.select_(rotated, x * c - y * s, x)
+            rX[b] = cutlass.select_(rotated, y * c + x * s, y)
+
+
+@cute.jit
+def _elements_if(valid: cutlass.Boolean, rX: cute.Tensor, address: Int64):
+    if valid:
+        gX = gmem_elements(rX.element_type, address, cute.size(rX))
+        for j in cutlass.range_constexpr(cute.size(rX)):
+            rX[j] = gX[j]
+
+
+def table_grid(blocks, mX, mCos):
+    """The grid where so many CTAs go through the rows of the tables, once for each of the sequences that share them.
+
+    CTAs start in the order of the first dimension: those that read a row start together, and find it in L2.
+    """
+    planes = (blocks + (MAX_LINES - 1)) // MAX_LINES
+    return [Int32(token_count(mX) // row_count(mCos)), Int32(cutlass.min(blocks, Int64(MAX_LINES))), Int32(planes)]
+
+
+def sequence_and_block():
+    """This CTA's sequence, and which of the CTAs of a sequence it is, in 64 bits."""
+    sequence, line, plane = cute.arch.block_idx()
+    return Int64(sequence), Int64(plane) * MAX_LINES + line
+
+
+def head_count(mX):
+    """Size of the dim before the last."""
+    return Int32(mX.shape[len(mX.shape) - 2])
+
+
+def token_count(mX):
+    """Product of the dims before heads and elements."""
+    count = Int64(1)
+    for i in range(len(mX.shape) - 2):
+        count = count * extent(mX, i)
+    return count
+
+
+def head_address(mX, key, token, head, d):
+    """Byte address of a head, in 64 bits throughout."""
+    itemsize = mX.element_type.width // 8
+    last = len(mX.shape) - 2
+    base = mX.iterator.toint()
+    if key.layout == "flat":
+        return base + (token * Int64(head_count(mX)) + Int64(head)) * Int64(d * itemsize)
+    offset, rest = Int64(head) * Int64(mX.stride[last]), token
+    for i in reversed(range(1, last)):
+        size = extent(mX, i)
+        above = rest // size
+        offset = offset + (rest - above * size) * Int64(mX.stride[i])
+        rest = above
+    if last > 0:
+        offset = offset + rest * Int64(mX.stride[0])
+    return base + offset * itemsize

@@ -1,0 +1,380 @@
+"""RMS norm of every head and its rotation in one pass, of q and k at once."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.copy import fragment
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import row_count
+from cute_ops.kernels.rotary.layout import Rotary, head_address, head_count, sequence_and_block, table_grid, token_count
+
+WARP = 32
+# Chunks of a head that a thread keeps in registers; heads of more go through memory twice.
+MOST_KEPT = 2
+
+
+class HeadRows:
+    """How heads spread over threads.
+
+    ``lanes`` neighbouring threads share a head, each with ``per_thread`` of its chunks (see :mod:`._rotary`), and each
+    unit of so many threads works on ``heads`` heads of a token, for which it reads cosines, sines and weights once.
+    CTAs work on q or on k, never on both. Heads that do not fit, or of a length that is not known, are *long*: a warp
+    walks over one of them twice.
+    """
+
+    def __init__(self, variant, names):
+        self.variant = variant
+        self.rotary = Rotary(variant, names, interleaved=False)
+        self.eps = variant.attrs["eps"]
+        self.threads = variant.tile["threads"]
+        chunks = None if self.rotary.d is None else self.rotary.chunks(self.rotary.d, self.rotary.r)
+        self.long = chunks is None or chunks > MOST_KEPT * WARP
+        self.lanes = WARP if self.long else min(1 << (chunks - 1).bit_length(), WARP)
+        self.per_thread = None if self.long else -(-chunks // self.lanes)
+        self.whole = not self.long and chunks == self.lanes * self.per_thread
+        self.units = self.threads // self.lanes
+        self.heads = 1 if self.long else variant.tile["heads"]
+        self.chained = can_chain(variant.arch)
+
+    def key(self, name):
+        return self.variant.tensors[name]
+
+    def groups(self, mX):
+        """Units of a token."""
+        return (head_count(mX) + (self.heads - 1)) // self.heads
+
+    def unit(self, mX, block, tokens):
+        """(token, first head, whether there is such a token) of this thread's unit of a block of them."""
+        groups = self.groups(mX)
+        start = block * self.units
+        # One division in 64 bits per CTA, the rest in 32.
+        above = start // Int64(groups)
+        local = Int32(start - above * Int64(groups)) + cute.arch.thread_idx()[0] // self.lanes
+        below = local // groups
+        token = above + Int64(below)
+        return token, local - below * groups, token < tokens
+
+    def blocks(self, mX, tokens):
+        units = tokens * Int64(self.groups(mX))
+        return (units + (self.units - 1)) // self.units
+
+    def lane(self):
+        return cute.arch.thread_idx()[0] % self.lanes
+
+    def places(self, d, r):
+        """(chunk, whether it lies in the head, whether it is rotated, its two vectors) of each kept chunk."""
+        found = []
+        for c in range(self.per_thread):
+            chunk = self.lane() + c * self.lanes
+            inside = cutlass.Boolean(True) if self.whole else chunk < self.rotary.chunks(d, r)
+            found.append((chunk, inside, *self.rotary.place(chunk, d, r)))
+        return found
+
+    def total(self, x):
+        """Sum over the threads of a head."""
+        if self.lanes == 1:
+            return x
+        return cute.arch.warp_reduction(x, operator.add, threads_in_group=self.lanes)
+
+    def tables(self, mCos, mSin, row, place, valid):
+        chunk, inside, rotated, _, _ = place
+        turned = valid & inside & rotated
+        return tuple(self.rotary.table(m, i, row, chunk, turned) for i, m in enumerate((mCos, mSin)))
+
+
+class QKNormRope(HeadRows):
+    """``out = rotate(x * rsqrt(mean(x^2) + eps) * weight)`` for each head of q and of k.
+
+    CTAs that read the same row of the tables run at the same time, as in :class:`~cute_ops.kernels.rotary.rope.Rope`.
+    No shared memory. Bytes moved per element: x and out once, the tables once for q and for k; weights come from L2.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant, ("q", "k", "q_out", "k_out"))
+
+    @cute.jit
+    def __call__(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut, stream):
+        rows = row_count(mCos)
+        self.kernel(mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut).launch(
+            grid=table_grid(self.blocks(mQ, rows) + self.blocks(mK, rows), mQ, mCos),
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut):
+        sequence, block = sequence_and_block()
+        first_of_k = self.blocks(mQ, row_count(mCos))
+        wait_for_previous(self.chained)
+        if block < first_of_k:
+            self._some(mQ, mQWeight, mCos, mSin, mQOut, sequence, block, ("q", "q_weight", "q_out"))
+        else:
+            self._some(mK, mKWeight, mCos, mSin, mKOut, sequence, block - first_of_k, ("k", "k_weight", "k_out"))
+        let_next_start(self.chained)
+
+    @cute.jit
+    def _some(self, mX, mWeight, mCos, mSin, mOut, sequence: Int64, block: Int64, names: cutlass.Constexpr):
+        d, r = self.rotary.sizes(mX, mCos)
+        rows = row_count(mCos)
+        row, group, valid = self.unit(mX, block, rows)
+        token = sequence * rows + row
+        if const_expr(self.long):
+            self._long(mX, mWeight, mCos, mSin, mOut, token, group, valid, row, names)
+        else:
+            places = self.places(d, r)
+            heads = [group + u * self.groups(mX) for u in range(self.heads)]
+            here = [valid & (head < head_count(mX)) for head in heads]
+            loaded = [
+                [
+                    self.rotary.load(
+                        mX.element_type, head_address(mX, self.key(names[0]), token, head, d), ok & p[1], *p[3:], d
+                    )
+                    for p in places
+                ]
+                for head, ok in zip(heads, here)
+            ]
+            weights = [self.rotary.column(mWeight, self.key(names[1]), p[1], *p[3:], d) for p in places]
+            tables = [self.tables(mCos, mSin, row, p, valid) for p in places]
+            for head, ok, chunks in zip(heads, here, loaded):
+                squares = Float32(0.0)
+                for rX in chunks:
+                    squares = squares + _dot(rX, rX)
+                rstd = cute.math.rsqrt(self.total(squares) * (1.0 / d) + self.eps, fastmath=True)
+                for p, rX, rWeight, table in zip(places, chunks, weights, tables):
+                    rX.store(rX.load() * rstd * rWeight.load())
+                    self.rotary.rotate(rX, *table, p[2])
+                    address = head_address(mOut, self.key(names[2]), token, head, d)
+                    self.rotary.store(rX, mOut.element_type, address, ok & p[1], *p[3:], d)
+
+    @cute.jit
+    def _long(self, mX, mWeight, mCos, mSin, mOut, token, head, valid, row, names: cutlass.Constexpr):
+        d, r = self.rotary.sizes(mX, mCos)
+        address = head_address(mX, self.key(names[0]), token, head, d)
+        target = head_address(mOut, self.key(names[2]), token, head, d)
+        count = Int32(self.rotary.chunks(d, r))
+        squares = Float32(0.0)
+        for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
+            _, first, second = self.rotary.place(chunk, d, r)
+            rX = self.rotary.load(mX.element_type, address, valid, first, second, d)
+            squares = squares + _dot(rX, rX)
+        rstd = cute.math.rsqrt(self.total(squares) / Float32(d) + self.eps, fastmath=True)
+        for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
+            rotated, first, second = self.rotary.place(chunk, d, r)
+            place = (chunk, cutlass.Boolean(True), rotated, first, second)
+            rX = self.rotary.load(mX.element_type, address, valid, first, second, d)
+            rWeight = self.rotary.column(mWeight, self.key(names[1]), place[1], first, second, d)
+            rX.store(rX.load() * rstd * rWeight.load())
+            self.rotary.rotate(rX, *self.tables(mCos, mSin, row, place, valid), rotated)
+            self.rotary.store(rX, mOut.element_type, target, valid, first, second, d)
+
+
+class QKNormRopeBackward(HeadRows):
+    """Gradients of :class:`QKNormRope`; rstd is computed again from q and k.
+
+    With ``g`` the cotangent rotated back, times the weight: ``dx = rstd * g - x * rstd^3 * mean(x * g)``;
+    the cotangent rotated back, times ``x * rstd``, is summed over all heads to the weight's gradient.
+
+    Persistent: CTAs of q share its units evenly, those of k likewise. A thread always holds the same elements of a
+    head and keeps their sums in registers; a CTA's sums end in its row of a workspace, or of long heads a warp's, and a
+    second kernel adds the rows in a fixed order. Shared memory: 4 bytes per element of a head and warp.
+    Bytes moved per element: x, its cotangent and its gradient once each.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant, ("q", "k", "dq_out", "dk_out", "dq", "dk"))
+        self.column_sum = ColumnSum(self.rotary.d, variant.arch)
+        self.warps = self.threads // WARP
+        self.resident = variant.tile["resident"]
+
+    @cute.jit
+    def __call__(
+        self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mDqOut, mDkOut, mDq, mDk, mDqWeight, mDkWeight, mQParts, mKParts,
+        stream,
+    ):  # fmt: skip
+        self.kernel((mQ, mQWeight, mDqOut, mDq, mQParts), (mK, mKWeight, mDkOut, mDk, mKParts), mCos, mSin).launch(
+            grid=[self._ctas(mQParts) + self._ctas(mKParts), 1, 1],
+            block=[self.threads, 1, 1],
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=50,
+            stream=stream,
+            use_pdl=self.chained,
+        )
+        self.column_sum((mQParts, mKParts), (mDqWeight, mDkWeight), stream)
+
+    def _ctas(self, mParts):
+        rows = Int32(mParts.shape[0])
+        return rows // self.warps if self.long else rows
+
+    @cute.kernel
+    def kernel(self, q, k, mCos, mSin):
+        block = cute.arch.block_idx()[0]
+        smem = cutlass.utils.SmemAllocator()
+        sSum = None
+        if const_expr(not self.long):
+            sSum = smem.allocate_tensor(Float32, cute.make_layout((self.rotary.d, self.warps)), byte_alignment=16)
+        first_of_k = self._ctas(q[4])
+        wait_for_previous(self.chained)
+        if block < first_of_k:
+            self._some(*q, mCos, mSin, sSum, block, ("q", "q_weight", "dq_out", "dq"))
+        else:
+            self._some(*k, mCos, mSin, sSum, block - first_of_k, ("k", "k_weight", "dk_out", "dk"))
+        let_next_start(self.chained)
+
+    @cute.jit
+    def _some(self, mX, mWeight, mDout, mDx, mParts, mCos, mSin, sSum, block: Int32, names: cutlass.Constexpr):
+        if const_expr(self.long):
+            part = block * self.warps + cute.arch.thread_idx()[0] // WARP
+            self._long(mX, mWeight, mDout, mDx, mParts, mCos, mSin, part, names)
+        else:
+            d, r = self.rotary.sizes(mX, mCos)
+            ctas = Int32(mParts.shape[0])
+            places = self.places(d, r)
+            weights = [self.rotary.column(mWeight, self.key(names[1]), p[1], *p[3:], d) for p in places]
+            sums = [fragment(Float32, 2 * self.rotary.vec) for _ in places]
+            for rSum in sums:
+                rSum.fill(0.0)
+            steps = Int32((self.blocks(mX, token_count(mX)) - Int64(block) + Int64(ctas - 1)) // Int64(ctas))
+            for step in cutlass.range(steps, unroll=1):
+                at = Int64(block) + Int64(step) * Int64(ctas)
+                self._step(mX, mDout, mDx, mCos, mSin, at, places, weights, sums, names)
+            self._store_sums(mParts, sSum, block, places, sums)
+
+    @cute.jit
+    def _step(
+        self, mX, mDout, mDx, mCos, mSin, at: Int64, places: cutlass.Constexpr, weights: cutlass.Constexpr,
+        sums: cutlass.Constexpr, names: cutlass.Constexpr,
+    ):  # fmt: skip
+        d, _ = self.rotary.sizes(mX, mCos)
+        token, group, valid = self.unit(mX, at, token_count(mX))
+        heads = [group + u * self.groups(mX) for u in range(self.heads)]
+        here = [valid & (head < head_count(mX)) for head in heads]
+        loaded = []
+        for head, ok in zip(heads, here):
+            x_address = head_address(mX, self.key(names[0]), token, head, d)
+            dout_address = head_address(mDout, self.key(names[2]), token, head, d)
+            loaded.append([
+                (
+                    self.rotary.load(mX.element_type, x_address, ok & p[1], *p[3:], d),
+                    self.rotary.load(mDout.element_type, dout_address, ok & p[1], *p[3:], d),
+                )
+                for p in places
+            ])  # fmt: skip
+        row = self.rotary.row(mCos, token)
+        tables = [self.tables(mCos, mSin, row, p, valid) for p in places]
+        for head, ok, chunks in zip(heads, here, loaded):
+            squares, products = Float32(0.0), Float32(0.0)
+            for p, (rX, rDout), rWeight, table in zip(places, chunks, weights, tables):
+                self.rotary.rotate(rDout, *table, p[2], -1.0)
+                squares = squares + _dot(rX, rX)
+                rG = fragment(Float32, 2 * self.rotary.vec)
+                rG.store(rDout.load() * rWeight.load())
+                products = products + _dot(rX, rG)
+            rstd = cute.math.rsqrt(self.total(squares) * (1.0 / d) + self.eps, fastmath=True)
+            pull = rstd * rstd * rstd * (self.total(products) * (1.0 / d))
+            # What is not there is zeros, but with eps=0 their rstd is not finite.
+            scale = cutlass.select_(ok, rstd, Float32(0.0))
+            address = head_address(mDx, self.key(names[3]), token, head, d)
+            for p, (rX, rDout), rWeight, rSum in zip(places, chunks, weights, sums):
+                rSum.store(rSum.load() + rDout.load() * (rX.load() * scale))
+                rX.store(rDout.load() * rWeight.load() * rstd - rX.load() * pull)
+                self.rotary.store(rX, mDx.element_type, address, ok & p[1], *p[3:], d)
+
+    @cute.jit
+    def _store_sums(self, mParts, sSum, block: Int32, places: cutlass.Constexpr, sums: cutlass.Constexpr):
+        """Add the sums of a warp's units, then those of the warps, into the CTA's row of the workspace."""
+        tidx = cute.arch.thread_idx()[0]
+        vec, d = self.rotary.vec, self.rotary.d
+        for p, rSum in zip(places, sums):
+            for j in range(2 * vec):
+                total = rSum[j]
+                offset = self.lanes
+                while offset < WARP:
+                    total = total + cute.arch.shuffle_sync_bfly(total, offset=offset)
+                    offset *= 2
+                column = p[3] + j if j < vec else p[4] + (j - vec)
+                if (tidx % WARP < self.lanes) & p[1] & (column < d):
+                    sSum[column, tidx // WARP] = total
+        cute.arch.barrier()
+        for column in cutlass.range(tidx, d, self.threads, unroll=1):
+            total = Float32(0.0)
+            for w in cutlass.range_constexpr(self.warps):
+                total = total + sSum[column, w]
+            mParts[block, column] = total
+
+    @cute.jit
+    def _long(self, mX, mWeight, mDout, mDx, mParts, mCos, mSin, part: Int32, names: cutlass.Constexpr):
+        """A warp's heads one by one; its row of the workspace holds the sums, each element one lane's own."""
+        d, r = self.rotary.sizes(mX, mCos)
+        count, parts = Int32(self.rotary.chunks(d, r)), Int32(mParts.shape[0])
+        units = token_count(mX) * Int64(head_count(mX))
+        steps = Int32((units - Int64(part) + Int64(parts - 1)) // Int64(parts))
+        for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
+            _, first, second = self.rotary.place(chunk, d, r)
+            zero = fragment(Float32, 2 * self.rotary.vec)
+            zero.fill(0.0)
+            self._set_part(mParts, part, zero, first, second, d)
+        for step in cutlass.range(steps, unroll=1):
+            at = Int64(part) + Int64(step) * Int64(parts)
+            token = at // Int64(head_count(mX))
+            head = Int32(at - token * Int64(head_count(mX)))
+            row, yes = self.rotary.row(mCos, token), cutlass.Boolean(True)
+            addresses = [
+                head_address(m, self.key(name), token, head, d)
+                for m, name in ((mX, names[0]), (mDout, names[2]), (mDx, names[3]))
+            ]
+            squares, products = Float32(0.0), Float32(0.0)
+            for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
+                rX, _, rG, _, _ = self._terms(mX, mWeight, mDout, mCos, mSin, addresses, chunk, row, names)
+                squares = squares + _dot(rX, rX)
+                products = products + _dot(rX, rG)
+            rstd = cute.math.rsqrt(self.total(squares) / Float32(d) + self.eps, fastmath=True)
+            pull = rstd * rstd * rstd * (self.total(products) / Float32(d))
+            for chunk in cutlass.range(self.lane(), count, self.lanes, unroll=1):
+                rX, rDout, rG, first, second = self._terms(mX, mWeight, mDout, mCos, mSin, addresses, chunk, row, names)
+                rSum = self._get_part(mParts, part, first, second, d)
+                rSum.store(rSum.load() + rDout.load() * (rX.load() * rstd))
+                self._set_part(mParts, part, rSum, first, second, d)
+                rX.store(rG.load() * rstd - rX.load() * pull)
+                self.rotary.store(rX, mDx.element_type, addresses[2], yes, first, second, d)
+
+    def _terms(self, mX, mWeight, mDout, mCos, mSin, addresses, chunk, row, names):
+        yes = cutlass.Boolean(True)
+        d, r = self.rotary.sizes(mX, mCos)
+        rotated, first, second = self.rotary.place(chunk, d, r)
+        rX = self.rotary.load(mX.element_type, addresses[0], yes, first, second, d)
+        rDout = self.rotary.load(mDout.element_type, addresses[1], yes, first, second, d)
+        table = self.tables(mCos, mSin, row, (chunk, yes, rotated, first, second), yes)
+        self.rotary.rotate(rDout, *table, rotated, -1.0)
+        rG = fragment(Float32, 2 * self.rotary.vec)
+        rG.store(rDout.load() * self.rotary.column(mWeight, self.key(names[1]), yes, first, second, d).load())
+        return rX, rDout, rG, first, second
+
+    @cute.jit
+    def _set_part(self, mParts, part: Int32, rSum: cute.Tensor, first: Int32, second: Int32, d: Int32):
+        for j in cutlass.range_constexpr(cute.size(rSum)):
+            vec = cute.size(rSum) // 2
+            column = first + j if const_expr(j < vec) else second + (j - vec)
+            if column < d:
+                mParts[part, column] = rSum[j]
+
+    @cute.jit
+    def _get_part(self, mParts, part: Int32, first: Int32, second: Int32, d: Int32):
+        rSum = fragment(Float32, 2 * self.rotary.vec)
+        rSum.fill(0.0)
+        for j in cutlass.range_constexpr(2 * self.rotary.vec):
+            column = first + j if const_expr(j < self.rotary.vec) else second + (j - self.rotary.vec)
+            if column < d:
+                rSum[j] = mParts[part, column]
+        return rSum
+
+
+def _dot(rA, rB):
+    total = Float32(0.0)
+    for j in range(cute.size(rA)):
+        total = total + rA[j] * rB[j]
+    return total

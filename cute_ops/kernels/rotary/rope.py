@@ -1,0 +1,166 @@
+"""Rotary position embedding kernels."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
+from cute_ops.kernels.rotary.layout import (
+    VECTOR_BYTES,
+    Rotary,
+    head_address,
+    head_count,
+    sequence_and_block,
+    table_grid,
+)
+
+
+class Rope:
+    """``out[j], out[j + r] = x[j] * cos[j] - x[j + r] * sin[j], x[j + r] * cos[j] + x[j] * sin[j]``.
+
+    Tile: a thread holds one chunk (two vectors) of ``heads`` heads of a token, and of more where vectors have less than
+    16 bytes; it finds its place and reads cosines and sines once. Neighbouring threads hold neighbouring chunks, then
+    heads, then tokens; CTAs that read the same row of the tables, for other sequences, run at the same time.
+    No shared memory. Bytes moved per element: x, out and the tables once.
+
+    Args:
+        variant: the kernel's variant.
+        x, out: names of the tensor to rotate and of the rotated one.
+        sign: -1 rotates back.
+    """
+
+    def __init__(self, variant, x="x", out="out", sign=1.0):
+        self.x, self.out = variant.tensors[x], variant.tensors[out]
+        self.rotary = Rotary(variant, (x, out), variant.attrs["interleaved"])
+        self.sign = sign
+        self.threads = variant.tile["threads"]
+        most = VECTOR_BYTES // ITEMSIZE[self.x.dtype] // self.rotary.vec
+        self.per_thread = min(variant.tile["heads"] * max(most, 1), variant.dims["h"] or 1)
+        self.chained = can_chain(variant.arch)
+
+    @cute.jit
+    def __call__(self, mX, mCos, mSin, mOut, stream):
+        d, r = self.rotary.sizes(mX, mCos)
+        rows = row_count(mCos)
+        blocks = (rows * self._items(mX, d, r) + (self.threads - 1)) // self.threads
+        self.kernel(mX, mCos, mSin, mOut).launch(
+            grid=table_grid(blocks, mX, mCos),
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    def _groups(self, mX):
+        return (self._heads(mX) + (self.per_thread - 1)) // self.per_thread
+
+    def _heads(self, mX):
+        return head_count(mX)
+
+    def _items(self, mX, d, r):
+        """Threads of a token."""
+        return self._groups(mX) * self.rotary.chunks(d, r)
+
+    def _place(self, mX, mCos, d, r):
+        """(row of the tables, token, whether there is such a row, chunk, heads) of this thread."""
+        tidx, _, _ = cute.arch.thread_idx()
+        sequence, block = sequence_and_block()
+        items, chunks, groups = self._items(mX, d, r), self.rotary.chunks(d, r), self._groups(mX)
+        # One division in 64 bits per CTA, the rest in 32.
+        start = block * self.threads
+        above = start // Int64(items)
+        local = Int32(start - above * Int64(items)) + tidx
+        below = local // items
+        row = above + Int64(below)
+        token = sequence * row_count(mCos) + row
+        item = local - below * items
+        group = item // chunks
+        heads = [group + u * groups for u in range(self.per_thread)]
+        return row, token, row < row_count(mCos), item - group * chunks, heads
+
+    @cute.kernel
+    def kernel(self, mX, mCos, mSin, mOut):
+        rotary = self.rotary
+        d, r = rotary.sizes(mX, mCos)
+        row, token, valid, chunk, heads = self._place(mX, mCos, d, r)
+        rotated, first, second = rotary.place(chunk, d, r)
+        turned = valid & rotated
+        inside = [valid & (head < head_count(mX)) for head in heads]
+        wait_for_previous(self.chained)
+        loaded = []
+        for head, here in zip(heads, inside):
+            address = head_address(mX, self.x, token, head, d)
+            loaded.append(rotary.load(mX.element_type, address, here, first, second, d))
+        rCos = rotary.table(mCos, 0, row, chunk, turned)
+        rSin = rotary.table(mSin, 1, row, chunk, turned)
+        let_next_start(self.chained)
+        for rX, head, here in zip(loaded, heads, inside):
+            rotary.rotate(rX, rCos, rSin, rotated, self.sign)
+            address = head_address(mOut, self.out, token, head, d)
+            rotary.store(rX, mOut.element_type, address, here, first, second, d)
+
+
+class RopeBackward(Rope):
+    """The rotation back: ``dx`` is ``dout`` turned by the negative angles."""
+
+    def __init__(self, variant):
+        super().__init__(variant, "dout", "dx", -1.0)
+
+
+class RopeBackwardJoined(Rope):
+    """``dq`` and ``dk`` turned by the negative angles, then ``dv`` as it is: heads of one tensor.
+
+    Tile as :class:`Rope`, over the heads of the output. Bytes moved per element: as Rope.
+    """
+
+    def __init__(self, variant):
+        names = ("dq", "dk", "dv")
+        self.sources, self.out = [variant.tensors[name] for name in names], variant.tensors["dqkv"]
+        self.rotary = Rotary(variant, (*names, "dqkv"), variant.attrs["interleaved"])
+        self.threads = variant.tile["threads"]
+        most = VECTOR_BYTES // ITEMSIZE[self.out.dtype] // self.rotary.vec
+        of_q, of_k = variant.dims["hq"], variant.dims["hk"]
+        self.heads = None if of_q is None else of_q + 2 * of_k
+        self.per_thread = min(variant.tile["heads"] * max(most, 1), self.heads or 1)
+        self.chained = can_chain(variant.arch)
+
+    def _heads(self, mX):
+        return head_count(mX) if self.heads is None else Int32(self.heads)
+
+    @cute.jit
+    def __call__(self, mDq, mDk, mDv, mCos, mSin, mOut, stream):
+        d, r = self.rotary.sizes(mDq, mCos)
+        blocks = (row_count(mCos) * self._items(mOut, d, r) + (self.threads - 1)) // self.threads
+        self.kernel(mDq, mDk, mDv, mCos, mSin, mOut).launch(
+            grid=table_grid(blocks, mDq, mCos),
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, mDq, mDk, mDv, mCos, mSin, mOut):
+        rotary = self.rotary
+        d, r = rotary.sizes(mDq, mCos)
+        row, token, valid, chunk, heads = self._place(mOut, mCos, d, r)
+        rotated, first, second = rotary.place(chunk, d, r)
+        of_q = head_count(mDq)
+        turned = of_q + head_count(mDk)  # heads from here on stay as they are
+        inside = [valid & (head < self._heads(mOut)) for head in heads]
+        wait_for_previous(self.chained)
+        loaded = []
+        for head, here in zip(heads, inside):
+            # Where a head is not of a source, that address is not used.
+            q, k, v = (
+                head_address(m, key, token, head - begin, d)
+                for m, key, begin in zip((mDq, mDk, mDv), self.sources, (0, of_q, turned))
+            )
+            address = cutlass.select_(head < of_q, q, cutlass.select_(head < turned, k, v))
+            loaded.append(rotary.load(mDq.element_type, address, here, first, second, d))
+        # The first head is the lowest.
+        some = valid & rotated & (heads[0] < turned)
+        rCos, rSin = rotary.table(mCos, 0, row, chunk, some), rotary.table(mSin, 1, row, chunk, some)
+        let_next_start(self.chained)
+        for rX, head, here in zip(loaded, heads, inside):
+            rotary.rotate(rX, rCos, rSin, rotated & (head < turned), -1.0)
+            rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, first, second, d)

@@ -1,0 +1,1 @@
+"""Kernels of any row function: one pass, two passes, elementwise."""

@@ -1,0 +1,107 @@
+"""Outputs that follow from a row's inputs and its numbers, element by element."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, narrow, store_elements
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import RowAccess
+from cute_ops.kernels.lib.row_layout import RowTile, Vectors, row_address, row_count
+from cute_ops.kernels.norm.two_pass import LongTile
+
+
+class Segments:
+    """One pass; ``function`` says what is computed.
+
+    Tile: a CTA of ``threads`` holds ``threads / threads_per_row`` rows or, of a long row, one of ``segments`` parts.
+    No shared memory. Bytes moved per element: every row tensor once. Each thread reads what it writes over, and reads
+    it first: an output may have an input's memory. CTAs that start while the previous kernel is busy have L2 fetch what
+    they will load.
+
+    Args:
+        variant: the kernel's variant.
+        function: ``inputs`` and ``outputs``, names of row tensors; ``begin(variant, numbers, row, there)`` to what a
+            row has and whether it must be read; ``emit(values, first, context)`` to output vectors in fp32.
+    """
+
+    def __init__(self, variant, function):
+        self.variant = variant
+        self.function = function
+        self.n = variant.dims["n"]
+        vectors = Vectors(variant, (*function.inputs, *function.outputs), self.n)
+        self.segments = variant.tile.get("segments", 1)
+        self.chained = can_chain(variant.arch)
+        self.known = self.n is not None
+        if self.known:
+            self.tile = RowTile(vectors, {**variant.tile, "cluster": self.segments})
+            self.access = RowAccess(variant, self.tile)
+        else:
+            self.tile = LongTile(vectors, variant.tile)
+
+    @cute.jit
+    def __call__(self, inputs, outputs, numbers, stream):
+        rows = self.tile.rows
+        self.kernel(inputs, outputs, numbers).launch(
+            grid=[Int32((row_count(outputs[0]) + (rows - 1)) // rows), self.segments, 1],
+            block=[self.tile.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, outputs, numbers):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        if const_expr(self.segments == 1):
+            rank = 0
+        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
+        there = row < row_count(outputs[0])
+        if const_expr(self.known and self.chained):
+            self._fetch_ahead(inputs, tidx % self.tile.threads_per_row, rank, row, there, bidx)
+        wait_for_previous(self.chained)
+        context, wanted = self.function.begin(self.variant, numbers, row, there)
+        if const_expr(self.known):
+            self._vectors(inputs, outputs, tidx % self.tile.threads_per_row, rank, row, there, wanted, context)
+        else:
+            self._elements(inputs, outputs, tidx, row, context)
+
+    def _fetch_ahead(self, inputs, t, rank, row, there, bidx):
+        index = bidx if self.segments == 1 else bidx + rank * cute.arch.grid_dim()[0]
+        first = self.access.first(t, rank, row)
+        for m, name in zip(inputs, self.function.inputs):
+            self.access.fetch_ahead(m, name, row, first, there & (index < AHEAD))
+
+    def _vectors(self, inputs, outputs, t, rank, row, there, wanted, context):
+        function = self.function
+        first = self.access.first(t, rank, row)
+        held = self.access.load(inputs, function.inputs, row, first, wanted)
+        let_next_start(self.chained)
+        for k in range(self.tile.per_thread):
+            values = tuple(rX[k].load().to(Float32) for rX in held)
+            for x, mX, name in zip(function.emit(values, first[k], self.tile.vec, context), outputs, function.outputs):
+                self.access.store(mX, name, narrow(x, mX.element_type, self.tile.vec), row, first, k, there)
+
+    @cute.jit
+    def _elements(self, inputs, outputs, tidx, row, context: cutlass.Constexpr):
+        """Rows of a length that was not known before, element by element."""
+        long_n = outputs[0].shape[len(outputs[0].shape) - 1]
+        n = Int32(long_n)
+        bases = self._bases(inputs, self.function.inputs, row, long_n)
+        targets = self._bases(outputs, self.function.outputs, row, long_n)
+        let_next_start(self.chained)
+        for column in cutlass.range(tidx, n, self.tile.threads, unroll=4):
+            self._element(inputs, outputs, bases, targets, column, n, context)
+
+    def _bases(self, tensors, names, row, n):
+        return [row_address(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
+
+    def _element(self, inputs, outputs, bases, targets, column, n, context):
+        values = []
+        for mX, base in zip(inputs, bases):
+            rX = fragment(mX.element_type, 1)
+            load_elements(rX, base + Int64(column) * (mX.element_type.width // 8), column, n)
+            values.append(rX.load().to(Float32))
+        for x, mX, base in zip(self.function.emit(tuple(values), column, 1, context), outputs, targets):
+            rX = narrow(x, mX.element_type, 1)
+            store_elements(rX, base + Int64(column) * (mX.element_type.width // 8), column, n)

@@ -1,0 +1,193 @@
+"""A reduction over each row and what follows from it, rows held in registers between the two."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import AHEAD, Inside, forget, narrow
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import RowAccess
+from cute_ops.kernels.lib.row_layout import RowTile, Vectors, present, row_address, row_count
+from cute_ops.kernels.lib.row_reduce import RowSum
+from cute_ops.kernels.lib.smem_ring import RowRing
+
+# Enough for the sums and what the system keeps of any number of CTAs.
+SMEM_PERCENT = 50
+
+
+class Sum:
+    """The sum of ``term(*inputs)`` over a row."""
+
+    empty = 0
+
+    def __init__(self, term):
+        self.term = term
+
+    def across(self, tile, stages):
+        return RowSum(tile, 1, stages)
+
+    def start(self):
+        return (Float32(0.0),)
+
+    def add(self, state, get, inside):
+        """One more vector: ``get()`` reads the inputs', ``inside`` says what of them is inside the row."""
+        return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
+
+    def gather(self, gets, insides):
+        """All vectors at once."""
+        state = self.start()
+        for get in gets:
+            state = self.add(state, get, None)
+        return state
+
+
+class RowFunction:
+    """What a kernel computes of each row; :class:`HeldRows` and :class:`WalkedRows` run it.
+
+    Attributes:
+        inputs, outputs: names of the row tensors.
+        reduction: :class:`Sum` or :class:`~cute_ops.kernels.lib.row_reduce_lse.LogSum`.
+    """
+
+    inputs: tuple
+    outputs: tuple
+    reduction: object
+
+    def begin(self, variant, numbers, row, there):
+        """Loads from the tensors of one number per row, and whether the row must be read."""
+        return None, there
+
+    def tied(self, state, context):
+        """What a thread gives to the row's reduction, once what :meth:`begin` loaded is there."""
+        return state
+
+    def emit(self, values, results, context, first):
+        """Output vectors from input vectors and the row's results, in fp32; ``first`` is the vector's first column."""
+        return ()
+
+    def finish(self, variant, numbers, rows, results, context, row):
+        """By one thread of each row."""
+
+
+class HeldRows:
+    """One pass: rows stay in registers, in their own dtype, between their reduction and their output.
+
+    Where the tile says ``staged`` they wait in shared memory instead: more bytes are on their way than registers could
+    receive. Each thread copies, and later reads, its own vectors.
+    Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
+    ``threads`` holds ``threads / threads_per_row`` rows. All loads of a thread are in flight together.
+    Shared memory: 4 bytes per value, warp and CTA of the cluster; none where a row fits a warp.
+    Bytes moved per element: every input and output once.
+    """
+
+    def __init__(self, variant, function):
+        self.variant = variant
+        self.function = function
+        self.n = variant.dims["n"]
+        tile = RowTile(Vectors(variant, (*function.inputs, *function.outputs), self.n), variant.tile)
+        self.tile = tile
+        self.access = RowAccess(variant, tile, function.reduction.empty)
+        self.sum = function.reduction.across(tile, 1)
+        self.ring = RowRing(tile, present(variant, function.inputs), 1) if variant.tile.get("staged", 0) else None
+        self.resident = variant.tile.get("resident", 1)
+        self.carveout = 100 if self.ring else SMEM_PERCENT
+        self.chained = can_chain(variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, outputs, numbers, stream):
+        cluster, rows = self.tile.cluster, self.tile.rows
+        self.kernel(inputs, outputs, numbers).launch(
+            grid=[Int32((row_count(inputs[0]) + (rows - 1)) // rows), cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, outputs, numbers):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        smem = cutlass.utils.SmemAllocator()
+        slots = None
+        if const_expr(self.ring is not None):
+            base = smem.allocate(self.ring.bytes, 16)
+            slots = [self.ring.view(base, m, name) for m, name in zip(inputs, self.function.inputs)]
+            for sX in slots:
+                self.ring.clear(sX, self.function.reduction.empty)
+        sSum, mbar = self.sum.allocate(smem)
+        self.sum.prepare(mbar)
+
+        t = tidx % self.tile.threads_per_row
+        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
+        count = row_count(inputs[0])
+        there = row < count
+        first = self.access.first(t, rank, row)
+        if const_expr(self.chained and self.ring is None):
+            few = cute.arch.grid_dim()[0] <= AHEAD
+            for mX, name in zip(inputs, self.function.inputs):
+                self.access.fetch_ahead(mX, name, cutlass.min(row, count - 1), first, few)
+        wait_for_previous(self.chained)
+        context, wanted = self.function.begin(self.variant, numbers, row, there)
+        held = slots
+        if const_expr(slots is None):
+            held = self.access.load(inputs, self.function.inputs, row, first, wanted)
+            let_next_start(self.chained)
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                for rX in held:
+                    self.access.trim(rX[k], k, first)
+        else:
+            self._fetch(inputs, slots, first, row, count, wanted)
+            cute.arch.cp_async_commit_group()
+            cute.arch.cp_async_wait_group(0)
+            let_next_start(self.chained)
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                if const_expr(self.access.ragged(k)):
+                    self.ring.trim(slots, k, Int32(0), first[k], self.function.reduction.empty)
+        gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
+        insides = [self._inside(k, first) for k in range(self.tile.per_thread)]
+        values = self.function.tied(self._gather(gets, insides), context)
+        self.sum.ready()
+        results = self.sum(values, sSum, mbar, Int32(0))
+        if t == 0 and rank == 0 and there:
+            self.function.finish(self.variant, numbers, inputs, results, context, row)
+        if const_expr(len(outputs) > 0):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                emitted = self.function.emit(self._read(held, k), results, context, first[k])
+                for x, mX, name in zip(emitted, outputs, self.function.outputs):
+                    rOut = narrow(x, mX.element_type, self.tile.vec)
+                    self.access.store(mX, name, rOut, row, first, k, there)
+
+    def _fetch(self, inputs, slots, first, row, count, wanted):
+        edge, held = self.tile.edge(row, count), []
+        for mX, sX, name in zip(inputs, slots, self.function.inputs):
+            address = row_address(mX, self.variant.tensors[name], row, self.n)
+            self.ring.fetch(sX, address, first, wanted, edge[0], Int32(0))
+            held.append((sX, address, first, wanted))
+        self.ring.fetch_tails(held, edge, Int32(0))
+
+    def _gather(self, gets, insides):
+        if self.ring is None:
+            return self.function.reduction.gather(gets, insides)
+        # One vector after another: all of them would not fit the registers.
+        state = self.function.reduction.start()
+        for get, inside in zip(gets, insides):
+            state = self.function.reduction.add(state, get, inside)
+        return state
+
+    def _read(self, held, k):
+        if self.ring is not None:
+            return tuple(self.ring.read(sX, k, Int32(0)).load().to(Float32) for sX in held)
+        if self.tile.vec * held[0][k].element_type.width >= 32:
+            for rX in held:
+                forget(rX[k])
+        return tuple(rX[k].load().to(Float32) for rX in held)
+
+    def _inside(self, k, first):
+        """What of the k-th vectors is inside the row."""
+        whole = not (self.access.ragged(k) or self.tile.ends_outside(k))
+        return Inside(self.tile.vec, first[k], Int32(self.n), whole)

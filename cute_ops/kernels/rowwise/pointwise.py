@@ -1,0 +1,197 @@
+"""One pass over ``[m, n]``, element by element."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import (
+    AHEAD,
+    fetch_ahead,
+    fragment,
+    load,
+    load_inside,
+    narrow,
+    store,
+    store_if,
+    store_masked,
+    widen,
+)
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
+from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
+
+VECTOR_BYTES = 16
+
+
+class Part(NamedTuple):
+    """The ``index``-th of ``count`` equal parts of a tensor's rows, each ``n`` elements long."""
+
+    name: str
+    index: int = 0
+    count: int = 1
+
+
+class Pointwise:
+    """Computes ``outputs = compute(*inputs)`` in fp32.
+
+    Where all tensors are compact and whole, they are one long row, whatever n; others go row by row. Tile: a CTA of
+    ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more of them where alignment makes vectors
+    shorter than 16 bytes. All loads of a thread are in flight together: none hangs on a condition, since conversions
+    would follow it there and make the next load wait. CTAs that start while the previous kernel is busy have L2 fetch
+    what they will load. No shared memory. Bytes moved per element: every tensor once. Rows that start off half a
+    vector, unless they are short, go to :class:`~cute_ops.kernels.rowwise.pointwise_unaligned.PointwiseShifted`.
+
+    Args:
+        variant: the kernel's variant.
+        inputs, outputs: names of tensors, or parts of them.
+        compute: fp32 elements to a tuple of fp32 elements.
+    """
+
+    def __init__(self, variant, inputs, outputs, compute):
+        self.inputs, self.outputs = _parts(inputs), _parts(outputs)
+        self.keys = variant.tensors
+        self.compute = compute
+        self.n = variant.dims["n"]
+        parts = (*self.inputs, *self.outputs)
+        self.one_row = all(p.count == 1 and self.keys[p.name].layout == "flat" for p in parts)
+        sizes = [ITEMSIZE[self.keys[p.name].dtype] for p in parts]
+        self.vec = min(min(self._start(p), VECTOR_BYTES) // size for p, size in zip(parts, sizes))
+        widest = VECTOR_BYTES // max(sizes)
+        self.shifted = None
+        if 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
+            self.shifted = PointwiseShifted(variant, self.inputs, self.outputs, compute, widest)
+        self.threads = variant.tile.get("threads", 256)
+        self.unroll = variant.tile.get("unroll", 1) * max(widest // self.vec, 1)
+        self.block = self.threads * self.unroll
+        # Rows of whole vectors need no masks inside a vector.
+        self.whole = self.n is not None and self.n % self.vec == 0
+        per_row = self.n // self.vec if self.whole else 0
+        # CTAs to a row, where they come out even: then neither loads nor stores need a mask, nor places a division.
+        self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
+        self.chained = can_chain(variant.arch)
+
+    def _start(self, part):
+        """Bytes, a power of two, that divide the address of every row of a part."""
+        key = self.keys[part.name]
+        if self.one_row:
+            return key.align
+        start = min(key.align, key.row_align)
+        if part.count > 1:
+            # Of rows whose length is not known, only the whole row's alignment is.
+            step = self.n * ITEMSIZE[key.dtype] if self.n is not None else ITEMSIZE[key.dtype]
+            start = min(start, step & -step)
+        return start
+
+    @cute.jit
+    def __call__(self, inputs, outputs, stream):
+        if const_expr(self.shifted is not None):
+            self.shifted(inputs, outputs, row_count(outputs[0]), self._length(outputs[0]), stream)
+        else:
+            self._launch(inputs, outputs, stream)
+
+    @cute.jit
+    def _launch(self, inputs, outputs, stream):
+        rows, n = self._shape(outputs[0])
+        vectors = rows * ((n + (self.vec - 1)) // self.vec)
+        self.kernel(inputs, outputs).launch(
+            grid=[Int32((vectors + (self.block - 1)) // self.block), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    def _shape(self, mOut):
+        """(rows, elements of a row's part) as the kernel walks them, in 64 bits."""
+        rows, n = row_count(mOut), self._length(mOut)
+        return (Int64(1), rows * n) if self.one_row else (rows, n)
+
+    def _length(self, mOut):
+        """Elements of a row's part."""
+        return Int64(mOut.shape[len(mOut.shape) - 1]) // self.outputs[0].count if self.n is None else self.n
+
+    @cute.kernel
+    def kernel(self, inputs, outputs):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        rows, n = self._shape(outputs[0])
+        start = Int64(bidx) * self.block
+        places = []
+        for u in cutlass.range_constexpr(self.unroll):
+            places.append(self._place(start, Int32(u * self.threads) + tidx, rows, n))
+        sources = []
+        for row, first, _ in places:
+            sources.append([self._address(mX, part, n, row, first) for mX, part in zip(inputs, self.inputs)])
+        if const_expr(self.chained):
+            for addresses in sources:
+                for address in addresses:
+                    fetch_ahead(address, bidx < AHEAD)
+        let_next_start(self.chained)
+        wait_for_previous(self.chained)
+        loaded = []
+        for (_, _, left), addresses in zip(places, sources):
+            vectors = [fragment(mX.element_type, self.vec) for mX in inputs]
+            for rX, address in zip(vectors, addresses):
+                if const_expr(self.even or self.whole):
+                    load(rX, address)
+                else:
+                    rX.fill(0)
+                    load_inside(left > 0, rX, address, left)
+            loaded.append(vectors)
+        for place, vectors in zip(places, loaded):
+            results = self._computed([widen(rX) for rX in vectors])
+            for mX, part, rX in zip(outputs, self.outputs, results):
+                self._store(rX, mX, part, n, *place)
+
+    def _computed(self, given):
+        """fp32 fragments of the outputs."""
+        results = [fragment(Float32, self.vec) for _ in self.outputs]
+        for j in range(self.vec):
+            for rX, x in zip(results, self.compute(*(g[j] for g in given))):
+                rX[j] = x
+        return results
+
+    def _place(self, start, index, rows, n):
+        """Where a vector lies: (its row, the element of the row it starts at, elements left in that row).
+
+        One that is not there, of which no element is left, gets a place where another is: it is loaded, not stored.
+        """
+        if self.one_row:
+            first = index * self.vec
+            left = Int32(cutlass.min(n - start * self.vec, Int64(self.block * self.vec))) - first
+            return Int64(0), start * self.vec + cutlass.select_(left > 0, first, Int32(0)), left
+        if self.even:
+            row = start // (self.even * self.block)
+            first = Int32(start - row * (self.even * self.block)) + index
+            return row, Int64(first * self.vec), Int32(self.vec)
+        per_row = (n + (self.vec - 1)) // self.vec
+        # One division in 64 bits per CTA, the rest in 32.
+        above = start // per_row
+        local = Int32(start - above * per_row) + index
+        below = local // Int32(per_row)
+        first = (local - below * Int32(per_row)) * self.vec
+        row = above + below
+        left = cutlass.select_(row < rows, Int32(n) - first, Int32(0))
+        return cutlass.min(row, rows - 1), Int64(first), left
+
+    def _address(self, mX, part, n, row, first):
+        itemsize = mX.element_type.width // 8
+        if self.one_row:
+            return mX.iterator.toint() + first * itemsize
+        first = first + part.index * Int64(n)
+        return row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1]) + first * itemsize
+
+    def _store(self, rX, mX, part, n, row, first, left):
+        rOut = narrow(rX.load(), mX.element_type, self.vec)
+        address = self._address(mX, part, n, row, first)
+        if self.even:
+            store(rOut, address, True)
+        elif self.whole:
+            store_if(left > 0, rOut, address, True)
+        else:
+            store_masked(rOut, address, Int32(0), left, True)
+
+
+def _parts(names):
+    return tuple(name if isinstance(name, Part) else Part(name) for name in names)

@@ -1,0 +1,142 @@
+"""One pass over ``[m, n]``, element by element, where rows start anywhere."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64
+
+from cute_ops.kernels.lib.copy import load_first_if, load_if, narrow, store_masked, widen
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.realign import bytes_past, fetch, settle
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address
+
+
+class PointwiseShifted:
+    """Computes ``outputs = compute(*inputs)`` in fp32; see :class:`~cute_ops.kernels.rowwise.pointwise.Pointwise`.
+
+    Vectors are those of an output's memory, 16 bytes wide, so that stores are whole but at a row's ends; what inputs
+    have for them begins anywhere and is moved into place. Outputs that are not in step with each other are computed one
+    after another, their inputs coming from L1 again.
+
+    Tile: a thread takes ``unroll`` vectors, ``threads`` apart, of every output. No shared memory.
+    Bytes moved per element: every tensor once.
+    """
+
+    def __init__(self, variant, inputs, outputs, compute, vec):
+        self.inputs, self.outputs = inputs, outputs
+        self.keys = variant.tensors
+        self.compute = compute
+        self.n = variant.dims["n"]
+        self.vec = vec
+        self.threads = variant.tile.get("threads", 256)
+        self.unroll = variant.tile.get("unroll", 1)
+        self.chained = can_chain(variant.arch)
+        self.groups = []
+        for i, part in enumerate(outputs):
+            for group in self.groups:
+                if self._apart(part, outputs[group[0]]) == 0:
+                    group.append(i)
+                    break
+            else:
+                self.groups.append([i])
+
+    def _apart(self, part, other):
+        """Elements that a part's row starts later in a vector than another's; None where that is not known."""
+        keys = self.keys[part.name], self.keys[other.name]
+        same = keys[0].dtype == keys[1].dtype and part.count == other.count
+        if self.n is None or not same or any(key.layout != "flat" or key.align < 16 for key in keys):
+            return None
+        return (part.index - other.index) * self.n % self.vec
+
+    @cute.jit
+    def __call__(self, inputs, outputs, rows, n, stream):
+        block = self.threads * self.unroll
+        vectors = rows * self._per_row(n)
+        self.kernel(inputs, outputs, rows, n).launch(
+            grid=[Int32((vectors + (block - 1)) // block), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    def _per_row(self, n):
+        """Vectors that a row reaches into, wherever it starts."""
+        return (n + 2 * (self.vec - 1)) // self.vec
+
+    @cute.kernel
+    def kernel(self, inputs, outputs, rows: Int64, long_n: Int64):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        n = Int32(long_n) if self.n is None else self.n
+        per_row = self._per_row(n)
+        # One division in 64 bits per CTA, the rest in 32.
+        start = Int64(bidx) * (self.threads * self.unroll)
+        above = start // Int64(per_row)
+        local = Int32(start - above * per_row) + tidx
+        places = []
+        for u in cutlass.range_constexpr(self.unroll):
+            below = (local + u * self.threads) // per_row
+            column = (local + u * self.threads - below * per_row) * self.vec
+            row = above + below
+            # A row that is not there has no column that is.
+            places.append((row, column, cutlass.select_(row < rows, Int32(n), Int32(-2 * self.vec))))
+        wait_for_previous(self.chained)
+        loaded = [[self._load(inputs, outputs, group, n, rows, *place) for group in self.groups] for place in places]
+        let_next_start(self.chained)
+        for place, groups in zip(places, loaded):
+            for group, (shift, pairs) in zip(self.groups, groups):
+                self._finish(outputs, group, n, place, shift, pairs)
+
+    def _row(self, mX, part, n, row):
+        """Byte address of the first element of a part of a row."""
+        address = row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1])
+        return address + Int64(n) * (part.index * ITEMSIZE[self.keys[part.name].dtype])
+
+    def _edge(self, part, n, row, rows):
+        """As :meth:`RowTile.edge`, of a part of a row: behind one of compact rows lies the next one."""
+        # Of rows that are shorter than a vector nothing is loaded whole.
+        tail = Boolean(n < self.vec)
+        if self.keys[part.name].layout != "flat":
+            tail = Boolean(True)
+        elif part.index + 1 == part.count:
+            tail = tail | (row + 1 >= rows)
+        return cutlass.select_(tail, Int32(n - self.vec + 1), Int32(n)), tail
+
+    def _load(self, inputs, outputs, group, n, rows, row, column, end):
+        """What a group needs for the vector at a column of its outputs: (how far rows start in a vector, the pairs of
+        vectors that hold it and where in them it begins).
+        """
+        target, mOut = self.outputs[group[0]], outputs[group[0]]
+        out = self._row(mOut, target, n, row)
+        shift = bytes_past(out, mOut.element_type, self.vec) // ITEMSIZE[self.keys[target.name].dtype]
+        first = column - shift
+        pairs = []
+        for mX, part in zip(inputs, self.inputs):
+            itemsize = ITEMSIZE[self.keys[part.name].dtype]
+            rPair = cute.make_rmem_tensor((2 * self.vec,), mX.element_type)
+            address = self._row(mX, part, n, row) + Int64(first) * itemsize
+            bound, tail = self._edge(part, n, row, rows)
+            past = self._apart(part, target)
+            if past == 0:
+                low = cute.make_tensor(rPair.iterator, cute.make_layout(self.vec))
+                load_if((first + self.vec > 0) & (first < cutlass.min(end, bound)), low, address)
+                load_first_if(tail & (first >= bound) & (first < end), low, address, end - first)
+            else:
+                past = bytes_past(address, mX.element_type, self.vec) if past is None else past * itemsize
+                fetch(rPair, address - past, first - past // itemsize, end, bound, tail)
+            pairs.append((rPair, past))
+        return first, pairs
+
+    def _finish(self, outputs, group, n, place, first, pairs):
+        row, _, end = place
+        given = [widen(settle(rPair, past)) for rPair, past in pairs]
+        results = [[] for _ in self.outputs]
+        for j in range(self.vec):
+            for found, x in zip(results, self.compute(*(g[j] for g in given))):
+                found.append(x)
+        for i in group:
+            rX = cute.make_rmem_tensor((self.vec,), Float32)
+            for j, x in enumerate(results[i]):
+                rX[j] = x
+            rOut = narrow(rX.load(), outputs[i].element_type, self.vec)
+            address = self._row(outputs[i], self.outputs[i], n, row) + Int64(first) * (rOut.element_type.width // 8)
+            store_masked(rOut, address, first, end, True)

@@ -1,0 +1,190 @@
+"""A reduction over each row and what follows from it, for rows that outgrow registers or whose length is not known."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.lib.copy import (
+    Inside,
+    forget,
+    fragment,
+    load,
+    load_if,
+    load_inside,
+    narrow,
+    store,
+    store_masked,
+    trim,
+)
+from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
+from cute_ops.kernels.norm.two_pass import MAX_GRID
+
+# Enough for the sums and what the system keeps of any number of CTAs.
+SMEM_PERCENT = 50
+BATCH = 4  # vectors of a thread that are on their way together
+
+
+class WalkTile:
+    """``threads`` threads of each of ``cluster`` CTAs walk one row together."""
+
+    def __init__(self, vectors, tile):
+        self.v = vectors
+        self.vec = vectors.vec
+        self.rows = 1
+        self.cluster = tile.get("cluster", 1)
+        self.local = tile.get("parts", 1)
+        self.threads = self.threads_per_row = tile.get("threads", 512)
+
+
+class WalkedRows:
+    """Walks a row once for its reduction and, where there are outputs, once more for them.
+
+    Tile: a row is cut into parts; part ``p`` is walked by CTA ``p`` of a cluster or, where rows are many, all by one
+    CTA, one after another and combined in the same order: the bits are the same. Of a part, vector ``i`` of
+    thread ``t`` is ``i * threads + t``, four of them at a time.
+    Shared memory: 4 bytes per value, part and warp, twice. Bytes moved per element: every input once, and with outputs
+    every input again, from L2 where the row fits, and every output.
+    """
+
+    def __init__(self, variant, function):
+        self.variant = variant
+        self.function = function
+        names = (*function.inputs, *function.outputs)
+        self.tile = WalkTile(Vectors(variant, names, variant.dims["n"]), variant.tile)
+        self.sum = function.reduction.across(self.tile, 2)
+        self.resident = variant.tile.get("resident", 1)
+        self.chained = can_chain(variant.arch)
+
+    @cute.jit
+    def __call__(self, inputs, outputs, numbers, stream):
+        rows, cluster = row_count(inputs[0]), self.tile.cluster
+        self.kernel(inputs, outputs, numbers).launch(
+            grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=self.resident,
+            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.resident > 1) else None,
+            stream=stream,
+            use_pdl=self.chained,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, outputs, numbers):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        grid, _, _ = cute.arch.grid_dim()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = self.sum.allocate(smem)
+        self.sum.prepare(mbar)
+        long_n = inputs[0].shape[len(inputs[0].shape) - 1]
+        n, vec, local = Int32(long_n), self.tile.vec, self.tile.local
+        wait_for_previous(self.chained)
+        let_next_start(self.chained)
+        self.sum.ready()
+        steps = Int32((row_count(inputs[0]) - bidx + (grid - 1)) // Int64(grid))
+        for step in cutlass.range(steps, unroll=1):
+            row = Int64(bidx) + Int64(step) * Int64(grid)
+            context, wanted = self.function.begin(self.variant, numbers, row, row >= 0)
+            shift = self.tile.v.shift(row, long_n)
+            count = (n + shift + (vec - 1)) // vec
+            size = (count + (self.tile.cluster * local - 1)) // (self.tile.cluster * local)
+            readable_n = readable(self.tile.v, n, row, row_count(inputs[0]))
+            bases = self._bases(inputs, self.function.inputs, row, long_n)
+            targets = self._bases(outputs, self.function.outputs, row, long_n)
+            last = cutlass.select_(wanted, count, Int32(0))
+            for j in cutlass.range(local, unroll=1):
+                begin = (rank * local + j) * size
+                end = cutlass.min(begin + size, last)
+                state = self.function.reduction.start()
+                for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
+                    state = self._batch(state, inputs, bases, base + tidx, end, shift, n, readable_n)
+                self.sum.give(self.function.tied(state, context), sSum, mbar, step, j)
+            results = self.sum.take(None, sSum, mbar, step)
+            if (tidx == 0) & (rank == 0):
+                self.function.finish(self.variant, numbers, inputs, results, context, row)
+            if const_expr(len(outputs) > 0):
+                begin = rank * local * size
+                end = cutlass.min(begin + local * size, count)
+                for v in cutlass.range(begin + tidx, end, self.tile.threads, unroll=2):
+                    self._emit(inputs, outputs, bases, targets, results, context, v * vec - shift, n, readable_n)
+
+    def _bases(self, tensors, names, row, n):
+        return [row_address(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
+
+    def _emit(self, inputs, outputs, bases, targets, results, context, first, n, readable):
+        values = self._read(inputs, bases, first, n, readable, self.function.reduction.empty)
+        for x, mX, base in zip(self.function.emit(values, results, context, first), outputs, targets):
+            self._write(x, mX, base, first, n)
+
+    def _batch(self, state, inputs, bases, start, end, shift, n, readable):
+        """The state with up to four more vectors of this thread, all loaded before any is used."""
+        empty, firsts, loaded = self.function.reduction.empty, [], []
+        for i in range(BATCH):
+            v = start + i * self.tile.threads
+            firsts.append(v * self.tile.vec - shift)
+            loaded.append([
+                self._load(mX, base, firsts[i], readable, v < end, empty) for mX, base in zip(inputs, bases)
+            ])  # fmt: skip
+        for first, vectors in zip(firsts, loaded):
+            if self.tile.v.masked:
+                for rX in vectors:
+                    trim(rX, first, n, empty)
+        for first, vectors in zip(firsts, loaded):
+            state = self.function.reduction.add(
+                state,
+                lambda vectors=vectors: self._widened(vectors),
+                Inside(self.tile.vec, first, cutlass.min(end * self.tile.vec - shift, n)),
+            )
+        return state
+
+    def _widened(self, vectors):
+        """Loaded vectors in fp32, from here on and no earlier: four of them would not leave registers for the rest."""
+        for rX in vectors:
+            if self.tile.vec * rX.element_type.width >= 32:
+                forget(rX)
+        return tuple(rX.load().to(Float32) for rX in vectors)
+
+    def _load(self, mX, base, first, readable, wanted, empty):
+        rX = fragment(mX.element_type, self.tile.vec)
+        rX.fill(empty)
+        address = base + Int64(first) * (mX.element_type.width // 8)
+        if self.tile.v.shifted:
+            wanted = wanted & (first + self.tile.vec > 0)
+        if self.tile.v.masked:
+            load_inside(wanted, rX, address, readable - first)
+        else:
+            load_if(wanted, rX, address)
+        return rX
+
+    def _read(self, inputs, bases, first, n, readable, empty):
+        """The inputs' vectors in fp32, ``empty`` outside the row."""
+        values = []
+        for mX, base in zip(inputs, bases):
+            if self.tile.v.masked:
+                wanted = first + self.tile.vec > 0
+                rX = self._load(mX, base, first, readable, wanted, empty)
+                trim(rX, first, n, empty)
+            else:
+                rX = fragment(mX.element_type, self.tile.vec)
+                load(rX, base + Int64(first) * (mX.element_type.width // 8))
+            values.append(rX.load().to(Float32))
+        return tuple(values)
+
+    def _write(self, x, mX, base, first, n):
+        rX = narrow(x, mX.element_type, self.tile.vec)
+        address = base + Int64(first) * (mX.element_type.width // 8)
+        if self.tile.v.masked:
+            store_masked(rX, address, first, n)
+        else:
+            store(rX, address)
+
+
+def run_rows(variant, function):
+    """The form of a row function's kernel that a variant gets."""
+    from cute_ops.kernels.rowwise.one_pass import HeldRows
+
+    walks = variant.dims["n"] is None or bool(variant.tile.get("long", 0))
+    return (WalkedRows if walks else HeldRows)(variant, function)

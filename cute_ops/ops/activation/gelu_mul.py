@@ -1,0 +1,78 @@
+"""GELU-gated product, the pointwise half of GEGLU: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.array_api import widen
+from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.ops._candidates import POINTWISE
+from cute_ops.ops._tiles import pointwise
+from cute_ops.ops.activation.maths import gelu
+
+CASES = (
+    Case("one-row", {"m": (), "n": 2304}),
+    Case("odd", {"m": (37,), "n": 4097}, attrs={"approximate": "none"}),
+    Case("gemma2-2b", {"m": (2, 33), "n": 9216}),
+    Case("t5-v1.1-base", {"m": (129,), "n": 2048}, attrs={"approximate": "none"}),
+)
+
+
+def reference(xp: Any, gate: Any, up: Any, *, approximate: str) -> Any:
+    g, u = widen(xp, gate, up)
+    return xp.astype(gelu(xp, g, approximate)[0] * u, gate.dtype)
+
+
+def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any, *, approximate: str) -> tuple[Any, Any]:
+    g, u, dy = widen(xp, gate, up, dout)
+    y, slope = gelu(xp, g, approximate)
+    return xp.astype(dy * u * slope, gate.dtype), xp.astype(dy * y, up.dtype)
+
+
+gelu_mul_bwd = Op(
+    "gelu_mul_bwd",
+    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T"), "dout": Tensor("*m n", "T")},
+    outputs={"dgate": Tensor("*m n", "T"), "dup": Tensor("*m n", "T")},
+    dtypes={"T": FLOATS},
+    parallel=("n",),
+    attrs={"approximate": OneOf("tanh", "none")},
+    reference=reference_bwd,
+    kernel="cute_ops.kernels.activation.gelu_mul:GeluMulBackward",
+    tile=pointwise,
+    tuning=POINTWISE,
+    cases=CASES,
+    doc="""Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.""",
+)
+
+gelu_mul = Op(
+    "gelu_mul",
+    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T")},
+    outputs={"out": Tensor("*m n", "T")},
+    dtypes={"T": FLOATS},
+    parallel=("n",),
+    attrs={"approximate": OneOf("tanh", "none")},
+    reference=reference,
+    kernel="cute_ops.kernels.activation.gelu_mul:GeluMul",
+    tile=pointwise,
+    tuning=POINTWISE,
+    grad=gelu_mul_bwd,
+    cases=CASES,
+    doc="""GELU of the gate times up: the pointwise half of GEGLU.
+
+    ``out = gelu(gate) * up``
+
+    Args:
+        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        up: ``T[*m n]``.
+        approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.
+
+    Returns:
+        ``T[*m n]``, compact. Computed in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed, or two different ones.
+        ValueError: shapes that do not fit, a last dim that is not contiguous, another ``approximate``.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """,
+)

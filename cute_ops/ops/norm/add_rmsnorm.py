@@ -1,0 +1,133 @@
+"""Residual add + RMSNorm in one pass: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.array_api import widen
+from cute_ops.binding import Binding
+from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
+from cute_ops.ops._candidates import BACKWARD, FORWARD
+from cute_ops.ops._tiles import rows_backward, rows_forward
+from cute_ops.ops.norm import rmsnorm as norm
+
+CASES = (
+    Case("one-element", {"m": (1,), "n": 1}),
+    Case("odd-small", {"m": (3, 5), "n": 7}, {"W": "float32", "B": "float16"}),
+    Case("odd", {"m": (37,), "n": 4097}),
+    Case("odd-wide-residual", {"m": (37,), "n": 1001}, {"R": "float32"}),
+    Case("gemma2-2b", {"m": (2, 17), "n": 2304}, absent=("bias",), attrs={"weight_offset": 1.0}),
+    Case("llama3-8b", {"m": (2, 67), "n": 4096}, absent=("bias",), attrs={"eps": 1e-5}),
+    Case("wide-residual", {"m": (33,), "n": 4096}, {"R": "float32", "W": "float32"}, absent=("bias",)),
+    Case("no-weight", {"m": (65,), "n": 1024}, absent=("weight", "bias")),
+    Case("llama3-405b", {"m": (19,), "n": 16384}, absent=("bias",), attrs={"eps": 1e-5}),
+    Case("longest", {"m": (3,), "n": 262144}, absent=("bias",)),
+)
+
+
+def reference(
+    xp: Any, x: Any, residual: Any, weight: Any = None, bias: Any = None, *, eps: float, weight_offset: float
+) -> tuple[Any, Any]:
+    wide, r = widen(xp, x, residual)
+    residual_out = xp.astype(wide + r, residual.dtype)
+    out = norm.reference(xp, *widen(xp, residual_out, weight, bias), eps=eps, weight_offset=weight_offset)
+    return xp.astype(out, x.dtype), residual_out
+
+
+def reference_bwd(
+    xp: Any, residual_out: Any, dout: Any, dresidual_out: Any = None, weight: Any = None, bias: Any = None,
+    *, eps: float, weight_offset: float,
+) -> tuple[Any, Any, Any, Any]:  # fmt: skip
+    h, w, dy, dh = widen(xp, residual_out, weight, dout, dresidual_out)
+    dsum, normed = norm.backward_terms(xp, h, w, dy, eps, weight_offset)
+    if dh is not None:
+        dsum = dsum + dh
+    dresidual = xp.astype(dsum, residual_out.dtype)
+    dx = None if dout.dtype == residual_out.dtype else xp.astype(dsum, dout.dtype)
+    return dx, dresidual, norm.sum_rows(xp, dy * normed, weight), norm.sum_rows(xp, dy, bias)
+
+
+def check_residual(binding: Binding) -> str | None:
+    """Of the residual's dtype, and of the norm's attributes."""
+    if problem := norm.CHECK(binding):
+        return problem
+    x, residual = binding.dtypes["T"], binding.dtypes["R"]
+    if residual == x or ITEMSIZE[residual] > ITEMSIZE[x]:
+        return None
+    return f"argument `residual` has dtype {residual}, expected {x} (that of `x`) or a wider one."
+
+
+add_rmsnorm_bwd = Op(
+    "add_rmsnorm_bwd",
+    inputs={
+        "residual_out": Tensor("*m n", "R"),
+        "dout": Tensor("*m n", "T"),
+        "dresidual_out": Tensor("*m n", "R", optional=True),
+        "weight": Tensor("n", "W", optional=True),
+        "bias": Tensor("n", "B", optional=True),
+    },
+    outputs={
+        "dx": Tensor("*m n", "T", same_as="dresidual"),
+        "dresidual": Tensor("*m n", "R"),
+        "dweight": Tensor("n", "W", given="weight"),
+        "dbias": Tensor("n", "B", given="bias"),
+    },
+    dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
+    attrs={"eps": 1e-6, "weight_offset": 0.0},
+    check=norm.CHECK,
+    reference=reference_bwd,
+    kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNormBackward",
+    tile=rows_backward,
+    tuning=BACKWARD,
+    workspace=norm.parts_workspace,
+    cases=CASES,
+    doc="""Gradients of :func:`add_rmsnorm`.
+
+    ``dresidual = rmsnorm_bwd(residual_out, dout) + dresidual_out`` and ``dx`` is the same sum in x's dtype
+    (absent where the dtypes are equal: one array serves for both). ``dweight`` and ``dbias`` as for
+    :func:`rmsnorm`; sums in float32, in a fixed order.
+    """,
+)
+
+add_rmsnorm = Op(
+    "add_rmsnorm",
+    inputs={
+        "x": Tensor("*m n", "T"),
+        "residual": Tensor("*m n", "R"),
+        "weight": Tensor("n", "W", optional=True),
+        "bias": Tensor("n", "B", optional=True),
+    },
+    outputs={"out": Tensor("*m n", "T"), "residual_out": Tensor("*m n", "R")},
+    dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
+    attrs={"eps": 1e-6, "weight_offset": 0.0},
+    check=check_residual,
+    reference=reference,
+    kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNorm",
+    tile=rows_forward,
+    tuning=FORWARD,
+    grad=add_rmsnorm_bwd,
+    cases=CASES,
+    doc="""Residual add and RMSNorm in one pass.
+
+    ``residual_out = x + residual``; ``out = rmsnorm(residual_out, weight, bias, eps, weight_offset)``
+
+    Args:
+        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        residual: ``R[*m n]``, T or a wider float (a float32 residual stream).
+        weight: ``W[n]``, a float dtype of its own; ones where None (and then no offset).
+        bias: ``B[n]``, a float dtype of its own; zeros where None.
+        eps: added to the mean square; a compile-time constant.
+        weight_offset: added to the weight: 1.0 is Gemma's; a compile-time constant.
+
+    Returns:
+        ``(out, residual_out)``: ``T[*m n]`` and ``R[*m n]``. The sum is rounded to R before it is
+        normalised, as the next layer sees it; the rest is float32; deterministic.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, an attribute out of its range, a narrower residual, a last dim that is not
+            contiguous.
+
+    Source: the pre-norm residual stream of Llama-style decoders (Touvron et al., LLaMA, 2023).
+    """,
+)

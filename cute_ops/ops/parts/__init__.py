@@ -1,0 +1,1 @@
+"""Ops that our own functions are made of, without functions of their own."""

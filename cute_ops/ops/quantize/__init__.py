@@ -1,0 +1,1 @@
+"""Rows to float8 with scales."""

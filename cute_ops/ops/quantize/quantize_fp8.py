@@ -1,0 +1,98 @@
+"""Quantisation to float8_e4m3fn: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cute_ops.array_api import cast, widen
+from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.ops._candidates import QUANTIZE
+from cute_ops.ops._tiles import rows_quantize
+
+BLOCKS = (0, 128)
+LARGEST, LEAST_SCALE = 448.0, 2.0**-126
+LEAST_SM = 89  # the first with a conversion
+
+CASES = (
+    Case("one-element", {"m": (1,), "n": 1}),
+    Case("one-row", {"m": (), "n": 4096}),
+    Case("odd-small", {"m": (3, 5), "n": 7}, attrs={"block": 128}),
+    Case("odd", {"m": (37,), "n": 4097}),
+    Case("odd-blocks", {"m": (37,), "n": 1001}, attrs={"block": 128}),
+    Case("deepseek-v3", {"m": (2, 33), "n": 7168}, attrs={"block": 128}),
+    Case("llama3-8b", {"m": (2, 67), "n": 4096}),
+    Case("last-block-short", {"m": (65,), "n": 1000}, attrs={"block": 128}),
+    Case("longest", {"m": (3,), "n": 262144}),
+    Case("longest-blocks", {"m": (3,), "n": 262144}, attrs={"block": 128}),
+)
+
+
+def blocks(dims: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
+    """Scales of a row."""
+    return -(-dims["n"] // attrs["block"]) if attrs["block"] else 1
+
+
+def quantise(xp: Any, y: Any, block: int, like: Any) -> tuple[Any, Any]:
+    """Rows in the accumulation dtype to ``(out, scale)``; both stay float64 where ``like`` is."""
+    lead, n = y.shape[:-1], y.shape[-1]
+    width = block or n
+    if n == 0:
+        return cast(xp, y, "float8_e4m3fn", like), xp.sum(y, axis=-1, keepdims=True)[..., : 0 if block else 1] + 1
+    short = -n % width
+    filled = xp.concat([y, xp.broadcast_to(xp.zeros_like(y[..., :1]), (*lead, short))], axis=-1) if short else y
+    rows = xp.reshape(filled, (*lead, (n + short) // width, width))
+    largest = xp.max(xp.where(xp.isfinite(rows), xp.abs(rows), 0.0), axis=-1, keepdims=True)
+    scale = largest / LARGEST
+    scale = xp.where(largest == 0, 1.0, xp.where(scale < LEAST_SCALE, LEAST_SCALE, scale))
+    out = xp.reshape(xp.clip(rows / scale, -LARGEST, LARGEST), (*lead, n + short))[..., :n]
+    return cast(xp, out, "float8_e4m3fn", like), scale[..., 0]
+
+
+def reference(xp: Any, x: Any, *, block: int) -> tuple[Any, Any]:
+    (wide,) = widen(xp, x)
+    return quantise(xp, wide, block, x)
+
+
+RETURNS = """``(out, scale)``: ``float8_e4m3fn[*m n]`` and ``float32[*m blocks]``, compact, with one block per row or
+        ``ceil(n / 128)``, of which the last may be shorter. ``scale = max(largest / 448, 2^-126)`` and
+        ``out = y / scale``, to nearest even, where ``largest`` is the largest finite magnitude of the row or block; a
+        row or block of zeros has scale 1. So ``y`` is about ``out * scale``. NaN stays NaN and infinities become 448
+        with their sign; neither changes the scale, nor any other element."""
+
+quantize_fp8 = Op(
+    "quantize_fp8",
+    inputs={"x": Tensor("*m n", "T")},
+    outputs={"out": Tensor("*m n", "float8_e4m3fn"), "scale": Tensor("*m blocks", "float32")},
+    dtypes={"T": FLOATS},
+    attrs={"block": OneOf(*BLOCKS)},
+    derived={"blocks": blocks},
+    reference=reference,
+    kernel="cute_ops.kernels.quantize.quantize_fp8:QuantizeFP8",
+    tile=rows_quantize,
+    tuning=QUANTIZE,
+    least_sm=LEAST_SM,
+    inference_only="quantise where none is needed (torch.no_grad, jax.lax.stop_gradient)",
+    cases=CASES,
+    doc=f"""Rows to float8_e4m3fn with a float32 scale per row, or per block of 128 columns. Inference only.
+
+    ``out = x / scale`` with ``scale = max(|x|) / 448``
+
+    Args:
+        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        block: 0 for one scale per row, which a rowwise ``torch._scaled_mm`` takes as it is; 128 for one per block of
+            128 columns, which its 1x128 blocks want transposed in memory: ``scale.t().contiguous().t()``. A
+            compile-time constant.
+
+    Returns:
+        {RETURNS}
+        Deterministic.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: a last dim that is not contiguous, another block.
+        NotImplementedError: a gradient is asked for, or the GPU is older than SM 8.9.
+
+    Source: Micikevicius et al., FP8 Formats for Deep Learning, 2022; blocks as in DeepSeek-V3, 2024.
+    """,
+)

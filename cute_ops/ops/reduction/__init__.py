@@ -1,0 +1,1 @@
+"""Softmax, sums and losses of rows."""

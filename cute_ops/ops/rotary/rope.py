@@ -1,0 +1,174 @@
+"""Rotary position embedding: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.array_api import widen
+from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.ops._candidates import ROTARY
+
+SHARED = {"cos": 1, "sin": 1}
+CASES = (
+    Case("llama3-8b-k", {"m": (2, 67), "h": 8, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED),
+    Case("llama3-8b-q", {"m": (2, 67), "h": 32, "d": 128, "r": 64}),
+    Case("odd-head", {"m": (3, 5), "h": 3, "d": 7, "r": 3}),
+    Case("gpt-neox-20b", {"m": (2, 33), "h": 64, "d": 96, "r": 12}, {"C": "float32"}, leading=SHARED),
+    Case("glm4-9b", {"m": (131,), "h": 32, "d": 128, "r": 32}, leading={"cos": 1, "sin": 1},
+         attrs={"interleaved": True}),
+    Case("one-position", {"m": (65, 1), "h": 1, "d": 64, "r": 32}, leading={"cos": 0, "sin": 0}),
+)  # fmt: skip
+
+
+def rotate(xp: Any, x: Any, cos: Any, sin: Any, interleaved: bool) -> Any:
+    """Pairs turned by their angles; all in the accumulation dtype."""
+    r = cos.shape[-1]
+    # One angle for all heads; leading dims that are missing broadcast.
+    c, s = cos[..., None, :], sin[..., None, :]
+    if interleaved:
+        a, b = x[..., 0 : 2 * r : 2], x[..., 1 : 2 * r : 2]
+        turned = xp.stack([a * c - b * s, b * c + a * s], axis=-1)
+        turned = xp.reshape(turned, (*x.shape[:-1], 2 * r))
+    else:
+        a, b = x[..., :r], x[..., r : 2 * r]
+        turned = xp.concat([a * c - b * s, b * c + a * s], axis=-1)
+    return xp.concat([turned, x[..., 2 * r :]], axis=-1)
+
+
+def reference(xp: Any, x: Any, cos: Any, sin: Any, *, interleaved: bool) -> Any:
+    wide, c, s = widen(xp, x, cos, sin)
+    return xp.astype(rotate(xp, wide, c, s, interleaved), x.dtype)
+
+
+def reference_bwd(xp: Any, dout: Any, cos: Any, sin: Any, *, interleaved: bool) -> tuple[Any]:
+    dy, c, s = widen(xp, dout, cos, sin)
+    return (xp.astype(rotate(xp, dy, c, -s, interleaved), dout.dtype),)
+
+
+def reference_joined(xp: Any, dq: Any, dk: Any, dv: Any, cos: Any, sin: Any, *, interleaved: bool) -> tuple[Any]:
+    turned = (reference_bwd(xp, d, cos, sin, interleaved=interleaved)[0] for d in (dq, dk))
+    return (xp.concat([*turned, dv], axis=-2),)
+
+
+def check(binding: Any) -> str | None:
+    d, r = binding.dims["d"], binding.dims["r"]
+    cos, sin = (tuple(binding.inputs[name].shape) for name in ("cos", "sin"))
+    if len(cos) != len(sin) or any(a != b for a, b in zip(cos, sin, strict=True)):
+        return f"argument `sin` has shape {sin}, expected that of `cos`, {cos}."
+    return f"heads have d={d} elements, expected at least 2r={2 * r} for r={r} angles." if d < 2 * r else None
+
+
+def tile(problem: Any) -> dict[str, int]:
+    """Threads, and heads of one of them."""
+    return {"threads": 128, "heads": 1}
+
+
+HEADS, TABLE = Tensor("*m h d", "T"), Tensor("*#m r", "C")
+
+rope_bwd = Op(
+    "rope_bwd",
+    inputs={"dout": HEADS, "cos": TABLE, "sin": TABLE},
+    outputs={"dx": HEADS},
+    dtypes={"T": FLOATS, "C": FLOATS},
+    attrs={"interleaved": False},
+    static=("h", "d", "r"),
+    parallel=("h",),
+    reference=reference_bwd,
+    kernel="cute_ops.kernels.rotary.rope:RopeBackward",
+    tile=tile,
+    tuning=ROTARY,
+    check=check,
+    cases=CASES,
+    doc="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
+)
+
+rope = Op(
+    "rope",
+    inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
+    outputs={"out": HEADS},
+    dtypes={"T": FLOATS, "C": FLOATS},
+    attrs={"interleaved": False},
+    static=("h", "d", "r"),
+    parallel=("h",),
+    reference=reference,
+    kernel="cute_ops.kernels.rotary.rope:Rope",
+    tile=tile,
+    tuning=ROTARY,
+    check=check,
+    grad=rope_bwd,
+    no_gradient=("cos", "sin"),
+    cases=CASES,
+    doc="""Rotary position embedding of every head.
+
+    ``out[j] = x[j] * cos[j] - x[j + r] * sin[j]``, ``out[j + r] = x[j + r] * cos[j] + x[j] * sin[j]`` for ``j < r``;
+    elements from ``2r`` on pass through.
+
+    Args:
+        x: ``T[*m h d]``: (batch, seqlen, nheads, headdim), or (tokens, nheads, headdim); float32, float16 or bfloat16.
+            Heads and positions may have any stride: q or k of a fused projection, or transposed, without a copy.
+        cos: ``C[*#m r]``, a float dtype of its own: (seqlen, r) for all of a batch, or (batch, seqlen, r); leading
+            dims of 1 broadcast, too, as in (seqlen, 1, r) for positions first. ``2r`` is the rotary dim, at most d. No
+            gradient.
+        sin: ``C[*#m r]``, likewise.
+        interleaved: pairs are ``(2j, 2j + 1)``, as in GPT-J, instead of ``(j, j + r)``, as in GPT-NeoX and Llama.
+
+    Returns:
+        ``T[*m h d]``, compact. Computed in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous, ``d < 2r``.
+
+    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+    """,
+)
+
+rope_bwd_joined = Op(
+    "rope_bwd_joined",
+    inputs={
+        "dq": Tensor("*m hq d", "T"), "dk": Tensor("*m hk d", "T"), "dv": Tensor("*m hk d", "T"),
+        "cos": TABLE, "sin": TABLE,
+    },
+    outputs={"dqkv": Tensor("*m h d", "T")},
+    derived={"h": lambda dims, attrs: dims["hq"] + 2 * dims["hk"]},
+    dtypes={"T": FLOATS, "C": FLOATS},
+    attrs={"interleaved": False},
+    static=("hq", "hk", "d", "r"),
+    reference=reference_joined,
+    kernel="cute_ops.kernels.rotary.rope:RopeBackwardJoined",
+    tile=tile,
+    tuning=ROTARY,
+    check=check,
+    cases=(
+        Case("llama3-8b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED),
+        Case("llama3-1b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 64, "r": 32}),
+        Case("odd-head", {"m": (3, 5), "hq": 3, "hk": 1, "d": 7, "r": 3}),
+        Case("interleaved", {"m": (131,), "hq": 4, "hk": 4, "d": 128, "r": 32}, leading=SHARED,
+             attrs={"interleaved": True}),
+    ),
+    doc="""Gradient of :func:`rope` to q and to k, and that of v, side by side: as those of one projection to all three.
+
+    ``dqkv = concat([rope_bwd(dq, cos, sin), rope_bwd(dk, cos, sin), dv])``, of heads
+
+    Projections of one input have one product in the backward where their gradients are the columns of one matrix. The
+    bits are those of the two ops.
+
+    Args:
+        dq: ``T[*m hq d]``, the cotangent of rotated queries: (batch, seqlen, nheads, headdim), or (tokens, nheads,
+            headdim); float32, float16 or bfloat16. Heads and positions may have any stride.
+        dk: ``T[*m hk d]``, of rotated keys.
+        dv: ``T[*m hk d]``, of values.
+        cos: ``C[*#m r]``, as :func:`rope` has it.
+        sin: ``C[*#m r]``, likewise.
+        interleaved: as :func:`rope` has it.
+
+    Returns:
+        ``T[*m h d]`` with ``h = hq + 2 hk``, compact. Computed in float32, rounded once. Not differentiable.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous, ``d < 2r``.
+
+    Source: Su et al., RoFormer: Enhanced Transformer with Rotary Position Embedding, 2021.
+    """,
+)  # fmt: skip

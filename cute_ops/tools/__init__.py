@@ -1,0 +1,1 @@
+"""What the command line runs beside the ops: doctor, verify, sweep, machine code."""

@@ -1,0 +1,171 @@
+"""What ``python -m cute_ops doctor`` looks at. Frameworks are examined by their adapters, each in its own
+process (``python -m cute_ops_torch.tools.doctor``): the core imports neither, and a crash there is a finding here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from cute_ops import __version__, processes
+from cute_ops.binding import bind
+from cute_ops.errors import CacheError, CompileError
+from cute_ops.files import cache_dir
+from cute_ops.jit import bundle, cache, compiler, target, toolchain
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import plan
+from cute_ops.op import Array
+from cute_ops.ops import OPS
+
+_FRAMEWORKS = {"torch": "cute_ops_torch", "jax": "cute_ops_jax"}
+_TIMEOUT = 300
+
+
+class Finding(NamedTuple):
+    """One line of the report; ``bad`` makes the exit code 1."""
+
+    level: Literal["ok", "note", "bad"]
+    text: str
+    remedy: str = ""
+
+
+def examine() -> Iterator[Finding]:
+    """All findings, in the order in which things depend on each other."""
+    yield from _versions()
+    yield from _device()
+    yield from _cache()
+    yield from _bundles()
+    yield from _compiler()
+    for framework, adapter in _FRAMEWORKS.items():
+        yield from _framework(framework, adapter)
+
+
+def _versions() -> Iterator[Finding]:
+    yield Finding("ok", f"cute_ops {__version__}, Python {sys.version.split()[0]}")
+    dsl, tvm_ffi = toolchain.versions()
+    install = "pip install 'cute-ops'"
+    if not dsl:
+        yield Finding("bad", f"{toolchain.DSL} is not installed: no kernel compiles or runs", install)
+    elif not dsl.startswith(toolchain.DSL_TESTED + "."):
+        yield Finding("bad", f"{toolchain.DSL} {dsl}; tested with {toolchain.DSL_TESTED}", install)
+    else:
+        yield Finding("ok", f"{toolchain.DSL} {dsl}, runtime {toolchain.runtime_library()}")
+    if tvm_ffi:
+        yield Finding("ok", f"{toolchain.TVM_FFI} {tvm_ffi}")
+    else:
+        yield Finding("bad", f"{toolchain.TVM_FFI} is not installed", install)
+
+
+def _device() -> Iterator[Finding]:
+    driver = target.driver_version()
+    if driver is None:
+        yield Finding("note", "no CUDA driver: ops run their reference on the CPU; compiling for a GPU still works")
+        return
+    yield Finding("ok", f"driver for CUDA {driver[0]}.{driver[1]}")
+    library = toolchain.runtime_library()
+    if library and "cu13" in library.parts and driver < (13, 0):
+        remedy = "pip install nvidia-cutlass-dsl, whose libraries for CUDA 12 are missing"
+        yield Finding("bad", "the CUDA 13 flavour of the DSL needs a newer driver", remedy)
+    count = target.device_count()
+    if not count:
+        yield Finding("bad", "a driver but no visible GPU", "look at CUDA_VISIBLE_DEVICES and nvidia-smi")
+    for index in range(count):
+        try:
+            found = target.of_device(index)
+        except (NotImplementedError, RuntimeError) as error:
+            yield Finding("bad", str(error), "run on a supported GPU, or hide this one by CUDA_VISIBLE_DEVICES")
+        else:
+            yield Finding("ok", f"GPU {index}: {found.arch}, {found.sm_count} SMs")
+
+
+def _cache() -> Iterator[Finding]:
+    where = cache_dir.folder()
+    chosen = "set CUTE_OPS_CACHE_DIR to a private folder that you can write"
+    try:
+        where.mkdir(mode=0o700, parents=True, exist_ok=True)
+        cache_dir.check_trusted(where)
+        with tempfile.TemporaryFile(dir=where):
+            pass
+    except CacheError as error:
+        yield Finding("bad", str(error), chosen)
+    except OSError as error:
+        yield Finding("bad", f"cache folder {where} cannot be written ({error}): every start compiles again", chosen)
+    else:
+        entries = cache.entries()
+        yield Finding("ok", f"cache folder {where}: {len(entries)} kernels")
+
+
+def _bundles() -> Iterator[Finding]:
+    found_in = [(where, False) for where in bundle.named()] + [(where, True) for where in bundle.installed()]
+    for where, installed in found_in:
+        try:
+            found = bundle.Bundle(where, installed)
+            count = found.verify()
+        except CacheError as error:
+            remedy = "install its package again" if installed else "build it again, or unset CUTE_OPS_BUNDLE"
+            yield Finding("bad", str(error), remedy)
+        else:
+            yield Finding("ok", f"bundle {where}: {count} kernels for {', '.join(found.targets)}, sound")
+
+
+def _compiler() -> Iterator[Finding]:
+    if find_spec("cutlass") is None:
+        text = "the compiler is not installed: only what bundles and the cache hold runs"
+        yield Finding("note", text, f"pip install {toolchain.DSL} where kernels shall be compiled")
+        return
+    if compiler.linker() is None:
+        yield Finding("bad", "no linker: compiled kernels cannot be kept", "install gcc, clang or lld")
+        return
+    op = OPS[0]
+    where = target.of_device() if target.device_count() else target.parse("sm_90a")
+    variant = plan(
+        bind(op, {"x": Array((4, 1024), "bfloat16"), "weight": Array((1024,), "bfloat16")}), {}, where
+    ).variant
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            seconds = worker.compile(variant, Path(folder, f"{variant.symbol}.so"))
+        except CompileError as error:
+            yield Finding(
+                "bad", str(error), "reinstall nvidia-cutlass-dsl; report it with this text if that does not help"
+            )
+        else:
+            yield Finding("ok", f"compiles: {variant.describe()} in {seconds:.1f} s")
+
+
+def _framework(framework: str, adapter: str) -> Iterator[Finding]:
+    if find_spec(framework) is None:
+        yield Finding("note", f"{framework} is not installed", f"pip install 'cute-ops[{framework}]' to use it")
+        return
+    # The examined process must see what we see, also when nothing is installed, and nothing else: -P keeps the working
+    # directory out.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(processes.search_path())}
+    command = ["python", "-P", "-m", f"{adapter}.tools.doctor"]
+    try:
+        command[0] = processes.interpreter()
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False)
+    except processes.Ended as error:
+        yield Finding("bad", f"{framework}: its examination {error}")
+        return
+    except subprocess.TimeoutExpired:
+        yield Finding("bad", f"{framework}: no answer in {_TIMEOUT} s", f"run: {' '.join(command)}")
+        return
+    for line in result.stdout.splitlines():
+        level, _, rest = line.partition("\t")
+        if level in ("ok", "note", "bad"):
+            text, _, remedy = rest.partition("\t")
+            yield Finding(level, text, remedy)  # type: ignore[arg-type]
+    if result.returncode:
+        last = (result.stderr.strip().splitlines() or ["no output"])[-1]
+        yield Finding("bad", f"{framework}: exit code {result.returncode}: {last}", f"run: {' '.join(command)}")
+
+
+def report(findings: Iterator[Finding]) -> None:
+    """Print findings the way :func:`examine` reads them back from an adapter's process."""
+    for finding in findings:
+        print("\t".join(text.replace("\t", " ").replace("\n", " ") for text in finding), flush=True)

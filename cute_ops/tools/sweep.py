@@ -1,0 +1,225 @@
+"""Every row length, dtype and layout that a caller can reach: what ``python -m cute_ops verify --sweep`` tries.
+
+A dozen named cases once passed over norms that were wrong at twenty other row lengths. A sweep takes each op and each
+gradient at every length from 1 to 300, on both sides of every length at which its heuristic changes its mind, and at
+random lengths up to 262144; each with few and many rows.
+
+Twelve rounds are the whole sweep: a round takes each length in one pair of dtype and layout, the next round in
+another. Dtypes of parameters, optional inputs and attributes are drawn at random, by a seed.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from cute_ops.binding import bind
+from cute_ops.jit.plan import Memory, compact, problem_of
+from cute_ops.jit.target import Target
+from cute_ops.op import FLOATS, ITEMSIZE, Array, Case, Op, Tensor
+from cute_ops.testing import specs
+
+SHORTEST, LONGEST, RANDOM = 300, 262144, 12
+ROWS = (1, 2, 5, 201, 4099)
+# Elements of a tensor up to which float64 references are cheap: of longer rows there are fewer.
+MOST_ELEMENTS = 1 << 24
+# aligned: compact, on 16 bytes. shifted: compact, one element further. strided: slices of wider rows, on 16 bytes.
+# slices: of wider rows, from their second element on.
+BASES = ("aligned", "shifted", "strided", "slices")
+PAIRS = tuple((dtype, base) for dtype in FLOATS for base in BASES)
+VECTOR = 16
+DRAWS = 100
+# What a heuristic varies gradually with the length: a change of these alone is no threshold.
+GRADUAL = ("threads", "threads_per_row", "parts", "resident", "replicas", "segments")
+
+
+class Trial(NamedTuple):
+    """One call to make and to compare with float64.
+
+    Args:
+        fixed: whether static dims are compile-time constants; else one kernel serves every length.
+    """
+
+    op: Op
+    case: Case
+    dtype: str
+    base: str
+    fixed: bool = True
+
+    def __str__(self) -> str:
+        return f"{self.op.name} {self.case.name} {self.dtype} {self.base}{'' if self.fixed else ' any length'}"
+
+
+class Place(NamedTuple):
+    """How an input lies in a buffer of its own, which ends with its last element: in elements.
+
+    Args:
+        size: of the buffer.
+        start: of the view.
+        strides: of the view.
+    """
+
+    size: int
+    start: int
+    strides: tuple[int, ...]
+
+
+def place(tensor: Tensor, array: Array, base: str) -> Place:
+    """Where an input lies for a layout of :data:`BASES`."""
+    shape, off = array.shape, int(base in ("shifted", "slices"))
+    strides = compact(shape)
+    if base in ("strided", "slices") and tensor.rows:
+        if tensor.dims:
+            pitch = shape[-1] + off
+            pitch += -pitch % VECTOR + VECTOR
+            strides = compact((*shape[:-1], pitch))
+        else:  # one number per row: every third of a row
+            strides = compact((*shape, 3))[:-1]
+    end = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+    return Place(off + end if all(shape) else 0, off, strides)
+
+
+def memory(op: Op, arrays: Mapping[str, Array | None], base: str) -> dict[str, Memory]:
+    """The same as planning sees it."""
+    found = {}
+    for name, array in arrays.items():
+        if array is not None:
+            where = place(op.inputs[name], array, base)
+            found[name] = Memory(where.strides, where.start * ITEMSIZE[array.dtype])
+    return found
+
+
+def swept(op: Op) -> str:
+    """The dim whose size is swept: the row length, or the size of a head."""
+    names = [dim.name for tensor in op.inputs.values() for dim in tensor.dims]
+    return "n" if "n" in names else "d"
+
+
+def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0) -> Iterator[Trial]:
+    """A round of an op's sweep.
+
+    Args:
+        number: of the round; twelve in a row cover every pair of dtype and layout at every length.
+        seed: of what is drawn at random.
+        fraction: of the lengths, drawn at random.
+    """
+    salt = zlib.crc32(op.name.encode())
+    rng = np.random.default_rng([seed, salt, number])
+    for n in lengths(op, target, rng):
+        if rng.random() >= fraction:
+            continue
+        pair = (number + 5 * n + salt) % len(PAIRS)
+        dtype, base = PAIRS[pair]
+        drawn = _draw(op, n, dtype, np.random.default_rng([seed, salt, number, n]))
+        # A kernel for any length takes one of the counts, and rows that no other trial has.
+        counts = [(rows, True) for rows in ROWS] + [(ROWS[n % len(ROWS)] + 2, False)] * bool(op.static)
+        if drawn is None:
+            continue
+        for rows, fixed in counts:
+            case = _with_rows(op, drawn, rows)
+            if _elements(op, case, dtype) <= MOST_ELEMENTS:
+                yield Trial(op, case, dtype, base, fixed)
+
+
+def lengths(op: Op, target: Target, rng: np.random.Generator) -> list[int]:
+    """The lengths of a round, ascending: all short ones, both sides of every threshold, and random ones."""
+    found = set(range(1, SHORTEST + 1))
+    if swept(op) == "n":
+        found |= {n for edge in thresholds(op, target) for n in (edge - 1, edge, edge + 1)}
+        found |= set(np.exp(rng.uniform(np.log(SHORTEST), np.log(LONGEST), RANDOM)).astype(int).tolist())
+    return sorted(n for n in found if n <= LONGEST)
+
+
+def thresholds(op: Op, target: Target) -> list[int]:
+    """The lengths from which on a heuristic chooses another form, in some dtype and layout, for few or many rows."""
+    found: set[int] = set()
+    for dtype, base in PAIRS:
+        for rows in (ROWS[0], ROWS[2], ROWS[-1]):
+            form = _Form(op, target, dtype, base, rows)
+            # Between neighbours of this grid that agree nothing is looked for.
+            grid = sorted({int(SHORTEST * (LONGEST / SHORTEST) ** (i / 128)) for i in range(129)})
+            for low, high in pairwise(grid):
+                found |= set(_edges(form, low, high))
+    return sorted(found)
+
+
+class _Form:
+    """The form of the kernel that a heuristic chooses for a row length."""
+
+    def __init__(self, op: Op, target: Target, dtype: str, base: str, rows: int) -> None:
+        self.op, self.target, self.dtype, self.base, self.rows = op, target, dtype, base, rows
+        self.known: dict[int, Any] = {}
+
+    def __call__(self, n: int) -> Any:
+        if n not in self.known:
+            case = Case("", {**self.op.example((self.rows,), n)})
+            arrays = specs(self.op, case, self.dtype)
+            binding = bind(self.op, arrays)
+            tile = self.op.tile(problem_of(binding, memory(self.op, arrays, self.base), self.target))
+            self.known[n] = tuple(sorted((k, v) for k, v in tile.items() if k not in GRADUAL))
+        return self.known[n]
+
+
+def _edges(form: _Form, low: int, high: int) -> Iterator[int]:
+    """The lengths in ``(low, high]`` from which on the form is another one than before, by bisection."""
+    if form(low) == form(high):
+        return
+    if high == low + 1:
+        yield high
+        return
+    middle = (low + high) // 2
+    yield from _edges(form, low, middle)
+    yield from _edges(form, middle, high)
+
+
+def _draw(op: Op, n: int, dtype: str, rng: np.random.Generator) -> Case | None:
+    """A case of one row with other sizes, dtypes, attributes and optional inputs drawn at random; None where the op
+    refuses every draw.
+    """
+    for _ in range(DRAWS):
+        case = _case(op, n, rng)
+        try:
+            bind(op, specs(op, case, dtype), case.attrs)
+        except (TypeError, ValueError):  # dtypes or sizes that do not go together
+            continue
+        return case
+    return None
+
+
+def _case(op: Op, n: int, rng: np.random.Generator) -> Case:
+    dims = {**op.example((1,), n), swept(op): n}
+    for name, (low, high) in {"h": (1, 4), "hk": (1, 3), "r": (1, max(n // 2, 1) + 1)}.items():
+        if name in dims:
+            dims[name] = int(rng.integers(low, high))
+    if "hq" in dims:
+        dims["hq"] = dims["hk"] * int(rng.integers(1, 4))
+    options = {name: [default] for name, default in op.attrs.items()}
+    for case in op.cases:
+        for name, value in case.attrs.items():
+            if name in options:
+                options[name].append(value)
+    options |= {name: list(values) for name, values in op.choices.items()}
+    attrs = {name: values[rng.integers(len(values))] for name, values in options.items()}
+    # The first variable follows the trial's dtype.
+    first = next(t.dtype for t in op.inputs.values() if t.dtype in op.dtypes)
+    dtypes = {v: c[rng.integers(len(c))] for v, c in op.dtypes.items() if v != first}
+    absent = tuple(name for name, t in op.inputs.items() if t.optional and rng.random() < 0.25)
+    drawn = [f"{v}={d}" for v, d in dtypes.items()] + [f"no {name}" for name in absent]
+    drawn += [f"{name}={value}" for name, value in attrs.items() if value != op.attrs[name]]
+    sizes = [f"{name}={size}" for name, size in dims.items() if not isinstance(size, tuple) and name not in op.derived]
+    return Case(" ".join([*sizes, *drawn]), dims, dtypes, absent, attrs)
+
+
+def _with_rows(op: Op, case: Case, rows: int) -> Case:
+    lead = (3, rows // 3) if rows % 3 == 0 else (rows,)
+    dims = {name: lead if isinstance(size, tuple) else size for name, size in case.dims.items()}
+    dims |= {name: size(dims, case.attrs) for name, size in op.derived.items()}
+    return case._replace(name=f"rows={rows} {case.name}", dims=dims)
+
+
+def _elements(op: Op, case: Case, dtype: str) -> int:
+    return max(int(np.prod(a.shape)) for a in specs(op, case, dtype).values() if a is not None)

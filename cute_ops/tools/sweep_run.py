@@ -1,0 +1,177 @@
+"""Runs a sweep in many processes: each compiles and runs its share; one that a kernel ends is replaced."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from importlib import import_module
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from cute_ops import lookup, processes, testing
+from cute_ops.binding import bind
+from cute_ops.jit import cache, target
+from cute_ops.jit.plan import limit_static, plan
+from cute_ops.jit.target import Target
+from cute_ops.op import Op
+from cute_ops.tools.sweep import Trial, memory, trials
+
+# Trials whose kernels compile before they run, and how long that may take.
+CHUNK, STEP_SECONDS = 48, 600.0
+IDLE_SECONDS = 60.0
+# Of how many numbers the most that a reference loses is known well enough, and in how many draws at most.
+SAMPLE, MOST_DRAWS = 1 << 15, 256
+
+
+class Task(NamedTuple):
+    """A share of an op's round, from a trial on."""
+
+    place: str
+    number: int
+    seed: int
+    fraction: float
+    part: int
+    parts: int
+    start: int = 0
+
+
+class Progress(NamedTuple):
+    """One trial, just ended; ``problem`` is empty where all is well."""
+
+    trial: str
+    problem: str
+    kernels: int
+
+
+def sweep(
+    ops: Sequence[Op], runner: str, number: int, seed: int, workers: int, fraction: float = 1.0,
+    seconds: float = float("inf"),
+) -> Iterator[Progress]:  # fmt: skip
+    """Run a round of a sweep and yield each trial as it ends.
+
+    Args:
+        runner: module of an adapter's runner.
+        number, seed, fraction: of the round; see :func:`cute_ops.tools.sweep.trials`.
+        workers: processes.
+        seconds: no chunk of trials starts later.
+
+    Raises:
+        ValueError: an op that no module holds, so that no other process finds it.
+    """
+    places = {op.name: lookup.place(op) for op in ops}
+    lost = [name for name, place in places.items() if place is None]
+    if lost:
+        raise ValueError(f"no module holds the declaration of {', '.join(lost)}")
+    # Shares of one op come late, so that no process has a long one at the end.
+    parts = max(workers // 4, 1)
+    tasks = deque(
+        Task(str(place), number, seed, fraction, part, parts) for part in range(parts) for place in places.values()
+    )
+    ended: SimpleQueue[Progress | None] = SimpleQueue()
+    end = time.time() + seconds
+    with tempfile.TemporaryDirectory(prefix="cute_ops-sweep-") as folder:
+        for _, device in zip(range(workers), itertools.cycle(_devices()), strict=False):
+            process = processes.Process(
+                "cute_ops.tools.sweep_run", runner, CUDA_VISIBLE_DEVICES=device, CUTE_OPS_COMPILE_WORKERS="1",
+                CUTE_OPS_CACHE_DIR=tempfile.mkdtemp(dir=folder), CUTE_OPS_TUNE="0",
+            )  # fmt: skip
+            threading.Thread(target=_work, args=(process, tasks, end, ended), daemon=True).start()
+        left = workers
+        while left:
+            progress = ended.get()
+            if progress is None:
+                left -= 1
+            else:
+                yield progress
+
+
+def _devices() -> list[str]:
+    """The visible GPUs as CUDA_VISIBLE_DEVICES names them; processes take turns on them."""
+    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return named or [str(index) for index in range(target.device_count())] or [""]
+
+
+def _work(process: processes.Process, tasks: deque[Task], end: float, ended: SimpleQueue[Progress | None]) -> None:
+    """Have a process do tasks while there are any; a trial that it dies of is left out."""
+    trying: dict[str, Any] = {}
+
+    def told(step: dict[str, Any]) -> None:
+        trying.update(step)
+        if "problem" in step:
+            ended.put(Progress(step["trial"], step["problem"], step["kernels"]))
+
+    try:
+        while tasks:
+            task = tasks.popleft()
+            trying.update(index=None, trial=f"{task.place} from its trial {task.start} on")
+            try:
+                with process.lock:
+                    process.ask({"task": task, "end": end}, STEP_SECONDS, told)
+            except processes.Ended as error:
+                ended.put(Progress(trying["trial"], f"the process {error}: {error.log[-500:]}", 0))
+                if trying["index"] is not None:  # else it does not even begin
+                    tasks.appendleft(task._replace(start=trying["index"] + 1))
+    except IndexError:  # another thread has taken the last task
+        pass
+    finally:
+        process.stop()
+        ended.put(None)
+
+
+def serve(runner: str) -> None:
+    """Run shares of a sweep, see :func:`cute_ops.processes.requests`: a step before each trial and one after it."""
+    for request, say in processes.requests(IDLE_SECONDS):
+        by = import_module(runner)
+        where = target.of_device() if by.device() == "cuda" else target.parse("sm_90a")
+        for index, trial, kernels in _prepared(Task(*request["task"]), where, by.device() == "cuda", request["end"]):
+            say(step=True, index=index, trial=str(trial))
+            problem = _attempt(by, trial)
+            say(step=True, index=index, trial=str(trial), problem=problem, kernels=kernels)
+            if problem and by.broken():
+                os._exit(1)
+        say()
+
+
+def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, Trial, int]]:
+    """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
+    op = lookup.find(task.place)
+    whole = trials(op, where, task.number, task.seed, task.fraction)
+    every = [trial for i, trial in enumerate(whole) if i // 6 % task.parts == task.part]
+    for start in range(task.start, len(every), CHUNK):
+        chunk, compiled = every[start : start + CHUNK], 0
+        if time.time() > end:
+            break
+        if compiles:
+            variants = {}
+            for trial in chunk:
+                arrays = testing.specs(op, trial.case, trial.dtype)
+                planned = plan(
+                    bind(op, arrays, trial.case.attrs), memory(op, arrays, trial.base), where, fixed=trial.fixed
+                )
+                variants[planned.variant.symbol] = planned.variant
+            compiled = sum(built.seconds > 0 for built in cache.build_all(variants.values()))
+        for i, trial in enumerate(chunk):
+            yield start + i, trial, compiled if i == 0 else 0
+    cache.clear()  # of this process alone; what is loaded stays
+
+
+def _attempt(by: Any, trial: Trial) -> str:
+    limit_static(1 << 30 if trial.fixed else 0)
+
+    def inputs(seed: int) -> testing.Arrays:
+        return testing.inputs(trial.op, trial.case, trial.dtype, seed)
+
+    def others() -> Iterator[testing.Arrays]:
+        count = max(a.size for a in inputs(0).values() if a is not None)
+        return (inputs(seed) for seed in range(1, 1 + min(MOST_DRAWS, SAMPLE // count)))
+
+    try:
+        by.check(trial.op, inputs(0), testing.attributes(trial.op, trial.case), trial.base, others)
+    except Exception as error:  # whatever is wrong with a kernel belongs into its line
+        return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+    return ""

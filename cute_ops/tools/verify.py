@@ -1,0 +1,101 @@
+"""Every case, dtype and installed framework of an op against float64: what ``python -m cute_ops verify`` does.
+
+On a GPU the kernels run, their outputs and scratch arrays allocated where memory was just filled with NaN; every
+call is repeated and must give the same bits, in both frameworks. On a CPU the references run, on small cases.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from cute_ops import testing
+from cute_ops.op import FLOATS, Case, Op
+
+# Where each framework's adapter runs an op for this check; imported only then.
+RUNNERS = {"torch": "cute_ops_torch.tools.runner", "jax": "cute_ops_jax.tools.runner"}
+Outputs = tuple[np.ndarray | None, ...]
+
+
+class Runner(Protocol):
+    """An adapter's side of the check: ``run`` calls an op once, a kernel where ``device()`` says cuda."""
+
+    def device(self) -> str: ...
+
+    def run(self, op: Op, arrays: testing.Arrays, attrs: Mapping[str, Any]) -> Outputs: ...
+
+
+class Verdict(NamedTuple):
+    """One op, case and dtype in one framework; ``problem`` is empty where all is well."""
+
+    op: str
+    case: str
+    dtype: str
+    framework: str
+    device: str
+    calls: int
+    problem: str = ""
+
+
+def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
+    """The runners of the frameworks that are here.
+
+    Raises:
+        ValueError: one that is wanted is not.
+    """
+    missing = [name for name in wanted if name not in RUNNERS or find_spec(name) is None]
+    if missing:
+        raise ValueError(f"{', '.join(missing)} is not installed here")
+    # Two frameworks share a GPU here.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    names = wanted or [name for name in RUNNERS if find_spec(name) is not None]
+    return {name: import_module(RUNNERS[name]) for name in names}  # type: ignore[misc]
+
+
+def verify(
+    ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = FLOATS, repeats: int = 20
+) -> Iterator[Verdict]:
+    """Check ops, one verdict for each op, case, dtype and framework."""
+    for op in ops:
+        for case in op.cases:
+            for dtype in dtypes:
+                free = [t for t in op.inputs.values() if t.dtype in op.dtypes and t.dtype not in case.dtypes]
+                if free and dtype not in op.dtype_choices(free[0]):
+                    continue
+                yield from _case(op, case, dtype, runners, repeats)
+
+
+def _case(op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats: int) -> Iterator[Verdict]:
+    first: tuple[str, Outputs] | None = None
+    for name, runner in runners.items():
+        device = runner.device()
+        kernels = device == "cuda"
+        scaled = case if kernels else testing.small(case)
+        arrays, attrs = testing.inputs(op, scaled, dtype), testing.attributes(op, scaled)
+        calls = repeats if kernels else 1
+        try:
+            outputs = runner.run(op, arrays, attrs)
+            testing.check(op, arrays, attrs, outputs)
+            for _ in range(calls - 1):
+                _same("a repeated call", op, outputs, runner.run(op, arrays, attrs))
+            if kernels and first:
+                _same(f"{first[0]} on the same GPU", op, first[1], outputs)
+            first = (name, outputs)
+            problem = ""
+        except Exception as error:  # whatever is wrong with a kernel belongs into its line
+            problem = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        yield Verdict(op.name, case.name, dtype, name, device, calls, problem)
+
+
+def _same(other: str, op: Op, before: Outputs, after: Outputs) -> None:
+    for name, a, b in zip(op.outputs, before, after, strict=True):
+        if a is None and b is None:
+            continue
+        if a is None or b is None or a.tobytes() != b.tobytes():
+            count = "all" if a is None or b is None else int(np.sum(a.view(np.uint8) != b.view(np.uint8)))
+            raise AssertionError(f"{op.name}: output {name} differs from {other} in {count} bytes: a race?")

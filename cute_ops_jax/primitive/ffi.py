@@ -1,0 +1,120 @@
+"""FFI targets: which architecture, and kernels made known to XLA by name.
+
+A target's name is the variant's digest, so a name means one kernel for ever, also in XLA's persistent
+cache. XLA keeps every target until the process ends and jax-tvm-ffi has room for 1024.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import jax
+
+from cute_ops.files import file_lock
+from cute_ops.jit import cache, loader, target
+from cute_ops.jit.variant import Variant
+from cute_ops_jax.primitive import ffi_check
+
+log = logging.getLogger("cute_ops")
+WARN_AT, LIMIT = 900, 1024
+
+_known: dict[str, Variant] = {}
+_lock = file_lock.between_threads()
+_lowering_for: ContextVar[target.Target | None] = ContextVar("lowering_for", default=None)
+_noted: ContextVar[tuple[dict[str, None], ...]] = ContextVar("noted", default=())
+
+
+def device_target() -> target.Target:
+    """The architecture to lower for: :func:`lowering_for`'s, ``CUTE_OPS_ARCH``'s (lowering on a machine without that
+    GPU), or device 0's.
+    """
+    named = _lowering_for.get()
+    if named is not None:
+        return named
+    chosen = os.environ.get("CUTE_OPS_ARCH")
+    return target.parse(chosen) if chosen else target.of_device(0)
+
+
+def here() -> int | None:
+    """The device that what is lowered will run on, so that it may be measured there; None for another machine's."""
+    elsewhere = _lowering_for.get() is not None or "CUTE_OPS_ARCH" in os.environ
+    return None if elsewhere or not target.device_count() else 0
+
+
+@contextmanager
+def lowering_for(chosen: target.Target | None) -> Iterator[None]:
+    """Lower for this architecture, whatever is here; None leaves it as it is."""
+    token = _lowering_for.set(chosen)
+    try:
+        yield
+    finally:
+        _lowering_for.reset(token)
+
+
+@contextmanager
+def noted() -> Iterator[dict[str, None]]:
+    """The names of all kernels that what is traced inside asks for, in that order."""
+    names: dict[str, None] = {}
+    token = _noted.set((*_noted.get(), names))
+    try:
+        yield names
+    finally:
+        _noted.reset(token)
+
+
+def known() -> dict[str, Variant]:
+    """The kernels that this process has registered, by target name."""
+    return dict(_known)
+
+
+def cuda_devices() -> list[int]:
+    """The CUDA devices that JAX runs in this process; none on a machine that only lowers."""
+    try:
+        return [device.local_hardware_id for device in jax.local_devices(backend="cuda")]
+    except RuntimeError:
+        return []
+
+
+def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | None = None) -> None:
+    """Compile and load a variant and register it under its symbol; once per process.
+
+    Args:
+        load: gets the function; by default from caches or the compiler.
+
+    Raises:
+        RuntimeError: jax-tvm-ffi is missing or does not fit, or its 1024 targets are used up.
+        CompileError: the kernel does not compile.
+    """
+    for names in _noted.get():
+        names[variant.symbol] = None
+    if variant.symbol in _known:
+        return
+    ffi_check.require()
+    function = (load or cache.get)(variant)
+    import jax_tvm_ffi  # after TVM-FFI, which the loader has imported without torch
+
+    with _lock:
+        if variant.symbol in _known:
+            return
+        # Now, since a first call while several devices run can wait for ever, and none may fall into a graph's capture.
+        for device in cuda_devices():
+            if target.of_device(device).arch == variant.arch:
+                loader.preload(function, variant, device)
+        count = jax_tvm_ffi.registered_count()
+        if count >= LIMIT:
+            raise RuntimeError(
+                f"cute.{variant.op}: this process has registered {count} FFI targets and jax-tvm-ffi holds no more. "
+                "Each distinct last dim, dtype combination and attribute value takes one and none is ever freed: "
+                "use fewer of them, or start a new process."
+            )
+        if count >= WARN_AT:
+            log.warning("%d of %d FFI targets are used in this process; none is ever freed", count, LIMIT)
+        jax_tvm_ffi.register_ffi_target(
+            variant.symbol, function, arg_spec=["args", "rets"], platform="gpu", allow_cuda_graph=True
+        )
+        _known[variant.symbol] = variant

@@ -1,0 +1,75 @@
+"""The function that a user calls, made from a declaration."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from cute_ops.op import Op
+from cute_ops_jax.distributed import sharding
+from cute_ops_jax.primitive.primitive import one_for_each
+from cute_ops_jax.primitive.vjp import Call, differentiable
+
+
+@one_for_each
+def register(op: Op) -> Callable[..., Any]:
+    """Turn a declaration into a JAX function.
+
+    The function takes the op's inputs, then its attributes; optional inputs default to None. It works
+    under ``jit``, ``grad``, ``vmap``, ``lax.scan``, ``jax.shard_map`` and ``jax.checkpoint``, whose policies know the
+    outputs as ``cute_<op>`` (``jax.checkpoint_policies.save_only_these_names``). On CUDA it runs the kernel,
+    compiled when a program that calls it is lowered; on every other platform the declared reference.
+
+    Args:
+        op: ours or your own.
+
+    Returns:
+        The function, the same one for the same declaration. It returns the output, or a tuple of them
+        where several are declared, None for an absent one.
+    """
+    run = differentiable(op)
+    header = signature(op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = header.bind(*args, **kwargs)
+        bound.apply_defaults()
+        present = {name: bound.arguments[name] for name in op.inputs if bound.arguments[name] is not None}
+        attrs = tuple((name, bound.arguments[name]) for name in op.attrs)
+        options = {name: bound.arguments[name] for name in op.options}
+        inplace = options.pop("inplace_backward", False)
+        op.check_options(options)
+        # Before the op is differentiated: so a weight that shards share gets the sum of what they give.
+        present = dict(zip(present, sharding.alike(list(present.values())), strict=True))
+        found = run(Call(tuple(present), attrs, inplace), present)
+        results = [
+            found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items() if not t.hidden
+        ]
+        if op.finish is not None:
+            shown = dict(zip(op.shown, results, strict=True))
+            results = list(op.finish.apply(jnp, bound.arguments, shown, dict(attrs), **options).values())
+        return results[0] if len(results) == 1 else tuple(results)
+
+    call.__name__ = call.__qualname__ = op.name
+    call.__module__ = "cute_ops_jax"
+    call.__doc__ = op.doc
+    call.__signature__ = header  # type: ignore[attr-defined]
+    # Traced once per shape, so that a call outside of jit does not pay for custom_vjp every time.
+    return jax.jit(call, static_argnames=(*op.attrs, *op.options), inline=True)
+
+
+def signature(op: Op) -> inspect.Signature:
+    """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text."""
+    kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    parameters = []
+    for name, tensor in op.inputs.items():
+        default, annotation = (None, "ArrayLike | None") if tensor.optional else (required, "ArrayLike")
+        parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
+    for name, value in {**op.attrs, **op.options}.items():
+        parameters.append(inspect.Parameter(name, kind, default=value, annotation=type(value).__name__))
+    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.outputs.values() if not tensor.hidden]
+    returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
+    return inspect.Signature(parameters, return_annotation=returns)

@@ -1,0 +1,68 @@
+"""Reverse mode: an op and the backward op that it declares, wired by argument names.
+
+Of the backward op's inputs, one named like an input or output of the op is that array, and ``d<output>``
+is the cotangent; its output ``d<input>`` is the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+from jax.custom_derivatives import SymbolicZero
+
+from cute_ops.op import Op
+from cute_ops_jax.primitive.primitive import Attributes, stage
+
+Arrays = dict[str, jax.Array]
+
+
+class Call(NamedTuple):
+    """What is static in a call: the inputs that are present, the attributes, and whether gradients may take the memory
+    of the inputs that they reuse.
+    """
+
+    names: tuple[str, ...]
+    attrs: Attributes
+    inplace: bool = False
+
+
+def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
+    """``run(call, inputs) -> outputs``, arrays by name, absent ones left out; with a gradient where one is declared."""
+    forward = stage(op)
+
+    def run(call: Call, inputs: Arrays) -> Arrays:
+        # Policies of jax.checkpoint may name them, the saved ones included.
+        made = {name: a for name, a in forward(inputs, dict(call.attrs)).items() if a is not None}
+        return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in made.items()}
+
+    if op.grad is None:
+        return run
+    grad, backward = op.grad, stage(op.grad)
+
+    def forward_rule(call: Call, primals: dict[str, Any]) -> tuple[Arrays, Arrays]:
+        inputs = {name: primal.value for name, primal in primals.items()}
+        outputs = run(call, inputs)
+        return outputs, {name: a for name, a in {**inputs, **outputs}.items() if name in grad.inputs}
+
+    def backward_rule(call: Call, saved: Arrays, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
+        given: dict[str, Any] = dict(saved)
+        for name, cotangent in cotangents.items():
+            wanted = grad.inputs.get(f"d{name}")
+            if wanted is None:
+                continue
+            zero = isinstance(cotangent, SymbolicZero)
+            # An output that nobody used: leave its cotangent out where that is allowed, it saves reading zeros.
+            given[f"d{name}"] = (None if wanted.optional else jnp.zeros_like(cotangent)) if zero else cotangent
+        results = backward(given, {name: value for name, value in call.attrs if name in grad.attrs}, call.inplace)
+        for name, tensor in grad.outputs.items():
+            if results[name] is None and tensor.same_as is not None:
+                results[name] = results[tensor.same_as]
+        return ({name: results.get(f"d{name}") for name in call.names},)  # None is a zero gradient
+
+    function = jax.custom_vjp(run, nondiff_argnums=(0,))
+    function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
+    return function

@@ -1,0 +1,52 @@
+"""The stub file of this package, made from the declarations: ``python -m cute_ops_jax.tools.stubs``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cute_ops.op import Op
+from cute_ops.ops import OPS
+
+PATH = Path(__file__).parents[1] / "__init__.pyi"
+_HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declarations instead."""
+
+from jax import Array
+from jax.typing import ArrayLike
+
+from cute_ops_jax.primitive.ffi_check import probe as probe
+from cute_ops_jax.composite.embedding import embedding as embedding
+from cute_ops_jax.exporting import export as export
+from cute_ops_jax.exporting import load as load
+from cute_ops_jax.primitive.function import register as register
+from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
+from cute_ops_jax.composite.linear_cross_entropy import (
+    vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
+)
+from cute_ops_jax.distributed.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+'''
+
+
+def text(ops: Iterable[Op] = OPS) -> str:
+    """The stub file's text."""
+    return _HEADER + "\n" + "".join(f"{_function(op)}\n" for op in ops)
+
+
+def _literal(value: Any) -> str:
+    return f'"{value}"' if isinstance(value, str) else str(value)
+
+
+def _function(op: Op) -> str:
+    arguments = [f"{n}: ArrayLike{' | None = None' if t.optional else ''}" for n, t in op.inputs.items()]
+    arguments += [f"{n}: {type(value).__name__} = {_literal(value)}" for n, value in {**op.attrs, **op.options}.items()]
+    outputs = [f"Array{' | None' if t.given else ''}" for t in op.outputs.values() if not t.hidden]
+    returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
+    head = f"def {op.name}({', '.join(arguments)}) -> {returns}: ..."
+    if len(head) <= 120:
+        return head
+    return "\n".join([f"def {op.name}(", *(f"    {a}," for a in arguments), f") -> {returns}: ..."])
+
+
+if __name__ == "__main__":
+    PATH.write_text(text())

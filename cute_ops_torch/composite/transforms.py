@@ -1,0 +1,117 @@
+"""``linear_cross_entropy`` inside ``torch.func.grad`` and its like.
+
+Their levels want each gradient to be a function of its own inputs, as if it were differentiated again. So these nodes
+are Functions that torch itself carries from level to level, over the same ops as outside; what has no second derivative
+says so instead of passing for a constant. A batch of examples goes one by one: the weight's gradient is a sum of rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from cute_ops_torch.library.vmap import examples
+
+Tensor = torch.Tensor
+
+
+def active(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether the nodes of this module are to be used: tangents, which they do not take, are refused elsewhere."""
+    transforms = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    return transforms and forward_ad._current_level < 0 and differentiated(tensors)
+
+
+def differentiated(tensors: Sequence[Tensor | None]) -> bool:
+    """Whether one of them is watched by ``torch.func.grad`` or its like."""
+    return any(t is not None and torch._C._functorch.is_gradtrackingtensor(t) for t in tensors)
+
+
+def step(*arguments: Any) -> tuple[Tensor, ...]:
+    """``linear_cross_entropy_step``: a sum or mean of the losses, and its gradients."""
+    return _Step.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def rows(*arguments: Any) -> tuple[Tensor, ...]:
+    """``linear_cross_entropy_rows``: loss of each row, and its lse in two parts."""
+    return _Rows.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _one_by_one(node: Any) -> Any:
+    """A node that goes through a batch of examples by itself."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        each = [node.apply(*example) for example in examples(info.batch_size, in_dims, arguments)]
+        columns = list(zip(*each, strict=True))
+        return tuple(map(torch.stack, columns)), (0,) * len(columns)
+
+    node.vmap = staticmethod(rule)
+    return node
+
+
+@_one_by_one
+class _Step(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.cute.linear_cross_entropy_step(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.wanted, ctx.rest = inputs[9], len(inputs) - 4
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor | None, *others: Tensor | None) -> tuple[Any, ...]:
+        if any(d is not None for d in others):
+            raise _no_double_backward()
+        found = [
+            (gradient.float() * dloss).to(gradient.dtype) if wanted and dloss is not None else None
+            for gradient, wanted in zip(ctx.saved_tensors, ctx.wanted, strict=True)
+        ]
+        return found[0], found[1], None, found[2], *[None] * ctx.rest
+
+
+@_one_by_one
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.cute.linear_cross_entropy_rows(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.accum_dtype = inputs
+        ctx.mark_non_differentiable(*output[1:])
+        ctx.save_for_backward(*tensors, *output[1:])
+
+    @staticmethod
+    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
+        needed = ctx.needs_input_grad
+        wanted = [needed[0], needed[1], needed[3]]
+        attrs = ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.accum_dtype
+        found = _RowsGradient.apply(*ctx.saved_tensors, dloss.contiguous(), *attrs, wanted)
+        dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
+        return dhidden, dweight, None, dbias, *[None] * 4
+
+
+@_one_by_one
+class _RowsGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(*arguments: Any) -> Any:
+        return torch.ops.cute.linear_cross_entropy_rows_bwd(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise _no_double_backward()
+
+
+def _no_double_backward() -> NotImplementedError:
+    return NotImplementedError(
+        "cute.linear_cross_entropy: its gradient has none of its own, so there is no double backward."
+    )

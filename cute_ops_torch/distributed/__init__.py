@@ -1,0 +1,1 @@
+"""DTensors and sharded models."""

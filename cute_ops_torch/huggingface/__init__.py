@@ -1,0 +1,1 @@
+"""``patch``: our ops in models of Hugging Face."""

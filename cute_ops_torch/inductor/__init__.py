@@ -1,0 +1,5 @@
+"""torch.compile: the pass over untouched graphs, lowerings of our ops, and the key of compiled programs."""
+
+from cute_ops_torch.inductor.graph_pass import disable, enable, replaced
+
+__all__ = ["disable", "enable", "replaced"]

@@ -1,0 +1,107 @@
+"""Attention masks that a graph makes from nothing but sizes: what they hold is known when it is compiled.
+
+Hugging Face's models write out a causal mask whenever they are compiled, and a mask, whatever is in it, keeps
+``scaled_dot_product_attention`` from its flash kernel. A mask is replaced only where its values, computed here from the
+graph itself, are exactly those that ``is_causal=True`` stands for, or allow everything.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_aggregate
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cute_ops_torch.inductor.fx import calls, changed, value_of
+
+MOST = 2**30  # bytes of a mask, or of what it is made from
+
+# What masks are made of: each gives the same values at every call, on any device.
+_PURE = (
+    "arange", "ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like",
+    "tril", "triu", "add", "sub", "mul", "floordiv", "neg", "diff", "cumsum", "abs", "sum", "max", "min",
+    "eq", "ne", "lt", "le", "gt", "ge", "and_", "or_", "xor", "invert", "inv", "logical_and", "logical_or",
+    "logical_not", "bitwise_and", "bitwise_or", "bitwise_not", "where", "masked_fill", "clamp", "all", "any",
+    "getitem", "view", "reshape", "flatten", "expand", "expand_as", "unsqueeze", "squeeze", "transpose", "permute",
+    "contiguous", "clone", "repeat", "broadcast_to", "to", "bool", "long", "int", "type",
+)  # fmt: skip
+
+
+def replace_mask(graph: Graph, node: Any) -> bool:
+    """Attention with a mask that says no more than ``is_causal`` does: without the mask."""
+    if not calls(node, "scaled_dot_product_attention") or node.op != "call_function":
+        return False
+    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    mask, made, query, key = (value_of(given.get(n)) for n in ("attn_mask", "attn_mask", "query", "key"))
+    if mask is None or made is None or query is None or key is None or given.get("is_causal"):
+        return False
+    if mask.dtype != torch.bool or mask.ndim < 2 or mask.shape[-2:] != (query.shape[-2], key.shape[-2]):
+        return False
+    kind = _kind(graph, given["attn_mask"], node)
+    if kind is None:
+        return False
+    given = {**given, "attn_mask": None, "is_causal": kind == "causal"}
+    node.args, node.kwargs = (given.pop("query"), given.pop("key"), given.pop("value")), given
+    return True
+
+
+def _kind(graph: Graph, mask: Node, until: Node) -> str | None:
+    """``causal``, ``all`` or None: what a mask allows."""
+    nodes = _makers(graph, mask)
+    if nodes is None or changed(graph, nodes[0], until):
+        return None
+    if _KNOWN not in mask.meta:
+        mask.meta[_KNOWN] = _look(nodes)
+    return mask.meta[_KNOWN]  # type: ignore[no-any-return]
+
+
+_KNOWN = "cute_ops_mask"
+
+
+def _makers(graph: Graph, mask: Node) -> list[Node] | None:
+    """What makes a mask, in the graph's order; None where anything that is not known now goes into it."""
+    found, waiting = {mask}, [mask]
+    while waiting:
+        node = waiting.pop()
+        value = value_of(node)
+        if not calls(node, *_PURE) or value is None or not all(isinstance(s, int) for s in value.shape):
+            return None
+        if math.prod(value.shape) * value.dtype.itemsize > MOST:
+            return None
+        for one in node.all_input_nodes:
+            if one not in found:
+                found.add(one)
+                waiting.append(one)
+    return [node for node in graph.nodes if node in found]
+
+
+def _look(nodes: list[Node]) -> str | None:
+    """Computes a mask on the CPU and looks at it."""
+    values: dict[Node, Any] = {}
+    last = {one: node for node in nodes for one in node.all_input_nodes}
+
+    def given(argument: Any) -> Any:
+        if isinstance(argument, Node):
+            return values[argument]
+        return torch.device("cpu") if isinstance(argument, torch.device) else argument
+
+    with _disable_current_modes(), torch.no_grad():
+        for node in nodes:
+            args, kwargs = map_aggregate(node.args, given), map_aggregate(dict(node.kwargs), given)
+            if node.op == "call_method":
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)  # type: ignore[index]
+            else:
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+            for one in node.all_input_nodes:
+                if last[one] is node:
+                    del values[one]
+        mask = values[nodes[-1]]
+        if mask.all():
+            return "all"
+        rows, columns = mask.shape[-2:]
+        causal = torch.ones(rows, columns, dtype=torch.bool).tril()
+        return "causal" if rows == columns and bool((mask == causal).all()) else None

@@ -1,0 +1,274 @@
+"""Our kernel or Inductor's own fusion, where ``max-autotune`` asks for what is faster.
+
+A kernel of ours makes Inductor write what pointwise neighbours hand over, and read what they take. Where they would
+fuse with the op's reference, Inductor's one kernel may be the faster one. Timing the op alone cannot tell, so what
+competes is the op with its neighbours: both forms of that part of the graph are compiled and timed as they are, once
+per part, and the op is then lowered as the faster one has it.
+"""
+
+from __future__ import annotations
+
+import logging
+import operator
+from collections.abc import Callable, Sequence, Set
+from typing import Any, NamedTuple
+
+import torch
+from torch._inductor import config
+from torch._inductor.decomposition import select_decomp_table
+from torch._inductor.graph import GraphLowering
+from torch._inductor.lowering import process_subgraph_nodes
+from torch._inductor.runtime.benchmarking import benchmarker
+from torch._inductor.virtualized import V
+from torch._subclasses import FakeTensorMode
+from torch.fx import Graph, GraphModule, Interpreter, Node
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import _disable_current_modes
+
+from cute_ops.op import Op
+from cute_ops_torch.library.reference import traced_reference
+
+log = logging.getLogger("cute_ops")
+DEVICES = {"cuda"}  # a CPU's op is the reference, which is no contender
+MOST = 48  # nodes of a part
+MARGIN = 0.97  # timings repeat to about this; ours where neither is faster
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+# What Inductor fuses and torch does not tag as pointwise: views, casts, and reductions that follow.
+_FUSED = {
+    getattr(space, name)
+    for space, names in (
+        (_aten, ("expand", "view", "reshape", "unsqueeze", "squeeze", "permute", "slice", "select", "clone", "cat")),
+        (_aten, ("split", "split_with_sizes", "_to_copy", "full", "scalar_tensor")),
+        (_prims, ("convert_element_type",)),
+    )
+    for name in names
+}
+_REDUCED = {getattr(_aten, name) for name in ("sum", "mean", "amax", "amin")}
+
+# Times in milliseconds of parts that were seen, ours first.
+_known: dict[str, tuple[float, float]] = {}
+_measuring = False
+
+
+def asked_for(device: torch.device) -> bool:
+    """Whether the present compilation wants what is faster, at the price of compiling more."""
+    return (config.max_autotune or config.max_autotune_pointwise) and device.type in DEVICES and not _measuring
+
+
+def decomposed(op: Op, overload: Any, node: Node, arguments: Sequence[Any]) -> Any:
+    """The op as Inductor's own code, where that is faster; None where ours is, or nothing would fuse with it.
+
+    Args:
+        op: the declaration.
+        overload: the registered op.
+        node: its call in the graph that is lowered.
+        arguments: the call's, as buffers.
+    """
+    try:
+        part = neighbourhood(node)
+        if part is None:
+            return None
+        ours, theirs = measured(op, overload, part)
+        text = "torch.compile: %s with %d neighbours: ours %.4f ms, fused by Inductor %.4f ms"
+        neighbours = sum(n.target is not operator.getitem for n in part.nodes) - 1
+        log.info(text, op.name, neighbours, ours, theirs)
+        return _inlined(op, node, arguments) if fused_wins(ours, theirs) else None
+    except Exception as error:  # a contender that cannot run has lost
+        log.warning("torch.compile: %s stays as it is, Inductor's own form of it cannot compete: %s", op.name, error)
+        return None
+
+
+def fused_wins(ours: float, theirs: float) -> bool:
+    """Which of the two times is taken."""
+    return theirs < MARGIN * ours
+
+
+# The part of the graph
+
+
+class Part(NamedTuple):
+    """An op and the neighbours that would fuse with it.
+
+    Attributes:
+        nodes: in the graph's order, with parts of several outputs.
+        inputs: what they read from outside.
+        outputs: those of them that are read outside.
+    """
+
+    nodes: list[Node]
+    inputs: list[Node]
+    outputs: list[Node]
+
+
+def neighbourhood(node: Node) -> Part | None:
+    """The part around a node, None where it has no neighbour to fuse with."""
+    order = {n: i for i, n in enumerate(node.graph.nodes)}
+    members = {node}
+    _add_producers(members, node)
+    waiting = [node]
+    while waiting and len(members) < MOST:
+        for user in waiting.pop().users:
+            item = user.target is operator.getitem and user.args[0] in members
+            if user in members or not (item or _fuses(user, after=True)):
+                continue
+            found = {user}
+            _add_producers(found, user, members)
+            outside = {i for n in found for i in n.all_input_nodes} - found - members
+            # What comes later, from elsewhere, is not there when the op runs.
+            if all(i.op in ("placeholder", "get_attr") or order[i] < order[node] for i in outside):
+                members |= found
+                waiting.append(user)
+    if all(n is node or n.target is operator.getitem or _is_view(n) for n in members):
+        return None
+    nodes = sorted(members, key=order.__getitem__)
+    inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members)
+    outputs = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and not members.issuperset(n.users)]
+    return Part(nodes, list(inputs), outputs)
+
+
+def _add_producers(members: set[Node], node: Node, known: Set[Node] = frozenset()) -> None:
+    waiting = list(node.all_input_nodes)
+    while waiting and len(members) < MOST:
+        producer = waiting.pop()
+        if producer not in members and producer not in known and _fuses(producer):
+            members.add(producer)
+            waiting += producer.all_input_nodes
+
+
+def _fuses(node: Node, after: bool = False) -> bool:
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if not isinstance(node.meta.get("val"), torch.Tensor):
+        return False
+    known = target.overloadpacket in _FUSED or (after and target.overloadpacket in _REDUCED)
+    return (known or torch.Tag.pointwise in target.tags) and not target._schema.is_mutable
+
+
+def _is_view(node: Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target.is_view
+
+
+# Both forms of it, and their times
+
+
+def measured(op: Op, overload: Any, part: Part) -> tuple[float, float]:
+    """Milliseconds of the part with our kernel, and of the part that Inductor has fused; for the sizes first seen."""
+    global _measuring
+    module, values = _extracted(part), [_concrete(n.meta["val"]) for n in part.inputs]
+    key = f"{torch.cuda.get_device_name() if torch.cuda.is_available() else ''} {module.code} {values}"
+    if key not in _known:
+        _measuring = True
+        try:
+            _known[key] = tuple(  # type: ignore[assignment]
+                _milliseconds(form, values) for form in (module, _Decomposed(module, op, overload))
+            )
+        finally:
+            _measuring = False
+    return _known[key]
+
+
+class _Like(NamedTuple):
+    """A tensor to be made."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    def empty(self) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+
+    def filled(self) -> torch.Tensor:
+        """Random numbers, without a step of the program's own; of integers zeros, which any index may be."""
+        if not self.dtype.is_floating_point or self.dtype.itemsize == 1:
+            return self.empty().zero_()
+        return self.empty().uniform_(generator=torch.Generator(self.device).manual_seed(0))
+
+
+def _concrete(value: Any) -> Any:
+    """A symbolic value at the size that it was traced with."""
+    if isinstance(value, torch.Tensor):
+        shape, stride = (tuple(_concrete(s) for s in sizes) for sizes in (value.shape, value.stride()))
+        return _Like(shape, stride, value.dtype, value.device)
+    return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
+
+
+def _extracted(part: Part) -> GraphModule:
+    graph, copies = Graph(), {}
+    for k, outside in enumerate(part.inputs):
+        copies[outside] = graph.placeholder(f"in_{k}")
+    for k, node in enumerate(part.nodes):
+        copies[node] = graph.node_copy(node, copies.__getitem__)
+        copies[node].name = f"part_{k}"
+    graph.output(tuple(copies[n] for n in part.outputs))
+    return GraphModule(torch.nn.Module(), graph)
+
+
+class _Decomposed(Interpreter):
+    """A part whose op is its reference."""
+
+    def __init__(self, module: GraphModule, op: Op, overload: Any) -> None:
+        super().__init__(module)
+        self.op, self.overload = op, overload
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target is self.overload:
+            return traced_reference(self.op, *args, **kwargs)
+        return super().call_function(target, args, kwargs)
+
+    def __call__(self, *args: Any) -> Any:
+        return self.run(*args)
+
+
+def _milliseconds(form: Callable[..., Any], values: Sequence[Any]) -> float:
+    where = [k for k, value in enumerate(values) if isinstance(value, _Like)]
+
+    def call(*tensors: Any) -> Any:
+        given = dict(zip(where, tensors, strict=True))
+        return form(*(given.get(k, value) for k, value in enumerate(values)))
+
+    likes = [value for value in values if isinstance(value, _Like)]
+    with _disable_current_modes(), FakeTensorMode() as mode:
+        fakes = [like.empty() for like in likes]
+        module = make_fx(call, decomposition_table=select_decomp_table())(*fakes)
+        graph = GraphLowering(module, example_inputs=fakes, is_inference=True, name="cute_ops_choice")
+    quick = {"max_autotune": False, "max_autotune_gemm": False, "max_autotune_pointwise": False, "cpp_wrapper": False}
+    with V.set_fake_mode(mode), V.set_graph_handler(graph), config.patch(quick):
+        graph.run(*fakes)
+        compiled = graph.compile_to_module().call
+    with _disable_current_modes(), torch.no_grad():
+        tensors = [like.filled() for like in likes]
+        return float(benchmarker.benchmark(lambda: compiled([*tensors]), device=tensors[0].device))
+
+
+# The op as Inductor's code
+
+
+def _inlined(op: Op, node: Node, arguments: Sequence[Any]) -> Any:
+    """The reference lowered in the op's place; Inductor's scheduler fuses it with what is around."""
+    given = [a.meta["val"] if isinstance(a, Node) else a for a in _aligned(op, node)]
+    where = [k for k, value in enumerate(given) if isinstance(value, torch.Tensor)]
+
+    def call(*tensors: torch.Tensor) -> Any:
+        present = dict(zip(where, tensors, strict=True))
+        made = traced_reference(op, *(present.get(k, value) for k, value in enumerate(given)))
+        return made if isinstance(made, tuple) else (made,)
+
+    with V.fake_mode:
+        module = make_fx(call, decomposition_table=select_decomp_table())(*(given[k] for k in where))
+    whole, V.graph.module = V.graph.module, module
+    try:
+        outputs = process_subgraph_nodes(module, [arguments[k] for k in where])
+    finally:
+        V.graph.module = whole
+    return tuple(outputs) if len(outputs) > 1 else outputs[0]
+
+
+def _aligned(op: Op, node: Node) -> list[Any]:
+    """A call's arguments in the declaration's order."""
+    names = (*op.inputs, *op.attrs)
+    default = {**dict.fromkeys(op.inputs), **op.attrs}
+    given = {**default, **dict(zip(names, node.args, strict=False)), **node.kwargs}
+    return [given[name] for name in names]

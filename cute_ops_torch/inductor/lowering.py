@@ -1,0 +1,192 @@
+"""How Inductor's code calls an op: straight into buffers of its own, past the dispatcher.
+
+Inductor's own out form is for one output; for several, a kernel that returns nothing is followed by outputs that are
+allocated before it. Ahead-of-time code runs without Python and goes through the fallback, which calls ``torch.ops``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor import ir, lowering
+from torch._inductor.select_algorithm import extern_kernels
+from torch._inductor.utils import convert_shape_to_inductor
+from torch._inductor.virtualized import V
+from torch.compiler import config
+
+from cute_ops.op import Op
+from cute_ops_torch.host import extension
+from cute_ops_torch.host.launch import Launcher, Site, site
+from cute_ops_torch.inductor import cache_key
+from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
+from cute_ops_torch.library.schema import defaults
+
+
+def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
+    """Register the lowering of an op."""
+    _mark_caches(op)
+    arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
+    default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
+    fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
+    # The namespace's length tells my.ops_norm from my_ops.norm.
+    stem, length = f"{overload.namespace}_{op.name}", len(overload.namespace)
+    kernels = {device: f"{stem}_{device}{length}" for device in ("cuda", "cpu")}
+    # Generated code calls these once for each of its calls of the op, and keeps what they return.
+    find = launch.find if extension.loaded() is None else None
+    setattr(extern_kernels, kernels["cuda"], lambda *place: site(op, Site(*place), launch.into, find))
+    by_overload = _by_overload(overload, len(names))
+    setattr(extern_kernels, kernels["cpu"], lambda *place: site(op, Site(*place), by_overload, None))
+
+    @lowering.register_lowering(overload, type_promotion_kind=None)
+    def lower(*args: Any, **kwargs: Any) -> Any:
+        given = {**default, **dict(zip(names, args, strict=False)), **kwargs}
+        args = tuple(given[name] for name in names)
+        tensors, attrs = args[:arity], args[arity:]
+        values = V.graph.current_node.meta["val"]
+        values = values if isinstance(values, tuple) else (values,)
+        device = values[0].device
+        constant = all(isinstance(a, (int, float, str)) for a in attrs)
+        if V.graph.cpp_wrapper or V.aot_compilation or not constant or device.type not in kernels:
+            return fallback(*args)
+        if asked_for(device):
+            other = decomposed(op, overload, V.graph.current_node, args)
+            if other is not None:
+                return other
+        given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
+        kernel = f"extern_kernels.{kernels[device.type]}"
+        call = _Call(device, kernel, given, [_literal(a) for a in attrs], list(op.outputs))
+        call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
+        outputs = tuple(ir.TensorBox.create(output) for output in call.outputs)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+
+def _mark_caches(op: Op) -> None:
+    """Have torch look past graphs that another state of this package or of an op's declaration has compiled."""
+    declared = cache_key.of_op(op)
+    for tag in (f"cute_ops {cache_key.package()[:32]}", f"{op.name} {declared[:32]}" if declared else ""):
+        if tag not in config.cache_key_tag:
+            config.cache_key_tag = f"{config.cache_key_tag} {tag}".strip()
+
+
+def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
+    """What a CPU runs in place of the launcher."""
+
+    def into(*args: Any) -> None:
+        made = overload(*args[:arity])
+        for out, value in zip(args[arity:], made if isinstance(made, tuple) else (made,), strict=True):
+            if out is not None:
+                out.copy_(value)
+
+    return into
+
+
+class _Call(ir.ExternKernelAlloc):
+    """The call of a kernel: inputs, then one buffer per output that has readers.
+
+    The kernel is asked for a function of its own for this call, see :func:`cute_ops_torch.host.launch.site`. Its key is
+    what the inputs' sizes and strides depend on: nothing, or the symbols in them.
+    """
+
+    def __init__(
+        self, device: torch.device, kernel: str, given: dict[str, Any], attrs: Sequence[str], names: Sequence[str]
+    ) -> None:
+        inputs = [_realize(t) for t in given.values()]
+        super().__init__(ir.MultiOutputLayout(device=device), inputs, python_kernel_name=kernel)
+        self.given, self.attrs, self.names = tuple(given), attrs, names
+
+    def codegen(self, wrapper: Any) -> None:
+        self.codegen_comment(wrapper)
+        wanted = {
+            name: output for name, output in zip(self.names, self.outputs, strict=True)
+            if output.get_name() not in V.graph.removed_buffers
+        }  # fmt: skip
+        for output in wanted.values():
+            wrapper.codegen_allocation(output)
+        inputs: Any = self.inputs
+        tensors = [t.codegen_reference() for t in inputs]
+        symbols = [wrapper.codegen_python_sizevar(s) for s in sorted(self._symbols(), key=str)]
+        key = [f"({', '.join(symbols)})"] if symbols[1:] else symbols
+        arguments = ", ".join([*key, *tensors, *(output.get_name() for output in wanted.values())])
+        wrapper.writeline(f"{self.get_name()} = {self._site(wrapper, tuple(wanted), bool(symbols))}({arguments})")
+
+    def _site(self, wrapper: Any, wanted: tuple[str, ...], sized: bool) -> str:
+        """The name of the call's function, which the generated module makes when it is imported."""
+        attrs = "".join(f"{a}, " for a in self.attrs)
+        inputs: Any = self.inputs
+        anywhere = tuple(name for name, t in zip(self.given, inputs, strict=True) if not _allocated(t))
+        kernel = f"{self.get_kernel_name()}({self.given}, ({attrs}), {wanted}, {anywhere}, {sized})"
+        like = [(t.get_device(), t.get_dtype(), *map(_simplified, (t.get_size(), t.get_stride()))) for t in inputs]
+        # Named by all that its calls have in common: one module may hold several graphs with names of their own.
+        digest = hashlib.sha256(f"{kernel} {like}".encode()).hexdigest()[:16]
+        name = f"{self.get_kernel_name().removeprefix('extern_kernels.')}_{digest}"
+        while hasattr(wrapper, "parent_wrapper"):
+            wrapper = wrapper.parent_wrapper
+        known = wrapper.__dict__.setdefault("_cute_sites", set())
+        if name not in known:
+            known.add(name)
+            wrapper.imports.writeline(f"{name} = {kernel}")
+        return name
+
+    def _symbols(self) -> set[Any]:
+        inputs: Any = self.inputs
+        return {
+            s for t in inputs for sizes in (t.get_size(), t.get_stride()) for e in _simplified(sizes)
+            for s in e.free_symbols
+        }  # fmt: skip
+
+    def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
+        found = super().get_free_symbol_uses(unbacked_only)
+        return found if unbacked_only else found | self._symbols()
+
+
+def _allocated(tensor: Any) -> bool:
+    """Whether Inductor has allocated it, which is as aligned as memory gets: no input, no view, no part of another."""
+    own = isinstance(tensor, ir.Buffer) and tensor.should_allocate()
+    # A backward may reuse the memory of inputs that autograd leaves to it.
+    inherited = V.graph.bw_donated_idxs and V.graph.unaligned_buffers
+    layout = tensor.get_layout()
+    return own and isinstance(layout, ir.FixedLayout) and layout.offset == 0 and not inherited
+
+
+def _simplified(sizes: Sequence[Any]) -> list[Any]:
+    return [V.graph.sizevars.simplify(e) for e in sizes]
+
+
+class _Output(ir.MultiOutput):
+    """A buffer that :class:`_Call` fills, under Inductor's memory planning."""
+
+    def __init__(self, layout: ir.FixedLayout, call: _Call, index: int) -> None:
+        super().__init__(layout, call, [(tuple, index)], skip_size_stride_alignment_checks=True)
+
+    def should_allocate(self) -> bool:
+        return True
+
+    def codegen(self, wrapper: Any) -> None:
+        """Nothing: the call has filled it."""
+
+    def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
+        return super().get_free_symbol_uses(unbacked_only) | self.layout.get_free_symbol_uses(unbacked_only)
+
+
+def _layout(value: torch.Tensor) -> ir.FixedLayout:
+    return ir.FixedLayout(
+        device=value.device,
+        dtype=value.dtype,
+        size=convert_shape_to_inductor(value.shape),
+        stride=convert_shape_to_inductor(value.stride()),
+    )
+
+
+def _literal(value: Any) -> str:
+    """An attribute as Python code; floats too that have no literal."""
+    return f"float('{value}')" if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan") else repr(value)
+
+
+def _realize(tensor: Any) -> Any:
+    """A buffer in memory whose last dim is contiguous."""
+    buffer = ir.ExternKernel.realize_input(tensor)
+    strides = buffer.get_stride()
+    return buffer if not strides or strides[-1] == 1 else ir.ExternKernel.require_contiguous(buffer)

@@ -1,0 +1,1 @@
+"""Declarations as ops of ``torch.library``: schema, fake and reference kernels, autograd, vmap."""

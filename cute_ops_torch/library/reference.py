@@ -1,0 +1,110 @@
+"""The declared reference on torch tensors: what a CPU runs, and what an empty problem runs anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from cute_ops.binding import Binding
+from cute_ops.op import Op
+from cute_ops_torch.library.schema import filler
+from cute_ops_torch.library.tensors import Tensors, absent_dtype, bind_tensors, check_strides
+
+
+def cpu_kernel(op: Op) -> Callable[..., Any]:
+    """The CPU implementation: checks the call exactly as a GPU call is checked, then runs the reference."""
+    fill, arity = filler(op), len(op.inputs)
+
+    def run(*args: Any) -> Any:
+        args = fill(args)
+        tensors, attrs = args[:arity], args[arity:]
+        binding = bind_tensors(op, tensors, attrs)
+        check_strides(binding, tensors)
+        return run_reference(binding, tensors)
+
+    return run
+
+
+def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
+    """``torch.library.register_fake`` of an op that ``library`` has just defined.
+
+    Torch's own looks for the caller's file in all modules that are loaded, at every call, which took a third of our
+    import. It is what runs where the place it stores to is not where torch 2.11 to 2.13 have it.
+    """
+    qualified = f"{library.ns}::{name}"
+    try:
+        entry = torch._library.simple_registry.singleton.find(qualified)
+        library._registration_handles.append(entry.fake_impl.register(fake, f"{__name__}: {qualified}", lib=library))
+    except (AttributeError, TypeError):
+        torch.library.register_fake(qualified, fake, lib=library)
+
+
+def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
+    """Shapes and dtypes only. Sizes may be symbolic. ``on_trace`` is called first."""
+    fill, arity = filler(op), len(op.inputs)
+
+    def fake(*args: Any) -> Any:
+        on_trace()
+        args = fill(args)
+        # Attributes are compile-time constants: a symbolic one is pinned to its value here.
+        tensors, attrs = args[:arity], [float(a) if isinstance(a, torch.SymFloat) else a for a in args[arity:]]
+        binding = bind_tensors(op, tensors, attrs)
+        check_strides(binding, tensors)
+        like = next(t for t in tensors if t is not None)
+        outputs = []
+        for name, declared in op.outputs.items():
+            array = binding.outputs[name]
+            shape = (0,) if array is None else array.shape
+            dtype = absent_dtype(binding, declared) if array is None else getattr(torch, array.dtype)
+            outputs.append(like.new_empty(shape, dtype=dtype))
+        return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+    return fake
+
+
+def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
+    """The reference of a call that a compiler traces, as the raw op returns it."""
+    from array_api_compat import torch as xp
+
+    default = {**dict.fromkeys(op.inputs), **op.attrs}
+    given = {**default, **dict(zip(default, args, strict=False)), **kwargs}
+    tensors, attrs = [given[name] for name in op.inputs], {name: given[name] for name in op.attrs}
+    like = next(t for t in tensors if t is not None)
+    binding = bind_tensors(op, tensors, list(attrs.values()))
+    outputs: list[Any] = []
+    for (name, declared), result in zip(
+        op.outputs.items(), _as_tuple(op.reference(xp, *tensors, **binding.attrs)), strict=True
+    ):
+        if binding.outputs[name] is None:
+            result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
+        # Nothing that is an input, or an output before it.
+        taken = any(result is other for other in (*tensors, *outputs))
+        outputs.append(result.clone() if taken else result.contiguous())
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def run_reference(binding: Binding, tensors: Tensors) -> Any:
+    """The reference's outputs as the raw op returns them: compact, new, empty where absent."""
+    from array_api_compat import torch as xp  # lazily: a GPU call has no use for it
+
+    op = binding.op
+    results = op.reference(xp, *tensors, **binding.attrs)
+    taken = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
+    outputs = []
+    for (name, declared), result in zip(op.outputs.items(), _as_tuple(results), strict=True):
+        if binding.outputs[name] is None:
+            like = next(t for t in tensors if t is not None)
+            result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
+        result = result.contiguous()
+        if result.untyped_storage().data_ptr() in taken:
+            result = result.clone()  # torch forbids outputs that share memory with an input or each other
+        if result.numel():
+            taken.add(result.untyped_storage().data_ptr())
+        outputs.append(result)
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _as_tuple(value: Any) -> tuple[Any, ...]:
+    return value if isinstance(value, tuple) else (value,)

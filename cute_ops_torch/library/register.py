@@ -1,0 +1,186 @@
+"""``register(op)``: a declaration becomes an op of torch."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from functools import cached_property, partial
+from typing import Any
+
+import torch
+
+from cute_ops.op import Op
+from cute_ops_torch.host import extension
+from cute_ops_torch.host.fast_path import Direct
+from cute_ops_torch.host.function import finished, make_function, make_inplace, make_native_function
+from cute_ops_torch.host.launch import Launcher, describe, launcher
+from cute_ops_torch.library.autograd import autograd_kernel
+from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, register_fake
+from cute_ops_torch.library.schema import schema
+from cute_ops_torch.library.vmap import vmap_rule
+
+_libraries: dict[str, torch.library.Library] = {}
+_registered: dict[tuple[str, str], Registered] = {}
+_lock, _lowering = threading.RLock(), threading.RLock()
+
+
+def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
+    """Make ``torch.ops.<namespace>.<name>`` of a declaration, and of its gradient.
+
+    The op has a CUDA implementation, the reference on CPU, a fake kernel, reverse-mode autograd and a vmap
+    rule. Autocast, which passes what nobody registered for it, leaves it alone: kernels accumulate in float32 whatever
+    the inputs are, so casting inputs would cost bandwidth and gain nothing. Registering the same declaration again
+    returns the same function.
+
+    Returns:
+        The op as a Python function, with the declaration's signature and docstring.
+
+    Raises:
+        ValueError: another declaration has that name, or another library's op.
+    """
+    with _lock:
+        return define(op, namespace).function
+
+
+def define(op: Op, namespace: str = "cute") -> Registered:
+    """What :func:`register` does, without the Python function: that is made when it is asked for."""
+    with _lock:
+        # All that may be refused, of the gradient too, before anything is there that would be in a second try's way.
+        for stage in filter(None, (op, op.grad)):
+            _check(stage, namespace)
+        return _define(op, namespace)
+
+
+def _check(op: Op, namespace: str) -> None:
+    known = _registered.get((namespace, op.name))
+    name = f"torch.ops.{namespace}.{op.name}"
+    if known is not None and known.op is not op:
+        raise ValueError(f"{name} is registered already, for another declaration")
+    if known is None and hasattr(getattr(torch.ops, namespace), op.name):
+        raise ValueError(f"{name} is there already: take another name or namespace")
+
+
+def _define(op: Op, namespace: str) -> Registered:
+    key = (namespace, op.name)
+    if key in _registered:
+        return _registered[key]
+    gradient = None if op.grad is None else _define(op.grad, namespace)
+    if namespace not in _libraries:
+        _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
+    library = _libraries[namespace]
+    # Exact strides: Inductor must not hand over a layout that eager would have refused.
+    library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    made = _registered[key] = Registered(op, getattr(getattr(torch.ops, namespace), op.name).default, gradient)
+    if extension.loaded() is not None:
+        made.native = extension.bind(op, made.overload, partial(describe, op), gradient.native if gradient else None)
+    else:
+        library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
+        library.impl(op.name, autograd_kernel(op, made.overload, made.direct, made.raw_gradient), "Autograd")
+    library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
+    register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
+    vmap = _deferred(lambda: vmap_rule(op, made.overload))
+    torch.library.register_vmap(f"{namespace}::{op.name}", vmap, lib=library)
+    if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:
+        distributed.shard(op, made.overload, library)
+    return made
+
+
+def _deferred(make: Callable[[], Callable[..., Any]]) -> Callable[..., Any]:
+    """The function that ``make`` makes, made by its first call: a program uses few of the ops there are."""
+    made: Callable[..., Any] | None = None
+
+    def call(*args: Any) -> Any:
+        nonlocal made
+        if made is None:
+            made = make()
+        return made(*args)
+
+    return call
+
+
+class Registered:
+    """A declaration as an op of torch. Its parts are made when they are first used.
+
+    Attributes:
+        op: the declaration.
+        overload: the op.
+        gradient: the backward op.
+        direct: the way past the dispatcher.
+        native: the op in C++, where the extension is there.
+    """
+
+    def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
+        self.op, self.overload, self.gradient = op, overload, gradient
+        self.native: extension.Native | None = None
+        self.direct = Direct(op, lambda: (self.cuda, self.raw_gradient()))
+        self._lowered = False
+
+    @cached_property
+    def cuda(self) -> Launcher:
+        """The CUDA implementation."""
+        made = launcher(self.op)
+        return made._replace(into=self.native.into) if self.native else made
+
+    def raw_gradient(self) -> Callable[..., Any] | None:
+        """The backward op's function, raw."""
+        return self.gradient.raw if self.gradient else None
+
+    @cached_property
+    def raw(self) -> Callable[..., Any]:
+        """The Python function that returns what the raw op returns."""
+        return self._front(raw=True)
+
+    @cached_property
+    def function(self) -> Callable[..., Any]:
+        """The Python function."""
+        op = self.op
+        if not op.options and len(op.shown) == len(op.outputs):
+            return self._front(raw=False)
+        inplace = None
+        if self.gradient is not None and "inplace_backward" in op.options:
+            inplace = make_inplace(op, self.overload, self.cuda, self.gradient.raw, self.gradient.cuda.into)
+        return finished(op, self.raw, inplace)
+
+    def _front(self, raw: bool) -> Callable[..., Any]:
+        if self.native:
+            return make_native_function(self.op, self.overload, self.native.call, raw)
+        return make_function(self.op, self.overload, self.direct, raw)
+
+    def lower(self) -> None:
+        """Teach Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
+
+        Importing Inductor costs over a second, so nothing here asks for it. Dynamo runs the fake before Inductor
+        compiles, and also before it takes compiled code from its cache; but then only the forward's fake, so a
+        forward brings its gradient's lowering along.
+        """
+        if self._lowered or "torch._inductor" not in sys.modules:
+            return
+        with _lowering:  # who comes second compiles only when it is done
+            if not self._lowered:
+                from cute_ops_torch.inductor.lowering import register_lowering
+
+                register_lowering(self.op, self.overload, self.cuda)
+                if self.gradient:
+                    self.gradient.lower()
+                self._lowered = True
+
+
+def register_lowerings() -> None:
+    """Teach Inductor every op now. Imports Inductor."""
+    import torch._inductor.lowering  # noqa: F401
+
+    for made in list(_registered.values()):
+        made.lower()
+
+
+def everything() -> Iterator[tuple[Op, Any, torch.library.Library]]:
+    """Every registered op: its declaration, the op and the library that it is in."""
+    for (namespace, _), made in list(_registered.items()):
+        yield made.op, made.overload, _libraries[namespace]
+
+
+def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:
+    """A registered op: its declaration, its function, raw, and its CUDA implementation with outputs given."""
+    made = _registered[namespace, name]
+    return made.op, made.raw, made.cuda.into

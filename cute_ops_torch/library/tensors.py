@@ -1,0 +1,67 @@
+"""Torch tensors as the core sees them: shapes, dtype names, places in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from cute_ops.binding import Binding, bind
+from cute_ops.errors import message
+from cute_ops.jit.plan import Memory, check_last_dim
+from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.op import Tensor as Declared
+
+DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
+NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}
+
+Tensors = Sequence[torch.Tensor | None]
+
+
+def bind_tensors(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Binding:
+    """Check a call: devices, then all that the declaration says.
+
+    Raises:
+        TypeError: a wrong dtype or a missing argument.
+        ValueError: shapes or devices that do not fit together.
+    """
+    given = arrays(op, tensors)
+    first: tuple[str, torch.device] | None = None
+    for name, tensor in zip(op.inputs, tensors, strict=True):
+        if tensor is None:
+            continue
+        first = first or (name, tensor.device)
+        if tensor.device != first[1]:
+            problem = f"argument `{name}` is on {tensor.device}, but `{first[0]}` is on {first[1]}."
+            raise ValueError(message(op, problem, given))
+    return bind(op, given, dict(zip(op.attrs, attrs, strict=True)))
+
+
+def arrays(op: Op, tensors: Tensors) -> dict[str, Array | None]:
+    return {
+        name: None if t is None else Array(tuple(t.shape), NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch."))
+        for name, t in zip(op.inputs, tensors, strict=True)
+    }
+
+
+def check_strides(binding: Binding, tensors: Tensors) -> None:
+    """Raise ValueError unless every last dim is contiguous, on any device."""
+    # Asked of the strides first, so that the usual case puts no guard on a symbolic size.
+    declared = binding.op.inputs.values()
+    if any(t is not None and d.dims and t.ndim and t.stride(-1) != 1 for t, d in zip(tensors, declared, strict=True)):
+        check_last_dim(binding, memory(binding.op, tensors, addresses=False))
+
+
+def memory(op: Op, tensors: Tensors, addresses: bool = True) -> Mapping[str, Memory]:
+    return {
+        name: Memory(t.stride(), t.data_ptr() if addresses else 0)
+        for name, t in zip(op.inputs, tensors, strict=True)
+        if t is not None
+    }
+
+
+def absent_dtype(binding: Binding, declared: Declared) -> torch.dtype:
+    """A dtype for the empty tensor that stands for an absent output: its own where that is bound."""
+    name = binding.dtype(declared)
+    return DTYPES[name if name in DTYPES else next(a.dtype for a in binding.inputs.values() if a is not None)]

@@ -1,0 +1,84 @@
+"""``torch.vmap``: a batch dim becomes one more leading dim of rows, which costs nothing.
+
+Where an output sums over rows (a weight's gradient) or a batched input has no rows (a weight per example),
+folding would mix examples: there the op runs once per example.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cute_ops.op import Op, Tensor
+from cute_ops_torch.library.schema import filler, resolver
+
+
+def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
+    """The rule in the form of ``torch.library.register_vmap``."""
+    fill, arity = filler(op), len(op.inputs)
+    declared = list(op.inputs.values())
+    resolve = resolver(op)
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:
+        args = fill(args)
+        dims = [*in_dims, *[None] * (len(args) - len(in_dims))][:arity]
+        tensors = [t if d is None else t.movedim(d, 0) for t, d in zip(args[:arity], dims, strict=True)]
+        batched = [d is not None for d in dims]
+        gives = [o.given is None or args[list(op.inputs).index(o.given)] is not None for o in op.outputs.values()]
+        folds = all(t.rows for t, b in zip(declared, batched, strict=True) if b)
+        folds &= all(o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given)
+        if folds:
+            lead = _lead(tensors, declared, batched)
+            # What broadcasts over leading dims does so over one more, unless one such input is batched: then all of
+            # them get all leading dims.
+            shared = not any(d.broadcast and b for d, b in zip(declared, batched, strict=True))
+            whole = [
+                t if t is None or not d.rows or (d.broadcast and shared) else _whole(t, d, b, info.batch_size, lead)
+                for t, d, b in zip(tensors, declared, batched, strict=True)
+            ]
+            raw = overload(*map(_readable, whole), *args[arity:])
+            outputs = raw if isinstance(raw, tuple) else (raw,)
+            real = resolve(whole, outputs)
+            out_dims = tuple(0 if o is r else None for o, r in zip(outputs, real, strict=True))
+            return (outputs, out_dims) if isinstance(raw, tuple) else (raw, 0)
+        rows = [
+            overload(*[_readable(t[i]) if b else t for t, b in zip(tensors, batched, strict=True)], *args[arity:])
+            for i in range(info.batch_size)
+        ]
+        if isinstance(rows[0], tuple):
+            return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(op.outputs)
+        return torch.stack(rows), 0
+
+    return rule
+
+
+def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
+    """The arguments of each of ``size`` examples; ``dims`` says where those that are batched have them."""
+    each = [
+        a.movedim(d, 0).unbind() if isinstance(d, int) else [a] * size for a, d in zip(arguments, dims, strict=True)
+    ]
+    return list(zip(*each, strict=True))
+
+
+def _lead(tensors: Sequence[Any], declared: Sequence[Tensor], batched: Sequence[bool]) -> tuple[int, ...]:
+    """The leading dims of one example."""
+    for t, d, b in zip(tensors, declared, batched, strict=True):
+        if t is not None and d.rows and not d.broadcast:
+            return tuple(t.shape[b : t.ndim - len(d.dims)])
+    return ()
+
+
+def _whole(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[int, ...]) -> Any:
+    """A view with the batch dim and all leading dims."""
+    tail = tensor.shape[tensor.ndim - len(declared.dims) :]
+    ones = (None,) * (batched + len(lead) + len(tail) - tensor.ndim)
+    return tensor[(*[slice(None)] * batched, *ones)].expand(size, *lead, *tail)
+
+
+def _readable(tensor: Any) -> Any:
+    """Copies where batching along the last dim has left it strided."""
+    if tensor is None or tensor.ndim == 0 or tensor.stride(-1) == 1:
+        return tensor
+    return tensor.contiguous()

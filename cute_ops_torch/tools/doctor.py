@@ -1,0 +1,43 @@
+"""``python -m cute_ops_torch.tools.doctor``: what ``python -m cute_ops doctor`` asks of PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from cute_ops.tools.doctor import Finding, report
+
+OLDEST = (2, 11)
+
+
+def examine() -> Iterator[Finding]:
+    import torch
+
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if version < OLDEST:
+        yield Finding("bad", f"torch {torch.__version__} is too old", f"pip install 'torch>={OLDEST[0]}.{OLDEST[1]}'")
+        return
+    yield Finding("ok", f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}")
+    if not torch.cuda.is_available():
+        from cute_ops.jit.target import device_count
+
+        if device_count():
+            yield Finding("bad", "a GPU is here but this torch cannot use it", "install a CUDA build of torch")
+    import cute_ops_torch
+    from cute_ops_torch.host import extension
+
+    yield Finding("ok" if extension.loaded() else "note", extension.state())
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    x = torch.randn(33, 1024, device=device)
+    weight = torch.rand(1024, device=device)
+    got = cute_ops_torch.rmsnorm(x, weight)
+    error = (got - torch.nn.functional.rms_norm(x, (1024,), weight, 1e-6)).abs().max().item()
+    if error < 1e-4:
+        yield Finding("ok", f"torch.ops.cute.rmsnorm runs on {device}")
+    else:
+        yield Finding(
+            "bad", f"torch.ops.cute.rmsnorm on {device} is wrong by {error:.2g}", "python -m cute_ops cache clear"
+        )
+
+
+if __name__ == "__main__":
+    report(examine())

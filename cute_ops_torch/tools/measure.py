@@ -1,0 +1,292 @@
+"""Device time of ops on this GPU: what ``python -m cute_ops bench``, tuning and the benchmarks measure by.
+
+Calls take turns on buffers that together exceed three times the L2 cache, many of them in one CUDA graph, so that
+neither host time nor what a call left in L2 is measured. One replay of the graph is a sample.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from cute_ops.autotune.tuner import moved
+from cute_ops.binding import Binding, bind
+from cute_ops.jit import target
+from cute_ops.jit.plan import Memory, Plan, compact, plan
+from cute_ops.jit.variant import VECTOR
+from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.testing import EPS, Arrays
+from cute_ops_torch.host.launch import ready_to_run
+from cute_ops_torch.library.tensors import DTYPES
+from cute_ops_torch.tools.runner import device as place
+from cute_ops_torch.tools.runner import to_numpy, to_torch
+
+CALLS, REPLAYS, MAX_SETS = 64, 30, 256
+LONG_US = 2000.0  # a graph of fewer calls will do where they take so long
+WAIT_CYCLES = 200_000  # of the GPU before a replay, in which the host enqueues it: its own time would be measured
+CHUNK = 1 << 26  # elements that are compared at a time
+
+Sampler = Callable[[], float]
+
+
+class Measured(NamedTuple):
+    """Microseconds of a call, median and extremes; GB/s by the least bytes moved."""
+
+    us: float
+    low: float
+    high: float
+    rate: float
+
+
+def available() -> bool:
+    return torch.cuda.is_available()
+
+
+def device() -> str:
+    return torch.cuda.get_device_name()
+
+
+def broken() -> bool:
+    try:
+        torch.cuda.synchronize()
+    except Exception:  # whatever it is, nothing works any more
+        return True
+    return False
+
+
+def copy_rate() -> float:
+    """GB/s of a large copy, by events: what an op that moves memory can reach."""
+    source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
+    copies = torch.empty_like(source)
+    times = _events(lambda: copies.copy_(source), 20)
+    return 2 * source.numel() / statistics.median(times) / 1e3
+
+
+def measure(op: Op, arrays: Mapping[str, Array | None], attrs: Mapping[str, Any] | None = None) -> Measured:
+    """Time an op on random inputs of these shapes."""
+    binding = bind(op, arrays, attrs)
+    chosen = plan(binding, {}, target.of_device(torch.cuda.current_device()))
+    with contest(binding, {}, [chosen]) as taken:
+        times = [taken.sample(0) for _ in range(REPLAYS)]
+    return Measured(us := statistics.median(times), min(times), max(times), moved(binding) / us / 1e3)
+
+
+def run(binding: Binding, chosen: Plan, arrays: Arrays) -> tuple[np.ndarray | None, ...]:
+    """What a plan's kernel gives on NumPy arrays, in memory that was filled with NaN."""
+    tensors = [None if a is None else to_torch(a) for a in arrays.values()]
+    outputs = [None if a is None else _filled(a) for a in binding.outputs.values()]
+    with torch.no_grad():
+        ready_to_run(binding, chosen, tensors).into(*tensors, *outputs)
+    return tuple(None if out is None else to_numpy(out) for out in outputs)
+
+
+@contextmanager
+def contest(binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> Iterator[Contest]:
+    """Plans of one call on the same buffers, random numbers in all of them."""
+    with torch.no_grad():
+        made = Contest(binding, memory, plans)
+        try:
+            yield made
+        finally:
+            made.close()
+
+
+class Contest:
+    """See :class:`cute_ops.autotune.compare.Contest`."""
+
+    def __init__(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> None:
+        self._binding = binding
+        l2 = torch.cuda.get_device_properties().L2_cache_size if available() else 0
+        count = min(max(4, -(-3 * l2 // moved(binding))), MAX_SETS)
+        first = _inputs(binding, memory)
+        self._inputs = [first, *([None if t is None else _copy(t) for t in first] for _ in range(count - 1))]
+        self._outputs = [[None if a is None else _filled(a) for a in binding.outputs.values()] for _ in range(count)]
+        self._runs = [partial(self._ready, chosen) for chosen in plans]
+        self._samplers: dict[int, Sampler] = {}
+        self._expected: list[torch.Tensor | None] | None = None
+        self._stream: torch.cuda.Stream | None = None
+        self._pool: Any = None
+        self._count = 0
+
+    def close(self) -> None:
+        """Give the memory back: a program that tunes itself needs it."""
+        self._samplers.clear()
+        self._inputs.clear()
+        self._outputs.clear()
+        self._expected = None
+
+    def differs(self, index: int, floors: Mapping[str, float]) -> str:
+        if self._expected is None:
+            self._call(0)
+            self._expected = [None if t is None else t.clone() for t in self._outputs[0]]
+        for out in self._outputs[0]:
+            if out is not None:
+                _poison(out)
+        self._call(index)
+        once = [None if t is None else t.clone() for t in self._outputs[0]]
+        self._call(index)
+        for name, expected, got, again in zip(
+            self._binding.op.outputs, self._expected, once, self._outputs[0], strict=True
+        ):
+            if expected is None or got is None or again is None:
+                continue
+            if not torch.equal(_bytes(got), _bytes(again)):
+                return f"output {name} differs from call to call: a race?"
+            if not torch.equal(_bytes(got), _bytes(expected)):
+                excess = _excess(expected, got, floors.get(name, EPS["float32"]))
+                if not excess <= 1:
+                    return f"output {name} differs from the heuristic's by {excess:.3g} times what is allowed"
+        return ""
+
+    def sample(self, index: int) -> float:
+        if index not in self._samplers:
+            self._samplers[index] = self._sampler(index)
+        return self._samplers[index]()
+
+    def _ready(self, chosen: Plan) -> Callable[..., None]:
+        return ready_to_run(self._binding, chosen, self._inputs[0]).into
+
+    def _call(self, index: int) -> None:
+        self._runs[index]()(*self._inputs[0], *self._outputs[0])
+
+    def _sampler(self, index: int) -> Sampler:
+        if self._stream is None:
+            torch.cuda.synchronize()
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        into = self._runs[index]()
+        sets = [(*given, *outputs) for given, outputs in zip(self._inputs, self._outputs, strict=True)]
+        calls = [partial(into, *arguments) for arguments in sets]
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            for call in calls[:3]:
+                call()
+            if not self._count:
+                once = statistics.median(_events(calls[-1], 3))
+                rounds = math.ceil(min(CALLS, max(LONG_US / once, 1)) / len(calls))
+                self._count = rounds * len(calls)
+        torch.cuda.synchronize()
+        return graph_sampler(calls, self._count, self._stream, self._pool)
+
+
+def graph_sampler(
+    calls: Sequence[Callable[[], Any]], count: int, stream: torch.cuda.Stream, pool: Any = None
+) -> Sampler:
+    """Microseconds of a call, by replays of a graph of ``count`` calls."""
+    graph = torch.cuda.CUDAGraph()
+    keep: list[Any] = [None] * len(calls)  # outputs of the last round, so that no two calls share output buffers
+    with torch.cuda.graph(graph, pool=pool, stream=stream):
+        for i in range(count):
+            keep[i % len(calls)] = calls[i % len(calls)]()
+    graph.replay()
+
+    def sample() -> float:
+        torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        return elapsed(graph.replay) / count
+
+    # A graph owns only what was allocated inside: inputs and what autograd saved for backward stay with the calls.
+    sample.owns = graph, keep, calls  # type: ignore[attr-defined]
+    return sample
+
+
+def elapsed(action: Callable[[], Any]) -> float:
+    """Microseconds on the device between an action's begin and its end, the host's among them where that is slower."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()  # type: ignore[no-untyped-call]
+    action()
+    end.record()  # type: ignore[no-untyped-call]
+    end.synchronize()  # type: ignore[no-untyped-call]
+    return start.elapsed_time(end) * 1e3  # type: ignore[no-untyped-call, no-any-return]
+
+
+def _events(action: Callable[[], Any], count: int) -> list[float]:
+    """The same of each of ``count`` runs, after some to warm up; all are enqueued before the first is waited for."""
+    for _ in range(3):
+        action()
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
+    for begin, end in marks:
+        begin.record()  # type: ignore[no-untyped-call]
+        action()
+        end.record()  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) * 1e3 for begin, end in marks]  # type: ignore[no-untyped-call]
+
+
+def _inputs(binding: Binding, memory: Mapping[str, Memory]) -> list[torch.Tensor | None]:
+    """Random values as they lie in the call; the program's own random numbers stay what they are."""
+    generator = torch.Generator(place()).manual_seed(0)
+    made: list[torch.Tensor | None] = []
+    for name, array in binding.inputs.items():
+        if array is None:
+            made.append(None)
+            continue
+        values = random_input(binding.op, name, array, binding.dims, generator)
+        where = memory.get(name, Memory(compact(array.shape)))
+        made.append(_empty(array, where).copy_(values))
+    return made
+
+
+def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
+    """What :func:`cute_ops.testing.inputs` makes, where the generator is: normal numbers, weights around one."""
+    declared = op.inputs[name]
+    if declared.below:
+        values = torch.randint(dims[declared.below], array.shape, generator=generator, device=generator.device)
+    else:
+        values = torch.randn(array.shape, generator=generator, device=generator.device)
+        if declared.at_most is not None:
+            values = declared.at_most - values.abs_()
+        if name.endswith("weight"):
+            values = values.div_(4).add_(1)
+    return values.to(DTYPES[array.dtype])
+
+
+def _empty(array: Array, where: Memory) -> torch.Tensor:
+    """Memory with these strides that starts as many bytes off a vector."""
+    off = where.address % VECTOR // ITEMSIZE[array.dtype]
+    span = 1 + sum((size - 1) * stride for size, stride in zip(array.shape, where.strides, strict=True))
+    flat = torch.empty(off + max(span, 1), dtype=DTYPES[array.dtype], device=place())
+    return flat.as_strided(tuple(array.shape), tuple(where.strides), off)
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    array = Array(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."))
+    return _empty(array, Memory(tensor.stride(), tensor.data_ptr())).copy_(tensor)
+
+
+def _filled(array: Array) -> torch.Tensor:
+    return _poison(torch.empty(array.shape, dtype=DTYPES[array.dtype], device=place()))
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    _bytes(tensor).fill_(255)  # NaN in every float dtype
+    return tensor
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
+
+
+def _excess(expected: torch.Tensor, got: torch.Tensor, floor: float) -> float:
+    """The largest difference of two results as a part of what both may miss the exact one by."""
+    eps = EPS.get(str(expected.dtype).removeprefix("torch."), 0.0)
+    flat, other = expected.view(-1), got.view(-1)
+    parts = range(0, flat.numel(), CHUNK)
+
+    def wide(tensor: torch.Tensor, start: int) -> torch.Tensor:
+        return tensor[start : start + CHUNK].float()
+
+    largest = max(wide(flat, s).nan_to_num(0, 0, 0).abs().max().item() for s in parts)
+    worst = 0.0
+    for s in parts:
+        a, b = wide(flat, s), wide(other, s)
+        same = (a == b) | (a.isnan() & b.isnan())
+        allowed = 4 * (eps * a.abs() + floor * largest)
+        part = torch.where(same, 0.0, (a - b).abs() / allowed)
+        worst = max(worst, part.nan_to_num(math.inf).max().item())
+    return worst

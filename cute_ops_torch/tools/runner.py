@@ -1,0 +1,116 @@
+"""PyTorch's side of ``python -m cute_ops verify``: one call of an op."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from cute_ops import testing
+from cute_ops.jit import target
+from cute_ops.jit.plan import plan
+from cute_ops.op import ITEMSIZE, Array, Op, Tensor
+from cute_ops.testing import Arrays, numpy_dtype
+from cute_ops.tools import sweep
+from cute_ops_torch.library.register import register
+from cute_ops_torch.library.tensors import DTYPES, NAMES, bind_tensors, memory
+
+
+def device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def broken() -> bool:
+    """Whether a kernel has left the GPU's context unusable."""
+    from cute_ops_torch.tools import measure
+
+    return device() == "cuda" and measure.broken()
+
+
+def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+    """Call the registered op on NumPy arrays; None for absent outputs.
+
+    Raises:
+        AssertionError: on a GPU no output lies in memory that was filled with NaN, so that nothing would be shown.
+    """
+    outputs = _call(op, list(on_device(arrays).values()), attrs)
+    return tuple(None if out is None else to_numpy(out) for out in outputs)
+
+
+def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: Callable[[], Iterable[Arrays]]) -> None:
+    """Compare a call with float64, all on the device; ``base`` is how inputs lie (:mod:`cute_ops.tools.sweep`).
+
+    Args:
+        others: as :func:`cute_ops.testing.check` takes them.
+
+    Raises:
+        AssertionError: an output is wrong, or an input was written to.
+    """
+    given = on_device(arrays)
+    tensors = [None if t is None else laid_out(t, op.inputs[name], base) for name, t in given.items()]
+    outputs = _call(op, tensors, attrs)
+    testing.check(op, given, attrs, outputs, lambda: map(on_device, others()))
+    for (name, before), after in zip(given.items(), tensors, strict=True):
+        if before is not None and after is not None and not torch.equal(_bits(before), _bits(after)):
+            raise AssertionError(f"{op.name}: input {name} was written to")
+
+
+def on_device(arrays: Arrays) -> dict[str, torch.Tensor | None]:
+    """The same values as tensors, on the GPU where there is one."""
+    return {name: None if a is None else to_torch(a) for name, a in arrays.items()}
+
+
+def laid_out(tensor: torch.Tensor, declared: Tensor, base: str) -> torch.Tensor:
+    """A copy of a tensor, with NaN around it (or the largest integer), as a sweep lays it out."""
+    where = sweep.place(declared, Array(tuple(tensor.shape), NAMES[tensor.dtype]), base)
+    buffer = torch.full((where.size * tensor.itemsize,), 127, dtype=torch.uint8, device=tensor.device)
+    buffer = buffer.view(tensor.dtype)
+    if tensor.is_floating_point():
+        buffer.fill_(torch.nan)
+    view = buffer.as_strided(tensor.shape, where.strides, where.start)
+    view.copy_(tensor)
+    return view
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    # A copy: a view of one element may keep any stride.
+    return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
+
+
+def _call(op: Op, tensors: list[torch.Tensor | None], attrs: Mapping[str, Any]) -> tuple[torch.Tensor | None, ...]:
+    register(op)
+    poisoned = _poison(op, tensors, attrs) if device() == "cuda" else None
+    result = getattr(torch.ops.cute, op.name).default(*tensors, *attrs.values())
+    outputs = result if isinstance(result, tuple) else (result,)
+    if poisoned and not any(out.data_ptr() in poisoned for out in outputs):
+        raise AssertionError(f"{op.name}: no output lies where memory was poisoned")
+    # An absent output is an empty tensor to torch.
+    expected = bind_tensors(op, tensors, list(attrs.values())).outputs.values()
+    return tuple(None if e is None else out for e, out in zip(expected, outputs, strict=True))
+
+
+def to_torch(array: np.ndarray) -> torch.Tensor:
+    flat = np.frombuffer(np.ascontiguousarray(array).tobytes() or b"", dtype=np.uint8).copy()
+    return torch.from_numpy(flat).view(DTYPES[str(array.dtype)]).reshape(array.shape).to(device())
+
+
+def to_numpy(tensor: torch.Tensor) -> np.ndarray:
+    flat = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    name = str(tensor.dtype).removeprefix("torch.")
+    return flat.view(numpy_dtype(name)).reshape(tensor.shape).copy()
+
+
+def _poison(op: Op, tensors: list[Any], attrs: Mapping[str, Any]) -> set[int]:
+    """Fill memory with NaN and free it, in the sizes of outputs and scratch arrays: the allocator hands it out next."""
+    binding = bind_tensors(op, tensors, list(attrs.values()))
+    if binding.empty:
+        return set()
+    scratch = plan(binding, memory(op, tensors), target.of_device(0)).workspaces
+    wanted: list[Array] = [a for a in (*binding.outputs.values(), *scratch.values()) if a is not None]
+    blocks = [
+        torch.full((math.prod(a.shape) * ITEMSIZE[a.dtype],), 255, dtype=torch.uint8, device="cuda") for a in wanted
+    ]
+    return {block.data_ptr() for block in blocks}
