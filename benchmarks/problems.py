@@ -10,8 +10,9 @@ from typing import Any, NamedTuple
 import torch
 
 from cute_ops.binding import Binding, bind
-from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.op import Op
 from cute_ops.ops import OPS
+from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops_torch.tools.measure import random_input
 
 BY_NAME = {op.name: op for op in OPS}

@@ -5,9 +5,10 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 """
 
 from cute_ops.array_api import widen
-from cute_ops.config import Needs, Tuning, vary
+from cute_ops.config import Needs, Problem, Space, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
-from cute_ops.op import FLOATS, Array, Case, Finish, OneOf, Op, Problem, Split, Tensor
+from cute_ops.op import Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor
+from cute_ops.shapes import FLOATS, Array
 
 __version__ = "0.1.0"
 __all__ = [
@@ -17,10 +18,13 @@ __all__ = [
     "Case",
     "CompileError",
     "Finish",
+    "Kernel",
     "Needs",
     "OneOf",
     "Op",
     "Problem",
+    "Sharding",
+    "Space",
     "Split",
     "Tensor",
     "Tuning",

@@ -20,7 +20,7 @@ from cute_ops.files import cache_dir
 from cute_ops.jit import cache
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
-from cute_ops.op import FLOATS
+from cute_ops.shapes import FLOATS
 from cute_ops.tools import doctor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from cute_ops.errors import message
-from cute_ops.op import Array, Op, Tensor
+from cute_ops.op import Op, Tensor
+from cute_ops.shapes import Array
 
 INT64 = 2**63
 

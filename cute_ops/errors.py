@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cute_ops.op import Array, Op
+    from cute_ops.op import Op
+    from cute_ops.shapes import Array
 
 
 class CompileError(RuntimeError):

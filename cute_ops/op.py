@@ -8,69 +8,12 @@ tests, benchmarks and documentation.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import cache, cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
+from cute_ops.config import DEFAULT, Tuning
 from cute_ops.op_checks import problems
-
-if TYPE_CHECKING:
-    from cute_ops.config import Tuning
-
-FLOATS = ("float32", "float16", "bfloat16")
-ITEMSIZE = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
-    "float8_e4m3fn": 1, "bool": 1,
-}  # fmt: skip
-
-
-class Array(NamedTuple):
-    """Shape and dtype name of an array: all that binding needs to know of one."""
-
-    shape: tuple[Any, ...]
-    dtype: str
-
-
-class Dim(NamedTuple):
-    """One dim of a declared shape, ``factor`` times the size that its name binds: ``n``, ``2n``."""
-
-    factor: int
-    name: str
-
-    def of(self, dims: Mapping[str, Any]) -> Any:
-        """The size, None where the name's is not known."""
-        size = dims.get(self.name)
-        return None if size is None else size if self.factor == 1 else self.factor * size
-
-    def __str__(self) -> str:
-        return self.name if self.factor == 1 else f"{self.factor}{self.name}"
-
-
-class Shape(NamedTuple):
-    """A declared shape taken apart: the name of the leading dims or None, whether some of them may be missing, the
-    other dims, and what is wrong with it.
-    """
-
-    rows: str | None
-    broadcast: bool
-    dims: tuple[Dim, ...]
-    wrong: str = ""
-
-
-@cache
-def parse(shape: str) -> Shape:
-    words = shape.split()
-    leading = words.pop(0) if shape.startswith("*") else ""
-    rows = leading.removeprefix("*").removeprefix("#")
-    parts = [(word, word.lstrip("0123456789")) for word in words]
-    dims = tuple(Dim(int(word.removesuffix(name) or 1), name) for word, name in parts)
-    wrong = ""
-    if any("*" in word for word in words):
-        wrong = f"leading dims must come first, got {shape!r}"
-    elif any(word[0] == "0" or not name.isidentifier() for word, name in parts) or (
-        leading and not rows.isidentifier()
-    ):
-        wrong = f"{shape!r} is not a shape like '*m n' or '*#m 2n'"
-    return Shape(rows or None, leading.startswith("*#"), dims, wrong)
+from cute_ops.shapes import ITEMSIZE, Dim, parse
 
 
 class OneOf:
@@ -95,12 +38,12 @@ class Tensor(NamedTuple):
         given: for outputs: it exists only when this input was passed.
         same_as: for outputs: when the named output has the same dtype, that one serves for this one too
             and nothing is written twice.
-        below: for integer inputs: the dim that bounds its values, ``[0, dim)``. Kernels still check.
+        upper_bound: for integer inputs: the dim that bounds its values, ``[0, dim)``. Kernels still check.
         at_most: for floating inputs: what no valid value exceeds. Samples keep to it; kernels need not check.
         unread: for inputs: only its shape is used.
         hidden: for outputs: kept for the gradient. The raw op returns it, the Python function does not; it has
             no cotangent.
-        reuses: for outputs: an input of this shape and dtype whose memory this output may take, since nothing
+        donates: for outputs: the input of this shape and dtype whose memory this output may take, since nothing
             is read after it was written. It happens where the caller asks for it.
     """
 
@@ -109,11 +52,11 @@ class Tensor(NamedTuple):
     optional: bool = False
     given: str | None = None
     same_as: str | None = None
-    below: str | None = None
+    upper_bound: str | None = None
     at_most: float | None = None
     unread: bool = False
     hidden: bool = False
-    reuses: str | None = None
+    donates: str | None = None
 
     @property
     def dims(self) -> tuple[Dim, ...]:
@@ -207,17 +150,36 @@ class Split(NamedTuple):
     merge: Callable[..., Mapping[str, Any]] | None = None
 
 
-class Problem(NamedTuple):
-    """What a tile heuristic may look at: sizes, dtypes and alignments by tensor name, and the target."""
+class Sharding(NamedTuple):
+    """Which dims several devices may share, besides the leading ones.
 
-    m: int
-    n: int | None
-    dims: Mapping[str, Any]
-    dtypes: Mapping[str, str]
-    aligns: Mapping[str, int]
-    attrs: Mapping[str, Any]
-    arch: str
-    sm_count: int
+    Args:
+        parallel: dims shared like rows: on a slice of them the op gives that slice of its outputs.
+        split: how devices share a dim that is not parallel.
+    """
+
+    parallel: tuple[str, ...] = ()
+    split: Split | None = None
+
+
+class Kernel(NamedTuple):
+    """What an op is compiled from.
+
+    Args:
+        name: ``"module:Class"``, imported only where it is compiled. Its compiled form is kept under the digest of its
+            sources: of its module, of the packages that this is in and of what they import, also in functions, in the
+            same package, in this one and beside it. Of other installed packages the modules count that are named in
+            imports, of frameworks and the compiler none.
+        sources: what else the kernel is made from, which no import statement names: files and folders, relative to the
+            folder of the kernel's module, that are read while it is compiled, and modules that are imported by
+            ``importlib`` or ``exec``, ``("data/table.bin", "mypackage.generated")``; a package that is installed counts
+            whole if it is named here. When one of them changes, the kernel is compiled anew.
+        least_sm: the oldest SM that the kernel runs on, ``89`` for 8.9.
+    """
+
+    name: str
+    sources: tuple[str, ...] = ()
+    least_sm: int = 80
 
 
 def _as_tuple(names: Any) -> Any:
@@ -236,30 +198,17 @@ class Op:
         attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``; or the values that an attribute
             may take, ``OneOf("tanh", "none")``. A default is finite, as torch's schemas have it.
         static: dims that are compile-time constants, ``n`` where not said. All attributes are.
-        parallel: dims that several devices may share like rows: on a slice of them the op gives that slice of its
-            outputs.
-        split: how devices share a dim that is not parallel.
+        sharding: which dims several devices may share.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
-        kernel: ``"module:Class"``, imported only where it is compiled. Its compiled form is kept under the state of
-            its sources: of its module, of the packages that this is in and of what they import, also in functions, in
-            the same package, in this one and beside it. Of other installed packages the modules count that are named
-            in imports, of frameworks and the compiler none.
-        sources: what else the kernel is made from, which no import statement names: files and folders, relative to the
-            folder of the kernel's module, that are read while it is compiled, and modules that are imported by
-            ``importlib`` or ``exec``, ``("data/table.bin", "mypackage.generated")``; a package that is installed counts
-            whole if it is named here. When one of them changes, the kernel is compiled anew.
-        tile: ``tile(problem) -> {name: int}``, the kernel's compile-time configuration.
-        tuning: other tiles that may be faster, which `python -m cute_ops tune` measures: ``vary(threads=(64, 128))``.
-        workspace: ``workspace(problem, tile) -> {name: Array or None}``, scratch arrays handed to the kernel. One that
-            does not grow with the rows must serve fewer rows too: programs exported for any number share it.
+        kernel: ``"module:Class"``, or a :class:`Kernel` that says more.
+        tuning: how the kernel is configured: ``Tuning(heuristic, space=vary(threads=(64, 128)))``.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
             ``d<input>`` are the gradients; attributes pass by name.
         no_gradient: floating inputs that ``grad`` gives no gradient, and attributes that it does not depend on.
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
-        least_sm: the oldest SM that the kernels run on, ``89`` for 8.9.
         inference_only: for an op that has no gradient on purpose: what to do instead, for the error message.
         finish: what the Python functions do after the op; it adds keyword arguments to them.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
@@ -275,19 +224,14 @@ class Op:
         outputs: Mapping[str, Tensor],
         dtypes: Mapping[str, tuple[str, ...]],
         reference: Callable[..., Any],
-        kernel: str,
-        sources: tuple[str, ...] = (),
+        kernel: str | Kernel,
         attrs: Mapping[str, Any] | None = None,
         static: tuple[str, ...] | None = None,
-        parallel: tuple[str, ...] = (),
-        split: Split | None = None,
-        tile: Callable[[Problem], Mapping[str, int]] | None = None,
-        tuning: Tuning | None = None,
-        workspace: Callable[[Problem, Mapping[str, int]], Mapping[str, Array | None]] | None = None,
+        tuning: Tuning = DEFAULT,
+        sharding: Sharding = Sharding(),  # noqa: B008 (an immutable value)
         grad: Op | None = None,
         no_gradient: tuple[str, ...] = (),
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
-        least_sm: int = 80,
         inference_only: str = "",
         finish: Finish | None = None,
         check: Callable[[Any], str | None] | None = None,
@@ -302,21 +246,23 @@ class Op:
                 raise ValueError(f"op {name}: {argument} must be a Tensor with its shape as text, got {tensor!r}")
         self.dtypes = {k: _as_tuple(v) for k, v in dtypes.items()}
         self.reference = reference
-        self.kernel = kernel
-        self.sources = _as_tuple(sources)
+        for what, given, kinds in (
+            ("kernel", kernel, (str, Kernel)), ("tuning", tuning, (Tuning,)), ("sharding", sharding, (Sharding,)),
+        ):  # fmt: skip
+            if not isinstance(given, kinds):
+                expected = " or ".join(kind.__name__ for kind in kinds)
+                raise ValueError(f"op {name}: {what} must be a {expected}, got {given!r}")
+        made_from = Kernel(kernel) if isinstance(kernel, str) else kernel
+        self.kernel, self.least_sm, self.sources = made_from.name, made_from.least_sm, _as_tuple(made_from.sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
         dims = {d.name for t in self.inputs.values() if not t.optional for d in t.dims}
         self.static: tuple[str, ...] = (("n",) if "n" in dims else ()) if static is None else _as_tuple(static)
-        self.parallel = _as_tuple(parallel)
-        self.split = split
-        self.tile = tile or (lambda problem: {})
-        self.tuning = tuning
-        self.workspace = workspace or (lambda problem, tile: {})
+        self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
+        self.config, self.space, self.workspace = tuning
         self.grad = grad
         self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})
-        self.least_sm = least_sm
         self.inference_only = inference_only
         self.finish = finish
         self.check = check or (lambda binding: None)
@@ -360,8 +306,8 @@ class Op:
     def options(self) -> dict[str, Any]:
         """Keyword arguments of the Python functions beyond inputs and attributes, with their defaults."""
         found = self.finish.defaults if self.finish else {}
-        reuses = self.grad is not None and any(t.reuses for t in self.grad.outputs.values())
-        return {**found, "inplace_backward": False} if reuses else found
+        donates = self.grad is not None and any(t.donates for t in self.grad.outputs.values())
+        return {**found, "inplace_backward": False} if donates else found
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for a value that an option does not take."""

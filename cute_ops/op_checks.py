@@ -110,7 +110,7 @@ def _inputs(op: Op) -> Iterator[str]:
         if seen_optional and not t.optional:
             yield f"required input {name!r} comes after an optional one"
         seen_optional |= t.optional
-        if words := [word for word in ("given", "same_as", "reuses", "hidden") if getattr(t, word)]:
+        if words := [word for word in ("given", "same_as", "donates", "hidden") if getattr(t, word)]:
             yield f"input {name!r} has {words[0]!r}, which outputs have"
     if all(t.optional for t in op.inputs.values()):
         yield "no input is required, so nothing says where a call runs"
@@ -120,7 +120,7 @@ def _outputs(op: Op) -> Iterator[str]:
     if not op.shown:
         yield "it has no output that is not hidden"
     for name, t in op.outputs.items():
-        if words := [word for word in ("optional", "below", "unread") if getattr(t, word)]:
+        if words := [word for word in ("optional", "upper_bound", "unread") if getattr(t, word)]:
             yield f"output {name!r} has {words[0]!r}, which inputs have"
         if t.given is not None and (t.given not in op.inputs or not op.inputs[t.given].optional):
             optional = [other for other, i in op.inputs.items() if i.optional]
@@ -128,8 +128,8 @@ def _outputs(op: Op) -> Iterator[str]:
         other = op.outputs.get(t.same_as) if t.same_as is not None else None
         if t.same_as is not None and (other is None or other is t or other.same_as or other.shape != t.shape):
             yield f"output {name!r} is the same as {t.same_as!r}, which is no other output of its shape that is written"
-        if t.reuses and (t.reuses not in op.inputs or op.inputs[t.reuses].declared != t.declared):
-            yield f"{name} reuses {t.reuses!r}, which is no input of its shape and dtype"
+        if t.donates and (t.donates not in op.inputs or op.inputs[t.donates].declared != t.declared):
+            yield f"{name} donates {t.donates!r}, which is no input of its shape and dtype"
 
 
 def _dims(op: Op) -> Iterator[str]:
@@ -145,8 +145,8 @@ def _dims(op: Op) -> Iterator[str]:
         if t.broadcast and (name in op.outputs or t.rows not in whole):
             yield f"{name} cannot broadcast: no input has all of *{t.rows}"
     for name, t in op.inputs.items():
-        if t.below is not None and t.below not in bound:
-            yield f"input {name!r} is below {t.below!r}, which is no dim of an input; there are {sorted(bound)}"
+        if t.upper_bound is not None and t.upper_bound not in bound:
+            yield f"input {name!r} is below {t.upper_bound!r}, which is no dim of an input; there are {sorted(bound)}"
     for name, t in op.outputs.items():
         there = _there(op, t)
         known = {d.name for i in there for d in i.dims} | op.derived.keys()

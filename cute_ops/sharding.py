@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cute_ops.binding import Binding
-from cute_ops.op import Array, Op, Tensor
+from cute_ops.op import Op, Tensor
+from cute_ops.shapes import Array
 
 Factors = Mapping[str, tuple[str | None, ...]]
 

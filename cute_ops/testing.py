@@ -19,7 +19,8 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cute_ops.op import Array, Case, Op, Tensor
+from cute_ops.op import Case, Op, Tensor
+from cute_ops.shapes import Array
 
 EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "float8_e4m3fn": 2.0**-3}
 Arrays = Mapping[str, np.ndarray | None]
@@ -44,8 +45,8 @@ def specs(op: Op, case: Case, dtype: str) -> dict[str, Array | None]:
         if name in case.leading:
             shape = shape[len(shape) - len(tensor.dims) - case.leading[name] :]
         # Every dtype variable of integers takes its first choice where the case fixes none.
-        free = op.dtype_choices(tensor)[0] if tensor.below else dtype
-        variable = tensor.below or tensor.dtype in op.dtypes
+        free = op.dtype_choices(tensor)[0] if tensor.upper_bound else dtype
+        variable = tensor.upper_bound or tensor.dtype in op.dtypes
         found[name] = Array(shape, case.dtypes.get(tensor.dtype, free) if variable else tensor.dtype)
     return found
 
@@ -59,8 +60,8 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
             continue
         tensor = op.inputs[name]
         rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{name}".encode())])
-        if tensor.below:
-            made[name] = rng.integers(0, case.dims[tensor.below], spec.shape).astype(spec.dtype)
+        if tensor.upper_bound:
+            made[name] = rng.integers(0, case.dims[tensor.upper_bound], spec.shape).astype(spec.dtype)
             continue
         normal = rng.standard_normal(spec.shape, dtype=np.float32)
         values = 1 + normal / 4 if name.endswith("weight") else _valid(tensor, normal)
@@ -75,7 +76,7 @@ def sample(
     made = []
     for tensor in op.inputs.values():
         shape = (*(() if count is None else (count,)), *tensor.of(op.example(lead, n)))
-        if tensor.below:
+        if tensor.upper_bound:
             made.append(rng.integers(0, n, shape).astype(op.dtype_choices(tensor)[-1]))
         else:
             kind = numpy_dtype(op.dtype_near(tensor, dtype))

@@ -18,8 +18,9 @@ from cute_ops import FLOATS, testing
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import plan
 from cute_ops.jit.variant import Variant
-from cute_ops.op import Array, Tensor
+from cute_ops.op import Tensor
 from cute_ops.ops import OPS, PARTS
+from cute_ops.shapes import Array
 from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 
 LAYOUTS = ("compact", "slices", "shifted slices")

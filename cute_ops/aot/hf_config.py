@@ -8,7 +8,8 @@ from typing import Any
 from cute_ops import lookup
 from cute_ops.aot.manifest import ROWS, Call
 from cute_ops.jit.plan import Memory
-from cute_ops.op import FLOATS, Array, Op
+from cute_ops.op import Op
+from cute_ops.shapes import FLOATS, Array
 
 # Batch and positions: kernels are made for so many dims, of any size.
 LEAD = (1, ROWS)

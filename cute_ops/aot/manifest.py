@@ -31,7 +31,8 @@ from cute_ops.files import cache_dir, json_schema
 from cute_ops.jit.plan import Memory, compact, plan
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import VECTOR, Variant
-from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.op import Op
+from cute_ops.shapes import ITEMSIZE, Array
 
 log = logging.getLogger("cute_ops")
 _LONGEST = 2000  # of an error's text, which repeats what is wrong

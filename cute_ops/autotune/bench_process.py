@@ -15,7 +15,7 @@ from cute_ops import processes
 from cute_ops.aot import manifest
 from cute_ops.autotune.tuner import Examined, Trial
 from cute_ops.binding import bind
-from cute_ops.config import Tile
+from cute_ops.config import Config
 from cute_ops.jit.target import Target
 
 IDLE_SECONDS = 60.0
@@ -34,7 +34,7 @@ class Apart:
         self._process = processes.Process("cute_ops.autotune.bench_process", measurer, **variables)
         self._gpu = ""
 
-    def examine(self, trials: Sequence[Trial], tiles: Sequence[Tile], target: Target, least: float) -> Examined:
+    def examine(self, trials: Sequence[Trial], tiles: Sequence[Config], target: Target, least: float) -> Examined:
         """As :func:`cute_ops.autotune.compare.examine`; tiles that end the process are refused.
 
         Raises:

@@ -24,10 +24,11 @@ import numpy as np
 from cute_ops import testing
 from cute_ops.autotune.tuner import LEAST, Examined, Trial, lead_of
 from cute_ops.binding import Binding, bind, own_lead
-from cute_ops.config import Tile
+from cute_ops.config import Config
 from cute_ops.jit.plan import Memory, Plan, plan
 from cute_ops.jit.target import Target
-from cute_ops.op import Array, Case
+from cute_ops.op import Case
+from cute_ops.shapes import Array
 
 MEASURERS = ("cute_ops_torch.tools.measure",)
 CHANCE = 0.001  # how likely so many pairs may be won by two tiles that are as fast
@@ -105,7 +106,7 @@ class InProcess:
     def __init__(self, by: Measurer) -> None:
         self._by = by
 
-    def examine(self, trials: Sequence[Trial], tiles: Sequence[Tile], target: Target, least: float) -> Examined:
+    def examine(self, trials: Sequence[Trial], tiles: Sequence[Config], target: Target, least: float) -> Examined:
         return examine(trials, tiles, target, self._by, least)
 
     def close(self) -> None:
@@ -114,7 +115,7 @@ class InProcess:
 
 def examine(
     trials: Sequence[Trial],
-    tiles: Sequence[Tile],
+    tiles: Sequence[Config],
     target: Target,
     by: Measurer,
     least: float = LEAST,

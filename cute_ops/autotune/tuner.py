@@ -18,15 +18,17 @@ from datetime import UTC, datetime
 from typing import Any, NamedTuple, Protocol
 
 from cute_ops.autotune import winners
+from cute_ops.autotune.space import objection
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind, own_lead
-from cute_ops.config import Tile, candidates, objection
+from cute_ops.config import Config
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.cache import Built
 from cute_ops.jit.plan import Memory, Plan, compact, plan, problem_of
 from cute_ops.jit.target import Target
-from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.op import Op
+from cute_ops.shapes import ITEMSIZE, Array
 
 log = logging.getLogger("cute_ops")
 MEASURERS = ("cute_ops_torch.tools.measure",)
@@ -62,7 +64,7 @@ class Examined(NamedTuple):
 class Examiner(Protocol):
     """Checks and times tiles, the heuristic's first, on calls of one class."""
 
-    def examine(self, trials: Sequence[Trial], tiles: Sequence[Tile], target: Target, least: float) -> Examined: ...
+    def examine(self, trials: Sequence[Trial], tiles: Sequence[Config], target: Target, least: float) -> Examined: ...
 
     def close(self) -> None: ...
 
@@ -76,7 +78,7 @@ class Group:
     trials: list[Trial] = field(default_factory=list)
     tiles: list[dict[str, int]] = field(default_factory=list)  # the heuristic's first
     plans: list[list[Plan]] = field(default_factory=list)  # per trial, one a tile
-    refused: dict[winners.Config, str] = field(default_factory=dict)
+    refused: dict[winners.Items, str] = field(default_factory=dict)
 
 
 class Outcome(NamedTuple):
@@ -88,7 +90,7 @@ class Outcome(NamedTuple):
     after: list[float]
     gain: float
     tried: int
-    refused: Mapping[winners.Config, str]
+    refused: Mapping[winners.Items, str]
     problem: str = ""
 
     @property
@@ -127,7 +129,7 @@ def tune(
             yield _measured(group, target, by, least, built)
 
 
-def now(binding: Binding, memory: Mapping[str, Memory], target: Target, device: int) -> Tile:
+def now(binding: Binding, memory: Mapping[str, Memory], target: Target, device: int) -> Config:
     """The fastest tile of a call, measured and stored, unless another process just did; the heuristic's where that
     fails, which the log says.
     """
@@ -180,11 +182,11 @@ def grouped(trials: Iterable[Trial], target: Target) -> list[Group]:
     groups: dict[winners.Key, Group] = {}
     for trial in trials:
         op = trial.binding.op
-        if op.tuning is None or trial.binding.empty:
+        if op.space is None or trial.binding.empty:
             continue
         problem = problem_of(*trial, target)
-        heuristic = dict(op.tile(problem))
-        key = winners.class_of(op, problem), winners.config(heuristic)
+        heuristic = dict(op.config(problem))
+        key = winners.class_of(op, problem), winners.items(heuristic)
         group = groups.setdefault(key, Group(key, op, tiles=[heuristic]))
         group.trials.append(trial)
     for group in groups.values():
@@ -196,21 +198,21 @@ def _others(group: Group, target: Target) -> Iterator[Trial]:
     """Calls of few and of many rows, where a class is of any number of them and its calls are not."""
     op, (binding, memory) = group.op, group.trials[0]
     flat = all(where.strides == compact(binding.inputs[n].shape) for n, where in memory.items() if binding.inputs[n])  # type: ignore[union-attr]
-    if op.tuning is None or op.tuning.by_rows or not flat or not binding.rows:
+    if op.space is None or op.space.by_rows or not flat or not binding.rows:
         return
     counts = [trial.binding.rows for trial in group.trials]
-    many = max(MANY_BYTES * binding.rows // max(moved(binding), 1), 1)
+    many = max(MANY_BYTES * binding.rows // max(bytes_moved(binding), 1), 1)
     wanted = [FEW_ROWS] if min(counts) > 16 * FEW_ROWS else []
     wanted += [many] if max(counts) < many // 4 else []
     for rows in wanted:
         other = resized(binding, rows)
         placed = {n: Memory(compact(a.shape), memory[n].address) for n, a in other.inputs.items() if a and n in memory}
         problem = problem_of(other, placed, target)
-        if (winners.class_of(op, problem), winners.config(op.tile(problem))) == group.key:
+        if (winners.class_of(op, problem), winners.items(op.config(problem))) == group.key:
             yield Trial(other, placed)
 
 
-def moved(binding: Binding) -> int:
+def bytes_moved(binding: Binding) -> int:
     """The least bytes that a call reads and writes."""
     read = [a for n, a in binding.inputs.items() if not binding.op.inputs[n].unread]
     return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in (*read, *binding.outputs.values()) if a is not None)
@@ -236,14 +238,14 @@ def resized(binding: Binding, rows: int) -> Binding:
 
 def _plan(group: Group, target: Target) -> None:
     """The plans of all candidates that the target has room for."""
-    tuned = group.op.tuning
+    tuned = group.op.space
     if tuned is None:
         return
     problem = problem_of(*group.trials[0], target)
-    for tile in candidates(tuned, problem, group.tiles[0]):
+    for tile in tuned.others(problem, group.tiles[0]):
         reason = objection(tuned, problem, tile)
         if reason:
-            group.refused[winners.config(tile)] = reason
+            group.refused[winners.items(tile)] = reason
         else:
             group.tiles.append(tile)
     group.plans = [[plan(*trial, target, fixed=True, tile=tile) for tile in group.tiles] for trial in group.trials]
@@ -320,14 +322,14 @@ def _measured(group: Group, target: Target, by: Examiner, least: float, built: _
         if error and i == 0:
             return nothing(error)
         if error:
-            group.refused[winners.config(tile)] = error
+            group.refused[winners.items(tile)] = error
         else:
             tiles.append(tile)
     try:
         found = by.examine(group.trials, tiles, target, least)
     except Exception as error:  # no memory, for one: other classes may be measured all the same
         return nothing(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    group.refused.update((winners.config(tiles[i]), why) for i, why in found.refused.items())
+    group.refused.update((winners.items(tiles[i]), why) for i, why in found.refused.items())
     tried = len(tiles) - 1 - len(found.refused)
     versions = dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
     measured = {

@@ -20,11 +20,11 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cute_ops.config import Tile, candidates
+from cute_ops.config import Config, Problem
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir, file_lock, json_schema
 from cute_ops.jit import source_digest
-from cute_ops.op import Op, Problem
+from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
 FORMAT, NAME = 1, "tuning.json"
@@ -33,8 +33,8 @@ SHIPPED = Path(__file__).parent / "shipped"
 # Up to so many rows a power of two of them is a class of its own, where an op's tile may depend on rows at all.
 FEW_ROWS = 1024
 LOCK_SECONDS = 10.0  # whoever writes the file for longer has stopped
-Config = tuple[tuple[str, int], ...]
-Key = tuple[str, Config]
+Items = tuple[tuple[str, int], ...]
+Key = tuple[str, Items]
 Winners = Mapping[Key, "Winner"]
 
 _lock = file_lock.between_threads(threading.RLock)
@@ -47,16 +47,16 @@ class Winner(NamedTuple):
     """The tile that a class of calls runs fastest with; ``measured`` says how that was found, for people."""
 
     call: str
-    heuristic: Tile
-    tile: Tile
+    heuristic: Config
+    tile: Config
     measured: Mapping[str, Any] = {}
 
     @property
     def key(self) -> Key:
-        return self.call, config(self.heuristic)
+        return self.call, items(self.heuristic)
 
 
-def config(tile: Tile) -> Config:
+def items(tile: Config) -> Items:
     return tuple(sorted(tile.items()))
 
 
@@ -78,22 +78,22 @@ def class_of(op: Op, problem: Problem) -> str:
             words += [f"{name}{'=' if value == 0 else '!='}0"] if (value == 0) != (default == 0) else []
         elif value != default:
             words.append(f"{name}={json.dumps(value)}".replace(" ", "\\u0020"))
-    if op.tuning and op.tuning.by_rows:
+    if op.space and op.space.by_rows:
         words.append(
             f"rows<={1 << max(problem.m - 1, 0).bit_length()}" if problem.m <= FEW_ROWS else f"rows>{FEW_ROWS}"
         )
     return " ".join(words)
 
 
-def choose(op: Op, problem: Problem, heuristic: Tile, measure: Callable[[], Tile] | None = None) -> Tile:
+def choose(op: Op, problem: Problem, heuristic: Config, measure: Callable[[], Config] | None = None) -> Config:
     """The tile to run a call with.
 
     Args:
         measure: finds the fastest one now; called where none is remembered, for the first call of a class.
     """
-    if op.tuning is None:
+    if op.space is None:
         return heuristic
-    key = class_of(op, problem), config(heuristic)
+    key = class_of(op, problem), items(heuristic)
     decided = _decided.get(key)
     if decided is not None:
         return decided
@@ -107,7 +107,7 @@ def choose(op: Op, problem: Problem, heuristic: Tile, measure: Callable[[], Tile
         return _decided[key]
 
 
-def remembered(op: Op, problem: Problem, heuristic: Tile, key: Key, anew: bool = False) -> Tile | None:
+def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool = False) -> Config | None:
     """The tile that was measured for a class of calls; None where none was, or the op no longer proposes it.
 
     Args:
@@ -115,12 +115,12 @@ def remembered(op: Op, problem: Problem, heuristic: Tile, key: Key, anew: bool =
     """
     for winners in [_read_folder()] if anew else stores():
         winner = winners.get(key)
-        if winner is None or op.tuning is None:
+        if winner is None or op.space is None:
             continue
         if winner.measured.get("sources", sources_of(op)) != sources_of(op):
             log.info("tuned tile of %s was measured with another kernel than is here", winner.call)
             continue
-        if winner.tile == heuristic or dict(winner.tile) in candidates(op.tuning, problem, heuristic):
+        if winner.tile == heuristic or dict(winner.tile) in op.space.others(problem, heuristic):
             return winner.tile
         log.info("tuned tile %s of %s is no candidate any more", dict(winner.tile), winner.call)
     return None
@@ -131,10 +131,10 @@ def sources_of(op: Op) -> str:
     return source_digest.digest(op.kernel, op.sources)[:16]
 
 
-def note(symbol: str, op: Op, problem: Problem, heuristic: Tile) -> None:
+def note(symbol: str, op: Op, problem: Problem, heuristic: Config) -> None:
     """Remember which class of calls runs a kernel, for bundles that it may end up in."""
-    if op.tuning is not None:
-        _planned.setdefault(symbol, set()).add((class_of(op, problem), config(heuristic)))
+    if op.space is not None:
+        _planned.setdefault(symbol, set()).add((class_of(op, problem), items(heuristic)))
 
 
 def behind(symbols: Iterable[str]) -> list[Winner]:
@@ -225,7 +225,7 @@ def _known(where: Path) -> dict[Key, Winner]:
 def dump(winners: Iterable[Winner]) -> str:
     """A file of winners as text, one a line, sorted."""
     lines = [
-        json.dumps({"call": w.call, "heuristic": dict(config(w.heuristic)), "tile": dict(config(w.tile)), **w.measured})
+        json.dumps({"call": w.call, "heuristic": dict(items(w.heuristic)), "tile": dict(items(w.tile)), **w.measured})
         for w in sorted(winners, key=lambda w: w.key)
     ]
     return f'{{"format": {FORMAT}, "winners": [\n' + ",\n".join(lines) + "\n]}\n"

@@ -14,14 +14,15 @@ from typing import Annotated, NamedTuple, NoReturn
 import typer
 from rich.table import Table
 
-from cute_ops import lookup
+from cute_ops import hardware, lookup
 from cute_ops.binding import bind
 from cute_ops.cli import Arches, console, fail, targets
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.variant import Variant
-from cute_ops.op import FLOATS, Array, Op
+from cute_ops.op import Op
+from cute_ops.shapes import FLOATS, Array
 from cute_ops.tools import sass
 
 Which = Annotated[
@@ -72,8 +73,8 @@ def inspect(
                 table.add_section()
                 for kernel in _kernels(variant, out):
                     dynamic = kernel.dynamic
-                    shared = sass.own_shared(target.arch, kernel.resources) + (dynamic or 0)
-                    fits = sass.occupancy(target.arch, kernel.threads, kernel.resources.registers, shared)
+                    shared = hardware.own_shared(target.arch, kernel.resources.shared) + (dynamic or 0)
+                    fits = hardware.occupancy(target.arch, kernel.threads, kernel.resources.registers, shared)
                     bad = "[red]" if kernel.resources.stack or kernel.resources.local else ""
                     table.add_row(
                         f"{kernel.name}\n{variant.describe()}", str(kernel.threads), str(kernel.resources.registers),

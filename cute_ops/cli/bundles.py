@@ -19,7 +19,7 @@ from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.cli import AllowFiles, Arches, console, fail, progress, targets
 from cute_ops.errors import CacheError
 from cute_ops.jit import bundle, cache
-from cute_ops.op import FLOATS
+from cute_ops.shapes import FLOATS
 
 Manifests = Annotated[list[Path], typer.Argument(help="Manifest files; more than one are read together.")]
 

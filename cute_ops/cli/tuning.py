@@ -20,7 +20,8 @@ from cute_ops.cli import AllowFiles, author, console, fail
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir
 from cute_ops.jit import target
-from cute_ops.op import FLOATS, Array, Case, Op
+from cute_ops.op import Case, Op
+from cute_ops.shapes import FLOATS, Array
 
 # What a call of an op that is tuned by name reads and writes, and the row lengths of its cases that are worth it.
 BYTES, LONG_ROWS = 256 << 20, 256
@@ -62,7 +63,7 @@ def tune(
         trials = [trial for name in what for trial in _trials(name, dtype or ["bfloat16"], n, rows, allow_files)]
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
         fail(error)
-    if not any(trial.binding.op.tuning for trial in trials):
+    if not any(trial.binding.op.space for trial in trials):
         fail(f"{', '.join(what)}: no candidates are declared, see `tuning` of cute_ops.Op")
     if find_spec("torch") is None or not target.device_count():
         fail("tuning needs a GPU, and PyTorch to measure with")
@@ -125,7 +126,7 @@ def _trials(
                 yield Trial(bind(call.op, call.inputs, call.attrs), call.memory)
         return
     for op in lookup.find_all(name):
-        if op.tuning is None:
+        if op.space is None:
             continue
         for dtype in dtypes:
             if dtype not in FLOATS:
@@ -158,6 +159,6 @@ def _of_case(op: Op, case: Case, dtype: str, rows: int) -> Binding:
 
 def _rows(one: Binding) -> int:
     """Rows that fill the bytes of a call, from a call of one row."""
-    from cute_ops.autotune.tuner import moved
+    from cute_ops.autotune.tuner import bytes_moved
 
-    return max(BYTES // moved(one), 1)
+    return max(BYTES // bytes_moved(one), 1)

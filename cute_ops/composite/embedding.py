@@ -9,7 +9,7 @@ from operator import index
 from typing import Any
 
 from cute_ops.binding import Binding
-from cute_ops.op import Op, Tensor
+from cute_ops.op import Op, Sharding, Tensor
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 
 _MOST = 2**31 - 2
@@ -40,9 +40,10 @@ def _nothing(*_: Any, **__: Any) -> Any:
     raise NotImplementedError("a composition has no reference")
 
 
-_INDEX, _WEIGHT, _ROWS = Tensor("*m", "I", below="c"), Tensor("c n", "T"), Tensor("*m n", "T")
+_INDEX, _WEIGHT, _ROWS = Tensor("*m", "I", upper_bound="c"), Tensor("c n", "T"), Tensor("*m n", "T")
 _COMMON: dict[str, Any] = {
-    "dtypes": sorted_embedding_bwd.dtypes, "parallel": ("n",), "reference": _nothing,
+    "dtypes": sorted_embedding_bwd.dtypes, "sharding": Sharding(parallel=("n",)),
+    "reference": _nothing,
     "kernel": sorted_embedding_bwd.kernel, "check": _check,
 }  # fmt: skip
 

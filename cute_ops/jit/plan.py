@@ -16,11 +16,14 @@ from typing import Any, NamedTuple
 from cute_ops import env
 from cute_ops.autotune import winners
 from cute_ops.binding import Binding, expanded_shape, own_lead
+from cute_ops.config import Problem
 from cute_ops.errors import message
+from cute_ops.hardware import sm
 from cute_ops.jit import source_digest, toolchain
-from cute_ops.jit.target import Target, sm
+from cute_ops.jit.target import Target
 from cute_ops.jit.variant import VECTOR, TensorKey, Variant
-from cute_ops.op import ITEMSIZE, Array, Problem, Tensor
+from cute_ops.op import Tensor
+from cute_ops.shapes import ITEMSIZE, Array
 
 # Every distinct value of a static dim is one more compile; from this many on, an op uses one kernel in
 # which the dim is dynamic.
@@ -79,7 +82,7 @@ def plan(
     """
     op = binding.op
     static, views, keys, problem = _look(binding, memory, target, fixed)
-    heuristic = op.tile(problem)
+    heuristic = op.config(problem)
     # A kernel of dims that are not known has nothing to be tuned for.
     tuned = tile is None and None not in static.values()
     if tuned:

@@ -8,12 +8,8 @@ from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
-# SM counts of the usual part of each architecture, for building where no GPU is.
-_ARCHES = {"sm_80": 108, "sm_86": 84, "sm_89": 128, "sm_90a": 132, "sm_100a": 148, "sm_103a": 148, "sm_120a": 170}
-_BY_CAPABILITY = {
-    (8, 0): "sm_80", (8, 6): "sm_86", (8, 9): "sm_89", (9, 0): "sm_90a", (10, 0): "sm_100a", (10, 3): "sm_103a",
-    (12, 0): "sm_120a",
-}  # fmt: skip
+from cute_ops.hardware import ARCHES, arch_of, sm
+
 _MULTIPROCESSOR_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 _CAPTURE_MODE_RELAXED = 2  # CUstreamCaptureMode
 
@@ -28,11 +24,6 @@ class Target(NamedTuple):
         return f"{self.arch}:{self.sm_count}"
 
 
-def sm(arch: str) -> int:
-    """``sm_90a`` -> ``90``."""
-    return int(arch.removeprefix("sm_").rstrip("af"))
-
-
 def parse(arch: str) -> Target:
     """The target of an architecture name: ``sm_90a`` is its usual part, ``sm_90a:114`` one with so many SMs.
 
@@ -40,11 +31,11 @@ def parse(arch: str) -> Target:
         ValueError: no such architecture, or no number of SMs.
     """
     name, colon, count = arch.partition(":")
-    if name not in _ARCHES:
-        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(_ARCHES)}")
+    if name not in ARCHES:
+        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(ARCHES)}")
     if colon and not (count.isdecimal() and int(count)):
         raise ValueError(f"{count!r} in {arch!r} is no number of SMs")
-    return Target(name, int(count) if colon else _ARCHES[name])
+    return Target(name, int(count) if colon else ARCHES[name].number)
 
 
 @cache
@@ -64,14 +55,14 @@ def of_device(index: int = 0) -> Target:
         _check(cuda, cuda.cuDeviceGetAttribute(ctypes.byref(value), code, device), "cannot read device attributes")
         return value.value
 
-    capability = attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)
-    if capability not in _BY_CAPABILITY:
-        known = ", ".join(f"{a}.{b}" for a, b in _BY_CAPABILITY)
-        major, minor = capability
+    major, minor = attribute(_CAPABILITY_MAJOR), attribute(_CAPABILITY_MINOR)
+    arch = arch_of(major, minor)
+    if arch is None:
+        known = ", ".join(f"{sm(name) // 10}.{sm(name) % 10}" for name in ARCHES)
         raise NotImplementedError(
             f"cute_ops: device {index} has compute capability {major}.{minor}; kernels exist for {known}"
         )
-    return Target(_BY_CAPABILITY[capability], attribute(_MULTIPROCESSOR_COUNT))
+    return Target(arch, attribute(_MULTIPROCESSOR_COUNT))
 
 
 @cache

@@ -13,7 +13,7 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple
 
 from cute_ops.files import json_schema
-from cute_ops.op import ITEMSIZE
+from cute_ops.shapes import ITEMSIZE
 
 VECTOR = 16  # bytes: the widest load and store of one thread
 

@@ -1,4 +1,4 @@
-"""What our kernels let vary, one :class:`Tuning` for each way they work.
+"""What our kernels let vary, one :class:`Space` for each way they work.
 
 Candidates keep the structure that the heuristic chose (rows in registers, in shared memory, walked) and vary how a row
 spreads over threads and CTAs, and how many of these share an SM. In forwards nothing here looks at the number of rows.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cute_ops.config import Needs, Tile, Tuning, vary
-from cute_ops.op import ITEMSIZE, Problem
+from cute_ops.config import Config, Needs, Problem, Space, vary
 from cute_ops.ops._tiles import LINE, ROWS, VECTOR_BYTES, WARP, _clusters, _most_ctas, _threads, _unaligned, _vectors
+from cute_ops.shapes import ITEMSIZE
 
 # Registers of a thread beside the vectors that it holds.
 LEAST_REGISTERS = 16
@@ -30,11 +30,11 @@ def _held(problem: Problem) -> int:
     return _vectors(problem) + (LINE if _unaligned(problem) else 0)
 
 
-def _per_thread(problem: Problem, tile: Tile) -> int:
+def _per_thread(problem: Problem, tile: Config) -> int:
     return -(-_vectors(problem) // (tile["threads_per_row"] * tile.get("cluster", 1) * tile.get("segments", 1)))
 
 
-def _slot(problem: Problem, tile: Tile) -> int:
+def _slot(problem: Problem, tile: Config) -> int:
     """Bytes of shared memory that a CTA's part of its rows takes, once."""
     names = _row_inputs(problem)
     elements = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[n]] for n in ROWS if n in problem.dtypes)
@@ -42,7 +42,7 @@ def _slot(problem: Problem, tile: Tile) -> int:
     return tile["threads"] * held * elements * sum(ITEMSIZE[problem.dtypes[n]] for n in names)
 
 
-def rows_need(problem: Problem, tile: Tile) -> Needs:
+def rows_need(problem: Problem, tile: Config) -> Needs:
     """Vectors of every input in registers, or in shared memory; sums over rows in registers."""
     threads, resident = tile["threads"], tile.get("resident", 1)
     if "threads_per_row" not in tile or "few" in tile:
@@ -58,7 +58,7 @@ def rows_need(problem: Problem, tile: Tile) -> Needs:
     return Needs(threads, LEAST_REGISTERS + 4 * per_thread * len(_row_inputs(problem)), resident=resident)
 
 
-def _spread(problem: Problem, tile: Tile, most: int = 8) -> Iterator[Tile]:
+def _spread(problem: Problem, tile: Config, most: int = 8) -> Iterator[Config]:
     """A row over more or fewer threads of one CTA, rows over more or fewer CTAs."""
     vectors, whole = _held(problem), tile["threads"]
     counts = (1, 2, 3, 4, 6, 8) if vectors > WARP else (1, 2, 4)
@@ -68,7 +68,7 @@ def _spread(problem: Problem, tile: Tile, most: int = 8) -> Iterator[Tile]:
             yield {**tile, "threads": threads, "threads_per_row": row}
 
 
-def _clustered(problem: Problem, tile: Tile, per_thread: tuple[int, ...]) -> Iterator[Tile]:
+def _clustered(problem: Problem, tile: Config, per_thread: tuple[int, ...]) -> Iterator[Config]:
     """A long row over more or fewer CTAs and threads, as many of these CTAs on an SM as before in threads."""
     cluster, room = tile.get("cluster", 1), tile.get("resident", 1) * tile["threads"]
     for ctas in (cluster // 2, cluster, 2 * cluster):
@@ -79,14 +79,14 @@ def _clustered(problem: Problem, tile: Tile, per_thread: tuple[int, ...]) -> Ite
                 yield made | {"resident": max(1, room // row)}
 
 
-def _resident(tile: Tile) -> Iterator[Tile]:
+def _resident(tile: Config) -> Iterator[Config]:
     """More or fewer CTAs on an SM: a bound on registers."""
     now = tile.get("resident", 1)
     for resident in dict.fromkeys((now - 1, now + 1, now + 2, 2 * now)) if now > 1 else (2, 3, 4):
         yield {**tile, "resident": resident}
 
 
-def _rows_forward(problem: Problem, tile: Tile) -> Iterator[Tile]:
+def _rows_forward(problem: Problem, tile: Config) -> Iterator[Config]:
     if "threads_per_row" not in tile or "parts" in tile:
         return
     if tile.get("staged"):
@@ -104,7 +104,7 @@ def _rows_forward(problem: Problem, tile: Tile) -> Iterator[Tile]:
     yield {**tile, "late": 1 - tile.get("late", 0)}
 
 
-def _rows_backward(problem: Problem, tile: Tile) -> Iterator[Tile]:
+def _rows_backward(problem: Problem, tile: Config) -> Iterator[Config]:
     """The number of persistent clusters follows from those that an SM holds."""
     if "stages" not in tile or "parts" not in tile:
         return
@@ -128,7 +128,7 @@ def _rows_backward(problem: Problem, tile: Tile) -> Iterator[Tile]:
             }  # fmt: skip
 
 
-def _rows_held(problem: Problem, tile: Tile) -> Iterator[Tile]:
+def _rows_held(problem: Problem, tile: Config) -> Iterator[Config]:
     """Reductions with an output or without; of rows that are walked only how many CTAs share an SM, which leaves the
     bits as they are: there the heuristic looks at the number of rows.
     """
@@ -146,7 +146,7 @@ def _rows_held(problem: Problem, tile: Tile) -> Iterator[Tile]:
         yield from _spread(problem, tile)
 
 
-def _rows_quantize(problem: Problem, tile: Tile) -> Iterator[Tile]:
+def _rows_quantize(problem: Problem, tile: Config) -> Iterator[Config]:
     if "threads_per_row" not in tile:
         return
     row, whole = tile["threads_per_row"], tile["threads"]
@@ -164,10 +164,10 @@ def _rows_quantize(problem: Problem, tile: Tile) -> Iterator[Tile]:
         yield from ({**tile, "unroll": unroll} for unroll in (1, 2, 4))
 
 
-FORWARD = Tuning(_rows_forward, rows_need)
-BACKWARD = Tuning(_rows_backward, rows_need, by_rows=True)
-HELD = Tuning(_rows_held, rows_need)
-QUANTIZE = Tuning(_rows_quantize)
+FORWARD = Space(_rows_forward, rows_need)
+BACKWARD = Space(_rows_backward, rows_need, by_rows=True)
+HELD = Space(_rows_held, rows_need)
+QUANTIZE = Space(_rows_quantize)
 POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
 ROTARY = vary(threads=(64, 128, 256), heads=(1, 2, 4))
 # As many CTAs as are resident sum the weights' gradients.

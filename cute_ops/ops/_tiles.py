@@ -6,7 +6,8 @@ tiles do not depend on the number of rows, so that a row's bits do not either.
 
 from __future__ import annotations
 
-from cute_ops.op import ITEMSIZE, Problem
+from cute_ops.config import Problem
+from cute_ops.shapes import ITEMSIZE
 
 WARP = 32
 VECTOR_BYTES = 16

@@ -20,8 +20,8 @@ from cute_ops.files import cache_dir
 from cute_ops.jit import bundle, cache, compiler, target, toolchain
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
-from cute_ops.op import Array
 from cute_ops.ops import OPS
+from cute_ops.shapes import Array
 
 _FRAMEWORKS = {"torch": "cute_ops_torch", "jax": "cute_ops_jax"}
 _TIMEOUT = 300

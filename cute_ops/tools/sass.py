@@ -37,34 +37,6 @@ class Access(NamedTuple):
     number: int
 
 
-# Of an SM: threads, CTAs, bytes of shared memory for CTAs.
-_LIMITS = {
-    80: (2048, 32, 167_936), 86: (1536, 16, 102_400), 89: (1536, 24, 102_400), 90: (2048, 32, 233_472),
-    100: (2048, 32, 233_472), 103: (2048, 32, 233_472), 120: (1536, 24, 102_400),
-}  # fmt: skip
-_REGISTERS, _REGISTER_UNIT, _RESERVED_SHARED = 65536, 256, 1024
-
-
-def occupancy(arch: str, threads: int, registers: int, shared: int) -> int:
-    """CTAs that an SM holds at once; ``shared`` is static and dynamic shared memory in bytes."""
-    most_threads, most_ctas, most_shared = _LIMITS[_sm(arch)]
-    warps = -(-threads // 32)
-    per_warp = -(-registers * 32 // _REGISTER_UNIT) * _REGISTER_UNIT
-    return min(
-        most_ctas, most_threads // (warps * 32), _REGISTERS // (per_warp * warps),
-        most_shared // (-(-shared // 128) * 128 + _RESERVED_SHARED),
-    )  # fmt: skip
-
-
-def own_shared(arch: str, resources: Resources) -> int:
-    """Static shared memory without what the system keeps for itself, which cubins count from Hopper on."""
-    return max(resources.shared - (_RESERVED_SHARED if _sm(arch) >= 90 else 0), 0)
-
-
-def _sm(arch: str) -> int:
-    return int(arch.removeprefix("sm_").rstrip("af"))
-
-
 def accesses(code: str) -> list[Access]:
     """Loads and stores of global memory in SASS, by kind and width, the widest first."""
     counts: dict[tuple[str, int], int] = {}

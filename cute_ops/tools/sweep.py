@@ -20,7 +20,8 @@ import numpy as np
 from cute_ops.binding import bind
 from cute_ops.jit.plan import Memory, compact, problem_of
 from cute_ops.jit.target import Target
-from cute_ops.op import FLOATS, ITEMSIZE, Array, Case, Op, Tensor
+from cute_ops.op import Case, Op, Tensor
+from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.testing import specs
 
 SHORTEST, LONGEST, RANDOM = 300, 262144, 12
@@ -159,7 +160,7 @@ class _Form:
             case = Case("", {**self.op.example((self.rows,), n)})
             arrays = specs(self.op, case, self.dtype)
             binding = bind(self.op, arrays)
-            tile = self.op.tile(problem_of(binding, memory(self.op, arrays, self.base), self.target))
+            tile = self.op.config(problem_of(binding, memory(self.op, arrays, self.base), self.target))
             self.known[n] = tuple(sorted((k, v) for k, v in tile.items() if k not in GRADUAL))
         return self.known[n]
 

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from cute_ops import testing
-from cute_ops.op import FLOATS, Case, Op
+from cute_ops.op import Case, Op
+from cute_ops.shapes import FLOATS
 
 # Where each framework's adapter runs an op for this check; imported only then.
 RUNNERS = {"torch": "cute_ops_torch.tools.runner", "jax": "cute_ops_jax.tools.runner"}

@@ -23,7 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from cute_ops.composite import chunks
 from cute_ops.composite.docstrings import continued
 from cute_ops.composite.linear_cross_entropy import DOC, check
-from cute_ops.op import Op, Tensor
+from cute_ops.op import Op, Sharding, Tensor
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as op
 from cute_ops_jax.composite.primitive import Call, Composite, by_stage
 from cute_ops_jax.distributed import sharding
@@ -324,7 +324,7 @@ def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None, accum
         static=("n", "h"),
         reference=body,
         kernel=op.kernel,  # the one that it is about; a composite asks for none
-        split=op.split,  # its dim is what counts
+        sharding=Sharding(split=op.split),  # its dim is what counts
     )
     return Composite(declared, body)
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from cute_ops.op import Array
+from cute_ops.shapes import Array
 
 
 def spec(array: Any) -> Array:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from cute_ops.binding import Binding, bind, expanded_shape
 from cute_ops.errors import message
 from cute_ops.jit.plan import Plan, folded, plan, target_of
-from cute_ops.op import Array, Op
+from cute_ops.op import Op
+from cute_ops.shapes import Array
 from cute_ops_jax.primitive import ffi
 from cute_ops_jax.primitive.arrays import spec, specs
 
@@ -134,7 +135,7 @@ def kernel(
     results = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in (*outputs, *chosen.workspaces.values())]
     # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
     made = [name for name, out in binding.outputs.items() if out is not None]
-    sources = {op.outputs[name].reuses: i for i, name in enumerate(made)} if inplace else {}
+    sources = {op.outputs[name].donates: i for i, name in enumerate(made)} if inplace else {}
     # XLA copies an aliased operand that is read later.
     aliases = {i: sources[name] for i, name in enumerate(views) if name in sources}
     flat = jax.ffi.ffi_call(chosen.variant.symbol, results, input_output_aliases=aliases)(*views.values())

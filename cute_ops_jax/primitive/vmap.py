@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.binding import bind
-from cute_ops.op import Array
+from cute_ops.shapes import Array
 from cute_ops_jax.primitive.arrays import spec
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ from cute_ops.composite import chunks
 from cute_ops.composite.docstrings import continued
 from cute_ops.composite.linear_cross_entropy import DOC, check, check_chunk_rows
 from cute_ops.errors import message
-from cute_ops.op import Op
+from cute_ops.op import Op, Sharding
 from cute_ops.op import Tensor as Declared
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_bwd
 from cute_ops_torch.composite import transforms
@@ -463,7 +463,7 @@ _ARRAYS = {"hidden": Declared("*m h", "T"), "weight": Declared("n h", "T"), "tar
 _BIAS = {"bias": Declared("n", "T", optional=True)}
 ROWS = Op(
     "linear_cross_entropy", inputs={**_ARRAYS, **_BIAS}, outputs=cross_entropy.outputs, dtypes=cross_entropy.dtypes,
-    static=(), split=cross_entropy.split, reference=_rows, kernel=cross_entropy.kernel,
+    static=(), sharding=Sharding(split=cross_entropy.split), reference=_rows, kernel=cross_entropy.kernel,
 )  # fmt: skip
 GRADIENTS = Op(
     "linear_cross_entropy",
@@ -472,7 +472,7 @@ GRADIENTS = Op(
         **{name: Declared("*m", "float32", optional=True) for name in ("row_max", "log_sum", "dloss")},
     },
     outputs={"dhidden": _ARRAYS["hidden"], "dweight": _ARRAYS["weight"], "dbias": Declared("n", "T", given="bias")},
-    dtypes=cross_entropy.dtypes, static=(), split=cross_entropy_bwd.split, reference=_rows_bwd,
+    dtypes=cross_entropy.dtypes, static=(), sharding=Sharding(split=cross_entropy_bwd.split), reference=_rows_bwd,
     kernel=cross_entropy_bwd.kernel,
 )  # fmt: skip
 

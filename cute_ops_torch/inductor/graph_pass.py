@@ -29,7 +29,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
-from cute_ops.op import FLOATS
+from cute_ops.shapes import FLOATS
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.attention_mask import replace_mask
 from cute_ops_torch.inductor.fx import calls, changed, value_of

@@ -258,7 +258,7 @@ def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
         into: its CUDA implementation with outputs given.
     """
     names = list(grad.inputs)
-    sources = [names.index(t.reuses) if t.reuses else None for t in grad.outputs.values()]
+    sources = [names.index(t.donates) if t.donates else None for t in grad.outputs.values()]
     return overwriting(gradient, into, sources)
 
 

@@ -10,8 +10,9 @@ import torch
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.jit.plan import Memory, check_last_dim
-from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
+from cute_ops.shapes import ITEMSIZE, Array
 
 DTYPES: dict[str, torch.dtype] = {name: getattr(torch, name) for name in ITEMSIZE}
 NAMES: dict[torch.dtype, str] = {dtype: name for name, dtype in DTYPES.items()}

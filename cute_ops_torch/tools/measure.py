@@ -16,12 +16,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_ops.autotune.tuner import moved
+from cute_ops.autotune.tuner import bytes_moved
 from cute_ops.binding import Binding, bind
 from cute_ops.jit import target
 from cute_ops.jit.plan import Memory, Plan, compact, plan
 from cute_ops.jit.variant import VECTOR
-from cute_ops.op import ITEMSIZE, Array, Op
+from cute_ops.op import Op
+from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import EPS, Arrays
 from cute_ops_torch.host.launch import ready_to_run
 from cute_ops_torch.library.tensors import DTYPES
@@ -75,7 +76,7 @@ def measure(op: Op, arrays: Mapping[str, Array | None], attrs: Mapping[str, Any]
     chosen = plan(binding, {}, target.of_device(torch.cuda.current_device()))
     with contest(binding, {}, [chosen]) as taken:
         times = [taken.sample(0) for _ in range(REPLAYS)]
-    return Measured(us := statistics.median(times), min(times), max(times), moved(binding) / us / 1e3)
+    return Measured(us := statistics.median(times), min(times), max(times), bytes_moved(binding) / us / 1e3)
 
 
 def run(binding: Binding, chosen: Plan, arrays: Arrays) -> tuple[np.ndarray | None, ...]:
@@ -104,7 +105,7 @@ class Contest:
     def __init__(self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]) -> None:
         self._binding = binding
         l2 = torch.cuda.get_device_properties().L2_cache_size if available() else 0
-        count = min(max(4, -(-3 * l2 // moved(binding))), MAX_SETS)
+        count = min(max(4, -(-3 * l2 // bytes_moved(binding))), MAX_SETS)
         first = _inputs(binding, memory)
         self._inputs = [first, *([None if t is None else _copy(t) for t in first] for _ in range(count - 1))]
         self._outputs = [[None if a is None else _filled(a) for a in binding.outputs.values()] for _ in range(count)]
@@ -235,8 +236,8 @@ def _inputs(binding: Binding, memory: Mapping[str, Memory]) -> list[torch.Tensor
 def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
     """What :func:`cute_ops.testing.inputs` makes, where the generator is: normal numbers, weights around one."""
     declared = op.inputs[name]
-    if declared.below:
-        values = torch.randint(dims[declared.below], array.shape, generator=generator, device=generator.device)
+    if declared.upper_bound:
+        values = torch.randint(dims[declared.upper_bound], array.shape, generator=generator, device=generator.device)
     else:
         values = torch.randn(array.shape, generator=generator, device=generator.device)
         if declared.at_most is not None:

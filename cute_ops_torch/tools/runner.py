@@ -12,7 +12,8 @@ import torch
 from cute_ops import testing
 from cute_ops.jit import target
 from cute_ops.jit.plan import plan
-from cute_ops.op import ITEMSIZE, Array, Op, Tensor
+from cute_ops.op import Op, Tensor
+from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import Arrays, numpy_dtype
 from cute_ops.tools import sweep
 from cute_ops_torch.library.register import register

@@ -15,7 +15,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from cute_ops import Op, lookup, testing
+from cute_ops import Op, hardware, lookup, testing
 from cute_ops.__main__ import app
 from cute_ops.binding import bind
 from cute_ops.cli import author
@@ -127,12 +127,12 @@ def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
 
 
 def test_occupancy() -> None:
-    assert sass.occupancy("sm_90a", 256, 32, 0) == 8  # threads
-    assert sass.occupancy("sm_90a", 256, 128, 0) == 2  # registers
-    assert sass.occupancy("sm_90a", 128, 32, 100_000) == 2  # shared memory
-    assert sass.occupancy("sm_90a", 32, 16, 0) == 32  # CTAs
-    assert sass.occupancy("sm_89", 256, 32, 0) == 6
-    assert sass.occupancy("sm_80", 1024, 64, 0) == 1
+    assert hardware.occupancy("sm_90a", 256, 32, 0) == 8  # threads
+    assert hardware.occupancy("sm_90a", 256, 128, 0) == 2  # registers
+    assert hardware.occupancy("sm_90a", 128, 32, 100_000) == 2  # shared memory
+    assert hardware.occupancy("sm_90a", 32, 16, 0) == 32  # CTAs
+    assert hardware.occupancy("sm_89", 256, 32, 0) == 6
+    assert hardware.occupancy("sm_80", 1024, 64, 0) == 1
 
 
 def test_widths_of_accesses() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cute_ops import FLOATS, Array, Finish, OneOf, Op, Split, Tensor
+from cute_ops import FLOATS, Array, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, vary
 from cute_ops.binding import bind
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -65,7 +65,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "same_as of another shape": (
         {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROW}}, "no other output of its shape",
     ),
-    "below": ({"inputs": {"x": ROWS._replace(below="c")}}, "input 'x' is below 'c', which is no dim of an input"),
+    "below": ({"inputs": {"x": ROWS._replace(upper_bound="c")}}, "input 'x' is below 'c', which is no dim of an input"),
     "given of an input": ({"inputs": {"x": ROWS._replace(given="x")}}, "input 'x' has 'given', which outputs have"),
     "optional output": ({"outputs": {"out": ROWS._replace(optional=True)}}, "output 'out' has 'optional', which"),
     "no output": ({"outputs": {}}, "it has no output that is not hidden"),
@@ -92,13 +92,19 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "static of an absent input": (
         {"static": ("k",), "inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}}, "static has 'k'",
     ),
-    "parallel": ({"parallel": ("k",)}, "parallel has 'k', which is no dim"),
-    "split": ({"split": Split("k", dict)}, "it splits 'k', which is no dim of an input"),
-    "sources as text": ({"sources": "data/table.bin"}, "sources must be a tuple of names, got 'data/table.bin'"),
+    "parallel": ({"sharding": Sharding(("k",))}, "parallel has 'k', which is no dim"),
+    "split": ({"sharding": Sharding(split=Split("k", dict))}, "it splits 'k', which is no dim of an input"),
+    "sources as text": (
+        {"kernel": Kernel("a:B", sources="data/table.bin")},  # type: ignore[arg-type]
+        "sources must be a tuple of names, got 'data/table.bin'",
+    ),
     "derived": ({"derived": {"n": lambda dims, attrs: 1}}, "dim 'n' is derived, but an input binds it"),
     "no class": ({"kernel": "a:"}, "kernel must be 'module:Class', got 'a:'"),
     "a file": ({"kernel": "kernels/a.py:B"}, "kernel must be 'module:Class', got 'kernels/a.py:B'"),
-    "SM": ({"least_sm": 8.9}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
+    "a space for its tuning": ({"tuning": vary(threads=(64,))}, r"tuning must be a Tuning, got Space\("),
+    "a number for its kernel": ({"kernel": 7}, "kernel must be a str or Kernel, got 7"),
+    "a dim for its sharding": ({"sharding": "n"}, "sharding must be a Sharding, got 'n'"),
+    "SM": ({"kernel": Kernel("a:B", least_sm=8.9)}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
     "an attribute that the gradient lacks": (
         {"attrs": {"a": 1.0}, "grad": backward()},
         r"attribute 'a' does not reach the gradient: mine_bwd has none; where that is meant, declare "

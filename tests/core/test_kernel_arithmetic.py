@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops.op import FLOATS, Op
+from cute_ops.op import Op
+from cute_ops.shapes import FLOATS
 from cute_ops.testing import numpy_dtype
 
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))

@@ -18,10 +18,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops.config import candidates, objection
+from cute_ops.autotune.space import objection
 from cute_ops.jit.plan import problem_of
 from cute_ops.jit.target import parse
-from cute_ops.op import FLOATS, Op
+from cute_ops.op import Op
+from cute_ops.shapes import FLOATS
 
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import interpreter
@@ -123,7 +124,7 @@ def test_threads_of_a_row_share_out_its_blocks(op: Op, layout: str) -> None:
             getattr(importlib.import_module(source), name)(variant)
 
 
-@pytest.mark.parametrize("op", [op for op in ROW_OPS if op.tuning], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in ROW_OPS if op.space], ids=lambda op: op.name)
 def test_candidates_share_out_a_row(op: Op) -> None:
     """As much as the heuristic's, so do the tiles that tuning may choose."""
     turn = ALL.index(op)
@@ -132,9 +133,9 @@ def test_candidates_share_out_a_row(op: Op) -> None:
         chosen = {name: values[i % len(values)] for name, values in op.choices.items()}
         call = call._replace(attrs={**call.attrs, **chosen})
         problem = problem_of(call.planned()[0], call.where, parse("sm_90a"))
-        assert op.tuning is not None
-        for tile in candidates(op.tuning, problem, op.tile(problem)):
-            if not objection(op.tuning, problem, tile):
+        assert op.space is not None
+        for tile in op.space.others(problem, op.config(problem)):
+            if not objection(op.space, problem, tile):
                 variant = call._replace(tile=tile).planned()[1].variant
                 source, _, name = variant.kernel.partition(":")
                 made = getattr(importlib.import_module(source), name)(variant).form.tile

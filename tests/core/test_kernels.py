@@ -17,17 +17,16 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import Array, Op
+from cute_ops import Array, Op, hardware
 from cute_ops.binding import bind
 from cute_ops.files import cache_dir
-from cute_ops.jit import target
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import Memory, compact, plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
-from cute_ops.op import ITEMSIZE
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, rmsnorm
 from cute_ops.ops._candidates import POINTWISE
+from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
 
 ALL = [o for op in (*OPS, *PARTS) for o in (op, op.grad) if o is not None]
@@ -76,7 +75,7 @@ TARGETS = [
 @pytest.mark.parametrize(("dtype", "arch"), TARGETS)
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compiled) -> None:
-    if target.sm(arch) < op.least_sm:
+    if hardware.sm(arch) < op.least_sm:
         with pytest.raises(
             NotImplementedError, match=rf"^cute\.{op.name}: its kernels need SM 8\.9 or newer, the target is SM 8\.0"
         ):
@@ -113,7 +112,7 @@ class Wanted(NamedTuple):
 
 # In one of two dtypes, in turn.
 ALIGNED = [Wanted(op, ("bfloat16", "float32")[i % 2], 4096) for i, op in enumerate(ALL)]
-POINTWISE_LOADS = [Wanted(op, "bfloat16", 4096) for op in ALL if op.tuning is POINTWISE]
+POINTWISE_LOADS = [Wanted(op, "bfloat16", 4096) for op in ALL if op.space is POINTWISE]
 ANYWHERE = [
     Wanted(op, "bfloat16", 4097, tuple(attrs.items()))
     for op in ALL if op.name in ("swiglu", "geglu_bwd", "quantize_fp8", "rmsnorm_fp8", "add_rmsnorm_fp8")
@@ -279,7 +278,7 @@ def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compile
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
     from cute_ops.jit import plan as planning
 
-    if target.sm(arch) < op.least_sm:
+    if hardware.sm(arch) < op.least_sm:
         return
     rows = {name: t for name, t in op.inputs.items() if t.rows}
 

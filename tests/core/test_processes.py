@@ -342,7 +342,7 @@ from cute_ops.binding import bind
 from cute_ops.jit.plan import problem_of
 os.environ["CUTE_OPS_TUNE"] = "1"
 problem = problem_of(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {}, parse("sm_90a"))
-chosen = lambda measure: winners.choose(silu_mul, problem, silu_mul.tile(problem), measure)
+chosen = lambda measure: winners.choose(silu_mul, problem, silu_mul.config(problem), measure)
 measuring = threading.Event()
 thread = threading.Thread(target=chosen, args=(lambda: (measuring.set(), time.sleep(0.6))[0],))
 thread.start()

@@ -9,8 +9,9 @@ import pytest
 
 from cute_ops import Op, Split, Tensor, testing
 from cute_ops.binding import bind
-from cute_ops.op import FLOATS, Array, Case
+from cute_ops.op import Case, Sharding
 from cute_ops.ops import OPS
+from cute_ops.shapes import FLOATS, Array
 from cute_ops.sharding import factors
 
 SPLIT = tuple(one for op in OPS for one in (op, op.grad) if one and one.split)
@@ -78,9 +79,9 @@ def test_what_cannot_be_shared_is_refused() -> None:
         "reference": lambda xp, x: x, "kernel": "m:K",
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"a slice of a parallel dim is no slice of x: '\*m 2n'"):
-        Op("halves", parallel=("n",), **declared)
+        Op("halves", sharding=Sharding(parallel=("n",)), **declared)
     with pytest.raises(ValueError, match="it splits 'k', which is no dim of an input"):
-        Op("halves", split=Split("k", lambda *a: a), **declared)
+        Op("halves", sharding=Sharding(split=Split("k", lambda *a: a)), **declared)
 
 
 def test_factors_of_a_backward() -> None:

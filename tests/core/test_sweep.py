@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from cute_ops import Array, Case, Op, Tensor
+from cute_ops.config import Problem, Tuning
 from cute_ops.jit.target import parse
-from cute_ops.op import FLOATS, Problem
 from cute_ops.ops import rope, scale
+from cute_ops.shapes import FLOATS
 from cute_ops.tools import sweep
 from cute_ops.tools.sweep_run import sweep as run
 
@@ -38,7 +39,7 @@ def test_both_sides_of_a_threshold() -> None:
 
     op = Op(
         "with_a_threshold", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")},
-        dtypes={"T": FLOATS}, reference=lambda xp, x: x, kernel="copying:Copy", tile=tile,
+        dtypes={"T": FLOATS}, reference=lambda xp, x: x, kernel="copying:Copy", tuning=Tuning(tile),
         cases=(Case("one", {"m": (1,), "n": 1}),),
     )  # fmt: skip
     assert sweep.thresholds(op, SM90) == [12345]

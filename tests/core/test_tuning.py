@@ -8,7 +8,7 @@ import os
 import random
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -17,18 +17,18 @@ import numpy as np
 import pytest
 import typer
 
-from cute_ops import FLOATS, Array, Case, Needs, Op, Problem, Tensor, Tuning, testing, vary
+from cute_ops import FLOATS, Array, Case, Needs, Op, Problem, Space, Tensor, Tuning, testing, vary
 from cute_ops.__main__ import cache_info
 from cute_ops.aot import manifest
 from cute_ops.autotune import bench_process, winners
 from cute_ops.autotune import tuner as tuners
 from cute_ops.autotune.bench_process import Apart
 from cute_ops.autotune.compare import InProcess, by_chance, select
+from cute_ops.autotune.space import objection
 from cute_ops.autotune.tuner import Outcome, Trial, tune
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import tuning as command
-from cute_ops.config import candidates, objection
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache
 from cute_ops.jit.cache import Built
@@ -40,14 +40,14 @@ SM90 = parse("sm_90a")
 X = Tensor("*m n", "T")
 
 
-def make_op(**more: Any) -> Op:
-    given: dict[str, Any] = {
-        "tile": lambda problem: {"threads": 128}, "tuning": vary(threads=(64, 128, 256, 2048, 100)),
-        "kernel": "copying:Copy", **more,
-    }  # fmt: skip
+def make_op(
+    config: Callable[[Problem], dict[str, int]] = lambda problem: {"threads": 128},
+    space: Space | None = vary(threads=(64, 128, 256, 2048, 100)),  # noqa: B008
+    kernel: str = "copying:Copy",
+) -> Op:
     return Op(
         "doubling", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=lambda xp, x: x + x,
-        cases=(Case("one", {"m": (3,), "n": 512}),), **given,
+        cases=(Case("one", {"m": (3,), "n": 512}),), kernel=kernel, tuning=Tuning(config, space),
     )  # fmt: skip
 
 
@@ -125,9 +125,9 @@ def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
 
 
 def test_vary_is_every_combination_but_the_heuristics() -> None:
-    op = make_op(tuning=vary(threads=(64, 128), unroll=(1, 2)))
-    assert op.tuning
-    found = candidates(op.tuning, problem_of(*trial(op), SM90), {"threads": 128, "unroll": 1, "other": 3})
+    op = make_op(space=vary(threads=(64, 128), unroll=(1, 2)))
+    assert op.space
+    found = op.space.others(problem_of(*trial(op), SM90), {"threads": 128, "unroll": 1, "other": 3})
     assert found == [
         {"threads": 128, "unroll": 2, "other": 3}, {"threads": 64, "unroll": 1, "other": 3},
         {"threads": 64, "unroll": 2, "other": 3},
@@ -158,7 +158,7 @@ def test_the_resource_model_prunes(tile: dict[str, int], arch: str, reason: str)
     def needs(problem: Problem, tile: Mapping[str, int]) -> Needs:
         return Needs(tile["threads"], tile.get("registers", 1), tile.get("shared", 0), tile.get("resident", 1))
 
-    found = objection(Tuning(lambda p, t: (), needs), problem_of(*trial(make_op()), parse(arch)), tile)
+    found = objection(Space(lambda p, t: (), needs), problem_of(*trial(make_op()), parse(arch)), tile)
     assert found.startswith(reason) or reason in found
     assert bool(found) == bool(reason)
 
@@ -168,7 +168,7 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
     count = 0
     for op in OPS:
         for stage in filter(None, (op, op.grad)):
-            assert stage.tuning is not None, stage.name
+            assert stage.space is not None, stage.name
             for arch in ("sm_80", "sm_90a", "sm_120a"):
                 for n in (64, 4096, 4097, 65536):
                     if parse(arch).arch == "sm_80" and stage.least_sm > 80:
@@ -176,12 +176,8 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
                     dims = stage.example((4096,), n)
                     given = {k: Array(t.of(dims), stage.dtype_near(t, "bfloat16")) for k, t in stage.inputs.items()}
                     problem = problem_of(bind(stage, given), {}, parse(arch))
-                    heuristic = stage.tile(problem)
-                    fit = [
-                        t
-                        for t in candidates(stage.tuning, problem, heuristic)
-                        if not objection(stage.tuning, problem, t)
-                    ]
+                    heuristic = stage.config(problem)
+                    fit = [t for t in stage.space.others(problem, heuristic) if not objection(stage.space, problem, t)]
                     assert len(fit) <= 24, (stage.name, n, len(fit))
                     # A cluster's CTAs take one row at a time.
                     assert all(
@@ -189,7 +185,7 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
                     )
                     count += len(fit)
                     if arch == "sm_90a":
-                        reason = objection(stage.tuning, problem, heuristic)
+                        reason = objection(stage.space, problem, heuristic)
                         assert not reason or "shared out" in reason, (stage.name, n, reason)
     assert count > 1000
 
@@ -197,15 +193,15 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
 def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
     """Bits of a row must not depend on its company: the heuristic does not look at it, and neither may candidates."""
     for op in OPS:
-        if op.tuning is None or op.tuning.by_rows:
+        if op.space is None or op.space.by_rows:
             continue
         seen = []
         for rows in (100_000, 4096):
             dims = op.example((rows,), 4096)
             given = {k: Array(t.of(dims), op.dtype_near(t, "bfloat16")) for k, t in op.inputs.items()}
             problem = problem_of(bind(op, given), {}, SM90)
-            heuristic = op.tile(problem)
-            seen.append((winners.class_of(op, problem), heuristic, candidates(op.tuning, problem, heuristic)))
+            heuristic = op.config(problem)
+            seen.append((winners.class_of(op, problem), heuristic, op.space.others(problem, heuristic)))
         assert seen[0] == seen[1], op.name
 
 
@@ -349,10 +345,10 @@ def test_a_wrong_heuristic_is_an_error_not_a_winner() -> None:
 
 
 def test_what_does_not_compile_is_left_out() -> None:
-    op = make_op(tuning=vary(threads=(64, 96)))
+    op = make_op(space=vary(threads=(64, 96)))
     outcome = tuned(op, Fake({64: 80.0, 128: 100.0}))
     assert outcome.winner.tile == {"threads": 64} and outcome.refused[("threads", 96),] == "no kernel"
-    broken = make_op(tile=lambda problem: {"threads": 96})
+    broken = make_op(config=lambda problem: {"threads": 96})
     assert tuned(broken, Fake({64: 80.0})).problem == "no kernel"
 
 
@@ -360,7 +356,7 @@ def test_calls_of_one_class_get_one_tile() -> None:
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
     outcome = tuned(op, fake, trial(op, rows=512), trial(op, rows=8192))
     assert outcome.winner.measured["rows"][:2] == [512, 8192] and len(outcome.before) == 3
-    by_rows = make_op(tuning=vary(threads=(64,), by_rows=True))
+    by_rows = make_op(space=vary(threads=(64,), by_rows=True))
     calls = [
         w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, InProcess(fake))
     ]
@@ -375,7 +371,7 @@ def test_few_rows_and_many_are_measured_where_one_tile_serves_both() -> None:
     bound = bind(op, {"x": Array((2, 4, n), "bfloat16")})
     assert tuned(op, fake, Trial(bound, {"x": Memory((4 * n, n, 1), 16)})).winner.measured["rows"] == [8, many]
     assert tuned(op, fake, Trial(bound, {"x": Memory((8 * n, 2 * n, 1))})).winner.measured["rows"] == [8]
-    by_rows = make_op(tuning=vary(threads=(64,), by_rows=True))
+    by_rows = make_op(space=vary(threads=(64,), by_rows=True))
     assert tuned(by_rows, fake, trial(by_rows, 8, n)).winner.measured["rows"] == [8]
 
 
@@ -398,7 +394,7 @@ def test_attributes_are_in_a_class_where_they_differ() -> None:
 
 
 def test_an_op_without_candidates_is_left_alone() -> None:
-    op = make_op(tuning=None)
+    op = make_op(space=None)
     assert not list(tune([trial(op)], SM90, InProcess(Fake({128: 1.0}))))
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
 
@@ -588,14 +584,14 @@ def test_a_tile_that_the_op_does_not_propose_is_never_used() -> None:
     """Whoever wrote the file: it may only choose among candidates."""
     op = remembered({"threads": 512})
     assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
-    assert plan(*trial(make_op(tuning=vary(threads=(512,)))), SM90).variant.tile == {"threads": 128}, "decided"
+    assert plan(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 128}, "decided"
     winners.forget()
-    assert plan(*trial(make_op(tuning=vary(threads=(512,)))), SM90).variant.tile == {"threads": 512}
+    assert plan(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 512}
 
 
 def test_when_the_heuristic_changes_the_winner_is_forgotten() -> None:
     remembered({"threads": 64})
-    changed = make_op(tile=lambda problem: {"threads": 256})
+    changed = make_op(config=lambda problem: {"threads": 256})
     assert plan(*trial(changed), SM90).variant.tile == {"threads": 256}
 
 

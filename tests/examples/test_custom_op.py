@@ -19,7 +19,8 @@ from cute_ops.binding import bind
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.op import FLOATS, Op
+from cute_ops.op import Op
+from cute_ops.shapes import FLOATS
 
 softcap = pytest.importorskip("softcap")
 FOLDER = Path(softcap.__file__).parent

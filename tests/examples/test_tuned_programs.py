@@ -16,14 +16,14 @@ from cute_ops.autotune import winners
 ROOT = Path(__file__).parents[2]
 # A heuristic that any GPU beats: CTAs of one warp leave half of an SM's threads empty.
 DECLARED = """
-from cute_ops import FLOATS, Case, Op, Tensor, vary
+from cute_ops import FLOATS, Case, Op, Tensor, Tuning, vary
 from cute_ops.ops.activation.unary import silu
 
 rows = Tensor("*m n", "T")
 narrow = Op(
     "narrow_silu", inputs={"x": rows}, outputs={"out": rows}, dtypes={"T": FLOATS}, reference=silu.reference,
     kernel=silu.kernel, cases=(Case("one", {"m": (3,), "n": 4096}),),
-    tile=lambda problem: {"threads": 32, "unroll": 1}, tuning=vary(threads=(128, 256), by_rows=True),
+    tuning=Tuning(lambda problem: {"threads": 32, "unroll": 1}, vary(threads=(128, 256), by_rows=True)),
 )
 """
 CALLS = {

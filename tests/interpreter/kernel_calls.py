@@ -25,8 +25,9 @@ from cute_ops.binding import Binding, bind
 from cute_ops.jit.plan import Memory as Place
 from cute_ops.jit.plan import Plan, View, compact, plan
 from cute_ops.jit.target import parse
-from cute_ops.op import Array, Case, Op
+from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
+from cute_ops.shapes import Array
 
 ALL = [op for part in (*OPS, *PARTS) for op in (part, part.grad) if op is not None]
 VECTOR = 16
@@ -75,7 +76,7 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
     out, or takes it twice, its result is another one in every dtype.
     """
     absent = tuple(name for name, t in op.inputs.items() if t.optional and rng.random() < 0.3)
-    own = next((t.dtype for t in op.inputs.values() if t.dtype in op.dtypes and not t.below), "")
+    own = next((t.dtype for t in op.inputs.values() if t.dtype in op.dtypes and not t.upper_bound), "")
     wide = {t.dtype for t in op.inputs.values() if t.rows and t.dims}  # of rows: no narrower than the first one's
     free = {v: [d for d in kinds if v not in wide or d in (dtype, "float32")] for v, kinds in op.dtypes.items()}
     dtypes = {v: str(rng.choice(kinds)) for v, kinds in free.items() if v != own and kinds}

@@ -24,8 +24,9 @@ import pytest
 from cute_ops import testing
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.variant import Variant
-from cute_ops.op import FLOATS, Case, Op
+from cute_ops.op import Case, Op
 from cute_ops.ops import OPS
+from cute_ops.shapes import FLOATS
 from cute_ops_jax.primitive import ffi, function, vjp
 from cute_ops_jax.primitive.primitive import Stage, stage
 

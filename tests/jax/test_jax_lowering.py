@@ -31,7 +31,7 @@ def shaped(op: Op, lead: tuple[int, ...], dtype: Any = jnp.float32) -> dict[str,
 
 def text_of(tensor: Tensor, op: Op, rows: int) -> str:
     """``tensor<15x64xf32>``: with leading dims folded."""
-    kind = "i32" if tensor.below else "f32"
+    kind = "i32" if tensor.upper_bound else "f32"
     return f"tensor<{'x'.join(map(str, tensor.of(op.example((rows,), 64))))}x{kind}>"
 
 

@@ -114,7 +114,9 @@ def test_symbolic_rows_are_exported_once_for_all(op: Op, close: Callable[..., An
     (rows,) = jax.export.symbolic_shape("rows")
 
     def shaped(tensor: Tensor) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(tensor.of(op.example((2, rows), 6)), jnp.int32 if tensor.below else jnp.float32)
+        return jax.ShapeDtypeStruct(
+            tensor.of(op.example((2, rows), 6)), jnp.int32 if tensor.upper_bound else jnp.float32
+        )
 
     function = testing.plain(op, cute_ops_jax.register(op))
     exported = jax.export.export(jax.jit(function), platforms=["cpu"])(*map(shaped, op.inputs.values()))

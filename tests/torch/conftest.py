@@ -19,8 +19,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_ops import testing
 from cute_ops.jit import cache, target
 from cute_ops.jit.variant import TensorKey, Variant
-from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Tensor
+from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops import OPS as ALL
+from cute_ops.shapes import FLOATS, ITEMSIZE
 from cute_ops_torch.host import launch
 from cute_ops_torch.library.tensors import DTYPES, NAMES
 
@@ -144,7 +145,7 @@ def make_inputs() -> Callable[..., list[torch.Tensor]]:
         sizes = op.example(rows, n)
 
         def one(t: Tensor) -> torch.Tensor:
-            if t.below:
+            if t.upper_bound:
                 return torch.randint(n, t.of(sizes), device=device)
             return torch.randn(t.of(sizes), device=device).to(dtype if t.dtype in op.dtypes else DTYPES[t.dtype])
 

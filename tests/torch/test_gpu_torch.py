@@ -253,7 +253,7 @@ def check_some_rows(op: Op, name: str, n: int, dtype: torch.dtype) -> None:
     raw = getattr(torch.ops.cute, name)
     shared: dict[Any, torch.Tensor] = {}
     for t in declared.inputs.values():
-        if t.below:
+        if t.upper_bound:
             shared[t.shape, t.dtype] = torch.randint(n, t.of(sizes), device="cuda")
         else:
             kind = dtype if t.dtype in declared.dtypes else getattr(torch, t.dtype)

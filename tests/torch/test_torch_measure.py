@@ -16,11 +16,11 @@ from cute_ops.binding import bind
 from cute_ops.jit import cache
 from cute_ops.jit.plan import Memory, plan
 from cute_ops.jit.target import parse
-from cute_ops.op import Array
 from cute_ops.ops import OPS
 from cute_ops.ops.activation.unary import silu
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
+from cute_ops.shapes import Array
 from cute_ops_torch.tools import measure
 
 SM90 = parse("sm_90a")

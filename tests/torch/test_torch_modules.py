@@ -13,7 +13,7 @@ from torch import nn
 
 import cute_ops_torch
 from cute_ops import Op, Tensor
-from cute_ops.op import FLOATS
+from cute_ops.shapes import FLOATS
 from cute_ops_torch.nn import class_name, module
 
 

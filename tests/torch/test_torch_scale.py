@@ -7,8 +7,8 @@ import math
 import pytest
 import torch
 
-from cute_ops.op import FLOATS
 from cute_ops.ops import scale
+from cute_ops.shapes import FLOATS
 from cute_ops.tools.verify import installed, verify
 from cute_ops_torch.composite.linear_cross_entropy import _scale, _scale_
 from cute_ops_torch.library.autograd import inplace_gradient

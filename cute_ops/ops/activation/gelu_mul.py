@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
 from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._tiles import pointwise
 from cute_ops.ops.activation.maths import gelu
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-row", {"m": (), "n": 2304}),
@@ -34,12 +36,11 @@ gelu_mul_bwd = Op(
     inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T"), "dout": Tensor("*m n", "T")},
     outputs={"dgate": Tensor("*m n", "T"), "dup": Tensor("*m n", "T")},
     dtypes={"T": FLOATS},
-    parallel=("n",),
+    sharding=Sharding(parallel=("n",)),
     attrs={"approximate": OneOf("tanh", "none")},
     reference=reference_bwd,
     kernel="cute_ops.kernels.activation.gelu_mul:GeluMulBackward",
-    tile=pointwise,
-    tuning=POINTWISE,
+    tuning=Tuning(pointwise, space=POINTWISE),
     cases=CASES,
     doc="""Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.""",
 )
@@ -49,12 +50,11 @@ gelu_mul = Op(
     inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T")},
     outputs={"out": Tensor("*m n", "T")},
     dtypes={"T": FLOATS},
-    parallel=("n",),
+    sharding=Sharding(parallel=("n",)),
     attrs={"approximate": OneOf("tanh", "none")},
     reference=reference,
     kernel="cute_ops.kernels.activation.gelu_mul:GeluMul",
-    tile=pointwise,
-    tuning=POINTWISE,
+    tuning=Tuning(pointwise, space=POINTWISE),
     grad=gelu_mul_bwd,
     cases=CASES,
     doc="""GELU of the gate times up: the pointwise half of GEGLU.

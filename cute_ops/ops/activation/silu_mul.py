@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Sharding, Tensor
 from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._tiles import pointwise
 from cute_ops.ops.activation.maths import silu
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -33,7 +35,9 @@ def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
 
 
 ROWS = Tensor("*m n", "T")
-COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS}, "parallel": ("n",), "tile": pointwise, "tuning": POINTWISE}
+COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "tuning": Tuning(pointwise, space=POINTWISE),
+}  # fmt: skip
 
 silu_mul_bwd = Op(
     "silu_mul_bwd",

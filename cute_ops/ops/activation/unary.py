@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
 from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._tiles import pointwise
 from cute_ops.ops.activation import maths
+from cute_ops.shapes import FLOATS
 
 GPT2 = Case("gpt2", {"m": (2, 33), "n": 3072})
 CASES = (Case("odd", {"m": (37,), "n": 4097}), GPT2, Case("longest", {"m": (3,), "n": 262144}))
@@ -49,8 +51,8 @@ def _declare(
     kernel = f"cute_ops.kernels.activation.unary:{name.capitalize()}"
     rows = Tensor("*m n", "T")
     common: dict[str, Any] = {
-        "dtypes": {"T": FLOATS}, "parallel": ("n",), "attrs": attrs, "tile": pointwise,
-        "tuning": POINTWISE, "cases": cases,
+        "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "attrs": attrs,
+        "tuning": Tuning(pointwise, space=POINTWISE), "cases": cases,
     }  # fmt: skip
     backward = Op(
         f"{name}_bwd", inputs={"x": rows, "dout": rows}, outputs={"dx": rows}, reference=reference_bwd,

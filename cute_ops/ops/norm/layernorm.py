@@ -6,11 +6,13 @@ from functools import partial
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops._candidates import BACKWARD, FORWARD
 from cute_ops.ops._checks import NOT_NEGATIVE, within
 from cute_ops.ops._tiles import rows_backward, rows_forward
 from cute_ops.ops.norm.rmsnorm import parts_workspace, sum_rows
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("odd-small", {"m": (3, 5), "n": 7}, {"W": "float32", "B": "float16"}),
@@ -72,9 +74,7 @@ layernorm_bwd = Op(
     check=within(eps=NOT_NEGATIVE),
     reference=reference_bwd,
     kernel="cute_ops.kernels.norm.layernorm:LayerNormBackward",
-    tile=partial(rows_backward, centred=True),
-    tuning=BACKWARD,
-    workspace=parts_workspace,
+    tuning=Tuning(partial(rows_backward, centred=True), space=BACKWARD, workspace=parts_workspace),
     cases=CASES,
     doc="""Gradients of :func:`layernorm`.
 
@@ -97,8 +97,7 @@ layernorm = Op(
     check=within(eps=NOT_NEGATIVE),
     reference=reference,
     kernel="cute_ops.kernels.norm.layernorm:LayerNorm",
-    tile=partial(rows_forward, centred=True),
-    tuning=FORWARD,
+    tuning=Tuning(partial(rows_forward, centred=True), space=FORWARD),
     grad=layernorm_bwd,
     cases=CASES,
     doc="""Layer normalisation of the last dim.

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Array, Case, Op, Problem, Tensor
+from cute_ops.config import Problem, Tuning
+from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops._candidates import BACKWARD, FORWARD
 from cute_ops.ops._checks import FINITE, NOT_NEGATIVE, within
 from cute_ops.ops._tiles import backward_parts, rows_backward, rows_forward
+from cute_ops.shapes import FLOATS, Array
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -87,9 +89,7 @@ rmsnorm_bwd = Op(
     check=CHECK,
     reference=reference_bwd,
     kernel="cute_ops.kernels.norm.rmsnorm:RMSNormBackward",
-    tile=rows_backward,
-    tuning=BACKWARD,
-    workspace=parts_workspace,
+    tuning=Tuning(rows_backward, space=BACKWARD, workspace=parts_workspace),
     cases=CASES,
     doc="""Gradients of :func:`rmsnorm`.
 
@@ -112,8 +112,7 @@ rmsnorm = Op(
     check=CHECK,
     reference=reference,
     kernel="cute_ops.kernels.norm.rmsnorm:RMSNorm",
-    tile=rows_forward,
-    tuning=FORWARD,
+    tuning=Tuning(rows_forward, space=FORWARD),
     grad=rmsnorm_bwd,
     cases=CASES,
     doc="""Root mean square normalisation of the last dim.

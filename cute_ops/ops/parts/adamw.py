@@ -6,10 +6,12 @@ import math
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, ITEMSIZE, Case, Op, Problem, Tensor
+from cute_ops.config import Problem, Tuning
+from cute_ops.op import Case, Op, Sharding, Tensor
 from cute_ops.ops._candidates import POINTWISE
 from cute_ops.ops._checks import NOT_NEGATIVE, within
 from cute_ops.ops._tiles import LINE, SHORT, VECTOR_BYTES, _threads
+from cute_ops.shapes import FLOATS, ITEMSIZE
 
 EPS = {"eps": 0.1}
 BETA = (0.0, math.nextafter(1.0, 0.0))
@@ -57,18 +59,17 @@ adamw = Op(
         "scale": Tensor("*m", "float32"),
     },
     outputs={
-        "param_out": Tensor("*m n", "P", reuses="param"),
-        "exp_avg_out": Tensor("*m n", "S", reuses="exp_avg"),
-        "exp_avg_sq_out": Tensor("*m n", "S", reuses="exp_avg_sq"),
+        "param_out": Tensor("*m n", "P", donates="param"),
+        "exp_avg_out": Tensor("*m n", "S", donates="exp_avg"),
+        "exp_avg_sq_out": Tensor("*m n", "S", donates="exp_avg_sq"),
     },
     dtypes={"P": FLOATS, "G": FLOATS, "S": FLOATS},
     attrs={"beta1": 0.9, "beta2": 0.999, "eps": 1e-8},
-    parallel=("n",),
+    sharding=Sharding(parallel=("n",)),
     check=within(beta1=BETA, beta2=BETA, eps=NOT_NEGATIVE),
     reference=reference,
     kernel="cute_ops.kernels.parts.adamw:AdamW",
-    tile=tile,
-    tuning=POINTWISE,
+    tuning=Tuning(tile, space=POINTWISE),
     cases=CASES,
     doc="""One step of AdamW on a parameter: the parameter and its two moments in one pass.
 

@@ -10,8 +10,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, ITEMSIZE, Array, Case, Op, Problem, Tensor
+from cute_ops.config import Problem, Tuning
+from cute_ops.op import Case, Op, Sharding, Tensor
 from cute_ops.ops._tiles import VECTOR_BYTES, WARP
+from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 CASES = (
     Case("llama3.2-1b", {"t": 512, "c": 128256, "n": 2048}),
@@ -74,18 +76,17 @@ def workspace(problem: Problem, tile: Mapping[str, int]) -> Mapping[str, Array |
 sorted_embedding_bwd = Op(
     "sorted_embedding_bwd",
     inputs={
-        "ends": Tensor("c", "int32", below="t"),
-        "classes": Tensor("t", "int32", below="c"),
-        "order": Tensor("t", "I", below="t"),
+        "ends": Tensor("c", "int32", upper_bound="t"),
+        "classes": Tensor("t", "int32", upper_bound="c"),
+        "order": Tensor("t", "I", upper_bound="t"),
         "dout": Tensor("t n", "T"),
     },
     outputs={"dweight": Tensor("c n", "T")},
     dtypes={"T": FLOATS, "I": ("int64", "int32")},
-    parallel=("n",),
+    sharding=Sharding(parallel=("n",)),
     reference=reference,
     kernel="cute_ops.kernels.parts.embedding:EmbeddingBackward",
-    tile=tile,
-    workspace=workspace,
+    tuning=Tuning(tile, workspace=workspace),
     cases=CASES,
     doc="""Gradient of an embedding's table from tokens that are sorted by class.
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, Op, Problem, Tensor
+from cute_ops.config import Problem, Tuning
+from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -32,13 +34,13 @@ def tile(problem: Problem) -> dict[str, int]:
 scale = Op(
     "scale",
     inputs={"x": Tensor("*m n", "T"), "factor": Tensor("*m", "float32")},
-    outputs={"out": Tensor("*m n", "T", reuses="x")},
+    outputs={"out": Tensor("*m n", "T", donates="x")},
     dtypes={"T": FLOATS},
     static=(),
-    parallel=("n",),
+    sharding=Sharding(parallel=("n",)),
     reference=reference,
     kernel="cute_ops.kernels.parts.scale:Scale",
-    tile=tile,
+    tuning=Tuning(tile),
     cases=CASES,
     doc="""Rows times a number each.
 

@@ -6,9 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.array_api import cast, widen
-from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
 from cute_ops.ops._candidates import QUANTIZE
 from cute_ops.ops._tiles import rows_quantize
+from cute_ops.shapes import FLOATS
 
 BLOCKS = (0, 128)
 LARGEST, LEAST_SCALE = 448.0, 2.0**-126
@@ -68,10 +70,8 @@ quantize_fp8 = Op(
     attrs={"block": OneOf(*BLOCKS)},
     derived={"blocks": blocks},
     reference=reference,
-    kernel="cute_ops.kernels.quantize.quantize_fp8:QuantizeFP8",
-    tile=rows_quantize,
-    tuning=QUANTIZE,
-    least_sm=LEAST_SM,
+    kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:QuantizeFP8", least_sm=LEAST_SM),
+    tuning=Tuning(rows_quantize, space=QUANTIZE),
     inference_only="quantise where none is needed (torch.no_grad, jax.lax.stop_gradient)",
     cases=CASES,
     doc=f"""Rows to float8_e4m3fn with a float32 scale per row, or per block of 128 columns. Inference only.

@@ -5,12 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, OneOf, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
 from cute_ops.ops._candidates import QUANTIZE
 from cute_ops.ops._tiles import rows_quantize
 from cute_ops.ops.norm.rmsnorm import CHECK
 from cute_ops.ops.norm.rmsnorm import reference as rmsnorm
 from cute_ops.ops.quantize.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -47,10 +49,8 @@ rmsnorm_fp8 = Op(
     derived={"blocks": blocks},
     check=CHECK,
     reference=reference,
-    kernel="cute_ops.kernels.quantize.quantize_fp8:RMSNormFP8",
-    tile=rows_quantize,
-    tuning=QUANTIZE,
-    least_sm=LEAST_SM,
+    kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:RMSNormFP8", least_sm=LEAST_SM),
+    tuning=Tuning(rows_quantize, space=QUANTIZE),
     inference_only="rmsnorm has one",
     cases=CASES,
     doc=f"""RMSNorm to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.

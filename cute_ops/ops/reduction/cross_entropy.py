@@ -7,10 +7,12 @@ from typing import Any
 
 from cute_ops.array_api import widen
 from cute_ops.binding import Binding
-from cute_ops.op import FLOATS, Case, Finish, Op, Split, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Finish, Op, Sharding, Split, Tensor
 from cute_ops.ops._candidates import HELD
 from cute_ops.ops._checks import FINITE, no_columns, within
 from cute_ops.ops._tiles import rows_apart, rows_mapped_once, rows_walked
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -164,19 +166,18 @@ cross_entropy_bwd = Op(
     "cross_entropy_bwd",
     inputs={
         "logits": Tensor("*m n", "T"),
-        "target": Tensor("*m", "I", below="n"),
+        "target": Tensor("*m", "I", upper_bound="n"),
         "row_max": Tensor("*m", "float32"),
         "log_sum": Tensor("*m", "float32"),
         "dloss": Tensor("*m", "float32"),
     },
-    outputs={"dlogits": Tensor("*m n", "T", reuses="logits")},
+    outputs={"dlogits": Tensor("*m n", "T", donates="logits")},
     dtypes=DTYPES,
     attrs=ATTRS,
     reference=reference_bwd,
     kernel="cute_ops.kernels.reduction.cross_entropy:CrossEntropyBackward",
-    tile=rows_apart,
-    split=Split("n", slice_of_classes),
-    tuning=HELD,
+    tuning=Tuning(rows_apart, space=HELD),
+    sharding=Sharding(split=Split("n", slice_of_classes)),
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave in two parts, ``row_max + log_sum``.
@@ -189,7 +190,7 @@ cross_entropy_bwd = Op(
 
 cross_entropy = Op(
     "cross_entropy",
-    inputs={"logits": Tensor("*m n", "T"), "target": Tensor("*m", "I", below="n")},
+    inputs={"logits": Tensor("*m n", "T"), "target": Tensor("*m", "I", upper_bound="n")},
     outputs={
         "loss": Tensor("*m", "float32"),
         "row_max": Tensor("*m", "float32", hidden=True),
@@ -199,11 +200,10 @@ cross_entropy = Op(
     attrs=ATTRS,
     reference=reference,
     kernel="cute_ops.kernels.reduction.cross_entropy:CrossEntropy",
-    tile=rows_walked,
-    tuning=HELD,
+    tuning=Tuning(rows_walked, space=HELD),
     grad=cross_entropy_bwd,
     finish=FINISH,
-    split=Split("n", slice_of_classes, merge_slices),
+    sharding=Sharding(split=Split("n", slice_of_classes, merge_slices)),
     check=check,
     cases=CASES,
     doc="""Cross entropy of logits with a target class per row.
@@ -246,16 +246,15 @@ cross_entropy_step = Op(
     "cross_entropy_step",
     inputs={
         "logits": Tensor("*m n", "T"),
-        "target": Tensor("*m", "I", below="n"),
+        "target": Tensor("*m", "I", upper_bound="n"),
         "dloss": Tensor("*m", "float32"),
     },
-    outputs={"dlogits": Tensor("*m n", "T", reuses="logits"), "loss": Tensor("*m", "float32")},
+    outputs={"dlogits": Tensor("*m n", "T", donates="logits"), "loss": Tensor("*m", "float32")},
     dtypes=DTYPES,
     attrs={name: value for name, value in ATTRS.items() if name != "classes"},
     reference=reference_step,
     kernel="cute_ops.kernels.reduction.cross_entropy:CrossEntropyStep",
-    tile=rows_mapped_once,
-    tuning=HELD,
+    tuning=Tuning(rows_mapped_once, space=HELD),
     check=check,
     cases=CASES[1:3] + CASES[4:6] + CASES[-1:],
     doc="""Loss and gradient of :func:`cross_entropy` in one pass, where each loss's cotangent is known beforehand.

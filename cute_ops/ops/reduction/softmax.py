@@ -5,9 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops._candidates import HELD
 from cute_ops.ops._tiles import pairs_reduced, rows_mapped
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -58,8 +60,7 @@ softmax_bwd = Op(
     dtypes=DTYPES,
     reference=reference_bwd,
     kernel="cute_ops.kernels.reduction.softmax:SoftmaxBackward",
-    tile=pairs_reduced,
-    tuning=HELD,
+    tuning=Tuning(pairs_reduced, space=HELD),
     cases=CASES,
     doc="""Gradient of :func:`softmax`, from its output.
 
@@ -74,8 +75,7 @@ log_softmax_bwd = Op(
     dtypes=DTYPES,
     reference=reference_log_bwd,
     kernel="cute_ops.kernels.reduction.softmax:LogSoftmaxBackward",
-    tile=pairs_reduced,
-    tuning=HELD,
+    tuning=Tuning(pairs_reduced, space=HELD),
     cases=CASES,
     doc="""Gradient of :func:`log_softmax`, from its output.
 
@@ -90,8 +90,7 @@ softmax = Op(
     dtypes=DTYPES,
     reference=reference,
     kernel="cute_ops.kernels.reduction.softmax:Softmax",
-    tile=rows_mapped,
-    tuning=HELD,
+    tuning=Tuning(rows_mapped, space=HELD),
     grad=softmax_bwd,
     cases=CASES,
     doc="""Softmax over the last dim.
@@ -120,8 +119,7 @@ log_softmax = Op(
     dtypes=DTYPES,
     reference=reference_log,
     kernel="cute_ops.kernels.reduction.softmax:LogSoftmax",
-    tile=rows_mapped,
-    tuning=HELD,
+    tuning=Tuning(rows_mapped, space=HELD),
     grad=log_softmax_bwd,
     cases=CASES,
     doc="""Logarithm of the softmax over the last dim.

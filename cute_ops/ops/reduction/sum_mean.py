@@ -6,10 +6,12 @@ from typing import Any
 
 from cute_ops.array_api import widen
 from cute_ops.binding import Binding
-from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops._candidates import HELD
 from cute_ops.ops._checks import no_columns
 from cute_ops.ops._tiles import rows_filled, rows_walked
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -42,7 +44,7 @@ def check(binding: Binding) -> str | None:
     return no_columns(binding, "x")
 
 
-COMMON: dict[str, Any] = {"dtypes": DTYPES, "tuning": HELD, "check": check, "cases": CASES}
+COMMON: dict[str, Any] = {"dtypes": DTYPES, "check": check, "cases": CASES}
 
 sum_bwd = Op(
     "sum_bwd",
@@ -51,7 +53,7 @@ sum_bwd = Op(
     **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.reduction.sum_mean:RowTotalBackward",
-    tile=rows_filled,
+    tuning=Tuning(rows_filled, space=HELD),
     doc="""Gradient of :func:`sum`: ``dx = dout`` in every column. Of x only the shape is used; it is not read.""",
 )
 
@@ -62,7 +64,7 @@ mean_bwd = Op(
     **COMMON,
     reference=reference_mean_bwd,
     kernel="cute_ops.kernels.reduction.sum_mean:RowMeanBackward",
-    tile=rows_filled,
+    tuning=Tuning(rows_filled, space=HELD),
     doc="""Gradient of :func:`mean`: ``dx = dout / n`` in every column. Of x only the shape is used; it is not read.""",
 )
 
@@ -91,7 +93,7 @@ row_sum = Op(
     **COMMON,
     reference=reference,
     kernel="cute_ops.kernels.reduction.sum_mean:RowTotal",
-    tile=rows_walked,
+    tuning=Tuning(rows_walked, space=HELD),
     grad=sum_bwd,
     doc=_DOC.format(what="Sum", formula="sum(x)"),
 )
@@ -103,7 +105,7 @@ row_mean = Op(
     **COMMON,
     reference=reference_mean,
     kernel="cute_ops.kernels.reduction.sum_mean:RowMean",
-    tile=rows_walked,
+    tuning=Tuning(rows_walked, space=HELD),
     grad=mean_bwd,
     doc=_DOC.format(what="Mean", formula="sum(x) / n"),
 )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Array, Case, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops._candidates import ROTARY, ROTARY_BACKWARD
 from cute_ops.ops._checks import NOT_NEGATIVE, within
 from cute_ops.ops._tiles import _power
 from cute_ops.ops.norm.rmsnorm import backward_terms, sum_rows
 from cute_ops.ops.rotary.rope import SHARED, rotate
 from cute_ops.ops.rotary.rope import check as check_heads
+from cute_ops.shapes import FLOATS, Array
 
 CASES = (
     Case("one-group", {"m": (3, 5), "hq": 2, "hk": 1, "d": 64, "r": 32}),
@@ -97,9 +99,7 @@ qk_norm_rope_bwd = Op(
     static=("hq", "hk", "d", "r"),
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRopeBackward",
-    tile=tile_backward,
-    tuning=ROTARY_BACKWARD,
-    workspace=workspace,
+    tuning=Tuning(tile_backward, space=ROTARY_BACKWARD, workspace=workspace),
     check=check,
     cases=CASES,
     doc="""Gradients of :func:`qk_norm_rope`.
@@ -118,8 +118,7 @@ qk_norm_rope = Op(
     static=("hq", "hk", "d", "r"),
     reference=reference,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRope",
-    tile=tile,
-    tuning=ROTARY,
+    tuning=Tuning(tile, space=ROTARY),
     check=check,
     grad=qk_norm_rope_bwd,
     no_gradient=("cos", "sin"),

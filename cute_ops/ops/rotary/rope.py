@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.op import FLOATS, Case, Op, Tensor
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Sharding, Tensor
 from cute_ops.ops._candidates import ROTARY
+from cute_ops.shapes import FLOATS
 
 SHARED = {"cos": 1, "sin": 1}
 CASES = (
@@ -72,11 +74,10 @@ rope_bwd = Op(
     dtypes={"T": FLOATS, "C": FLOATS},
     attrs={"interleaved": False},
     static=("h", "d", "r"),
-    parallel=("h",),
+    sharding=Sharding(parallel=("h",)),
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.rope:RopeBackward",
-    tile=tile,
-    tuning=ROTARY,
+    tuning=Tuning(tile, space=ROTARY),
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
@@ -89,11 +90,10 @@ rope = Op(
     dtypes={"T": FLOATS, "C": FLOATS},
     attrs={"interleaved": False},
     static=("h", "d", "r"),
-    parallel=("h",),
+    sharding=Sharding(parallel=("h",)),
     reference=reference,
     kernel="cute_ops.kernels.rotary.rope:Rope",
-    tile=tile,
-    tuning=ROTARY,
+    tuning=Tuning(tile, space=ROTARY),
     check=check,
     grad=rope_bwd,
     no_gradient=("cos", "sin"),
@@ -136,8 +136,7 @@ rope_bwd_joined = Op(
     static=("hq", "hk", "d", "r"),
     reference=reference_joined,
     kernel="cute_ops.kernels.rotary.rope:RopeBackwardJoined",
-    tile=tile,
-    tuning=ROTARY,
+    tuning=Tuning(tile, space=ROTARY),
     check=check,
     cases=(
         Case("llama3-8b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED),

@@ -1,0 +1,69 @@
+"""Facts on GPUs: architectures, how much an SM holds, what a CTA may take.
+
+Source: CUDA C++ Programming Guide, technical specifications per compute capability.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+WARP, MAX_THREADS, MAX_REGISTERS = 32, 1024, 255  # threads; of a CTA; of a thread
+_REGISTERS, _REGISTER_UNIT = 65_536, 256  # of an SM; allocated at once for a warp
+_RESERVED_SHARED, _SHARED_UNIT = 1024, 128  # bytes that the system keeps of each CTA's shared memory; allocated at once
+
+
+class SM(NamedTuple):
+    """What one SM of an architecture has.
+
+    Attributes:
+        number: SMs of the usual part, for building where no GPU is.
+        threads: resident ones.
+        ctas: resident ones.
+        shared: bytes of shared memory for all CTAs.
+        cluster: CTAs of the largest cluster.
+    """
+
+    number: int
+    threads: int
+    ctas: int
+    shared: int
+    cluster: int
+
+    @property
+    def shared_per_cta(self) -> int:
+        """Bytes of shared memory that one CTA may take."""
+        return self.shared - _RESERVED_SHARED
+
+
+ARCHES = {
+    "sm_80": SM(108, 2048, 32, 167_936, 1), "sm_86": SM(84, 1536, 16, 102_400, 1),
+    "sm_89": SM(128, 1536, 24, 102_400, 1),
+    "sm_90a": SM(132, 2048, 32, 233_472, 16), "sm_100a": SM(148, 2048, 32, 233_472, 16),
+    "sm_103a": SM(148, 2048, 32, 233_472, 16), "sm_120a": SM(170, 1536, 24, 102_400, 8),
+}  # fmt: skip
+
+
+def sm(arch: str) -> int:
+    """``sm_90a`` -> ``90``."""
+    return int(arch.removeprefix("sm_").rstrip("af"))
+
+
+def arch_of(major: int, minor: int) -> str | None:
+    """The architecture of a compute capability; None where no kernel is built for it."""
+    return next((arch for arch in ARCHES if sm(arch) == 10 * major + minor), None)
+
+
+def occupancy(arch: str, threads: int, registers: int, shared: int) -> int:
+    """CTAs that an SM holds at once; ``shared`` is static and dynamic shared memory in bytes."""
+    limits = ARCHES[arch]
+    warps = -(-threads // WARP)
+    per_warp = -(-registers * WARP // _REGISTER_UNIT) * _REGISTER_UNIT
+    return min(
+        limits.ctas, limits.threads // (warps * WARP), _REGISTERS // (per_warp * warps),
+        limits.shared // (-(-shared // _SHARED_UNIT) * _SHARED_UNIT + _RESERVED_SHARED),
+    )  # fmt: skip
+
+
+def own_shared(arch: str, shared: int) -> int:
+    """A kernel's static shared memory without what the system keeps, which cubins count from Hopper on."""
+    return max(shared - (_RESERVED_SHARED if sm(arch) >= 90 else 0), 0)
