@@ -101,7 +101,7 @@ def test_a_race_shows_in_repeated_calls_and_a_hole_in_poison() -> None:
 
 
 def _arguments(op: Op) -> dict[str, Any]:
-    names = ("name", "inputs", "outputs", "dtypes", "reference", "kernel", "attrs", "static", "tile")
+    names = ("name", "inputs", "outputs", "dtypes", "reference", "kernel", "attrs", "static")
     return {name: getattr(op, name) for name in names}
 
 
