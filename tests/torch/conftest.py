@@ -107,13 +107,19 @@ class Problem(NamedTuple):
         testing.check(self.op, arrays, self.attrs, present)
 
 
+def structure_of(case: Case) -> tuple[Any, ...]:
+    """What a call's path depends on, whatever its sizes: ranks, how rows are aligned, dtypes, what is absent or set."""
+    sizes = {name: len(v) if isinstance(v, tuple) else math.gcd(v, 8) for name, v in case.dims.items()}
+    return sizes, case.dtypes, case.absent, case.leading, sorted(case.attrs)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     gpu = next(metafunc.definition.iter_markers("gpu"), None) is not None
-    # Structure depends on the size of a dtype, not on its kind: float16 shows nothing that bfloat16 does not. What
-    # depends on neither takes one dtype a case, in turn.
+    # On a CPU the reference runs: sizes, and float16 beside bfloat16, show nothing new. What depends on no dtype takes
+    # one a case, in turn; values, which are the reference's own, one a set of inputs.
     kinds = (
-        ("problem", STAGES, FLOATS), ("structure", STAGES, ("float32", "bfloat16")), ("turn", STAGES, FLOATS),
-        ("trained", [op for op in OPS if op.grad], FLOATS),
+        ("problem", STAGES, FLOATS if gpu else ("turn",)), ("structure", STAGES, ("float32", "bfloat16")),
+        ("turn", STAGES, ("turn",)), ("trained", [op for op in OPS if op.grad], ("turn",)),
     )  # fmt: skip
     for fixture, ops, dtypes in kinds:
         if fixture not in metafunc.fixturenames:
@@ -121,12 +127,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         problems, seen = [], set()
         for op, dtype in itertools.product(ops, dtypes):
             for i, case in enumerate(op.cases if gpu else map(testing.small, op.cases)):
-                if fixture == "turn" and dtype != FLOATS[i % len(FLOATS)]:
-                    continue
-                look = (op.name, fixture == "turn" or dtype, str(case._replace(name="")))
-                if look not in seen:
-                    seen.add(look)
-                    problems.append(pytest.param(Problem(op, case, dtype), id=f"{op.name}-{dtype}-{case.name}"))
+                look = (op.name, dtype, case if gpu else case.absent if fixture == "problem" else structure_of(case))
+                if str(look) not in seen:
+                    seen.add(str(look))
+                    own = FLOATS[i % len(FLOATS)] if dtype == "turn" else dtype
+                    problems.append(pytest.param(Problem(op, case, own), id=f"{op.name}-{own}-{case.name}"))
         metafunc.parametrize(fixture, problems)
     if "op" in metafunc.fixturenames:
         metafunc.parametrize("op", [op for op in OPS if op.grad], ids=lambda op: op.name)
