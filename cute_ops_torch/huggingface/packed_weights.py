@@ -1,7 +1,7 @@
-"""Weights of linear layers that read the same input, one after another in one piece of memory.
+"""Pack the weights of linear layers that read the same input: one after another in the same memory.
 
-They are then one weight to whoever wants one product instead of several, without a copy. Each stays the parameter that
-it was.
+A view then is their concatenation, so that one matrix product takes the place of several. Each stays the parameter
+that it was.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from torch import nn
 Tensor = torch.Tensor
 
 
-def lay_side_by_side(weights: Sequence[Tensor]) -> None:
-    """Moves ``[rows, columns]`` weights together, unless some memory is not theirs alone: views of it would be lost."""
+def pack(weights: Sequence[Tensor]) -> None:
+    """Move ``[rows, columns]`` weights to one piece of memory; none where one shares its memory, with views of it."""
     first = weights[0]
     alike = all(
         type(w) is nn.Parameter
@@ -23,22 +23,22 @@ def lay_side_by_side(weights: Sequence[Tensor]) -> None:
         and (w.ndim, w.shape[-1], w.dtype, w.device) == (2, first.shape[-1], first.dtype, first.device)
         for w in weights
     )
-    if alike and as_one(weights) is None and all(map(_alone, weights)):
-        parts = torch.cat([w.detach() for w in weights]).split([w.shape[0] for w in weights])
+    if alike and packed_view(weights) is None and all(map(_owns_memory, weights)):
+        parts = torch.split(torch.cat([w.detach() for w in weights]), [w.shape[0] for w in weights])
         for weight, part in zip(weights, parts, strict=True):
             weight.data = part
 
 
-def _alone(weight: Tensor) -> bool:
-    """Whether all of a tensor's memory is its own, and nobody else's."""
+def _owns_memory(weight: Tensor) -> bool:
+    """Whether a tensor uses all of its storage, and no other tensor or process uses it."""
     storage = weight.untyped_storage()
-    # Two hold it: the tensor, and what we ask by.
-    held = torch._C._storage_Use_Count(storage._cdata)  # type: ignore[attr-defined]
-    return storage.nbytes() == weight.nbytes and held <= 2 and (weight.is_cuda or not weight.is_shared())
+    uses: int = torch._C._storage_Use_Count(storage._cdata)  # the weight, and `storage` here
+    shared = not weight.is_cuda and weight.is_shared()  # type: ignore[no-untyped-call]
+    return storage.nbytes() == weight.nbytes and uses <= 2 and not shared
 
 
-def as_one(weights: Sequence[Tensor]) -> Tensor | None:
-    """The tensor whose rows are those of the weights, one after another, if they lie like that."""
+def packed_view(weights: Sequence[Tensor]) -> Tensor | None:
+    """The concatenation of packed weights along their rows, as a view; None where they are not packed."""
     first = weights[0]
     end = first.data_ptr()
     for weight in weights:
@@ -47,5 +47,5 @@ def as_one(weights: Sequence[Tensor]) -> Tensor | None:
         end += weight.nbytes
     storage = first.untyped_storage()
     if end > storage.data_ptr() + storage.nbytes():
-        return None  # neighbours by chance
+        return None  # neighbours by chance, in different storages
     return first.as_strided((sum(w.shape[0] for w in weights), first.shape[1]), (first.shape[1], 1))

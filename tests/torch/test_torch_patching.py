@@ -20,8 +20,8 @@ from cute_ops import Op, lookup
 from cute_ops.aot import manifest
 from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.jit.target import Target, parse
-from cute_ops_torch.huggingface import packed_weights
-from cute_ops_torch.huggingface import residual as residuals
+from cute_ops_torch.huggingface import attention, decoder, packed_weights, residual_norm
+from cute_ops_torch.huggingface import patch as patching
 from cute_ops_torch.library.register import family
 from cute_ops_torch.library.tensors import bind_tensors, memory
 
@@ -325,11 +325,11 @@ def test_positions_that_the_model_counts_are_not_looked_at(kind: str) -> None:
     assert not torch.allclose(model(tokens, position_ids=packed).logits, model(tokens).logits, atol=1e-3)
 
 
-def lay_side_by_side(model: nn.Module) -> None:
+def pack_weights(model: nn.Module) -> None:
     """What patching does on a GPU."""
     for layer in model.model.layers:
         for parent, names in ((layer.mlp, ("gate_proj", "up_proj")), (layer.self_attn, ("q_proj", "k_proj", "v_proj"))):
-            packed_weights.lay_side_by_side([getattr(parent, name).weight for name in names])
+            packed_weights.pack([getattr(parent, name).weight for name in names])
 
 
 def test_a_patched_layer_runs_fewer_products() -> None:
@@ -348,20 +348,20 @@ def test_a_patched_layer_runs_fewer_products() -> None:
     assert count(19) == (7, 14, 0, 0)
     cute_ops_torch.patch(model)
     assert count(19) == (7, 8, 3, 0) and count(201) == (7, 8, 0, 2)
-    lay_side_by_side(model)
+    pack_weights(model)
     assert count(19) == count(201) == (5, 8, 0, 0)
     model.double().float()  # somebody moves them again
     assert count(201) == (7, 8, 0, 2)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
-def test_weights_that_lie_side_by_side(kind: str, tmp_path: Path) -> None:
+def test_packed_weights(kind: str, tmp_path: Path) -> None:
     model, tokens = llama(kind), torch.randint(0, 97, (2, 19))
     cute_ops_torch.patch(model)
     parameters, state = list(model.parameters()), {n: t.clone() for n, t in model.state_dict().items()}
     expected = gradients(model, tokens)
     model.zero_grad()
-    lay_side_by_side(model)
+    pack_weights(model)
     assert all(p is q for p, q in zip(model.parameters(), parameters, strict=True))
     for name, gradient in gradients(model, tokens).items():
         torch.testing.assert_close(gradient, expected[name], rtol=1e-4, atol=1e-6)
@@ -378,9 +378,11 @@ def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
         return [nn.Parameter(torch.randn(rows, 4)) for rows in (3, 5)]
 
     weights, (a, b) = two(), two()
-    packed_weights.lay_side_by_side(weights)
-    one = packed_weights.as_one(weights)
-    assert one is not None and torch.equal(one, torch.cat(weights)) and packed_weights.as_one(weights[::-1]) is None
+    packed_weights.pack(weights)
+    one = packed_weights.packed_view(weights)
+    assert (
+        one is not None and torch.equal(one, torch.cat(weights)) and packed_weights.packed_view(weights[::-1]) is None
+    )
     view, whole = a.detach(), torch.randn(20, 4)
     parts = [nn.Parameter(whole[:3]), nn.Parameter(whole[7:])]
     shared, wide = two(), [nn.Parameter(torch.randn(3, 4)), nn.Parameter(torch.randn(5, 6))]
@@ -388,25 +390,25 @@ def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
     turned, double = [nn.Parameter(torch.randn(4, 5).t()), *two()], [a, nn.Parameter(b.double())]
     for kept in ([a, b], parts, shared, wide, turned, double):
         places = [w.data_ptr() for w in kept]
-        packed_weights.lay_side_by_side(kept)
-        assert [w.data_ptr() for w in kept] == places and packed_weights.as_one(kept) is None
+        packed_weights.pack(kept)
+        assert [w.data_ptr() for w in kept] == places and packed_weights.packed_view(kept) is None
     assert view.data_ptr() == a.data_ptr()
     chance = torch.randn(8, 4)  # neighbours, but not of one storage
     pair = [
         torch.frombuffer(chance.numpy().data, dtype=torch.float32, count=n, offset=o) for n, o in ((12, 0), (20, 48))
     ]
-    assert packed_weights.as_one([t.view(-1, 4) for t in pair]) is None
+    assert packed_weights.packed_view([t.view(-1, 4) for t in pair]) is None
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_patching_lays_weights_side_by_side() -> None:
+def test_on_a_gpu_patching_packs_weights() -> None:
     tokens = torch.randint(0, 97, (2, 200)).cuda()
     plain = llama(num_hidden_layers=1).cuda().bfloat16()
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
     for parent, names in ((model.model.layers[0].mlp, ["gate_proj", "up_proj"]),
                           (model.model.layers[0].self_attn, ["q_proj", "k_proj", "v_proj"])):  # fmt: skip
-        assert packed_weights.as_one([getattr(parent, name).weight for name in names]) is not None
+        assert packed_weights.packed_view([getattr(parent, name).weight for name in names]) is not None
     expected, got = gradients(plain.float(), tokens), gradients(model, tokens)
     for name, e in expected.items():
         assert (got[name] - e).norm() <= 0.03 * e.norm(), name
@@ -444,10 +446,10 @@ def test_gradients_of_heads_come_joined_from_the_rotation(
     apart = copy.deepcopy(joined)
     cute_ops_torch.patch(joined)
     with monkeypatch.context() as patched:
-        patched.setattr(cute_ops_torch.huggingface.hugging_face, "_rotates_at_once", lambda forward: False)
-        cute_ops_torch.huggingface.patch._subclass.cache_clear()
+        patched.setattr(attention, "_rotates_projections", lambda forward: False)
+        patching._subclass.cache_clear()
         cute_ops_torch.patch(apart)
-    cute_ops_torch.huggingface.patch._subclass.cache_clear()
+    patching._subclass.cache_clear()
     for model, back, copies in ((joined, {"joined": 2, "bwd": 0}, 0), (apart, {"joined": 0, "bwd": 4}, 2)):
         loss = model(tokens, labels=tokens).loss
         with Counts() as counts:
@@ -519,24 +521,24 @@ def freezes_a_norm(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize(
-    ("somebody", "handed"),
+    ("somebody", "fused"),
     [
         (lambda model: None, 3), (sees_a_layer, 2), (changes_a_layer, 2), (changes_a_weight, 1), (wraps_a_layer, 2),
         (drops_a_layer, 2), (replaces_a_norm, 2), (freezes_a_norm, 3), (nn.Module.eval, 3),
     ],
 )  # fmt: skip
-def test_a_layer_adds_with_the_norm_after_it(somebody: Any, handed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_layer_adds_with_the_norm_after_it(somebody: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where nobody has a look at what is between; what somebody does there is done."""
     plain, tokens, taken = llama(num_hidden_layers=3), torch.randint(0, 97, (2, 19)), []
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
-    take = residuals.take
+    pop = residual_norm.pop
 
     def noted(norm: nn.Module, total: torch.Tensor) -> torch.Tensor | None:
-        taken.append(take(norm, total))
+        taken.append(pop(norm, total))
         return taken[-1]
 
-    monkeypatch.setattr(residuals, "take", noted)
+    monkeypatch.setattr(residual_norm, "pop", noted)
     losses, grads = [], []
     for m in (plain, model):
         somebody(m)
@@ -545,17 +547,17 @@ def test_a_layer_adds_with_the_norm_after_it(somebody: Any, handed: int, monkeyp
         losses.append(out.loss)
         grads.append([p.grad for p in m.parameters()])
     # A second forward, as of a checkpoint, takes what it made itself.
-    assert sum(t is not None for t in taken) == handed
+    assert sum(t is not None for t in taken) == fused
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     for e, g in zip(*grads, strict=True):
         torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-6)
 
 
-def test_a_norm_that_was_handed_on_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_norm_fused_with_the_add_before_it_has_the_same_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokens = llama(num_hidden_layers=3).bfloat16(), torch.randint(0, 97, (2, 19))
     cute_ops_torch.patch(model)
     got = gradients(model, tokens)
-    monkeypatch.setattr(cute_ops_torch.huggingface.hugging_face, "_norms_after", lambda model: {})
+    monkeypatch.setattr(decoder, "_next_norms", lambda model: {})
     expected = gradients(model, tokens)
     assert all(torch.equal(got[name], e) for name, e in expected.items())
 
@@ -585,12 +587,12 @@ def test_a_norm_is_taken_only_of_what_it_was_made_of() -> None:
             norm.weight.add_(1)
 
     for between, there in ((lambda t: None, True), (changed, False), (other_weight, False)):
-        total = residuals.add(x, residual, norm)
+        total = residual_norm.add(x, residual, norm)
         torch.testing.assert_close(total, x + residual)
-        assert residuals.take(llama().model.norm, residuals.add(x, residual, norm)) is None
+        assert residual_norm.pop(llama().model.norm, residual_norm.add(x, residual, norm)) is None
         between(total)
-        normed = residuals.take(norm, total)
-        assert (normed is not None) == there and residuals.take(norm, total) is None
+        normed = residual_norm.pop(norm, total)
+        assert (normed is not None) == there and residual_norm.pop(norm, total) is None
         if normed is not None:
             torch.testing.assert_close(normed, norm(x + residual))
 

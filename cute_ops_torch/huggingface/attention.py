@@ -1,0 +1,110 @@
+"""Attention whose queries and keys are rotated: its three projections, and the rotation, in one autograd node."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Mapping
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_ops_torch.huggingface import autograd_nodes
+from cute_ops_torch.huggingface.bypass import can_bypass_linear
+from cute_ops_torch.huggingface.match import Forward, Replacement, definition
+from cute_ops_torch.huggingface.rebind import rebind
+from cute_ops_torch.huggingface.rotary import applies_rotary, apply_rotary_pos_emb, half_table
+
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+# Statements of a `forward` that rotates queries and keys as they come out of their projections.
+_HIDDEN_SHAPE = "hidden_shape = (*input_shape, -1, self.head_dim)"
+_PROJECT_AND_ROTATE = [
+    "query_states = self.q_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+    "key_states = self.k_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+    "value_states = self.v_proj(hidden_states).view(hidden_shape).transpose(1, 2)",
+    "cos, sin = position_embeddings",
+    "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)",
+]
+
+
+def _make_forward(original: type[nn.Module]) -> Forward:
+    forward = rebind(original.forward, apply_rotary_pos_emb=apply_rotary_pos_emb)
+    if not _projects_once(original.forward):
+        return forward
+    skips = _rotates_projections(original.forward)
+    return _fuse_projections(forward, rebind(original.forward, apply_rotary_pos_emb=_keep) if skips else None)
+
+
+def _keep(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take the place of ``apply_rotary_pos_emb`` for queries and keys that are rotated already."""
+    return q, k
+
+
+def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forward:
+    """A ``forward`` that computes the projections in one autograd node, then runs the rest.
+
+    Args:
+        forward: the attention's.
+        skips_rotation: the same for rotated queries and keys; None where they are not rotated right away.
+    """
+
+    @wraps(forward)
+    def fused(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        layers = [getattr(self, name) for name in _PROJECTIONS]
+        if not torch.is_grad_enabled() or not can_bypass_linear(hidden_states, *layers):
+            return forward(self, hidden_states, *args, **kwargs)
+        weights, tables = [layer.weight for layer in layers], kwargs.get("position_embeddings")
+        if skips_rotation is None or tables is None:
+            rest, outputs = forward, autograd_nodes.projections(hidden_states, *weights)
+        else:
+            rest, (cos, sin) = skips_rotation, map(half_table, tables)
+            outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim)
+        projected = _Projected(self, dict(zip(_PROJECTIONS, outputs, strict=True)))
+        return rest(projected, hidden_states, *args, **kwargs)
+
+    return fused
+
+
+class _Projected:
+    """Stands in for an attention: its projections return outputs that are there already."""
+
+    def __init__(self, module: nn.Module, outputs: Mapping[str, torch.Tensor]) -> None:
+        self._module = module
+        for name, output in outputs.items():
+            setattr(self, name, lambda _, output=output: output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def _projects_once(forward: Any) -> bool:
+    """Whether a ``forward`` passes its input to each projection once, and assigns to no attribute of the module."""
+    tree = definition(forward)
+    if tree is None:
+        return False
+    nodes = list(ast.walk(tree))
+    called = {ast.unparse(n) for n in nodes if isinstance(n, ast.Call)}
+    named = [n.attr for n in nodes if isinstance(n, ast.Attribute) and n.attr in _PROJECTIONS]
+    stored = [n for n in nodes if isinstance(n, ast.Name | ast.Attribute) and isinstance(n.ctx, ast.Store | ast.Del)]
+    return (
+        sorted(named) == sorted(_PROJECTIONS)
+        and called >= {f"self.{name}(hidden_states)" for name in _PROJECTIONS}
+        and all(isinstance(n, ast.Name) and n.id not in ("self", "hidden_states") for n in stored)
+        and "super" not in forward.__code__.co_names
+    )
+
+
+def _rotates_projections(forward: Any) -> bool:
+    """Whether a ``forward`` rotates what its projections return, with nothing between."""
+    tree = definition(forward)
+    body = [ast.unparse(statement) for statement in tree.body] if tree else []
+    count = len(_PROJECT_AND_ROTATE)
+    return _HIDDEN_SHAPE in body and any(body[i : i + count] == _PROJECT_AND_ROTATE for i in range(len(body)))
+
+
+def _packed(module: nn.Module) -> tuple[str, ...]:
+    return _PROJECTIONS if _projects_once(type(module).forward) else ()
+
+
+REPLACEMENTS = (Replacement("rope", applies_rotary, _make_forward, packed=_packed),)

@@ -1,0 +1,61 @@
+"""Eager attention, which computes its weights: their softmax runs on our op."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_ops_torch import functions
+from cute_ops_torch.huggingface.match import Forward, Replacement, source_digest
+from cute_ops_torch.huggingface.rebind import rebind
+
+# `eager_attention_forward` of BERT: the softmax is in the dtype of the scores.
+_BERT = "9e835ca230ffc68a"
+# The same of Llama: keys and values are repeated for the heads of their group, the softmax is in float32.
+_LLAMA = "a0a9be62b4bcf53a"
+
+
+def _make_forward(original: type[nn.Module]) -> Forward:
+    forward: Any = original.forward
+    plain = forward.__globals__["eager_attention_forward"]
+    repeat = plain.__globals__["repeat_kv"] if source_digest(plain) == _LLAMA else None
+
+    def eager_attention_forward(
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        dropout: float = 0.0,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if torch.is_autocast_enabled(query.device.type):  # the output of its softmax is float32
+            out: tuple[torch.Tensor, torch.Tensor] = plain(
+                module, query, key, value, attention_mask, scaling, dropout, **kwargs
+            )
+            return out
+        if repeat is not None:
+            key, value = (repeat(t, module.num_key_value_groups) for t in (key, value))
+        scores = torch.matmul(query, key.transpose(2, 3)) * (query.size(-1) ** -0.5 if scaling is None else scaling)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = functions.softmax(scores).to(query.dtype)
+        weights = nn.functional.dropout(weights, p=dropout, training=module.training)
+        return torch.matmul(weights, value).transpose(1, 2).contiguous(), weights
+
+    return rebind(forward, eager_attention_forward=eager_attention_forward)
+
+
+def _is_eager(module: nn.Module, model: nn.Module) -> bool:
+    forward = type(module).forward
+    if not isinstance(forward, types.FunctionType) or "eager_attention_forward" not in forward.__code__.co_names:
+        return False
+    eager = getattr(getattr(module, "config", None), "_attn_implementation", None) == "eager"
+    return eager and source_digest(forward.__globals__.get("eager_attention_forward")) in (_BERT, _LLAMA)
+
+
+EAGER_ATTENTION = Replacement("softmax", _is_eager, _make_forward)

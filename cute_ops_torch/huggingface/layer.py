@@ -1,0 +1,92 @@
+"""Decoder layers: each residual add is fused with the norm that reads its sum."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_ops_torch import functions
+from cute_ops_torch.huggingface import residual_norm
+from cute_ops_torch.huggingface.autograd_nodes import rmsnorm_and_residual
+from cute_ops_torch.huggingface.bypass import has_hooks, is_eager, is_unobserved
+from cute_ops_torch.huggingface.match import by_source, source_digest
+from cute_ops_torch.huggingface.norm import LLAMA as LLAMA_NORM
+from cute_ops_torch.huggingface.norm import llama_rmsnorm
+from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
+
+# `forward` of LlamaDecoderLayer: attention, then MLP, each behind a norm and added to the residual stream.
+_LLAMA = "bb4a23cffe10017e"
+
+
+class LlamaDecoderLayer(nn.Module):
+    """What Hugging Face's class of this name has."""
+
+    input_layernorm: LlamaRMSNorm
+    self_attn: nn.Module
+    post_attention_layernorm: LlamaRMSNorm
+    mlp: nn.Module
+
+
+def layer_forward(
+    self: LlamaDecoderLayer,
+    hidden_states: torch.Tensor,
+    attention_mask: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    past_key_values: Any = None,
+    use_cache: bool | None = False,
+    position_embeddings: Any = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    normed, residual = _norm_and_residual(self.input_layernorm, hidden_states)
+    attended, _ = self.self_attn(
+        hidden_states=normed,
+        attention_mask=attention_mask,
+        position_ids=position_ids,
+        past_key_values=past_key_values,
+        use_cache=use_cache,
+        position_embeddings=position_embeddings,
+        **kwargs,
+    )
+    norm = self.post_attention_layernorm
+    if residual.dtype == attended.dtype == norm.weight.dtype and not has_hooks(norm):
+        normed, residual = functions.add_rmsnorm(attended, residual, norm.weight, None, norm.variance_epsilon)
+    else:  # mixed dtypes promote step by step in the original; hooks need the module to be called
+        residual = residual + attended
+        normed = norm(residual)
+    out: torch.Tensor = self.mlp(normed)
+    after = None if torch.compiler.is_compiling() else residual_norm.next_norm(self)
+    if after is None or not _can_fuse(after, out) or not _can_fuse(after, residual):
+        return residual + out
+    return residual_norm.add(out, residual, after)
+
+
+def _norm_and_residual(norm: LlamaRMSNorm, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norm of the residual stream, and the stream."""
+    if not _can_fuse(norm, residual):
+        return norm(residual), residual
+    normed = residual_norm.pop(norm, residual)
+    if normed is None:
+        return rmsnorm_and_residual(residual, norm.weight, norm.variance_epsilon)
+    return normed, residual
+
+
+def _can_fuse(norm: nn.Module, x: torch.Tensor) -> bool:
+    """Whether a norm of ``x`` may be fused with another use of ``x``, instead of being called."""
+    return (
+        type(norm).forward is llama_rmsnorm
+        and torch.is_grad_enabled()
+        and is_eager(x)
+        and type(norm.weight) is nn.Parameter
+        and (x.dtype, x.device) == (norm.weight.dtype, norm.weight.device)
+        and is_unobserved(norm)
+    )
+
+
+def _has_llama_norm(layer: LlamaDecoderLayer) -> bool:
+    norm = layer.post_attention_layernorm
+    return "forward" not in vars(norm) and source_digest(type(norm).forward) == LLAMA_NORM
+
+
+REPLACEMENTS = (by_source("add_rmsnorm", _LLAMA, layer_forward, also=_has_llama_norm),)

@@ -1,0 +1,111 @@
+"""Causal language models: the next-token loss straight from the hidden states, without their logits."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from cute_ops.composite import chunks
+from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
+from cute_ops_torch.huggingface import mlp
+from cute_ops_torch.huggingface.bypass import has_hooks
+from cute_ops_torch.huggingface.match import Forward, Replacement, source_digest
+
+# `forward` of LlamaForCausalLM, with either way to choose the positions that get logits.
+_CAUSAL_LM = ("251f057fcb6bc2ca", "0800d02eb9d8daa4")
+
+
+def _make_forward(original: type[nn.Module]) -> Forward:
+    # Lazily: patching is imported where transformers is not installed.
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+    from transformers.utils import can_return_tuple
+
+    plain = original.forward
+
+    def forward(
+        self: Any,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Any = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Any,
+    ) -> Any:
+        common = {
+            "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
+            "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
+        }  # fmt: skip
+        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+        if labels is None or not self.training or not keeps_all or has_hooks(self.lm_head):
+            return plain(self, labels=labels, logits_to_keep=logits_to_keep, **common)
+        outputs = self.model(**common)
+        hidden, head, logits = outputs.last_hidden_state, self.lm_head, None
+        if hidden.dtype == head.weight.dtype and not torch.is_autocast_enabled(hidden.device.type):
+            loss = _next_token_loss(head, hidden, labels, _chunk_rows(self, hidden), **kwargs)
+        else:  # the logits have another dtype
+            logits = head(hidden)
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+        )
+
+    made: Forward = can_return_tuple(forward)
+    return made
+
+
+def _next_token_loss(
+    head: nn.Linear,
+    hidden: torch.Tensor,
+    labels: torch.Tensor,
+    chunk_rows: int | None,
+    num_items_in_batch: torch.Tensor | float | None = None,
+    ignore_index: int = -100,
+    shift_labels: torch.Tensor | None = None,
+    **_: Any,
+) -> torch.Tensor:
+    """``ForCausalLMLoss`` of ``head(hidden)``, a chunk of logits at a time."""
+    if shift_labels is None:
+        shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
+    reduction = "mean" if num_items_in_batch is None else "sum"
+    # In the leading shape of the hidden states: flat rows of a sharded sequence would have to be gathered.
+    target = shift_labels.view(hidden.shape[:-1]).to(hidden.device)
+    loss = linear_cross_entropy(
+        hidden, head.weight, target, head.bias, ignore_index=ignore_index, reduction=reduction, chunk_rows=chunk_rows
+    )
+    return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _chunk_rows(model: Any, hidden: torch.Tensor) -> int | None:
+    """Rows whose logits fit half of the memory that the gated MLPs have saved; None where that is too little."""
+    modules: list[Any] = list(model.modules())
+    if torch.compiler.is_compiling() or any(getattr(m, "gradient_checkpointing", False) for m in modules):
+        return None
+    # A frozen down projection would not have kept the product either.
+    features = sum(
+        m.down_proj.in_features for m in modules if mlp.drops_product(m, hidden) and m.down_proj.weight.requires_grad
+    )
+    vocab, saved = model.lm_head.out_features, features * math.prod(hidden.shape[:-1])
+    rows = min(saved // 2 // vocab, chunks.FULL) // chunks.TILE * chunks.TILE
+    return rows if rows * vocab > chunks.SHARE * hidden.numel() else None
+
+
+def _has_next_token_loss(module: nn.Module, model: nn.Module) -> bool:
+    """Whether a model's loss is Hugging Face's of the next token, through a plain linear head."""
+    return (
+        source_digest(type(module).forward) in _CAUSAL_LM
+        and getattr(module.loss_function, "__name__", "") == "ForCausalLMLoss"
+        and type(module.lm_head) is nn.Linear
+    )
+
+
+REPLACEMENTS = (Replacement("linear_cross_entropy", _has_next_token_loss, _make_forward),)

@@ -1,0 +1,80 @@
+"""Recognise Hugging Face's modules by the source of their ``forward``, not by the names of their classes.
+
+Other models of the same build (Mistral, Qwen) match too; a future version that computes something else does not.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import textwrap
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import nn
+
+Forward = Callable[..., Any]
+
+
+class Replacement(NamedTuple):
+    """One kind of module that ``patch`` replaces.
+
+    Attributes:
+        op: the op that the new ``forward`` runs.
+        matches: ``matches(module, model)``: whether a module of the model is of this kind.
+        forward: makes the new ``forward`` for a class of modules.
+        unused: name of a submodule that the new ``forward`` does not call.
+        packed: ``packed(module)``: names of linear layers that read the same input: packed weights make them one
+            matrix product.
+    """
+
+    op: str
+    matches: Callable[[nn.Module, nn.Module], bool]
+    forward: Callable[[type[nn.Module]], Forward]
+    unused: str = ""
+    packed: Callable[[nn.Module], tuple[str, ...]] = lambda module: ()
+
+
+def by_source(
+    op: str,
+    digest: str,
+    forward: Forward,
+    *,
+    also: Callable[[Any], bool] = lambda module: True,
+    unused: str = "",
+    packed: tuple[str, ...] = (),
+) -> Replacement:
+    """The replacement of modules whose ``forward`` has this source digest and which ``also`` accepts."""
+
+    def matches(module: nn.Module, model: nn.Module) -> bool:
+        return source_digest(type(module).forward) == digest and also(module)
+
+    return Replacement(op, matches, lambda original: forward, unused, lambda module: packed)
+
+
+@cache
+def source_digest(function: object) -> str | None:
+    """A digest of a function's parameters and body; None where it has no source.
+
+    Annotations, comments, the docstring and the version of Python do not count.
+    """
+    tree = definition(function)
+    if tree is None:
+        return None
+    for argument in ast.walk(tree.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    body = tree.body[1:] if ast.get_docstring(tree) else tree.body
+    text = "\n".join([ast.unparse(tree.args), *map(ast.unparse, body)])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def definition(function: Any) -> ast.FunctionDef | None:
+    """The syntax tree of a function beneath its decorators; None where it has no source."""
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
+    except (OSError, TypeError, SyntaxError):
+        return None
+    return tree if isinstance(tree, ast.FunctionDef) else None

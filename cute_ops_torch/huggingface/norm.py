@@ -1,0 +1,51 @@
+"""RMS norms and layer norms."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cute_ops_torch import functions
+from cute_ops_torch.huggingface import residual_norm
+from cute_ops_torch.huggingface.match import Replacement, by_source, source_digest
+from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
+
+# `forward` of LlamaRMSNorm: computed in float32 and rounded to the input's dtype, then multiplied by the weight.
+LLAMA = "075c8d1982795b4a"
+# `forward` of GemmaRMSNorm and the `_norm` that it calls: multiplied by one plus the weight in float32, then rounded.
+_GEMMA, _GEMMA_INNER = "072c442d528d274c", "80a7328746bf45b4"
+
+
+class GemmaRMSNorm(nn.Module):
+    """What Hugging Face's class of this name has."""
+
+    weight: nn.Parameter
+    eps: float
+
+
+def llama_rmsnorm(self: LlamaRMSNorm, hidden_states: torch.Tensor) -> torch.Tensor:
+    if not torch.compiler.is_compiling() and (normed := residual_norm.pop(self, hidden_states)) is not None:
+        return normed
+    out = functions.rmsnorm(hidden_states, self.weight, None, self.variance_epsilon)
+    return out.to(torch.promote_types(out.dtype, self.weight.dtype))  # to which the original's product promotes
+
+
+def _gemma_rmsnorm(self: GemmaRMSNorm, x: torch.Tensor) -> torch.Tensor:
+    return functions.rmsnorm(x, self.weight, None, self.eps, 1.0)
+
+
+def _layernorm(self: nn.LayerNorm, input: torch.Tensor) -> torch.Tensor:
+    if torch.is_autocast_enabled(input.device.type):
+        return nn.LayerNorm.forward(self, input)  # its output is float32 under autocast
+    return functions.layernorm(input, self.weight, self.bias, self.eps)
+
+
+def _is_layernorm(module: nn.Module, model: nn.Module) -> bool:
+    return type(module) is nn.LayerNorm and len(module.normalized_shape) == 1
+
+
+REPLACEMENTS = (
+    by_source("rmsnorm", LLAMA, llama_rmsnorm),
+    by_source("rmsnorm", _GEMMA, _gemma_rmsnorm, also=lambda norm: source_digest(type(norm)._norm) == _GEMMA_INNER),
+    Replacement("layernorm", _is_layernorm, lambda original: _layernorm),
+)
