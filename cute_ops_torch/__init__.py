@@ -6,6 +6,7 @@
 True
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from cute_ops_torch import functions, nn
@@ -20,21 +21,16 @@ if TYPE_CHECKING:
 
 __all__ = ["embedding", "linear_cross_entropy", "nn", "patch", "register", "unpatch", *functions.__all__]
 
-# Ops take DTensors wherever there are any.
-when_imported("torch.distributed.tensor", "cute_ops_torch.distributed.dtensor")
+# Teach all ops to take DTensors, once a program imports those. Imports `distributed.dtensor`, too.
+when_imported("torch.distributed.tensor", "cute_ops_torch.composite.dtensor")
 
 
 def __getattr__(name: str) -> Any:
-    """What costs time to make or to import, when it is first asked for."""
+    """Functions are made, and patching is imported, when they are first used: both take time."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if name in ("patch", "unpatch"):
-        from cute_ops_torch.huggingface import patch as patching
-
-        value = getattr(patching, name)
-    else:
-        value = getattr(functions, name)
-    globals()[name] = value
+    module = import_module("cute_ops_torch.huggingface.patch") if name in ("patch", "unpatch") else functions
+    value = globals()[name] = getattr(module, name)
     return value
 
 

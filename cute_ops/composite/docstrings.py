@@ -1,4 +1,4 @@
-"""Docstrings of functions that both adapters write: what differs stands there, the rest once, in the core."""
+"""Docstrings of functions that both adapters define: what differs is written there, the rest once, in the core."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def continued(text: str) -> Callable[[Function], Function]:
-    """A decorator: the function's own docstring, then this."""
+    """A decorator that appends ``text`` to a function's docstring."""
 
     def decorate(function: Function) -> Function:
         function.__doc__ = f"{cleandoc(function.__doc__ or '')}\n\n{cleandoc(text)}"

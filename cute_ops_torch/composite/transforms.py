@@ -1,8 +1,9 @@
-"""``linear_cross_entropy`` inside ``torch.func.grad`` and its like.
+"""``linear_cross_entropy`` inside ``torch.func.grad`` and other transforms.
 
-Their levels want each gradient to be a function of its own inputs, as if it were differentiated again. So these nodes
-are Functions that torch itself carries from level to level, over the same ops as outside; what has no second derivative
-says so instead of passing for a constant. A batch of examples goes one by one: the weight's gradient is a sum of rows.
+Each level of a transform differentiates the gradient again, so gradients must be functions of their own inputs. These
+nodes are autograd Functions that torch itself carries from level to level, over the same ops as outside. A second
+derivative raises: without that it would be zero. ``vmap`` runs the examples one by one, because the weight's gradient
+is a sum over rows.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ Tensor = torch.Tensor
 
 
 def active(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether the nodes of this module are to be used: tangents, which they do not take, are refused elsewhere."""
-    transforms = torch._C._are_functorch_transforms_active()  # type: ignore[attr-defined]
+    """Whether to use the nodes of this module; the op refuses forward-mode tangents, which they do not take."""
+    transforms = torch._C._are_functorch_transforms_active()
     return transforms and forward_ad._current_level < 0 and differentiated(tensors)
 
 
 def differentiated(tensors: Sequence[Tensor | None]) -> bool:
-    """Whether one of them is watched by ``torch.func.grad`` or its like."""
+    """Whether ``torch.func.grad`` or a transform like it tracks one of the tensors."""
     return any(t is not None and torch._C._functorch.is_gradtrackingtensor(t) for t in tensors)
 
 
@@ -35,24 +36,21 @@ def step(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def rows(*arguments: Any) -> tuple[Tensor, ...]:
-    """``linear_cross_entropy_rows``: loss of each row, and its lse in two parts."""
+    """``linear_cross_entropy_rows``: loss of each row, and the two parts of its log-sum-exp."""
     return _Rows.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
 
-def _one_by_one(node: Any) -> Any:
-    """A node that goes through a batch of examples by itself."""
+class _Node(torch.autograd.Function):
+    """A Function that ``vmap`` runs once for each example."""
 
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
-        each = [node.apply(*example) for example in examples(info.batch_size, in_dims, arguments)]
+    @classmethod
+    def vmap(cls, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
+        each = [cls.apply(*example) for example in examples(info.batch_size, in_dims, arguments)]  # type: ignore[no-untyped-call]
         columns = list(zip(*each, strict=True))
         return tuple(map(torch.stack, columns)), (0,) * len(columns)
 
-    node.vmap = staticmethod(rule)
-    return node
 
-
-@_one_by_one
-class _Step(torch.autograd.Function):
+class _Step(_Node):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.cute.linear_cross_entropy_step(*arguments)
@@ -74,8 +72,7 @@ class _Step(torch.autograd.Function):
         return found[0], found[1], None, found[2], *[None] * ctx.rest
 
 
-@_one_by_one
-class _Rows(torch.autograd.Function):
+class _Rows(_Node):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.cute.linear_cross_entropy_rows(*arguments)
@@ -91,13 +88,12 @@ class _Rows(torch.autograd.Function):
         needed = ctx.needs_input_grad
         wanted = [needed[0], needed[1], needed[3]]
         attrs = ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.accum_dtype
-        found = _RowsGradient.apply(*ctx.saved_tensors, dloss.contiguous(), *attrs, wanted)
+        found = _RowsGradient.apply(*ctx.saved_tensors, dloss.contiguous(), *attrs, wanted)  # type: ignore[no-untyped-call]
         dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
         return dhidden, dweight, None, dbias, *[None] * 4
 
 
-@_one_by_one
-class _RowsGradient(torch.autograd.Function):
+class _RowsGradient(_Node):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.cute.linear_cross_entropy_rows_bwd(*arguments)

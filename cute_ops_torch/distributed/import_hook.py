@@ -1,6 +1,6 @@
-"""Import a module of ours as soon as somebody imports another one.
+"""Import one of our modules as soon as a program imports another module.
 
-What we add to DTensor needs its module, which takes 0.4 s to import and which most programs never use.
+Our rules for DTensors need their module, which takes 0.4 s to import and which most programs never use.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from types import ModuleType
 
 
 def when_imported(theirs: str, ours: str) -> None:
-    """Import ``ours`` right after ``theirs``, now if that is there already."""
+    """Import ``ours`` right after ``theirs``; now, if that is imported already."""
     if theirs in sys.modules:
         importlib.import_module(ours)
     else:
-        sys.meta_path.insert(0, _Follow(theirs, ours))
+        sys.meta_path.insert(0, _ImportAfter(theirs, ours))
 
 
-class _Follow(MetaPathFinder):
-    """Finds ``theirs`` as others do, until its code has run, and then has ``ours`` imported."""
+class _ImportAfter(MetaPathFinder):
+    """Finds ``theirs`` through the other finders, with a loader that imports ``ours`` when its code has run."""
 
     def __init__(self, theirs: str, ours: str) -> None:
         self.theirs, self.ours = theirs, ours
@@ -45,7 +45,7 @@ class _Follow(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             execute(module)
-            # Only now: whoever looks for a module need not import it.
+            # Not before: a program may look for a module without importing it.
             if self in sys.meta_path:
                 sys.meta_path.remove(self)
             importlib.import_module(self.ours)

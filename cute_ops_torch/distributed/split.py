@@ -1,9 +1,9 @@
-"""An op on this rank's slice of a dim that the declaration splits, combined with what the other ranks' slices give."""
+"""An op on this rank's slice of a dim that the declaration splits, combined with the results of the other ranks."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -18,12 +18,12 @@ Tensor = torch.Tensor
 
 
 class Slice(NamedTuple):
-    """This rank's slice of a dim, as ``torch.chunk`` cuts it: all alike, but the last ones smaller, or empty.
+    """This rank's slice of a dim, as ``torch.chunk`` cuts it: of equal sizes, but the last ones smaller or empty.
 
     Attributes:
         whole: size of the dim.
         rank: of this process in the group.
-        ranks: how many there are.
+        ranks: size of the group.
         group: the group's name.
     """
 
@@ -60,61 +60,60 @@ class Slice(NamedTuple):
         return [min(self.most, self.whole - start) for start in range(0, self.whole, self.most)]
 
     def gather(self, parts: Sequence[Tensor]) -> list[Tensor]:
-        """Tensors of all ranks whose slices are not empty, stacked in front. One collective per dtype."""
+        """For each tensor those of all ranks whose slices are not empty, stacked. One collective per dtype."""
         gathered: dict[int, Tensor] = {}
         for dtype in dict.fromkeys(p.dtype for p in parts):
             chosen = [k for k, p in enumerate(parts) if p.dtype == dtype]
             flat = torch.cat([parts[k].reshape(-1) for k in chosen])
-            # What DTensor itself calls: it can be traced, and needs no process group in a graph.
+            # DTensor calls these too: they can be traced, and a graph of them holds no process group.
             every = torch.ops._c10d_functional.all_gather_into_tensor(flat, self.ranks, self.group)
-            every = torch.ops._c10d_functional.wait_tensor(every).view(self.ranks, -1)
-            every = every[: len(self.sizes)]
-            sizes = [math.prod(parts[k].shape) for k in chosen]
-            for k, block in zip(chosen, every.split(sizes, dim=1), strict=True):
-                gathered[k] = block.reshape(-1, *parts[k].shape)
+            every = torch.ops._c10d_functional.wait_tensor(every).view(self.ranks, -1)[: len(self.sizes)]
+            blocks = every.split([math.prod(parts[k].shape) for k in chosen], dim=1)
+            gathered |= {k: b.reshape(-1, *parts[k].shape) for k, b in zip(chosen, blocks, strict=True)}
         return [gathered[k] for k in range(len(parts))]
 
 
 def run_on_slice(
-    op: Op, call: Any, inputs: Mapping[str, Tensor | None], attrs: Mapping[str, Any], own: Slice
+    op: Op, call: Callable[..., Any], inputs: Mapping[str, Tensor | None], attrs: Mapping[str, Any], own: Slice
 ) -> list[Tensor]:
     """Raw outputs: slices of those that have the dim, the others whole.
 
     Args:
         op: the declaration.
-        call: ``call(*inputs, *attributes)``, the op or what does the same.
-        inputs: the slices of those that have the dim, the others whole.
+        call: ``call(*inputs, *attributes)``: the op, or a function that does the same.
+        inputs: slices of those that have the dim, the others whole.
         attrs: the attributes of the whole call.
         own: this rank's slice.
     """
+    # Lazily: importing cute_ops_torch must not import array_api_compat, which few programs use.
     from array_api_compat import torch as xp
 
     split = op.split
     assert split is not None
     sliced = {n for n, t in {**op.inputs, **op.outputs}.items() if any(d.name == split.dim for d in t.dims)}
     given, chosen = split.part(xp, inputs, attrs, own.start, own.size, own.whole)
-    if own.size == 0:  # no op takes rows of nothing; nobody looks at what comes of a zero in their place
+    if own.size == 0:  # ops refuse an empty dim: run on one zero, and drop the result
         given = {
-            n: t if t is None or n not in sliced else _instead(op.inputs[n], split.dim, t) for n, t in given.items()
+            n: t if t is None or n not in sliced else _one_zero(op.inputs[n], split.dim, t) for n, t in given.items()
         }
     raw = call(*given.values(), *chosen.values())
     parts = dict(zip(op.outputs, raw if isinstance(raw, tuple) else (raw,), strict=True))
     if own.size == 0:
-        parts |= {n: t.narrow(_place(op.outputs[n], split.dim), 0, 0) for n, t in parts.items() if n in sliced}
-    rest = [n for n in op.outputs if n not in sliced]
-    if rest and split.merge is not None:
-        stacked = dict(zip(rest, own.gather([parts[n] for n in rest]), strict=True))
+        parts |= {n: t.narrow(_axis(op.outputs[n], split.dim), 0, 0) for n, t in parts.items() if n in sliced}
+    whole = [n for n in op.outputs if n not in sliced]
+    if whole and split.merge is not None:
+        stacked = dict(zip(whole, own.gather([parts[n] for n in whole]), strict=True))
         merged = split.merge(xp, stacked, inputs, attrs, own.sizes, own.whole)
-        parts |= {n: merged[n].to(parts[n].dtype) for n in rest}
+        parts |= {n: merged[n].to(parts[n].dtype) for n in whole}
     return list(parts.values())
 
 
-def _place(declared: Declared, dim: str) -> int:
-    """Where the dim is, from the end."""
+def _axis(declared: Declared, dim: str) -> int:
+    """The position of a dim, counted from the end."""
     return [d.name for d in declared.dims].index(dim) - len(declared.dims)
 
 
-def _instead(declared: Declared, dim: str, tensor: Tensor) -> Tensor:
+def _one_zero(declared: Declared, dim: str, tensor: Tensor) -> Tensor:
     shape = list(tensor.shape)
-    shape[_place(declared, dim)] = 1
+    shape[_axis(declared, dim)] = 1
     return tensor.new_zeros(shape)

@@ -95,8 +95,8 @@ def _chunk_rows(model: Any, hidden: torch.Tensor) -> int | None:
         m.down_proj.in_features for m in modules if mlp.drops_product(m, hidden) and m.down_proj.weight.requires_grad
     )
     vocab, saved = model.lm_head.out_features, features * math.prod(hidden.shape[:-1])
-    rows = min(saved // 2 // vocab, chunks.FULL) // chunks.TILE * chunks.TILE
-    return rows if rows * vocab > chunks.SHARE * hidden.numel() else None
+    rows = min(saved // 2 // vocab, chunks.MAX_ROWS) // chunks.TILE * chunks.TILE
+    return rows if rows * vocab > chunks.LOGITS_PER_HIDDEN * hidden.numel() else None
 
 
 def _has_next_token_loss(module: nn.Module, model: nn.Module) -> bool:

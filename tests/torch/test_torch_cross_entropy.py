@@ -3,7 +3,6 @@ a linear layer."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,8 +15,8 @@ from array_api_compat import torch as xp
 import cute_ops_torch
 from cute_ops.composite import chunks
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as declared
+from cute_ops_torch.composite import chunked_loss
 
-module = importlib.import_module("cute_ops_torch.composite.linear_cross_entropy")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 REDUCTIONS = ["mean", "sum", "none"]
 
@@ -181,12 +180,12 @@ def test_unknown_reduction() -> None:
 def chunked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     size = request.param
 
-    def shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int, list[slice]]:
+    def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int, list[slice]]:
         slices = [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
         return rows * hidden + size * vocab + chunks.TILE, slices
 
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: size)
-    monkeypatch.setattr(chunks, "shared", shared)
+    monkeypatch.setattr(chunks, "plan_shared", plan_shared)
 
 
 def linear(device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -278,7 +277,7 @@ def test_chunks_cost_the_weights_gradient_no_digits(
         size = rows // count
         monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: size)
         each = None if reduction == "none" else size  # the backward of losses of rows chooses itself
-        monkeypatch.setattr(chunks, "beside_weight", lambda *sizes: 0)
+        monkeypatch.setattr(chunks, "rows_in_weight", lambda *sizes: 0)
         loss = cute_ops_torch.linear_cross_entropy(
             hidden, weight, target, reduction=reduction, chunk_rows=each, **options
         )
@@ -302,17 +301,17 @@ def test_chunks_cost_the_weights_gradient_no_digits(
 def test_logits_lie_where_the_weights_gradient_goes() -> None:
     """Where that is summed in float32: chunks of no more rows than the weight has columns need no other memory."""
     sizes = (1024, 128), (2100, 2048), (64, 2048), (1000, 64), (0, 128)
-    assert [chunks.beside_weight(*each) for each in sizes] == [128, 1152, 64, 0, 0]
+    assert [chunks.rows_in_weight(*each) for each in sizes] == [128, 1152, 64, 0, 0]
     hidden, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device="meta") for n in (16384, 128256))
     wanted = [True, True, False]
-    plan = module._Plan.of(hidden, weight, wanted, None, share=True)
-    assert (len(plan.slices), plan.room, plan.apart) == (8, 0, True)
-    spare = module._Gradients(hidden, weight, None, wanted, plan).spare
+    plan = chunked_loss.Plan.of(hidden, weight, wanted, None, share=True)
+    assert (len(plan.slices), plan.shared, plan.sums_apart) == (8, 0, True)
+    spare = chunked_loss.Gradients(hidden, weight, None, wanted, plan).spare
     assert spare is not None and spare.numel() == weight.numel()
-    plan = module._Plan.of(hidden, weight, wanted, torch.bfloat16, share=True)
-    assert 16 < len(plan.slices) <= chunks.MOST and plan.room and not plan.apart
-    plan = module._Plan.of(hidden[:2048], weight, wanted, None, share=True)  # one chunk has no use for a sum
-    assert len(plan.slices) == 1 and not plan.apart
+    plan = chunked_loss.Plan.of(hidden, weight, wanted, torch.bfloat16, share=True)
+    assert 16 < len(plan.slices) <= chunks.MAX_CHUNKS and plan.shared and not plan.sums_apart
+    plan = chunked_loss.Plan.of(hidden[:2048], weight, wanted, None, share=True)  # one chunk has no use for a sum
+    assert len(plan.slices) == 1 and not plan.sums_apart
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
@@ -443,10 +442,10 @@ def test_chunks_are_whole_tiles_and_few() -> None:
         size = chunks.rows_per_chunk(rows, hidden, vocab, 2)
         assert size <= larger <= max(size, min(chunks.ENOUGH, 4 * hidden))
         assert 1 <= size <= rows
-        assert -(-rows // size) <= chunks.MOST
-        room, slices = chunks.shared(rows, hidden, vocab, 2)
+        assert -(-rows // size) <= chunks.MAX_CHUNKS
+        room, slices = chunks.plan_shared(rows, hidden, vocab, 2)
         assert [s.start for s in slices] + [rows] == [0] + [s.stop for s in slices]
-        assert len(slices) <= chunks.MOST
+        assert len(slices) <= chunks.MAX_CHUNKS
         for s in slices:  # the logits lie behind the gradients that are there when they are used up
             start = (room - (s.stop - s.start) * vocab) // chunks.TILE * chunks.TILE
             assert s.stop * hidden <= start and start + (s.stop - s.start) * vocab <= room

@@ -10,7 +10,8 @@ import torch
 from cute_ops.ops import scale
 from cute_ops.shapes import FLOATS
 from cute_ops.tools.verify import installed, verify
-from cute_ops_torch.composite.linear_cross_entropy import _scale, _scale_
+from cute_ops_torch.composite.gradient_scale import scale as scale_gradient
+from cute_ops_torch.composite.gradient_scale import scale_ as scale_gradient_
 from cute_ops_torch.library.autograd import inplace_gradient
 from cute_ops_torch.library.register import family
 
@@ -92,10 +93,10 @@ def test_gradients(number: float, dtype: torch.dtype, device: str) -> None:
         line[:64].view(8, 8).t(), line[1:8].view(1, 1, 7), line[:60].view(6, 10)[:, ::2], line[:12].view(3, 4)[:, :3],
     ):  # fmt: skip
         expected = (gradient.float() * factor).to(dtype)
-        same(_scale(gradient, factor), expected)
+        same(scale_gradient(gradient, factor), expected)
         copy = line.clone()
         mine = copy.as_strided(gradient.shape, gradient.stride(), gradient.storage_offset())
-        assert _scale_(mine, factor) is mine
+        assert scale_gradient_(mine, factor) is mine
         same(mine.clone(memory_format=torch.preserve_format), expected)
         # And nothing beside it.
         mine.copy_(gradient)
@@ -106,10 +107,10 @@ def test_gradients(number: float, dtype: torch.dtype, device: str) -> None:
 def test_nobody_waits_for_the_device() -> None:
     gradient, factor = torch.randn(512, 2048, device="cuda"), torch.ones((), device="cuda")
     before = gradient.clone()
-    _scale_(gradient, factor)
+    scale_gradient_(gradient, factor)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        _scale_(gradient, factor)
+        scale_gradient_(gradient, factor)
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert torch.equal(gradient, before)
@@ -118,4 +119,4 @@ def test_nobody_waits_for_the_device() -> None:
 @pytest.mark.gpu
 def test_more_than_2_31_elements() -> None:
     gradient = torch.full((2**31 + 4099,), 3.0, dtype=torch.bfloat16, device="cuda")
-    assert (_scale_(gradient, torch.tensor(0.5, device="cuda")) == 1.5).all()
+    assert (scale_gradient_(gradient, torch.tensor(0.5, device="cuda")) == 1.5).all()

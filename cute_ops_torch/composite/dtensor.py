@@ -1,0 +1,95 @@
+"""``linear_cross_entropy`` and ``embedding`` of DTensors: each rank runs the op on its parts.
+
+Importing ``torch.distributed.tensor`` imports this, once ``cute_ops_torch`` is imported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, cast
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from cute_ops.composite import embedding as declared
+from cute_ops_torch.composite import loss_ops
+from cute_ops_torch.composite.embedding import weight_like
+from cute_ops_torch.distributed.dtensor import Layout, add_rule, refusal
+from cute_ops_torch.distributed.split import Slice
+
+Tensor = torch.Tensor
+_DIFFERENTIABLE = ("hidden", "weight", "bias")
+
+
+def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *attrs: Any) -> Any:
+    tensors = (hidden, weight, target, bias)
+    layout = Layout(loss_ops.ROWS, tensors, (), _DIFFERENTIABLE)
+    raw = torch.ops.cute.linear_cross_entropy_rows(*layout.local_inputs(tensors), *attrs, **_slice_of(layout))
+    return layout.wrap_outputs(raw)
+
+
+def _rows_bwd(*arguments: Any) -> Any:
+    tensors, attrs, wanted = arguments[:7], arguments[7:-1], arguments[-1]
+    layout = Layout(loss_ops.GRADIENTS, tensors, (), _DIFFERENTIABLE, wanted)
+    op = torch.ops.cute.linear_cross_entropy_rows_bwd
+    return layout.wrap_outputs(op(*layout.local_inputs(tensors), *attrs, wanted, **_slice_of(layout)))
+
+
+def _step(
+    hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
+    ignore_index: int, label_smoothing: float, z_loss: float, accum_dtype: Any, reduction: str, wanted: Sequence[bool],
+) -> Any:  # fmt: skip
+    tensors = (hidden, weight, target, bias, None, None, None)
+    layout = Layout(loss_ops.GRADIENTS, tensors, (), _DIFFERENTIABLE, wanted)
+    count = None
+    if reduction == "mean":  # over the rows of all ranks
+        count = (target != ignore_index).sum()
+        count = count.full_tensor() if isinstance(count, DTensor) else count
+    attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, reduction, wanted, count)
+    op = torch.ops.cute.linear_cross_entropy_step
+    loss, *gradients = op(*layout.local_inputs(tensors)[:4], *attrs, **_slice_of(layout))
+    placements = [Replicate() if f in (None, layout.split) else Partial() for f in layout.factors]
+    return layout.wrap(loss, placements, ()), *layout.wrap_outputs(gradients)
+
+
+def _slice_of(layout: Layout) -> dict[str, Any]:
+    """This rank's slice of the classes, as arguments of an op."""
+    own: Slice | None = layout.slice
+    return {} if own is None else {"part": [own.whole, own.rank, own.ranks], "group": own.group}
+
+
+def _scale(gradient: DTensor, dloss: Tensor) -> DTensor:
+    factor = dloss.full_tensor() if isinstance(dloss, DTensor) else dloss
+    scaled = torch.ops.cute.linear_cross_entropy_scale(gradient.to_local(), factor)
+    return DTensor.from_local(
+        scaled, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape,
+        stride=gradient.stride(),
+    )  # fmt: skip
+
+
+def _embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+    """Tokens and columns of the table may be sharded, classes may not: torch's own embedding masks them."""
+    layout = Layout(declared.embedding, (index, weight))
+    if any(p.is_shard(0) for p in cast(DTensor, weight).placements):
+        problem = "argument `weight` is sharded along its classes; torch.nn.functional.embedding takes it so."
+        raise NotImplementedError(refusal(layout.binding, problem))
+    return layout.wrap_outputs([torch.ops.cute.embedding(*layout.local_inputs((index, weight)), padding_idx)])[0]
+
+
+def _embedding_bwd(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
+    # The weight itself is not read, only its shape.
+    weight = weight_like(dout.to_local() if isinstance(dout, DTensor) else dout, classes, dout.shape[-1])
+    layout = Layout(declared.embedding_bwd, (index, weight, dout), (padding_idx,))
+    local_index, _, local_dout = layout.local_inputs((index, weight, dout))
+    return layout.wrap_outputs([torch.ops.cute.embedding_bwd(local_dout, local_index, classes, padding_idx)])[0]
+
+
+_library = torch.library.Library("cute", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _name, _call in {
+    # In inference mode the dispatcher does not decompose this op before it comes here.
+    "linear_cross_entropy": loss_ops.linear_cross_entropy,
+    "linear_cross_entropy_rows": _rows, "linear_cross_entropy_rows_bwd": _rows_bwd,
+    "linear_cross_entropy_step": _step, "linear_cross_entropy_scale": _scale,
+    "embedding": _embedding, "embedding_bwd": _embedding_bwd,
+}.items():  # fmt: skip
+    add_rule(f"cute::{_name}", _call, _library)
