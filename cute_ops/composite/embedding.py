@@ -1,6 +1,6 @@
 """What :func:`embedding` and its gradient take, in both frameworks.
 
-They are compositions: of kernels they have that of :mod:`cute_ops.ops.parts.embedding`.
+Both are compositions, whose only kernel is that of :mod:`cute_ops.ops.parts.embedding`.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from cute_ops.binding import Binding
 from cute_ops.op import Op, Sharding, Tensor
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 
-_MOST = 2**31 - 2
+_MAX_SIZE = 2**31 - 2
 DOC = """Args:
     index: int64 or int32 ``[*m]``: the class of each token.
     weight: ``T[c n]``; float32, float16 or bfloat16.
     padding_idx: a class that gets no gradient; a negative one counts from the end.
 
 Returns:
-    ``T[*m n]``. The weight's gradient is dense and written in one pass: a row's sum over its tokens in float32, in
-    a fixed order, rounded once; zeros where there are none.
+    ``T[*m n]``. The weight's gradient is dense and written in one pass: each row is the sum over the tokens of its
+    class in float32, in a fixed order, rounded once; zeros where there are none.
 
 Raises:
     TypeError: a dtype that is not listed, a ``padding_idx`` that is no integer.
@@ -29,22 +29,21 @@ Raises:
 
 
 def _check(binding: Binding) -> str | None:
-    # Tokens are counted, and sorted by their classes, in 32 bits; one class more is nobody's.
+    # Tokens are counted, and sorted by class, in 32 bits; one value more marks tokens without a class.
     for name, size in (("classes", binding.dims["c"]), ("tokens", binding.rows)):
-        if isinstance(size, int) and size > _MOST:
-            return f"{size} {name} are more than {_MOST}."
+        if isinstance(size, int) and size > _MAX_SIZE:
+            return f"{size} {name} are more than {_MAX_SIZE}."
     return None
 
 
-def _nothing(*_: Any, **__: Any) -> Any:
+def _no_reference(*_: object, **__: object) -> Any:
     raise NotImplementedError("a composition has no reference")
 
 
 _INDEX, _WEIGHT, _ROWS = Tensor("*m", "I", upper_bound="c"), Tensor("c n", "T"), Tensor("*m n", "T")
 _COMMON: dict[str, Any] = {
     "dtypes": sorted_embedding_bwd.dtypes, "sharding": Sharding(parallel=("n",)),
-    "reference": _nothing,
-    "kernel": sorted_embedding_bwd.kernel, "check": _check,
+    "reference": _no_reference, "kernel": sorted_embedding_bwd.kernel, "check": _check,
 }  # fmt: skip
 
 embedding_bwd = Op(

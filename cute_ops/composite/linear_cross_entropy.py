@@ -15,16 +15,16 @@ DOC = """Args:
     label_smoothing: part of the target that is spread evenly over all classes.
     z_loss: weight of ``lse^2``.
     reduction: ``"mean"`` over the rows that are not ignored, ``"sum"`` or ``"none"``.
-    chunk_rows: rows whose logits are held at a time; where None, as above.
-    accum_dtype: what the weight's gradient is added up in, chunk after chunk: float32, as where None, or T. Sums in
+    chunk_rows: rows whose logits are held at a time; None chooses as described above.
+    accum_dtype: dtype in which the weight's gradient is summed over chunks: float32 (None means this) or T. Sums in
         float32 are rounded once, and take four more bytes per element of the weight while the gradients are computed,
-        unless T is float32 or all rows are one chunk. Sums in T are rounded with every chunk: of bfloat16 the error is
-        some 0.2% of the gradient in one chunk, 0.5% in 16 and 2% in 256.
+        unless T is float32 or all rows are one chunk. Sums in T are rounded with every chunk: in bfloat16 the error is
+        about 0.2% of the gradient with one chunk, 0.5% with 16 and 2% with 256.
 
 Returns:
-    float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T. In
-    float16 the backward makes the logits again, a third more products: their gradient must have the factor that the
-    loss is scaled by before it is rounded.
+    float32: a scalar, or ``[*m]``. Gradients are products of the logits' gradient, rounded to T. In float16 the
+    backward computes the logits again, a third more products: the scale of the loss must multiply their gradient
+    before that is rounded.
 
 Raises:
     TypeError: dtypes that differ or are not listed, ``chunk_rows`` that is no integer.
@@ -36,7 +36,7 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 
 
 def check_chunk_rows(what: str, chunk_rows: Any) -> None:
-    """Raise unless it is None or a whole number of rows."""
+    """Raise TypeError or ValueError unless ``chunk_rows`` is None or a positive int."""
     if chunk_rows is not None and not isinstance(chunk_rows, int):
         raise TypeError(f"cute.{what}: option `chunk_rows` is {chunk_rows!r}, expected an int or None.")
     if chunk_rows is not None and chunk_rows < 1:
@@ -47,8 +47,7 @@ def check(
     what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str, chunk_rows: int | None = None,
     accum_dtype: Any = None, float32: Any = None,
 ) -> None:  # fmt: skip
-    """Raise unless these arrays of a framework fit together; ``what`` is the function that was called, ``float32`` the
-    framework's dtype.
+    """Check the arguments of the function ``what``; ``float32`` is the framework's dtype.
 
     Raises:
         TypeError: dtypes that differ.
