@@ -1,5 +1,6 @@
-"""The one loop: every declaration of ``cute_ops.ops`` becomes an op of torch, its function here when first used; parts
-of our functions become ops only.
+"""Register every declaration of ``cute_ops.ops`` as an op of torch, and make its function when that is first used.
+
+Parts of other functions become ops only.
 """
 
 from typing import Any

@@ -13,33 +13,33 @@ from cute_ops_torch.library.register import family
 
 Tensor = torch.Tensor
 WHAT = "cute_ops_torch.optim.AdamW"
-# Options of torch.optim.AdamW that would change what a step does, and why not. `foreach` and `fused` only say how.
+# Options of torch.optim.AdamW that change the result of a step, and why they are refused. `foreach` and `fused` do not.
 REFUSED = {
     "amsgrad": "the largest second moment is not kept; take torch.optim.AdamW",
     "capturable": "steps are counted by the host, which a CUDA graph does not repeat; take torch.optim.AdamW",
     "differentiable": "the step has no gradient; take torch.optim.AdamW",
 }
-# Parameters of a size that this divides are taken as rows of so many elements: one kernel for all of them.
+# Parameters whose size this divides are viewed as rows of so many elements, so that they share one compiled kernel.
 ROW = 1024
 
 
 class AdamW(torch.optim.Optimizer):
-    """:func:`cute_ops_torch.adamw` on every parameter, in place: as :class:`torch.optim.AdamW`, with its state.
+    """:class:`torch.optim.AdamW`, with :func:`cute_ops_torch.adamw` on every parameter, in place.
 
-    Each parameter and its moments are read once and written once, in the parameter's dtype, computed in float32. State
-    dicts of ``torch.optim.AdamW`` load, and the other way round. A kernel a parameter: where there are many and small
-    ones, a step takes as long as launching them, and PyTorch's fused form, which takes them together, is faster.
+    Each parameter and its moments are read once and written once, in the parameter's dtype; a step is computed in
+    float32. State dicts load into ``torch.optim.AdamW`` and from it. Each parameter is one kernel launch: for many
+    small parameters a step takes as long as the launches, and PyTorch's fused form, one launch for many, is faster.
 
     Args:
         params: parameters or groups of them, float32, float16 or bfloat16.
         lr: learning rate.
-        betas: how much of the two moments stays in a step.
+        betas: decay rates of the two moments.
         eps: added to the root of the second moment.
-        weight_decay: part of the parameter that is taken away, times the learning rate.
-        maximize: go along the gradient instead of against it, at the price of a negated copy.
+        weight_decay: decoupled weight decay: each step subtracts ``lr * weight_decay`` times the parameter.
+        maximize: ascend the gradient; copies it once to negate it.
 
     Groups may have values of their own, numbers or tensors. Their ``foreach`` and ``fused``, as in a state dict of
-    PyTorch's, change nothing.
+    PyTorch's, are ignored.
 
     Raises:
         ValueError: a negative rate, eps or decay, betas outside of [0, 1), or ``amsgrad``, ``capturable`` or
@@ -62,14 +62,14 @@ class AdamW(torch.optim.Optimizer):
         super().__init__(params, options)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As PyTorch's; raises ValueError for options as the constructor does."""
+        """Add a group; raises ValueError for its options as the constructor does."""
         _check({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        """One step on every parameter that has a gradient; ``closure`` makes gradients and returns the loss."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step on every parameter that has a gradient; ``closure`` computes gradients and returns the loss."""
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
             raise RuntimeError(f"{WHAT}: {REFUSED['capturable']} with capturable=True.")
         loss = None
         if closure is not None:
@@ -80,48 +80,47 @@ class AdamW(torch.optim.Optimizer):
         return loss
 
     def _step(self, group: dict[str, Any]) -> None:
-        """Host time counts here: a small parameter's kernel is over sooner than the next is launched."""
+        """One step on a group. Host time counts: the kernel of a small parameter takes less than the next launch."""
         _check(group)
         parameters = [p for p in group["params"] if p.grad is not None]
         if any(p.grad.is_sparse for p in parameters):
             raise RuntimeError(f"{WHAT}: sparse gradients are not supported.")
-        states = [self.state[p] or self._begin(p) for p in parameters]
+        states = [self.state[p] or self._init_state(p) for p in parameters]
         if not states:
             return
         torch._foreach_add_([state["step"] for state in states], torch.ones(()))
 
         @cache
-        def numbers(step: int, device: torch.device) -> tuple[Tensor, ...]:
-            return _numbers(group, step, device)
+        def factors(step: int, device: torch.device) -> tuple[Tensor, ...]:
+            return _factors(group, step, device)
 
         @cache
         def expanded(step: int, device: torch.device, lead: torch.Size) -> tuple[Tensor, ...]:
-            return tuple(number.expand(lead) for number in numbers(step, device))
+            return tuple(factor.expand(lead) for factor in factors(step, device))
 
         _, run, into = family("cute", "adamw")
         constants = *map(float, group["betas"]), float(group["eps"])
         for parameter, state in zip(parameters, states, strict=True):
             given = [parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"]]
             if hasattr(parameter, "to_local"):
-                # A DTensor's part on this rank: what happens to an element depends on no other one.
+                # This rank's part of a DTensor: the step is elementwise.
                 given = [t.to_local() for t in given]
             if not given[0].numel():
                 continue
-            # Past the dispatcher, which would resolve a negated view.
+            # The kernel is launched without the dispatcher, which would resolve a negated view.
             given[1] = -given[1] if group.get("maximize") else given[1].resolve_neg()
             rows = _rows(given)
             inputs = *rows, *expanded(int(state["step"]), parameter.device, rows[0].shape[:-1]), *constants
             results = rows[0], rows[2], rows[3]
             if all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results):
                 into(*inputs, *results)
-                # Whoever has saved this memory for a backward gets autograd's error, not other numbers.
+                # A backward that has saved these tensors raises instead of reading the new values.
                 torch.autograd.graph.increment_version(results)
             else:
                 for result, value in zip(results, run(*inputs), strict=True):
                     result.copy_(value)
 
-    def _begin(self, parameter: Tensor) -> dict[str, Any]:
-        """The state of a parameter that has made no step."""
+    def _init_state(self, parameter: Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
@@ -129,14 +128,14 @@ class AdamW(torch.optim.Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Also that of ``torch.optim.AdamW``, whatever its form."""
+        """Load a state dict, also that of any form of ``torch.optim.AdamW``."""
         for group in state_dict["param_groups"]:
-            # Decay is this optimizer's, as PyTorch's AdamW has it of a state dict of Adam.
+            # As in PyTorch's AdamW, decay is decoupled even if the state dict is one of Adam.
             _check({**self.defaults, **group, "decoupled_weight_decay": True})
         super().load_state_dict(state_dict)
         for state in self.state.values():
             if "step" in state:
-                # A fused optimizer counts on the GPU, and to read from there waits for it.
+                # A fused optimizer counts steps on the GPU: each read of them would wait for it.
                 state["step"] = torch.as_tensor(state["step"], dtype=torch.float32, device="cpu")
         for group in self.param_groups:
             if "decoupled_weight_decay" in group:
@@ -144,7 +143,7 @@ class AdamW(torch.optim.Optimizer):
 
 
 def _check(group: Mapping[str, Any]) -> None:
-    """Raise ValueError for options of a group that no step could do."""
+    """Raise ValueError for options of a group that a step does not support."""
     for name in ("lr", "eps", "weight_decay"):
         if not group[name] >= 0:
             raise ValueError(f"{WHAT}: argument `{name}` is {group[name]}, expected at least 0.")
@@ -157,10 +156,10 @@ def _check(group: Mapping[str, Any]) -> None:
         raise ValueError(f"{WHAT}: option `decoupled_weight_decay` is False; take torch.optim.Adam.")
 
 
-def _numbers(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, ...]:
-    """What a step multiplies by, on the device: kept weights, step size and the scale of the root.
+def _factors(group: dict[str, Any], step: int, device: torch.device) -> tuple[Tensor, ...]:
+    """Factors of a step, as scalars on the device: of the weights, of the update, and of the second moment's root.
 
-    Written there by kernels: a copy from memory that is not pinned would wait for the device.
+    They are filled in by kernels: a copy from host memory that is not pinned would wait for the device.
     """
     lr, decay, (beta1, beta2) = float(group["lr"]), float(group["weight_decay"]), map(float, group["betas"])
     values = (1 - lr * decay, lr / (1 - beta1**step), 1 / math.sqrt(1 - beta2**step))
@@ -168,7 +167,7 @@ def _numbers(group: dict[str, Any], step: int, device: torch.device) -> tuple[Te
 
 
 def _rows(tensors: list[Tensor]) -> list[Tensor]:
-    """Views with a last dim, of one length for most parameters."""
+    """Views as rows, of ``ROW`` elements for most parameters."""
     if all(t.is_contiguous() for t in tensors) and tensors[0].numel() % ROW == 0:
         return [t.view(-1, ROW) for t in tensors]
     if all(t.ndim and t.stride(-1) == 1 for t in tensors):

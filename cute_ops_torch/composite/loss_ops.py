@@ -38,8 +38,8 @@ ROWS = Op(
 GRADIENTS = Op(
     "linear_cross_entropy", inputs={**_INPUTS, **_BIAS, **_ROW_INPUTS},
     outputs={"dhidden": _INPUTS["hidden"], "dweight": _INPUTS["weight"], "dbias": Declared("n", "T", given="bias")},
-    dtypes=cross_entropy.dtypes, static=(), sharding=Sharding(split=cross_entropy_bwd.split), reference=chunked_loss.rows_bwd,
-    kernel=cross_entropy_bwd.kernel,
+    dtypes=cross_entropy.dtypes, static=(), sharding=Sharding(split=cross_entropy_bwd.split),
+    reference=chunked_loss.rows_bwd, kernel=cross_entropy_bwd.kernel,
 )  # fmt: skip
 
 

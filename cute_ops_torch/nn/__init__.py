@@ -1,0 +1,26 @@
+"""Modules over the functions: one for every op."""
+
+from typing import Any
+
+from cute_ops.ops import OPS
+from cute_ops_torch.nn.from_op import class_name as class_name
+from cute_ops_torch.nn.from_op import module as module
+from cute_ops_torch.nn.loss import LinearCrossEntropy as LinearCrossEntropy
+from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
+from cute_ops_torch.nn.norm import LayerNorm as LayerNorm
+from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
+
+_OPS = {class_name(op): op for op in OPS}
+__all__ = ["module", *sorted({*_OPS, "AddRMSNorm", "LayerNorm", "LinearCrossEntropy", "RMSNorm"})]
+
+
+def __getattr__(name: str) -> Any:
+    """Classes of other ops are made when they are first used."""
+    if name not in _OPS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    made = globals()[name] = module(_OPS[name])
+    return made
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,98 @@
+"""Classes of modules, made of the declarations of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from inspect import Parameter, Signature
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from cute_ops.op import Op, Tensor
+from cute_ops_torch.library.register import register
+from cute_ops_torch.library.schema import define
+
+_PUBLIC = "cute_ops_torch.nn"
+# How parts of names are written.
+_WORDS = {
+    "rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "swiglu": "SwiGLU", "geglu": "GeGLU", "qk": "QK", "fp8": "FP8",
+}  # fmt: skip
+_SOURCE = """
+def forward(self, {tensors}):
+    return self._function({arguments})
+"""
+
+
+def class_name(op: Op) -> str:
+    """``add_rmsnorm_fp8`` is ``AddRMSNormFP8``."""
+    return "".join(_WORDS.get(word, word.capitalize()) for word in op.name.split("_"))
+
+
+def module(op: Op, namespace: str = "cute") -> type[nn.Module]:
+    """A class of modules from a declaration, which may be your own.
+
+    Inputs that rows share are parameters: a ``weight`` starts as one, less the attribute ``weight_offset`` where there
+    is one; others start as zero. The constructor takes the sizes of their dims, the op's attributes and options, a flag
+    for each optional parameter that is no weight (``bias=False``), ``device`` and ``dtype``. The module is called with
+    the other inputs.
+    """
+    learned = {name: t for name, t in op.inputs.items() if not t.rows and t.dims}
+    flags = [name for name, t in learned.items() if t.optional and not name.endswith("weight")]
+    sizes = list(dict.fromkeys(dim.name for t in learned.values() for dim in t.dims))
+    options = {**op.attrs, **op.options}
+    either, keyword = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
+    signature = Signature(
+        [
+            *(Parameter(name, either) for name in sizes),
+            *(Parameter(name, either, default=value) for name, value in options.items()),
+            *(Parameter(name, keyword, default=False) for name in flags),
+            *(Parameter(name, keyword, default=None) for name in ("device", "dtype") if learned),
+        ]
+    )
+    source = _SOURCE.format(
+        tensors=", ".join(f"{n}=None" if t.optional else n for n, t in op.inputs.items() if n not in learned),
+        arguments=", ".join(f"self.{n}" if n in learned or n in options else n for n in (*op.inputs, *options)),
+    )
+    attributes = {
+        "_learned": learned, "_flags": flags, "_size_names": sizes, "_options": options, "__signature__": signature,
+        "_function": staticmethod(register(op, namespace)), "__module__": _PUBLIC,
+        "forward": define(source, f"module {op.name}", __name__=_PUBLIC)["forward"],
+        "__doc__": f":func:`cute_ops_torch.{op.name}` as a module, see :func:`cute_ops_torch.nn.module`.",
+    }  # fmt: skip
+    return type(class_name(op), (_OpModule,), attributes)
+
+
+class _OpModule(nn.Module):
+    """Base of the classes that :func:`module` makes; its class variables are named there."""
+
+    _learned: ClassVar[Mapping[str, Tensor]]
+    _flags: ClassVar[Sequence[str]]
+    _size_names: ClassVar[Sequence[str]]
+    _options: ClassVar[Mapping[str, Any]]
+    __signature__: ClassVar[Signature]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__()
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        values = bound.arguments
+        self._sizes = [values[name] for name in self._size_names]
+        for name in self._options:
+            setattr(self, name, values[name])
+        for name, t in self._learned.items():
+            learns = values.get(name, True)
+            empty = torch.empty(t.of(values), device=values["device"], dtype=values["dtype"]) if learns else None
+            self.register_parameter(name, None if empty is None else nn.Parameter(empty))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        for name, parameter in self.named_parameters():
+            start = 1.0 - getattr(self, "weight_offset", 0.0) if name.endswith("weight") else 0.0
+            nn.init.constant_(parameter, start)
+
+    def extra_repr(self) -> str:
+        options = [(name, getattr(self, name), default) for name, default in self._options.items()]
+        changed = [f"{name}={value!r}" for name, value, default in options if value != default]
+        flags = [f"{name}=True" for name in self._flags if getattr(self, name) is not None]
+        return ", ".join([*map(str, self._sizes), *changed, *flags])

@@ -1,0 +1,96 @@
+"""Norms with learned parameters."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from cute_ops_torch import functions
+
+
+class _Norm(nn.Module):
+    """A norm's parameters."""
+
+    def __init__(
+        self,
+        n: int,
+        eps: float,
+        weight_offset: float,
+        bias: bool,
+        device: torch.device | str | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        super().__init__()
+        self.n, self.eps, self.weight_offset = n, eps, weight_offset
+        self.weight = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
+        self.bias = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Start as the plain norm: scale one, bias zero."""
+        nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
+
+    def extra_repr(self) -> str:
+        offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
+        return f"{self.n}, eps={self.eps}{offset}, bias={self.bias is not None}"
+
+
+class RMSNorm(_Norm):
+    """:func:`cute_ops_torch.rmsnorm` with a learned weight.
+
+    Args:
+        n: size of the last dim.
+        eps: added to the mean square.
+        weight_offset: added to the weight; 1.0 is Gemma's. The weight starts at ``1 - weight_offset``.
+        bias: learn a bias too.
+        device: where the parameters are.
+        dtype: a float dtype; it need not be that of the input.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        eps: float = 1e-6,
+        weight_offset: float = 0.0,
+        bias: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(n, eps, weight_offset, bias, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functions.rmsnorm(x, self.weight, self.bias, self.eps, self.weight_offset)
+
+
+class AddRMSNorm(RMSNorm):
+    """:func:`cute_ops_torch.add_rmsnorm` with a learned weight: ``(x, residual) -> (out, residual_out)``."""
+
+    def forward(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        return functions.add_rmsnorm(x, residual, self.weight, self.bias, self.eps, self.weight_offset)
+
+
+class LayerNorm(_Norm):
+    """:func:`cute_ops_torch.layernorm` with a learned weight and bias.
+
+    Args:
+        n: size of the last dim.
+        eps: added to the variance.
+        bias: learn a bias.
+        device: where the parameters are.
+        dtype: a float dtype; it need not be that of the input.
+    """
+
+    def __init__(
+        self,
+        n: int,
+        eps: float = 1e-5,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__(n, eps, 0.0, bias, device, dtype)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return functions.layernorm(x, self.weight, self.bias, self.eps)
