@@ -125,8 +125,8 @@ def _backward_step(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
     if dloss is None:
         return (None,) * 13
     scale = torch.ops.cute.linear_cross_entropy_scale
-    found = (scale(g, dloss) if w else None for g, w in zip(ctx.saved_tensors, ctx.wanted, strict=True))
-    dhidden, dweight, dbias = found
+    pairs = zip(ctx.saved_tensors, ctx.wanted, strict=True)
+    dhidden, dweight, dbias = (scale(g, dloss) if w else None for g, w in pairs)
     return dhidden, dweight, None, dbias, *[None] * 9
 
 
@@ -150,10 +150,6 @@ def _fake_rows_bwd(*args: Any) -> tuple[Tensor, ...]:
 
 def _fake_step(*args: Any) -> tuple[Tensor, ...]:
     return args[0].new_empty((), dtype=torch.float32), *_fake_gradients(args[0], args[1], args[3], args[9])
-
-
-def _fake_scale(gradient: Tensor, dloss: Tensor) -> Tensor:
-    return torch.empty_like(gradient)
 
 
 _library = torch.library.Library("cute", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -182,7 +178,8 @@ def _register() -> None:
     schema = f"({inputs}, {attrs}, {accum}, str reduction='mean', bool[] wanted=[], Tensor? count=None, {own})"
     _define(f"{name}_step", f"{schema} -> (Tensor, Tensor, Tensor, Tensor)", chunked_loss.step, _fake_step)
     # An op, so that gradients that are DTensors keep their placements.
-    _define(f"{name}_scale", "(Tensor gradient, Tensor dloss) -> Tensor", gradient_scale.scale, _fake_scale)
+    schema = "(Tensor gradient, Tensor dloss) -> Tensor"
+    _define(f"{name}_scale", schema, gradient_scale.scale, lambda gradient, dloss: torch.empty_like(gradient))
     for op, save, backward in (("rows", _save_rows, _backward_rows), ("step", _save_step, _backward_step)):
         torch.library.register_autograd(f"cute::{name}_{op}", backward, setup_context=save, lib=_library)
 

@@ -12,6 +12,7 @@ from cute_ops_torch import functions
 from cute_ops_torch.huggingface.match import Forward, Replacement, source_digest
 from cute_ops_torch.huggingface.rebind import rebind
 
+Tensor = torch.Tensor
 # `eager_attention_forward` of BERT: the softmax is in the dtype of the scores.
 _BERT = "9e835ca230ffc68a"
 # The same of Llama: keys and values are repeated for the heads of their group, the softmax is in float32.
@@ -24,20 +25,11 @@ def _make_forward(original: type[nn.Module]) -> Forward:
     repeat = plain.__globals__["repeat_kv"] if source_digest(plain) == _LLAMA else None
 
     def eager_attention_forward(
-        module: Any,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        **kwargs: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+        scaling: float | None = None, dropout: float = 0.0, **kwargs: Any,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
         if torch.is_autocast_enabled(query.device.type):  # the output of its softmax is float32
-            out: tuple[torch.Tensor, torch.Tensor] = plain(
-                module, query, key, value, attention_mask, scaling, dropout, **kwargs
-            )
-            return out
+            return plain(module, query, key, value, attention_mask, scaling, dropout, **kwargs)  # type: ignore[no-any-return]
         if repeat is not None:
             key, value = (repeat(t, module.num_key_value_groups) for t in (key, value))
         scores = torch.matmul(query, key.transpose(2, 3)) * (query.size(-1) ** -0.5 if scaling is None else scaling)

@@ -16,6 +16,7 @@ from cute_ops_torch.huggingface.norm import LLAMA as LLAMA_NORM
 from cute_ops_torch.huggingface.norm import llama_rmsnorm
 from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
 
+Tensor = torch.Tensor
 # `forward` of LlamaDecoderLayer: attention, then MLP, each behind a norm and added to the residual stream.
 _LLAMA = "bb4a23cffe10017e"
 
@@ -30,39 +31,29 @@ class LlamaDecoderLayer(nn.Module):
 
 
 def layer_forward(
-    self: LlamaDecoderLayer,
-    hidden_states: torch.Tensor,
-    attention_mask: torch.Tensor | None = None,
-    position_ids: torch.Tensor | None = None,
-    past_key_values: Any = None,
-    use_cache: bool | None = False,
-    position_embeddings: Any = None,
-    **kwargs: Any,
-) -> torch.Tensor:
+    self: LlamaDecoderLayer, hidden_states: Tensor, attention_mask: Tensor | None = None,
+    position_ids: Tensor | None = None, past_key_values: Any = None, use_cache: bool | None = False,
+    position_embeddings: Any = None, **kwargs: Any,
+) -> Tensor:  # fmt: skip
     normed, residual = _norm_and_residual(self.input_layernorm, hidden_states)
     attended, _ = self.self_attn(
-        hidden_states=normed,
-        attention_mask=attention_mask,
-        position_ids=position_ids,
-        past_key_values=past_key_values,
-        use_cache=use_cache,
-        position_embeddings=position_embeddings,
-        **kwargs,
-    )
+        hidden_states=normed, attention_mask=attention_mask, position_ids=position_ids,
+        past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
+    )  # fmt: skip
     norm = self.post_attention_layernorm
     if residual.dtype == attended.dtype == norm.weight.dtype and not has_hooks(norm):
         normed, residual = functions.add_rmsnorm(attended, residual, norm.weight, None, norm.variance_epsilon)
     else:  # mixed dtypes promote step by step in the original; hooks need the module to be called
         residual = residual + attended
         normed = norm(residual)
-    out: torch.Tensor = self.mlp(normed)
+    out: Tensor = self.mlp(normed)
     after = None if torch.compiler.is_compiling() else residual_norm.next_norm(self)
     if after is None or not _can_fuse(after, out) or not _can_fuse(after, residual):
         return residual + out
     return residual_norm.add(out, residual, after)
 
 
-def _norm_and_residual(norm: LlamaRMSNorm, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _norm_and_residual(norm: LlamaRMSNorm, residual: Tensor) -> tuple[Tensor, Tensor]:
     """The norm of the residual stream, and the stream."""
     if not _can_fuse(norm, residual):
         return norm(residual), residual
@@ -72,7 +63,7 @@ def _norm_and_residual(norm: LlamaRMSNorm, residual: torch.Tensor) -> tuple[torc
     return normed, residual
 
 
-def _can_fuse(norm: nn.Module, x: torch.Tensor) -> bool:
+def _can_fuse(norm: nn.Module, x: Tensor) -> bool:
     """Whether a norm of ``x`` may be fused with another use of ``x``, instead of being called."""
     return (
         type(norm).forward is llama_rmsnorm

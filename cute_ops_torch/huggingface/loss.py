@@ -14,6 +14,7 @@ from cute_ops_torch.huggingface import mlp
 from cute_ops_torch.huggingface.bypass import has_hooks
 from cute_ops_torch.huggingface.match import Forward, Replacement, source_digest
 
+Tensor = torch.Tensor
 # `forward` of LlamaForCausalLM, with either way to choose the positions that get logits.
 _CAUSAL_LM = ("251f057fcb6bc2ca", "0800d02eb9d8daa4")
 
@@ -26,17 +27,10 @@ def _make_forward(original: type[nn.Module]) -> Forward:
     plain = original.forward
 
     def forward(
-        self: Any,
-        input_ids: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.Tensor | None = None,
-        past_key_values: Any = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Any,
-    ) -> Any:
+        self: Any, input_ids: Tensor | None = None, attention_mask: Tensor | None = None,
+        position_ids: Tensor | None = None, past_key_values: Any = None, inputs_embeds: Tensor | None = None,
+        labels: Tensor | None = None, use_cache: bool | None = None, logits_to_keep: int | Tensor = 0, **kwargs: Any,
+    ) -> Any:  # fmt: skip
         common = {
             "input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids,
             "past_key_values": past_key_values, "inputs_embeds": inputs_embeds, "use_cache": use_cache, **kwargs,
@@ -52,27 +46,18 @@ def _make_forward(original: type[nn.Module]) -> Forward:
             logits = head(hidden)
             loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
+            loss=loss, logits=logits, past_key_values=outputs.past_key_values, hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
-        )
+        )  # fmt: skip
 
-    made: Forward = can_return_tuple(forward)
-    return made
+    return can_return_tuple(forward)  # type: ignore[no-any-return]
 
 
 def _next_token_loss(
-    head: nn.Linear,
-    hidden: torch.Tensor,
-    labels: torch.Tensor,
-    chunk_rows: int | None,
-    num_items_in_batch: torch.Tensor | float | None = None,
-    ignore_index: int = -100,
-    shift_labels: torch.Tensor | None = None,
+    head: nn.Linear, hidden: Tensor, labels: Tensor, chunk_rows: int | None,
+    num_items_in_batch: Tensor | float | None = None, ignore_index: int = -100, shift_labels: Tensor | None = None,
     **_: Any,
-) -> torch.Tensor:
+) -> Tensor:  # fmt: skip
     """``ForCausalLMLoss`` of ``head(hidden)``, a chunk of logits at a time."""
     if shift_labels is None:
         shift_labels = nn.functional.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
@@ -85,7 +70,7 @@ def _next_token_loss(
     return loss if num_items_in_batch is None else loss / num_items_in_batch
 
 
-def _chunk_rows(model: Any, hidden: torch.Tensor) -> int | None:
+def _chunk_rows(model: Any, hidden: Tensor) -> int | None:
     """Rows whose logits fit half of the memory that the gated MLPs have saved; None where that is too little."""
     modules: list[Any] = list(model.modules())
     if torch.compiler.is_compiling() or any(getattr(m, "gradient_checkpointing", False) for m in modules):

@@ -38,14 +38,9 @@ class Replacement(NamedTuple):
 
 
 def by_source(
-    op: str,
-    digest: str,
-    forward: Forward,
-    *,
-    also: Callable[[Any], bool] = lambda module: True,
-    unused: str = "",
+    op: str, digest: str, forward: Forward, *, also: Callable[[Any], bool] = lambda module: True, unused: str = "",
     packed: tuple[str, ...] = (),
-) -> Replacement:
+) -> Replacement:  # fmt: skip
     """The replacement of modules whose ``forward`` has this source digest and which ``also`` accepts."""
 
     def matches(module: nn.Module, model: nn.Module) -> bool:

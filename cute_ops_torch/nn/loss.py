@@ -23,17 +23,10 @@ class LinearCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self,
-        n: int,
-        classes: int,
-        bias: bool = False,
-        ignore_index: int = -100,
-        label_smoothing: float = 0.0,
-        z_loss: float = 0.0,
-        reduction: str = "mean",
-        device: torch.device | str | None = None,
+        self, n: int, classes: int, bias: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0,
+        z_loss: float = 0.0, reduction: str = "mean", device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__()
         self.n, self.classes = n, classes
         self.options: dict[str, Any] = {

@@ -7,18 +7,14 @@ from torch import nn
 
 from cute_ops_torch import functions
 
+Device = torch.device | str | None
+
 
 class _Norm(nn.Module):
     """A norm's parameters."""
 
     def __init__(
-        self,
-        n: int,
-        eps: float,
-        weight_offset: float,
-        bias: bool,
-        device: torch.device | str | None,
-        dtype: torch.dtype | None,
+        self, n: int, eps: float, weight_offset: float, bias: bool, device: Device, dtype: torch.dtype | None
     ) -> None:
         super().__init__()
         self.n, self.eps, self.weight_offset = n, eps, weight_offset
@@ -50,14 +46,9 @@ class RMSNorm(_Norm):
     """
 
     def __init__(
-        self,
-        n: int,
-        eps: float = 1e-6,
-        weight_offset: float = 0.0,
-        bias: bool = False,
-        device: torch.device | str | None = None,
+        self, n: int, eps: float = 1e-6, weight_offset: float = 0.0, bias: bool = False, device: Device = None,
         dtype: torch.dtype | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         super().__init__(n, eps, weight_offset, bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -83,12 +74,7 @@ class LayerNorm(_Norm):
     """
 
     def __init__(
-        self,
-        n: int,
-        eps: float = 1e-5,
-        bias: bool = True,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
+        self, n: int, eps: float = 1e-5, bias: bool = True, device: Device = None, dtype: torch.dtype | None = None
     ) -> None:
         super().__init__(n, eps, 0.0, bias, device, dtype)
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pkgutil
 import subprocess
 import sys
 
 import pytest
+
+import cute_ops_torch
 
 FORBIDDEN = (
     "jax",
@@ -60,6 +63,12 @@ print(bool(rules.find(t.DTensor)), finder)
 """
     result = subprocess.run([sys.executable, "-c", f"import sys{program}"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "True []"
+
+
+def test_no_module_takes_the_name_of_a_function() -> None:
+    """Importing a module sets its name in its package, in any order of imports."""
+    modules = {module.name for module in pkgutil.iter_modules(cute_ops_torch.__path__)}
+    assert modules & set(cute_ops_torch.__all__) == {"nn"}
 
 
 def test_import_does_not_search_all_modules() -> None:
