@@ -1,7 +1,7 @@
 """The loops of ``linear_cross_entropy``: loss and gradients of one chunk of rows after another.
 
-A chunk's logits are a matrix product. Our kernel computes their loss and writes their gradient over them; two more
-products make the gradients of the inputs of that.
+The logits of a chunk are a matrix product. Our kernel computes their loss and overwrites them with their gradient,
+from which two more products compute the gradients of the hidden states and of the weight.
 
 Where ranks share the classes (:class:`cute_ops_torch.distributed.split.Slice`), each computes the logits of its own
 classes; ranks exchange the losses of a chunk's rows between forward and gradient. Gradients of the hidden states are

@@ -1,1 +1,1 @@
-"""``patch``: our ops in models of Hugging Face."""
+"""``patch``: Hugging Face models on our ops."""

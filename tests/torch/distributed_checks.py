@@ -47,18 +47,18 @@ CHECKS: dict[str, Callable[[World], None]] = {}
 
 
 class World:
-    """The ranks as a line and as a grid, of which the second dim has two."""
+    """The ranks as a line, and as a grid whose second dim has size two."""
 
     def __init__(self, device: str) -> None:
         ranks = dist.get_world_size()
         self.device, self.rank = device, dist.get_rank()
-        self.few = device == "cuda"  # every new size is a kernel to compile; other cases say nothing new there
+        self.few = device == "cuda"  # each size compiles a kernel; other cases test nothing new on GPUs
         self.classes = (37,) if self.few else (37, 5)
         self.line = init_device_mesh(device, (ranks,), mesh_dim_names=("all",))
         self.grid = init_device_mesh(device, (ranks // 2, 2), mesh_dim_names=("dp", "tp"))
 
     def close(self, got: Any, expected: Any, what: Any = "") -> None:
-        got = got.float()  # before it is gathered: gloo knows no float8
+        got = got.float()  # before it is gathered: gloo does not support float8
         got = got.full_tensor() if isinstance(got, DTensor) else got
         rtol, atol = (1e-5, 1e-5) if self.device == "cpu" else (1e-4, 1e-4)
         torch.testing.assert_close(
@@ -72,7 +72,7 @@ def check(function: Callable[[World], None]) -> Callable[[World], None]:
 
 
 def spread(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTensor:
-    """All ranks have the whole: no communication."""
+    """Distribute without communication: all ranks have the whole tensor."""
     return distribute_tensor(tensor, mesh, placements, src_data_rank=None)
 
 
@@ -81,7 +81,7 @@ def spread(tensor: torch.Tensor, mesh: Any, placements: Sequence[Any]) -> DTenso
 
 @cache
 def my_own() -> Op:
-    """A user's op, declared and registered when DTensors are there already."""
+    """A user's op, registered after DTensors are imported."""
     norm = next(op for op in OPS if op.name == "rmsnorm")
     mine, backward = copy.copy(norm), copy.copy(norm.grad)
     mine.name, backward.name, mine.grad = "norm", "norm_bwd", backward
@@ -89,7 +89,7 @@ def my_own() -> Op:
     return mine
 
 
-# On GPUs, where each kernel takes seconds to compile; on the CPU every op is tried.
+# The ops checked on GPUs, where each kernel takes seconds to compile; on the CPU all are.
 ON_GPUS = ("rmsnorm", "layernorm", "rope", "cross_entropy")
 
 
@@ -100,7 +100,7 @@ def everything(world: World) -> list[tuple[Op, Any]]:
 
 
 def run(op: Op, overload: Any, inputs: list[torch.Tensor], cotangents: Callable[[int, torch.Tensor], Any]) -> Any:
-    """Outputs that a function shows, and gradients by name."""
+    """The outputs that a function returns, and gradients by name."""
     given = [t.detach().requires_grad_(n in op.differentiable) for n, t in zip(op.inputs, inputs, strict=True)]
     raw = overload(*given)
     outputs = testing.shown(op, raw)
@@ -112,7 +112,7 @@ def run(op: Op, overload: Any, inputs: list[torch.Tensor], cotangents: Callable[
 
 
 def compare(world: World, op: Op, overload: Any, mesh: Any, cuts: Sequence[Any], lead: tuple[int, ...], n: int) -> Any:
-    """Row-wise inputs cut like this, others replicated, tables plain; against one process."""
+    """Compare with one process: row-wise inputs are sharded by ``cuts``, others replicated, tables plain."""
     rng = np.random.default_rng(7)
     inputs = [torch.from_numpy(a).to(world.device) for a in testing.sample(op, lead, n, rng)]
     weights = [torch.from_numpy(rng.standard_normal(1 << 14, np.float32)).to(world.device) for _ in op.outputs]
@@ -143,7 +143,7 @@ def compare(world: World, op: Op, overload: Any, mesh: Any, cuts: Sequence[Any],
 
 @check
 def every_op_stays_on_its_rows(world: World) -> None:
-    """Any leading dims, uneven ones too, without a collective; sums over rows come out as parts."""
+    """Leading dims may be sharded, unevenly too, without a collective; sums over rows are ``Partial``."""
     layouts = (
         (world.line, (Shard(0),)), (world.grid, (Replicate(), Shard(1))), (world.line, (Shard(1),)),
         (world.line, (Replicate(),)), (world.grid, (Shard(1), Shard(0))), (world.grid, (Shard(0), Shard(0))),
@@ -171,7 +171,7 @@ def a_sharded_last_dim_gives_right_numbers(world: World) -> None:
 
 @check
 def embeddings_of_sharded_tokens_and_columns(world: World) -> None:
-    """Each rank makes its part of the table's gradient; nothing moves."""
+    """Each rank computes its part of the table's gradient, without a collective."""
     torch.manual_seed(0)
     index, weight = torch.randint(7, (5, 3), device=world.device), torch.randn(7, 6, device=world.device)
     plain = weight.clone().requires_grad_()
@@ -233,7 +233,7 @@ def misuse_is_refused(world: World) -> None:
 
 
 class raises:
-    """As pytest's, which ranks do without."""
+    """Like ``pytest.raises``; ranks do not import pytest."""
 
     def __init__(self, kind: type[Exception], start: str) -> None:
         self.kind, self.start = kind, start
@@ -309,12 +309,12 @@ def linear_cross_entropy_of_shards(world: World) -> None:
     line, grid = world.line, world.grid
     layouts = (
         (line, [Replicate()], [Shard(0)]),
-        (line, [Shard(1)], [Shard(0)]),  # sequence-parallel hidden states come together
+        (line, [Shard(1)], [Shard(0)]),  # sequence-parallel hidden states are gathered
         (line, [Shard(0)], [Replicate()]),
         (grid, [Shard(0), Replicate()], [Replicate(), Shard(0)]),
         (grid, [Shard(0), Shard(1)], [Replicate(), Shard(0)]),
     )
-    chunks.rows_per_chunk = lambda *sizes: 3 + sizes[2] % 4  # as many on all ranks, or they wait for ever
+    chunks.rows_per_chunk = lambda *sizes: 3 + sizes[2] % 4  # the same on all ranks, or they would deadlock
     for n, reduction, (mesh, rows, vocabulary) in itertools.product(
         (37,) if world.few else (37, 5), ("mean", "sum", "none"), layouts
     ):
@@ -417,7 +417,7 @@ def llama(world: World, fused: bool) -> tuple[Llama, torch.Tensor, torch.Tensor]
 
 
 def tensor_parallel(model: Llama, mesh: Any) -> None:
-    """Norms on slices of the sequence, projections and heads on those of the features, the loss on the vocabulary's."""
+    """Shard norms along the sequence, projections and heads along the features, the loss along the vocabulary."""
     rows, columns = Shard(1), ColwiseParallel(use_local_output=False)
     plan = {
         "embedding": RowwiseParallel(input_layouts=Replicate(), output_layouts=rows, use_local_output=False),
@@ -446,7 +446,7 @@ def same_gradients(world: World, model: nn.Module, whole: nn.Module, what: str) 
 
 @check
 def tensor_parallel_llama(world: World) -> None:
-    """Two ranks share the heads, features, vocabulary and, between them, the sequence."""
+    """Two ranks shard heads, features and vocabulary; between those, the sequence."""
     for fused in (False, True):
         whole, tokens, target = llama(world, fused)
         model = copy.deepcopy(whole)
@@ -459,7 +459,7 @@ def tensor_parallel_llama(world: World) -> None:
         seen: list[Any] = []
         norm.register_hook(lambda gradient, seen=seen: seen.append(gradient.placements))
         loss.backward()
-        assert seen == [(Partial(),)], seen  # each rank has the part of its slice of the sequence
+        assert seen == [(Partial(),)], seen  # a sum over slices of the sequence
         same_gradients(world, model, whole, "fused" if fused else "logits")
 
 
@@ -538,7 +538,7 @@ def fsdp_of_a_patched_hugging_face_model(world: World) -> None:
     tokens = torch.randint(VOCABULARY, (ranks, 9)).to(world.device)
     each = [whole(row[None], labels=row[None]).loss for row in tokens]
     (sum(each) / ranks).backward()
-    for apart in (False, True):  # whether the head is a group of its own
+    for apart in (False, True):  # whether the head is an FSDP unit of its own
         model = copy.deepcopy(whole)
         model.zero_grad()
         replaced = {r.op for r in cute_ops_torch.patch(model)}
@@ -563,7 +563,7 @@ def example_of_the_docs(world: World) -> None:
 
 @check
 def compiled_without_a_graph_break(world: World) -> None:
-    if world.rank > 1:  # two of them are enough, and Dynamo takes its time
+    if world.rank > 1:  # two ranks are enough, and Dynamo is slow
         return
     mesh = world.grid["tp"]
 
@@ -587,7 +587,7 @@ def compiled_without_a_graph_break(world: World) -> None:
 
 
 def fork(ranks: int) -> None:
-    """Become the ranks; the process that was started waits for them and ends."""
+    """Fork the ranks; the first process waits for them and exits."""
     if find_spec("transformers") is not None:
         from transformers import LlamaForCausalLM  # noqa: F401  once for all
     children = []
@@ -624,7 +624,7 @@ def main(ranks: int, device: str, folder: Path) -> None:
         if found[name] != "passed":
             break
     (folder / f"{rank}.json").write_text(json.dumps({**found, "done": "passed"}))
-    os._exit(0)  # others may have failed: a group that is left in order waits for them
+    os._exit(0)  # an orderly shutdown of the group would wait for ranks that may have failed
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Cross entropy beyond what every op is tested for: against PyTorch's own, special values, memory; and its fusion with
-a linear layer."""
+"""Cross entropy, and its fusion with a linear layer: against PyTorch's, special values, memory."""
 
 from __future__ import annotations
 
@@ -46,7 +45,7 @@ OFFSETS = (0.0, 1e3, -1e4, 6e4, 1e6)
 
 
 def shifted(dtype: torch.dtype, n: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits of rows that have a number in common, each its own, and targets."""
+    """Logits with an offset common to all classes of a row, and targets."""
     torch.manual_seed(2)
     offsets = [o for o in OFFSETS if abs(o) < torch.finfo(dtype).max]
     x = 3 * torch.randn(len(offsets), n, device=device) + torch.tensor(offsets, device=device)[:, None]
@@ -97,7 +96,7 @@ def test_special_values(device: str) -> None:
     (dx,) = torch.autograd.grad(loss, x, torch.ones_like(loss))
     (expected,) = torch.autograd.grad(theirs, x, torch.ones_like(theirs))
     torch.testing.assert_close(dx[[0, 2, 3, 5, 6]], expected[[0, 2, 3, 5, 6]], equal_nan=True)
-    assert not dx[4].any()  # ignored: nothing, where torch passes the NaN on
+    assert not dx[4].any()  # ignored: zero, where torch passes the NaN on
     assert dx[[1, 7, 8]].isnan().all()
     assert cute_ops_torch.cross_entropy(x[4:5], target[4:5]).isnan()  # a mean over nothing, as torch
 
@@ -105,7 +104,7 @@ def test_special_values(device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}], ids=str)
 def test_slices_of_the_classes(options: dict[str, Any], device: str) -> None:
-    """What ranks with a slice of the classes each run and combine, here one after another."""
+    """Ranks that share the classes run their slices and combine the results: here one after another."""
     n, sizes = 1003, (501, 501, 1)
     x, target = 3 * torch.randn(9, n, device=device), torch.randint(n, (9,), device=device)
     x += torch.linspace(-1e4, 1e4, 9, device=device)[:, None]
@@ -276,7 +275,7 @@ def test_chunks_cost_the_weights_gradient_no_digits(
     def error(count: int, **options: Any) -> tuple[float, torch.Tensor]:
         size = rows // count
         monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: size)
-        each = None if reduction == "none" else size  # the backward of losses of rows chooses itself
+        each = None if reduction == "none" else size  # their backward chooses its own chunks
         monkeypatch.setattr(chunks, "rows_in_weight", lambda *sizes: 0)
         loss = cute_ops_torch.linear_cross_entropy(
             hidden, weight, target, reduction=reduction, chunk_rows=each, **options
@@ -289,7 +288,7 @@ def test_chunks_cost_the_weights_gradient_no_digits(
     for count in (4, 128):
         off, dweight = error(count)
         assert off < 1.1 * one
-        # By the tolerance rule: what one chunk loses, and a unit of the element.
+        # The tolerance: the error of one chunk, and one unit of the element.
         beyond = (whole.double() - exact[1]).abs().max()
         assert ((dweight.double() - exact[1]).abs() <= 2 * (2**-7 * exact[1].abs() + beyond)).all()
         assert error(count, accum_dtype=torch.float32)[0] == off
@@ -299,7 +298,7 @@ def test_chunks_cost_the_weights_gradient_no_digits(
 
 
 def test_logits_lie_where_the_weights_gradient_goes() -> None:
-    """Where that is summed in float32: chunks of no more rows than the weight has columns need no other memory."""
+    """While it is summed in float32: chunks of at most as many rows as the weight has columns fit there."""
     sizes = (1024, 128), (2100, 2048), (64, 2048), (1000, 64), (0, 128)
     assert [chunks.rows_in_weight(*each) for each in sizes] == [128, 1152, 64, 0, 0]
     hidden, weight = (torch.empty(n, 2048, dtype=torch.bfloat16, device="meta") for n in (16384, 128256))
@@ -310,7 +309,7 @@ def test_logits_lie_where_the_weights_gradient_goes() -> None:
     assert spare is not None and spare.numel() == weight.numel()
     plan = chunked_loss.Plan.of(hidden, weight, wanted, torch.bfloat16, share=True)
     assert 16 < len(plan.slices) <= chunks.MAX_CHUNKS and plan.shared and not plan.sums_apart
-    plan = chunked_loss.Plan.of(hidden[:2048], weight, wanted, None, share=True)  # one chunk has no use for a sum
+    plan = chunked_loss.Plan.of(hidden[:2048], weight, wanted, None, share=True)  # one chunk needs no sum
     assert len(plan.slices) == 1 and not plan.sums_apart
 
 
@@ -329,7 +328,7 @@ def test_linear_is_differentiated_once_and_as_often_as_one_likes(reduction: str)
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_linear_with_the_weight_of_a_transposed_layer(reduction: str) -> None:
-    """Its gradient has its strides, in compiled programs too."""
+    """The gradient has the strides of the weight, also compiled."""
     hidden, kernel = torch.randn(8, 16, requires_grad=True), torch.randn(16, 32, requires_grad=True)
     target = torch.randint(32, (8,))
 
@@ -402,7 +401,7 @@ def test_linear_says_what_transforms_it_does_not_take(reduction: str) -> None:
         NotImplementedError, match=r"^cute\.linear_cross_entropy: gradients of torch\.func are those of "
     ):
         torch.func.grad(lambda h: torch.ops.cute.linear_cross_entropy(h, weight, target))(hidden)
-    for of in (0, 1):  # the gradient's gradient, of either
+    for of in (0, 1):  # the second derivative of either
         with pytest.raises(NotImplementedError, match=r"^cute\.linear_cross_entropy: its gradient has none of its own"):
             torch.func.grad(lambda h, w: torch.func.grad(loss)(h, w).sum(), of)(hidden, weight)
 
@@ -423,7 +422,7 @@ def test_linear_errors() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("accum_dtype", [None, torch.bfloat16], ids=str)
 def test_linear_never_holds_all_logits(accum_dtype: torch.dtype | None) -> None:
-    """Beyond its gradients it has logits of a few rows, or the weight's gradient in float32."""
+    """Beyond the gradients there are logits of a few rows, or the weight's gradient in float32."""
     hidden = torch.randn(8192, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     weight = (torch.randn(64000, 512, device="cuda") / 23).bfloat16().requires_grad_()
     target = torch.randint(64000, (8192,), device="cuda")
@@ -446,7 +445,7 @@ def test_chunks_are_whole_tiles_and_few() -> None:
         room, slices = chunks.plan_shared(rows, hidden, vocab, 2)
         assert [s.start for s in slices] + [rows] == [0] + [s.stop for s in slices]
         assert len(slices) <= chunks.MAX_CHUNKS
-        for s in slices:  # the logits lie behind the gradients that are there when they are used up
+        for s in slices:  # the logits lie behind the gradients that their chunk completes
             start = (room - (s.stop - s.start) * vocab) // chunks.TILE * chunks.TILE
             assert s.stop * hidden <= start and start + (s.stop - s.start) * vocab <= room
 
@@ -454,7 +453,7 @@ def test_chunks_are_whole_tiles_and_few() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("n", [32000, 50257, 262144])
 def test_a_row_has_the_same_bits_in_any_company(n: int) -> None:
-    """Few long rows are walked by clusters, many by single CTAs."""
+    """Clusters read few long rows, single CTAs many."""
     x = torch.randn(600, n, device="cuda", dtype=torch.bfloat16)
     target = torch.randint(n, (600,), device="cuda")
     for attrs in ((-100, 0.0, 0.0), (-100, 0.1, 1e-3)):

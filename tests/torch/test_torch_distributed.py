@@ -21,13 +21,13 @@ PROGRAM = Path(__file__).with_name("distributed_checks.py")
 
 
 def run(ranks: int, device: str, folder: Path) -> None:
-    """Every check on every rank; fails with what went wrong."""
+    """Run every check on every rank; fail with their errors."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
     environment = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     processes = []
-    # On CPUs the ranks are forks of one process: importing torch takes as long as half of the checks.
+    # On CPUs fork the ranks from one process: importing torch in each would take as long as half of the checks.
     first = ("all",) if device == "cpu" else range(ranks)
     for rank in first:
         with (folder / f"{rank}.log").open("wb") as log:
@@ -38,9 +38,9 @@ def run(ranks: int, device: str, folder: Path) -> None:
             )
     try:
         for process in processes:
-            process.wait(timeout=240 if device == "cpu" else 480)  # there, kernels are compiled
+            process.wait(timeout=240 if device == "cpu" else 480)  # GPUs compile kernels
     except subprocess.TimeoutExpired:
-        pass  # what is not reported has failed
+        pass  # checks without a report count as failed
     finally:
         for process in processes:
             with contextlib.suppress(ProcessLookupError):

@@ -15,13 +15,13 @@ from cute_ops_torch.huggingface.patch import Replaced
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 FLOATS = [torch.float32, torch.float16, torch.bfloat16]
-# Tokens, classes, columns: few and many tokens to a class, chunks of one class, rows off a vector, no token, no column.
+# Tokens, classes, columns: few and many tokens to a class, chunks of one class, unaligned rows, no token, no column.
 SIZES = [(300, 33, 257), (700, 5, 96), (40, 4000, 64), (2000, 3, 8), (5, 9, 7), (0, 11, 24), (4, 3, 0)]
 
 
 def indices(kind: str, tokens: int, classes: int) -> torch.Tensor:
     index = torch.randint(classes, (tokens,))
-    if kind == "half":  # of the tokens are of one class
+    if kind == "half":  # of the tokens have one class
         index[torch.rand(tokens) < 0.5] = classes // 3
     elif kind == "edges":
         index[: tokens // 3], index[tokens // 3 : tokens // 2] = 0, classes - 1
@@ -36,9 +36,9 @@ def exact_gradient(dout: torch.Tensor, index: torch.Tensor, classes: int, paddin
 
 
 def assert_rounded_once(got: torch.Tensor, exact: torch.Tensor, size: torch.Tensor) -> None:
-    """Half a unit in the last place, and what adding in float32 loses."""
+    """Within half a unit in the last place, and the error of a float32 sum."""
     unit = torch.finfo(got.dtype).eps / 2
-    # Where float16 has no more places, a unit is that of its smallest normal number.
+    # Subnormal float16 numbers have the unit of the smallest normal one.
     limit = 1.01 * unit * exact.abs().clamp(min=torch.finfo(got.dtype).tiny) + 4 * torch.finfo(torch.float32).eps * size
     assert ((got.double() - exact).abs() <= limit).all()
 
@@ -83,7 +83,7 @@ def test_leading_dims_and_strides(device: str) -> None:
 
 @pytest.mark.gpu
 def test_tables_beyond_32_bits() -> None:
-    """More than 2^31 elements; and no index of an element has 32 bits."""
+    """More than 2^31 elements."""
     classes, n = 1_050_000, 2056
     index = torch.cat([torch.randint(classes, (600,)), torch.tensor([classes - 1, 0])]).cuda()
     dout = torch.randn(len(index), n, device="cuda", dtype=torch.bfloat16)
@@ -181,7 +181,7 @@ def test_errors() -> None:
 
 
 def test_modules() -> None:
-    """Those that do no more than :func:`embedding`."""
+    """Only embeddings that do no more than :func:`embedding` are replaced."""
     torch.manual_seed(0)
     model = nn.ModuleDict({
         "plain": nn.Embedding(11, 8), "padded": nn.Embedding(11, 8, padding_idx=3),

@@ -55,7 +55,7 @@ def test_as_torch_and_from_its_state(dtype: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_from_a_fused_optimizers_state(device: str) -> None:
-    """It counts its steps where its parameters are; to ask the GPU for the count at each step would wait for it."""
+    """Fused AdamW counts steps on the GPU; reading the count at each step would wait for it."""
     ours, theirs = nn.Linear(32, 64, device=device), nn.Linear(32, 64, device=device)
     one, other = AdamW(ours.parameters(), lr=1e-2), torch.optim.AdamW(theirs.parameters(), lr=1e-2, fused=True)
     steps(theirs, other)
@@ -69,7 +69,7 @@ def test_from_a_fused_optimizers_state(device: str) -> None:
 
 
 def test_parameters_without_gradients() -> None:
-    """Each counts its own steps."""
+    """Each parameter counts its own steps."""
     weights = [nn.Parameter(torch.ones(3, 4)) for _ in range(2)]
     optimizer = AdamW(weights, lr=0.1, weight_decay=0.0)
     optimizer.step()
@@ -80,7 +80,7 @@ def test_parameters_without_gradients() -> None:
             weight.grad = torch.ones(3, 4)
         optimizer.step()
     assert [int(optimizer.state[weight]["step"]) for weight in weights] == [3, 2]
-    for weight, count in zip(weights, (3, 2), strict=True):  # a constant gradient moves by the rate
+    for weight, count in zip(weights, (3, 2), strict=True):  # with a constant gradient each step is the learning rate
         torch.testing.assert_close(weight.detach(), torch.full((3, 4), 1 - 0.1 * count), rtol=1e-5, atol=1e-5)
 
 
@@ -98,7 +98,7 @@ def test_closures_groups_and_schedules() -> None:
     assert optimizer.step(closure) == 24
     schedule.step()
     optimizer.step(closure)
-    assert (weights[0] == 1).all() and (weights[2] == 1).all()  # no rate, no gradient
+    assert (weights[0] == 1).all() and (weights[2] == 1).all()  # a learning rate of zero, and no gradient
     torch.testing.assert_close(weights[1], torch.full((3, 4), 1 - 0.1 - 0.05), rtol=1e-5, atol=1e-5)
 
 
@@ -177,7 +177,7 @@ def test_numbers_of_groups_may_be_tensors() -> None:
 
 
 def test_decay_stays_decoupled_with_a_state_dict_of_adam() -> None:
-    """As PyTorch's AdamW has it."""
+    """As PyTorch's AdamW does."""
     weight, other = nn.Parameter(torch.ones(3, 4)), nn.Parameter(torch.ones(3, 4))
     optimizer = AdamW([weight])
     optimizer.load_state_dict(torch.optim.Adam([other], weight_decay=0.5).state_dict())
@@ -191,7 +191,7 @@ def test_decay_stays_decoupled_with_a_state_dict_of_adam() -> None:
 
 @pytest.mark.gpu
 def test_a_captured_step_is_refused() -> None:
-    """Its rate and corrections would stay those of the first one."""
+    """A replay would repeat the learning rate and the bias corrections of the captured step."""
     weight = nn.Parameter(torch.ones(64, device="cuda"))
     weight.grad = torch.ones(64, device="cuda")
     optimizer = AdamW([weight])

@@ -90,8 +90,8 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
         ("", "linear_cross_entropy"), ("model", "attention_mask"), ("model.embed_tokens", "embedding"),
         *((f"model.layers.{i}{part}", op) for i in range(2) for part, op in LAYER), ("model.norm", "rmsnorm"),
     ]  # fmt: skip
-    # Twice: with labels, where a sum and the norm of it are one also between layers, and gate and up, queries and keys
-    # are halves of one product; and for the logits.
+    # Calls of two forwards. With labels, sums are fused with the norms that read them, also between layers; gate and
+    # up, and queries and keys, are the halves of one product. The other one is for the logits.
     assert calls == {"rmsnorm": 4, "add_rmsnorm": 6, "swiglu": 2, "silu_mul": 2, "rope": 2 + 4}
     with pytest.raises(ValueError, match=r"cute_ops_torch\.patch: LlamaForCausalLM is patched already"):
         cute_ops_torch.patch(model)
@@ -102,7 +102,7 @@ def test_llama_patched_and_back(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_loss_of_shifted_and_counted_labels() -> None:
-    """What a trainer passes: labels with holes, and how many of them count over all its micro-batches."""
+    """A trainer passes labels with ignored positions, and the number of others in all its micro-batches."""
     tokens = torch.randint(0, 97, (2, 19))
     labels = tokens.masked_fill(torch.rand(2, 19) < 0.3, -100)
     plain, model = llama(), llama()
@@ -146,7 +146,7 @@ def test_bert() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_eager_attention(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A softmax with a mask that hides whole tokens, of one head per key and of groups, which rotate too."""
+    """BERT, and Llama, which also groups and rotates heads; a mask hides tokens."""
     sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
     bert = transformers.BertConfig(num_attention_heads=4, attn_implementation="eager", **sizes)
     tokens, mask = torch.randint(0, 97, (2, 19)), torch.ones(2, 19, dtype=torch.long)
@@ -196,7 +196,7 @@ def test_gradient_checkpointing_autocast_and_wide_weights() -> None:
 
 
 def saved_elements(model: nn.Module) -> int:
-    """What is kept for the backward, parameters aside."""
+    """Elements saved for the backward, without parameters."""
     own = {p.data_ptr() for p in model.parameters()}
     kept: dict[int, int] = {}
 
@@ -214,7 +214,7 @@ def test_a_patched_layer_keeps_less_and_may_run_backward_twice() -> None:
     model = llama(intermediate_size=512)
     kept = saved_elements(model)
     cute_ops_torch.patch(model)
-    assert saved_elements(model) < kept - 2 * 2 * 19 * 512  # at least the product of each layer
+    assert saved_elements(model) < kept - 2 * 2 * 19 * 512  # the product of each layer is not saved
     for name, p in model.named_parameters():
         p.requires_grad_("input_layernorm" in name)
     kept = saved_elements(model)
@@ -235,7 +235,7 @@ def test_frozen_projections_and_loras_are_run_as_they_are() -> None:
         p.requires_grad_("up_proj" in name or "input_layernorm" in name)
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
-    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj)  # somebody's wrapper
+    model.model.layers[0].mlp.down_proj = nn.Sequential(model.model.layers[0].mlp.down_proj)  # as a LoRA wraps it
     tokens = torch.randint(0, 97, (2, 19))
     for m in (plain, model):
         m(tokens, labels=tokens).loss.backward()
@@ -259,7 +259,7 @@ def test_gradients_of_fused_parts_are_not_differentiated() -> None:
     cute_ops_torch.patch(model)
     layer = model.model.layers[0]
     for parameter in (layer.mlp.up_proj.weight, layer.post_attention_layernorm.weight):
-        loss = model(torch.arange(7)[None]).logits.sum()  # its cotangents ask for no gradient
+        loss = model(torch.arange(7)[None]).logits.sum()  # its cotangents need no gradient
         (gradient,) = torch.autograd.grad(loss, parameter, create_graph=True)
         with pytest.raises(NotImplementedError, match="no double backward"):
             gradient.square().sum().backward()
@@ -279,7 +279,7 @@ def test_a_patched_model_compiles_without_a_break() -> None:
 
 
 def test_unknown_models_are_refused() -> None:
-    class LlamaRMSNorm(nn.Module):  # the name alone does not count
+    class LlamaRMSNorm(nn.Module):  # the name alone does not match
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return 2 * x
 
@@ -296,7 +296,7 @@ def test_llama_on_a_gpu() -> None:
 
 
 class Counts(TorchDispatchMode):
-    """Counts what runs below autograd, by name."""
+    """Counts the ops that run below autograd, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -309,7 +309,7 @@ class Counts(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3"])
 def test_positions_that_the_model_counts_are_not_looked_at(kind: str) -> None:
-    """That would wait for the GPU. Positions that are given may be those of several sequences in a row."""
+    """A look at them would wait for the GPU. Positions that are given may be of several packed sequences."""
     plain = llama(kind)
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
@@ -326,14 +326,14 @@ def test_positions_that_the_model_counts_are_not_looked_at(kind: str) -> None:
 
 
 def pack_weights(model: nn.Module) -> None:
-    """What patching does on a GPU."""
+    """Do what patching does on a GPU."""
     for layer in model.model.layers:
         for parent, names in ((layer.mlp, ("gate_proj", "up_proj")), (layer.self_attn, ("q_proj", "k_proj", "v_proj"))):
             packed_weights.pack([getattr(parent, name).weight for name in names])
 
 
 def test_a_patched_layer_runs_fewer_products() -> None:
-    """Two a linear layer in the backward; of layers of one input those of one, or sums or copies in their place."""
+    """Layers that read the same input share one product for its gradient, or add into it, and one for their weights."""
     model = llama(num_hidden_layers=1)
 
     def count(rows: int) -> tuple[int, ...]:
@@ -350,7 +350,7 @@ def test_a_patched_layer_runs_fewer_products() -> None:
     assert count(19) == (7, 8, 3, 0) and count(201) == (7, 8, 0, 2)
     pack_weights(model)
     assert count(19) == count(201) == (5, 8, 0, 0)
-    model.double().float()  # somebody moves them again
+    model.double().float()  # moves the weights apart
     assert count(201) == (7, 8, 0, 2)
 
 
@@ -369,7 +369,7 @@ def test_packed_weights(kind: str, tmp_path: Path) -> None:
     for again in (type(model).from_pretrained(tmp_path), copy.deepcopy(model)):
         assert all(torch.equal(t, state[name]) for name, t in again.state_dict().items())
     torch.optim.SGD(model.parameters(), lr=1.0).step()
-    for name, p in model.named_parameters():  # none has changed another one
+    for name, p in model.named_parameters():  # no update has touched another parameter
         torch.testing.assert_close(p.data, state[name] - expected[name], rtol=1e-4, atol=1e-5)
 
 
@@ -393,7 +393,7 @@ def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
         packed_weights.pack(kept)
         assert [w.data_ptr() for w in kept] == places and packed_weights.packed_view(kept) is None
     assert view.data_ptr() == a.data_ptr()
-    chance = torch.randn(8, 4)  # neighbours, but not of one storage
+    chance = torch.randn(8, 4)  # neighbours of different storages
     pair = [
         torch.frombuffer(chance.numpy().data, dtype=torch.float32, count=n, offset=o) for n, o in ((12, 0), (20, 48))
     ]
@@ -417,7 +417,7 @@ def test_on_a_gpu_patching_packs_weights() -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("size", [96, 97])
 def test_on_a_gpu_a_gated_mlp_makes_its_product_again_in_place(size: int) -> None:
-    """With the bits that it has in memory of its own, which it takes where another backward is to come."""
+    """With the same bits as in new memory, which it takes where another backward is to come."""
     model = llama(num_hidden_layers=1, intermediate_size=size).cuda().bfloat16()
     cute_ops_torch.patch(model)
     mlp = model.model.layers[0].mlp
@@ -438,7 +438,7 @@ def gradients(model: nn.Module, tokens: torch.Tensor) -> dict[str, torch.Tensor 
 def test_gradients_of_heads_come_joined_from_the_rotation(
     kind: str, frozen: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With the bits that they have where each is rotated alone and all are copied side by side."""
+    """With the same bits as rotated one by one and concatenated."""
     tokens = torch.randint(0, 97, (2, 19))
     joined = llama(kind).bfloat16()
     for name, p in joined.named_parameters():
@@ -463,7 +463,7 @@ def test_gradients_of_heads_come_joined_from_the_rotation(
 
 
 def test_projections_that_somebody_looks_at_are_called() -> None:
-    """Where one has a hook, or the tables come by position, heads are rotated by themselves; all is as it was."""
+    """A hook on a projection, or tables passed by position, prevent the fused rotation; results stay the same."""
     model, tokens, seen = llama(), torch.randint(0, 97, (2, 19)), []
     plain = copy.deepcopy(model)
     cute_ops_torch.patch(model)
@@ -528,7 +528,7 @@ def freezes_a_norm(model: nn.Module) -> None:
     ],
 )  # fmt: skip
 def test_a_layer_adds_with_the_norm_after_it(somebody: Any, fused: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where nobody has a look at what is between; what somebody does there is done."""
+    """Unless something observes or changes what is between them; changes take effect."""
     plain, tokens, taken = llama(num_hidden_layers=3), torch.randint(0, 97, (2, 19)), []
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
@@ -546,7 +546,7 @@ def test_a_layer_adds_with_the_norm_after_it(somebody: Any, fused: int, monkeypa
         out.loss.backward()
         losses.append(out.loss)
         grads.append([p.grad for p in m.parameters()])
-    # A second forward, as of a checkpoint, takes what it made itself.
+    # A checkpoint's second forward takes norms that it has computed itself.
     assert sum(t is not None for t in taken) == fused
     torch.testing.assert_close(*losses, rtol=1e-5, atol=1e-6)
     for e, g in zip(*grads, strict=True):
@@ -598,7 +598,7 @@ def test_a_norm_is_taken_only_of_what_it_was_made_of() -> None:
 
 
 class Calls(TorchDispatchMode):
-    """Notes the kernels that calls of our ops would run on a GPU."""
+    """Records the kernels that calls of our ops would run on a GPU."""
 
     def __init__(self, target: Target) -> None:
         super().__init__()
@@ -620,7 +620,7 @@ class Calls(TorchDispatchMode):
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma"])
 def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """So a bundle that is built from it leaves nothing to compile."""
+    """A bundle built from the configuration leaves nothing to compile."""
     sm90, model = parse("sm_90a"), llama(kind)
     cute_ops_torch.patch(model)
     calls = Calls(sm90)
@@ -632,7 +632,7 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
     for module in (chunked_loss, embedding, gradient_scale):
         monkeypatch.setattr(module, "family", noted)
     tokens = torch.randint(0, 97, (64, manifest.ROWS // 64))
-    loss = model(tokens, labels=tokens).loss  # with parts of layers that are for nobody to watch
+    loss = model(tokens, labels=tokens).loss  # fused nodes run only outside of the mode
     with calls:
         loss.backward()
         model(tokens, labels=tokens).loss.backward()
