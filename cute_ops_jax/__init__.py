@@ -8,7 +8,7 @@ from typing import Any
 from cute_ops.ops import OPS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from cute_ops_jax.distributed.vocab_parallel import vocab_parallel_cross_entropy
+from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
 from cute_ops_jax.exporting import export, load
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register

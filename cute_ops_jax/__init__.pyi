@@ -8,7 +8,7 @@ from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as 
 from cute_ops_jax.composite.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
-from cute_ops_jax.distributed.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from cute_ops_jax.exporting import export as export
 from cute_ops_jax.exporting import load as load
 from cute_ops_jax.primitive.ffi_check import probe as probe

@@ -106,10 +106,6 @@ def aval_like(first: Any, shape: Sequence[Any], dtype: Any) -> ShapedArray:
     return ShapedArray(tuple(shape), dtype, sharding=sharding, **known)
 
 
-def jax_version() -> tuple[int, ...]:
-    return tuple(jax.__version_info__)
-
-
 def custom_calls(program: bytes) -> set[str]:
     """The targets of the custom calls in a serialised StableHLO module that JAX does not promise to keep: other
     libraries' kernels, and callbacks, whose number means something in one process only.

@@ -177,4 +177,5 @@ class GatedMLP(nnx.Module):
         self.down = linear(hidden_features, num_features)
 
     def __call__(self, x: Array) -> Array:
-        return self.down(GATED[self.activation](self.gate(x), self.up(x)))
+        out: Array = self.down(GATED[self.activation](self.gate(x), self.up(x)))
+        return out

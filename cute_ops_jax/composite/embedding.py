@@ -21,7 +21,8 @@ from cute_ops.composite import embedding as declared
 from cute_ops.composite.docstrings import continued
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 from cute_ops_jax.composite.primitive import Call, Composite
-from cute_ops_jax.distributed import sharding
+from cute_ops_jax.distributed import explicit, slices
+from cute_ops_jax.distributed.varying import Axes, alike, varying_like
 from cute_ops_jax.primitive.arrays import specs
 
 Array = jax.Array
@@ -37,7 +38,7 @@ def embedding(index: Array, weight: Array, padding_idx: int | None = None) -> Ar
     index, weight = jnp.asarray(index), jnp.asarray(weight)
     bind(declared.embedding, specs({"index": index, "weight": weight}))
     # Before it is differentiated: so a weight that shards share gets the sum of what they give.
-    index, weight = sharding.alike([index, weight])
+    index, weight = alike([index, weight])
     return _rows(declared.padding(padding_idx, weight.shape[0]), index, weight)
 
 
@@ -48,7 +49,8 @@ def _rows(padding_idx: int, index: Array, weight: Array) -> Array:
     # There a gather must be told how it is cut.
     given = {"index": index, "weight": weight}
     binding = bind(declared.embedding, specs(given))
-    (out,) = sharding.by_type(lambda a, _: {"out": _take(**a)}, sharding.on_slices, given, binding)
+    out: Array
+    (out,) = explicit.by_type(lambda a, _: {"out": _take(**a)}, slices.on_slices, given, binding)
     return out
 
 
@@ -71,16 +73,16 @@ def _backward(padding_idx: int, saved: tuple[Array, Array], dout: Any) -> tuple[
 _rows.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _program(call: Call, given: Mapping[str, Any], attrs: Mapping[str, Any], axes: sharding.Axes = ()) -> Any:
+def _program(call: Call, given: Mapping[str, Any], attrs: Mapping[str, Any], axes: Axes = ()) -> Any:
     index, dout = given["index"].reshape(-1), given["dout"]
     classes, n = given["weight"].shape
     if index.size == 0:
-        return {"dweight": sharding.varying_like(jnp.zeros((classes, n), dout.dtype), dout)}
+        return {"dweight": varying_like(jnp.zeros((classes, n), dout.dtype), dout)}
     index = jnp.where(index < 0, index + classes, index)
     counts = (index >= 0) & (index < classes) & (index != attrs["padding_idx"])
     # The others come behind all classes, where nothing is read.
     key = jnp.where(counts, index, classes).astype(jnp.int32)
-    key, order = jax.lax.sort_key_val(key, sharding.varying_like(jnp.arange(key.size, dtype=jnp.int32), key))
+    key, order = jax.lax.sort_key_val(key, varying_like(jnp.arange(key.size, dtype=jnp.int32), key))
     every = jnp.arange(classes, dtype=jnp.int32)
     ends = jnp.searchsorted(key, every, side="right", method="scan_unrolled").astype(jnp.int32)
     rows = {"ends": ends, "classes": key, "order": order, "dout": dout.reshape(key.size, n)}

@@ -1,13 +1,17 @@
-"""What the core wants to know of JAX arrays."""
+"""JAX arrays in the core's terms: shape and dtype name."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax.numpy as jnp
 
 from cute_ops.shapes import Array
+
+Arrays: TypeAlias = Mapping[str, Any]
+# An op's attributes as a parameter of its primitive, which must be hashable.
+Attributes: TypeAlias = tuple[tuple[str, Any], ...]
 
 
 def spec(array: Any) -> Array:
@@ -15,6 +19,6 @@ def spec(array: Any) -> Array:
     return Array(tuple(array.shape), jnp.dtype(array.dtype).name)
 
 
-def specs(arrays: Mapping[str, Any]) -> dict[str, Array | None]:
-    """The same of several, by name."""
+def specs(arrays: Arrays) -> dict[str, Array | None]:
+    """The same for several arrays, by name."""
     return {name: spec(a) for name, a in arrays.items()}

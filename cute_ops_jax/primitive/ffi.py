@@ -56,15 +56,15 @@ def lowering_for(chosen: target.Target | None) -> Iterator[None]:
         _lowering_for.reset(token)
 
 
-@contextmanager
-def noted() -> Iterator[dict[str, None]]:
-    """The names of all kernels that what is traced inside asks for, in that order."""
+def asked_for_by(trace: Callable[[], object]) -> list[str]:
+    """The names of the kernels that a function asks for when it is called, in that order."""
     names: dict[str, None] = {}
     token = _noted.set((*_noted.get(), names))
     try:
-        yield names
+        trace()
     finally:
         _noted.reset(token)
+    return list(names)
 
 
 def known() -> dict[str, Variant]:

@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.jit import loader, toolchain
-from cute_ops_jax import _compat
 
 OLDEST_JAX = (0, 9, 1)
 # From here on nobody has tried.
@@ -25,7 +24,7 @@ _BRIDGE = "jax-tvm-ffi"
 def versions() -> list[str]:
     """What the installed versions say is wrong; imports nothing."""
     problems = []
-    if _compat.jax_version() < OLDEST_JAX:
+    if jax.__version_info__ < OLDEST_JAX:
         problems.append(f"jax {jax.__version__} is too old for {_BRIDGE}: pip install 'jax>={_text(OLDEST_JAX)}'")
     bridge = toolchain.version(_BRIDGE)
     if bridge is None:
@@ -43,7 +42,7 @@ def require() -> None:
         RuntimeError: says what to install.
     """
     problems = versions()
-    if not problems and _compat.jax_version() >= UNKNOWN_JAX and _has_cpu():
+    if not problems and jax.__version_info__ >= UNKNOWN_JAX and _has_cpu():
         from concurrent.futures import ThreadPoolExecutor
 
         # In a thread of its own, since this one is tracing a program.

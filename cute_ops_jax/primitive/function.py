@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.op import Op
-from cute_ops_jax.distributed import sharding
+from cute_ops_jax.distributed import varying
 from cute_ops_jax.primitive.primitive import one_for_each
 from cute_ops_jax.primitive.vjp import Call, differentiable
 
@@ -31,8 +31,8 @@ def register(op: Op) -> Callable[..., Any]:
         The function, the same one for the same declaration. It returns the output, or a tuple of them
         where several are declared, None for an absent one.
     """
-    run = differentiable(op)
     header = signature(op)
+    run = differentiable(op)
 
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = header.bind(*args, **kwargs)
@@ -41,9 +41,10 @@ def register(op: Op) -> Callable[..., Any]:
         attrs = tuple((name, bound.arguments[name]) for name in op.attrs)
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
-        op.check_options(options)
+        if options:
+            op.check_options(options)
         # Before the op is differentiated: so a weight that shards share gets the sum of what they give.
-        present = dict(zip(present, sharding.alike(list(present.values())), strict=True))
+        present = dict(zip(present, varying.alike(list(present.values())), strict=True))
         found = run(Call(tuple(present), attrs, inplace), present)
         results = [
             found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items() if not t.hidden
@@ -64,12 +65,12 @@ def register(op: Op) -> Callable[..., Any]:
 def signature(op: Op) -> inspect.Signature:
     """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text."""
     kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
+    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.outputs.values() if not tensor.hidden]
     parameters = []
     for name, tensor in op.inputs.items():
         default, annotation = (None, "ArrayLike | None") if tensor.optional else (required, "ArrayLike")
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
     for name, value in {**op.attrs, **op.options}.items():
         parameters.append(inspect.Parameter(name, kind, default=value, annotation=type(value).__name__))
-    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.outputs.values() if not tensor.hidden]
     returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
     return inspect.Signature(parameters, return_annotation=returns)

@@ -1,7 +1,7 @@
-"""What a primitive becomes: the declared reference, or on CUDA the compiled kernel as an FFI call.
+"""What a primitive is lowered to: the op's reference, or on CUDA the compiled kernel as an FFI call.
 
-Both bodies are traced when a program is lowered, so a kernel is compiled and loaded before the program
-that calls it exists.
+JAX traces both bodies when it lowers a program, so a kernel is compiled and loaded before the program that calls it
+exists.
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from cute_ops.binding import Binding, bind, expanded_shape
+from cute_ops.binding import Binding, expanded_shape
 from cute_ops.errors import message
 from cute_ops.jit.plan import Plan, folded, plan, target_of
-from cute_ops.op import Op
 from cute_ops.shapes import Array
 from cute_ops_jax.primitive import ffi
-from cute_ops_jax.primitive.arrays import spec, specs
+from cute_ops_jax.primitive.arrays import spec
+
+Shapes = Mapping[str, tuple[Any, ...]]
 
 
-def reference(
-    op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]], inplace: bool = False
-) -> list[jax.Array]:
-    """The declared reference through jax.numpy: every platform but CUDA.
+def reference(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False) -> list[jax.Array]:
+    """The op's reference in jax.numpy, on every platform but CUDA.
 
     Raises:
         TypeError: the reference does not return what the op declares.
     """
-    given = dict(zip(names, arrays, strict=True))
-    outputs = bind(op, specs(given), dict(attrs)).outputs
-    result = op.reference(jnp, *(given.get(name) for name in op.inputs), **dict(attrs))
+    op = binding.op
+    given = _by_name(binding, arrays)
+    result = op.reference(jnp, *(given.get(name) for name in op.inputs), **binding.attrs)
     results = result if isinstance(result, tuple) else (result,)
-    if len(results) != len(outputs):
-        raise TypeError(message(op, f"its reference returned {len(results)} outputs, declared are {len(outputs)}."))
-    for (name, declared), array in zip(outputs.items(), results, strict=True):
+    if len(results) != len(binding.outputs):
+        problem = f"its reference returned {len(results)} outputs, declared are {len(binding.outputs)}."
+        raise TypeError(message(op, problem))
+    for (name, declared), array in zip(binding.outputs.items(), results, strict=True):
         got = None if array is None else spec(array)
         if got != declared:
             problem = f"its reference returned {_text(got)} for `{name}`, declared is {_text(declared)}."
@@ -44,103 +44,120 @@ def reference(
     return [array for array in results if array is not None]
 
 
-# Enough to keep a GPU busy.
-MANY_ROWS = 1 << 20
+def kernel(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False) -> list[jax.Array]:
+    """The compiled kernel, called by its target's name on row-major arrays.
+
+    XLA hands over compact arrays, so leading dims fold: into one, or into outer and inner ones where the outer ones
+    share an input. One variant serves every rank. Scratch arrays are results that nobody reads: XLA places them among
+    its own temporaries.
+
+    Args:
+        inplace: outputs take the memory of the inputs that are donated to them.
+
+    Raises:
+        NotImplementedError: symbolic sizes, or a GPU that no kernel is built for.
+        CompileError: the kernel does not compile.
+    """
+    chosen = choose(binding)
+    variant = chosen.plan.variant
+    ffi.ensure(variant)
+    op, given = binding.op, _by_name(binding, arrays)
+    given |= {n: jnp.broadcast_to(given[n], shape) for n, shape in chosen.expanded.items()}
+    views = [given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None]
+    made = {n: out for n, out in chosen.folded.outputs.items() if out is not None}
+    results = [
+        jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype))
+        for out in (*made.values(), *chosen.plan.workspaces.values())
+    ]
+    # XLA copies an aliased operand that is read later.
+    operands = {n: i for i, n in enumerate(given)}
+    donated = {i: op.outputs[n].donates for i, n in enumerate(made)} if inplace else {}
+    aliases = {operands[n]: i for i, n in donated.items() if n in operands}
+    # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
+    flat = jax.ffi.ffi_call(variant.symbol, results, input_output_aliases=aliases)(*views)
+    shapes = [out.shape for out in binding.outputs.values() if out is not None]
+    return [array.reshape(shape) for array, shape in zip(flat[: len(shapes)], shapes, strict=True)]
 
 
 class Chosen(NamedTuple):
-    """A call as it is, the same with leading dims folded, and how that runs."""
+    """How a call runs: its leading dims folded, that call's plan, and the shapes of the inputs to broadcast first."""
 
-    whole: Binding
     folded: Binding
     plan: Plan
+    expanded: Shapes
 
 
-def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str, Any]]) -> Chosen:
-    """The kernel for a call of compact arrays, whose leading dims may be symbolic.
+# Enough rows to keep a GPU busy.
+MANY_ROWS = 1 << 20
+
+
+def choose(binding: Binding) -> Chosen:
+    """The kernel for a call on compact arrays, whose leading dims may be symbolic.
 
     Raises:
         NotImplementedError: other symbolic sizes, or a GPU that no kernel is built for.
     """
-    whole = bind(op, given, dict(attrs))
-    shapes = folded(_with_shapes(whole, expanded(whole)))
-    binding = _with_shapes(whole, shapes)
-    target = target_of(whole, ffi.device_target)
-    if not any(_symbolic(size) for array in binding.inputs.values() if array for size in array.shape):
-        return Chosen(whole, binding, plan(binding, {}, target, device=ffi.here()))
-    inner = {n: a.shape[len(a.shape) - len(op.inputs[n].dims) :] for n, a in binding.inputs.items() if a}
+    expanded = _expanded(binding)
+    whole = binding._replace(inputs=_with_shapes(binding.inputs, expanded)) if expanded else binding
+    flat = _with_leading_dims(whole, folded(whole))
+    shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
+    symbolic = any(_symbolic(size) for shape in shapes.values() for size in shape)
+    target, device = target_of(binding, ffi.device_target), ffi.here()
+    if not symbolic:
+        return Chosen(flat, plan(flat, {}, target, device=device), expanded)
+    inner = {n: shape[len(shape) - len(binding.op.inputs[n].dims) :] for n, shape in shapes.items()}
     problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
     if not problem:
-        # A kernel does not depend on the number of rows, and scratch arrays that serve many serve fewer.
-        fixed, larger = (plan(_with_rows(binding, rows), {}, target) for rows in (MANY_ROWS, 2 * MANY_ROWS))
+        # A kernel does not depend on the number of rows, and scratch arrays that serve many rows serve fewer.
+        fixed, larger = (
+            plan(_with_leading_dims(flat, _with_rows(shapes, rows)), {}, target) for rows in (MANY_ROWS, 2 * MANY_ROWS)
+        )
         if _elements(larger) > 1.5 * _elements(fixed):
             problem = "its scratch arrays grow with the rows"
     if problem:
         problem = f"on CUDA only leading dims may be symbolic, but {problem}."
-        raise NotImplementedError(message(op, problem, whole.inputs, whole.dims, whole.dtypes))
-    return Chosen(whole, binding, fixed)
+        raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
+    return Chosen(flat, fixed, expanded)
 
 
-def expanded(whole: Binding) -> dict[str, tuple[Any, ...]]:
+def _by_name(binding: Binding, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
+    return dict(zip((n for n, a in binding.inputs.items() if a is not None), arrays, strict=True))
+
+
+def _expanded(binding: Binding) -> Shapes:
     """The shapes of inputs that broadcast along an inner leading dim, as the compact arrays that kernels read."""
-    given = {n: (t, a) for n, t in whole.op.inputs.items() if (a := whole.inputs[n]) is not None}
-    found = {n: expanded_shape(t, a, whole.dims) for n, (t, a) in given.items()}
+    given = {n: (t, a) for n, t in binding.op.inputs.items() if t.broadcast and (a := binding.inputs[n]) is not None}
+    found = {n: expanded_shape(t, a, binding.dims) for n, (t, a) in given.items()}
     return {n: shape for n, shape in found.items() if shape is not None}
 
 
-def _with_shapes(binding: Binding, shapes: Mapping[str, tuple[Any, ...]]) -> Binding:
-    """The binding with other shapes of some inputs."""
-    arrays = {n: a and Array(shapes.get(n, a.shape), a.dtype) for n, a in binding.inputs.items()}
-    return bind(binding.op, arrays, binding.attrs) if shapes else binding
+def _with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
+    """The same call on views of its arrays, which differ in their leading dims: nothing is left to check."""
+    op, dims = binding.op, dict(binding.dims)
+    for name, shape in shapes.items():
+        tensor = op.inputs[name]
+        if tensor.rows and not tensor.broadcast:
+            dims[tensor.rows] = shape[: len(shape) - len(tensor.dims)]
+    dims |= {name: size(dims, binding.attrs) for name, size in op.derived.items()}
+    outputs = {n: out and out._replace(shape=op.outputs[n].of(dims)) for n, out in binding.outputs.items()}
+    return binding._replace(dims=dims, inputs=_with_shapes(binding.inputs, shapes), outputs=outputs)
 
 
-def symbol(op: Op, given: Mapping[str, Any], attrs: Sequence[tuple[str, Any]]) -> str:
-    """The name of the kernel for a call."""
-    return choose(op, specs(given), attrs).plan.variant.symbol
+def _with_shapes(arrays: Mapping[str, Array | None], shapes: Shapes) -> dict[str, Array | None]:
+    return {n: a and a._replace(shape=shapes.get(n, a.shape)) for n, a in arrays.items()}
 
 
-def _elements(chosen: Plan) -> int:
-    return sum(math.prod(scratch.shape) for scratch in chosen.workspaces.values())
+def _with_rows(shapes: Shapes, rows: int) -> Shapes:
+    """The shapes with a number in place of everything symbolic."""
+    return {n: tuple(rows if _symbolic(size) else size for size in shape) for n, shape in shapes.items()}
 
 
 def _symbolic(size: Any) -> bool:
     return not isinstance(size, int)
 
 
-def _with_rows(binding: Binding, rows: int) -> Binding:
-    """The binding with a number in place of everything symbolic."""
-    shapes = {n: tuple(rows if _symbolic(size) else size for size in a.shape) for n, a in binding.inputs.items() if a}
-    return _with_shapes(binding, shapes)
-
-
-def kernel(
-    op: Op, *arrays: jax.Array, names: Sequence[str], attrs: Sequence[tuple[str, Any]], inplace: bool = False
-) -> list[jax.Array]:
-    """The compiled kernel, called by its target's name on row-major arrays.
-
-    XLA hands over compact arrays, so leading dims fold: into one, or where an input is shared by the outer
-    ones, into outer and inner ones. A single variant serves every rank.
-    Scratch arrays are results that nobody reads: XLA places them with its own temporaries.
-
-    Raises:
-        NotImplementedError: symbolic sizes, or a GPU that no kernel is built for.
-        CompileError: the kernel does not compile.
-    """
-    given = dict(zip(names, arrays, strict=True))
-    whole, binding, chosen = choose(op, specs(given), attrs)
-    wide = {n: jnp.broadcast_to(given[n], shape) for n, shape in expanded(whole).items()}
-    views = {n: a.reshape(binding.inputs[n].shape) for n, a in {**given, **wide}.items()}  # type: ignore[union-attr]
-    ffi.ensure(chosen.variant)
-    outputs = [out for out in binding.outputs.values() if out is not None]
-    results = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in (*outputs, *chosen.workspaces.values())]
-    # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
-    made = [name for name, out in binding.outputs.items() if out is not None]
-    sources = {op.outputs[name].donates: i for i, name in enumerate(made)} if inplace else {}
-    # XLA copies an aliased operand that is read later.
-    aliases = {i: sources[name] for i, name in enumerate(views) if name in sources}
-    flat = jax.ffi.ffi_call(chosen.variant.symbol, results, input_output_aliases=aliases)(*views.values())
-    wanted = [out.shape for out in whole.outputs.values() if out is not None]
-    return [array.reshape(shape) for array, shape in zip(flat[: len(wanted)], wanted, strict=True)]
+def _elements(chosen: Plan) -> int:
+    return sum(math.prod(scratch.shape) for scratch in chosen.workspaces.values())
 
 
 def _text(array: Array | None) -> str:

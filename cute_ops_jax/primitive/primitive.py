@@ -1,15 +1,15 @@
 """An op as a JAX primitive: one per declaration, the backward op included.
 
-A primitive takes the inputs that are present, in declared order and with any leading dims, and gives the
-outputs that exist. Its parameters are plain values: the names of those inputs and the attributes.
+A primitive takes the inputs that are present, in declared order and with any leading dims, and gives the outputs that
+exist. Its parameters are plain values: the names of those inputs, the attributes, and whether inputs are donated.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache, partial, wraps
-from typing import Any, TypeVar
+from functools import cache, lru_cache, partial, wraps
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -17,17 +17,20 @@ import jax.numpy as jnp
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.op import Op
+from cute_ops.shapes import Array
 from cute_ops_jax import _compat
-from cute_ops_jax.distributed import sharding
-from cute_ops_jax.primitive import lowering, vmap
-from cute_ops_jax.primitive.arrays import specs
+from cute_ops_jax.distributed import explicit, partitioner, slices, varying
+from cute_ops_jax.distributed.varying import Axes
+from cute_ops_jax.primitive import ffi, lowering, vmap
+from cute_ops_jax.primitive.arrays import Arrays, Attributes, specs
 
 T = TypeVar("T")
-Attributes = tuple[tuple[str, Any], ...]
+# :func:`lowering.reference` or :func:`lowering.kernel`: ``run(binding, arrays, inplace) -> results``.
+Lowering: TypeAlias = Callable[[Binding, Sequence[jax.Array], bool], list[jax.Array]]
 
 
 def one_for_each(make: Callable[[Op], T]) -> Callable[[Op], T]:
-    """As :func:`functools.cache`, where threads that ask at once get the same one, too."""
+    """:func:`functools.cache`, but threads that ask at once get the same object."""
     made, lock = cache(make), threading.RLock()
 
     @wraps(make)
@@ -44,108 +47,141 @@ class Stage:
     Calling it binds the primitive; arrays and results go by name, None where absent.
     """
 
-    # How devices that have slices of what the declaration splits run it.
-    together: sharding.Together = staticmethod(sharding.on_slices)
+    # How devices that have slices of the dim that the declaration splits run the op.
+    together: slices.Together = staticmethod(slices.on_slices)
+    # Whether XLA's partitioner gets the reference in one piece too, not only the kernel.
+    partitions_reference = False
+    # The platforms that run the kernel.
+    platforms = ("cuda",)
 
     def __init__(self, op: Op) -> None:
         self.op = op
-        self.primitive = self._new()
-        # The twin that XLA may partition: JAX must then know the devices when it lowers.
-        self.partitioned = self._new()
+        rules = (self._abstract, partial(vmap.batch, self), self._differentiate)
+        self.primitive = _compat.new_primitive(f"cute_{op.name}", *rules)
+        # Its twin that XLA may partition: JAX must then know the devices when it lowers.
+        self.partitioned = _compat.new_primitive(f"cute_{op.name}", *rules)
         _compat.needs_devices(self.partitioned)
-        self.run_kernels_on("cuda")
+        body, spread = partial(self._lower, lowering.reference), partial(self._spread, lowering.reference)
+        _compat.register_lowering(self.primitive, body)
+        _compat.register_lowering(self.partitioned, body, spread=spread if self.partitions_reference else None)
+        body, spread = partial(self._lower, lowering.kernel), partial(self._spread, lowering.kernel)
+        for platform in self.platforms:
+            _compat.register_lowering(self.primitive, body, platform)
+            _compat.register_lowering(self.partitioned, body, platform, spread)
 
-    def run_kernels_on(self, platform: str) -> None:
-        """Lower to the kernel on this platform."""
-        kernel = partial(lowering.kernel, self.op)
-        _compat.register_lowering(self.primitive, kernel, platform)
-        _compat.register_lowering(self.partitioned, kernel, platform, partial(self._spread, kernel))
+    def __call__(self, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> dict[str, jax.Array | None]:
+        """Check the call and bind the primitive.
 
-    def _spread(
-        self,
-        program: Callable[..., Sequence[Any]],
-        *arrays: Any,
-        names: tuple[str, ...],
-        attrs: Attributes,
-        inplace: bool,
-        devices: int,
-    ) -> list[Any]:
-        """``program`` on all devices; it takes what the primitive takes."""
-
-        def call(inputs: Mapping[str, Any], attrs: Mapping[str, Any], **options: Any) -> dict[str, Any]:
-            options |= {"names": tuple(inputs), "attrs": tuple(attrs.items()), "inplace": inplace}
-            return self._by_name(program(*inputs.values(), **options), inputs, attrs)
-
-        return sharding.by_partitioner(
-            self.op, call, self.together, *arrays, names=names, attrs=dict(attrs), devices=devices
-        )
-
-    def _by_name(self, results: Sequence[Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-        outputs = bind(self.op, specs(inputs), attrs).outputs
-        return dict(zip((n for n, out in outputs.items() if out is not None), results, strict=True))
-
-    def _new(self) -> _compat.Primitive:
-        primitive = _compat.new_primitive(
-            f"cute_{self.op.name}", self._abstract, partial(vmap.batch, self), self._differentiate
-        )
-        _compat.register_lowering(primitive, partial(lowering.reference, self.op))
-        return primitive
-
-    def __call__(
-        self, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False
-    ) -> dict[str, jax.Array | None]:
-        """Check the call and bind the primitive. ``inplace``: outputs take the memory of the inputs that they reuse.
+        Args:
+            inputs: arrays by name.
+            attrs: attributes by name; those that are missing have their default.
+            inplace: outputs take the memory of the inputs that are donated to them.
 
         Raises:
             TypeError: unknown or missing argument, wrong dtype.
             ValueError: shapes that do not fit together.
         """
-        present = {name: a for name, a in inputs.items() if a is not None}
-        for name, a in present.items():
+        given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
+        for name, a in given.items():
             if not (hasattr(a, "shape") and hasattr(a, "dtype")):
                 raise TypeError(message(self.op, f"argument `{name}` must be one array, got {type(a).__name__}."))
-        binding = bind(self.op, specs(present), attrs)
-        wanted = {name: out for name, out in binding.outputs.items() if out is not None}
+        binding = self.bound(given, attrs)
         if binding.empty:
             # A kernel cannot launch on nothing; a sum over no rows is zero.
-            results: Sequence[Any] = [jnp.zeros(out.shape, out.dtype) for out in wanted.values()]
+            return {n: out and jnp.zeros(out.shape, out.dtype) for n, out in binding.outputs.items()}
+        outputs = [name for name, out in binding.outputs.items() if out is not None]
+        if varying.automatic():
+            results: Sequence[Any] = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
-            results = self._bind({name: present[name] for name in self.op.inputs if name in present}, binding, inplace)
-        return dict.fromkeys(self.op.outputs) | dict(zip(wanted, results, strict=True))
+            results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
+        return dict.fromkeys(self.op.outputs) | dict(zip(outputs, results, strict=True))
 
-    def _bind(self, given: Mapping[str, Any], binding: Binding, inplace: bool) -> Sequence[Any]:
-        def params(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-            return {"names": tuple(inputs), "attrs": tuple(attrs.items()), "inplace": inplace}
+    def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
+        """The checked call. Tracing, abstract evaluation and lowering of one call share it.
 
-        def call(inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-            results = self.primitive.bind(*sharding.alike(list(inputs.values())), **params(inputs, attrs))
-            return self._by_name(results, inputs, attrs)
+        Args:
+            arrays: arrays, tracers or abstract values by name, in declared order.
+            attrs: attributes by name; those that are missing have their default.
+        """
+        given = tuple((name, tuple(a.shape), a.dtype) for name, a in arrays.items())
+        full = {**self.op.attrs, **attrs}
+        return _bound(self.op, given, tuple(full.items()), tuple(map(type, full.values())))
 
-        if sharding.automatic():
-            return self.partitioned.bind(*given.values(), **params(given, binding.attrs))
-        return sharding.by_type(call, self.together, given, binding)
+    def _on_one_device(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
+        """Bind the primitive inside of a ``shard_map`` over all axes."""
+        given = present(self.op, inputs)
+        binding = self.bound(given, attrs)
+        return named(binding, self.primitive.bind(*varying.alike(list(given.values())), **_params(binding, inplace)))
 
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
     ) -> list[_compat.ShapedArray]:
-        outputs = bind(self.op, specs(dict(zip(names, avals, strict=True))), dict(attrs)).outputs.values()
+        outputs = self.bound(dict(zip(names, avals, strict=True)), dict(attrs)).outputs.values()
         return [_compat.aval_like(avals[0], out.shape, jnp.dtype(out.dtype)) for out in outputs if out is not None]
 
-    def _differentiate(self, primals: Any, tangents: Any, **params: Any) -> Any:
+    def _differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> NoReturn:
         """Reached by a second derivative, and by any derivative of an op without a gradient."""
         if self.op.inference_only:
             problem = f"is for inference only, it has no gradient; {self.op.inference_only}."
-            raise NotImplementedError(
-                message(self.op, problem, specs(dict(zip(params["names"], primals, strict=True))))
-            )
+            given = specs(dict(zip(params["names"], primals, strict=True)))
+            raise NotImplementedError(message(self.op, problem, given))
         what = "only its first derivative exists, in reverse mode" if self.op.grad else "no gradient is declared for it"
         raise NotImplementedError(
             f"cute.{self.op.name}: {what}; for other derivatives differentiate its reference, "
             f"op.reference(jax.numpy, ...)."
         )
 
+    def _lower(
+        self, run: Lowering, *arrays: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
+    ) -> list[jax.Array]:
+        """What JAX traces when it lowers a program on one device."""
+        return self._run(run, self.bound(dict(zip(names, arrays, strict=True)), dict(attrs)), arrays, inplace)
+
+    def _spread(
+        self, run: Lowering, *arrays: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool, devices: int
+    ) -> list[Any]:
+        """What JAX traces when it lowers a program that XLA partitions over several devices."""
+
+        def call(inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = ()) -> Arrays:
+            given = present(self.op, inputs)
+            binding = self.bound(given, attrs)
+            return named(binding, self._run(run, binding, list(given.values()), inplace, axes))
+
+        program = partitioner.Program(call, self.together, ffi.asked_for_by, devices)
+        binding = self.bound(dict(zip(names, arrays, strict=True)), dict(attrs))
+        return partitioner.by_partitioner(program, binding, arrays)
+
+    def _run(
+        self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = ()
+    ) -> list[jax.Array]:
+        """The body of the primitive on one device, by the reference or the kernel; ``axes`` as in :attr:`together`."""
+        return run(binding, arrays, inplace)
+
 
 @one_for_each
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
     return Stage(op)
+
+
+def present(op: Op, inputs: Arrays) -> dict[str, Any]:
+    """The inputs that are there, in declared order."""
+    return {name: inputs[name] for name in op.inputs if inputs.get(name) is not None}
+
+
+def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
+    """The results of a call by name."""
+    return dict(zip((n for n, out in binding.outputs.items() if out is not None), results, strict=True))
+
+
+def _params(binding: Binding, inplace: bool) -> dict[str, Any]:
+    names = tuple(n for n, a in binding.inputs.items() if a is not None)
+    return {"names": names, "attrs": tuple(binding.attrs.items()), "inplace": inplace}
+
+
+@lru_cache(maxsize=1024)
+def _bound(
+    op: Op, given: tuple[tuple[str, tuple[Any, ...], Any], ...], attrs: Attributes, kinds: tuple[type, ...]
+) -> Binding:
+    """``kinds``: of the attributes' values, since True equals 1.0 and is no number."""
+    return bind(op, {name: Array(shape, jnp.dtype(dtype).name) for name, shape, dtype in given}, dict(attrs))

@@ -15,7 +15,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from cute_ops.op import Op
-from cute_ops_jax.primitive.primitive import Attributes, stage
+from cute_ops_jax.primitive.arrays import Attributes
+from cute_ops_jax.primitive.primitive import stage
 
 Arrays = dict[str, jax.Array]
 
@@ -35,9 +36,12 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
     forward = stage(op)
 
     def run(call: Call, inputs: Arrays) -> Arrays:
-        # Policies of jax.checkpoint may name them, the saved ones included.
-        made = {name: a for name, a in forward(inputs, dict(call.attrs)).items() if a is not None}
-        return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in made.items()}
+        outputs = {}
+        for name, a in forward(inputs, dict(call.attrs)).items():
+            if a is not None:
+                # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
+                outputs[name] = checkpoint_name(a, f"cute_{op.name}")
+        return outputs
 
     if op.grad is None:
         return run

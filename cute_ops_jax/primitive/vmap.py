@@ -1,24 +1,33 @@
-"""vmap: the batch dim becomes one more leading dim, which costs nothing.
+"""The batching rule: the batch dim becomes one more leading dim, at no cost.
 
-That needs leading dims on every batched input and every output. Where a weight is batched, or a sum over
-rows is asked for per example (``dweight`` in a vmap of grad), the op runs once per example in a loop:
-right, but as many launches as examples.
+This needs leading dims on every batched input and on every output. Where a weight is batched, or where a sum over rows
+is wanted per example (``dweight`` in a vmap of grad), the op runs once per example in a loop: correct, but one launch
+per example.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 
-from cute_ops.binding import bind
-from cute_ops.shapes import Array
-from cute_ops_jax.primitive.arrays import spec
+from cute_ops.binding import Binding
+from cute_ops.op import Op
+from cute_ops_jax.primitive.arrays import Arrays, Attributes
 
-if TYPE_CHECKING:
-    from cute_ops_jax.primitive.primitive import Attributes, Stage
+
+class Stage(Protocol):
+    """What the rule needs of the op's stage (:class:`cute_ops_jax.primitive.primitive.Stage`)."""
+
+    op: Op
+
+    def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding: ...
+
+    def __call__(
+        self, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False
+    ) -> Mapping[str, jax.Array | None]: ...
 
 
 def batch(
@@ -37,28 +46,27 @@ def batch(
     shared = {name: a for name, (a, axis) in given.items() if axis is None}
     size = next(iter(batched.values())).shape[0]
 
-    def run(inputs: dict[str, Any]) -> list[jax.Array]:
+    def run(inputs: dict[str, jax.Array]) -> list[jax.Array]:
         return [result for result in stage({**shared, **inputs}, dict(attrs), inplace).values() if result is not None]
 
-    example = {name: Array(a.shape[1:], spec(a).dtype) for name, a in batched.items()}
-    one = bind(op, {**{name: spec(a) for name, a in shared.items()}, **example}, dict(attrs))
-    outputs, dims = one.outputs, one.dims
+    example = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in batched.items()}
+    one = stage.bound({name: example.get(name, a) for name, (a, _) in given.items()}, dict(attrs))
     folds = all(op.inputs[name].rows for name in batched)
-    folds &= all(op.outputs[name].rows for name, out in outputs.items() if out is not None)
+    folds &= all(op.outputs[name].rows for name, out in one.outputs.items() if out is not None)
     if folds:
-        # What broadcasts over leading dims does so over one more, unless one such input is batched: then all of them
-        # get all leading dims.
+        # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all of
+        # them are given all leading dims.
         kept = not any(op.inputs[n].broadcast for n in batched)
         rows = {n: a for n, a in given.items() if op.inputs[n].rows and not (op.inputs[n].broadcast and kept)}
-        whole = {n: _whole(*a, size, op.inputs[n].of(dims)) for n, a in rows.items()}
+        whole = {n: _with_all_leading_dims(*a, size, op.inputs[n].of(one.dims)) for n, a in rows.items()}
         results = run({**batched, **whole})
     else:
         results = jax.lax.map(run, batched)
     return results, [0] * len(results)
 
 
-def _whole(array: jax.Array, axis: int | None, size: int, shape: tuple[int, ...]) -> jax.Array:
-    """The array with the batch in axis 0 and all leading dims."""
+def _with_all_leading_dims(array: jax.Array, axis: int | None, size: int, shape: tuple[int, ...]) -> jax.Array:
+    """The array broadcast to ``(size, *shape)``, its batch in axis 0."""
     batch = 1 if axis is None else size
     one = array[None] if axis is None else jnp.moveaxis(array, axis, 0)
     ones = (1,) * (len(shape) + 1 - one.ndim)

@@ -309,10 +309,10 @@ def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(target, "device_count", lambda: 1)
     monkeypatch.setattr(target, "of_device", lambda index: target.parse("sm_90a"))
     monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
-    x = {"x": Array((4, 64), "float32")}
-    lowering.choose(softmax, x, ())
+    x = bind(softmax, {"x": Array((4, 64), "float32")})
+    lowering.choose(x)
     with ffi.lowering_for(target.parse("sm_100a")):
-        lowering.choose(softmax, x, ())
+        lowering.choose(x)
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_80")
-    lowering.choose(softmax, x, ())
+    lowering.choose(x)
     assert devices == [0, None, None]

@@ -7,7 +7,6 @@ import pytest
 
 import cute_ops_jax
 from cute_ops.jit import toolchain
-from cute_ops_jax import _compat
 from cute_ops_jax.primitive import ffi_check
 
 
@@ -17,7 +16,7 @@ def test_all_is_well() -> None:
 
 
 def test_old_jax(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_compat, "jax_version", lambda: (0, 9, 0))
+    monkeypatch.setattr(jax, "__version_info__", (0, 9, 0))
     (problem,) = cute_ops_jax.probe()
     assert problem.endswith("is too old for jax-tvm-ffi: pip install 'jax>=0.9.1'")
 
@@ -59,7 +58,7 @@ def test_a_jax_that_nobody_tried_is_tried(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(ffi_check, "_call", call)
     jax.jit(lambda x: ffi_check.require.__wrapped__() or x).lower(1.0)
     assert tried == []
-    monkeypatch.setattr(_compat, "jax_version", lambda: ffi_check.UNKNOWN_JAX)
+    monkeypatch.setattr(jax, "__version_info__", ffi_check.UNKNOWN_JAX)
     jax.jit(lambda x: ffi_check.require.__wrapped__() or x).lower(1.0)
     assert tried == [True]
     monkeypatch.setattr(ffi_check, "_call", lambda: False)

@@ -18,8 +18,7 @@ from jax.sharding import AxisType
 
 import cute_ops_jax
 from cute_ops.composite import chunks
-from cute_ops_jax.composite import primitive
-from cute_ops_jax.distributed import vocab_parallel
+from cute_ops_jax.composite import primitive, vocab_parallel
 
 P = jax.P
 Close = Callable[[Any, Any], None]

@@ -1,0 +1,155 @@
+"""An op that XLA's partitioner shards: with automatic mesh axes, XLA asks for the program of one device when it
+compiles. JAX calls this ``custom_partitioning``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import NamedSharding
+
+import cute_ops
+from cute_ops.binding import Binding
+from cute_ops.errors import message
+from cute_ops.sharding import Factors, factors
+from cute_ops_jax import _compat
+from cute_ops_jax.distributed.slices import Call, Cuts, Local, Together, assign, of_one_device, present, spec_of
+
+# ``kernels(traced) -> names``: traces, and tells the kernels that what was traced calls.
+Kernels: TypeAlias = Callable[[Callable[[], object]], Iterable[str]]
+
+
+class Program(NamedTuple):
+    """An op in a program on several devices.
+
+    Attributes:
+        call: the op on one device. It names its kernels when it is traced.
+        together: the same where devices have slices of the dim that the declaration splits.
+        kernels: finds the names of these kernels.
+        devices: how many the program runs on.
+    """
+
+    call: Call
+    together: Together
+    kernels: Kernels
+    devices: int
+
+    def local(self, binding: Binding, cuts: Cuts) -> Local:
+        return of_one_device(binding, self.call, self.together, cuts)
+
+
+def by_partitioner(program: Program, binding: Binding, arrays: Sequence[Any]) -> list[Any]:
+    """The op on arrays that XLA shards.
+
+    Raises:
+        NotImplementedError: when XLA compiles shardings that do not name the axes of one mesh.
+    """
+    # Programs on one device have no use for these two, which take time to import.
+    from jax.experimental.custom_partitioning import custom_partitioning
+    from jax.experimental.xla_metadata import set_xla_metadata
+
+    named = factors(binding, split=True)
+    names, outputs = present(binding.inputs), present(binding.outputs)
+
+    def cut(mesh: Any, known: Mapping[str, Any]) -> Cuts:
+        # Arrays that nobody placed, under jax.set_mesh, have no axes to name.
+        placed = {n: a for n, a in known.items() if not a.sharding.is_fully_replicated}
+        if any(not isinstance(a.sharding, NamedSharding) for a in placed.values()):
+            problem = "its arguments have shardings of several meshes, or of none; use NamedShardings of one mesh."
+            raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
+        # Row-wise arrays say how rows are sharded, arguments first.
+        order = sorted(placed, key=lambda n: -len(known[n].shape))
+        return assign(binding, named, [(n, known[n].sharding.spec) for n in order], dict(mesh.shape))
+
+    def shardings(mesh: Any, which: Sequence[str], cuts: Cuts) -> list[NamedSharding]:
+        return [NamedSharding(mesh, spec_of(named[n], cuts)) for n in which]
+
+    def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
+        cuts = cut(mesh, dict(zip((*names, *outputs), (*arguments, *results), strict=True)))
+        local = program.local(binding, cuts)
+        return mesh, local, shardings(mesh, outputs, cuts), tuple(shardings(mesh, names, cuts))
+
+    def infer(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> list[NamedSharding]:
+        return shardings(mesh, outputs, cut(mesh, dict(zip(names, arguments, strict=True))))
+
+    partitioned = custom_partitioning(program.local(binding, {}))
+    rule, whole = _rule(names, outputs, named)
+    # In the order of their first use, as Shardy wants them.
+    every = dict.fromkeys(f for n in names for f in named[n] if f is not None)
+    partitioned.def_partition(
+        partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=whole,
+        reduction_factors=tuple(f for f in every if all(f not in named[n] for n in outputs)),
+    )  # fmt: skip
+    with set_xla_metadata(cute_ops_kernel=_label(program, binding, named)):
+        return list(partitioned(*arrays))
+
+
+def _rule(inputs: Sequence[str], outputs: Sequence[str], named: Factors) -> tuple[str, tuple[str, ...]]:
+    """Shardy's rule as text, ``m2 m1 whole0, whole1 -> m2 m1 whole2``, and its factors that are never sharded."""
+    wholes: list[str] = []
+
+    def text(name: str) -> str:
+        words = []
+        for factor in named[name]:
+            if factor is None:
+                factor = f"whole{len(wholes)}"
+                wholes.append(factor)
+            words.append(factor)
+        return " ".join(words)
+
+    left = ", ".join(map(text, inputs))
+    return f"{left} -> {', '.join(map(text, outputs))}", tuple(wholes)
+
+
+def _label(program: Program, binding: Binding, named: Factors) -> str:
+    """The op, its attributes and its kernels, for the key of XLA's persistent cache, which would otherwise say nothing
+    of the program behind the callback.
+
+    XLA does not call back for a program that it finds in its cache. So wherever it may find one, the kernels of every
+    program that it could be are loaded now. By default the callback's address is in the key: no other process finds it.
+    """
+    ways = _partitions(binding, named, 1 if _compat.callbacks_in_keys() else program.devices)
+
+    def trace() -> None:
+        for parts in ways:
+            local = program.local(binding, {f: (f,) for f in parts})
+            jax.make_jaxpr(local, axis_env=list(parts.items()))(*_slices(binding, named, parts))
+
+    attrs = (f"{n}={v}" for n, v in binding.attrs.items())
+    return " ".join([binding.op.name, cute_ops.__version__, *attrs, *program.kernels(trace)])
+
+
+def _partitions(binding: Binding, named: Factors, devices: int) -> list[dict[str, int]]:
+    """All ways in which a mesh of so many devices may shard the factors: the number of slices of each."""
+    shapes = {n: a.shape for n, a in binding.inputs.items() if a is not None}
+    sizes = {f: size for n, shape in shapes.items() for f, size in zip(named[n], shape, strict=True) if f is not None}
+    found: list[dict[str, int]] = [{}]
+    for prime in _primes(devices):
+        more = [{**parts, f: parts.get(f, 1) * prime} for parts in found for f in sizes]
+        found += [parts for i, parts in enumerate(more) if parts not in found and parts not in more[:i]]
+    return [parts for parts in found if all(sizes[f] % part == 0 for f, part in parts.items())]
+
+
+def _primes(number: int) -> Iterator[int]:
+    """``12 -> 2 2 3``."""
+    factor = 2
+    while number > 1:
+        if number % factor:
+            factor += 1
+        else:
+            number //= factor
+            yield factor
+
+
+def _slices(binding: Binding, named: Factors, parts: Mapping[str, int]) -> list[jax.ShapeDtypeStruct]:
+    """The inputs that one device then has."""
+    return [
+        jax.ShapeDtypeStruct(
+            tuple(s // parts.get(f or "", 1) for s, f in zip(a.shape, named[n], strict=True)), jnp.dtype(a.dtype)
+        )
+        for n, a in binding.inputs.items()
+        if a is not None
+    ]

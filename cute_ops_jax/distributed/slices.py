@@ -1,0 +1,158 @@
+"""The program that each device runs on its slices: the kernel, and the sums and merges over devices around it.
+
+:mod:`cute_ops.sharding` says which dims of a call may be sharded, as *factors*. A sum over rows is a ``psum``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+
+from cute_ops.binding import Binding
+from cute_ops.op import Op, Tensor
+from cute_ops.sharding import Factors, factors, sums
+from cute_ops_jax.distributed.varying import Axes, varying_like
+
+Arrays: TypeAlias = Mapping[str, Any]
+# The program of one device, on the arrays that are present: its outputs that exist.
+Local: TypeAlias = Callable[..., Sequence[Any]]
+# ``call(inputs, attrs) -> outputs``: an op on one device, arrays by name.
+Call: TypeAlias = Callable[..., Arrays]
+# ``together(op, inputs, attrs, axes, call) -> outputs``: the same where the devices along the axes have slices of the
+# dim that the declaration splits.
+Together: TypeAlias = Callable[[Op, Arrays, Arrays, Axes, Call], Arrays]
+
+
+def assign(binding: Binding, named: Factors, wanted: Sequence[tuple[str, Any]], sizes: Mapping[str, int]) -> Cuts:
+    """The mesh axes that shard each factor.
+
+    Args:
+        binding: the call.
+        named: its factors.
+        wanted: arrays by name with the ``PartitionSpec`` that they have or should get, those that matter most first.
+        sizes: of the mesh's axes. An axis that is not in here is not used.
+    """
+    cuts: dict[str, Axes] = {}
+    used: set[str] = set()
+    arrays = {**binding.inputs, **binding.outputs}
+    for name, spec in wanted:
+        array = arrays[name]
+        if array is None:
+            continue
+        for factor, size, entry in zip(named[name], array.shape, entries(spec, len(array.shape)), strict=True):
+            axes = tuple(a for a in entry if a in sizes)
+            if factor is None or factor in cuts or not axes or used & set(axes):
+                continue
+            # XLA pads uneven slices, and the padding would get into sums.
+            if size % math.prod(sizes[a] for a in axes) == 0:
+                cuts[factor] = axes
+                used |= set(axes)
+    return cuts
+
+
+# The mesh axes that shard each factor.
+Cuts: TypeAlias = Mapping[str, Axes]
+
+
+def entries(spec: Any, rank: int) -> list[Axes]:
+    """The mesh axes of each dim in a ``PartitionSpec``."""
+    padded = [*spec, *[None] * (rank - len(spec))]
+    return [(e,) if isinstance(e, str) else e if isinstance(e, tuple) else () for e in padded]
+
+
+def spec_of(names: Sequence[str | None], cuts: Cuts) -> PartitionSpec:
+    """The ``PartitionSpec`` of an array with these factors."""
+    return PartitionSpec(*(cuts.get(f) if f else None for f in names))
+
+
+def of_one_device(binding: Binding, call: Call, together: Together, cuts: Cuts) -> Local:
+    """The program of one device: ``call`` on its slices, combined with the results of the others."""
+    op, attrs = binding.op, binding.attrs
+    names, outputs = (present(arrays) for arrays in (binding.inputs, binding.outputs))
+    split = () if op.split is None else cuts.get(op.split.dim, ())
+
+    def local(*slices: Any) -> list[Any]:
+        given = dict(zip(names, slices, strict=True))
+        found = together(op, given, attrs, split, call) if split else call(given, attrs)
+        return [found[n] for n in outputs]
+
+    return _added(binding, local, {f: axes for f, axes in cuts.items() if axes != split})
+
+
+def present(arrays: Arrays) -> list[str]:
+    """The names of the arrays that are there."""
+    return [n for n, a in arrays.items() if a is not None]
+
+
+def _added(binding: Binding, local: Local, cuts: Cuts) -> Local:
+    """``local`` with every output that is a sum over slices added up over the devices."""
+    op, named = binding.op, factors(binding)
+    names = present(binding.inputs)
+    outputs = {n: out for n, out in binding.outputs.items() if out is not None}
+
+    def run(*arrays: Any) -> list[Any]:
+        results = local(*_widened(op, dict(zip(names, arrays, strict=True))).values())
+        totals = []
+        for (name, out), result in zip(outputs.items(), results, strict=True):
+            over = tuple(a for f, axes in cuts.items() if f not in named[name] for a in axes)
+            totals.append((jax.lax.psum(result, over) if over else result).astype(out.dtype))
+        return totals
+
+    return run
+
+
+def _widened(op: Op, arrays: Arrays) -> dict[str, Any]:
+    """The arrays, in float32 those whose gradient is a sum over rows: so the total is rounded once, not each part.
+
+    Only where the declaration allows it: where no other tensor's dtype would change with theirs.
+    """
+    return {n: a.astype(jnp.float32) if _widens(op, n) else a for n, a in arrays.items()}
+
+
+def _widens(op: Op, name: str) -> bool:
+    gradient, variable = f"d{name}", op.inputs[name].dtype
+    if gradient not in op.outputs or not sums(op, gradient) or "float32" not in op.dtypes.get(variable, ()):
+        return False
+    return {n for n, t in {**op.inputs, **op.outputs}.items() if t.dtype == variable} == {name, gradient}
+
+
+def on_slices(op: Op, inputs: Arrays, attrs: Arrays, axis: str | Axes, call: Call) -> Arrays:
+    """The op where each device along ``axis`` has a slice of the dim that its declaration splits.
+
+    Args:
+        op: the declaration.
+        inputs: the device's slices, by name.
+        attrs: the attributes of the whole call.
+        axis: one mesh axis or several.
+        call: ``call(inputs, attrs) -> outputs``: the op on one device.
+    """
+    if op.split is None:
+        raise TypeError(f"op {op.name} declares no split")
+    size = next(inputs[n].shape[_place(t, op.split.dim)] for n, t in op.inputs.items() if _place(t, op.split.dim))
+    whole = size * jax.lax.axis_size(axis)
+    found = dict(call(*op.split.part(jnp, inputs, attrs, jax.lax.axis_index(axis) * size, size, whole)))
+    parts = {n: a for n, a in found.items() if a is not None and not _place(op.outputs[n], op.split.dim)}
+    if parts and op.split.merge is not None:
+        sizes = [size] * jax.lax.axis_size(axis)
+        found |= op.split.merge(jnp, _stacked(parts, axis), inputs, attrs, sizes, whole)
+    return found
+
+
+def _place(tensor: Tensor, dim: str) -> int:
+    """Where a tensor has a dim, counted from its end; 0 where it has none."""
+    return next((i - len(tensor.dims) for i, d in enumerate(tensor.dims) if d.name == dim), 0)
+
+
+def _stacked(parts: Arrays, axis: str | Axes) -> dict[str, Any]:
+    """The parts of all devices, stacked in front. Not an ``all_gather``, but a ``psum`` of arrays that are zero but for
+    the own part, because JAX knows that the result of a sum is the same on all devices.
+    """
+    own = jnp.stack(list(parts.values()))[:, None]
+    empty = varying_like(jnp.zeros((own.shape[0], jax.lax.axis_size(axis), *own.shape[2:]), own.dtype), own)
+    every = jax.lax.dynamic_update_slice_in_dim(empty, own, jax.lax.axis_index(axis), 1)
+    return dict(zip(parts, jax.lax.psum(every, axis), strict=True))
