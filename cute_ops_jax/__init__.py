@@ -3,35 +3,40 @@
 On CUDA the compiled kernels run on XLA's own buffers and stream; elsewhere the declared references.
 """
 
+from importlib import import_module
 from typing import Any
 
 from cute_ops.ops import OPS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
-from cute_ops_jax.exporting import export, load
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register
 
 _DECLARED = {op.name: op for op in OPS}
+# Imported when first asked for: most programs do neither, and start faster without.
+_LAZY = {"export": "cute_ops_jax.exporting", "load": "cute_ops_jax.loading"}
 __all__ = [
     "embedding",
-    "export",
     "linear_cross_entropy",
-    "load",
     "probe",
     "register",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
+    *_LAZY,
     *_DECLARED,
 ]
 
 
 def __getattr__(name: str) -> Any:
     """The function of an op, made when it is first asked for."""
-    if name not in _DECLARED:
+    if name in _LAZY:
+        function = getattr(import_module(_LAZY[name]), name)
+    elif name in _DECLARED:
+        function = register(_DECLARED[name])
+    else:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    function = globals()[name] = register(_DECLARED[name])
+    globals()[name] = function
     return function
 
 

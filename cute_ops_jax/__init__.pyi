@@ -10,7 +10,7 @@ from cute_ops_jax.composite.linear_cross_entropy import (
 )
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from cute_ops_jax.exporting import export as export
-from cute_ops_jax.exporting import load as load
+from cute_ops_jax.loading import load as load
 from cute_ops_jax.primitive.ffi_check import probe as probe
 from cute_ops_jax.primitive.function import register as register
 

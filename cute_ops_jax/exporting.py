@@ -1,7 +1,7 @@
-"""Programs that travel with their kernels: ``export`` writes a folder, ``load`` runs it in another process.
+"""``export``: writes a program and the kernels that it calls into a folder, for :func:`cute_ops_jax.load`.
 
-The folder holds one serialised program per architecture and a bundle with every kernel that they call. Exporting
-needs the compiler but no GPU; loading needs neither the compiler nor the declarations, nor the function's code.
+The folder holds one serialised program per architecture and a bundle with every kernel that they call. Exporting needs
+the compiler but no GPU. This module is not called ``export`` because it would hide the function of that name.
 """
 
 from __future__ import annotations
@@ -15,18 +15,14 @@ from typing import Any, NamedTuple
 
 import jax
 
-from cute_ops.errors import CacheError
-from cute_ops.files import json_schema, ownership
-from cute_ops.jit import bundle, target
+from cute_ops.aot import build
+from cute_ops.files import folder_swap, json_schema, ownership
+from cute_ops.jit import target
 from cute_ops.jit.variant import Variant
-from cute_ops_jax import _compat
+from cute_ops_jax.loading import FORMAT, RECORD
 from cute_ops_jax.primitive import ffi
 
-FORMAT = 2
 WHAT = "exported program"
-RECORD = {
-    "format": int, "platforms": [str], "programs": {str: {"file": str, "sha256": str, "kernels": [str]}},
-}  # fmt: skip
 PLATFORMS = ("cpu", "cuda", "rocm", "tpu")
 # The program of an export that calls no kernel.
 ANY = "any"
@@ -54,8 +50,8 @@ def export(
     Args:
         path: the folder; a former export is replaced, by all of this one or by nothing.
         function: a function of JAX arrays, jitted or not.
-        args, kwargs: arrays, or ``jax.ShapeDtypeStruct``; leading dims may be symbolic (``jax.export.symbolic_shape``),
-            then at least one row.
+        args, kwargs: arrays, or ``jax.ShapeDtypeStruct``; leading dims may be symbolic (``jax.export.symbolic_shape``)
+            and then have at least one row.
         platforms: what the program is to run on: ``cuda``, ``cpu``, ``rocm``, ``tpu``. On all but ``cuda`` it is the
             reference.
         arch: the GPUs to build for, ``"sm_90a"``; by default the one of this machine.
@@ -67,8 +63,6 @@ def export(
         CacheError: the folder holds something else.
         NotImplementedError: a symbolic size that a kernel must know; several devices with automatic axes.
     """
-    from cute_ops.files import folder_swap  # which only who writes needs
-
     where = Path(path)
     folder_swap.check_replaceable(where, _files, WHAT)
     platforms = _platforms(platforms)
@@ -93,8 +87,6 @@ def _files(where: Path) -> set[str]:
     for name in found:
         ownership.parts_of(name)
     if (where / "kernels").is_dir():
-        from cute_ops.aot import build  # which only who writes needs
-
         found |= {f"kernels/{name}" for name in build.files(where / "kernels")}
     return found
 
@@ -121,121 +113,6 @@ def _architectures(arch: str | Sequence[str] | None) -> list[target.Target]:
         ) from error
 
 
-def _fill(
-    where: Path,
-    platforms: Sequence[str],
-    programs: Mapping[str, Program],
-    variants: Sequence[Variant],
-    chosen: Sequence[target.Target],
-) -> None:
-    from cute_ops.aot import build
-    from cute_ops.files import folder_swap  # which only who writes needs
-
-    if chosen:
-        build.write(variants, chosen, where / "kernels")
-    files = {name: f"{name.replace(':', '-')}.jax" for name in programs}
-    for name, program in programs.items():
-        (where / files[name]).write_bytes(program.data)
-    record = {
-        "format": FORMAT,
-        "platforms": list(platforms),
-        "programs": {
-            name: {"file": files[name], "sha256": hashlib.sha256(program.data).hexdigest(), "kernels": program.kernels}
-            for name, program in programs.items()
-        },
-    }
-    folder_swap.write_record(where / "program.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
-    for one in (*where.iterdir(), where):  # whatever the umask: what others can write is not loaded
-        one.chmod(one.stat().st_mode & ~ownership.OTHERS)
-
-
-def load(path: str | Path) -> Callable[..., Any]:
-    """The function of an exported program, its kernels loaded on every GPU of this process.
-
-    It may be called inside of ``jit``, and differentiated where it was exported with ``vjp_order=1``. Who can write the
-    folder can let this process run anything, so nobody but this user and root may.
-
-    Raises:
-        CacheError: no program is there, it is for other GPUs or other versions, a file is damaged, others can write
-            one, or the program calls what no exported one does.
-        RuntimeError: jax-tvm-ffi is missing or does not fit.
-    """
-    where = Path(path)
-    try:
-        return ownership.read_one_state(where, lambda folder: _loaded(where, folder))
-    except ownership.Untrusted as error:
-        raise CacheError(
-            f"cute_ops: exported program {where} {error}; it is code: put it into a new folder that only you or root "
-            "can change, from a source that you trust"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise CacheError(f"cute_ops: {where} holds no exported program: {str(error)[:2000]}") from error
-
-
-def _loaded(where: Path, folder: ownership.Folder) -> Callable[..., Any]:
-    record = json_schema.parse(folder.read("program.json"), {"format": int})
-    if record["format"] != FORMAT:
-        raise ValueError(f"format {record['format']}, this version of cute_ops reads {FORMAT}")
-    json_schema.check(record, RECORD)
-    programs = record["programs"]
-    if not programs:
-        raise ValueError("it has no program")
-    chosen = programs[_fitting(where, list(programs)) if _runs_kernels(record) else next(iter(programs))]
-    data = folder.read(chosen["file"])
-    if hashlib.sha256(data).hexdigest() != chosen["sha256"]:
-        raise CacheError(f"cute_ops: {where}: the checksum of {chosen['file']} does not match: export it again")
-    program = _deserialized(data, chosen["kernels"])
-    if _runs_kernels(record):
-        _register(bundle.Bundle(where / "kernels"), chosen["kernels"])
-    return program.call
-
-
-def _deserialized(data: bytes, kernels: Sequence[str]) -> jax.export.Exported:
-    """The program of a file. A callback of Python in it would be looked up in this process by a number: XLA follows
-    any, to whatever lies there.
-    """
-    try:
-        program = jax.export.deserialize(bytearray(data))
-        stages = [program, program.vjp()] if program.has_vjp() else [program]
-    except Exception as error:  # flatbuffers' and JAX's readers of something else raise whatever comes first
-        raise ValueError(f"its program cannot be read ({type(error).__name__}: {error})") from error
-    for stage in stages:
-        calls = _compat.custom_calls(stage.mlir_module_serialized) - set(kernels)
-        if calls:
-            raise ValueError(f"its program calls {', '.join(sorted(calls))[:200]}, which no exported program does")
-    return program
-
-
-def _runs_kernels(record: Mapping[str, Any]) -> bool:
-    return jax.default_backend() == "gpu" and "cuda" in record["platforms"]
-
-
-def _fitting(where: Path, programs: Sequence[str]) -> str:
-    """The program for this process's GPU."""
-    here = ffi.device_target()
-    fitting = [name for name in programs if name.partition(":")[0] == here.arch]
-    if not fitting:
-        raise CacheError(
-            f"cute_ops: {where} was exported for {', '.join(programs)}, this GPU is {here.arch}: export it again "
-            f"with arch={here.arch!r}"
-        )
-    # Any of an architecture runs; one for as many SMs runs best.
-    return str(here) if str(here) in fitting else fitting[0]
-
-
-def _register(kernels: bundle.Bundle, symbols: Sequence[str]) -> None:
-    def get(variant: Variant) -> Callable[..., Any]:
-        function = kernels.load(variant)
-        if function is None:
-            raise CacheError(f"cute_ops: bundle {kernels.where} does not hold {variant.symbol}")
-        return function
-
-    for symbol in symbols:
-        if symbol not in kernels.kernels:
-            raise CacheError(f"cute_ops: bundle {kernels.where} does not hold {symbol}")
-        ffi.ensure(kernels.variant(symbol), get)
-
-
 def _serialized(
     function: Callable[..., Any], platforms: Sequence[str], vjp_order: int, args: Any, kwargs: Any
 ) -> tuple[bytes, str]:
@@ -260,3 +137,28 @@ def _serialized(
         except ValueError:
             if names == set(ffi.known()):
                 raise
+
+
+def _fill(
+    where: Path,
+    platforms: Sequence[str],
+    programs: Mapping[str, Program],
+    variants: Sequence[Variant],
+    chosen: Sequence[target.Target],
+) -> None:
+    if chosen:
+        build.write(variants, chosen, where / "kernels")
+    files = {name: f"{name.replace(':', '-')}.jax" for name in programs}
+    for name, program in programs.items():
+        (where / files[name]).write_bytes(program.data)
+    record = {
+        "format": FORMAT,
+        "platforms": list(platforms),
+        "programs": {
+            name: {"file": files[name], "sha256": hashlib.sha256(program.data).hexdigest(), "kernels": program.kernels}
+            for name, program in programs.items()
+        },
+    }
+    folder_swap.write_record(where / "program.json", json.dumps(record, indent=1, sort_keys=True) + "\n")
+    for one in (*where.iterdir(), where):  # whatever the umask: load refuses what others can write
+        one.chmod(one.stat().st_mode & ~ownership.OTHERS)

@@ -18,7 +18,7 @@ from jax.typing import ArrayLike
 from cute_ops_jax.primitive.ffi_check import probe as probe
 from cute_ops_jax.composite.embedding import embedding as embedding
 from cute_ops_jax.exporting import export as export
-from cute_ops_jax.exporting import load as load
+from cute_ops_jax.loading import load as load
 from cute_ops_jax.primitive.function import register as register
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from cute_ops_jax.composite.linear_cross_entropy import (

@@ -26,7 +26,7 @@ from cute_ops.errors import CacheError
 from cute_ops.files import ownership
 from cute_ops.jit import bundle
 from cute_ops.ops import OPS
-from cute_ops_jax import exporting
+from cute_ops_jax import exporting, loading
 from cute_ops_jax.primitive import ffi
 
 ROOT = Path(cute_ops_jax.__file__).parents[1]
@@ -96,7 +96,7 @@ def test_kernels_are_registered_from_the_bundle_alone(exported: Path, monkeypatc
     monkeypatch.setattr(ffi, "_known", {})
     symbols = json.loads((exported / "program.json").read_text())["programs"]["sm_90a:132"]["kernels"]
     for _ in range(2):
-        exporting._register(bundle.Bundle(exported / "kernels"), symbols)
+        loading._register(bundle.Bundle(exported / "kernels"), symbols)
     assert names == symbols
 
 
