@@ -1,6 +1,6 @@
-"""cute_ops in JAX: every declared op as a function for ``jit``, ``grad``, ``vmap`` and the rest.
+"""cute_ops in JAX: every declared op as a function that works under ``jit``, ``grad``, ``vmap`` and the rest.
 
-On CUDA the compiled kernels run on XLA's own buffers and stream; elsewhere the declared references.
+On CUDA the compiled kernels run on XLA's own buffers and stream; on other platforms the references run.
 """
 
 from importlib import import_module
@@ -14,7 +14,7 @@ from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import register
 
 _DECLARED = {op.name: op for op in OPS}
-# Imported when first asked for: most programs do neither, and start faster without.
+# Imported when they are first asked for: most programs use neither, and start faster without their imports.
 _LAZY = {"export": "cute_ops_jax.exporting", "load": "cute_ops_jax.loading"}
 __all__ = [
     "embedding",

@@ -1,4 +1,4 @@
-"""Every use of JAX that its documentation does not promise, in one place.
+"""The one module that uses parts of JAX that its documentation does not promise.
 
 Written against jax 0.9.1 to 0.11.2.
 """
@@ -34,7 +34,7 @@ __all__ = [
 def new_primitive(
     name: str, abstract: Callable[..., Any], batch: Callable[..., Any], differentiate: Callable[..., Any]
 ) -> Primitive:
-    """A primitive of several results.
+    """A primitive with several results.
 
     Args:
         abstract: ``abstract(*avals, **params) -> [ShapedArray]``.
@@ -56,9 +56,12 @@ def register_lowering(
     platform: str | None = None,
     spread: Callable[..., Sequence[Any]] | None = None,
 ) -> None:
-    """Lower a primitive to what tracing ``body(*arrays, **params)`` gives; on every platform where none is named.
+    """Lower a primitive by tracing ``body(*arrays, **params)``.
 
     Args:
+        primitive: one of ours.
+        body: what to trace.
+        platform: the platform to lower for; None for every platform that has no rule of its own.
         spread: the body to trace instead where XLA partitions the program over several devices; it gets their number
             as ``devices``.
     """
@@ -73,13 +76,15 @@ def register_lowering(
 
 
 def needs_devices(primitive: Primitive) -> None:
-    """Have the devices and the mesh of a program known when the primitive is lowered; ``custom_partitioning`` asks."""
+    """Make the devices and the mesh of a program known when the primitive is lowered: ``custom_partitioning`` needs
+    them.
+    """
     prim_requires_devices_during_lowering.add(primitive)
 
 
 def callbacks_in_keys() -> bool:
-    """Whether keys of XLA's persistent cache hold the address of ``custom_partitioning``'s callback, so that no other
-    process finds them.
+    """Whether the keys of XLA's persistent cache hold the address of ``custom_partitioning``'s callback. Then no other
+    process finds the entries.
     """
     return not getattr(jax.config, "jax_remove_custom_partitioning_ptr_from_cache_key", False)
 
@@ -92,7 +97,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 
 
 def vary(array: Any, axes: frozenset[str]) -> Any:
-    """The array as one that varies over these axes too."""
+    """The array, made to vary over these axes too."""
     return jax.lax.pcast(array, tuple(sorted(axes)), to="varying")
 
 
@@ -107,12 +112,13 @@ def aval_like(first: Any, shape: Sequence[Any], dtype: Any) -> ShapedArray:
 
 
 def custom_calls(program: bytes) -> set[str]:
-    """The targets of the custom calls in a serialised StableHLO module that JAX does not promise to keep: other
-    libraries' kernels, and callbacks, whose number means something in one process only.
+    """The targets of custom calls in a serialised StableHLO module, without those that JAX promises to keep: other
+    libraries' kernels, and callbacks, whose number is valid in one process only.
 
     Raises:
         ValueError: the module cannot be read.
     """
+    # Only loading an exported program needs these.
     from jax._src.export._export import _CUSTOM_CALL_TARGETS_GUARANTEED_STABLE as STABLE
     from jax.extend.mlir import deserialize_portable_artifact, ir
 

@@ -1,7 +1,7 @@
 """``equinox`` modules over the functions: ``pip install 'cute-ops[equinox]'``.
 
-They take what ``equinox.nn``'s own norms take, one example (``jax.vmap`` them, it costs nothing) or any leading dims,
-and name their parameters alike. What they return has the dtype of ``x``, whatever that of the parameters is.
+They take one example, as ``equinox.nn``'s own norms do, or any leading dims; ``jax.vmap`` costs nothing. Their
+parameters have the same names. The result has the dtype of ``x``, whatever the dtype of the parameters.
 """
 
 from __future__ import annotations

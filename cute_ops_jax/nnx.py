@@ -1,7 +1,7 @@
 """``flax.nnx`` modules over the functions: ``pip install 'cute-ops[nnx]'``.
 
-Norms take the arguments of ``flax.nnx``'s own and name their parameters alike, so that states fit both. They differ in
-one thing: what they return has the dtype of ``x``, whatever that of the parameters is.
+Norms take the arguments of ``flax.nnx``'s own and give their parameters the same names, so a state fits both. The one
+difference: the result has the dtype of ``x``, whatever the dtype of the parameters.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Rows of a table, whose gradient is written in one pass.
+"""Embedding lookup, whose weight gradient is written in one pass.
 
 The forward is XLA's gather. The backward sorts the tokens by class with XLA's sort and finds where each class's tokens
-end; our kernel then writes each row of the table's gradient once. As an op of its own (:mod:`cute_ops_jax.composite`):
-devices that have some of the tokens each do it for theirs, and what they give is added up.
+end; our kernel then writes each row of the weight's gradient once. The backward is a :class:`.primitive.Composite`, so
+devices that share the tokens each do this for their own, and the results are added up.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, partial
 from typing import Any
 
@@ -23,7 +22,7 @@ from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 from cute_ops_jax.composite.primitive import Call, Composite
 from cute_ops_jax.distributed import explicit, slices
 from cute_ops_jax.distributed.varying import Axes, alike, varying_like
-from cute_ops_jax.primitive.arrays import specs
+from cute_ops_jax.primitive.arrays import Arrays, specs
 
 Array = jax.Array
 
@@ -33,11 +32,11 @@ Array = jax.Array
 def embedding(index: Array, weight: Array, padding_idx: int | None = None) -> Array:
     """Rows of a table: ``out = weight[index]``.
 
-    As in ``jnp.take``, a negative index counts from the end, and one that is no class gives NaN and has no gradient.
+    As in ``jnp.take``, a negative index counts from the end; an index out of range gives NaN and has no gradient.
     """
     index, weight = jnp.asarray(index), jnp.asarray(weight)
     bind(declared.embedding, specs({"index": index, "weight": weight}))
-    # Before it is differentiated: so a weight that shards share gets the sum of what they give.
+    # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
     index, weight = alike([index, weight])
     return _rows(declared.padding(padding_idx, weight.shape[0]), index, weight)
 
@@ -46,7 +45,7 @@ def embedding(index: Array, weight: Array, padding_idx: int | None = None) -> Ar
 def _rows(padding_idx: int, index: Array, weight: Array) -> Array:
     if AxisType.Explicit not in jax.sharding.get_abstract_mesh().axis_types:
         return _take(index, weight)
-    # There a gather must be told how it is cut.
+    # With explicit axes a gather must be told the sharding of its result.
     given = {"index": index, "weight": weight}
     binding = bind(declared.embedding, specs(given))
     out: Array
@@ -73,15 +72,15 @@ def _backward(padding_idx: int, saved: tuple[Array, Array], dout: Any) -> tuple[
 _rows.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _program(call: Call, given: Mapping[str, Any], attrs: Mapping[str, Any], axes: Axes = ()) -> Any:
+def _program(call: Call, given: Arrays, attrs: Arrays, axes: Axes = ()) -> Arrays:
     index, dout = given["index"].reshape(-1), given["dout"]
     classes, n = given["weight"].shape
     if index.size == 0:
         return {"dweight": varying_like(jnp.zeros((classes, n), dout.dtype), dout)}
     index = jnp.where(index < 0, index + classes, index)
-    counts = (index >= 0) & (index < classes) & (index != attrs["padding_idx"])
-    # The others come behind all classes, where nothing is read.
-    key = jnp.where(counts, index, classes).astype(jnp.int32)
+    has_gradient = (index >= 0) & (index < classes) & (index != attrs["padding_idx"])
+    # Tokens without a gradient are sorted behind all classes, where the kernel reads nothing.
+    key = jnp.where(has_gradient, index, classes).astype(jnp.int32)
     key, order = jax.lax.sort_key_val(key, varying_like(jnp.arange(key.size, dtype=jnp.int32), key))
     every = jnp.arange(classes, dtype=jnp.int32)
     ends = jnp.searchsorted(key, every, side="right", method="scan_unrolled").astype(jnp.int32)

@@ -1,13 +1,9 @@
-"""Cross entropy of a linear layer's output that never holds all logits.
+"""Cross entropy of a linear layer's output that never holds all logits, and its derivative.
 
-Rows go in chunks: their logits by a matrix product, the loss and, in the logits' own memory, their gradient by our
-kernel, the gradients of the inputs by two more products. So the gradients are there when the forward is over, and the
-backward scales them. With ``reduction="none"`` each row's gradient has a factor of its own, which the
-weight's gradient cannot be given afterwards: there the backward makes the logits again. So it does in float16, whose
-gradients are nothing unless the loss is scaled: what has underflown, no factor brings back.
-
-These loops are ops of their own (:mod:`cute_ops_jax.composite`): devices that have some of the rows each run the whole
-loop on theirs.
+The loop over chunks of rows computes the gradients together with the loss, so they exist when the forward is over, and
+the backward scales them. Two cases need a backward that computes the logits again. With ``reduction="none"`` each row's
+gradient has a factor of its own, which the weight's gradient, a sum over rows, cannot be given afterwards. In float16,
+gradients underflow unless the loss is scaled, and no later factor brings them back.
 """
 
 from __future__ import annotations
@@ -50,15 +46,15 @@ def linear_cross_entropy(
 
     ``logits = hidden @ weight.T + bias``, rounded to the dtype of hidden; the rest as :func:`cross_entropy`.
 
-    What is not differentiated costs no product: a frozen weight, for one. Where ``chunk_rows`` is None, up to 2048, as
-    long as their logits take no more than four times the memory of the weight; more of them make products faster where
-    h is small.
+    An input that is not differentiated, such as a frozen weight, costs no product. Where ``chunk_rows`` is None, a
+    chunk has at least 2048 rows, as long as their logits take no more than four times the memory of the weight: larger
+    products are faster where h is small.
 
-    The loop carries the weight's gradient in ``accum_dtype``: in float32 it takes, until it is rounded, twice the
-    memory of a 16-bit weight beside that of the result.
+    The loop carries the weight's gradient in ``accum_dtype``. In float32 it takes twice the memory of a 16-bit weight,
+    beside that of the result, until it is rounded.
 
-    Where devices have some of the rows, each runs the loop on its own. Where they have some of the classes, each keeps
-    those, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
+    Where rows are sharded, each device runs the loop on its own rows. Where classes are sharded, each device keeps its
+    own, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
     """
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows)
     return _checked("linear_cross_entropy", setting, hidden, weight, target, bias, accum_dtype)
@@ -92,15 +88,15 @@ def vocab_parallel_linear_cross_entropy(
 ) -> Array:
     """:func:`linear_cross_entropy` inside ``jax.shard_map``, each device with its share of the weight's rows.
 
-    Devices exchange three numbers per row; the gradient of hidden is the sum of what they give. Neither logits
-    nor weights are gathered, and no device holds more than a chunk of its own logits.
+    Devices exchange three numbers per row, and the gradient of hidden is a sum over devices. Neither logits nor weights
+    are gathered, and no device holds more than a chunk of its own logits.
 
     Args:
         hidden: ``T[*m h]``, the same on all devices of the axis; float32, float16 or bfloat16.
         weight: ``T[n h]``, the classes ``i * n`` to ``(i + 1) * n`` on device ``i`` of the axis.
         target: integers ``[*m]``, counted over the classes of all devices; the same on all of them.
         axis_name: the mesh axis that the classes are spread over, or several, the first one outermost.
-        bias: ``T[n]``, cut like the weight; -inf for classes that only fill up.
+        bias: ``T[n]``, sharded like the weight; -inf for classes that are padding.
         ignore_index, label_smoothing, z_loss: as in :func:`linear_cross_entropy`, over all classes.
         reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has.
         chunk_rows, accum_dtype: as in :func:`linear_cross_entropy`.

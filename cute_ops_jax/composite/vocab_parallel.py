@@ -42,8 +42,8 @@ def vocab_parallel_cross_entropy(
         target: integers ``[*m]``, counted over the classes of all devices; the same on all of them.
         axis_name: the mesh axis that the classes are spread over, or several, the first one outermost.
         ignore_index, label_smoothing, z_loss: as in :func:`cross_entropy`, over all classes.
-        reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has. Where rows are spread over
-            another axis and some are ignored, take ``"sum"`` and divide by the ``psum`` of those that are not.
+        reduction: ``"mean"``, ``"sum"`` or ``"none"``, of the rows that this device has. Where rows are sharded over
+            another axis and some are ignored, use ``"sum"`` and divide by the ``psum`` of the number of the others.
         inplace_backward: overwrite the logits with their gradient.
 
     Returns:

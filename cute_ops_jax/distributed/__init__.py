@@ -1,1 +1,1 @@
-"""Sharded programs."""
+"""Ops in programs on several devices."""

@@ -1,1 +1,1 @@
-"""Declarations as JAX primitives: lowering, gradients, vmap, the FFI."""
+"""Ops as JAX primitives: lowering, gradients, vmap, the FFI."""

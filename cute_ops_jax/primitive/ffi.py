@@ -1,7 +1,7 @@
-"""FFI targets: which architecture, and kernels made known to XLA by name.
+"""FFI targets: the architecture to lower for, and the registration of kernels with XLA by name.
 
-A target's name is the variant's digest, so a name means one kernel for ever, also in XLA's persistent
-cache. XLA keeps every target until the process ends and jax-tvm-ffi has room for 1024.
+A target's name holds the variant's digest, so it means one kernel for ever, also in XLA's persistent cache. XLA keeps
+every target until the process ends, and jax-tvm-ffi has room for 1024.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _noted: ContextVar[tuple[dict[str, None], ...]] = ContextVar("noted", default=()
 
 
 def device_target() -> target.Target:
-    """The architecture to lower for: :func:`lowering_for`'s, ``CUTE_OPS_ARCH``'s (lowering on a machine without that
-    GPU), or device 0's.
+    """The architecture to lower for: that of :func:`lowering_for`, else of ``CUTE_OPS_ARCH`` (to lower on a machine
+    without that GPU), else of device 0.
     """
     named = _lowering_for.get()
     if named is not None:
@@ -41,14 +41,14 @@ def device_target() -> target.Target:
 
 
 def here() -> int | None:
-    """The device that what is lowered will run on, so that it may be measured there; None for another machine's."""
+    """The device on which a kernel may be measured, since the program will run there; None if it runs elsewhere."""
     elsewhere = _lowering_for.get() is not None or "CUTE_OPS_ARCH" in os.environ
     return None if elsewhere or not target.device_count() else 0
 
 
 @contextmanager
 def lowering_for(chosen: target.Target | None) -> Iterator[None]:
-    """Lower for this architecture, whatever is here; None leaves it as it is."""
+    """Lower for this architecture, whichever GPU is here; None changes nothing."""
     token = _lowering_for.set(chosen)
     try:
         yield
@@ -57,7 +57,7 @@ def lowering_for(chosen: target.Target | None) -> Iterator[None]:
 
 
 def asked_for_by(trace: Callable[[], object]) -> list[str]:
-    """The names of the kernels that a function asks for when it is called, in that order."""
+    """The names of the kernels that :func:`ensure` is asked for while ``trace()`` runs, in that order."""
     names: dict[str, None] = {}
     token = _noted.set((*_noted.get(), names))
     try:
@@ -81,10 +81,11 @@ def cuda_devices() -> list[int]:
 
 
 def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | None = None) -> None:
-    """Compile and load a variant and register it under its symbol; once per process.
+    """Compile and load a variant and register it under its symbol, once per process.
 
     Args:
-        load: gets the function; by default from caches or the compiler.
+        variant: the kernel.
+        load: returns the function; by default from the caches or the compiler.
 
     Raises:
         RuntimeError: jax-tvm-ffi is missing or does not fit, or its 1024 targets are used up.
@@ -96,12 +97,12 @@ def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | Non
         return
     ffi_check.require()
     function = (load or cache.get)(variant)
-    import jax_tvm_ffi  # after TVM-FFI, which the loader has imported without torch
+    import jax_tvm_ffi  # here, after TVM-FFI, which the loader has imported without torch
 
     with _lock:
         if variant.symbol in _known:
             return
-        # Now, since a first call while several devices run can wait for ever, and none may fall into a graph's capture.
+        # Load now: a first call can deadlock while several devices run, and must not fall into a graph's capture.
         for device in cuda_devices():
             if target.of_device(device).arch == variant.arch:
                 loader.preload(function, variant, device)

@@ -1,7 +1,8 @@
-"""Do jax, jaxlib and jax-tvm-ffi fit together?
+"""Checks that jax, jaxlib and jax-tvm-ffi fit together.
 
-A mismatch shows late and badly ("No FFI handler registered"), so versions are compared before the first kernel, and
-``probe`` makes a real call: for ``doctor``, and where jax is newer than what this was tested with. CPUs need neither.
+A mismatch shows late and with a useless message ("No FFI handler registered"). So versions are compared before the
+first kernel is loaded, and ``probe`` makes a real call: for ``doctor``, and where jax is newer than any tested version.
+Programs for CPUs need neither.
 """
 
 from __future__ import annotations
@@ -15,14 +16,14 @@ import jax.numpy as jnp
 from cute_ops.jit import loader, toolchain
 
 OLDEST_JAX = (0, 9, 1)
-# From here on nobody has tried.
+# The first version that is not tested.
 UNKNOWN_JAX = (0, 13)
 OLDEST_BRIDGE = (0, 1, 3)
 _BRIDGE = "jax-tvm-ffi"
 
 
 def versions() -> list[str]:
-    """What the installed versions say is wrong; imports nothing."""
+    """The problems that the installed versions tell; imports nothing."""
     problems = []
     if jax.__version_info__ < OLDEST_JAX:
         problems.append(f"jax {jax.__version__} is too old for {_BRIDGE}: pip install 'jax>={_text(OLDEST_JAX)}'")
@@ -36,16 +37,16 @@ def versions() -> list[str]:
 
 @cache
 def require() -> None:
-    """Raise unless the versions fit, by what is known of them or by a call.
+    """Check that the versions fit: those that are known by number, newer ones by a call.
 
     Raises:
-        RuntimeError: says what to install.
+        RuntimeError: they do not fit. Says what to install.
     """
     problems = versions()
     if not problems and jax.__version_info__ >= UNKNOWN_JAX and _has_cpu():
-        from concurrent.futures import ThreadPoolExecutor
+        from concurrent.futures import ThreadPoolExecutor  # here, since hardly any process needs it
 
-        # In a thread of its own, since this one is tracing a program.
+        # This thread is tracing a program, so the call needs another one.
         with ThreadPoolExecutor(1) as pool:
             problems = pool.submit(probe).result()
     if problems:
@@ -53,7 +54,7 @@ def require() -> None:
 
 
 def probe() -> list[str]:
-    """What keeps kernels from running, one sentence each; empty when all is well.
+    """The reasons why kernels cannot run, one sentence each; empty if they can.
 
     Compares versions, then calls a function through XLA's FFI on the CPU. Needs no GPU.
     """
@@ -62,7 +63,7 @@ def probe() -> list[str]:
         return problems
     try:
         called = _call()
-    except Exception as error:  # whatever it is, the reader wants to know
+    except Exception as error:  # of any type: the message is what matters
         first = str(error).strip().partition("\n")[0]
         return [
             f"jaxlib {toolchain.version('jaxlib')} and {_BRIDGE} {toolchain.version(_BRIDGE)} do not fit together "
@@ -72,7 +73,7 @@ def probe() -> list[str]:
 
 
 def _has_cpu() -> bool:
-    """Not where ``JAX_PLATFORMS`` leaves it out."""
+    """Whether JAX has a CPU backend: ``JAX_PLATFORMS`` may leave it out."""
     try:
         return bool(jax.devices("cpu"))
     except RuntimeError:
@@ -80,9 +81,9 @@ def _has_cpu() -> bool:
 
 
 def _call() -> bool:
-    """Call a function through jax-tvm-ffi on the CPU: was it reached?"""
+    """Call a function through jax-tvm-ffi on the CPU; whether it was reached."""
     tvm_ffi = loader.tvm_ffi()
-    import jax_tvm_ffi
+    import jax_tvm_ffi  # here, after TVM-FFI, which the loader has imported without torch
 
     reached = []
     function = tvm_ffi.convert(lambda x, out: reached.append(tuple(x.shape)))

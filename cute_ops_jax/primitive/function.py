@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.op import Op
-from cute_ops_jax.distributed import varying
+from cute_ops_jax.distributed.varying import alike
 from cute_ops_jax.primitive.primitive import one_for_each
 from cute_ops_jax.primitive.vjp import Call, differentiable
 
@@ -19,17 +19,17 @@ from cute_ops_jax.primitive.vjp import Call, differentiable
 def register(op: Op) -> Callable[..., Any]:
     """Turn a declaration into a JAX function.
 
-    The function takes the op's inputs, then its attributes; optional inputs default to None. It works
-    under ``jit``, ``grad``, ``vmap``, ``lax.scan``, ``jax.shard_map`` and ``jax.checkpoint``, whose policies know the
-    outputs as ``cute_<op>`` (``jax.checkpoint_policies.save_only_these_names``). On CUDA it runs the kernel,
-    compiled when a program that calls it is lowered; on every other platform the declared reference.
+    The function takes the op's inputs, then its attributes; optional inputs default to None. It works under ``jit``,
+    ``grad``, ``vmap``, ``lax.scan``, ``jax.shard_map`` and ``jax.checkpoint``. Policies of ``jax.checkpoint`` know the
+    outputs as ``cute_<op>`` (``jax.checkpoint_policies.save_only_these_names``). On CUDA the function runs the kernel,
+    which is compiled when a program that calls it is lowered; on every other platform it runs the reference.
 
     Args:
-        op: ours or your own.
+        op: one of ours or your own.
 
     Returns:
-        The function, the same one for the same declaration. It returns the output, or a tuple of them
-        where several are declared, None for an absent one.
+        The function, the same one for the same declaration. It returns the output, or a tuple where several are
+        declared, with None for an absent one.
     """
     header = signature(op)
     run = differentiable(op)
@@ -43,8 +43,8 @@ def register(op: Op) -> Callable[..., Any]:
         inplace = options.pop("inplace_backward", False)
         if options:
             op.check_options(options)
-        # Before the op is differentiated: so a weight that shards share gets the sum of what they give.
-        present = dict(zip(present, varying.alike(list(present.values())), strict=True))
+        # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
+        present = dict(zip(present, alike(list(present.values())), strict=True))
         found = run(Call(tuple(present), attrs, inplace), present)
         results = [
             found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items() if not t.hidden
@@ -58,7 +58,7 @@ def register(op: Op) -> Callable[..., Any]:
     call.__module__ = "cute_ops_jax"
     call.__doc__ = op.doc
     call.__signature__ = header  # type: ignore[attr-defined]
-    # Traced once per shape, so that a call outside of jit does not pay for custom_vjp every time.
+    # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
     return jax.jit(call, static_argnames=(*op.attrs, *op.options), inline=True)
 
 

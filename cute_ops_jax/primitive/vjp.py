@@ -1,7 +1,7 @@
-"""Reverse mode: an op and the backward op that it declares, wired by argument names.
+"""The reverse-mode rule: an op and the backward op that it declares, wired by argument names.
 
-Of the backward op's inputs, one named like an input or output of the op is that array, and ``d<output>``
-is the cotangent; its output ``d<input>`` is the gradient.
+An input of the backward op that is named like an input or output of the op is that array, ``d<output>`` is the
+cotangent, and its output ``d<input>`` is the gradient.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Arrays = dict[str, jax.Array]
 
 class Call(NamedTuple):
     """What is static in a call: the inputs that are present, the attributes, and whether gradients may take the memory
-    of the inputs that they reuse.
+    of the inputs that are donated to them.
     """
 
     names: tuple[str, ...]
@@ -32,7 +32,9 @@ class Call(NamedTuple):
 
 
 def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
-    """``run(call, inputs) -> outputs``, arrays by name, absent ones left out; with a gradient where one is declared."""
+    """``run(call, inputs) -> outputs``, with a gradient where one is declared. Arrays go by name, absent ones are left
+    out.
+    """
     forward = stage(op)
 
     def run(call: Call, inputs: Arrays) -> Arrays:
@@ -59,7 +61,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
             if wanted is None:
                 continue
             zero = isinstance(cotangent, SymbolicZero)
-            # An output that nobody used: leave its cotangent out where that is allowed, it saves reading zeros.
+            # The output was not used: leave its cotangent out where the declaration allows it, to save reading zeros.
             given[f"d{name}"] = (None if wanted.optional else jnp.zeros_like(cotangent)) if zero else cotangent
         results = backward(given, {name: value for name, value in call.attrs if name in grad.attrs}, call.inplace)
         for name, tensor in grad.outputs.items():

@@ -1,1 +1,1 @@
-"""What the command line runs for JAX: doctor, runner, stubs."""
+"""The JAX side of the command line: doctor, runner, stubs."""

@@ -1,26 +1,23 @@
-"""``python -m cute_ops_jax.tools.doctor``: what ``python -m cute_ops doctor`` asks of JAX."""
+"""``python -m cute_ops_jax.tools.doctor``: the JAX part of ``python -m cute_ops doctor``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+import jax
+import jax.numpy as jnp
+
+import cute_ops_jax
+from cute_ops.jit.target import device_count
 from cute_ops.tools.doctor import Finding, report
 
 
 def examine() -> Iterator[Finding]:
-    import jax
-    import jax.numpy as jnp
-
-    import cute_ops_jax
-
     yield Finding("ok", f"jax {jax.__version__} on {jax.default_backend()}")
     for problem in cute_ops_jax.probe():
         yield Finding("bad", problem, "pip install 'cute-ops[jax]' with the versions of constraints.txt")
-    if jax.default_backend() == "cpu":
-        from cute_ops.jit.target import device_count
-
-        if device_count():
-            yield Finding("bad", "a GPU is here but this jax cannot use it", "pip install 'jax[cuda13]'")
+    if jax.default_backend() == "cpu" and device_count():
+        yield Finding("bad", "a GPU is here but this jax cannot use it", "pip install 'jax[cuda13]'")
     x = jax.random.normal(jax.random.key(0), (33, 1024))
     weight = jnp.linspace(0.5, 1.5, 1024)
     got = cute_ops_jax.rmsnorm(x, weight)

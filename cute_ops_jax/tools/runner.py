@@ -1,4 +1,4 @@
-"""JAX's side of ``python -m cute_ops verify``: one call of an op on NumPy arrays."""
+"""The JAX side of ``python -m cute_ops verify``: one call of an op on NumPy arrays."""
 
 from __future__ import annotations
 

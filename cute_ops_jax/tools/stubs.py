@@ -1,4 +1,4 @@
-"""The stub file of this package, made from the declarations: ``python -m cute_ops_jax.tools.stubs``."""
+"""Writes the stub file of this package from the declarations: ``python -m cute_ops_jax.tools.stubs``."""
 
 from __future__ import annotations
 

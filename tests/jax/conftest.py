@@ -1,7 +1,8 @@
 """Fixtures of the JAX adapter's tests: problems from the declarations, devices, and kernels without a GPU.
 
-Every test that asks for ``op`` (one with a gradient), ``any_op``, ``case`` or ``problem`` is run for everything that is
-declared: a new op needs no new test. On the CPU a case keeps its dtypes, attributes and absent inputs, not its size.
+Every test that asks for ``op`` (one with a gradient), ``any_op``, ``problem`` or ``stage_problem`` runs for all
+declarations, so a new op needs no new test. On the CPU a case keeps its dtypes, attributes and absent inputs, but not
+its size.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class Problem(NamedTuple):
 
 
 def small(cases: tuple[Case, ...]) -> list[Case]:
-    """The cases at small sizes, those that are then the same only once."""
+    """The cases at small sizes, without duplicates."""
     found: dict[str, Case] = {}
     for case in map(testing.small, cases):
         found.setdefault(str(case._replace(name="")), case)
@@ -84,7 +85,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(autouse=True)
 def device(request: pytest.FixtureRequest) -> Iterator[jax.Device]:
-    """``gpu`` tests run on the GPU, all others on the CPU, also where a GPU is."""
+    """``gpu`` tests run on the GPU, all others on the CPU, even on a machine with a GPU."""
     platform = "gpu" if request.node.get_closest_marker("gpu") else "cpu"
     try:
         chosen = jax.devices(platform)[0]
@@ -147,8 +148,8 @@ class FakeKernels:
 
 @pytest.fixture
 def fake_kernels(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> FakeKernels:
-    """No compiler: ``cache.get`` gives fakes. Their variants name a toolchain that is not there, so that no fake is
-    ever taken for a kernel.
+    """``cache.get`` returns fakes, so no compiler is needed. Their variants name a toolchain that does not exist, so
+    that no fake is ever taken for a kernel.
     """
     fakes = FakeKernels()
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90a")
@@ -164,7 +165,7 @@ class KernelsOnCpu(Stage):
 
 @pytest.fixture
 def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], Stage]:
-    """``ffi_stage(op)``: the op's stage, which takes the CUDA lowering on the CPU."""
+    """``ffi_stage(op)``: a stage of the op whose CUDA lowering runs on the CPU."""
     import jax_tvm_ffi
 
     real = jax_tvm_ffi.register_ffi_target
@@ -188,8 +189,8 @@ def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Cal
 def through_ffi(
     ffi_stage: Callable[[Op], Stage], monkeypatch: pytest.MonkeyPatch
 ) -> Callable[[Op], Callable[..., Any]]:
-    """``through_ffi(op)``: the op's function, which takes the CUDA lowering on the CPU."""
-    # Functions are made when they are first asked for: all of them now, so that none is made of these stages.
+    """``through_ffi(op)``: the op's function, whose CUDA lowering runs on the CPU."""
+    # Functions are made when they are first asked for. Make all of them now, so that none uses these stages.
     for op in STAGES.values():
         function.register(op)
     monkeypatch.setattr(vjp, "stage", ffi_stage)
@@ -207,12 +208,12 @@ def fed_back(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture
 def again() -> Callable[..., Any]:
-    """``again(function)``: its first output, made to the shape of its first input, to be fed back to it."""
+    """``again(function)``: its first output in the shape of its first input, to be fed back to it."""
     return fed_back
 
 
 class TorchArrays:
-    """NumPy arrays, bfloat16 ones too, to torch and back."""
+    """Conversion of NumPy arrays, bfloat16 ones too, to torch and back."""
 
     def to_torch(self, arrays: Mapping[Any, np.ndarray | None], device: str) -> list[Any]:
         import torch
@@ -242,13 +243,13 @@ def torch_arrays() -> TorchArrays:
 
 @pytest.fixture
 def close() -> Callable[[Any, Any], None]:
-    """Float32 results that were computed in another order."""
+    """Compares float32 results that were computed in different orders."""
 
     def check(got: Any, expected: Any) -> None:
         assert jax.tree.structure(got) == jax.tree.structure(expected)
         for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
             assert jnp.shape(a) == jnp.shape(b)
-            # A sum that cancels keeps the error of its terms, which the largest element tells of.
+            # A sum that cancels keeps the error of its terms, which are about as large as the largest element.
             largest = np.max(np.abs(b), initial=1.0)
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-5, atol=2e-5 * largest)
 

@@ -40,7 +40,7 @@ def test_values_against_float64(stage_problem: Any, run_stage: Callable[..., Any
 
 
 def test_a_sample_of_the_sweep() -> None:
-    """Lengths of one round of the sweep that PyTorch runs whole; ``CUTE_OPS_SWEEP_SEED`` repeats a run's."""
+    """Lengths of one round of the sweep that PyTorch runs whole; ``CUTE_OPS_SWEEP_SEED`` repeats a run."""
     seed = int(os.environ.get("CUTE_OPS_SWEEP_SEED") or time.time_ns() % 2**31)
     ops = [op for op in ours().values() if op.name != "sorted_embedding_bwd"]
     where = target.of_device()
@@ -107,10 +107,10 @@ APPLIED = {"grad of scan of checkpoint": 6}
 
 
 def moved(program: Callable[..., Any], wide: list[np.ndarray], exact: list[np.ndarray]) -> list[float]:
-    """How far the exact results of a chain go when its float inputs go by one float32 unit up or down.
+    """How much the exact results of a chain change when its float inputs change by one float32 unit.
 
-    What a chain makes of one rounding depends on its inputs, and whose roundings it enlarges is luck: of sums of the
-    same numbers in two orders, both as good, one loses up to forty times as much as the other after three rounds.
+    A chain enlarges some roundings and not others, which depends on its inputs: of two equally good orders of a sum,
+    one loses up to forty times as much as the other after three rounds.
     """
     rng = np.random.default_rng(7)
     far = [0.0] * len(exact)
@@ -126,9 +126,10 @@ def moved(program: Callable[..., Any], wide: list[np.ndarray], exact: list[np.nd
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
 @pytest.mark.parametrize("n", [64, 1000, 4097])
 def test_transformations_against_float64(op: Op, dtype: str, n: int, again: Callable[..., Any]) -> None:
-    """By the rule of :mod:`cute_ops.testing`, for whole programs: at most twice what the same program loses on the
-    CPU, where every op is the reference and rounds its outputs, or with the reference inlined on the GPU; of a chain
-    also what one unit of its inputs makes."""
+    """Whole programs meet the rule of :mod:`cute_ops.testing`: they lose at most twice what the same program loses on
+    the CPU, where every op is the reference and rounds its outputs, or with the reference inlined on the GPU. A chain
+    may also lose what a change of its inputs by one unit makes.
+    """
     rng = np.random.default_rng(2)
     arrays = testing.sample(op, (3, 5), n, rng, dtype)
     ours = testing.plain(op, cute_ops_jax.register(op))
@@ -214,7 +215,7 @@ def fresh(code: str, **environment: str) -> dict[str, Any]:
 
 
 def test_calls_are_captured_in_a_cuda_graph(tmp_path: Path) -> None:
-    """XLA's own account of what it runs: one command buffer that holds all the calls."""
+    """XLA reports that one command buffer holds all the calls."""
     fresh(CHAIN)  # compiled once, so that the runs below are warm starts
     dump = f"--xla_dump_to={tmp_path}"
     captured = fresh(CHAIN, XLA_FLAGS=dump)
@@ -249,7 +250,7 @@ def test_persistent_compilation_cache_in_a_fresh_process(tmp_path: Path) -> None
 def test_linear_cross_entropy(
     parallel: bool, reduction: str, device: jax.Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In uneven chunks, against float64; also as the program of devices that share the classes, with one device."""
+    """Uneven chunks agree with float64, also in the program for sharded classes, on one device."""
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda *sizes: 48)
     options = {"reduction": reduction, "label_smoothing": 0.1, "z_loss": 1e-3}
     rng = np.random.default_rng(0)

@@ -1,4 +1,4 @@
-"""One kernel, two frameworks: the same bits from torch and from JAX, forward and backward."""
+"""One kernel in two frameworks: torch and JAX get the same bits, forward and backward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs on two GPUs against one: numbers, what XLA compiled, and a first call that does not hang.
+"""Programs on two GPUs against one: values, the compiled program, and a first call that does not hang.
 
 python -m pytest -m gpu tests/jax/test_gpu_sharding.py
 """
@@ -40,7 +40,7 @@ def two() -> list[jax.Device]:
 
 
 def gradient(op: Op) -> Callable[..., Any]:
-    """Values and gradients for fixed cotangents, so that no collective comes from a loss."""
+    """Values and gradients with fixed cotangents, so that no collective comes from a loss."""
     function, at = testing.plain(op, cute_ops_jax.register(op)), testing.argnums(op)
 
     def run(*arrays: Any) -> Any:
@@ -55,7 +55,7 @@ def gradient(op: Op) -> Callable[..., Any]:
 
 
 def problem(op: Op) -> tuple[list[np.ndarray], list[Any]]:
-    """Rows and how they are cut. Long enough that a psum of weights' gradients waits for kernels."""
+    """Rows and their sharding. Long enough that a psum of the weights' gradients waits for kernels."""
     arrays = testing.sample(op, (64, 33), 512, np.random.default_rng(0))
     return arrays, [P("rows") if t.rows else P() for t in op.inputs.values()]
 
@@ -123,7 +123,7 @@ def test_a_vocabulary_on_two_gpus(options: dict[str, Any], two: list[jax.Device]
 def test_a_loop_over_chunks_on_two_gpus(
     kind: AxisType, cut: str, two: list[jax.Device], monkeypatch: pytest.MonkeyPatch, close: Close
 ) -> None:
-    """Each on its own rows, or on all of them with its own classes."""
+    """Each device has its own rows, or all rows and its own classes."""
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda rows, *sizes: max(rows // 2, 1))
     rng = np.random.default_rng(0)
     hidden, weight = (rng.standard_normal(s, np.float32) / 8 for s in ((256, 64), (2 * 4099, 64)))

@@ -1,4 +1,4 @@
-"""Cross entropy in JAX beyond what every op is tested for: its fusion with a linear layer, gradients in place."""
+"""Cross entropy in JAX beyond the tests of every op: the fusion with a linear layer, and gradients in place."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def gradient(function: Any, wrt: tuple[int, ...], reduction: str) -> Any:
 
 @cache
 def written_out(wrt: tuple[int, ...], reduction: str) -> Any:
-    """Value and gradients of the loss by hand, whatever the chunks are."""
+    """The loss and its gradients equal those written by hand, for any chunks."""
     return gradient(by_hand, wrt, reduction)(*(linear()[0][i] for i in wrt))
 
 
@@ -116,7 +116,7 @@ def written_out(wrt: tuple[int, ...], reduction: str) -> Any:
 def test_what_is_frozen_costs_no_product(
     wrt: tuple[int, ...], reduction: str, chunked: None, close: Callable[..., Any]
 ) -> None:
-    """One product makes logits, one each the gradients of hidden and weight; in the backward logits once more."""
+    """Logits, the gradient of hidden and that of weight take a product each; logits that are recomputed, one more."""
     arrays, _ = linear()
     some = [arrays[i] for i in wrt]
     lowered = gradient(cute_ops_jax.linear_cross_entropy, wrt, reduction).lower(*some)
@@ -128,7 +128,7 @@ def test_what_is_frozen_costs_no_product(
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_one_trace_serves_whatever_is_differentiated(reduction: str, close: Callable[..., Any]) -> None:
-    """JAX keeps one structure of what a forward saves, that of its last trace, for all that may be differentiated."""
+    """JAX keeps one structure of what a forward saves, that of its last trace, whichever inputs are differentiated."""
     arrays, target = linear((5, 2), 31)
 
     def gradients(function: Any, wrt: tuple[int, ...]) -> Any:
@@ -158,7 +158,7 @@ def test_linear_in_chunks_of_so_many_rows(chunk_rows: int, close: Callable[..., 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_chunks_cost_the_weights_gradient_no_digits(reduction: str) -> None:
-    """It is summed in float32, and rounded once."""
+    """The weight's gradient is summed in float32 and rounded once."""
     rng = np.random.default_rng(5)
     rows, h, n = 1024, 64, 256
     hidden, weight = (
@@ -192,7 +192,7 @@ def test_chunks_cost_the_weights_gradient_no_digits(reduction: str) -> None:
 
 
 def test_a_cotangent_that_16_bits_do_not_hold() -> None:
-    """Gradients are multiplied in float32, and rounded once."""
+    """Gradients are scaled in float32 and rounded once."""
     arrays, target = linear()
     arrays = [jnp.asarray(a).astype(jnp.bfloat16) for a in arrays]
     plain, scaled = (
@@ -205,7 +205,7 @@ def test_a_cotangent_that_16_bits_do_not_hold() -> None:
 
 @pytest.fixture
 def linear_through_ffi(ffi_stage: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Its loops take the CUDA lowering on the CPU."""
+    """The loops of linear_cross_entropy, whose CUDA lowering runs on the CPU."""
     jax.clear_caches()
     made: dict[Any, Composite] = {}
     make = module._composite.__wrapped__
@@ -229,7 +229,7 @@ def test_devices_run_the_loop_on_their_rows(
     kind: AxisType, reduction: str, linear_through_ffi: None, fake_kernels: Any, monkeypatch: pytest.MonkeyPatch,
     close: Callable[..., Any],
 ) -> None:  # fmt: skip
-    """In two chunks each; nothing is gathered, gradients of what they share are added up, kernels are known early."""
+    """With two chunks per device nothing is gathered, shared inputs' gradients are summed, kernels are known early."""
     monkeypatch.setattr(chunks, "rows_per_chunk", lambda rows, *sizes: max(rows // 2, 1))
     arrays, target = linear((16, 4))
     expected = with_gradients(by_hand, reduction, *arrays, target)
@@ -261,7 +261,7 @@ def test_devices_run_the_loop_on_their_rows(
 def test_devices_keep_their_classes(
     kind: AxisType, rows: str, reduction: str, linear_through_ffi: None, fake_kernels: Any, close: Callable[..., Any]
 ) -> None:
-    """Logits and weights stay where they are, unless the axis cuts rows too: the weight is gathered, as in FSDP."""
+    """Logits and weights stay where they are; if the axis shards rows too, the weight is gathered, as in FSDP."""
     arrays, target = linear((16,), 320, 20)
     expected = with_gradients(by_hand, reduction, *arrays, target)
     mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2, devices=jax.devices("cpu"))
@@ -298,7 +298,7 @@ def test_linear_errors() -> None:
 
 
 def test_a_gradient_in_place_is_an_alias_that_xla_knows(fake_kernels: Any) -> None:
-    """The backward call, and no other, may write its result over the logits."""
+    """Only the backward call may write its result over the logits."""
     logits, target = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((8,), jnp.int32)
 
     def text(inplace: bool) -> str:

@@ -1,4 +1,4 @@
-"""Embeddings: ``jnp.take``'s rows, gradients beside its own in float64, and how devices share them."""
+"""Embeddings: values as of ``jnp.take``, gradients against its own in float64, and sharded programs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_gradient(sizes: tuple[Any, ...], dtype: str) -> None:
 
 
 def test_indices_of_no_class() -> None:
-    """As in ``jnp.take``."""
+    """Indices out of range behave as in ``jnp.take``."""
     index, weight, dout = problem()
     index = index.at[0, 0].set(-1).at[1, 1].set(9).at[2, 2].set(-9).at[3, 3].set(7)
     np.testing.assert_array_equal(cute_ops_jax.embedding(index, weight), take(index, weight))
@@ -85,7 +85,9 @@ def test_transforms() -> None:
 @pytest.mark.parametrize("kind", ["Auto", "Explicit"])
 @pytest.mark.parametrize("cut", ["tokens", "columns"])
 def test_devices_share(kind: str, cut: str) -> None:
-    """Tokens: each device makes a part of the gradient, and the parts are added up. Columns: nothing moves."""
+    """With tokens sharded, each device computes a part of the gradient, and the parts are added up. With columns
+    sharded, nothing moves.
+    """
     index, weight, dout = problem()
     mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(getattr(AxisType, kind),))
     spread = {"tokens": (P("d"), P(), P("d")), "columns": (P(), P(None, "d"), P(None, None, "d"))}[cut]

@@ -1,4 +1,4 @@
-"""Misuse is told at trace time, in the core's format, word for word."""
+"""Misuse raises at trace time, with messages in the core's format, word for word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that travel with their kernels: exported here, without a GPU, and run in a process that knows nothing."""
+"""Programs exported with their kernels, without a GPU, and run in a fresh process without the declarations."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def forward(x: Any, w: Any) -> Any:
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One norm for any number of rows, with its gradient, for two architectures; really compiled."""
+    """A norm for any number of rows, with its gradient, compiled for two architectures by the real compiler."""
     where = tmp_path_factory.mktemp("exported") / "program"
     b, s = jax.export.symbolic_shape("b, s")
     x, w = jax.ShapeDtypeStruct((b, s, 64), jnp.float32), jax.ShapeDtypeStruct((64,), jnp.float32)
@@ -136,7 +136,7 @@ def test_damage_is_told(exported: Path, tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def tampered(where: Path, change: Callable[[dict[str, Any]], object]) -> None:
-    """Change the record, with checksums that are right again."""
+    """Change the record and correct the checksums."""
     record = json.loads((where / "program.json").read_text())
     for program in record["programs"].values():
         program["sha256"] = hashlib.sha256((where / program["file"]).read_bytes()).hexdigest()
@@ -154,7 +154,7 @@ def exported_on_cpu(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def on_cpu(exported_on_cpu: Path, tmp_path: Path) -> Path:
-    """A copy of it."""
+    """A copy of the exported program."""
     return Path(shutil.copytree(exported_on_cpu, tmp_path / "program"))
 
 
@@ -189,7 +189,7 @@ def test_a_program_of_others_is_refused(on_cpu: Path, name: str, mode: int, owne
 
 
 def test_what_is_exported_is_for_its_owner_to_write(tmp_path: Path) -> None:
-    """With the umask that makes files writable to one's group, load would refuse it."""
+    """With a umask that makes files writable by the group, load would refuse the export."""
     before = os.umask(0o002)
     try:
         cute_ops_jax.export(tmp_path / "program", forward, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu")
@@ -203,7 +203,7 @@ def test_what_is_exported_is_for_its_owner_to_write(tmp_path: Path) -> None:
 @pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "CustomSPMDPartitioning", "somebody_elses"])
 @pytest.mark.parametrize("where", ["forward", "gradient"])
 def test_a_program_with_a_callback_is_refused(on_cpu: Path, target: str, where: str) -> None:
-    """Its number would be looked up in this process, where it may be anything: a segmentation fault."""
+    """XLA would follow the callback's number in this process, where it may be anything: a segmentation fault."""
 
     @jax.custom_vjp
     def called(x: Any) -> Any:
@@ -255,7 +255,7 @@ def test_a_program_of_other_bytes(on_cpu: Path, data: bytes) -> None:
     "a program is exported anew while another process loads it", "it loads the old or the new", "nothing"
 )
 def test_a_program_that_is_replaced_while_it_loads(on_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After its record was read: what is left of the old one is gone, and the new program is of other bytes."""
+    """It is replaced after the record was read: the old files are gone, and the new program has other bytes."""
     read = ownership.Folder.read
 
     def replaced(self: ownership.Folder, name: str) -> bytes:
@@ -288,7 +288,7 @@ def test_an_export_that_fails_leaves_the_one_before(on_cpu: Path) -> None:
 
 
 def test_what_somebody_put_into_an_export_is_kept(on_cpu: Path) -> None:
-    """It was deleted, since a ``program.json`` was there."""
+    """A folder with any ``program.json`` in it was once deleted."""
     (on_cpu / "thesis.txt").write_text("chapter one")
     with pytest.raises(CacheError, match=r"holds thesis\.txt, not written by us: move that elsewhere"):
         cute_ops_jax.export(on_cpu, forward, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu")
@@ -302,7 +302,7 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_program_for_cpus_asks_for_no_gpu(exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It replaces what was there, and runs on the CPU of a machine with a GPU, too."""
+    """The export replaces the former one, and runs on the CPU of a machine with a GPU, too."""
     monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
     monkeypatch.setattr(ffi, "device_target", lambda: pytest.fail("asked for a GPU"))
     where = tmp_path / "program"
@@ -343,7 +343,7 @@ def test_other_custom_calls_stay_forbidden(tmp_path: Path, fake_kernels: Any) ->
 def test_symbolic_rows_reach_the_kernel(
     any_op: Op, through_ffi: Any, fake_kernels: Any, close: Callable[..., Any]
 ) -> None:
-    """Exported once for any number of rows, gradients included; the CUDA lowering with the reference as the kernel."""
+    """One export serves any number of rows, gradients included: the CUDA lowering with the reference as the kernel."""
     function = testing.plain(any_op, through_ffi(any_op))
     b, s = jax.export.symbolic_shape("b, s")
     kinds = [a.dtype for a in testing.sample(any_op, (2, 3), 6, np.random.default_rng(0))]
@@ -371,7 +371,7 @@ def test_symbolic_rows_reach_the_kernel(
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["shard_map", "explicit"])
 def test_a_program_of_eight_devices(kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Any) -> None:
-    """Inside of shard_map, and with explicit axes, each device's kernel is in the program as it is exported."""
+    """Inside of shard_map, and with explicit axes, the exported program holds each device's kernel."""
     function = through_ffi(next(op for op in OPS if op.name == "rmsnorm"))
     mesh = jax.make_mesh((8,), ("rows",), (kind,), devices=jax.devices("cpu"))
     if kind == AxisType.Auto:

@@ -1,4 +1,4 @@
-"""Importing and using the adapter on a CPU needs neither torch, nor the compiler, nor TVM-FFI.
+"""Importing and using the adapter on a CPU needs no torch, no compiler and no TVM-FFI.
 
 The check runs in a fresh interpreter where they cannot be imported; a meta-test shows that it can fail.
 """

@@ -1,4 +1,4 @@
-"""Processes: what XLA's persistent cache finds again still has its kernels, and all processes agree on names."""
+"""Several processes: programs from XLA's persistent cache have their kernels, and all processes agree on names."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def result(process: subprocess.Popen[str]) -> Any:
 
 
 def test_the_persistent_cache_in_a_fresh_process(tmp_path: Path) -> None:
-    """Programs of one device and of eight are found again, with their kernels; equal shapes are not taken for equal."""
+    """Programs on one device and on eight are found again, with their kernels; ops of equal shapes are not confused."""
     pytest.importorskip("jax_tvm_ffi")
     code = SETUP + ON_CPU + CACHED + REPORT
     (first, calls, _, _), *_ = result(run(code, str(tmp_path), *OPS))
@@ -104,8 +104,8 @@ def test_the_persistent_cache_in_a_fresh_process(tmp_path: Path) -> None:
 
 
 def test_two_processes_of_one_program(tmp_path: Path) -> None:
-    """On the devices of both: they agree on values, on the names of kernels and on the programs, which are what is our
-    part of a key of XLA's cache; what the first process wrote there, it finds again.
+    """Two processes that share a mesh agree on values, on the names of kernels and on the programs, which are our part
+    of the key of XLA's cache; the first process finds again what it wrote there.
     """
     pytest.importorskip("jax_tvm_ffi")
     code = SETUP + DISTRIBUTED + ON_CPU + CACHED + REPORT
@@ -149,7 +149,7 @@ print(json.dumps(vars(cache.counters)))
 
 
 def test_two_processes_compile_once_and_never_when_warm(tmp_path: Path, cache_folder: Path) -> None:
-    """Their programs are lowered for a GPU, at once, with real kernels."""
+    """Processes lower their programs for a GPU at the same time, with real kernels."""
 
     def both() -> list[dict[str, int]]:
         with socket.socket() as free:

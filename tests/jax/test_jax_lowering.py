@@ -222,7 +222,7 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.feature("FFI: grad, vmap, scan, checkpoint")
 def test_ffi_under_transformations(op: Op, through_ffi: Any, fake_kernels: Any, close: Any, again: Any) -> None:
-    """What runs through the FFI agrees with what the reference's own lowering gives."""
+    """Programs that run through the FFI agree with the reference's own lowering."""
     ours, plain = (testing.plain(op, function) for function in (through_ffi(op), cute_ops_jax.register(op)))
     rng = np.random.default_rng(5)
     arrays = testing.sample(op, (3, 2), 6, rng)

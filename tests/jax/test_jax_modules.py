@@ -1,4 +1,4 @@
-"""Modules for flax.nnx and equinox against the libraries' own, and what is said where a library is missing."""
+"""Modules for flax.nnx and equinox against the libraries' own, and the error where a library is missing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def eqx() -> Any:
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_nnx_norms_are_flax_norms(name: str, nnx: Any, x: np.ndarray, close: Close) -> None:
-    """Values and gradients, with one's state in the other."""
+    """Values and gradients are equal, with the state of one module in the other."""
     from cute_ops_jax import nnx as ours
 
     theirs = getattr(nnx, name)(N, scale_init=nnx.initializers.normal(), rngs=nnx.Rngs(1))
@@ -96,7 +96,7 @@ def test_qk_norm_rope(nnx: Any, eqx: Any, close: Close) -> None:
 
 @pytest.mark.parametrize("name", ["RMSNorm", "LayerNorm"])
 def test_equinox_norms_are_equinox_norms(name: str, eqx: Any, x: np.ndarray, close: Close) -> None:
-    """One example under vmap, as there, and without."""
+    """One example under vmap, as with equinox's own, and a batch without."""
     from cute_ops_jax import equinox
 
     weight = np.linspace(0.5, 1.5, N, dtype=np.float32)

@@ -17,7 +17,7 @@ DTYPES = ["float32", "float16", "bfloat16"]
 
 
 def compare(ours: Callable[..., Any], theirs: Callable[..., Any], x: Any, rtol: float) -> None:
-    """Values and gradients, special ones included."""
+    """Values and gradients agree, special ones included."""
     for function in (lambda f, x: f(x), lambda f, x: jax.grad(lambda x: jnp.sum(f(x)))(x)):
         got, expected = (np.asarray(function(f, x).astype(jnp.float32)) for f in (ours, theirs))
         np.testing.assert_allclose(got, expected, rtol=rtol, atol=1e-6)
@@ -25,7 +25,7 @@ def compare(ours: Callable[..., Any], theirs: Callable[..., Any], x: Any, rtol: 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_softmax_of_special_rows(dtype: str) -> None:
-    """As jax.nn's in float32; all rows' values, and the gradients of those that have some."""
+    """Equal to jax.nn's in float32: the values of all rows, and the gradients of the rows that have one."""
     x = np.random.default_rng(0).standard_normal((6, 33), np.float32)
     x[0], x[1, 3:], x[2, 4], x[3, 5] = -INF, -INF, INF, NAN
     x[4] += 1e4
@@ -41,7 +41,7 @@ def test_softmax_of_rows_without_columns() -> None:
 
 
 def test_gelu_far_below_zero() -> None:
-    """Where 1 + erf has no digits left."""
+    """Inputs for which 1 + erf has no digits left."""
     x = -jnp.arange(1.0, 13.0)
     compare(lambda x: cute_ops_jax.gelu(x, approximate="none"), lambda x: jax.nn.gelu(x, approximate=False), x, 1e-5)
     got, expected = cute_ops_jax.gelu(x, approximate="none"), jax.nn.gelu(x, approximate=False)

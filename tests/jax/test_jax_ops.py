@@ -1,4 +1,4 @@
-"""Every declared op through its primitive: values, gradients, shapes, and what the functions look like."""
+"""Every declared op through its primitive: values, gradients, shapes, and the functions' signatures."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from cute_ops_jax.tools import stubs
 
 
 def test_values_against_float64_and_torch(stage_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
-    """On the CPU both adapters run one reference: the same numbers up to the order of sums."""
+    """On the CPU both adapters run one reference, so they agree up to the order of sums."""
     op, arrays, attrs = stage_problem.op, stage_problem.inputs(), stage_problem.attrs
     ours = run_stage(op, arrays, attrs)
     exacts, limits = testing.limits(op, arrays, attrs)
@@ -47,7 +47,7 @@ def gradients(function: Callable[..., Any], given: Any, cotangents: Any) -> Any:
 
 
 def test_gradients_against_the_float64_vjp_of_the_reference(problem: Any) -> None:
-    """Held to the tolerance of the backward op on the same values."""
+    """Gradients meet the tolerance of the backward op on the same values."""
     op, attrs = problem.op, problem.attrs
     # Quarters: sums of inputs are exact in every dtype, so that float64 sees the values that the op sees.
     arrays = {

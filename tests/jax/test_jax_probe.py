@@ -1,4 +1,4 @@
-"""``probe``: nothing to say here, and one useful sentence for each thing wrong."""
+"""``probe``: no problems here, and one useful sentence for each problem."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_a_bridge_that_xla_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_jax_that_nobody_tried_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once, while a program is traced; where there is no CPU to try on, it is trusted."""
+    """A new jax is tried once, while a program is traced; without a CPU backend to try on, it is trusted."""
     tried = []
     called = ffi_check._call
 

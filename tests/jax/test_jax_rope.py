@@ -1,4 +1,4 @@
-"""Rotary tables that broadcast over x, along whichever of its leading dims."""
+"""Rotary tables that broadcast over any leading dims of x."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ rope = next(op for op in OPS if op.name == "rope")
 
 
 def problem(lead: tuple[int, ...]) -> tuple[Any, Any, Any]:
-    """Heads of 5 positions and 3 sequences, tables with these leading dims, and the same tables written out."""
+    """3 sequences of 5 positions, tables with the given leading dims, and the same tables broadcast."""
     rng = np.random.default_rng(0)
     x, angles = (jnp.asarray(rng.standard_normal(s, np.float32)) for s in ((5, 3, 2, 8), (*lead, 4)))
     whole = jnp.broadcast_to(angles, (5, 3, 4))
@@ -29,7 +29,7 @@ def problem(lead: tuple[int, ...]) -> tuple[Any, Any, Any]:
 def test_tables_broadcast_along_any_leading_dim(
     lead: tuple[int, ...], through_ffi: Callable[..., Any], fake_kernels: Any, close: Callable[..., Any]
 ) -> None:
-    """By the reference, and by what stands in for kernels: forward, backward and under vmap."""
+    """The reference and the fake kernels agree: forward, backward and under vmap."""
     x, tables, whole = problem(lead)
     expected, pull = jax.vjp(lambda x: cute_ops_jax.rope(x, *whole), x)
     (dx,) = pull(jnp.cos(expected))

@@ -1,6 +1,6 @@
 """Programs on eight devices: the CUDA lowering on the CPU, with the reference as the kernel, against one device.
 
-What XLA compiled is read: no all-gather, and a sum over rows is added up once.
+The tests read the program that XLA compiled: no all-gather, and a sum over rows is added up once.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def row_specs(op: Op, *axes: Any) -> list[Any]:
 
 
 def gradient(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Values and gradients for fixed cotangents, so that no collective comes from a loss."""
+    """Values and gradients with fixed cotangents, so that no collective comes from a loss."""
 
     def run(*arrays: Any) -> Any:
         outputs, pull = jax.vjp(
@@ -67,7 +67,7 @@ def sums(op: Op) -> int:
 
 
 def rows_seen(op: Op, fake_kernels: Any) -> set[int]:
-    """Of the first inputs of all calls of an op and its backward."""
+    """The numbers of rows of the first inputs, of all calls of an op and its backward."""
     tail = len(next(iter(op.inputs.values())).dims)
     return {math.prod(shapes[0][: len(shapes[0]) - tail]) for _, shapes in fake_kernels.calls}
 
@@ -81,7 +81,7 @@ def placed(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
 def test_each_device_takes_its_rows(
     any_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close
 ) -> None:
-    """No all-gather whichever leading dim is cut; one all-reduce for each dim cut where weights have a gradient."""
+    """No all-gather, whichever leading dim is sharded; one all-reduce per sharded dim where weights have a gradient."""
     function, arrays = testing.plain(any_op, through_ffi(any_op)), inputs(any_op)
     expected = gradient(any_op, testing.plain(any_op, cute_ops_jax.register(any_op)))(*arrays)
     mesh = mesh_of(kind)
@@ -105,7 +105,7 @@ def test_each_device_takes_its_rows(
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_an_op_without_a_gradient_takes_its_rows(kind: AxisType, through_ffi: Any, fake_kernels: Any) -> None:
-    """Its scales, in a dim that no input has, stay whole."""
+    """The scales, in a dim that no input has, stay whole."""
     op = next(op for op in OPS if op.name == "add_rmsnorm_fp8")
     function, arrays = through_ffi(op), testing.sample(op, LEAD, 200, np.random.default_rng(3))
     # What stands for the kernel computes the same.
@@ -138,7 +138,7 @@ def test_one_all_reduce_of_one_weight(through_ffi: Any) -> None:
 @pytest.mark.feature("FFI: shard_map, with and without replication checks")
 @pytest.mark.parametrize("check", [True, False])
 def test_inside_of_shard_map(any_op: Op, check: bool, through_ffi: Any, close: Close) -> None:
-    """With replication checks, gradients of what shards share come out summed."""
+    """With replication checks, gradients of replicated inputs come out summed."""
     function, arrays, mesh = testing.plain(any_op, through_ffi(any_op)), inputs(any_op), mesh_of(AxisType.Auto)
     expected = gradient(any_op, testing.plain(any_op, cute_ops_jax.register(any_op)))(*arrays)
     rows = jax.P("data", "seq")
@@ -162,7 +162,7 @@ def test_inside_of_shard_map(any_op: Op, check: bool, through_ffi: Any, close: C
 
 
 def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> None:
-    """A backward op called by itself gives each shard's part of a sum, which varies over the mesh."""
+    """A backward op that is called by itself returns each shard's part of a sum, which varies over the mesh."""
     backward, mesh = op.grad, mesh_of(AxisType.Auto)
     arrays, whole = inputs(backward), row_specs(backward, "data")
     results = stage(backward)(dict(zip(backward.inputs, arrays, strict=True)), {})
@@ -184,7 +184,7 @@ def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> No
 @pytest.mark.feature("FFI: shard_map over some axes")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_partly_manual(any_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
-    """A shard_map over some axes; explicit ones of the others cut rows, automatic ones cut none."""
+    """A shard_map over some axes: of the other axes, explicit ones shard rows, automatic ones shard nothing."""
     function, arrays, mesh = testing.plain(any_op, through_ffi(any_op)), inputs(any_op), mesh_of(kind)
     expected = gradient(any_op, testing.plain(any_op, cute_ops_jax.register(any_op)))(*arrays)
     outer = row_specs(any_op, "data")
@@ -205,7 +205,7 @@ def test_partly_manual(any_op: Op, kind: AxisType, through_ffi: Any, fake_kernel
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_dims_called_parallel_are_cut_too(kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
-    """The MLP of a tensor-parallel model: its hidden dim stays where it is."""
+    """In a tensor-parallel MLP the hidden dim stays sharded."""
     function, arrays, mesh = through_ffi(SILU_MUL), inputs(SILU_MUL), mesh_of(kind)
     expected = gradient(SILU_MUL, cute_ops_jax.silu_mul)(*arrays)
     with jax.set_mesh(mesh):
@@ -218,7 +218,7 @@ def test_dims_called_parallel_are_cut_too(kind: AxisType, through_ffi: Any, fake
 
 
 def test_what_is_parallel_gives_slices_of_outputs(op: Op) -> None:
-    """Holds declarations to what they say: an op on slices gives slices."""
+    """Checks what declarations call parallel: the op on slices of such a dim gives slices."""
     for one in (op, op.grad):
         for dim in one.parallel:
             sizes = {**one.example((3,), 8), dim: 8}
@@ -260,7 +260,7 @@ def test_a_row_that_is_cut_comes_together(through_ffi: Any, close: Close) -> Non
 
 @pytest.mark.parametrize("rows", [6, 12, 3])
 def test_rows_that_do_not_divide(rows: int, through_ffi: Any, close: Close) -> None:
-    """What XLA pads an uneven cut with never gets into a sum."""
+    """The padding of uneven slices never gets into a sum."""
     function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)
     x, w = inputs(RMSNORM, (rows, 4))[:2]
     whole = NamedSharding(mesh, jax.P(("data", "seq")))
@@ -324,7 +324,7 @@ def test_kernels_of_every_slice_are_known_where_the_cache_may_be_hit(through_ffi
 
 @pytest.mark.parametrize("jitted", [True, False])
 def test_arrays_that_nobody_placed(jitted: bool, through_ffi: Any, close: Close) -> None:
-    """Under a mesh, before anything has a sharding: every device computes all of it."""
+    """Under a mesh, arrays without a sharding are computed whole by every device."""
     function, (x, w, *_) = through_ffi(RMSNORM), inputs(RMSNORM)
     with jax.set_mesh(mesh_of(AxisType.Auto)):
         got = (jax.jit(function) if jitted else function)(x, w)
@@ -332,7 +332,7 @@ def test_arrays_that_nobody_placed(jitted: bool, through_ffi: Any, close: Close)
 
 
 def test_other_platforms_are_partitioned_by_xla(op: Op, close: Close) -> None:
-    """The reference on eight devices, without anything of ours."""
+    """XLA partitions the reference by itself."""
     function, arrays, mesh = testing.plain(op, cute_ops_jax.register(op)), inputs(op), mesh_of(AxisType.Auto)
     compiled = jax.jit(gradient(op, function)).lower(*placed(mesh, arrays, row_specs(op, "data"))).compile()
     got = compiled(*placed(mesh, arrays, row_specs(op, "data")))

@@ -1,4 +1,4 @@
-"""Transformations compose: each result against the same thing done by hand."""
+"""Transformations compose: each result equals the same computation written by hand."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Close = Callable[[Any, Any], None]
 
 
 def examples(op: Op, count: int = SIZE) -> list[np.ndarray]:
-    """Per input ``count`` stacked examples, batch in axis 0."""
+    """``count`` stacked examples of each input, batch in axis 0."""
     return testing.sample(op, (ROWS,), N, np.random.default_rng(7), count=count)
 
 
@@ -30,7 +30,7 @@ def function_of(op: Op) -> Callable[..., Any]:
 
 
 def subsets(op: Op) -> list[tuple[str, ...]]:
-    """Of many inputs one, two and all of them: there are too many subsets."""
+    """One, two and all of many inputs, since there are too many subsets."""
     count = len(op.inputs)
     sizes = range(1, count + 1) if count <= 4 else (1, 2, count)
     return [s for k in sizes for s in itertools.combinations(op.inputs, k)]
@@ -54,7 +54,7 @@ def by_hand(function: Callable[..., Any], arrays: list[np.ndarray], batched: lis
 
 @pytest.mark.feature("vmap, any subset of inputs")
 def test_vmap_of_some_inputs_only(any_op: Op, close: Close) -> None:
-    """Every subset of the inputs, the batch dim somewhere else each time."""
+    """Every subset of the inputs is batched, each time in another dim."""
     function, arrays = function_of(any_op), examples(any_op)
     for turn, subset in enumerate(subsets(any_op)):
         batched = [name in subset for name in any_op.inputs]
@@ -147,7 +147,7 @@ def test_jit_changes_nothing(any_op: Op, close: Close) -> None:
 
 
 def chain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Three calls in a row, the output fed to the first input."""
+    """Three calls in a row, each on the output of the former."""
 
     def run(first: Any, *others: Any) -> Any:
         for _ in range(3):
@@ -259,7 +259,7 @@ def test_eval_shape_runs_nothing(any_op: Op) -> None:
 
 @pytest.mark.feature("FFI: donated arguments")
 def test_donated_arguments_are_used_up(any_op: Op, through_ffi: Any, device: jax.Device, close: Close) -> None:
-    """What is donated may be overwritten, and still every result is right."""
+    """Donated inputs may be overwritten, and every result is still right."""
     function, arrays = testing.plain(any_op, through_ffi(any_op)), examples_of_one(any_op)
 
     def step(first: Any, *others: Any) -> Any:
@@ -277,7 +277,7 @@ def examples_of_one(op: Op) -> list[np.ndarray]:
 
 
 def test_an_unused_output_costs_no_zeros() -> None:
-    """A cotangent that nobody made is left out, not filled with zeros and read."""
+    """A cotangent that does not exist is left out instead of read as zeros."""
     x = np.ones((ROWS, N), np.float32)
     gradient = jax.grad(lambda *given: jnp.sum(cute_ops_jax.add_rmsnorm(*given)[0]), (0, 1))
     jaxpr = str(jax.make_jaxpr(gradient)(x, x))
@@ -285,7 +285,7 @@ def test_an_unused_output_costs_no_zeros() -> None:
 
 
 def test_only_the_other_output_used(close: Close) -> None:
-    """A cotangent that the backward op insists on is zeros."""
+    """A missing cotangent that the backward op requires is zeros."""
     x = np.ones((ROWS, N), np.float32)
     got = jax.grad(lambda *given: jnp.sum(cute_ops_jax.add_rmsnorm(*given)[1]), (0, 1))(x, x)
     close(got, (x, x))

@@ -1,4 +1,4 @@
-"""Cross entropy of classes that eight devices share: against one device, and against the program written out.
+"""Cross entropy with classes sharded over eight devices, against one device and against the program written out.
 
 The CUDA lowering on the CPU, with the reference as the kernel; what XLA compiled is read.
 """
@@ -34,7 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(params=["reference", "kernel"])
 def lowered(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """With the reference inlined, and as calls."""
+    """With the reference inlined, and with calls of kernels."""
     jax.clear_caches()
     if request.param == "kernel":
         stages = request.getfixturevalue("ffi_stage")
@@ -60,7 +60,7 @@ def written_out(
     logits: Any, target: Any, axis_name: Any, ignore_index: int = -100, label_smoothing: float = 0.0,
     z_loss: float = 0.0, reduction: str = "mean",
 ) -> Any:  # fmt: skip
-    """What a user would write, which JAX differentiates."""
+    """The program that a user would write, which JAX differentiates."""
     n = logits.shape[-1]
     classes = n * jax.lax.axis_size(axis_name)
     top = jax.lax.pmax(jax.lax.stop_gradient(jnp.max(logits, -1)), axis_name)
@@ -83,7 +83,7 @@ def value_and_gradients(function: Callable[..., Any], count: int) -> Callable[..
 
 
 def collectives(text: str) -> dict[str, list[int]]:
-    """Elements that each collective gives, by its name."""
+    """The number of elements of each collective's results, by its name."""
     found: dict[str, list[int]] = {}
     names = r"(all-\w+|collective-permute|reduce-scatter)(?:-start)?\("
     for shape, name in re.findall(rf"= \(?\w+\[([\d,]*)\][^=]*? {names}", text):
@@ -105,7 +105,7 @@ def on_one_device(hidden: Any, weight: Any, bias: Any, target: Any, **options: A
     indirect=["lowered"],
 )  # fmt: skip
 def test_logits(name: str, check: bool, lowered: str, close: Close) -> None:
-    """As on one device; differentiated inside of the shard_map too, as what is written out. No logits travel."""
+    """Equal to one device and, differentiated inside of the shard_map, to the program written out. No logits travel."""
     options = OPTIONS[name]
     arrays, target = problem(**options)
     mesh, cut, logits = mesh_of((8,), ("model",)), P(None, "model"), arrays["logits"]
@@ -160,7 +160,7 @@ def test_linear(rows: int, name: str, check: bool, lowered: str, monkeypatch: py
 
 
 def test_rows_and_classes_on_two_axes(close: Close) -> None:
-    """Data and tensor parallel: the weight's gradient is the sum over rows, of its own classes."""
+    """Data and tensor parallel: the weight's gradient is the sum over all rows, for the device's own classes."""
     arrays, target = problem()
     hidden, weight = arrays["hidden"], arrays["weight"]
 
@@ -179,7 +179,7 @@ def test_rows_and_classes_on_two_axes(close: Close) -> None:
 
 
 def test_classes_over_two_axes(close: Close) -> None:
-    """In the order of a PartitionSpec."""
+    """Several axes are ordered as in a PartitionSpec."""
     arrays, target = problem()
     axes = ("data", "model")
     function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name=axes, reduction="none")
@@ -191,7 +191,7 @@ def test_classes_over_two_axes(close: Close) -> None:
 
 
 def test_gathered_rows(close: Close) -> None:
-    """Sequence parallel: what ``all_gather`` gives is equal on all devices, which JAX does not know."""
+    """Sequence parallel: the result of ``all_gather`` is equal on all devices, which JAX does not know."""
     arrays, target = problem()
     rows = slice(0, 8)
 
@@ -209,7 +209,7 @@ def test_gathered_rows(close: Close) -> None:
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
 def test_infinities_and_targets_that_are_no_class(lowered: str) -> None:
-    """Where one device has NaN or an infinity, eight have it."""
+    """Eight devices have NaN and infinities where one device has them."""
     arrays, target = problem()
     logits = arrays["logits"]
     logits[1], logits[2, 0], logits[3, 5], logits[5, 7] = -np.inf, -np.inf, np.inf, np.nan
@@ -244,7 +244,7 @@ def test_bfloat16_rounds_no_more_than_one_device() -> None:
 
 @pytest.mark.parametrize("lowered", ["kernel"], indirect=True)
 def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any) -> None:
-    """One forward and one backward call each, of the same variants everywhere; the gradient over the logits."""
+    """Each device makes one forward and one backward call of the same variants; the gradient overwrites the logits."""
     arrays, target = problem()
 
     def function(h: Any, w: Any, t: Any) -> Any:
@@ -268,7 +268,7 @@ def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any
 def test_without_a_shard_map(
     axes: tuple[str | None, str], kind: AxisType, fake_kernels: Any, ffi_stage: Any, close: Close
 ) -> None:
-    """Where types or XLA's partitioner say that classes are cut, the op itself is that program: nothing is gathered."""
+    """The op itself runs on sharded classes, with explicit and with automatic axes, and nothing is gathered."""
     op = vocab_parallel.op
     arrays, target = problem()
     mesh = jax.make_mesh((2, 4), ("data", "model"), (kind,) * 2, devices=jax.devices("cpu"))
@@ -296,7 +296,7 @@ def test_without_a_shard_map(
 
 
 def test_the_function_on_explicit_axes(close: Close) -> None:
-    """Its gradient too, and what follows the op."""
+    """The function on explicit axes, its gradient and its reduction."""
     arrays, target = problem()
     mesh = jax.make_mesh((8,), ("model",), (AxisType.Explicit,), devices=jax.devices("cpu"))
     function = value_and_gradients(partial(cute_ops_jax.cross_entropy, **OPTIONS["all"]), 1)
