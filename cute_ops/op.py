@@ -25,7 +25,20 @@ class OneOf:
         self.values = values
 
 
-class Tensor(NamedTuple):
+class _TensorFields(NamedTuple):
+    shape: str
+    dtype: str
+    optional: bool = False
+    given: str | None = None
+    same_as: str | None = None
+    upper_bound: str | None = None
+    at_most: float | None = None
+    unread: bool = False
+    hidden: bool = False
+    donates: str | None = None
+
+
+class Tensor(_TensorFields):
     """One input or output of an op.
 
     Args:
@@ -47,28 +60,18 @@ class Tensor(NamedTuple):
             is read after it was written. It happens where the caller asks for it.
     """
 
-    shape: str
-    dtype: str
-    optional: bool = False
-    given: str | None = None
-    same_as: str | None = None
-    upper_bound: str | None = None
-    at_most: float | None = None
-    unread: bool = False
-    hidden: bool = False
-    donates: str | None = None
-
-    @property
+    # Cached: binding and planning ask for the parts of a shape some forty times per call.
+    @cached_property
     def dims(self) -> tuple[Dim, ...]:
         """The dims after the leading ones."""
         return parse(self.shape).dims
 
-    @property
+    @cached_property
     def rows(self) -> str | None:
         """The name that binds the leading dims, or None."""
         return parse(self.shape).rows
 
-    @property
+    @cached_property
     def broadcast(self) -> bool:
         """Whether some of the leading dims may be missing."""
         return parse(self.shape).broadcast
