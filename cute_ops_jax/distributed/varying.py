@@ -17,12 +17,6 @@ from cute_ops_jax import _compat
 Axes: TypeAlias = tuple[str, ...]
 
 
-def automatic() -> bool:
-    """Whether XLA decides how arrays are sharded, if they are at all."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
-
-
 def manual() -> set[str]:
     """The axes of the ``shard_map`` programs that are being traced."""
     mesh = jax.sharding.get_abstract_mesh()

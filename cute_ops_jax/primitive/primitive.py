@@ -13,14 +13,15 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType
 
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.op import Op
 from cute_ops.shapes import Array
 from cute_ops_jax import _compat
-from cute_ops_jax.distributed import explicit, partitioner, slices, varying
-from cute_ops_jax.distributed.varying import Axes
+from cute_ops_jax.distributed import explicit, partitioner, slices
+from cute_ops_jax.distributed.varying import Axes, alike
 from cute_ops_jax.primitive import ffi, lowering, vmap
 from cute_ops_jax.primitive.arrays import Arrays, Attributes, specs
 
@@ -90,7 +91,7 @@ class Stage:
             # A kernel cannot launch on nothing; a sum over no rows is zero.
             return {n: out and jnp.zeros(out.shape, out.dtype) for n, out in binding.outputs.items()}
         outputs = [name for name, out in binding.outputs.items() if out is not None]
-        if varying.automatic():
+        if _automatic():
             results: Sequence[Any] = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
@@ -111,7 +112,7 @@ class Stage:
         """Bind the primitive inside of a ``shard_map`` over all axes."""
         given = present(self.op, inputs)
         binding = self.bound(given, attrs)
-        return named(binding, self.primitive.bind(*varying.alike(list(given.values())), **_params(binding, inplace)))
+        return named(binding, self.primitive.bind(*alike(list(given.values())), **_params(binding, inplace)))
 
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
@@ -172,6 +173,12 @@ def present(op: Op, inputs: Arrays) -> dict[str, Any]:
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
     """The results of a call by name."""
     return dict(zip((n for n, out in binding.outputs.items() if out is not None), results, strict=True))
+
+
+def _automatic() -> bool:
+    """Whether XLA decides how arrays are sharded, if they are at all."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types)
 
 
 def _params(binding: Binding, inplace: bool) -> dict[str, Any]:
