@@ -15,16 +15,16 @@ _HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declara
 from jax import Array
 from jax.typing import ArrayLike
 
-from cute_ops_jax.primitive.ffi_check import probe as probe
 from cute_ops_jax.composite.embedding import embedding as embedding
-from cute_ops_jax.exporting import export as export
-from cute_ops_jax.loading import load as load
-from cute_ops_jax.primitive.function import register as register
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy
 from cute_ops_jax.composite.linear_cross_entropy import (
     vocab_parallel_linear_cross_entropy as vocab_parallel_linear_cross_entropy,
 )
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+from cute_ops_jax.exporting import export as export
+from cute_ops_jax.loading import load as load
+from cute_ops_jax.primitive.ffi_check import probe as probe
+from cute_ops_jax.primitive.function import register as register
 '''
 
 
