@@ -20,7 +20,7 @@ from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.plan import folded
 from cute_ops.ops import softmax
-from cute_ops_jax.primitive import ffi, function, lowering
+from cute_ops_jax.primitive import ffi, function, lowering, primitive
 from cute_ops_jax.primitive.primitive import stage
 
 
@@ -125,6 +125,22 @@ def test_vmap_on_cuda_folds_into_rows(op: Op, fake_kernels: Any) -> None:
     (call,) = custom_calls(cuda_text(jax.vmap(cute_ops_jax.register(op), axes), *inputs.values()))
     for tensor in (*op.inputs.values(), *op.outputs.values()):
         assert text_of(tensor, op, 10) in call
+
+
+@pytest.mark.parametrize("gradient", [False, True])
+def test_an_op_is_bound_and_planned_once(gradient: bool, fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tracing, abstract evaluation, differentiation and lowering share the checked call."""
+    bound, planned = [], []
+    bind, plan = primitive.bind, lowering.plan
+    monkeypatch.setattr(primitive, "bind", lambda op, *given: bound.append(op.name) or bind(op, *given))
+    monkeypatch.setattr(lowering, "plan", lambda call, *a, **k: planned.append(call.op.name) or plan(call, *a, **k))
+    primitive._bound.cache_clear()
+
+    def loss(x: Any, weight: Any) -> Any:
+        return jnp.sum(jnp.sin(cute_ops_jax.add_rmsnorm(x, x, weight)[0]))
+
+    cuda_text(jax.grad(loss) if gradient else loss, jax.ShapeDtypeStruct((2, 3, 72), jnp.float32), jnp.ones(72))
+    assert bound == planned == ["add_rmsnorm", "add_rmsnorm_bwd"][: 1 + gradient]
 
 
 def test_scan_holds_one_call(fake_kernels: Any) -> None:
