@@ -25,7 +25,20 @@ class OneOf:
         self.values = values
 
 
-class Tensor(NamedTuple):
+class _TensorFields(NamedTuple):
+    shape: str
+    dtype: str
+    optional: bool = False
+    given: str | None = None
+    same_as: str | None = None
+    upper_bound: str | None = None
+    at_most: float | None = None
+    unread: bool = False
+    hidden: bool = False
+    donates: str | None = None
+
+
+class Tensor(_TensorFields):
     """One input or output of an op.
 
     Args:
@@ -47,35 +60,25 @@ class Tensor(NamedTuple):
             is read after it was written. It happens where the caller asks for it.
     """
 
-    shape: str
-    dtype: str
-    optional: bool = False
-    given: str | None = None
-    same_as: str | None = None
-    upper_bound: str | None = None
-    at_most: float | None = None
-    unread: bool = False
-    hidden: bool = False
-    donates: str | None = None
-
-    @property
+    @cached_property
     def dims(self) -> tuple[Dim, ...]:
         """The dims after the leading ones."""
         return parse(self.shape).dims
 
-    @property
+    @cached_property
     def rows(self) -> str | None:
         """The name that binds the leading dims, or None."""
         return parse(self.shape).rows
 
-    @property
+    @cached_property
     def broadcast(self) -> bool:
         """Whether some of the leading dims may be missing."""
         return parse(self.shape).broadcast
 
     def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape for these sizes, with all leading dims."""
-        return (*(dims[self.rows] if self.rows else ()), *(dim.of(dims) for dim in self.dims))
+        own = [dims[d.name] if d.factor == 1 else d.factor * dims[d.name] for d in self.dims]
+        return (*(dims[self.rows] if self.rows else ()), *own)
 
     @property
     def wrong(self) -> str:

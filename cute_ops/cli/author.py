@@ -14,12 +14,11 @@ from typing import Annotated, NamedTuple, NoReturn
 import typer
 from rich.table import Table
 
-from cute_ops import hardware, lookup
+from cute_ops import dispatch, hardware, lookup
 from cute_ops.binding import bind
 from cute_ops.cli import Arches, console, fail, targets
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
-from cute_ops.jit.plan import plan
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS, Array
@@ -69,7 +68,7 @@ def inspect(
         for target in targets(arch):
             for size in n or [4096]:
                 given = example(declaration, dtype, rows, size, without or [])
-                variant = plan(bind(declaration, given), {}, target, fixed=True).variant
+                variant = dispatch.foresee(bind(declaration, given), {}, target).variant
                 table.add_section()
                 for kernel in _kernels(variant, out):
                     dynamic = kernel.dynamic

@@ -29,7 +29,7 @@ def folder() -> Path:
     Raises:
         ValueError: the variable begins with a ``~`` that stands for no folder.
     """
-    chosen = env.path("CUTE_OPS_CACHE_DIR")
+    chosen = env.CACHE_DIR.read()
     if chosen:
         return chosen
     from platformdirs import user_cache_dir

@@ -232,7 +232,7 @@ def load(variant: Variant) -> Callable[..., Any] | None:
     folders = named()
     if not folders:
         return None
-    where, misfits = os.environ["CUTE_OPS_BUNDLE"], []
+    where, misfits = os.pathsep.join(map(str, folders)), []
     for bundle in _opened(where, named):
         try:
             function = _served(bundle, variant)
@@ -249,7 +249,7 @@ def load(variant: Variant) -> Callable[..., Any] | None:
 
 def named() -> list[Path]:
     """The folders that ``CUTE_OPS_BUNDLE`` names."""
-    return env.paths("CUTE_OPS_BUNDLE")
+    return env.BUNDLE.read()
 
 
 def load_installed(variant: Variant) -> Callable[..., Any] | None:

@@ -30,7 +30,7 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
 
 log = logging.getLogger("cute_ops")
-MAX_BYTES = int(env.number("CUTE_OPS_CACHE_MAX_BYTES", 1 << 30))
+MAX_BYTES = int(env.CACHE_MAX_BYTES.read() or 1 << 30)
 # Whoever holds a lock for longer than a compile may take has stopped: to wait is worse than to compile twice.
 LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
 ENTRY = {"variant": object, "sha256": str}
@@ -143,12 +143,9 @@ def read(variant: Variant) -> bytes | None:
 
 
 def forget() -> None:
-    """Drop the functions held in memory (the disk keeps them)."""
-    from cute_ops.autotune import winners
-
+    """Drop the functions and bundles held in memory (the disk keeps them)."""
     _functions.clear()
     bundle.forget()
-    winners.forget()
 
 
 def clear() -> int:

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops.binding import bind
-from cute_ops.jit.plan import Memory, compact, problem_of
+from cute_ops.jit.layout import Memory, compact
+from cute_ops.jit.plan import signature
 from cute_ops.jit.target import Target
 from cute_ops.op import Case, Op, Tensor
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
@@ -160,8 +161,8 @@ class _Form:
             case = Case("", {**self.op.example((self.rows,), n)})
             arrays = specs(self.op, case, self.dtype)
             binding = bind(self.op, arrays)
-            tile = self.op.config(problem_of(binding, memory(self.op, arrays, self.base), self.target))
-            self.known[n] = tuple(sorted((k, v) for k, v in tile.items() if k not in GRADUAL))
+            config = self.op.config(signature(binding, memory(self.op, arrays, self.base), self.target).problem)
+            self.known[n] = tuple(sorted((k, v) for k, v in config.items() if k not in GRADUAL))
         return self.known[n]
 
 

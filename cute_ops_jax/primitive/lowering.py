@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cute_ops import dispatch
 from cute_ops.binding import Binding, bind, expanded_shape
 from cute_ops.errors import message
-from cute_ops.jit.plan import Plan, folded, plan, target_of
+from cute_ops.jit.layout import folded
+from cute_ops.jit.plan import Plan
 from cute_ops.op import Op
 from cute_ops.shapes import Array
 from cute_ops_jax.primitive import ffi
@@ -65,14 +67,14 @@ def choose(op: Op, given: Mapping[str, Array | None], attrs: Sequence[tuple[str,
     whole = bind(op, given, dict(attrs))
     shapes = folded(_with_shapes(whole, expanded(whole)))
     binding = _with_shapes(whole, shapes)
-    target = target_of(whole, ffi.device_target)
+    target = dispatch.target_of(whole, ffi.device_target)
     if not any(_symbolic(size) for array in binding.inputs.values() if array for size in array.shape):
-        return Chosen(whole, binding, plan(binding, {}, target, device=ffi.here()))
+        return Chosen(whole, binding, dispatch.choose(binding, {}, target, ffi.here()))
     inner = {n: a.shape[len(a.shape) - len(op.inputs[n].dims) :] for n, a in binding.inputs.items() if a}
     problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
     if not problem:
         # A kernel does not depend on the number of rows, and scratch arrays that serve many serve fewer.
-        fixed, larger = (plan(_with_rows(binding, rows), {}, target) for rows in (MANY_ROWS, 2 * MANY_ROWS))
+        fixed, larger = (dispatch.choose(_with_rows(binding, rows), {}, target) for rows in (MANY_ROWS, 2 * MANY_ROWS))
         if _elements(larger) > 1.5 * _elements(fixed):
             problem = "its scratch arrays grow with the rows"
     if problem:

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError
+from cute_ops import CacheError, dispatch
 from cute_ops.autotune import winners
 from cute_ops.files import cache_dir, ownership
 from cute_ops.jit import cache, loader
@@ -47,7 +47,7 @@ def within(seconds: float) -> Iterator[None]:
 
 def compiled(wanted: Variant) -> int:
     """How many compiles it takes to get a kernel that is on disk."""
-    cache.forget()
+    dispatch.forget()
     before = cache.counters.compiled
     assert callable(cache.get(wanted))
     return cache.counters.compiled - before
@@ -101,7 +101,7 @@ def test_who_can_replace_the_folder_can_write_it(
 ) -> None:
     outer = tmp_path / "outer"
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(outer / "inner" / "cache"))
-    cache.forget()
+    dispatch.forget()
     wanted = variant()
     cache.build(wanted)
     outer.chmod(mode)

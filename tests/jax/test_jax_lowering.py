@@ -18,7 +18,7 @@ import cute_ops_jax
 from cute_ops import FLOATS, Array, Op, Tensor, testing
 from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
-from cute_ops.jit.plan import folded
+from cute_ops.jit.layout import folded
 from cute_ops.ops import softmax
 from cute_ops_jax.primitive import ffi, function, lowering
 from cute_ops_jax.primitive.primitive import stage
