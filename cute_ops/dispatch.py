@@ -163,6 +163,6 @@ def _recorder() -> Callable[[Binding, Mapping[str, Memory], Variant], None] | No
     path = env.RECORD.read()
     if path is None:
         return None
-    from cute_ops.aot.record import Recorder  # start-up time: few programs record
+    from cute_ops.recording import Recorder  # start-up time: few programs record
 
     return Recorder(path)

@@ -10,8 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cute_ops import env, processes
-from cute_ops.aot import manifest
+from cute_ops import env, manifest, processes
 from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.binding import bind
 from cute_ops.config import Config

@@ -13,8 +13,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops import env
-from cute_ops.aot import manifest
+from cute_ops import env, manifest
 from cute_ops.aot.build import build as build_bundle
 from cute_ops.aot.build import variants_of
 from cute_ops.aot.hf_config import calls_of_model

@@ -12,8 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cute_ops import lookup
-from cute_ops.aot import manifest
+from cute_ops import lookup, manifest
 from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.rows import bytes_moved
 from cute_ops.autotune.types import Trial

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from cute_ops import CacheError, dispatch
-from cute_ops.aot import build, manifest
+from cute_ops import CacheError, dispatch, manifest
+from cute_ops.aot import build
 from cute_ops.autotune import winners
 from cute_ops.files import folder_swap
 from cute_ops.jit import bundle, cache, loader, toolchain
@@ -216,7 +216,8 @@ import importlib.util
 assert importlib.util.find_spec("cutlass") is None and importlib.util.find_spec("torch") is None
 from cute_ops import CompileError
 from cute_ops.jit import cache, toolchain
-from cute_ops.aot import build, manifest
+from cute_ops import manifest
+from cute_ops.aot import build
 from cute_ops.jit.target import parse
 calls = manifest.parse({lines!r})
 print(all(callable(cache.get(build.variant_of(call, parse("sm_90a")))) for call in calls))
@@ -282,7 +283,8 @@ def test_an_installed_package_serves_its_bundle(
 AS_NOBODY = """
 import os
 from cute_ops.jit import bundle, cache, loader
-from cute_ops.aot import build, manifest
+from cute_ops import manifest
+from cute_ops.aot import build
 from cute_ops.jit.target import parse
 bundle.versions(), loader._load_runtime(), loader.tvm_ffi()  # the environment may be for root only
 os.environ["CUTE_OPS_TUNE"] = "0"
@@ -483,7 +485,7 @@ def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
 def test_where_one_kernel_fails_nothing_is_written(
     tmp_path: Path, cache_folder: Path, variant: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "variants", lambda *_: [variant("Aborting"), variant("Copy"), variant("Broken")])
+    monkeypatch.setattr(build, "variants_of", lambda *_: [variant("Aborting"), variant("Copy"), variant("Broken")])
     built = build.build(CALLS, TARGETS, tmp_path / "bundle")
     texts = [str(one.error) for one in built]
     assert "died with signal 6" in texts[0] and texts[1] == "None" and "broken on purpose" in texts[2]

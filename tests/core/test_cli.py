@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import CacheError
+from cute_ops import CacheError, manifest
 from cute_ops.__main__ import app
-from cute_ops.aot import build, manifest
+from cute_ops.aot import build
 from cute_ops.jit import bundle, cache, target, toolchain
 from cute_ops.tools import doctor
 

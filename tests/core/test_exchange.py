@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError
-from cute_ops.aot import build, manifest
+from cute_ops import CacheError, manifest
+from cute_ops.aot import build
 from cute_ops.files import cache_dir, folder_swap, ownership
 from cute_ops.jit import cache
 from cute_ops.jit.bundle import Bundle
@@ -27,7 +27,8 @@ LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*
 WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
-from cute_ops.aot import build, manifest
+from cute_ops import manifest
+from cute_ops.aot import build
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
 calls, target, where = manifest.parse({lines!r}), parse("sm_90a"), Path(sys.argv[1])

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import FLOATS, Array, dispatch, lookup
+from cute_ops import FLOATS, Array, dispatch, lookup, manifest
 from cute_ops.__main__ import app
-from cute_ops.aot import build, manifest
+from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
@@ -227,7 +227,7 @@ def test_a_manifest_is_written_whole_and_keeps_its_rights(tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o640 and path.read_text() == f"{manifest.HEADER}rmsnorm x:float32[4]\n"
     before = path.read_text()
     code = (
-        "import pathlib, resource, signal, sys; from cute_ops.aot import manifest\n"
+        "import pathlib, resource, signal, sys; from cute_ops import manifest\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
         "manifest.tidy(pathlib.Path(sys.argv[1]))"
     )

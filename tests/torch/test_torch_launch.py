@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ops import FLOATS, Op, Tensor, dispatch
-from cute_ops.aot import build, manifest
+from cute_ops import FLOATS, Op, Tensor, dispatch, manifest
+from cute_ops.aot import build
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops_torch.host import launch

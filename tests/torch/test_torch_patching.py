@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cute_ops_torch
-from cute_ops import Op, lookup
-from cute_ops.aot import build, manifest
+from cute_ops import Op, lookup, manifest
+from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.jit.target import Target, parse
 from cute_ops_torch.composite import chunked_loss, embedding, gradient_scale

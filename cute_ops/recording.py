@@ -7,10 +7,10 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from cute_ops.aot.manifest import call_of
 from cute_ops.binding import Binding
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.variant import Variant
+from cute_ops.manifest import call_of
 
 log = logging.getLogger("cute_ops")
 
