@@ -5,8 +5,9 @@ compiled), in PyTorch with the kernel on disk, and the lowering of a JAX program
 imported before the count begins.
 
 A file counts as *entered* when Python calls a function in it and the call before was in another file of ours. It is a
-*return* when that file had been entered earlier. Calls in other packages, and in code that we generate, are not looked
-at. No GPU is needed: everything is prepared for sm_90a, the tensors lie in host memory and the kernel is not launched.
+*return* when that file had been entered earlier. Calls in other packages, and in code that we generate, do not count;
+nor do comprehensions, which are no calls from Python 3.12 on, and generators that are resumed. No GPU is needed:
+everything is prepared for sm_90a, the tensors lie in host memory and the kernel is not launched.
 
     python benchmarks/returns.py --out out/benchmarks
 """
@@ -20,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from inspect import CO_GENERATOR
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -28,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("cute_ops", "cute_ops_torch", "cute_ops_jax")
 CALLS = ("torch cold", "torch warm", "jax lowering")
 COLUMNS = ("call", "files", "entries", "returns")
+COMPREHENSIONS = ("<listcomp>", "<dictcomp>", "<setcomp>", "<genexpr>")
 MOST_RETURNS = 40
 SHAPE, ARCH = (4096, 4096), "sm_90a"
 
@@ -53,10 +56,15 @@ def walk(call: Callable[[], object]) -> Walk:
     """Run a call and note which of our files it enters. Other threads are not followed."""
     ours = tuple(f"{ROOT / package}{os.sep}" for package in PACKAGES)
     files: list[str] = []
+    begun: dict[int, FrameType] = {}
 
     def note(frame: FrameType, event: str, _: object) -> None:
-        file = frame.f_code.co_filename
-        if event == "call" and file.startswith(ours) and (not files or files[-1] != file):
+        code, file = frame.f_code, frame.f_code.co_filename
+        if event != "call" or code.co_name in COMPREHENSIONS or (code.co_flags & CO_GENERATOR and id(frame) in begun):
+            return
+        if code.co_flags & CO_GENERATOR:
+            begun[id(frame)] = frame  # kept, so that no other frame gets its number
+        if file.startswith(ours) and (not files or files[-1] != file):
             files.append(file)
 
     sys.setprofile(note)

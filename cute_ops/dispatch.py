@@ -48,10 +48,9 @@ def choose(binding: Binding, memory: Mapping[str, Memory], target: Target, devic
         ValueError: a last dim that is not contiguous.
         NotImplementedError: the target is older than the op's kernels.
     """
-    call = signature(binding, memory, target, _specialize(binding))
-    measure = None if device is None else partial(_measure, call, memory, target, device)
-    chosen = _plan(call, measure)
-    record = _recorder()
+    specialize, record = _specialize(binding), _recorder()
+    call = signature(binding, memory, target, specialize)
+    chosen = _plan(call, None if device is None else partial(_measure, call, memory, target, device))
     if record is not None:
         record(binding, memory, chosen.variant)
     return chosen
@@ -125,30 +124,27 @@ def _specialize(binding: Binding) -> bool:
 
 
 def _plan(call: Signature, measure: Callable[[], Config] | None) -> Plan:
-    """The plan of a call with the config that this process runs it with."""
+    """The plan of a call with the config that this process runs it with.
+
+    That is what was decided before, else what is remembered, else what ``measure`` finds now if the user asks for
+    that, else the heuristic's.
+    """
     op = call.binding.op
     heuristic = op.config(call.problem)
-    if op.space is None or not call.specialized:
+    if not call.tunable:
         return configured(call, heuristic)
     key = winners.key_of(op, call.problem, heuristic)
-    config = _decided.get(key)
-    if config is None:
-        config = _decide(call, heuristic, key, measure)
-    chosen = configured(call, config)
+    if key not in _decided:
+        with _lock:
+            if key not in _decided:
+                mode = env.TUNE.read()
+                found = None if mode == "0" else winners.remembered(op, call.problem, heuristic, key)
+                if found is None and measure is not None and mode == "1":
+                    found = measure()
+                _decided[key] = dict(heuristic if found is None else found)
+    chosen = configured(call, _decided[key])
     _planned.setdefault(chosen.variant.symbol, set()).add(key)
     return chosen
-
-
-def _decide(call: Signature, heuristic: Config, key: winners.Key, measure: Callable[[], Config] | None) -> Config:
-    """Remembered, or measured now where the user asks for that, or the heuristic's; the same from now on."""
-    with _lock:
-        if key not in _decided:
-            mode = env.TUNE.read()
-            found = None if mode == "0" else winners.remembered(call.binding.op, call.problem, heuristic, key)
-            if found is None and measure is not None and mode == "1":
-                found = measure()
-            _decided[key] = dict(heuristic if found is None else found)
-        return _decided[key]
 
 
 def _measure(call: Signature, memory: Mapping[str, Memory], target: Target, device: int) -> Config:

@@ -240,7 +240,7 @@ def cache_reader(where: Path) -> Reader:
     variant, content = build.variant_of(call, parse("sm_90a")), b"\x7fELF" + bytes(200)
     built = where / f"{variant.symbol}.so"
     built.write_bytes(content)
-    path = cache._store(variant, built, 1.0)
+    path = cache._store(where / "cache", variant, built, 1.0)
     require(path is not None, "the entry cannot be written")
     record = Path(str(path)).with_suffix(".json")
     valid = record.read_bytes()

@@ -14,9 +14,11 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cute_ops import env
 from cute_ops.config import Config, Problem
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir, file_lock, json_schema
@@ -91,7 +93,7 @@ def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool
     Args:
         anew: look into the cache folder again: another process may just have measured.
     """
-    for winners in [_read_folder()] if anew else stores():
+    for winners in [_read_folder(cache_dir.folder())] if anew else stores():
         winner = winners.get(key)
         if winner is None or op.space is None:
             continue
@@ -126,7 +128,8 @@ def stores() -> list[Winners]:
     global _stores
     with _lock:
         if _stores is None:
-            _stores = [*map(_read_bundle, bundle.named()), _read_folder(), _read_shipped()]
+            where, bundles = cache_dir.folder(), env.BUNDLE.read()
+            _stores = [*map(_read_bundle, bundles), _read_folder(where), _read_shipped()]
         return _stores
 
 
@@ -221,15 +224,9 @@ def read(path: Path) -> Winners:
     return _parsed(path, path.read_bytes)
 
 
-def _read_folder() -> Winners:
+def _read_folder(where: Path) -> Winners:
     """Those of the cache folder, if only this user could have written them."""
-    where = cache_dir.folder()
-
-    def content() -> bytes:
-        with cache_dir.opened(where) as folder:
-            return folder.read(NAME)
-
-    return _parsed(where / NAME, content)
+    return _parsed(where / NAME, partial(cache_dir.read, where, NAME))
 
 
 def _parsed(path: Path, content: Callable[[], bytes]) -> Winners:

@@ -28,17 +28,14 @@ class Signature(NamedTuple):
         static: compile-time dims, None for a dynamic one.
         layout: its tensors.
         problem: what a config is chosen for.
+        tunable: whether measuring may choose its config: a kernel for any sizes has nothing to be tuned for.
     """
 
     binding: Binding
     static: Mapping[str, int | None]
     layout: Layout
     problem: Problem
-
-    @property
-    def specialized(self) -> bool:
-        """Whether the kernel is compiled for sizes; one for any sizes has nothing to be tuned for."""
-        return None not in self.static.values()
+    tunable: bool
 
 
 class Plan(NamedTuple):
@@ -91,7 +88,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         aligns={n: min(key.align, key.row_align) if vectors[n] else VECTOR for n, key in present.items()},
         attrs=binding.attrs, arch=target.arch, sm_count=target.sm_count,
     )  # fmt: skip
-    return Signature(binding, static, tensors, problem)
+    return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
 
 
 def configured(call: Signature, config: Config) -> Plan:

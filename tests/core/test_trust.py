@@ -247,7 +247,7 @@ def test_a_planted_tuning_file_is_ignored(cache_folder: Path, caplog: pytest.Log
 @pytest.mark.fault("somebody leaves files in the cache folder that are no text", "they are passed over", "nothing")
 def test_what_is_in_use_is_read_from_text_only(cache_folder: Path) -> None:
     cache_folder.mkdir(mode=0o700)
-    cache_dir.in_use.add("cute_a_0")
+    cache_dir.in_use.add(cache_folder, "cute_a_0")
     (own,) = cache_folder.glob("cute_use-*")
     handle = os.open(cache_folder / "cute_use-x", os.O_CREAT | os.O_WRONLY, 0o600)
     os.write(handle, b"\xff\xfe cute_b_0\n")
