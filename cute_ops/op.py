@@ -60,6 +60,7 @@ class Tensor(_TensorFields):
             is read after it was written. It happens where the caller asks for it.
     """
 
+    # Cached: binding and planning ask for the parts of a shape some forty times per call.
     @cached_property
     def dims(self) -> tuple[Dim, ...]:
         """The dims after the leading ones."""

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -99,7 +99,7 @@ def measurer(named: str = "") -> Measurer:
     problems = []
     for name in [named] if named else MEASURERS:
         try:
-            found: Any = import_module(name)
+            found = cast(Measurer, import_module(name))
         except ImportError as error:
             problems.append(f"{name} cannot be imported ({error})")
             continue
@@ -223,7 +223,7 @@ def select(
 
 def by_chance(wins: int, pairs: int) -> float:
     """How likely one of two that are as fast wins at least so many of so many pairs."""
-    return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / 2**pairs
+    return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / float(2**pairs)
 
 
 def _rounds(

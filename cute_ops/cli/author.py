@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.table import Table
@@ -35,7 +35,7 @@ Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.joi
 NOT_SWEPT = {"sorted_embedding_bwd": "its tokens must be sorted; tests/torch/test_gpu_sweep.py sweeps embedding"}
 
 
-class Kernel(NamedTuple):
+class CompiledKernel(NamedTuple):
     """One kernel of a variant, as the compiler made it."""
 
     name: str
@@ -246,7 +246,7 @@ def _ops(name: str) -> list[Op]:
         raise typer.BadParameter(str(error)) from error
 
 
-def _kernels(variant: Variant, out: Path | None) -> Iterator[Kernel]:
+def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
         try:
@@ -267,7 +267,7 @@ def _kernels(variant: Variant, out: Path | None) -> Iterator[Kernel]:
             _, _, part = code.partition(f"Function : {name}")
             text = part.partition("Function : ")[0]
             dynamic = shared[order] if order < len(shared) else None
-            yield Kernel(short(name), threads, resources[name], dynamic, sass.accesses(text), text)
+            yield CompiledKernel(short(name), threads, resources[name], dynamic, sass.accesses(text), text)
 
 
 def short(name: str) -> str:
@@ -275,7 +275,7 @@ def short(name: str) -> str:
     return name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0].removeprefix("cute_opskernels_")[:40]
 
 
-def _picture(rows: list[tuple], ceiling: float, out: Path) -> str:
+def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
     try:
         import matplotlib
     except ImportError:

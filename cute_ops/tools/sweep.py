@@ -39,7 +39,7 @@ DRAWS = 100
 GRADUAL = ("threads", "threads_per_row", "parts", "resident", "replicas", "segments")
 
 
-class Trial(NamedTuple):
+class SweepCall(NamedTuple):
     """One call to make and to compare with float64.
 
     Args:
@@ -101,7 +101,7 @@ def swept(op: Op) -> str:
     return "n" if "n" in names else "d"
 
 
-def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0) -> Iterator[Trial]:
+def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0) -> Iterator[SweepCall]:
     """A round of an op's sweep.
 
     Args:
@@ -124,7 +124,7 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
         for rows, fixed in counts:
             case = _with_rows(op, drawn, rows)
             if _elements(op, case, dtype) <= MOST_ELEMENTS:
-                yield Trial(op, case, dtype, base, fixed)
+                yield SweepCall(op, case, dtype, base, fixed)
 
 
 def lengths(op: Op, target: Target, rng: np.random.Generator) -> list[int]:

@@ -18,7 +18,7 @@ from cute_ops.binding import bind
 from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target
 from cute_ops.op import Op
-from cute_ops.tools.sweep import Trial, memory, trials
+from cute_ops.tools.sweep import SweepCall, memory, trials
 
 # Trials whose kernels compile before they run, and how long that may take.
 CHUNK, STEP_SECONDS = 48, 600.0
@@ -136,7 +136,7 @@ def serve(runner: str) -> None:
         say()
 
 
-def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, Trial, int]]:
+def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, SweepCall, int]]:
     """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
     op = lookup.find(task.place)
     whole = trials(op, where, task.number, task.seed, task.fraction)
@@ -159,7 +159,7 @@ def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator
     cache.clear()  # of this process alone; what is loaded stays
 
 
-def _attempt(by: Any, trial: Trial) -> str:
+def _attempt(by: Any, trial: SweepCall) -> str:
     dispatch.limit_static(1 << 30 if trial.fixed else 0)
 
     def inputs(seed: int) -> testing.Arrays:

@@ -238,9 +238,9 @@ def test_the_folder_is_swapped_while_a_kernel_loads(
 @as_root
 def test_a_planted_tuning_file_is_ignored(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = winners.remember([winners.Winner("call", {"threads": 128}, {"threads": 64})])
-    assert len(winners._read_folder()) == 1
+    assert len(winners._read_folder(cache_folder)) == 1
     os.chown(path, NOBODY, NOBODY)
-    assert not winners._read_folder()
+    assert not winners._read_folder(cache_folder)
     assert f"tuning.json is ignored: holds tuning.json, which belongs to user {NOBODY}" in caplog.text
 
 
