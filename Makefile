@@ -39,10 +39,11 @@ demo: $(READY)  ## train a small Llama in PyTorch and JAX, with our ops and the 
 test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
 	$(if $(JOBS),OMP_NUM_THREADS=1) $(PYTHON) -m pytest $(JOBS) $(ARGS)
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m mypy
+	$(PYTHON) -c 'from importlinter.cli import lint_imports_command as check; check()'
 
 generate: $(READY)  ## stubs and the pages on the ops, from the declarations
 	$(PYTHON) -m cute_ops_torch.tools.stubs
@@ -53,7 +54,7 @@ bench: $(READY)  ## device, host and start-up time and a training step on this m
 	$(PYTHON) benchmarks/everything.py --out out/benchmarks $(ARGS)
 
 clean:  ## remove what the other targets made, the virtual environment too
-	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache
+	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	test -x $(VENV)/bin/python || $(BASE_PYTHON) -m venv $(VENV)

@@ -19,8 +19,7 @@ from pathlib import Path
 
 from common import ROOT, Table
 
-from cute_ops import FLOATS, testing
-from cute_ops.aot import manifest
+from cute_ops import FLOATS, manifest, testing
 from cute_ops.binding import bind
 from cute_ops.ops import OPS, PARTS
 

@@ -23,8 +23,9 @@ from problems import BY_NAME, Problem, grid
 from rich.console import Console
 
 from cute_ops.autotune import tuner, winners
+from cute_ops.autotune.types import Trial
 from cute_ops.jit import target
-from cute_ops.jit.plan import Memory
+from cute_ops.jit.layout import Memory
 from cute_ops.ops import OPS
 
 COLUMNS = (
@@ -37,7 +38,7 @@ STAGES = {stage.name: stage for op in OPS for stage in (op, op.grad) if stage}
 Row = Mapping[str, str]
 
 
-def trials(ops: list[str]) -> list[tuner.Trial]:
+def trials(ops: list[str]) -> list[Trial]:
     """The calls of the grid, those that are the furthest from a copy's rate by the last results first."""
     rates: dict[tuple[str, ...], float] = {}
     for row in read(RATES) if RATES.exists() else []:
@@ -51,7 +52,7 @@ def trials(ops: list[str]) -> list[tuner.Trial]:
 
     # Compact and cold ones are of the same classes as the others.
     calls = [(p, direction) for p in grid(ops) if not (p.strided or p.hot) for direction in p.directions]
-    return [tuner.Trial(p.binding(direction), dict[str, Memory]()) for p, direction in sorted(calls, key=rate)]
+    return [Trial(p.binding(direction), dict[str, Memory]()) for p, direction in sorted(calls, key=rate)]
 
 
 def classes(ops: list[str], on: target.Target) -> list[winners.Key]:
@@ -140,7 +141,7 @@ def measure(ops: list[str], path: Path, append: bool, seconds: float, on: target
         nonlocal left
         left = found
 
-    outcomes = tuner.tune(calls, on, tuner.examiner(), known=known, done=lambda text: None, groups=groups)
+    outcomes = tuner.tune(calls, on, tuner.bench(), known=known, done=lambda text: None, groups=groups)
     for outcome in outcomes:
         left -= 1
         found, refused = outcome.winner, outcome.refused

@@ -11,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops import lookup
+from cute_ops import dispatch, lookup
 from cute_ops.autotune import winners as tuned_calls
 from cute_ops.binding import bind
 from cute_ops.cli import Arches, author, bundles, console, fail, targets, tuning
@@ -19,7 +19,6 @@ from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache
 from cute_ops.jit.compile_pool import worker
-from cute_ops.jit.plan import plan
 from cute_ops.shapes import FLOATS
 from cute_ops.tools import doctor
 
@@ -80,7 +79,7 @@ def compile_command(
         for kind in dtypes:
             for size in n or [4096]:
                 try:
-                    variant = plan(
+                    variant = dispatch.foresee(
                         bind(declaration, author.example(declaration, kind.value, rows, size, without or [])), {}, where
                     ).variant
                     if dump:
@@ -104,9 +103,9 @@ def cache_info() -> None:
     )
     tuned = tuned_calls.read(cache_dir.folder() / tuned_calls.NAME).values()
     if tuned:
-        other = sum(dict(winner.tile) != dict(winner.heuristic) for winner in tuned)
+        other = sum(dict(winner.config) != dict(winner.heuristic) for winner in tuned)
         console.print(
-            f"{tuned_calls.NAME}: {len(tuned)} classes of calls, {other} with another tile than the heuristic's"
+            f"{tuned_calls.NAME}: {len(tuned)} classes of calls, {other} with another config than the heuristic's"
         )
     if found:
         table = Table("kernel", "KB", "symbol")

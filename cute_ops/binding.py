@@ -75,7 +75,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
             if not tensor.optional:
                 raise fail(TypeError, f"argument `{name}` is required, but None was given.")
             continue
-        choices = op.dtype_choices(tensor)
+        choices = op.dtypes.get(tensor.dtype, (tensor.dtype,))
         if array.dtype not in choices:
             raise fail(TypeError, f"argument `{name}` has dtype {array.dtype}, expected {_one_of(choices)}.")
         if tensor.dtype in op.dtypes:
@@ -98,8 +98,9 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
     outputs: dict[str, Array | None] = {}
     for name, tensor in op.outputs.items():
         absent = tensor.given is not None and given[tensor.given] is None
-        absent |= tensor.same_as is not None and binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
-        outputs[name] = None if absent else Array(binding.shape(tensor), binding.dtype(tensor))
+        if tensor.same_as is not None:
+            absent |= binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
+        outputs[name] = None if absent else Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype))
     return Binding(op, dims, dtypes, full_attrs, given, outputs)
 
 
@@ -121,7 +122,7 @@ def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[st
             problem = f"argument `{name}` has {dim}={size}, expected a multiple of {dim.factor}."
             raise fail(ValueError, problem)
         first = dims.setdefault(dim.name, size if dim.factor == 1 else size // dim.factor)
-        if dim.of(dims) != size:
+        if size != (first if dim.factor == 1 else dim.factor * first):
             raise fail(ValueError, f"argument `{name}` has {dim}={size}, but {dim.name}={first}.")
 
 

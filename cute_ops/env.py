@@ -1,47 +1,77 @@
-"""Numbers and paths that the environment sets."""
+"""The environment variables of cute_ops, each in one place: its name, what it does, and how its value is read."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
+
+T = TypeVar("T", covariant=True)
 
 
-def number(name: str, default: float) -> float:
-    """A variable's value, the default where it is not set or empty.
+@dataclass(frozen=True)
+class Variable(Generic[T]):
+    """One environment variable.
 
-    Raises:
-        ValueError: it is no number, or not above zero.
+    Attributes:
+        name: what it is called.
+        meaning: what it does.
+        parse: ``parse(name, text)``, the value; the text is empty where the variable is not set.
     """
-    text = os.environ.get(name, "")
+
+    name: str
+    meaning: str
+    parse: Callable[[str, str], T]
+
+    def read(self) -> T:
+        """The value that it has now.
+
+        Raises:
+            ValueError: it has one that it may not have.
+        """
+        return self.parse(self.name, os.environ.get(self.name, ""))
+
+
+def _text(name: str, text: str) -> str:
+    return text
+
+
+def _number(name: str, text: str) -> float | None:
+    """A number above zero; None for an empty text."""
     try:
-        value = float(text) if text else default
+        value = float(text) if text else None
     except ValueError:
         value = 0.0
-    if not 0 < value < float("inf"):
+    if value is not None and not 0 < value < float("inf"):
         raise ValueError(f"the environment variable {name} is {text!r}, it must be a number above 0")
     return value
 
 
-def path(name: str) -> Path | None:
-    """The path that a variable names, ``~`` expanded as a shell would; None where it is not set or empty.
-
-    Raises:
-        ValueError: it begins with a ``~`` that stands for no folder.
-    """
-    text = os.environ.get(name)
-    return _expanded(name, text) if text else None
-
-
-def paths(name: str) -> list[Path]:
-    """The paths that a variable lists, see :func:`path`."""
-    return [_expanded(name, text) for text in os.environ.get(name, "").split(os.pathsep) if text]
-
-
-def _expanded(name: str, text: str) -> Path:
+def _path(name: str, text: str) -> Path | None:
+    """A path, ``~`` expanded as a shell would; None for an empty text."""
     try:
-        return Path(text).expanduser()
+        return Path(text).expanduser() if text else None
     except RuntimeError as error:
         raise ValueError(
             f"the environment variable {name} holds {text!r}, but {text.partition('/')[0]} has no home folder: "
             "write the whole path"
         ) from error
+
+
+def _paths(name: str, text: str) -> list[Path]:
+    return [path for part in text.split(os.pathsep) if (path := _path(name, part))]
+
+
+ARCH = Variable("CUTE_OPS_ARCH", "JAX lowers for this architecture, sm_90a or sm_90a:114, instead of device 0's", _text)
+BUNDLE = Variable("CUTE_OPS_BUNDLE", "folders of compiled kernels to load from, separated as in PATH", _paths)
+CACHE_DIR = Variable("CUTE_OPS_CACHE_DIR", "the folder that compiled kernels and winners are kept in", _path)
+CACHE_MAX_BYTES = Variable("CUTE_OPS_CACHE_MAX_BYTES", "how large that folder may grow; 1 GiB by default", _number)
+COMPILE_TIMEOUT = Variable("CUTE_OPS_COMPILE_TIMEOUT", "seconds that one compile may take; 300 by default", _number)
+COMPILE_WORKERS = Variable("CUTE_OPS_COMPILE_WORKERS", "compiles at the same time; by default one per core", _number)
+RECORD = Variable("CUTE_OPS_RECORD", "a manifest to add every new kind of call to", _path)
+TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls that no winner is known for; 0 runs all with heuristics", _text)
+VARIABLES: tuple[Variable[object], ...] = (
+    ARCH, BUNDLE, CACHE_DIR, CACHE_MAX_BYTES, COMPILE_TIMEOUT, COMPILE_WORKERS, RECORD, TUNE,
+)  # fmt: skip

@@ -8,11 +8,9 @@ expected, and lists what had been bound so far.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
+from typing import Protocol
 
-if TYPE_CHECKING:
-    from cute_ops.op import Op
-    from cute_ops.shapes import Array
+from cute_ops.shapes import Array
 
 
 class CompileError(RuntimeError):
@@ -23,8 +21,25 @@ class CacheError(RuntimeError):
     """The cache folder cannot be trusted or used. Says which folder and what to do."""
 
 
+class _Declared(Protocol):
+    """A :class:`cute_ops.op.Tensor`."""
+
+    @property
+    def declared(self) -> str: ...
+
+
+class _Declaration(Protocol):
+    """A :class:`cute_ops.op.Op`, which is not imported: checking a declaration raises these errors."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def inputs(self) -> Mapping[str, _Declared]: ...
+
+
 def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
-    """``*m=(3, 5), n=64, T=float32``: what is known of dims and dtype variables."""
+    """What is known of dims and dtype variables: ``*m=(3, 5), n=64, T=float32``."""
     parts = [
         f"*{name}={tuple(value)}" if isinstance(value, tuple) else f"{name}={value}" for name, value in dims.items()
     ]
@@ -33,7 +48,7 @@ def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
 
 
 def message(
-    op: Op,
+    op: _Declaration,
     problem: str,
     given: Mapping[str, Array | None] | None = None,
     dims: Mapping[str, object] | None = None,

@@ -78,7 +78,8 @@ class Tensor(_TensorFields):
 
     def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape for these sizes, with all leading dims."""
-        return (*(dims[self.rows] if self.rows else ()), *(dim.of(dims) for dim in self.dims))
+        own = [dims[d.name] if d.factor == 1 else d.factor * dims[d.name] for d in self.dims]
+        return (*(dims[self.rows] if self.rows else ()), *own)
 
     @property
     def wrong(self) -> str:

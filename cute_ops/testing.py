@@ -267,7 +267,10 @@ def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowe
 def small(case: Case, most: int = 65) -> Case:
     """The case at a size for a CPU: its last dims shrink in proportion, so that they still fit together."""
     largest = max((v for v in case.dims.values() if not isinstance(v, tuple)), default=1)
-    shrink = lambda v: max(v * most // largest, 1) if largest > most else v  # noqa: E731
+
+    def shrink(size: int) -> int:
+        return max(size * most // largest, 1) if largest > most else size
+
     dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else shrink(v) for k, v in case.dims.items()}
     return case._replace(dims=dims)
 

@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from cute_ops.jit import cache, target
+from cute_ops import dispatch
+from cute_ops.jit import target
 from cute_ops.ops import OPS
 
 
@@ -135,6 +136,6 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     """A cache folder of the test's own, and nothing held in memory."""
     where = tmp_path / "cache"
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(where))
-    cache.forget()
+    dispatch.forget()
     yield where
-    cache.forget()
+    dispatch.forget()

@@ -113,7 +113,8 @@ softmax x:float32[5,50257]
 
 
 def manifest_reader(where: Path) -> Reader:
-    from cute_ops.aot import manifest
+    from cute_ops import manifest
+    from cute_ops.aot import build
     from cute_ops.jit.target import parse
 
     target = parse("sm_90a")
@@ -139,7 +140,7 @@ def manifest_reader(where: Path) -> Reader:
             (again,) = manifest.parse(str(call))
             require(str(again) == str(call), f"{call} is read back as {again}")
             try:
-                call.variant(target)
+                build.variant_of(call, target)
             except (ValueError, TypeError, NotImplementedError) as error:
                 check_text(error)
         return True
@@ -172,7 +173,8 @@ def tuning_reader(where: Path) -> Reader:
 
 
 def bundle_reader(where: Path) -> Reader:
-    from cute_ops.aot import build, manifest
+    from cute_ops import manifest
+    from cute_ops.aot import build
     from cute_ops.errors import CacheError
     from cute_ops.jit import bundle, loader
     from cute_ops.jit.target import parse
@@ -183,7 +185,7 @@ def bundle_reader(where: Path) -> Reader:
     build.write([], targets, here, calls)
     record = json.loads((here / "bundle.json").read_text())
     content = b"an object"
-    variants = [calls[0].variant(target) for target in targets]
+    variants = [build.variant_of(calls[0], target) for target in targets]
     for variant in variants:
         record["kernels"][variant.symbol] = {
             "sha256": hashlib.sha256(content).hexdigest(), "bytes": 9, "variant": json.loads(variant.to_json()),
@@ -227,17 +229,18 @@ def bundle_reader(where: Path) -> Reader:
 
 
 def cache_reader(where: Path) -> Reader:
-    from cute_ops.aot import manifest
+    from cute_ops import manifest
+    from cute_ops.aot import build
     from cute_ops.jit import cache
     from cute_ops.jit.target import parse
 
     os.environ["CUTE_OPS_CACHE_DIR"] = str(where / "cache")
     (where / "cache").mkdir(mode=0o700)
     (call,) = manifest.parse("rmsnorm x:bfloat16[*,4096] weight:float32[4096]")
-    variant, content = call.variant(parse("sm_90a")), b"\x7fELF" + bytes(200)
+    variant, content = build.variant_of(call, parse("sm_90a")), b"\x7fELF" + bytes(200)
     built = where / f"{variant.symbol}.so"
     built.write_bytes(content)
-    path = cache._store(variant, built, 1.0)
+    path = cache._store(where / "cache", variant, built, 1.0)
     require(path is not None, "the entry cannot be written")
     record = Path(str(path)).with_suffix(".json")
     valid = record.read_bytes()

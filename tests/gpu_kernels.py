@@ -15,8 +15,8 @@ import torch
 from rich.progress import Progress
 
 from cute_ops import FLOATS, testing
+from cute_ops.dispatch import foresee
 from cute_ops.jit import cache, target
-from cute_ops.jit.plan import plan
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Tensor
 from cute_ops.ops import OPS, PARTS
@@ -51,7 +51,7 @@ def variants(arch: target.Target) -> Iterator[Variant]:
                     ]
                     binding = bind_tensors(op, tensors, list(testing.attributes(op, case).values()))
                     if not binding.empty:
-                        yield plan(binding, memory(op, tensors), arch).variant
+                        yield foresee(binding, memory(op, tensors), arch).variant
 
 
 def main() -> None:

@@ -9,19 +9,20 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from importlib import metadata
 from pathlib import Path
 
-from cute_ops.aot import manifest
-from cute_ops.aot.manifest import Call
+from cute_ops import dispatch, manifest
 from cute_ops.autotune import winners
+from cute_ops.binding import bind
 from cute_ops.errors import CacheError
 from cute_ops.files import folder_swap, json_schema, ownership
 from cute_ops.jit import bundle, cache, toolchain
 from cute_ops.jit.cache import Built
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
+from cute_ops.manifest import Call
 
 log = logging.getLogger("cute_ops")
 _EPOCH = 315_532_800  # 1980, the first time that a zip file knows
@@ -48,14 +49,58 @@ def build(
         ValueError, TypeError: an op does not take such a call.
     """
     folder_swap.check_replaceable(where, files, "bundle")
-    built = cache.build_all(manifest.variants(calls, targets, skip), done)
+    built = cache.build_all(variants_of(calls, targets, skip), done)
     there = {one.variant.symbol for one in built}
     # An installed bundle is asked for kernels by programs that have not read its tuning.
-    with winners.as_shipped():
-        built += cache.build_all(v for v in manifest.variants(calls, targets, log.debug) if v.symbol not in there)
+    with dispatch.as_shipped():
+        built += cache.build_all(v for v in variants_of(calls, targets, log.debug) if v.symbol not in there)
     if not any(one.error for one in built):
         write([one.variant for one in built], targets, where, calls)
     return built
+
+
+def variant_of(call: Call, target: Target) -> Variant:
+    """What a call runs on a target, with the config that a program on this machine would choose.
+
+    Raises:
+        ValueError, TypeError: the op does not take such a call.
+        NotImplementedError: the target is older than the op's kernels.
+    """
+    bound = bind(call.op, call.inputs, call.attrs)
+    return dispatch.foresee(bound, call.memory, target, fixed=not call.dynamic).variant
+
+
+def variants_of(
+    calls: Iterable[Call], targets: Iterable[Target], skip: Callable[[str], None] = log.warning
+) -> list[Variant]:
+    """What the calls run on the targets, without doubles.
+
+    Args:
+        skip: is told what is left out, and of how many calls: those that a target has no kernel for, but another has.
+
+    Raises:
+        NotImplementedError: no target has a kernel for a call.
+        ValueError, TypeError: an op does not take such a call.
+    """
+    targets, found = list(targets), {}
+    reasons: dict[str, int] = {}
+    for call in calls:
+        refused: list[NotImplementedError] = []
+        for target in targets:
+            try:
+                variant = variant_of(call, target)
+            except NotImplementedError as error:
+                refused.append(error)
+                continue
+            found[variant.symbol] = variant
+        if refused and len(refused) == len(targets):
+            raise refused[0]
+        for refusal in refused:
+            reason = str(refusal).partition("\n")[0]
+            reasons[reason] = reasons.get(reason, 0) + 1
+    for reason, count in reasons.items():
+        skip(f"left out: {reason}" + (f" ({count} calls)" if count > 1 else ""))
+    return list(found.values())
 
 
 def write(variants: Sequence[Variant], targets: Sequence[Target], where: Path, calls: Sequence[Call] = ()) -> None:
@@ -98,7 +143,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
             "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.to_json()),
         }  # fmt: skip
     manifest.write(where / "manifest.txt", calls)
-    if measured := winners.behind(kernels):
+    if measured := dispatch.winners_of(kernels):
         (where / winners.NAME).write_text(winners.dump(measured))
     for name, text in _licenses().items():
         (where / "licenses" / f"{name}.txt").write_bytes(text)

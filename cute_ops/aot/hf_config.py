@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cute_ops import lookup
-from cute_ops.aot.manifest import ROWS, Call
-from cute_ops.jit.plan import Memory
+from cute_ops.jit.layout import Memory
+from cute_ops.manifest import ROWS, Call
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS, Array
 

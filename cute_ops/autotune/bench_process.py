@@ -1,8 +1,7 @@
-"""The process that measures, and its client.
+"""The subprocess that measures, and its client.
 
-A candidate may do what no check foresees: write where it must not, or never end. A CUDA context does not survive that,
-and a program that is being tuned should. So candidates run in a process of their own, on the same GPU, which says which
-one it is about to run; when it dies, that one is left out and another process goes on.
+A bad config can write out of bounds or hang, which destroys the CUDA context, so configs run in a subprocess on the
+same GPU. It says which config it runs next; when it dies, that config is refused and a new subprocess goes on.
 """
 
 from __future__ import annotations
@@ -11,9 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from cute_ops import processes
-from cute_ops.aot import manifest
-from cute_ops.autotune.tuner import Examined, Trial
+from cute_ops import env, manifest, processes
+from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.binding import bind
 from cute_ops.config import Config
 from cute_ops.jit.target import Target
@@ -23,41 +21,41 @@ START_SECONDS = 120.0  # a framework's import may take long
 TIMEOUT_SECONDS = 60.0  # of one step
 
 
-class Apart:
-    """Examines in another process; see :class:`cute_ops.autotune.tuner.Examiner`."""
+class BenchProcess:
+    """Measures in a subprocess; a :class:`cute_ops.autotune.types.Bench`."""
 
     def __init__(self, device: int = 0, measurer: str = "") -> None:
-        variables = {"CUTE_OPS_TUNE": "0", "CUTE_OPS_RECORD": ""}
+        variables = {env.TUNE.name: "0", env.RECORD.name: ""}
         visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         if "CUDA_VISIBLE_DEVICES" not in os.environ or visible:
             variables["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
         self._process = processes.Process("cute_ops.autotune.bench_process", measurer, **variables)
         self._gpu = ""
 
-    def examine(self, trials: Sequence[Trial], tiles: Sequence[Config], target: Target, least: float) -> Examined:
-        """As :func:`cute_ops.autotune.compare.examine`; tiles that end the process are refused.
+    def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
+        """As :func:`cute_ops.autotune.compare.measure`; configs that end the subprocess are refused.
 
         Raises:
-            RuntimeError: it cannot measure: no framework, no GPU, an op that no module holds, or the heuristic's tile
+            RuntimeError: it cannot measure: no framework, no GPU, an op that no module holds, or the heuristic's config
                 itself fails.
         """
         calls = [manifest.call_of(*trial) for trial in trials]
         if None in calls:
             op = trials[0].binding.op.name
-            raise RuntimeError(f"no module holds the declaration of {op}, so that no other process finds it")
+            raise RuntimeError(f"no module holds the declaration of {op}, so the measuring subprocess cannot import it")
         refused: dict[int, str] = {}
         with self._process.lock:
             while True:
-                left = [i for i in range(len(tiles)) if i not in refused]
+                left = [i for i in range(len(configs)) if i not in refused]
                 answer, trying = self._ask({
-                    "calls": [str(call) for call in calls], "tiles": [dict(tiles[i]) for i in left],
+                    "calls": [str(call) for call in calls], "configs": [dict(configs[i]) for i in left],
                     "target": [target.arch, target.sm_count], "least": least,
                 })  # fmt: skip
                 if "found" in answer:
                     which, before, after, gain, wrong = answer["found"]
                     refused |= {left[int(i)]: why for i, why in wrong.items()}
-                    return Examined(left[which], before, after, gain, refused, self._gpu)
-                if not trying or not answer.get("fatal"):  # nothing but the heuristic's, or nobody's fault
+                    return Measurement(left[which], before, after, gain, refused, self._gpu)
+                if not trying or not answer.get("fatal"):  # the heuristic's own config failed, or no config did
                     raise RuntimeError(answer["error"])
                 refused[left[trying]] = answer["error"]
 
@@ -87,7 +85,7 @@ class Apart:
         self._gpu = answer["ready"]
 
     def _ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], int | None]:
-        """The answer, and the last tile that ran before it."""
+        """The answer, and the last config that ran before it."""
         self._ready()
         steps: list[int] = []
         try:
@@ -106,9 +104,9 @@ def _text(ended: processes.Ended) -> str:
 
 
 def serve(named: str) -> None:
-    """Say which GPU this is, then measure what is asked for, see :func:`cute_ops.processes.requests`."""
+    """Say which GPU this is, then measure what clients ask for, see :func:`cute_ops.processes.requests`."""
     for request, say in processes.requests(IDLE_SECONDS):
-        # The asker's sys.path, which frameworks are found on, comes with its requests.
+        # Only the subprocess needs NumPy; it finds that on the client's sys.path, which comes with the first request.
         from cute_ops.autotune import compare
 
         try:
@@ -129,13 +127,13 @@ def serve(named: str) -> None:
         try:
             calls = manifest.parse("\n".join(request["calls"]), files=True)
             trials = [Trial(bind(call.op, call.inputs, call.attrs), call.memory) for call in calls]
-            found = compare.examine(
-                trials, request["tiles"], Target(*request["target"]), by, request["least"], trying
+            found = compare.measure(
+                trials, request["configs"], Target(*request["target"]), by, request["least"], trying
             )  # fmt: skip
             say(found=[found.which, found.before, found.after, found.gain, found.refused])
-        except Exception as error:  # it belongs to the caller
+        except Exception as error:  # the client gets every error
             text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if by.broken():
                 say(fatal=True, error=text)
-                os._exit(1)  # what is left of the context would hang
+                os._exit(1)  # to shut the broken context down would hang
             say(error=text)

@@ -1,12 +1,13 @@
-"""Which of some plans is fastest: checked, then timed against each other, in the process that has the GPU.
+"""Compares configs in the process that has the GPU: checks their kernels, then times them against each other.
 
-Every tile's kernel is checked on a small problem against float64, by the rule of the tests. Then all take turns, sample
-by sample, on the same buffers; those clearly behind after one sample take no more. What could win is checked on the
-whole problem, against what the heuristic's gives. The best one meets the heuristic's again, for new samples, since the
-best of many is partly the luckiest; it wins where it is faster by a least amount, in nearly all pairs of samples, and
-nowhere slower. Where the clock of the GPU drifts, it drifts for both.
+1. The kernel of every config is checked on a small problem against float64, by the rule of the tests.
+2. All take turns, sample by sample, on the same buffers, so that a drift of the GPU's clock meets all of them. Configs
+   that are clearly slower after one sample are dropped.
+3. The outputs of those that could win are compared with the heuristic's on the whole problem.
+4. The best one is timed against the heuristic's in new samples, since the best of many is partly the luckiest. It wins
+   if it is faster by a least amount, in nearly all pairs of samples, and on no call slower.
 
-The memory and the CUDA graphs that this takes are a framework's: an adapter's module is a :class:`Measurer`.
+A framework provides the memory and the CUDA graphs: an adapter's module is a :class:`Measurer`.
 """
 
 from __future__ import annotations
@@ -17,29 +18,31 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from importlib import import_module
 from itertools import islice
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol, cast
 
 import numpy as np
 
 from cute_ops import testing
-from cute_ops.autotune.tuner import LEAST, Examined, Trial, lead_of
+from cute_ops.autotune.rows import lead_of
+from cute_ops.autotune.types import LEAST, Measurement, Trial
 from cute_ops.binding import Binding, bind, own_lead
 from cute_ops.config import Config
-from cute_ops.jit.plan import Memory, Plan, plan
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import Target
 from cute_ops.op import Case
 from cute_ops.shapes import Array
 
 MEASURERS = ("cute_ops_torch.tools.measure",)
-CHANCE = 0.001  # how likely so many pairs may be won by two tiles that are as fast
+CHANCE = 0.001  # how likely a config that is just as fast may win so many pairs
 SLOWER = 0.01  # no problem of the class may lose so much
-SCREENED, SELECTED, CONFIRMED = 3, 7, 20  # samples of each tile
+SCREENED, SELECTED, CONFIRMED = 3, 7, 20  # samples of each config
 FINALISTS = 3
-FAR = 1.06  # who takes so much longer than the heuristic's in the first sample is not sampled again
+FAR = 1.06  # a config that takes this much longer than the heuristic's in the first sample is dropped
 SMALL = 1 << 16  # elements of the problem that is checked against float64
 
 
-class Contest(Protocol):
+class Contestants(Protocol):
     """Some plans of one call, ready to run on the same buffers; the first is the heuristic's."""
 
     def differs(self, index: int, floors: Mapping[str, float]) -> str:
@@ -66,12 +69,18 @@ class Measurer(Protocol):
 
     def contest(
         self, binding: Binding, memory: Mapping[str, Memory], plans: Sequence[Plan]
-    ) -> AbstractContextManager[Contest]: ...
+    ) -> AbstractContextManager[Contestants]: ...
 
 
-class Verdict(NamedTuple):
-    """Which plan won; microseconds of the heuristic's and of the winner's by call; the winner's gain, or what the best
-    of the others promised; how likely chance gives as much.
+class Selection(NamedTuple):
+    """Which plan won, and how clearly.
+
+    Attributes:
+        which: the winner's index.
+        before: microseconds of the heuristic's plan, by call.
+        after: microseconds of the winner, by call.
+        gain: the part of the time that the winner saves; where the heuristic's wins, what the best other one promised.
+        chance: how likely chance alone gives such a result.
     """
 
     which: int
@@ -90,7 +99,7 @@ def measurer(named: str = "") -> Measurer:
     problems = []
     for name in [named] if named else MEASURERS:
         try:
-            found: Any = import_module(name)
+            found = cast(Measurer, import_module(name))
         except ImportError as error:
             problems.append(f"{name} cannot be imported ({error})")
             continue
@@ -100,36 +109,41 @@ def measurer(named: str = "") -> Measurer:
     raise RuntimeError(f"cute_ops: tuning needs a GPU and PyTorch: {'; '.join(problems)}")
 
 
-class InProcess:
-    """Examines in this process: a kernel that faults takes the process with it."""
+class InProcessBench:
+    """Measures in this process, for tests: a kernel that faults ends it. A :class:`cute_ops.autotune.types.Bench`."""
 
     def __init__(self, by: Measurer) -> None:
         self._by = by
 
-    def examine(self, trials: Sequence[Trial], tiles: Sequence[Config], target: Target, least: float) -> Examined:
-        return examine(trials, tiles, target, self._by, least)
+    def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
+        return measure(trials, configs, target, self._by, least)
 
     def close(self) -> None:
         pass
 
 
-def examine(
+def measure(
     trials: Sequence[Trial],
-    tiles: Sequence[Config],
+    configs: Sequence[Config],
     target: Target,
     by: Measurer,
     least: float = LEAST,
     trying: Callable[[int], None] = lambda index: None,
-) -> Examined:
-    """Check and time tiles, the heuristic's first, on calls of one class.
+) -> Measurement:
+    """Check and time configs, the heuristic's first, on calls of one class.
 
     Args:
-        trying: is told which tile runs next.
+        trials: the calls.
+        configs: the configs.
+        target: this process's GPU.
+        by: the framework that runs kernels.
+        least: the part of the heuristic's time that a winner must save.
+        trying: called with the index of the config that runs next.
 
     Raises:
-        RuntimeError: the heuristic's tile gives wrong results.
+        RuntimeError: the heuristic's config gives wrong results.
     """
-    plans = [[plan(*trial, target, fixed=True, tile=tile) for tile in tiles] for trial in trials]
+    plans = [[plan(*trial, target, config=config) for config in configs] for trial in trials]
     refused: dict[int, str] = {}
     floors = _check(trials[0], plans[0], target, by, refused, trying)
     with ExitStack() as stack:
@@ -144,14 +158,14 @@ def examine(
                 refused[i] = wrong
             return not wrong
 
-        verdict = select(contests, [i for i in range(1, len(tiles)) if i not in refused], least, right)
-    return Examined(verdict.which, verdict.before, verdict.after, verdict.gain, refused, by.device())
+        found = select(contests, [i for i in range(1, len(configs)) if i not in refused], least, right)
+    return Measurement(found.which, found.before, found.after, found.gain, refused, by.device())
 
 
 class _Announced:
-    """A contest that says what it runs."""
+    """Contestants that say which plan they run next."""
 
-    def __init__(self, contest: Contest, trying: Callable[[int], None]) -> None:
+    def __init__(self, contest: Contestants, trying: Callable[[int], None]) -> None:
         self._contest, self._trying = contest, trying
 
     def differs(self, index: int, floors: Mapping[str, float]) -> str:
@@ -164,17 +178,17 @@ class _Announced:
 
 
 def select(
-    contests: Sequence[Contest],
+    contests: Sequence[Contestants],
     among: Sequence[int],
     least: float = LEAST,
     right: Callable[[int], bool] = lambda i: True,
-) -> Verdict:
+) -> Selection:
     """The fastest of some plans, where it is faster than the first one beyond doubt.
 
     Args:
         contests: one a call; all calls count the same.
         among: the plans besides the first.
-        right: whether a plan's results are; asked of those that could win.
+        right: whether a plan gives right results; asked of those that could win.
     """
     times: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, *among)}
     _rounds(contests, times, (0, *among), 1)
@@ -190,7 +204,7 @@ def select(
     before = [statistics.median(t) for t in times[0]]
     if not close or _ratio(times, close[0]) >= 1 - least / 2:
         best = next((i for i in (*close, *ranked) if i in close or i not in promising), 0)
-        return Verdict(0, before, before, 1 - _ratio(times, best), 1.0)
+        return Selection(0, before, before, 1 - _ratio(times, best), 1.0)
     best = close[0]
     fresh: dict[int, list[list[float]]] = {i: [[] for _ in contests] for i in (0, best)}
     for half in ((0, best), (best, 0)):  # either one comes first as often
@@ -204,16 +218,16 @@ def select(
     worst = max(_median_ratio(fresh, best, c) for c in range(len(contests)))
     wins = gain >= least and chance <= CHANCE and worst <= 1 + SLOWER
     before, after = ([statistics.median(t) for t in fresh[i]] for i in (0, best))
-    return Verdict(best if wins else 0, before, after if wins else before, gain, chance)
+    return Selection(best if wins else 0, before, after if wins else before, gain, chance)
 
 
 def by_chance(wins: int, pairs: int) -> float:
     """How likely one of two that are as fast wins at least so many of so many pairs."""
-    return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / 2**pairs
+    return sum(math.comb(pairs, k) for k in range(wins, pairs + 1)) / float(2**pairs)
 
 
 def _rounds(
-    contests: Sequence[Contest], times: Mapping[int, list[list[float]]], among: Sequence[int], count: int
+    contests: Sequence[Contestants], times: Mapping[int, list[list[float]]], among: Sequence[int], count: int
 ) -> None:
     for c, contest in enumerate(contests):
         for _ in range(count):
@@ -250,7 +264,7 @@ def _check(
     small = bind(op, given, attrs)
     exact, tolerances = testing.limits(op, arrays, attrs)
     for i, whole in enumerate(plans):
-        chosen = plan(small, {}, target, fixed=True, tile=whole.variant.tile)
+        chosen = plan(small, {}, target, config=whole.variant.tile)
         if chosen.variant.symbol != whole.variant.symbol:
             break  # rows with strides of their own: the whole problem is compared with the heuristic's result
         trying(i)
@@ -258,7 +272,7 @@ def _check(
             testing.compare(op, by.run(small, chosen, arrays), exact, tolerances)
         except AssertionError as error:
             if i == 0:
-                raise RuntimeError(f"the heuristic's tile gives wrong results: {error}") from error
+                raise RuntimeError(f"the heuristic's config gives wrong results: {error}") from error
             refused[i] = str(error)
     floors = {}
     for name, value, tolerance in zip(op.outputs, exact, tolerances, strict=True):

@@ -1,88 +1,86 @@
-"""Finds the fastest tile of a class of calls by measuring on the GPU.
+"""Finds the fastest config of a class of calls by measuring on the GPU.
 
-Candidates are pruned by what an SM has and compiled in the pool, later calls' while earlier ones are measured. An
-:class:`Examiner` checks and times them: a process of its own (:mod:`cute_ops.autotune.bench_process`), since a kernel
-that faults takes its process with it; see :mod:`cute_ops.autotune.compare` for how.
+Configs that do not fit the SM are dropped. The others are compiled in the pool; the kernels of later classes compile
+while earlier classes are measured. A bad config can write out of bounds or hang, which destroys the CUDA context, so
+configs are checked and timed in a subprocess (:mod:`cute_ops.autotune.bench_process`), as
+:mod:`cute_ops.autotune.compare` says.
 """
 
 from __future__ import annotations
 
 import hashlib
 import logging
-import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple
 
 from cute_ops.autotune import winners
+from cute_ops.autotune.bench_process import BenchProcess
+from cute_ops.autotune.rows import bytes_moved, resized
 from cute_ops.autotune.space import objection
+from cute_ops.autotune.types import LEAST, Bench, Trial
 from cute_ops.autotune.winners import Winner
-from cute_ops.binding import Binding, bind, own_lead
 from cute_ops.config import Config
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.cache import Built
-from cute_ops.jit.plan import Memory, Plan, compact, plan, problem_of
+from cute_ops.jit.layout import Memory, compact
+from cute_ops.jit.plan import Signature, configured, signature
 from cute_ops.jit.target import Target
+from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
-from cute_ops.shapes import ITEMSIZE, Array
 
 log = logging.getLogger("cute_ops")
-MEASURERS = ("cute_ops_torch.tools.measure",)
-LEAST = 0.02  # a winner's time is less than the heuristic's by this part of it
-# What a call that stands for many rows reads and writes, and the rows of one that stands for few.
+# A class of calls with any number of rows is measured on a call that moves so many bytes, and on one of so few rows.
 MANY_BYTES, FEW_ROWS = 128 << 20, 64
-# Whoever measures for longer than this has stopped.
-LOCK_SECONDS = 900.0
+LOCK_SECONDS = 900.0  # a process that holds the lock for longer hangs
 
-_examiners: dict[int, Examiner] = {}
-
-
-class Trial(NamedTuple):
-    """A call to measure."""
-
-    binding: Binding
-    memory: Mapping[str, Memory]
-
-
-class Examined(NamedTuple):
-    """What an examiner found: which of the tiles is fastest beyond doubt; microseconds of the heuristic's and of that
-    one, by call; its gain, or what the best of the others promised; which tiles are wrong, and how; the GPU.
-    """
-
-    which: int
-    before: list[float]
-    after: list[float]
-    gain: float
-    refused: Mapping[int, str]
-    device: str
-
-
-class Examiner(Protocol):
-    """Checks and times tiles, the heuristic's first, on calls of one class."""
-
-    def examine(self, trials: Sequence[Trial], tiles: Sequence[Config], target: Target, least: float) -> Examined: ...
-
-    def close(self) -> None: ...
+_benches: dict[int, Bench] = {}  # by device
 
 
 @dataclass
 class Group:
-    """Calls of one class: they get one tile."""
+    """Calls of one class: they get one config.
+
+    Attributes:
+        key: what the winner is remembered under.
+        op: their op.
+        trials: the calls.
+        calls: the same as the planner sees them.
+        configs: the configs to measure, the heuristic's first.
+        variants: per call, the kernel of each config.
+        refused: why a config is not measured.
+    """
 
     key: winners.Key
     op: Op
     trials: list[Trial] = field(default_factory=list)
-    tiles: list[dict[str, int]] = field(default_factory=list)  # the heuristic's first
-    plans: list[list[Plan]] = field(default_factory=list)  # per trial, one a tile
+    calls: list[Signature] = field(default_factory=list)
+    configs: list[Config] = field(default_factory=list)
+    variants: list[list[Variant]] = field(default_factory=list)
     refused: dict[winners.Items, str] = field(default_factory=dict)
+
+    def add(self, trial: Trial, call: Signature) -> None:
+        self.trials.append(trial)
+        self.calls.append(call)
 
 
 class Outcome(NamedTuple):
-    """What tuning a class of calls gave; ``refused`` says why tiles were not measured, or why nothing was."""
+    """What tuning a class of calls gave.
+
+    Attributes:
+        op: the op's name.
+        winner: the config to run them with.
+        before: microseconds with the heuristic's config, by call.
+        after: microseconds with the winner's, by call.
+        gain: see :class:`~cute_ops.autotune.types.Measurement`.
+        tried: how many configs besides the heuristic's were timed.
+        refused: why a config was not.
+        problem: why nothing was measured.
+    """
 
     op: str
     winner: Winner
@@ -95,13 +93,13 @@ class Outcome(NamedTuple):
 
     @property
     def changed(self) -> bool:
-        return dict(self.winner.tile) != dict(self.winner.heuristic)
+        return dict(self.winner.config) != dict(self.winner.heuristic)
 
 
 def tune(
     trials: Iterable[Trial],
     target: Target,
-    by: Examiner,
+    by: Bench,
     *,
     least: float = LEAST,
     anew: bool = False,
@@ -109,55 +107,58 @@ def tune(
     done: Callable[[str], None] = log.info,
     groups: Callable[[int], None] = lambda count: None,
 ) -> Iterator[Outcome]:
-    """Measure calls, class by class; kernels of the later ones compile meanwhile. Nothing is stored here.
+    """Measure calls, class by class; the kernels of later classes compile meanwhile. Nothing is stored here.
 
     Args:
-        least: by what part of its time the heuristic's must be beaten.
-        anew: also what is remembered.
-        known: what is remembered; by default whatever a program here would use.
-        done: is told what was compiled or measured.
-        groups: is told how many classes there are, before the first.
+        trials: the calls.
+        target: the GPU that ``by`` measures on.
+        by: checks and times.
+        least: the part of the heuristic's time that a winner must save.
+        anew: measure classes again that a winner is remembered for.
+        known: the remembered winners; by default those that a program on this machine would use.
+        done: called with a line of text after each compile, and before each class.
+        groups: called with the number of classes before the first.
     """
     remembered = winners.stores() if known is None else [known]
     found = [g for g in grouped(trials, target) if anew or not any(g.key in stored for stored in remembered)]
     groups(len(found))
     for group in found:
-        _plan(group, target)
-    with _compiled((p.variant for g in found for plans in g.plans for p in plans), done) as built:
+        _plan(group)
+    with _compiled((v for group in found for variants in group.variants for v in variants), done) as built:
         for group in found:
             done(group.key[0])
             yield _measured(group, target, by, least, built)
 
 
-def now(binding: Binding, memory: Mapping[str, Memory], target: Target, device: int) -> Config:
-    """The fastest tile of a call, measured and stored, unless another process just did; the heuristic's where that
-    fails, which the log says.
+def now(call: Signature, memory: Mapping[str, Memory], target: Target, device: int) -> Config:
+    """The fastest config of a call, measured and stored, unless another process just did that; the heuristic's where
+    measuring fails, which the log says.
     """
-    (group,) = grouped([Trial(binding, memory)], target)
-    call, heuristic = group.key
-    problem = problem_of(binding, memory, target)
+    op, problem = call.binding.op, call.problem
+    group = _group(op, call)
+    group.add(Trial(call.binding, memory), call)
     name = "tuning-" + hashlib.sha256(repr(group.key).encode()).hexdigest()[:24]
     try:
         with cache_dir.locked(cache_dir.folder(), name, LOCK_SECONDS):
-            known = winners.remembered(binding.op, problem, group.tiles[0], group.key, anew=True)
+            known = winners.remembered(op, problem, group.configs[0], group.key, anew=True)
             if known is not None:
                 return known
-            (outcome,) = tune(group.trials, target, examiner(device), anew=True)
+            (outcome,) = tune(group.trials, target, bench(device), anew=True)
             if outcome.problem:
                 raise RuntimeError(outcome.problem)
             winners.remember([outcome.winner])
-        log.info("tuned %s: %s", call, describe(outcome))
-        return outcome.winner.tile
-    except Exception as error:  # a program must run where it cannot be measured
-        log.warning("%s is not tuned (%s: %s): it runs with the heuristic's tile", call, type(error).__name__, error)
-        return dict(heuristic)
+        log.info("tuned %s: %s", group.key[0], describe(outcome))
+        return outcome.winner.config
+    except Exception as error:  # a program must run where nothing can be measured
+        log.warning(
+            "%s is not tuned (%s: %s): it runs with the heuristic's config", group.key[0], type(error).__name__, error
+        )
+        return group.configs[0]
 
 
-def examiner(device: int = 0) -> Examiner:
-    """What measures on a GPU, in a process of its own; one for each, which leaves when it has nothing to do."""
-    from cute_ops.autotune.bench_process import Apart
-
-    return _examiners.setdefault(device, Apart(device))
+def bench(device: int = 0) -> Bench:
+    """The subprocess that measures on a GPU, one for each GPU; it ends when it has had nothing to do for a while."""
+    return _benches.setdefault(device, BenchProcess(device))
 
 
 def describe(outcome: Outcome) -> str:
@@ -166,15 +167,15 @@ def describe(outcome: Outcome) -> str:
         return outcome.problem
     times = ", ".join(f"{us:.2f}" for us in outcome.before)
     if not outcome.changed:
-        return f"the heuristic's tile stays, {times} us; the best of {outcome.tried} others gained {outcome.gain:.1%}"
+        return f"the heuristic's config stays, {times} us; the best of {outcome.tried} others gained {outcome.gain:.1%}"
     other = ", ".join(f"{us:.2f}" for us in outcome.after)
     return f"{changes(outcome.winner)}: {times} us -> {other} us, {outcome.gain:.1%} less; {outcome.tried} tried"
 
 
 def changes(winner: Winner) -> str:
-    """What a winner has other than the heuristic's tile: ``threads 128 -> 256``."""
-    names = [n for n in {**winner.heuristic, **winner.tile} if winner.heuristic.get(n) != winner.tile.get(n)]
-    return ", ".join(f"{n} {winner.heuristic.get(n, '-')} -> {winner.tile.get(n, '-')}" for n in names)
+    """How a winner's config differs from the heuristic's: ``threads 128 -> 256``."""
+    names = [n for n in {**winner.heuristic, **winner.config} if winner.heuristic.get(n) != winner.config.get(n)]
+    return ", ".join(f"{n} {winner.heuristic.get(n, '-')} -> {winner.config.get(n, '-')}" for n in names)
 
 
 def grouped(trials: Iterable[Trial], target: Target) -> list[Group]:
@@ -184,20 +185,26 @@ def grouped(trials: Iterable[Trial], target: Target) -> list[Group]:
         op = trial.binding.op
         if op.space is None or trial.binding.empty:
             continue
-        problem = problem_of(*trial, target)
-        heuristic = dict(op.config(problem))
-        key = winners.class_of(op, problem), winners.items(heuristic)
-        group = groups.setdefault(key, Group(key, op, tiles=[heuristic]))
-        group.trials.append(trial)
+        call = signature(*trial, target)
+        group = _group(op, call)
+        groups.setdefault(group.key, group).add(trial, call)
     for group in groups.values():
-        group.trials += _others(group, target)
+        for trial, call in list(_others(group, target)):
+            group.add(trial, call)
     return list(groups.values())
 
 
-def _others(group: Group, target: Target) -> Iterator[Trial]:
-    """Calls of few and of many rows, where a class is of any number of them and its calls are not."""
+def _group(op: Op, call: Signature) -> Group:
+    """The class of a call, without calls yet."""
+    heuristic = op.config(call.problem)
+    return Group(winners.key_of(op, call.problem, heuristic), op, configs=[dict(heuristic)])
+
+
+def _others(group: Group, target: Target) -> Iterator[tuple[Trial, Signature]]:
+    """A call with few rows and one with many, if the class has any number of rows and its calls do not cover that."""
     op, (binding, memory) = group.op, group.trials[0]
-    flat = all(where.strides == compact(binding.inputs[n].shape) for n, where in memory.items() if binding.inputs[n])  # type: ignore[union-attr]
+    given = {n: a for n, a in binding.inputs.items() if a}
+    flat = all(memory[n].strides == compact(a.shape) for n, a in given.items() if n in memory)
     if op.space is None or op.space.by_rows or not flat or not binding.rows:
         return
     counts = [trial.binding.rows for trial in group.trials]
@@ -207,52 +214,25 @@ def _others(group: Group, target: Target) -> Iterator[Trial]:
     for rows in wanted:
         other = resized(binding, rows)
         placed = {n: Memory(compact(a.shape), memory[n].address) for n, a in other.inputs.items() if a and n in memory}
-        problem = problem_of(other, placed, target)
-        if (winners.class_of(op, problem), winners.items(op.config(problem))) == group.key:
-            yield Trial(other, placed)
+        call = signature(other, placed, target)
+        if _group(op, call).key == group.key:
+            yield Trial(other, placed), call
 
 
-def bytes_moved(binding: Binding) -> int:
-    """The least bytes that a call reads and writes."""
-    read = [a for n, a in binding.inputs.items() if not binding.op.inputs[n].unread]
-    return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in (*read, *binding.outputs.values()) if a is not None)
-
-
-def lead_of(binding: Binding, rows: int) -> tuple[int, ...]:
-    """As many leading dims as a call has, with so many rows."""
-    lead = next((v for v in binding.dims.values() if isinstance(v, tuple)), ())
-    return (*(1,) * (len(lead) - 1), rows) if lead else ()
-
-
-def resized(binding: Binding, rows: int) -> Binding:
-    """The same call with another number of rows."""
-    op, lead, given = binding.op, lead_of(binding, rows), {}
-    for name, tensor in op.inputs.items():
-        array = binding.inputs[name]
-        if array is not None:
-            own = len(own_lead(tensor, array)) if tensor.broadcast else len(lead) if tensor.rows else 0
-            tail = array.shape[len(array.shape) - len(tensor.dims) :]
-            given[name] = Array((*lead[len(lead) - own :], *tail), array.dtype)
-    return bind(op, given, binding.attrs)
-
-
-def _plan(group: Group, target: Target) -> None:
-    """The plans of all candidates that the target has room for."""
-    tuned = group.op.space
-    if tuned is None:
-        return
-    problem = problem_of(*group.trials[0], target)
-    for tile in tuned.others(problem, group.tiles[0]):
-        reason = objection(tuned, problem, tile)
+def _plan(group: Group) -> None:
+    """Find the configs that fit the target, and their kernels."""
+    space, problem = group.op.space, group.calls[0].problem
+    for config in space.others(problem, group.configs[0]) if space else ():
+        reason = objection(space, problem, config) if space else ""
         if reason:
-            group.refused[winners.items(tile)] = reason
+            group.refused[winners.items(config)] = reason
         else:
-            group.tiles.append(tile)
-    group.plans = [[plan(*trial, target, fixed=True, tile=tile) for tile in group.tiles] for trial in group.trials]
+            group.configs.append(config)
+    group.variants = [[configured(call, config).variant for config in group.configs] for call in group.calls]
 
 
 class _Compiled:
-    """What of many variants is built, as it becomes known."""
+    """Which of many variants are built so far."""
 
     def __init__(self) -> None:
         self._news = threading.Condition()
@@ -262,7 +242,7 @@ class _Compiled:
 
     def add(self, built: Built) -> None:
         if self.unwanted:
-            raise InterruptedError("nobody waits for more")
+            raise InterruptedError("no more kernels are needed")
         with self._news:
             self._built[built.variant.symbol] = built
             self._news.notify_all()
@@ -281,7 +261,7 @@ class _Compiled:
 
 
 @contextmanager
-def _compiled(variants: Iterable[Any], done: Callable[[str], None]) -> Iterator[_Compiled]:
+def _compiled(variants: Iterable[Variant], done: Callable[[str], None]) -> Iterator[_Compiled]:
     """Compile in the background, in order."""
     wanted, state = list(variants), _Compiled()
 
@@ -294,8 +274,10 @@ def _compiled(variants: Iterable[Any], done: Callable[[str], None]) -> Iterator[
             cache.build_all(wanted, add)
         except InterruptedError:
             pass
-        except Exception as error:  # it belongs to the log, and every variant that waits is told
-            log.warning("compiling candidates ended early: %s", error)
+        except (
+            Exception
+        ) as error:  # this thread has no caller: it is logged, and ``error`` reports the missing variants
+            log.warning("compiling configs ended early: %s", error)
         finally:
             state.end()
 
@@ -308,34 +290,34 @@ def _compiled(variants: Iterable[Any], done: Callable[[str], None]) -> Iterator[
         thread.join()
 
 
-def _measured(group: Group, target: Target, by: Examiner, least: float, built: _Compiled) -> Outcome:
+def _measured(group: Group, target: Target, by: Bench, least: float, built: _Compiled) -> Outcome:
     call, heuristic = group.key
     stays = Winner(call, dict(heuristic), dict(heuristic))
 
     def nothing(problem: str) -> Outcome:
         return Outcome(group.op.name, stays, [], [], 0.0, 0, group.refused, problem)
 
-    tiles = []
-    for i, tile in enumerate(group.tiles):
-        # One tile is one kernel for all calls of a class, except where layouts differ.
-        error = next((e for plans in group.plans if (e := built.error(plans[i].variant.symbol))), "")
+    configs = []
+    for i, config in enumerate(group.configs):
+        # One config is one kernel for all calls of a class, except where layouts differ.
+        error = next((e for variants in group.variants if (e := built.error(variants[i].symbol))), "")
         if error and i == 0:
             return nothing(error)
         if error:
-            group.refused[winners.items(tile)] = error
+            group.refused[winners.items(config)] = error
         else:
-            tiles.append(tile)
+            configs.append(config)
     try:
-        found = by.examine(group.trials, tiles, target, least)
-    except Exception as error:  # no memory, for one: other classes may be measured all the same
+        found = by.measure(group.trials, configs, target, least)
+    except Exception as error:  # for instance out of memory: other classes may still be measured
         return nothing(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-    group.refused.update((winners.items(tiles[i]), why) for i, why in found.refused.items())
-    tried = len(tiles) - 1 - len(found.refused)
+    group.refused.update((winners.items(configs[i]), why) for i, why in found.refused.items())
+    tried = len(configs) - 1 - len(found.refused)
     versions = dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
     measured = {
         "us": [[round(a, 3), round(b, 3)] for a, b in zip(found.before, found.after, strict=True)],
         "rows": [trial.binding.rows for trial in group.trials], "tried": tried, "gpu": found.device,
         "date": datetime.now(UTC).date().isoformat(), "sources": winners.sources_of(group.op), **versions,
     }  # fmt: skip
-    winner = Winner(call, dict(heuristic), tiles[found.which], measured)
+    winner = Winner(call, dict(heuristic), configs[found.which], measured)
     return Outcome(group.op.name, winner, found.before, found.after, found.gain, tried, group.refused)

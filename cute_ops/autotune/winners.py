@@ -1,36 +1,35 @@
-"""Which tile a call runs with: the heuristic's, or one that was measured to be faster and remembered.
+"""Winners: configs that were measured to be the fastest for a class of calls, as files keep them.
 
-Winners are remembered by what a heuristic looks at, op, dtypes, alignments, compile-time dims, attributes and SM, and
-by what the heuristic says there: when it changes, or the kernel, what was measured is forgotten. They are looked for in
-the bundles of ``CUTE_OPS_BUNDLE``, then in the cache folder, then among those that this package ships. A process
-decides once for each class of calls, so that the bits of a row stay what they are while it runs. The tile is part of
-a variant, and so of the name of its kernel: no cache can serve one for another.
-
-``CUTE_OPS_TUNE=0`` turns this off; ``CUTE_OPS_TUNE=1`` measures what is not remembered, on the first call.
+A winner is stored under what a heuristic looks at (op, dtypes, alignments, compile-time dims, attributes and SM) and
+under the heuristic's config: when the heuristic or the kernel changes, the measurement no longer counts. Winners are
+read from the bundles of ``CUTE_OPS_BUNDLE``, then from the cache folder, then from this package. The config is part of
+a variant, and so of the name of its kernel: no cache can serve one for another. :mod:`cute_ops.dispatch` decides what a
+process runs with.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cute_ops import env
 from cute_ops.config import Config, Problem
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir, file_lock, json_schema
-from cute_ops.jit import source_digest
+from cute_ops.jit import bundle, source_digest
 from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
-FORMAT, NAME = 1, "tuning.json"
-WINNER = {"call": str, "heuristic": {str: int}, "tile": {str: int}}
+FORMAT, NAME = 2, "tuning.json"
+WINNER = {"call": str, "heuristic": {str: int}, "config": {str: int}}
 SHIPPED = Path(__file__).parent / "shipped"
-# Up to so many rows a power of two of them is a class of its own, where an op's tile may depend on rows at all.
+# Up to so many rows a power of two of them is a class of its own, where an op's config may depend on rows at all.
 FEW_ROWS = 1024
 LOCK_SECONDS = 10.0  # whoever writes the file for longer has stopped
 Items = tuple[tuple[str, int], ...]
@@ -38,17 +37,15 @@ Key = tuple[str, Items]
 Winners = Mapping[Key, "Winner"]
 
 _lock = file_lock.between_threads(threading.RLock)
-_decided: dict[Key, dict[str, int]] = {}
-_planned: dict[str, set[Key]] = {}  # by symbol: the classes of calls that run this kernel
 _stores: list[Winners] | None = None
 
 
 class Winner(NamedTuple):
-    """The tile that a class of calls runs fastest with; ``measured`` says how that was found, for people."""
+    """The config that a class of calls runs fastest with; ``measured`` says how that was found, for people."""
 
     call: str
     heuristic: Config
-    tile: Config
+    config: Config
     measured: Mapping[str, Any] = {}
 
     @property
@@ -56,8 +53,8 @@ class Winner(NamedTuple):
         return self.call, items(self.heuristic)
 
 
-def items(tile: Config) -> Items:
-    return tuple(sorted(tile.items()))
+def items(config: Config) -> Items:
+    return tuple(sorted(config.items()))
 
 
 def class_of(op: Op, problem: Problem) -> str:
@@ -65,9 +62,9 @@ def class_of(op: Op, problem: Problem) -> str:
 
     An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes.
     Attributes are there where they differ from their defaults, of numbers only whether they are zero. Rows are there in
-    ops whose tiles may depend on them.
+    ops whose configs may depend on them.
     """
-    # Another's op may have the name of one of ours, and would run with its tile.
+    # Another's op may have the name of one of ours, and would run with its config.
     own = op.kernel.startswith("cute_ops.kernels.")
     words = [op.name if own else f"{op.name}({op.kernel})", f"{problem.arch}:{problem.sm_count}"]
     words += [f"{name}:{dtype}/{problem.aligns[name]}" for name, dtype in problem.dtypes.items()]
@@ -85,44 +82,27 @@ def class_of(op: Op, problem: Problem) -> str:
     return " ".join(words)
 
 
-def choose(op: Op, problem: Problem, heuristic: Config, measure: Callable[[], Config] | None = None) -> Config:
-    """The tile to run a call with.
-
-    Args:
-        measure: finds the fastest one now; called where none is remembered, for the first call of a class.
-    """
-    if op.space is None:
-        return heuristic
-    key = class_of(op, problem), items(heuristic)
-    decided = _decided.get(key)
-    if decided is not None:
-        return decided
-    with _lock:
-        if key not in _decided:
-            mode = os.environ.get("CUTE_OPS_TUNE", "")
-            tile = None if mode == "0" else remembered(op, problem, heuristic, key)
-            if tile is None and measure is not None and mode == "1":
-                tile = measure()
-            _decided[key] = dict(heuristic if tile is None else tile)
-        return _decided[key]
+def key_of(op: Op, problem: Problem, heuristic: Config) -> Key:
+    """What the config of a call is remembered under."""
+    return class_of(op, problem), items(heuristic)
 
 
 def remembered(op: Op, problem: Problem, heuristic: Config, key: Key, anew: bool = False) -> Config | None:
-    """The tile that was measured for a class of calls; None where none was, or the op no longer proposes it.
+    """The config that was measured for a class of calls; None if there is none, or if the op no longer proposes it.
 
     Args:
         anew: look into the cache folder again: another process may just have measured.
     """
-    for winners in [_read_folder()] if anew else stores():
+    for winners in [_read_folder(cache_dir.folder())] if anew else stores():
         winner = winners.get(key)
         if winner is None or op.space is None:
             continue
         if winner.measured.get("sources", sources_of(op)) != sources_of(op):
-            log.info("tuned tile of %s was measured with another kernel than is here", winner.call)
+            log.info("the tuned config of %s is not used: it was measured with another kernel", winner.call)
             continue
-        if winner.tile == heuristic or dict(winner.tile) in op.space.others(problem, heuristic):
-            return winner.tile
-        log.info("tuned tile %s of %s is no candidate any more", dict(winner.tile), winner.call)
+        if winner.config == heuristic or dict(winner.config) in op.space.others(problem, heuristic):
+            return winner.config
+        log.info("the tuned config %s of %s is no longer in its search space", dict(winner.config), winner.call)
     return None
 
 
@@ -131,29 +111,16 @@ def sources_of(op: Op) -> str:
     return source_digest.digest(op.kernel, op.sources)[:16]
 
 
-def note(symbol: str, op: Op, problem: Problem, heuristic: Config) -> None:
-    """Remember which class of calls runs a kernel, for bundles that it may end up in."""
-    if op.space is not None:
-        _planned.setdefault(symbol, set()).add((class_of(op, problem), items(heuristic)))
-
-
-def behind(symbols: Iterable[str]) -> list[Winner]:
-    """What this process decided for the calls that run these kernels: who is to find them must decide the same."""
-    keys = sorted({key for symbol in symbols for key in _planned.get(symbol, ()) if key in _decided})
-    return [Winner(call, dict(heuristic), _decided[call, heuristic]) for call, heuristic in keys]
-
-
 @contextmanager
-def as_shipped() -> Iterator[None]:
-    """Within, decide by nothing but the package's own winners, as a machine does where nothing was measured."""
-    global _decided, _stores
+def only_shipped() -> Iterator[None]:
+    """Within, nothing but this package's own winners is remembered."""
+    global _stores
     with _lock:
-        before = _decided, _stores
-        _decided, _stores = {}, [_read_shipped()]
+        before, _stores = _stores, [_read_shipped()]
         try:
             yield
         finally:
-            _decided, _stores = before
+            _stores = before
 
 
 def stores() -> list[Winners]:
@@ -161,19 +128,16 @@ def stores() -> list[Winners]:
     global _stores
     with _lock:
         if _stores is None:
-            from cute_ops.jit import bundle
-
-            _stores = [*map(_read_bundle, bundle.named()), _read_folder(), _read_shipped()]
+            where, bundles = cache_dir.folder(), env.BUNDLE.read()
+            _stores = [*map(_read_bundle, bundles), _read_folder(where), _read_shipped()]
         return _stores
 
 
 def forget() -> None:
-    """Decide anew."""
+    """Read the files anew when they are next asked for."""
     global _stores
     with _lock:
         _stores = None
-        _decided.clear()
-        _planned.clear()
 
 
 def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
@@ -211,7 +175,7 @@ def _known(where: Path) -> dict[Key, Winner]:
         return {}
     except NewerFormat as error:
         raise CacheError(
-            f"cute_ops: {where} is of another version of cute_ops ({error}): what was measured is not kept; move the "
+            f"cute_ops: {where} is of a newer version of cute_ops ({error}): what was measured is not kept; move the "
             "file away, or use that version"
         ) from error
     except (OSError, ValueError) as error:
@@ -224,15 +188,15 @@ def _known(where: Path) -> dict[Key, Winner]:
 
 def dump(winners: Iterable[Winner]) -> str:
     """A file of winners as text, one a line, sorted."""
-    lines = [
-        json.dumps({"call": w.call, "heuristic": dict(items(w.heuristic)), "tile": dict(items(w.tile)), **w.measured})
-        for w in sorted(winners, key=lambda w: w.key)
-    ]
+    lines = []
+    for w in sorted(winners, key=lambda w: w.key):
+        configs = {"heuristic": dict(items(w.heuristic)), "config": dict(items(w.config))}
+        lines.append(json.dumps({"call": w.call, **configs, **w.measured}))
     return f'{{"format": {FORMAT}, "winners": [\n' + ",\n".join(lines) + "\n]}\n"
 
 
 class NewerFormat(ValueError):
-    """A file is sound, but of a format that this version does not read."""
+    """A file is sound, but of a format that only a newer version reads."""
 
 
 def parse(text: str | bytes) -> dict[Key, Winner]:
@@ -240,16 +204,17 @@ def parse(text: str | bytes) -> dict[Key, Winner]:
 
     Raises:
         ValueError: it is no such file.
-        NewerFormat: another version wrote it.
+        NewerFormat: a newer version wrote it.
     """
     raw = json_schema.parse(text, {"format": int})
     if raw["format"] != FORMAT:
-        raise NewerFormat(f"it has format {raw['format']}, this version of cute_ops reads {FORMAT}")
+        kind = NewerFormat if raw["format"] > FORMAT else ValueError
+        raise kind(f"it has format {raw['format']}, this version of cute_ops reads {FORMAT}")
     json_schema.check(raw, {"winners": [WINNER]})
     found = {}
     for entry in raw["winners"]:
         rest = dict(entry)
-        winner = Winner(rest.pop("call"), rest.pop("heuristic"), rest.pop("tile"), rest)
+        winner = Winner(rest.pop("call"), rest.pop("heuristic"), rest.pop("config"), rest)
         found[winner.key] = winner
     return found
 
@@ -259,15 +224,9 @@ def read(path: Path) -> Winners:
     return _parsed(path, path.read_bytes)
 
 
-def _read_folder() -> Winners:
+def _read_folder(where: Path) -> Winners:
     """Those of the cache folder, if only this user could have written them."""
-    where = cache_dir.folder()
-
-    def content() -> bytes:
-        with cache_dir.opened(where) as folder:
-            return folder.read(NAME)
-
-    return _parsed(where / NAME, content)
+    return _parsed(where / NAME, partial(cache_dir.read, where, NAME))
 
 
 def _parsed(path: Path, content: Callable[[], bytes]) -> Winners:
@@ -283,8 +242,6 @@ def _parsed(path: Path, content: Callable[[], bytes]) -> Winners:
 
 
 def _read_bundle(where: Path) -> Winners:
-    from cute_ops.jit import bundle
-
     try:
         text = bundle.Bundle(where).text(NAME)
         return parse(text) if text else {}

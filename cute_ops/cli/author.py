@@ -9,17 +9,16 @@ import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Annotated, NamedTuple, NoReturn
+from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
 from rich.table import Table
 
-from cute_ops import hardware, lookup
+from cute_ops import dispatch, hardware, lookup
 from cute_ops.binding import bind
 from cute_ops.cli import Arches, console, fail, targets
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
-from cute_ops.jit.plan import plan
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS, Array
@@ -36,7 +35,7 @@ Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.joi
 NOT_SWEPT = {"sorted_embedding_bwd": "its tokens must be sorted; tests/torch/test_gpu_sweep.py sweeps embedding"}
 
 
-class Kernel(NamedTuple):
+class CompiledKernel(NamedTuple):
     """One kernel of a variant, as the compiler made it."""
 
     name: str
@@ -69,7 +68,7 @@ def inspect(
         for target in targets(arch):
             for size in n or [4096]:
                 given = example(declaration, dtype, rows, size, without or [])
-                variant = plan(bind(declaration, given), {}, target, fixed=True).variant
+                variant = dispatch.foresee(bind(declaration, given), {}, target).variant
                 table.add_section()
                 for kernel in _kernels(variant, out):
                     dynamic = kernel.dynamic
@@ -247,7 +246,7 @@ def _ops(name: str) -> list[Op]:
         raise typer.BadParameter(str(error)) from error
 
 
-def _kernels(variant: Variant, out: Path | None) -> Iterator[Kernel]:
+def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:
     with tempfile.TemporaryDirectory() as folder:
         dump = Path(folder)
         try:
@@ -268,7 +267,7 @@ def _kernels(variant: Variant, out: Path | None) -> Iterator[Kernel]:
             _, _, part = code.partition(f"Function : {name}")
             text = part.partition("Function : ")[0]
             dynamic = shared[order] if order < len(shared) else None
-            yield Kernel(short(name), threads, resources[name], dynamic, sass.accesses(text), text)
+            yield CompiledKernel(short(name), threads, resources[name], dynamic, sass.accesses(text), text)
 
 
 def short(name: str) -> str:
@@ -276,7 +275,7 @@ def short(name: str) -> str:
     return name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0].removeprefix("cute_opskernels_")[:40]
 
 
-def _picture(rows: list[tuple], ceiling: float, out: Path) -> str:
+def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
     try:
         import matplotlib
     except ImportError:

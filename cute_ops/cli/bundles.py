@@ -13,8 +13,9 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops.aot import manifest
+from cute_ops import env, manifest
 from cute_ops.aot.build import build as build_bundle
+from cute_ops.aot.build import variants_of
 from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.cli import AllowFiles, Arches, console, fail, progress, targets
 from cute_ops.errors import CacheError
@@ -37,7 +38,7 @@ def record(
 
     Example: python -m cute_ops record -o train.txt -- python train.py
     """
-    environment = {**os.environ, "CUTE_OPS_RECORD": str(out.resolve())}
+    environment = {**os.environ, env.RECORD.name: str(out.resolve())}
     try:
         code = subprocess.run(command, env=environment, check=False).returncode
     except OSError as error:
@@ -84,7 +85,7 @@ def build(
     """
     calls, wanted, start = _read(manifests, allow_files), targets(arch), time.perf_counter()
     try:
-        total = len(manifest.variants(calls, wanted, lambda text: None))
+        total = len(variants_of(calls, wanted, lambda text: None))
         with progress(total, f"{out}:") as done:
             built = build_bundle(calls, wanted, out, done, _skipped)
     except (CacheError, ValueError, TypeError, NotImplementedError) as error:
@@ -101,7 +102,7 @@ def warm_up(manifests: Manifests, arch: Arches = None, allow_files: AllowFiles =
     """
     calls, start = _read(manifests, allow_files), time.perf_counter()
     try:
-        variants = manifest.variants(calls, targets(arch), _skipped)
+        variants = variants_of(calls, targets(arch), _skipped)
     except (ValueError, TypeError, NotImplementedError) as error:
         fail(error)
     with progress(len(variants), "warm-up:") as done:

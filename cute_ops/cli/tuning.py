@@ -12,9 +12,10 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from cute_ops import lookup
-from cute_ops.aot import manifest
-from cute_ops.autotune import winners
+from cute_ops import lookup, manifest
+from cute_ops.autotune import tuner, winners
+from cute_ops.autotune.rows import bytes_moved
+from cute_ops.autotune.types import Trial
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import AllowFiles, author, console, fail
 from cute_ops.errors import CacheError
@@ -57,8 +58,6 @@ def tune(
     Programs that start afterwards use the winners; CUTE_OPS_TUNE=0 turns that off. CUTE_OPS_TUNE=1 measures whatever a
     program calls first, PyTorch's or JAX's. `build` puts what calls were tuned to into the bundle. See docs/tuning.md.
     """
-    from cute_ops.autotune import tuner
-
     try:
         trials = [trial for name in what for trial in _trials(name, dtype or ["bfloat16"], n, rows, allow_files)]
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
@@ -73,7 +72,7 @@ def tune(
     with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
         task = bar.add_task("", total=None)
         found = tuner.tune(
-            trials, target.of_device(), tuner.examiner(), least=least, anew=anew,
+            trials, target.of_device(), tuner.bench(), least=least, anew=anew,
             known=winners.read(out) if out else None,
             done=lambda text: bar.update(task, description=text[:70]),
             groups=lambda count: bar.update(task, total=count),
@@ -100,25 +99,21 @@ def tune(
     raise typer.Exit(int(failed > 0))
 
 
-def _table(outcomes: Sequence) -> Table:
-    from cute_ops.autotune.tuner import changes
-
+def _table(outcomes: Sequence[tuner.Outcome]) -> Table:
     table = Table("call", "us", "tuned", "less", "change", "tried", "refused")
     for o in outcomes:
         gain = f"{o.gain:.1%}" if o.changed else ""
         times = (" ".join(f"{us:.2f}" for us in part) for part in (o.before, o.after if o.changed else ()))
         table.add_row(
-            o.winner.call, *times, gain, changes(o.winner) if o.changed else "", str(o.tried), str(len(o.refused))
+            o.winner.call, *times, gain, tuner.changes(o.winner) if o.changed else "", str(o.tried), str(len(o.refused))
         )
     return table
 
 
 def _trials(
     name: str, dtypes: Sequence[str], sizes: Sequence[int] | None, rows: int | None, files: bool = False
-) -> Iterator:
+) -> Iterator[Trial]:
     """Calls of an op by its cases or sizes, of every op of a file, or of a manifest."""
-    from cute_ops.autotune.tuner import Trial
-
     path = Path(name)
     if path.suffix != ".py" and path.is_file():
         for call in manifest.read(path, files):
@@ -159,6 +154,4 @@ def _of_case(op: Op, case: Case, dtype: str, rows: int) -> Binding:
 
 def _rows(one: Binding) -> int:
     """Rows that fill the bytes of a call, from a call of one row."""
-    from cute_ops.autotune.tuner import bytes_moved
-
     return max(BYTES // bytes_moved(one), 1)

@@ -29,7 +29,7 @@ def folder() -> Path:
     Raises:
         ValueError: the variable begins with a ``~`` that stands for no folder.
     """
-    chosen = env.path("CUTE_OPS_CACHE_DIR")
+    chosen = env.CACHE_DIR.read()
     if chosen:
         return chosen
     from platformdirs import user_cache_dir
@@ -67,6 +67,12 @@ def opened(where: Path) -> ownership.Folder:
             "CUTE_OPS_CACHE_DIR to a new folder of your own, or delete this one with all that is in it (what others "
             "may have put there would run)"
         ) from error
+
+
+def read(where: Path, name: str) -> bytes:
+    """A file of a cache folder; raises as :func:`opened`."""
+    with opened(where) as folder:
+        return folder.read(name)
 
 
 def check_trusted(where: Path) -> None:
@@ -124,9 +130,9 @@ def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
 
 def sweep(where: Path) -> None:
     """Delete what processes left that were killed."""
+    staging.sweep(where)
     for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
         file_lock.remove_abandoned(path)
-    staging.sweep(where)
 
 
 class Use:
@@ -139,8 +145,7 @@ class Use:
         self._file: tuple[int, Path] | None = None
         self._owner = 0
 
-    def add(self, symbol: str) -> None:
-        where = folder()
+    def add(self, where: Path, symbol: str) -> None:
         if self._file is None or self._file[1].parent != where:
             self.close()
             try:

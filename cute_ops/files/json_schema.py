@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 
-class Either(tuple):
+class Either(tuple[Any, ...]):
     """One of several shapes: ``Either(int, None)``."""
 
     def __new__(cls, *shapes: Any) -> Either:

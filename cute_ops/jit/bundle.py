@@ -20,7 +20,7 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, cast
 
 from cute_ops import env
 from cute_ops.errors import CacheError
@@ -44,6 +44,20 @@ _lock = file_lock.between_threads()
 _open: dict[str, list[Bundle | CacheError]] = {}
 
 
+class _Record(TypedDict):
+    """What ``bundle.json`` holds."""
+
+    format: int
+    platform: str
+    versions: Mapping[str, str]
+    targets: Sequence[str]
+    kernels: Mapping[str, Mapping[str, Any]]
+    files: Mapping[str, str]
+
+
+_NO_RECORD: _Record = {"format": 0, "platform": "", "versions": {}, "targets": [], "kernels": {}, "files": {}}
+
+
 class Misfit(CacheError):
     """A bundle is sound, but for another machine, or of other versions or kernel sources."""
 
@@ -64,7 +78,7 @@ class Bundle:
         with suppress(FileNotFoundError):  # the working directory, which may be gone, and which a program may change
             self.where = where.absolute()
         # With the folder that they are of.
-        self._record: tuple[tuple[int, int], Mapping[str, Any]] = (0, 0), {}
+        self._record: tuple[tuple[int, int], _Record] = (0, 0), _NO_RECORD
         self._sources: tuple[tuple[int, int], Mapping[tuple[str, str], str]] = (0, 0), {}
         self._in_one_state(lambda folder: None)
 
@@ -79,7 +93,7 @@ class Bundle:
         return self._record[1]["versions"]
 
     @property
-    def kernels(self) -> Mapping[str, Any]:
+    def kernels(self) -> Mapping[str, Mapping[str, Any]]:
         """Checksum, size and variant by symbol."""
         return self._record[1]["kernels"]
 
@@ -162,7 +176,7 @@ class Bundle:
         except OSError as error:
             raise self._refusal(f"cannot be read ({error})") from error
 
-    def _read(self, folder: Folder) -> Mapping[str, Any]:
+    def _read(self, folder: Folder) -> _Record:
         """The record, which fits this machine."""
         data = folder.read("bundle.json")
         try:
@@ -178,7 +192,7 @@ class Bundle:
             built = record["versions"].get(name)
             if built != here:
                 raise self._misfit(f"was built with {name} {built}, here is {here or 'none'}: build it again")
-        return record
+        return cast(_Record, record)
 
     def _check_fits(self, variant: Variant) -> None:
         arches = {target.partition(":")[0] for target in self.targets}
@@ -232,7 +246,7 @@ def load(variant: Variant) -> Callable[..., Any] | None:
     folders = named()
     if not folders:
         return None
-    where, misfits = os.environ["CUTE_OPS_BUNDLE"], []
+    where, misfits = os.pathsep.join(map(str, folders)), []
     for bundle in _opened(where, named):
         try:
             function = _served(bundle, variant)
@@ -249,7 +263,7 @@ def load(variant: Variant) -> Callable[..., Any] | None:
 
 def named() -> list[Path]:
     """The folders that ``CUTE_OPS_BUNDLE`` names."""
-    return env.paths("CUTE_OPS_BUNDLE")
+    return env.BUNDLE.read()
 
 
 def load_installed(variant: Variant) -> Callable[..., Any] | None:

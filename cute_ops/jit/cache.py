@@ -15,7 +15,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -30,7 +29,7 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
 
 log = logging.getLogger("cute_ops")
-MAX_BYTES = int(env.number("CUTE_OPS_CACHE_MAX_BYTES", 1 << 30))
+MAX_BYTES = int(env.CACHE_MAX_BYTES.read() or 1 << 30)
 # Whoever holds a lock for longer than a compile may take has stopped: to wait is worse than to compile twice.
 LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
 ENTRY = {"variant": object, "sha256": str}
@@ -75,8 +74,15 @@ def get(variant: Variant) -> Callable[..., Any]:
     with _guard:
         lock = _building.setdefault(variant.symbol, threading.Lock())
     with lock:
-        function = _functions.get(variant.symbol) or _from_bundles(variant) or _from_disk(variant) or _build(variant)
-        _functions[variant.symbol] = function
+        function = _functions.get(variant.symbol)
+        if function is None:
+            function = bundle.load(variant)
+            if function is not None:
+                counters.bundled += 1
+            else:
+                where = cache_dir.folder()
+                function = _from_disk(where, variant) or _build(where, variant)
+            _functions[variant.symbol] = function
     return function
 
 
@@ -88,17 +94,18 @@ def build(variant: Variant) -> float:
         CompileError: the kernel does not compile.
         CacheError: the cache folder cannot be trusted or written.
     """
-    with _process_lock(variant.symbol) as usable:
+    where = cache_dir.folder()
+    with cache_dir.locked(where, variant.symbol, LOCK_SECONDS) as usable:
         if not usable:
-            raise CacheError(f"cute_ops: cache folder {cache_dir.folder()} cannot be written")
-        if _stored(variant, lambda folder, data: True, locked=True):
+            raise CacheError(f"cute_ops: cache folder {where} cannot be written")
+        if _stored(where, variant, lambda folder, data: True, locked=True):
             return 0.0
         _require_compiler(variant)
-        with staging.folder(cache_dir.folder()) as place:
+        with staging.folder(where) as place:
             built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
-            if _store(variant, built, seconds) is None:
-                raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {cache_dir.folder()}")
+            if _store(where, variant, built, seconds) is None:
+                raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {where}")
         return seconds
 
 
@@ -139,16 +146,13 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
 
 def read(variant: Variant) -> bytes | None:
     """A cached variant's object, checked; None where the folder does not hold it."""
-    return _stored(variant, lambda folder, data: data)
+    return _stored(cache_dir.folder(), variant, lambda folder, data: data)
 
 
 def forget() -> None:
-    """Drop the functions held in memory (the disk keeps them)."""
-    from cute_ops.autotune import winners
-
+    """Drop the functions and bundles held in memory (the disk keeps them)."""
     _functions.clear()
     bundle.forget()
-    winners.forget()
 
 
 def clear() -> int:
@@ -184,36 +188,29 @@ def entries() -> list[tuple[Variant, int, float]]:
     return sorted(found, key=lambda entry: -entry[2])
 
 
-def _from_bundles(variant: Variant) -> Callable[..., Any] | None:
-    """From the bundles of ``CUTE_OPS_BUNDLE``."""
-    return _bundled(bundle.load(variant))
-
-
-def _from_installed(variant: Variant) -> Callable[..., Any] | None:
-    """From the bundles of installed packages. Looking for those takes longer than a look at the disk."""
-    return _bundled(bundle.load_installed(variant))
-
-
-def _bundled(function: Callable[..., Any] | None) -> Callable[..., Any] | None:
-    counters.bundled += function is not None
-    return function
-
-
-def _from_disk(variant: Variant, locked: bool = False) -> Callable[..., Any] | None:
-    cache_dir.in_use.add(variant.symbol)
-    path = cache_dir.folder() / f"{variant.symbol}.so"
-    function = _stored(variant, lambda folder, _: loader.load(path, variant.symbol, folder.path(path.name)), locked)
+def _from_disk(where: Path, variant: Variant, locked: bool = False) -> Callable[..., Any] | None:
+    path = where / f"{variant.symbol}.so"
+    if not os.path.lexists(path):
+        return None
+    cache_dir.in_use.add(where, variant.symbol)
+    function = _stored(
+        where, variant, lambda folder, _: loader.load(path, variant.symbol, folder.path(path.name)), locked
+    )
     if function is not None:
         counters.disk += 1
-        _touch(path)
+        try:
+            os.utime(path)
+        except OSError:
+            pass  # a read-only cache still serves
     return function
 
 
-def _stored(variant: Variant, use: Callable[[Folder, bytes], T], locked: bool = False) -> T | None:
-    """What ``use`` makes of the variant's object on disk, its owner, checksum and variant compared; None where there is
-    none, or a bad one. Who has the lock deletes that; without it, another process may just be writing it.
+def _stored(where: Path, variant: Variant, use: Callable[[Folder, bytes], T], locked: bool = False) -> T | None:
+    """What ``use`` makes of the variant's object on disk, after its owner, checksum and variant were compared.
+
+    None where there is no object, or a bad one. With the lock a bad one is deleted; without it, another process may be
+    writing it right now.
     """
-    where = cache_dir.folder()
     path = where / f"{variant.symbol}.so"
     if not os.path.lexists(path):
         return None
@@ -250,23 +247,29 @@ def _require_compiler(variant: Variant) -> None:
         )
 
 
-def _build(variant: Variant) -> Callable[..., Any]:
-    """Compile, under a lock that other processes respect, and keep the result on disk where that works."""
-    shipped = _from_installed(variant)
+def _build(where: Path, variant: Variant) -> Callable[..., Any]:
+    """Compile, under a lock that other processes respect, and keep the result on disk where that works.
+
+    The bundles of installed packages come first: to look for them takes longer than a look at the disk.
+    """
+    shipped = bundle.load_installed(variant)
     if shipped is not None:
+        counters.bundled += 1
         return shipped
-    with _process_lock(variant.symbol) as usable:
+    with cache_dir.locked(where, variant.symbol, LOCK_SECONDS) as usable:
         if usable:
-            function = _from_disk(variant, locked=True)
+            cache_dir.in_use.add(where, variant.symbol)
+            function = _from_disk(where, variant, locked=True)
             if function is not None:
                 return function  # another process built it while we waited
         _require_compiler(variant)
-        with staging.folder(cache_dir.folder() if usable else None) as place:
+        with staging.folder(where if usable else None) as place:
             built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
             counters.compiled += 1
-            log.info("compiled %s in %.2f s", variant.describe(), seconds)
-            kept = _store(variant, built, seconds) if usable else None
+            if log.isEnabledFor(logging.INFO):
+                log.info("compiled %s in %.2f s", variant.describe(), seconds)
+            kept = _store(where, variant, built, seconds) if usable else None
             if kept:
                 try:
                     return loader.load(kept, variant.symbol)
@@ -276,8 +279,7 @@ def _build(variant: Variant) -> Callable[..., Any]:
             return loader.load(built, variant.symbol)
 
 
-def _store(variant: Variant, built: Path, seconds: float) -> Path | None:
-    where = cache_dir.folder()
+def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path | None:
     path = where / built.name
     data = built.read_bytes()
     record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
@@ -323,14 +325,3 @@ def _remove(path: Path) -> None:
             name.unlink(missing_ok=True)
         except OSError as error:
             log.warning("cannot delete %s: %s", name, error)
-
-
-def _touch(path: Path) -> None:
-    try:
-        os.utime(path)
-    except OSError:
-        pass  # a read-only cache still serves
-
-
-def _process_lock(symbol: str) -> AbstractContextManager[bool]:
-    return cache_dir.locked(cache_dir.folder(), symbol, LOCK_SECONDS)

@@ -20,7 +20,7 @@ from cute_ops.errors import CompileError
 from cute_ops.jit.variant import Variant
 
 IDLE_SECONDS = 60.0
-TIMEOUT_SECONDS = env.number("CUTE_OPS_COMPILE_TIMEOUT", 300.0)
+TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or 300.0
 _ERROR_TAIL = 4000
 
 
@@ -78,7 +78,7 @@ class Pool:
     @property
     def size(self) -> int:
         """``CUTE_OPS_COMPILE_WORKERS``, or the cores this process may use."""
-        return self._size or max(int(env.number("CUTE_OPS_COMPILE_WORKERS", len(os.sched_getaffinity(0)))), 1)
+        return self._size or max(int(env.COMPILE_WORKERS.read() or len(os.sched_getaffinity(0))), 1)
 
     def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
         """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a worker.

@@ -39,7 +39,8 @@ def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
         _load_runtime()
         try:
             with _executable(path, through or str(path)) as file:
-                return tvm_ffi().load_module(file)[symbol]
+                function: Callable[..., Any] = tvm_ffi().load_module(file)[symbol]
+                return function
         except (RuntimeError, AttributeError, OSError) as error:
             raise CacheError(f"cute_ops: {path} does not load: {error}") from error
 

@@ -13,13 +13,12 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cute_ops import __version__, processes
+from cute_ops import __version__, dispatch, processes
 from cute_ops.binding import bind
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
 from cute_ops.jit import bundle, cache, compiler, target, toolchain
 from cute_ops.jit.compile_pool import worker
-from cute_ops.jit.plan import plan
 from cute_ops.ops import OPS
 from cute_ops.shapes import Array
 
@@ -124,7 +123,7 @@ def _compiler() -> Iterator[Finding]:
         return
     op = OPS[0]
     where = target.of_device() if target.device_count() else target.parse("sm_90a")
-    variant = plan(
+    variant = dispatch.foresee(
         bind(op, {"x": Array((4, 1024), "bfloat16"), "weight": Array((1024,), "bfloat16")}), {}, where
     ).variant
     with tempfile.TemporaryDirectory() as folder:

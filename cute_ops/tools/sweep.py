@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from cute_ops.binding import bind
-from cute_ops.jit.plan import Memory, compact, problem_of
+from cute_ops.jit.layout import Memory, compact
+from cute_ops.jit.plan import signature
 from cute_ops.jit.target import Target
 from cute_ops.op import Case, Op, Tensor
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
@@ -38,7 +39,7 @@ DRAWS = 100
 GRADUAL = ("threads", "threads_per_row", "parts", "resident", "replicas", "segments")
 
 
-class Trial(NamedTuple):
+class SweepCall(NamedTuple):
     """One call to make and to compare with float64.
 
     Args:
@@ -100,7 +101,7 @@ def swept(op: Op) -> str:
     return "n" if "n" in names else "d"
 
 
-def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0) -> Iterator[Trial]:
+def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float = 1.0) -> Iterator[SweepCall]:
     """A round of an op's sweep.
 
     Args:
@@ -123,7 +124,7 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
         for rows, fixed in counts:
             case = _with_rows(op, drawn, rows)
             if _elements(op, case, dtype) <= MOST_ELEMENTS:
-                yield Trial(op, case, dtype, base, fixed)
+                yield SweepCall(op, case, dtype, base, fixed)
 
 
 def lengths(op: Op, target: Target, rng: np.random.Generator) -> list[int]:
@@ -160,8 +161,8 @@ class _Form:
             case = Case("", {**self.op.example((self.rows,), n)})
             arrays = specs(self.op, case, self.dtype)
             binding = bind(self.op, arrays)
-            tile = self.op.config(problem_of(binding, memory(self.op, arrays, self.base), self.target))
-            self.known[n] = tuple(sorted((k, v) for k, v in tile.items() if k not in GRADUAL))
+            config = self.op.config(signature(binding, memory(self.op, arrays, self.base), self.target).problem)
+            self.known[n] = tuple(sorted((k, v) for k, v in config.items() if k not in GRADUAL))
         return self.known[n]
 
 

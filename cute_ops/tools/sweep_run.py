@@ -13,13 +13,12 @@ from importlib import import_module
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
-from cute_ops import lookup, processes, testing
+from cute_ops import dispatch, lookup, processes, testing
 from cute_ops.binding import bind
 from cute_ops.jit import cache, target
-from cute_ops.jit.plan import limit_static, plan
 from cute_ops.jit.target import Target
 from cute_ops.op import Op
-from cute_ops.tools.sweep import Trial, memory, trials
+from cute_ops.tools.sweep import SweepCall, memory, trials
 
 # Trials whose kernels compile before they run, and how long that may take.
 CHUNK, STEP_SECONDS = 48, 600.0
@@ -137,7 +136,7 @@ def serve(runner: str) -> None:
         say()
 
 
-def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, Trial, int]]:
+def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator[tuple[int, SweepCall, int]]:
     """The trials of a task with their indices, kernels compiled beforehand, and how many were before each."""
     op = lookup.find(task.place)
     whole = trials(op, where, task.number, task.seed, task.fraction)
@@ -150,7 +149,7 @@ def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator
             variants = {}
             for trial in chunk:
                 arrays = testing.specs(op, trial.case, trial.dtype)
-                planned = plan(
+                planned = dispatch.foresee(
                     bind(op, arrays, trial.case.attrs), memory(op, arrays, trial.base), where, fixed=trial.fixed
                 )
                 variants[planned.variant.symbol] = planned.variant
@@ -160,8 +159,8 @@ def _prepared(task: Task, where: Target, compiles: bool, end: float) -> Iterator
     cache.clear()  # of this process alone; what is loaded stays
 
 
-def _attempt(by: Any, trial: Trial) -> str:
-    limit_static(1 << 30 if trial.fixed else 0)
+def _attempt(by: Any, trial: SweepCall) -> str:
+    dispatch.limit_static(1 << 30 if trial.fixed else 0)
 
     def inputs(seed: int) -> testing.Arrays:
         return testing.inputs(trial.op, trial.case, trial.dtype, seed)

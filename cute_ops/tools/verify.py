@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -55,7 +55,7 @@ def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
     # Two frameworks share a GPU here.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     names = wanted or [name for name in RUNNERS if find_spec(name) is not None]
-    return {name: import_module(RUNNERS[name]) for name in names}  # type: ignore[misc]
+    return {name: cast(Runner, import_module(RUNNERS[name])) for name in names}
 
 
 def verify(

@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from cute_ops import dispatch
 from cute_ops.binding import Binding, expanded_shape
 from cute_ops.errors import message
-from cute_ops.jit.plan import Plan, folded, plan, target_of
+from cute_ops.jit.layout import folded
+from cute_ops.jit.plan import Plan
 from cute_ops.shapes import Array
 from cute_ops_jax.primitive import ffi
 from cute_ops_jax.primitive.arrays import spec
@@ -102,15 +104,16 @@ def choose(binding: Binding) -> Chosen:
     flat = _with_leading_dims(whole, folded(whole))
     shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
     symbolic = any(_symbolic(size) for shape in shapes.values() for size in shape)
-    target, device = target_of(binding, ffi.device_target), ffi.here()
+    target, device = dispatch.target_of(binding, ffi.device_target), ffi.here()
     if not symbolic:
-        return Chosen(flat, plan(flat, {}, target, device=device), expanded)
+        return Chosen(flat, dispatch.choose(flat, {}, target, device), expanded)
     inner = {n: shape[len(shape) - len(binding.op.inputs[n].dims) :] for n, shape in shapes.items()}
     problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
     if not problem:
         # A kernel does not depend on the number of rows, and scratch arrays that serve many rows serve fewer.
         fixed, larger = (
-            plan(_with_leading_dims(flat, _with_rows(shapes, rows)), {}, target) for rows in (MANY_ROWS, 2 * MANY_ROWS)
+            dispatch.choose(_with_leading_dims(flat, _with_rows(shapes, rows)), {}, target)
+            for rows in (MANY_ROWS, 2 * MANY_ROWS)
         )
         if _elements(larger) > 1.5 * _elements(fixed):
             problem = "its scratch arrays grow with the rows"

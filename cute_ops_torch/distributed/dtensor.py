@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from cute_ops.binding import Binding
 from cute_ops.errors import message
-from cute_ops.jit.plan import compact
+from cute_ops.jit.layout import compact
 from cute_ops.op import Op
 from cute_ops.sharding import factors
 from cute_ops_torch.distributed.split import Slice, run_on_slice

@@ -8,14 +8,16 @@ function.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import torch
 
+from cute_ops import dispatch
 from cute_ops.binding import Binding
 from cute_ops.jit import cache, loader, target
-from cute_ops.jit.plan import Plan, View, compact, plan, target_of
+from cute_ops.jit.layout import View, compact
+from cute_ops.jit.plan import Plan
 from cute_ops.op import Op
 from cute_ops_torch.host.guards import Kinds, guarded, kinds
 from cute_ops_torch.library.reference import run_reference
@@ -267,8 +269,8 @@ def ready_to_run(binding: Binding, chosen: Plan, tensors: Tensors) -> Ready:
 def _plan(binding: Binding, tensors: Tensors, device: torch.device) -> Plan:
     index = device.index or 0
     on = index if device.type == "cuda" else None
-    where = target_of(binding, lambda: target.of_device(index))
-    return plan(binding, memory(binding.op, tensors), where, device=on)
+    where = dispatch.target_of(binding, partial(target.of_device, index))
+    return dispatch.choose(binding, memory(binding.op, tensors), where, on)
 
 
 def _loaded(chosen: Plan, device: torch.device) -> Run:

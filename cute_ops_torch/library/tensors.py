@@ -9,7 +9,7 @@ import torch
 
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
-from cute_ops.jit.plan import Memory, check_last_dim
+from cute_ops.jit.layout import Memory, check_last_dim
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
 from cute_ops.shapes import ITEMSIZE, Array

@@ -16,10 +16,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from cute_ops.autotune.tuner import bytes_moved
+from cute_ops import dispatch
+from cute_ops.autotune.rows import bytes_moved
 from cute_ops.binding import Binding, bind
 from cute_ops.jit import target
-from cute_ops.jit.plan import Memory, Plan, compact, plan
+from cute_ops.jit.layout import Memory, compact
+from cute_ops.jit.plan import Plan
 from cute_ops.jit.variant import VECTOR
 from cute_ops.op import Op
 from cute_ops.shapes import ITEMSIZE, Array
@@ -73,7 +75,7 @@ def copy_rate() -> float:
 def measure(op: Op, arrays: Mapping[str, Array | None], attrs: Mapping[str, Any] | None = None) -> Measured:
     """Time an op on random inputs of these shapes."""
     binding = bind(op, arrays, attrs)
-    chosen = plan(binding, {}, target.of_device(torch.cuda.current_device()))
+    chosen = dispatch.choose(binding, {}, target.of_device(torch.cuda.current_device()))
     with contest(binding, {}, [chosen]) as taken:
         times = [taken.sample(0) for _ in range(REPLAYS)]
     return Measured(us := statistics.median(times), min(times), max(times), bytes_moved(binding) / us / 1e3)

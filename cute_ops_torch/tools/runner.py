@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from cute_ops import testing
+from cute_ops import dispatch, testing
 from cute_ops.jit import target
-from cute_ops.jit.plan import plan
 from cute_ops.op import Op, Tensor
 from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import Arrays, numpy_dtype
@@ -109,7 +108,7 @@ def _poison(op: Op, tensors: list[Any], attrs: Mapping[str, Any]) -> set[int]:
     binding = bind_tensors(op, tensors, list(attrs.values()))
     if binding.empty:
         return set()
-    scratch = plan(binding, memory(op, tensors), target.of_device(0)).workspaces
+    scratch = dispatch.choose(binding, memory(op, tensors), target.of_device(0)).workspaces
     wanted: list[Array] = [a for a in (*binding.outputs.values(), *scratch.values()) if a is not None]
     blocks = [
         torch.full((math.prod(a.shape) * ITEMSIZE[a.dtype],), 255, dtype=torch.uint8, device="cuda") for a in wanted

@@ -10,7 +10,8 @@ import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor
 from cute_ops.binding import bind
-from cute_ops.jit.plan import Memory, plan
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 

@@ -19,7 +19,7 @@ from cute_ops import Op, hardware, lookup, testing
 from cute_ops.__main__ import app
 from cute_ops.binding import bind
 from cute_ops.cli import author
-from cute_ops.jit.plan import plan
+from cute_ops.dispatch import foresee
 from cute_ops.jit.target import parse
 from cute_ops.tools import sass
 from cute_ops.tools.verify import verify
@@ -117,7 +117,7 @@ def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
 
 def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
     op = lookup.find("rmsnorm_bwd")
-    variant = plan(bind(op, author.example(op, "bfloat16", 4096, 4096, ["bias"])), {}, parse("sm_90a")).variant
+    variant = foresee(bind(op, author.example(op, "bfloat16", 4096, 4096, ["bias"])), {}, parse("sm_90a")).variant
     kernels = list(author._kernels(variant, None))
     assert kernels[0].threads == variant.tile["threads"]
     # The ring of rows: stages of x and dout, shared by the CTAs of a cluster.

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from cute_ops import CacheError
-from cute_ops.aot import build, manifest
+from cute_ops import CacheError, dispatch, manifest
+from cute_ops.aot import build
 from cute_ops.autotune import winners
 from cute_ops.files import folder_swap
 from cute_ops.jit import bundle, cache, loader, toolchain
@@ -59,14 +59,14 @@ def edit(where: Path, change: Callable[[dict], object]) -> None:
 
 
 def wanted(arch: str = "sm_90a") -> Variant:
-    return CALLS[0].variant(parse(arch))
+    return build.variant_of(CALLS[0], parse(arch))
 
 
 def test_a_bundle_serves_and_nothing_is_compiled_or_written(served: Path, cache_folder: Path) -> None:
     before = cache.counters.bundled, cache.counters.compiled
     for target in TARGETS:
         for call in CALLS:
-            assert callable(cache.get(call.variant(target)))
+            assert callable(cache.get(build.variant_of(call, target)))
     assert (cache.counters.bundled, cache.counters.compiled) == (before[0] + 4, before[1])
     assert not cache_folder.exists()
 
@@ -193,7 +193,7 @@ def test_what_a_bundle_does_not_hold_is_compiled_and_said(
     (call,) = manifest.parse("silu_mul gate:bfloat16[*,96] up:bfloat16[*,96]")
     before = cache.counters.compiled
     with caplog.at_level(logging.WARNING, "cute_ops"):
-        cache.get(call.variant(parse("sm_90a")))
+        cache.get(build.variant_of(call, parse("sm_90a")))
     assert cache.counters.compiled == before + 1
     assert f"{served} does not hold silu_mul sm_90a gate:bfloat16[?,96]" in caplog.text
 
@@ -205,7 +205,7 @@ def test_several_bundles(served: Path, tmp_path: Path, cache_folder: Path, monke
     monkeypatch.setenv("CUTE_OPS_BUNDLE", f"{served}{os.pathsep}{tmp_path / 'other'}")
     before = cache.counters.compiled
     for arch in ("sm_120a", "sm_80"):
-        assert callable(cache.get(call.variant(parse(arch))))
+        assert callable(cache.get(build.variant_of(call, parse(arch))))
     assert cache.counters.compiled == before
 
 
@@ -216,13 +216,14 @@ import importlib.util
 assert importlib.util.find_spec("cutlass") is None and importlib.util.find_spec("torch") is None
 from cute_ops import CompileError
 from cute_ops.jit import cache, toolchain
-from cute_ops.aot import manifest
+from cute_ops import manifest
+from cute_ops.aot import build
 from cute_ops.jit.target import parse
 calls = manifest.parse({lines!r})
-print(all(callable(cache.get(call.variant(parse("sm_90a")))) for call in calls))
+print(all(callable(cache.get(build.variant_of(call, parse("sm_90a")))) for call in calls))
 other, = manifest.parse("silu_mul gate:bfloat16[*,96] up:bfloat16[*,96]")
 try:
-    cache.get(other.variant(parse("sm_90a")))
+    cache.get(build.variant_of(other, parse("sm_90a")))
 except CompileError as error:
     print(error)
 """
@@ -270,7 +271,7 @@ def test_an_installed_package_serves_its_bundle(
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert callable(cache.get(wanted()))
         assert (cache.counters.bundled, cache.counters.compiled) == (before[0] + 1, before[1])
-        cache.get(manifest.parse("silu_mul gate:float16[*,32] up:float16[*,32]")[0].variant(parse("sm_90a")))
+        cache.get(build.variant_of(manifest.parse("silu_mul gate:float16[*,32] up:float16[*,32]")[0], parse("sm_90a")))
     assert caplog.text.count("was built with nvidia-cutlass-dsl 4.7.0") == 1
     assert cache.counters.compiled == before[1] + 1
     (site / "shipped" / "kernels_of_it").chmod(0o777)
@@ -282,11 +283,12 @@ def test_an_installed_package_serves_its_bundle(
 AS_NOBODY = """
 import os
 from cute_ops.jit import bundle, cache, loader
-from cute_ops.aot import manifest
+from cute_ops import manifest
+from cute_ops.aot import build
 from cute_ops.jit.target import parse
 bundle.versions(), loader._load_runtime(), loader.tvm_ffi()  # the environment may be for root only
 os.environ["CUTE_OPS_TUNE"] = "0"
-variant = manifest.parse({lines!r})[0].variant(parse("sm_90a"))
+variant = build.variant_of(manifest.parse({lines!r})[0], parse("sm_90a"))
 os.setgroups([])
 os.setgid(65534)
 os.setuid(65534)
@@ -374,7 +376,7 @@ def test_a_program_goes_on_with_a_new_bundle(made: Path, served: Path, cache_fol
             path.write_bytes(path.read_bytes() + b"\0")
         edit(new, lambda r: [k.update(sha256=sha256(new, s)) for s, k in r["kernels"].items()])
     before = cache.counters.bundled
-    assert callable(cache.get(CALLS[1].variant(parse("sm_80")))) and cache.counters.bundled == before + 1
+    assert callable(cache.get(build.variant_of(CALLS[1], parse("sm_80")))) and cache.counters.bundled == before + 1
 
 
 def test_a_program_may_change_its_working_directory(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -384,7 +386,7 @@ def test_a_program_may_change_its_working_directory(served: Path, monkeypatch: p
     opened = Bundle(Path(served.name))
     assert callable(bundle.load(wanted()))
     monkeypatch.chdir("/")
-    assert opened.verify() == 4 and callable(bundle.load(CALLS[1].variant(parse("sm_90a"))))
+    assert opened.verify() == 4 and callable(bundle.load(build.variant_of(CALLS[1], parse("sm_90a"))))
 
 
 def test_names_are_shown_as_they_are(served: Path, tmp_path: Path) -> None:
@@ -483,7 +485,7 @@ def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
 def test_where_one_kernel_fails_nothing_is_written(
     tmp_path: Path, cache_folder: Path, variant: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "variants", lambda *_: [variant("Aborting"), variant("Copy"), variant("Broken")])
+    monkeypatch.setattr(build, "variants_of", lambda *_: [variant("Aborting"), variant("Copy"), variant("Broken")])
     built = build.build(CALLS, TARGETS, tmp_path / "bundle")
     texts = [str(one.error) for one in built]
     assert "died with signal 6" in texts[0] and texts[1] == "None" and "broken on purpose" in texts[2]
@@ -499,9 +501,9 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_folder: Path) -> None:
     program = (
         "from cute_ops import Array, lookup; from cute_ops.jit import cache; from cute_ops.binding import bind\n"
-        "from cute_ops.jit.plan import plan; from cute_ops.jit.target import parse\n"
+        "from cute_ops.dispatch import choose; from cute_ops.jit.target import parse\n"
         "arrays = dict.fromkeys(('gate', 'up'), Array((4, 64), 'bfloat16'))\n"
-        "cache.get(plan(bind(lookup.find('silu_mul'), arrays), {}, parse('sm_90a')).variant)\n"
+        "cache.get(choose(bind(lookup.find('silu_mul'), arrays), {}, parse('sm_90a')).variant)\n"
         "print(vars(cache.counters)); raise SystemExit(3)\n"
     )
     (tmp_path / "train.py").write_text(program)
@@ -529,7 +531,7 @@ def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_fo
 
 
 def tile_of(call: manifest.Call) -> dict[str, int]:
-    return dict(call.variant(parse("sm_90a")).tile)
+    return dict(build.variant_of(call, parse("sm_90a")).tile)
 
 
 def test_it_carries_what_calls_were_tuned_to(
@@ -539,23 +541,23 @@ def test_it_carries_what_calls_were_tuned_to(
     monkeypatch.setattr(winners, "SHIPPED", tmp_path / "none")
     calls = CALLS[:1]
     heuristic = tile_of(calls[0])
-    ((name, _),) = [key for keys in winners._planned.values() for key in keys]
+    ((name, _),) = [key for keys in dispatch._planned.values() for key in keys]
     winners.remember([winners.Winner(name, heuristic, {**heuristic, "threads": 64})])
-    cache.forget()
+    dispatch.forget()
     built = build.build(calls, [parse("sm_90a")], tmp_path / "bundle")
     # Both: a program that finds it by an entry point has not read its tuning.
     assert sorted(one.variant.tile["threads"] for one in built) == [64, heuristic["threads"]]
 
     winners.remember([winners.Winner(name, heuristic, {**heuristic, "threads": 512})])
-    cache.forget()
+    dispatch.forget()
     assert tile_of(calls[0])["threads"] == 512
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "bundle"))
-    cache.forget()
+    dispatch.forget()
     before = cache.counters.compiled
     assert tile_of(calls[0])["threads"] == 64
-    assert callable(cache.get(calls[0].variant(parse("sm_90a")))) and cache.counters.compiled == before
+    assert callable(cache.get(build.variant_of(calls[0], parse("sm_90a")))) and cache.counters.compiled == before
 
     (tmp_path / "bundle" / "tuning.json").write_text("{}")
-    cache.forget()
+    dispatch.forget()
     assert tile_of(calls[0])["threads"] == 512
     assert "tuning of bundle" in caplog.text and "the checksum of tuning.json does not match" in caplog.text

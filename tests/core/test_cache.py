@@ -17,7 +17,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError, CompileError
+from cute_ops import CacheError, CompileError, dispatch
 from cute_ops.files import cache_dir, file_lock
 from cute_ops.jit import cache
 from cute_ops.jit.variant import Variant
@@ -56,7 +56,7 @@ def test_memory_then_disk_then_compiler(cache_folder: Path, variant: Make) -> No
     wanted = variant()
     assert compiles(lambda: cache.get(wanted)) == 1
     assert cache.get(wanted) is cache.get(wanted)
-    cache.forget()
+    dispatch.forget()
     before = cache.counters.disk
     assert compiles(lambda: cache.get(wanted)) == 0 and cache.counters.disk == before + 1
     assert stat.S_IMODE(cache_folder.stat().st_mode) == 0o700
@@ -130,12 +130,12 @@ def test_a_damaged_entry_is_built_again(
 ) -> None:
     wanted = variant()
     cache.get(wanted)
-    cache.forget()
+    dispatch.forget()
     damage(object_file(cache_folder))
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert compiles(lambda: cache.get(wanted)) == 1
     assert "is unusable" in caplog.text
-    cache.forget()
+    dispatch.forget()
     assert compiles(lambda: cache.get(wanted)) == 0
 
 
@@ -157,7 +157,7 @@ def test_a_folder_that_others_can_write_is_refused(cache_folder: Path, variant: 
 def test_a_folder_opened_later_is_refused(cache_folder: Path, variant: Make) -> None:
     wanted = variant()
     cache.get(wanted)
-    cache.forget()
+    dispatch.forget()
     cache_folder.chmod(0o777)
     with pytest.raises(CacheError, match="can be written by others"):
         cache.get(wanted)
@@ -186,11 +186,11 @@ def test_a_folder_that_cannot_be_made_costs_only_the_cache(
 ) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    cache.forget()
+    dispatch.forget()
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert callable(cache.get(variant()))
     assert "kernels stay in memory" in caplog.text
-    cache.forget()
+    dispatch.forget()
 
 
 def test_a_full_disk_costs_only_the_cache(
@@ -371,7 +371,7 @@ def test_a_file_system_without_locks(
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert compiles(lambda: cache.get(variant())) == 1
     assert "going on without it" in caplog.text and object_file(cache_folder)
-    cache.forget()
+    dispatch.forget()
     assert compiles(lambda: cache.get(variant())) == 0
 
 
@@ -483,7 +483,7 @@ def test_a_clock_that_jumps(cache_folder: Path, variant: Make, monkeypatch: pyte
         cache.build(variant(n=n))
         os.utime(cache_folder / f"{variant(n=n).symbol}.so", (when, when))
     assert compiles(lambda: [cache.get(variant(n=n)) for n in (32, 64, 96)]) == 0
-    cache.forget()
+    dispatch.forget()
     cache_dir.in_use.close()
     path = cache_folder / f"{variant(n=64).symbol}.so"
     os.utime(path, (4e9, 4e9))

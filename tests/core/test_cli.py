@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import CacheError
+from cute_ops import CacheError, manifest
 from cute_ops.__main__ import app
-from cute_ops.aot import build, manifest
+from cute_ops.aot import build
 from cute_ops.jit import bundle, cache, target, toolchain
 from cute_ops.tools import doctor
 
@@ -110,7 +110,7 @@ def test_doctor_believes_what_programs_believe(
             path.chmod(0o775 if path.is_dir() else 0o664)
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "named"))
     monkeypatch.setattr(bundle, "installed", lambda: [tmp_path / "installed"])
-    wanted = calls[0].variant(target.parse("sm_90a"))
+    wanted = build.variant_of(calls[0], target.parse("sm_90a"))
     named, installed = doctor._bundles()
     assert named.level == "bad" and "can be written by others" in named.text
     with pytest.raises(CacheError, match="can be written by others"):

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError
-from cute_ops.aot import build, manifest
+from cute_ops import CacheError, manifest
+from cute_ops.aot import build
 from cute_ops.files import cache_dir, folder_swap, ownership
 from cute_ops.jit import cache
 from cute_ops.jit.bundle import Bundle
@@ -27,11 +27,12 @@ LINES = "silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]\nsilu_mul gate:float32[*
 WRITING = """
 import os, random, signal, sys, time
 from pathlib import Path
-from cute_ops.aot import build, manifest
+from cute_ops import manifest
+from cute_ops.aot import build
 from cute_ops.jit import cache
 from cute_ops.jit.target import parse
 calls, target, where = manifest.parse({lines!r}), parse("sm_90a"), Path(sys.argv[1])
-variants = [call.variant(target) for call in calls]
+variants = [build.variant_of(call, target) for call in calls]
 def write(turn):
     build.write(variants[: 1 + turn % 2], [target], where, calls[: 1 + turn % 2])
 write(0)
@@ -70,7 +71,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     where = tmp_path_factory.mktemp("compiled") / "cache"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUTE_OPS_CACHE_DIR", str(where))
-        cache.build_all(call.variant(parse("sm_90a")) for call in manifest.parse(LINES))
+        cache.build_all(build.variant_of(call, parse("sm_90a")) for call in manifest.parse(LINES))
     return where
 
 
@@ -95,7 +96,7 @@ def test_readers_beside_a_writer(tmp_path: Path, compiled: Path) -> None:
                 written += bool(writer.stdout.readline())
             found += [Bundle(where).verify(), kept.verify()]
             assert manifest.parse(kept.text("manifest.txt") or "") in ([calls[0]], sorted(calls, key=str))
-            assert kept.load(calls[0].variant(parse("sm_90a")))
+            assert kept.load(build.variant_of(calls[0], parse("sm_90a")))
     finally:
         writer.kill()
     writer.wait()

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from cute_ops.autotune.space import objection
-from cute_ops.jit.plan import problem_of
+from cute_ops.jit.plan import signature
 from cute_ops.jit.target import parse
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS
@@ -132,7 +132,7 @@ def test_candidates_share_out_a_row(op: Op) -> None:
         call = kernel_calls.shaped(op, ROWS[i % 5], n, FLOATS[(i + turn) % 3], LAYOUTS[i % 4])
         chosen = {name: values[i % len(values)] for name, values in op.choices.items()}
         call = call._replace(attrs={**call.attrs, **chosen})
-        problem = problem_of(call.planned()[0], call.where, parse("sm_90a"))
+        problem = signature(call.planned()[0], call.where, parse("sm_90a")).problem
         assert op.space is not None
         for tile in op.space.others(problem, op.config(problem)):
             if not objection(op.space, problem, tile):

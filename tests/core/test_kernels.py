@@ -19,9 +19,10 @@ import pytest
 
 from cute_ops import Array, Op, hardware
 from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.files import cache_dir
 from cute_ops.jit.compile_pool import worker
-from cute_ops.jit.plan import Memory, compact, plan
+from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, rmsnorm
@@ -46,7 +47,7 @@ def variant_of(
     given = {name: t for name, t in op.inputs.items() if name not in absent}
     sizes = op.example((4096,), n)
     arrays: dict[str, Array | None] = {n: Array(t.of(sizes), op.dtype_near(t, dtype)) for n, t in given.items()}
-    return plan(bind(op, arrays, attrs), memory or {}, parse(arch)).variant
+    return choose(bind(op, arrays, attrs), memory or {}, parse(arch)).variant
 
 
 @pytest.fixture(scope="session")
@@ -276,7 +277,7 @@ def test_other_attributes_compile(op: Op, attrs: dict[str, Any], n: int, compile
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 @pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
 def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops.jit import plan as planning
+    from cute_ops import dispatch
 
     if hardware.sm(arch) < op.least_sm:
         return
@@ -292,8 +293,8 @@ def test_other_layouts_compile(op: Op, arch: str, compiled: Compiled, monkeypatc
     if arch == "sm_90a":
         # Elements one by one: in rows twice as long the code is the same twice.
         compiled(variant_of(op, "float16", 488, arch, strided(488)))
-    monkeypatch.setattr(planning, "STATIC_LIMIT", 0)
-    monkeypatch.setattr(planning, "_static_seen", {})
+    monkeypatch.setattr(dispatch, "STATIC_LIMIT", 0)
+    monkeypatch.setattr(dispatch, "_static_seen", {})
     dynamic = variant_of(op, "bfloat16", 1000, arch, strided(1000) if arch == "sm_80" else None)  # there, both at once
     assert dynamic.dims == dict.fromkeys(op.static)
     compiled(dynamic)

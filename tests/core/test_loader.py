@@ -11,7 +11,7 @@ import pytest
 
 from cute_ops import CacheError
 from cute_ops.jit import cache, loader, target
-from cute_ops.jit.plan import Memory
+from cute_ops.jit.layout import Memory
 from cute_ops.jit.variant import Variant
 
 Make = Callable[..., Variant]

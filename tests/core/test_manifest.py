@@ -12,13 +12,13 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cute_ops import FLOATS, Array, lookup
+from cute_ops import FLOATS, Array, dispatch, lookup, manifest
 from cute_ops.__main__ import app
-from cute_ops.aot import manifest
+from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.binding import bind
-from cute_ops.jit import plan as planning
-from cute_ops.jit.plan import Memory, compact, plan
+from cute_ops.dispatch import choose
+from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS
 
@@ -34,12 +34,12 @@ LINES = [
 
 def recorded(path: Path, action: object, monkeypatch: pytest.MonkeyPatch) -> list[manifest.Call]:
     monkeypatch.setenv("CUTE_OPS_RECORD", str(path))
-    planning._recorder.cache_clear()
+    dispatch._recorder.cache_clear()
     try:
         action()  # type: ignore[operator]
     finally:
         monkeypatch.delenv("CUTE_OPS_RECORD")
-        planning._recorder.cache_clear()
+        dispatch._recorder.cache_clear()
     return manifest.read(path)
 
 
@@ -47,7 +47,7 @@ def recorded(path: Path, action: object, monkeypatch: pytest.MonkeyPatch) -> lis
 def test_a_line_reads_back_as_itself(line: str) -> None:
     (call,) = manifest.parse(line)
     assert str(call) == line
-    call.variant(SM90)
+    build.variant_of(call, SM90)
 
 
 @pytest.mark.parametrize("memory", [{}, {"x": Memory((2001, 1), address=1026)}, {"x": Memory((4096, 1), address=48)}])
@@ -62,12 +62,12 @@ def test_what_was_recorded_is_what_ran(
     def program() -> None:
         for rows in (5, 5, 17):
             binding = bind(rmsnorm, arrays | {"x": Array((rows, 1000), dtype)}, {"eps": 1e-5})
-            ran.append(plan(binding, memory, SM90).variant)
+            ran.append(choose(binding, memory, SM90).variant)
 
     (call,) = recorded(tmp_path / "m.txt", program, monkeypatch)
-    assert {v.symbol for v in ran} == {call.variant(SM90).symbol}
+    assert {v.symbol for v in ran} == {build.variant_of(call, SM90).symbol}
     # The same line is other kernels elsewhere.
-    assert call.variant(parse("sm_100a")).arch == "sm_100a"
+    assert build.variant_of(call, parse("sm_100a")).arch == "sm_100a"
     assert call.attrs == {"eps": 1e-5}, "only what differs from the declaration"
 
 
@@ -78,25 +78,25 @@ def test_what_ran_on_a_vector_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     arrays = {n: Array(t.of({"m": (), "n": 7}), op.dtype_near(t, "float32")) for n, t in op.inputs.items()}
 
     def program() -> None:
-        ran.append(plan(bind(op, arrays), {n: Memory(compact(a.shape)) for n, a in arrays.items()}, SM90).variant)
+        ran.append(choose(bind(op, arrays), {n: Memory(compact(a.shape)) for n, a in arrays.items()}, SM90).variant)
 
     (call,) = recorded(tmp_path / "m.txt", program, monkeypatch)
-    assert call.variant(SM90) == ran[0]
+    assert build.variant_of(call, SM90) == ran[0]
 
 
 def test_a_dynamic_kernel_is_recorded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "STATIC_LIMIT", 0)
-    monkeypatch.setattr(planning, "_static_seen", {})
+    monkeypatch.setattr(dispatch, "STATIC_LIMIT", 0)
+    monkeypatch.setattr(dispatch, "_static_seen", {})
     binding = bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
-    (call,) = recorded(tmp_path / "m.txt", lambda: plan(binding, {}, SM90), monkeypatch)
-    assert str(call).endswith(" dynamic") and call.variant(SM90).dims == {"n": None}
+    (call,) = recorded(tmp_path / "m.txt", lambda: choose(binding, {}, SM90), monkeypatch)
+    assert str(call).endswith(" dynamic") and build.variant_of(call, SM90).dims == {"n": None}
 
 
 def test_planning_from_a_manifest_uses_up_no_static_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "STATIC_LIMIT", 2)
-    monkeypatch.setattr(planning, "_static_seen", {})
+    monkeypatch.setattr(dispatch, "STATIC_LIMIT", 2)
+    monkeypatch.setattr(dispatch, "_static_seen", {})
     lines = "\n".join(f"silu_mul gate:float16[*,{n}] up:float16[*,{n}]" for n in range(8, 80, 8))
-    assert {v.dims["n"] for v in manifest.variants(manifest.parse(lines), [SM90])} == set(range(8, 80, 8))
+    assert {v.dims["n"] for v in build.variants_of(manifest.parse(lines), [SM90])} == set(range(8, 80, 8))
 
 
 def test_processes_record_into_one_file(tmp_path: Path) -> None:
@@ -104,10 +104,10 @@ def test_processes_record_into_one_file(tmp_path: Path) -> None:
         import sys
         from cute_ops import Array, lookup
         from cute_ops.binding import bind
-        from cute_ops.jit.plan import plan
+        from cute_ops.dispatch import choose
         from cute_ops.jit.target import parse
         for n in range(16, 16 * 41, 16):
-            plan(bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((3, n), "float32"))), {},
+            choose(bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((3, n), "float32"))), {},
                  parse("sm_90a"))
     """)
     environment = {**os.environ, "CUTE_OPS_RECORD": str(tmp_path / "m.txt")}
@@ -123,7 +123,7 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
         textwrap.dedent("""
         from cute_ops import Array, Op, Tensor
         from cute_ops.binding import bind
-        from cute_ops.jit.plan import plan
+        from cute_ops.dispatch import choose
         from cute_ops.jit.target import parse
         X = {"x": Tensor("*m n", "float32")}
         mine_bwd = Op("mine_bwd", inputs={"dout": Tensor("*m n", "float32")}, outputs={"dx": Tensor("*m n", "float32")},
@@ -133,7 +133,7 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
         del mine_bwd
         if __name__ == "__main__":
             for op, name in ((mine, "x"), (mine.grad, "dout")):
-                plan(bind(op, {name: Array((4, 64), "float32")}), {}, parse("sm_90a"))
+                choose(bind(op, {name: Array((4, 64), "float32")}), {}, parse("sm_90a"))
         """)
     )
     path = os.pathsep.join([str(HERE / "kernels"), *sys.path])
@@ -162,7 +162,7 @@ def test_a_manifest_that_cannot_be_written_costs_only_the_record(
 ) -> None:
     binding = bind(lookup.find("silu_mul"), dict.fromkeys(("gate", "up"), Array((4, 96), "float16")))
     with pytest.raises(FileNotFoundError):
-        recorded(tmp_path / "no" / "m.txt", lambda: plan(binding, {}, SM90), monkeypatch)
+        recorded(tmp_path / "no" / "m.txt", lambda: choose(binding, {}, SM90), monkeypatch)
     assert "cannot record into" in caplog.text
 
 
@@ -227,7 +227,7 @@ def test_a_manifest_is_written_whole_and_keeps_its_rights(tmp_path: Path) -> Non
     assert path.stat().st_mode & 0o777 == 0o640 and path.read_text() == f"{manifest.HEADER}rmsnorm x:float32[4]\n"
     before = path.read_text()
     code = (
-        "import pathlib, resource, signal, sys; from cute_ops.aot import manifest\n"
+        "import pathlib, resource, signal, sys; from cute_ops import manifest\n"
         "signal.signal(signal.SIGXFSZ, signal.SIG_IGN); resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64))\n"
         "manifest.tidy(pathlib.Path(sys.argv[1]))"
     )
@@ -253,11 +253,11 @@ def test_any_path_survives(name: str) -> None:
 MINE = """
 from cute_ops import Array, Op, Tensor
 from cute_ops.binding import bind
-from cute_ops.jit.plan import plan
+from cute_ops.dispatch import choose
 from cute_ops.jit.target import parse
 X = {"x": Tensor("*m n", "float32")}
 mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=None, kernel="copying:Copy")
-plan(bind(mine, {"x": Array((4, 64), "float32")}), {}, parse("sm_90a"))
+choose(bind(mine, {"x": Array((4, 64), "float32")}), {}, parse("sm_90a"))
 open("runs", "a").write("x")
 """
 
@@ -300,7 +300,7 @@ def test_a_model_is_planned_from_its_configuration() -> None:
     names = [op.name for op in OPS if op.name in ("rmsnorm", "add_rmsnorm", "silu_mul")]
     packed = {"swiglu", "swiglu_bwd", "swiglu_again"}
     assert {call.name for call in calls} == {*names, *(f"{name}_bwd" for name in names), *packed}
-    assert all(call.variant(SM90).attrs.get("eps", 1e-5) == 1e-5 for call in calls)
+    assert all(build.variant_of(call, SM90).attrs.get("eps", 1e-5) == 1e-5 for call in calls)
     gradients = [call.inputs for call in calls if call.name == "add_rmsnorm_bwd"]
     assert ["dresidual_out" in inputs for inputs in gradients] == [True, False]
     gemma = calls_of_model({"text_config": LLAMA | {"model_type": "gemma3_text", "head_dim": 256}}, "float16")
@@ -318,11 +318,11 @@ def test_a_model_is_planned_from_its_configuration() -> None:
 def test_a_target_without_a_kernel_for_a_call_is_left_out() -> None:
     lines = [f"silu_mul_fp8 gate:bfloat16[*,{n}] up:bfloat16[*,{n}]" for n in (1024, 2048)]
     calls, told = manifest.parse("\n".join(lines)), list[str]()
-    assert [v.arch for v in manifest.variants(calls, [parse("sm_80"), SM90], told.append)] == ["sm_90a"] * 2
+    assert [v.arch for v in build.variants_of(calls, [parse("sm_80"), SM90], told.append)] == ["sm_90a"] * 2
     assert len(told) == 1 and "left out: cute.silu_mul_fp8: its kernels need SM 8.9 or newer" in told[0]
     assert told[0].endswith("(2 calls)")
     with pytest.raises(NotImplementedError, match="need SM"):
-        manifest.variants(calls, [parse("sm_80")])
+        build.variants_of(calls, [parse("sm_80")])
 
 
 def test_targets() -> None:

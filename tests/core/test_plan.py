@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor
+from cute_ops import FLOATS, Array, Op, Tensor, dispatch
 from cute_ops.binding import bind
-from cute_ops.jit import plan as planning
-from cute_ops.jit.plan import Memory, Plan, compact, folded, plan
+from cute_ops.jit.layout import Memory, compact, folded
+from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import rmsnorm
@@ -88,9 +88,10 @@ def test_last_dim_must_be_contiguous() -> None:
 
 
 def test_too_many_sizes_fall_back_to_a_dynamic_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(planning, "_static_seen", {})
-    monkeypatch.setattr(planning, "STATIC_LIMIT", 2)
-    variants = [plan_for((4, n)).variant for n in (64, 128, 256, 512, 64)]
+    monkeypatch.setattr(dispatch, "_static_seen", {})
+    monkeypatch.setattr(dispatch, "STATIC_LIMIT", 2)
+    bound = [bind(rmsnorm, {"x": Array((4, n), "bfloat16")}) for n in (64, 128, 256, 512, 64)]
+    variants = [dispatch.choose(one, {}, SM90).variant for one in bound]
     assert [v.dims["n"] for v in variants] == [64, 128, None, None, 64]
     assert variants[2] == variants[3]
 

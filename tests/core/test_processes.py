@@ -148,7 +148,7 @@ def test_a_kernel_that_leaves(worker: Worker) -> None:
 
 @pytest.mark.fault("Ctrl-C while a class of calls is measured", "the next class's answer is its own", "that class")
 def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_path: Path) -> None:
-    from cute_ops.autotune.bench_process import Apart
+    from cute_ops.autotune.bench_process import BenchProcess
     from cute_ops.autotune.tuner import Trial
     from cute_ops.binding import bind
     from cute_ops.jit.target import parse
@@ -157,13 +157,13 @@ def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_p
     (tmp_path / "measures.py").write_text(MEASURER)
     sys.path.insert(0, str(tmp_path))
     trial = Trial(bind(silu_mul, dict.fromkeys(("gate", "up"), cute_ops.Array((512, 64), "bfloat16"))), {})
-    apart = Apart(measurer="measures")
+    apart = BenchProcess(measurer="measures")
     apart.start()
     threading.Thread(target=lambda: (begun(), os.kill(os.getpid(), signal.SIGINT))).start()
     with pytest.raises(KeyboardInterrupt):  # of these the second tile would win
-        apart.examine([trial], [{"threads": n} for n in (224, 32)], parse("sm_90a"), 0.02)
+        apart.measure([trial], [{"threads": n} for n in (224, 32)], parse("sm_90a"), 0.02)
     for threads in (448, 480):
-        found = apart.examine([trial], [{"threads": threads}], parse("sm_90a"), 0.02)
+        found = apart.measure([trial], [{"threads": threads}], parse("sm_90a"), 0.02)
         assert found.which == 0 and found.before == [threads]
     apart.close()
 
@@ -222,10 +222,10 @@ def test_the_working_directory_runs_nothing(hostile: Path, tmp_path: Path, flags
     (measures / "measures.py").write_text(MEASURER)
     code = f"""
 sys.path.insert(0, {str(measures)!r})
-from cute_ops.autotune.bench_process import Apart
+from cute_ops.autotune.bench_process import BenchProcess
 seen = told()
 print(seen["json"], seen["cute_ops"], seen["cwd"])
-print(Apart(measurer="measures").start())
+print(BenchProcess(measurer="measures").start())
 """
     script = tmp_path / "script.py"
     script.write_text(HEAD + code)
@@ -336,13 +336,13 @@ time.sleep(60)
 @pytest.mark.fault("a process forks while a thread of it measures", "the child goes on", "nothing")
 def test_a_fork_while_tuning() -> None:
     code = """
-from cute_ops.autotune import winners
+from cute_ops import dispatch
 from cute_ops.ops import silu_mul
 from cute_ops.binding import bind
-from cute_ops.jit.plan import problem_of
+from cute_ops.jit.plan import signature
 os.environ["CUTE_OPS_TUNE"] = "1"
-problem = problem_of(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {}, parse("sm_90a"))
-chosen = lambda measure: winners.choose(silu_mul, problem, silu_mul.config(problem), measure)
+call = signature(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {}, parse("sm_90a"))
+chosen = lambda measure: dispatch._plan(call, measure)
 measuring = threading.Event()
 thread = threading.Thread(target=chosen, args=(lambda: (measuring.set(), time.sleep(0.6))[0],))
 thread.start()
@@ -466,8 +466,9 @@ def test_users_without_a_home(home: str, tmp_path: Path) -> None:
 
 
 def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cute_ops import dispatch
     from cute_ops.files import cache_dir
-    from cute_ops.jit import bundle, plan
+    from cute_ops.jit import bundle
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~/kernels")
@@ -475,7 +476,7 @@ def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setenv("CUTE_OPS_RECORD", "~/manifest.txt")
     assert cache_dir.folder() == tmp_path / "kernels"
     assert bundle.named() == [tmp_path / "one", Path("/two"), tmp_path]
-    recorder = plan._recorder.__wrapped__()
+    recorder = dispatch._recorder.__wrapped__()
     assert recorder is not None and (tmp_path / "manifest.txt") in vars(recorder).values()
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~nobody-of-that-name/kernels")
     with pytest.raises(ValueError, match="CUTE_OPS_CACHE_DIR holds '~nobody-of-that-name/kernels', but ~nobody"):

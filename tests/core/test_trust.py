@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops import CacheError
+from cute_ops import CacheError, dispatch
 from cute_ops.autotune import winners
 from cute_ops.files import cache_dir, ownership
 from cute_ops.jit import cache, loader
@@ -47,7 +47,7 @@ def within(seconds: float) -> Iterator[None]:
 
 def compiled(wanted: Variant) -> int:
     """How many compiles it takes to get a kernel that is on disk."""
-    cache.forget()
+    dispatch.forget()
     before = cache.counters.compiled
     assert callable(cache.get(wanted))
     return cache.counters.compiled - before
@@ -101,7 +101,7 @@ def test_who_can_replace_the_folder_can_write_it(
 ) -> None:
     outer = tmp_path / "outer"
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", str(outer / "inner" / "cache"))
-    cache.forget()
+    dispatch.forget()
     wanted = variant()
     cache.build(wanted)
     outer.chmod(mode)
@@ -238,16 +238,16 @@ def test_the_folder_is_swapped_while_a_kernel_loads(
 @as_root
 def test_a_planted_tuning_file_is_ignored(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = winners.remember([winners.Winner("call", {"threads": 128}, {"threads": 64})])
-    assert len(winners._read_folder()) == 1
+    assert len(winners._read_folder(cache_folder)) == 1
     os.chown(path, NOBODY, NOBODY)
-    assert not winners._read_folder()
+    assert not winners._read_folder(cache_folder)
     assert f"tuning.json is ignored: holds tuning.json, which belongs to user {NOBODY}" in caplog.text
 
 
 @pytest.mark.fault("somebody leaves files in the cache folder that are no text", "they are passed over", "nothing")
 def test_what_is_in_use_is_read_from_text_only(cache_folder: Path) -> None:
     cache_folder.mkdir(mode=0o700)
-    cache_dir.in_use.add("cute_a_0")
+    cache_dir.in_use.add(cache_folder, "cute_a_0")
     (own,) = cache_folder.glob("cute_use-*")
     handle = os.open(cache_folder / "cute_use-x", os.O_CREAT | os.O_WRONLY, 0o600)
     os.write(handle, b"\xff\xfe cute_b_0\n")

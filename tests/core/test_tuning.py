@@ -17,22 +17,26 @@ import numpy as np
 import pytest
 import typer
 
-from cute_ops import FLOATS, Array, Case, Needs, Op, Problem, Space, Tensor, Tuning, testing, vary
+from cute_ops import FLOATS, Array, Case, Needs, Op, Problem, Space, Tensor, Tuning, dispatch, manifest, testing, vary
 from cute_ops.__main__ import cache_info
-from cute_ops.aot import manifest
+from cute_ops.aot import build
 from cute_ops.autotune import bench_process, winners
 from cute_ops.autotune import tuner as tuners
-from cute_ops.autotune.bench_process import Apart
-from cute_ops.autotune.compare import InProcess, by_chance, select
+from cute_ops.autotune.bench_process import BenchProcess
+from cute_ops.autotune.compare import InProcessBench, by_chance, select
+from cute_ops.autotune.rows import resized
 from cute_ops.autotune.space import objection
-from cute_ops.autotune.tuner import Outcome, Trial, tune
+from cute_ops.autotune.tuner import Outcome, tune
+from cute_ops.autotune.types import Trial
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import tuning as command
+from cute_ops.dispatch import choose, foresee
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache
 from cute_ops.jit.cache import Built
-from cute_ops.jit.plan import Memory, Plan, plan, problem_of
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import Plan, signature
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS, rmsnorm, rope, silu_mul
 
@@ -117,7 +121,7 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
-    (outcome,) = tune(trials or [trial(op)], SM90, InProcess(by), **options)
+    (outcome,) = tune(trials or [trial(op)], SM90, InProcessBench(by), **options)
     return outcome
 
 
@@ -127,7 +131,7 @@ def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
 def test_vary_is_every_combination_but_the_heuristics() -> None:
     op = make_op(space=vary(threads=(64, 128), unroll=(1, 2)))
     assert op.space
-    found = op.space.others(problem_of(*trial(op), SM90), {"threads": 128, "unroll": 1, "other": 3})
+    found = op.space.others(signature(*trial(op), SM90).problem, {"threads": 128, "unroll": 1, "other": 3})
     assert found == [
         {"threads": 128, "unroll": 2, "other": 3}, {"threads": 64, "unroll": 1, "other": 3},
         {"threads": 64, "unroll": 2, "other": 3},
@@ -158,7 +162,7 @@ def test_the_resource_model_prunes(tile: dict[str, int], arch: str, reason: str)
     def needs(problem: Problem, tile: Mapping[str, int]) -> Needs:
         return Needs(tile["threads"], tile.get("registers", 1), tile.get("shared", 0), tile.get("resident", 1))
 
-    found = objection(Space(lambda p, t: (), needs), problem_of(*trial(make_op()), parse(arch)), tile)
+    found = objection(Space(lambda p, t: (), needs), signature(*trial(make_op()), parse(arch)).problem, tile)
     assert found.startswith(reason) or reason in found
     assert bool(found) == bool(reason)
 
@@ -175,7 +179,7 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
                         continue
                     dims = stage.example((4096,), n)
                     given = {k: Array(t.of(dims), stage.dtype_near(t, "bfloat16")) for k, t in stage.inputs.items()}
-                    problem = problem_of(bind(stage, given), {}, parse(arch))
+                    problem = signature(bind(stage, given), {}, parse(arch)).problem
                     heuristic = stage.config(problem)
                     fit = [t for t in stage.space.others(problem, heuristic) if not objection(stage.space, problem, t)]
                     assert len(fit) <= 24, (stage.name, n, len(fit))
@@ -199,7 +203,7 @@ def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
         for rows in (100_000, 4096):
             dims = op.example((rows,), 4096)
             given = {k: Array(t.of(dims), op.dtype_near(t, "bfloat16")) for k, t in op.inputs.items()}
-            problem = problem_of(bind(op, given), {}, SM90)
+            problem = signature(bind(op, given), {}, SM90).problem
             heuristic = op.config(problem)
             seen.append((winners.class_of(op, problem), heuristic, op.space.others(problem, heuristic)))
         assert seen[0] == seen[1], op.name
@@ -293,7 +297,7 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
     op = make_op()
     fake = Fake({64: 80.0, 128: 100.0, 256: 90.0})
     outcome = tuned(op, fake)
-    assert outcome.winner.tile == {"threads": 64} and outcome.changed and outcome.tried == 2
+    assert outcome.winner.config == {"threads": 64} and outcome.changed and outcome.tried == 2
     # What cannot run was not compiled, and says why.
     assert len(set(built)) == 3
     assert {dict(tile)["threads"]: why.split(",")[0] for tile, why in outcome.refused.items()} == {
@@ -301,17 +305,17 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
     }  # fmt: skip
     assert tuners.describe(outcome).startswith("threads 128 -> 64: 100.")
 
-    heuristic = plan(*trial(op), SM90)
+    heuristic = choose(*trial(op), SM90)
     winners.remember([outcome.winner])
-    assert plan(*trial(op), SM90).variant == heuristic.variant  # this process has decided
-    winners.forget()
-    found = plan(*trial(op), SM90)
+    assert choose(*trial(op), SM90).variant == heuristic.variant  # this process has decided
+    dispatch.forget()
+    found = choose(*trial(op), SM90)
     assert found.variant.tile == {"threads": 64} and found.variant.digest != heuristic.variant.digest
     # For any number of rows, but no other length, dtype, alignment or SM.
-    assert plan(*trial(op, rows=3), SM90).variant == found.variant
+    assert choose(*trial(op, rows=3), SM90).variant == found.variant
     for other in (trial(op, n=128), trial(op, dtype="float16"), Trial(trial(op).binding, {"x": Memory((64, 1), 2)})):
-        assert plan(*other, SM90).variant.tile == {"threads": 128}
-    assert plan(*trial(op), parse("sm_90a:114")).variant.tile == {"threads": 128}
+        assert choose(*other, SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(op), parse("sm_90a:114")).variant.tile == {"threads": 128}
     (line,) = json.loads((cache_folder / "tuning.json").read_text())["winners"]
     assert (
         line["call"] == "doubling(copying:Copy) sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=64"
@@ -322,48 +326,48 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
 def test_the_heuristic_stays_and_that_is_remembered_too() -> None:
     op, fake = make_op(), Fake({64: 100.0, 128: 100.0, 256: 120.0})
     outcome = tuned(op, fake)
-    assert not outcome.changed and "the heuristic's tile stays" in tuners.describe(outcome)
+    assert not outcome.changed and "the heuristic's config stays" in tuners.describe(outcome)
     winners.remember([outcome.winner])
-    winners.forget()
-    assert not list(tune([trial(op)], SM90, InProcess(fake)))
-    assert len(list(tune([trial(op)], SM90, InProcess(fake), anew=True))) == 1
+    dispatch.forget()
+    assert not list(tune([trial(op)], SM90, InProcessBench(fake)))
+    assert len(list(tune([trial(op)], SM90, InProcessBench(fake), anew=True))) == 1
 
 
 def test_a_wrong_result_never_wins() -> None:
     op = make_op()
     outcome = tuned(op, Fake({64: 50.0, 128: 100.0, 256: 90.0}, wrong=[64]))
-    assert outcome.winner.tile == {"threads": 256}
+    assert outcome.winner.config == {"threads": 256}
     assert "exceeds" in outcome.refused[("threads", 64),]
     # Nor does one that errs by less than it shows at a glance.
     slightly = tuned(op, Fake({64: 50.0, 128: 100.0, 256: 90.0}, wrong=[64], off=1.03))
-    assert slightly.winner.tile == {"threads": 256}
+    assert slightly.winner.config == {"threads": 256}
 
 
 def test_a_wrong_heuristic_is_an_error_not_a_winner() -> None:
     outcome = tuned(make_op(), Fake({64: 50.0, 128: 100.0, 256: 90.0}, wrong=[128]))
-    assert "the heuristic's tile gives wrong results" in outcome.problem and not outcome.changed
+    assert "the heuristic's config gives wrong results" in outcome.problem and not outcome.changed
 
 
 def test_what_does_not_compile_is_left_out() -> None:
     op = make_op(space=vary(threads=(64, 96)))
     outcome = tuned(op, Fake({64: 80.0, 128: 100.0}))
-    assert outcome.winner.tile == {"threads": 64} and outcome.refused[("threads", 96),] == "no kernel"
+    assert outcome.winner.config == {"threads": 64} and outcome.refused[("threads", 96),] == "no kernel"
     broken = make_op(config=lambda problem: {"threads": 96})
     assert tuned(broken, Fake({64: 80.0})).problem == "no kernel"
 
 
-def test_calls_of_one_class_get_one_tile() -> None:
+def test_calls_of_one_class_get_one_config() -> None:
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
     outcome = tuned(op, fake, trial(op, rows=512), trial(op, rows=8192))
     assert outcome.winner.measured["rows"][:2] == [512, 8192] and len(outcome.before) == 3
     by_rows = make_op(space=vary(threads=(64,), by_rows=True))
     calls = [
-        w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, InProcess(fake))
+        w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, InProcessBench(fake))
     ]
     assert [call.split()[-1] for call in calls] == ["rows<=64", "rows>1024"]
 
 
-def test_few_rows_and_many_are_measured_where_one_tile_serves_both() -> None:
+def test_few_rows_and_many_are_measured_where_one_config_serves_both() -> None:
     op, fake, n = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0}), 4096
     many = tuners.MANY_BYTES // (2 * 2 * n)
     for rows, expected in ((8, [8, many]), (50_000, [50_000, 64]), (1024, [1024, many]), (4096, [4096, 64])):
@@ -379,7 +383,7 @@ def test_calls_with_another_number_of_rows() -> None:
     """Leading dims stay as many, and inputs that are shared by the outer ones are shared."""
     x, table = Array((4, 32, 2, 64), "bfloat16"), Array((32, 32), "float32")
     call = bind(rope, {"x": x, "cos": table, "sin": table})
-    assert {n: a and a.shape for n, a in tuners.resized(call, 1000).inputs.items()} == {
+    assert {n: a and a.shape for n, a in resized(call, 1000).inputs.items()} == {
         "x": (1, 1000, 2, 64), "cos": (1000, 32), "sin": (1000, 32),
     }  # fmt: skip
 
@@ -387,7 +391,7 @@ def test_calls_with_another_number_of_rows() -> None:
 def test_attributes_are_in_a_class_where_they_differ() -> None:
     x = {"x": Array((4, 64), "bfloat16")}
     names = [
-        winners.class_of(rmsnorm, problem_of(bind(rmsnorm, x, attrs), {}, SM90))
+        winners.class_of(rmsnorm, signature(bind(rmsnorm, x, attrs), {}, SM90).problem)
         for attrs in ({}, {"eps": 1e-3}, {"weight_offset": 1.0}, {"weight_offset": 2.0})
     ]
     assert names[0] == names[1] and names[2] == names[3] == names[0] + " weight_offset!=0"
@@ -395,16 +399,16 @@ def test_attributes_are_in_a_class_where_they_differ() -> None:
 
 def test_an_op_without_candidates_is_left_alone() -> None:
     op = make_op(space=None)
-    assert not list(tune([trial(op)], SM90, InProcess(Fake({128: 1.0}))))
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert not list(tune([trial(op)], SM90, InProcessBench(Fake({128: 1.0}))))
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
 
 
 def test_a_dynamic_kernel_is_left_alone() -> None:
     op = make_op()
     winners.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner])
-    winners.forget()
-    assert plan(*trial(op), SM90, fixed=False).variant.tile == {"threads": 128}
-    assert plan(*trial(op), SM90, fixed=True).variant.tile == {"threads": 64}
+    dispatch.forget()
+    assert foresee(*trial(op), SM90, fixed=False).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
 
 
 def test_rows_with_strides_are_tuned_too() -> None:
@@ -456,10 +460,10 @@ def contest(binding, memory, plans): yield Contest(plans)
 
 
 @pytest.fixture
-def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Apart]:
+def other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[BenchProcess]:
     (tmp_path / "made_up_measurer.py").write_text(MEASURER)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    made = Apart(measurer="made_up_measurer")
+    made = BenchProcess(measurer="made_up_measurer")
     yield made
     made.close()
 
@@ -471,28 +475,28 @@ def silu_trial() -> Trial:
 @pytest.mark.fault(
     "a candidate that aborts, breaks the GPU's context, or never ends", "another process goes on without it", "nothing"
 )
-def test_a_candidate_that_ends_its_process_is_left_out(other: Apart, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_candidate_that_ends_its_process_is_left_out(other: BenchProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_process, "TIMEOUT_SECONDS", 3.0)
     tiles = [{"threads": n} for n in (512, 32, 64, 96, 256, 192, 480, 448)]
-    found = other.examine([silu_trial()], tiles, SM90, 0.02)
+    found = other.measure([silu_trial()], tiles, SM90, 0.02)
     assert found.which == 7 and found.before == [512.0] and found.after == [448.0] and found.device == "a GPU made up"
     assert {i: text.partition(":")[0] for i, text in found.refused.items()} == {
         1: "died with signal 6", 2: "RuntimeError", 3: "gave no answer within 3 s", 4: "a race?",
         5: "died with signal 6",
     }  # fmt: skip
     # The process that is left goes on.
-    assert other.examine([silu_trial()], tiles[:1], SM90, 0.02).which == 0
+    assert other.measure([silu_trial()], tiles[:1], SM90, 0.02).which == 0
 
 
-def test_what_is_no_candidates_fault_is_an_error(other: Apart) -> None:
+def test_what_is_no_candidates_fault_is_an_error(other: BenchProcess) -> None:
     with pytest.raises(RuntimeError, match="died with signal 6"):
-        other.examine([silu_trial()], [{"threads": 32}, {"threads": 512}], SM90, 0.02)
+        other.measure([silu_trial()], [{"threads": 32}, {"threads": 512}], SM90, 0.02)
     with pytest.raises(RuntimeError, match="MemoryError: no memory"):
-        other.examine([silu_trial()], [{"threads": 512}, {"threads": 160}], SM90, 0.02)
+        other.measure([silu_trial()], [{"threads": 512}, {"threads": 160}], SM90, 0.02)
     with pytest.raises(RuntimeError, match="no module holds the declaration of doubling"):
-        other.examine([trial(make_op())], [{"threads": 512}], SM90, 0.02)
+        other.measure([trial(make_op())], [{"threads": 512}], SM90, 0.02)
     with pytest.raises(RuntimeError, match=r"tuning needs a GPU.*nothing cannot be imported"):
-        Apart(measurer="nothing").start()
+        BenchProcess(measurer="nothing").start()
 
 
 # --- at run time ---------------------------------------------------------------------------------------------------
@@ -500,33 +504,33 @@ def test_what_is_no_candidates_fault_is_an_error(other: Apart) -> None:
 
 def test_a_program_measures_what_it_calls_when_asked(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
-    monkeypatch.setattr(tuners, "examiner", lambda device=0: InProcess(fake))
-    assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128} and not fake.samples
-    winners.forget()
+    monkeypatch.setattr(tuners, "bench", lambda device=0: InProcessBench(fake))
+    assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 128} and not fake.samples
+    dispatch.forget()
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}, "not where no GPU is"
-    assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128}, "decided: bits stay what they are"
-    winners.forget()
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}, "not where no GPU is"
+    assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 128}, "decided: bits stay what they are"
+    dispatch.forget()
     with caplog.at_level(logging.INFO, "cute_ops"):
-        assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 64}
+        assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 64}
     assert "tuned doubling(copying:Copy) sm_90a:132" in caplog.text
     count = len(fake.samples)
     for again in range(2):
-        assert plan(*trial(op, rows=7 + again), SM90, device=0).variant.tile == {"threads": 64}
-        winners.forget()  # as a new process
+        assert choose(*trial(op, rows=7 + again), SM90, device=0).variant.tile == {"threads": 64}
+        dispatch.forget()  # as a new process
     assert len(fake.samples) == count
     monkeypatch.setenv("CUTE_OPS_TUNE", "0")
-    assert plan(*trial(op), SM90, device=0).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 128}
 
 
 def test_a_program_runs_where_measuring_fails(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
-    def examiner(device: int) -> Any:
+    def bench(device: int) -> Any:
         raise RuntimeError("no GPU here")
 
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
-    monkeypatch.setattr(tuners, "examiner", examiner)
-    assert plan(*trial(make_op()), SM90, device=0).variant.tile == {"threads": 128}
-    assert "is not tuned (RuntimeError: no GPU here): it runs with the heuristic's tile" in caplog.text
+    monkeypatch.setattr(tuners, "bench", bench)
+    assert choose(*trial(make_op()), SM90, device=0).variant.tile == {"threads": 128}
+    assert "is not tuned (RuntimeError: no GPU here): it runs with the heuristic's config" in caplog.text
 
 
 CALLING = """
@@ -535,27 +539,27 @@ from pathlib import Path
 from cute_ops import Array
 from cute_ops.jit import cache
 from cute_ops.autotune import tuner
-from cute_ops.autotune.bench_process import Apart
+from cute_ops.autotune.bench_process import BenchProcess
 from cute_ops.binding import bind
 from cute_ops.jit.cache import Built
+from cute_ops.dispatch import choose
 from cute_ops.ops import silu_mul
-from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 
 def build_all(variants, done):
     for variant in variants:
         done(Built(variant, 0.1))
 
-class Counted(Apart):
-    def examine(self, *given):
+class Counted(BenchProcess):
+    def measure(self, *given):
         with open(sys.argv[1], "a") as file:
             file.write("measured\\n")
-        return super().examine(*given)
+        return super().measure(*given)
 
 cache.build_all = build_all
-tuner.examiner = lambda device: Counted(measurer="made_up_measurer")
+tuner.bench = lambda device: Counted(measurer="made_up_measurer")
 call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
-print(dict(plan(call, {}, parse("sm_90a"), device=0).variant.tile)["threads"])
+print(dict(choose(call, {}, parse("sm_90a"), device=0).variant.tile)["threads"])
 """
 
 
@@ -573,33 +577,33 @@ def test_of_two_programs_that_call_at_once_one_measures(tmp_path: Path, monkeypa
 
 def remembered(tile: Mapping[str, int], op: Op | None = None, path: Path | None = None) -> Op:
     op = op or make_op()
-    call = winners.class_of(op, problem_of(*trial(op), SM90))
+    call = winners.class_of(op, signature(*trial(op), SM90).problem)
     winners.remember([Winner(call, {"threads": 128}, tile)], path)
-    winners.forget()
+    dispatch.forget()
     return op
 
 
-@pytest.mark.fault("a tuning file that names a tile of nobody's", "only what an op proposes is compiled", "nothing")
-def test_a_tile_that_the_op_does_not_propose_is_never_used() -> None:
+@pytest.mark.fault("a tuning file that names a config of nobody's", "only what an op proposes is compiled", "nothing")
+def test_a_config_that_the_op_does_not_propose_is_never_used() -> None:
     """Whoever wrote the file: it may only choose among candidates."""
     op = remembered({"threads": 512})
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
-    assert plan(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 128}, "decided"
-    winners.forget()
-    assert plan(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 512}
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 128}, "decided"
+    dispatch.forget()
+    assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 512}
 
 
 def test_when_the_heuristic_changes_the_winner_is_forgotten() -> None:
     remembered({"threads": 64})
     changed = make_op(config=lambda problem: {"threads": 256})
-    assert plan(*trial(changed), SM90).variant.tile == {"threads": 256}
+    assert choose(*trial(changed), SM90).variant.tile == {"threads": 256}
 
 
 def test_ops_of_one_name_have_winners_of_their_own() -> None:
     """Two packages may each have an op of that name, with kernels that take other tiles."""
     remembered({"threads": 64})
-    assert plan(*trial(make_op()), SM90).variant.tile == {"threads": 64}
-    assert plan(*trial(make_op(kernel="others:Copy")), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(make_op()), SM90).variant.tile == {"threads": 64}
+    assert choose(*trial(make_op(kernel="others:Copy")), SM90).variant.tile == {"threads": 128}
 
 
 def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -607,15 +611,15 @@ def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.Mon
     outcome = tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0}))
     winners.remember([outcome.winner])
     monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "1" * 64)
-    winners.forget()
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    dispatch.forget()
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
     monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "0" * 8)
-    winners.forget()
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    dispatch.forget()
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
 
 
 @pytest.mark.fault(
-    "a tuning file that is damaged", "one sentence, and the heuristics' tiles run; who measures keeps it aside",
+    "a tuning file that is damaged", "one sentence, and the heuristics' configs run; who measures keeps it aside",
     "what was measured, until somebody mends the file",
 )  # fmt: skip
 @pytest.mark.parametrize(
@@ -623,19 +627,20 @@ def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.Mon
     [
         ("{", "Expecting property name"),
         ("[]", "it is a list, expected an object"),
-        ('{"format": 1}', "it has no 'winners'"),
+        ('{"format": 2}', "it has no 'winners'"),
+        ('{"format": 1, "winners": []}', "it has format 1, this version of cute_ops reads 2"),
         ('{"format": true, "winners": []}', "format is true, expected an integer"),
         (
-            '{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": {"threads": "many"}}]}',
-            'winners[0].tile.threads is "many", expected an integer',
+            '{"format": 2, "winners": [{"call": "x", "heuristic": {}, "config": {"threads": "many"}}]}',
+            'winners[0].config.threads is "many", expected an integer',
         ),
         (
-            '{"format": 1, "winners": [{"call": "x", "heuristic": {}, "tile": 7}]}',
-            "winners[0].tile is 7, expected an object",
+            '{"format": 2, "winners": [{"call": "x", "heuristic": {}, "config": 7}]}',
+            "winners[0].config is 7, expected an object",
         ),
         ("\x00" * 99, "Expecting value"),
         ("[" * 1_000_000, "its JSON is nested too deeply"),
-        ('{"format": 1, "winners": [' * 100_000, "its JSON is nested too deeply"),
+        ('{"format": 2, "winners": [' * 100_000, "its JSON is nested too deeply"),
     ],
 )
 def test_a_file_that_is_none_is_ignored_with_a_sentence(
@@ -643,16 +648,16 @@ def test_a_file_that_is_none_is_ignored_with_a_sentence(
 ) -> None:
     op = remembered({"threads": 64})
     (cache_folder / "tuning.json").write_text(text)
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
     (record,) = caplog.records
     assert "tuning.json is ignored: " in record.getMessage() and reason in record.getMessage()
     # Measuring anew keeps it under another name.
-    assert remembered({"threads": 64}) and plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert remembered({"threads": 64}) and choose(*trial(op), SM90).variant.tile == {"threads": 64}
     assert (cache_folder / "tuning.json.damaged").read_text() == text
 
 
 @pytest.mark.fault(
-    "a tuning file of a newer version", "the heuristics' tiles run; to measure is an error, which says what to do",
+    "a tuning file of a newer version", "the heuristics' configs run; to measure is an error, which says what to do",
     "nothing",
 )  # fmt: skip
 def test_a_file_of_a_newer_version_is_left_alone(cache_folder: Path, caplog: Any) -> None:
@@ -660,11 +665,11 @@ def test_a_file_of_a_newer_version_is_left_alone(cache_folder: Path, caplog: Any
     newer = '{"format": 99, "winners": {"of": "another kind"}}'
     for path in (cache_folder / "tuning.json", cache_folder / "shipped.json"):
         path.write_text(newer)
-        with pytest.raises(cache.CacheError, match=r"of another version of cute_ops .*: what was measured is not kept"):
+        with pytest.raises(cache.CacheError, match=r"of a newer version of cute_ops .*: what was measured is not kept"):
             remembered({"threads": 64}, path=None if path.name == "tuning.json" else path)
         assert path.read_text() == newer
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128}
-    assert "it has format 99, this version of cute_ops reads 1" in caplog.text
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert "it has format 99, this version of cute_ops reads 2" in caplog.text
 
 
 @pytest.mark.fault("a link in place of the tuning file, and something is measured", "an error", "nothing")
@@ -682,13 +687,13 @@ def test_a_link_is_not_written_through(cache_folder: Path, tmp_path: Path) -> No
 def test_a_file_that_others_can_write_and_a_link_are_ignored(cache_folder: Path, tmp_path: Path, caplog: Any) -> None:
     op = remembered({"threads": 64})
     cache_folder.chmod(0o777)
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128} and "can be written by others" in caplog.text
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128} and "can be written by others" in caplog.text
     cache_folder.chmod(0o700)
-    winners.forget()
+    dispatch.forget()
     elsewhere = tmp_path / "elsewhere.json"
     (cache_folder / "tuning.json").rename(elsewhere)
     (cache_folder / "tuning.json").symlink_to(elsewhere)
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 128} and "it is a link" in caplog.text
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 128} and "it is a link" in caplog.text
 
 
 ADD = """
@@ -753,8 +758,8 @@ def test_clearing_the_cache_keeps_what_was_measured(cache_folder: Path, capsys: 
     op = remembered({"threads": 64})
     cache.clear()
     cache_info()
-    assert "tuning.json: 1 classes of calls, 1 with another tile" in capsys.readouterr().out
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert "tuning.json: 1 classes of calls, 1 with another config" in capsys.readouterr().out
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
 
 
 # --- shipped -------------------------------------------------------------------------------------------------------
@@ -766,12 +771,12 @@ def test_what_ships_with_the_package_comes_last(
     monkeypatch.setattr(winners, "SHIPPED", tmp_path / "tuned")
     (tmp_path / "tuned").mkdir()
     op = remembered({"threads": 256}, path=tmp_path / "tuned" / "sm_90a.json")
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 256}
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 256}
     remembered({"threads": 64}, op)
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
-    with winners.as_shipped():
-        assert plan(*trial(op), SM90).variant.tile == {"threads": 256}
-    assert plan(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
+    with dispatch.as_shipped():
+        assert choose(*trial(op), SM90).variant.tile == {"threads": 256}
+    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
     assert (tmp_path / "tuned" / "sm_90a.json").stat().st_mode & 0o777 == 0o644
 
 
@@ -781,8 +786,8 @@ def test_what_ships_is_forgotten_when_the_kernel_changes(tmp_path: Path, monkeyp
     winners.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner], tmp_path / "sm_90a.json")
     for digest, threads in (("1" * 64, 128), ("0" * 8, 64)):
         monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_, digest=digest: digest)
-        winners.forget()
-        assert plan(*trial(op), SM90).variant.tile == {"threads": threads}
+        dispatch.forget()
+        assert choose(*trial(op), SM90).variant.tile == {"threads": threads}
 
 
 def test_the_files_that_ship_are_sound_and_of_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -795,7 +800,7 @@ def test_the_files_that_ship_are_sound_and_of_these_kernels(monkeypatch: pytest.
         for winner in shipped.values():
             name, where, *_ = winner.call.split()
             assert where.startswith(path.stem)
-            assert dict(winner.tile) != dict(winner.heuristic)
+            assert dict(winner.config) != dict(winner.heuristic)
             assert winner.measured["sources"] == winners.sources_of(stages[name]), winner.call
 
 
@@ -805,7 +810,7 @@ def test_the_files_that_ship_are_sound_and_of_these_kernels(monkeypatch: pytest.
 @pytest.fixture
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Fake:
     fake = Fake({64: 80.0, 128: 90.0, 256: 100.0, 512: 100.0})
-    monkeypatch.setattr(tuners, "examiner", lambda device=0: InProcess(fake))
+    monkeypatch.setattr(tuners, "bench", lambda device=0: InProcessBench(fake))
     monkeypatch.setattr(command.target, "of_device", lambda: SM90)
     monkeypatch.setattr(command.target, "device_count", lambda: 1)
     return fake
@@ -830,9 +835,9 @@ def test_the_command_tunes_ops_and_manifests(
     with pytest.raises(typer.Exit):
         command.tune([str(tmp_path / "m.txt")], out=tmp_path / "out.json")
     assert len(winners.read(tmp_path / "out.json")) == 2
-    winners.forget()
+    dispatch.forget()
     (call, _) = manifest.parse(lines)
-    assert call.variant(SM90).tile["threads"] == 64
+    assert build.variant_of(call, SM90).tile["threads"] == 64
 
 
 def test_the_command_takes_an_ops_cases(gpu: Fake) -> None:

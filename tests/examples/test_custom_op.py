@@ -16,8 +16,8 @@ import torch
 
 from cute_ops import Array, testing
 from cute_ops.binding import bind
+from cute_ops.dispatch import foresee
 from cute_ops.jit.compile_pool import worker
-from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS
@@ -91,7 +91,7 @@ def test_gradient_is_that_of_the_reference() -> None:
 @pytest.mark.parametrize(("dtype", "vectors"), [("float32", "v4.b32"), ("bfloat16", "v4.b32"), ("float16", "v4.b32")])
 def test_kernel_compiles_for_hopper(op: Op, dtype: str, vectors: str, tmp_path: Path) -> None:
     inputs = {name: Array((2, 33, 256), dtype) for name in op.inputs}
-    variant = plan(bind(op, inputs), {}, parse("sm_90a")).variant
+    variant = foresee(bind(op, inputs), {}, parse("sm_90a")).variant
     worker.compile(variant, tmp_path / "kernel.so", dump=tmp_path)
     assert (tmp_path / "kernel.so").stat().st_size > 0
     (ptx,) = (p.read_text() for p in tmp_path.glob("*.ptx"))

@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_ops.aot import build, manifest
+from cute_ops import manifest
+from cute_ops.aot import build
 from cute_ops.jit.target import parse
 
 ROOT = Path(__file__).parents[2]

@@ -52,7 +52,7 @@ logging.getLogger("cute_ops").setLevel(logging.INFO)
 {call}
 from cute_ops.jit import cache
 from cute_ops.autotune import winners
-used = [dict(winner.tile) for winner in winners.behind(cache._functions)]
+used = [dict(winner.config) for winner in dispatch.winners_of(cache._functions)]
 print(json.dumps({{"error": error, "used": used, "compiled": cache.counters.compiled, "messages": messages}}))
 """
 
@@ -79,16 +79,16 @@ def answer(program: subprocess.Popen[str]) -> dict[str, Any]:
 
 
 def check_that_it_is_used(framework: str, environment: dict[str, str]) -> None:
-    """By a program that has no compiler, with the tile of the one line of the cache folder's file."""
+    """By a program that has no compiler, with the config of the one line of the cache folder's file."""
     (winner,) = winners.read(Path(environment["CUTE_OPS_CACHE_DIR"], winners.NAME)).values()
     assert winner.call.startswith("narrow_silu ") and winner.heuristic == {"threads": 32, "unroll": 1}
-    assert winner.tile["threads"] in (128, 256), (
+    assert winner.config["threads"] in (128, 256), (
         "a warp to a CTA is as fast as four: this test's heuristic is no bad one"
     )
     ((before, after),) = winner.measured["us"]
     assert after < 0.98 * before
     found = answer(start(framework, {**environment, "WITHOUT_COMPILER": "1"}))
-    assert found["used"] == [winner.tile] and not found["compiled"] and found["error"] < 0.02
+    assert found["used"] == [winner.config] and not found["compiled"] and found["error"] < 0.02
     assert not found["messages"]
 
 

@@ -22,8 +22,9 @@ import numpy as np
 
 from cute_ops import FLOATS, testing
 from cute_ops.binding import Binding, bind
-from cute_ops.jit.plan import Memory as Place
-from cute_ops.jit.plan import Plan, View, compact, plan
+from cute_ops.jit.layout import Memory as Place
+from cute_ops.jit.layout import View, compact
+from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import parse
 from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
@@ -68,7 +69,7 @@ class Call(NamedTuple):
         """By the tile, where there is none by the heuristic or what was measured to be better."""
         given = {name: None if a is None else Array(a.shape, str(a.dtype)) for name, a in self.arrays.items()}
         binding = bind(self.op, given, self.attrs)
-        return binding, plan(binding, self.where, parse("sm_90a"), fixed=True, tile=self.tile)
+        return binding, plan(binding, self.where, parse("sm_90a"), config=self.tile)
 
 
 def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Generator) -> Call:

@@ -21,8 +21,8 @@ import cute_ops_jax
 from cute_ops import Op, testing
 from cute_ops.binding import bind
 from cute_ops.composite import chunks
+from cute_ops.dispatch import foresee, limit_static
 from cute_ops.jit import cache, target
-from cute_ops.jit.plan import limit_static, plan
 from cute_ops.lookup import ours
 from cute_ops.tools import sweep
 from cute_ops_jax.primitive.primitive import stage
@@ -46,7 +46,7 @@ def test_a_sample_of_the_sweep() -> None:
     where = target.of_device()
     some = [t for op in ops for t in sweep.trials(op, where, seed % 12, seed, 0.002) if t.fixed]
     bindings = [bind(t.op, testing.specs(t.op, t.case, t.dtype), t.case.attrs) for t in some]
-    cache.build_all(plan(binding, {}, where, fixed=True).variant for binding in bindings)
+    cache.build_all(foresee(binding, {}, where).variant for binding in bindings)
     limit_static(1 << 30)
     for trial in some:
         arrays, attrs = testing.inputs(*trial[:3]), testing.attributes(*trial[:2])

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import FLOATS, Array, Op, Tensor, testing
+from cute_ops import FLOATS, Array, Op, Tensor, dispatch, testing
 from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
-from cute_ops.jit.plan import folded
+from cute_ops.jit.layout import folded
 from cute_ops.ops import softmax
 from cute_ops_jax.primitive import ffi, function, lowering, primitive
 from cute_ops_jax.primitive.primitive import stage
@@ -131,9 +131,9 @@ def test_vmap_on_cuda_folds_into_rows(op: Op, fake_kernels: Any) -> None:
 def test_an_op_is_bound_and_planned_once(gradient: bool, fake_kernels: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tracing, abstract evaluation, differentiation and lowering share the checked call."""
     bound, planned = [], []
-    bind, plan = primitive.bind, lowering.plan
+    bind, choose = primitive.bind, dispatch.choose
     monkeypatch.setattr(primitive, "bind", lambda op, *given: bound.append(op.name) or bind(op, *given))
-    monkeypatch.setattr(lowering, "plan", lambda call, *a, **k: planned.append(call.op.name) or plan(call, *a, **k))
+    monkeypatch.setattr(dispatch, "choose", lambda call, *rest: planned.append(call.op.name) or choose(call, *rest))
     primitive._bound.cache_clear()
 
     def loss(x: Any, weight: Any) -> Any:
@@ -315,13 +315,13 @@ def test_threads_that_register_at_once_get_one_function() -> None:
 
 def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[int | None] = []
-    chosen = lowering.plan
+    choose = dispatch.choose
 
-    def plan(*args: Any, device: int | None = None) -> Any:
+    def noted(binding: Any, memory: Any, where: Any, device: int | None = None) -> Any:
         devices.append(device)
-        return chosen(*args)
+        return choose(binding, memory, where)
 
-    monkeypatch.setattr(lowering, "plan", plan)
+    monkeypatch.setattr(dispatch, "choose", noted)
     monkeypatch.setattr(target, "device_count", lambda: 1)
     monkeypatch.setattr(target, "of_device", lambda index: target.parse("sm_90a"))
     monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)

@@ -17,8 +17,8 @@ import torch
 import cute_ops_torch
 from cute_ops import testing
 from cute_ops.binding import bind
+from cute_ops.dispatch import foresee, limit_static
 from cute_ops.jit import cache, target
-from cute_ops.jit.plan import limit_static, plan
 from cute_ops.lookup import ours
 from cute_ops.op import Case, Op
 from cute_ops.tools.sweep import memory, swept
@@ -52,7 +52,7 @@ def main() -> None:
         variants = []
         for op, case, dtype, base in problems:
             arrays = testing.specs(op, case, dtype)
-            variants.append(plan(bind(op, arrays), memory(op, arrays, base), target.of_device()).variant)
+            variants.append(foresee(bind(op, arrays), memory(op, arrays, base), target.of_device()).variant)
         sys.exit(any(built.error for built in cache.build_all(variants)))
     failed = 0
     for op, case, dtype, base in problems:

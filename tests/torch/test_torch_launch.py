@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ops import FLOATS, Op, Tensor
-from cute_ops.aot import manifest
-from cute_ops.jit import plan as planning
+from cute_ops import FLOATS, Op, Tensor, dispatch, manifest
+from cute_ops.aot import build
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops_torch.host import launch
@@ -204,13 +203,15 @@ def test_what_is_recorded_plans_what_ran(
 ) -> None:
     """Rows off by one element of a wider tensor: strides and alignment are part of a call."""
     monkeypatch.setenv("CUTE_OPS_RECORD", str(tmp_path / "m.txt"))
-    planning._recorder.cache_clear()
+    dispatch._recorder.cache_clear()
     tensors = make_inputs(op, dtype=torch.bfloat16)
     for inputs in (tensors, [shifted(t) for t in tensors]):
         launcher(op).launch(*inputs)
-    planning._recorder.cache_clear()
+    dispatch._recorder.cache_clear()
     ran = {variant.symbol for variant in compiled.variants}
-    assert {call.variant(parse("sm_90a")).symbol for call in manifest.read(tmp_path / "m.txt")} == ran and len(ran) == 2
+    assert {
+        build.variant_of(call, parse("sm_90a")).symbol for call in manifest.read(tmp_path / "m.txt")
+    } == ran and len(ran) == 2
 
 
 def shifted(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import testing
+from cute_ops import dispatch, testing
 from cute_ops.autotune import compare, winners
 from cute_ops.binding import bind
 from cute_ops.jit import cache
-from cute_ops.jit.plan import Memory, plan
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
 from cute_ops.ops.activation.unary import silu
@@ -78,7 +79,7 @@ def test_results_that_differ_are_found(
 ) -> None:
     binding = bind(rmsnorm, {"x": Array((6, 64), "bfloat16")})
     first = plan(binding, {}, SM90)
-    other = plan(binding, {}, SM90, tile={**first.variant.tile, "unroll": 2})
+    other = plan(binding, {}, SM90, config={**first.variant.tile, "unroll": 2})
     right, calls = measure.ready_to_run, []
 
     def ready(binding: Any, chosen: Any, tensors: Any) -> Any:
@@ -125,7 +126,7 @@ def test_a_program_tunes_what_it_calls(cache_folder: Path, monkeypatch: pytest.M
         (winner,) = winners.read(cache_folder / "tuning.json").values()
         assert winner.call.startswith("softmax sm_") and winner.measured["tried"] > 3
         count = cache.counters.compiled
-        cache.forget()
+        dispatch.forget()
         cute_ops_torch.softmax(x[:77])
         assert cache.counters.compiled == count
     torch.testing.assert_close(captured.float(), expected, rtol=2e-2, atol=1e-4)

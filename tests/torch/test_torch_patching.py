@@ -15,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import cute_ops_torch
-from cute_ops import Op, lookup
-from cute_ops.aot import manifest
+from cute_ops import Op, lookup, manifest
+from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.jit.target import Target, parse
 from cute_ops_torch.composite import chunked_loss, embedding, gradient_scale
@@ -609,7 +609,7 @@ class Calls(TorchDispatchMode):
         attrs = {**op.attrs, **dict(zip(op.attrs, arguments[len(op.inputs) :], strict=False))}
         call = manifest.call_of(bind_tensors(op, tensors, list(attrs.values())), memory(op, tensors))
         assert call is not None
-        self.found[call.variant(self.target).symbol] = call
+        self.found[build.variant_of(call, self.target).symbol] = call
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
@@ -639,7 +639,7 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
         with torch.no_grad():
             for prompt in (tokens[:1, :9], tokens[:3, :1]):
                 model(prompt)
-    told = {c.variant(sm90).symbol for c in calls_of_model(model.config.to_dict(), "float32", train=True)}
+    told = {build.variant_of(c, sm90).symbol for c in calls_of_model(model.config.to_dict(), "float32", train=True)}
     names = {call.name for call in calls.found.values()}
     assert {"rmsnorm", "rmsnorm_bwd", "rope", "rope_bwd", "cross_entropy_step", "sorted_embedding_bwd"} <= names
     assert ("rope_bwd_joined" in names) == (kind != "Qwen3")

@@ -10,9 +10,9 @@ from typing import Any
 
 from cute_ops import FLOATS, Array, CompileError, Op, Tensor
 from cute_ops.binding import bind
+from cute_ops.dispatch import choose
 from cute_ops.jit import cache
 from cute_ops.jit.compile_pool import Pool, Worker, worker
-from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import silu_mul
@@ -23,13 +23,13 @@ def variant(kernel: str, n: int = 64, module: str = "quick") -> Variant:
         "asking", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")}, dtypes={"T": FLOATS},
         reference=lambda xp, x: x, kernel=f"{module}:{kernel}",
     )  # fmt: skip
-    return plan(bind(op, {"x": Array((4, n), "bfloat16")}), {}, parse("sm_90a")).variant
+    return choose(bind(op, {"x": Array((4, n), "bfloat16")}), {}, parse("sm_90a")).variant
 
 
 def tuned() -> dict[str, int]:
     """The tile of a call whose op has a choice: it is looked up among those that were measured."""
     call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
-    return dict(plan(call, {}, parse("sm_90a")).variant.tile)
+    return dict(choose(call, {}, parse("sm_90a")).variant.tile)
 
 
 def compiled(

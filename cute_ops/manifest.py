@@ -7,7 +7,7 @@
 A line is the op, its inputs with dtype and shape, and attributes that differ from their defaults. ``*`` is any
 number of rows. After a shape come strides where the array is not compact and the bytes that divide its address where
 these are not 16. ``dynamic`` at the end asks for the kernel whose dims are all dynamic. A line is planned again for
-every target: tiles are not in it. ``#`` begins a comment.
+every target: configs are not in it. ``#`` begins a comment.
 
 An op's name with blanks or a ``#`` in it is a JSON string. To read a line runs the module that it names, and a Python
 file only where the reader allows that.
@@ -16,11 +16,9 @@ file only where the reader allows that.
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,13 +26,11 @@ from typing import Any
 from cute_ops import lookup
 from cute_ops.binding import Binding, bind
 from cute_ops.files import cache_dir, json_schema
-from cute_ops.jit.plan import Memory, compact, plan
-from cute_ops.jit.target import Target
-from cute_ops.jit.variant import VECTOR, Variant
+from cute_ops.jit.layout import Memory, compact
+from cute_ops.jit.variant import VECTOR
 from cute_ops.op import Op
 from cute_ops.shapes import ITEMSIZE, Array
 
-log = logging.getLogger("cute_ops")
 _LONGEST = 2000  # of an error's text, which repeats what is wrong
 ROWS = 4096  # what ``*`` stands for
 HEADER = "# Calls of cute_ops, for `python -m cute_ops build`. One a line: op, inputs, attributes.\n"
@@ -54,14 +50,6 @@ class Call:
     @property
     def op(self) -> Op:
         return lookup.find(self.name)
-
-    def variant(self, target: Target) -> Variant:
-        """What this call runs on a target.
-
-        Raises:
-            ValueError, TypeError: the op does not take such a call.
-        """
-        return plan(bind(self.op, self.inputs, self.attrs), self.memory, target, fixed=not self.dynamic).variant
 
     def __str__(self) -> str:
         words = [_word(self.name)]
@@ -166,39 +154,6 @@ def _word(name: str) -> str:
     return name if name.isprintable() and not set(name) & set(' #"') else _quoted(name)
 
 
-def variants(
-    calls: Iterable[Call], targets: Iterable[Target], skip: Callable[[str], None] = log.warning
-) -> list[Variant]:
-    """What the calls run on the targets, without doubles.
-
-    Args:
-        skip: is told what is left out, and of how many calls: those that a target has no kernel for, but another has.
-
-    Raises:
-        NotImplementedError: no target has a kernel for a call.
-        ValueError, TypeError: an op does not take such a call.
-    """
-    targets, found = list(targets), {}
-    reasons: dict[str, int] = {}
-    for call in calls:
-        refused: list[NotImplementedError] = []
-        for target in targets:
-            try:
-                variant = call.variant(target)
-            except NotImplementedError as error:
-                refused.append(error)
-                continue
-            found[variant.symbol] = variant
-        if refused and len(refused) == len(targets):
-            raise refused[0]
-        for refusal in refused:
-            reason = str(refusal).partition("\n")[0]
-            reasons[reason] = reasons.get(reason, 0) + 1
-    for reason, count in reasons.items():
-        skip(f"left out: {reason}" + (f" ({count} calls)" if count > 1 else ""))
-    return list(found.values())
-
-
 def _call(words: list[str], files: bool) -> Call:
     word, *rest = words
     name = json_schema.parse(word, str) if word.startswith('"') else word
@@ -236,35 +191,3 @@ def _call(words: list[str], files: bool) -> Call:
 
 def _differing(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in attrs.items() if name not in op.attrs or value != op.attrs[name]}
-
-
-class Recorder:
-    """Appends every new kind of call to a manifest, as soon as it is planned, so that a crash loses none.
-
-    Processes may share the file: a line is one write to its end.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._seen: set[str] = set()
-
-    def __call__(self, binding: Binding, memory: Mapping[str, Memory], variant: Variant) -> None:
-        if variant.symbol in self._seen:
-            return
-        self._seen.add(variant.symbol)
-        dynamic = bool(variant.static) and all(size is None for _, size in variant.static)
-        call = call_of(binding, memory, dynamic)
-        if call is None:
-            log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
-            return
-        try:
-            handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-            try:
-                # What was edited by hand may not end its last line, and who was killed may have written half of one.
-                size = os.fstat(handle).st_size
-                apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
-                os.write(handle, f"{apart}{call}\n".encode())
-            finally:
-                os.close(handle)
-        except OSError as error:
-            log.warning("cannot record into %s: %s", self._path, error)

@@ -1,0 +1,32 @@
+"""The rows of a call: how many bytes they are, and the same call with another number of them."""
+
+from __future__ import annotations
+
+import math
+
+from cute_ops.binding import Binding, bind, own_lead
+from cute_ops.shapes import ITEMSIZE, Array
+
+
+def bytes_moved(binding: Binding) -> int:
+    """The least bytes that a call reads and writes."""
+    read = [a for n, a in binding.inputs.items() if not binding.op.inputs[n].unread]
+    return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in (*read, *binding.outputs.values()) if a is not None)
+
+
+def lead_of(binding: Binding, rows: int) -> tuple[int, ...]:
+    """As many leading dims as a call has, with so many rows."""
+    lead = next((v for v in binding.dims.values() if isinstance(v, tuple)), ())
+    return (*(1,) * (len(lead) - 1), rows) if lead else ()
+
+
+def resized(binding: Binding, rows: int) -> Binding:
+    """The same call with another number of rows."""
+    op, lead, given = binding.op, lead_of(binding, rows), {}
+    for name, tensor in op.inputs.items():
+        array = binding.inputs[name]
+        if array is not None:
+            own = len(own_lead(tensor, array)) if tensor.broadcast else len(lead) if tensor.rows else 0
+            tail = array.shape[len(array.shape) - len(tensor.dims) :]
+            given[name] = Array((*lead[len(lead) - own :], *tail), array.dtype)
+    return bind(op, given, binding.attrs)

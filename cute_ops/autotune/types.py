@@ -1,0 +1,50 @@
+"""What the modules of tuning hand to each other: calls to measure, and what measuring them gave."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+from cute_ops.binding import Binding
+from cute_ops.config import Config
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.target import Target
+
+LEAST = 0.02  # the part of the heuristic's time that a winner must save
+
+
+class Trial(NamedTuple):
+    """A call to measure."""
+
+    binding: Binding
+    memory: Mapping[str, Memory]
+
+
+class Measurement(NamedTuple):
+    """What measuring some configs on calls of one class gave.
+
+    Attributes:
+        which: the index of the config that is fastest beyond doubt.
+        before: microseconds with the heuristic's config, by call.
+        after: microseconds with the fastest config, by call.
+        gain: the part of the time that the fastest saves; if the heuristic's stays, what the best other one promised.
+        refused: why a config gives wrong results, by index.
+        device: the GPU's name.
+    """
+
+    which: int
+    before: list[float]
+    after: list[float]
+    gain: float
+    refused: Mapping[int, str]
+    device: str
+
+
+class Bench(Protocol):
+    """Checks and times configs, the heuristic's first, on calls of one class."""
+
+    def measure(
+        self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float
+    ) -> Measurement: ...
+
+    def close(self) -> None: ...

@@ -1,0 +1,164 @@
+"""Which config a call runs with: the one that was measured to be fastest and remembered, or the heuristic's.
+
+A process decides once for each class of calls, so that the bits of a row stay the same while it runs.
+``CUTE_OPS_TUNE=0`` leaves every call to its heuristic. With ``CUTE_OPS_TUNE=1`` the first call of a class that nothing
+is remembered for is measured. ``CUTE_OPS_RECORD`` names a manifest to which every new kind of call is added.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache, partial
+
+from cute_ops import env
+from cute_ops.autotune import winners
+from cute_ops.autotune.winners import Winner
+from cute_ops.binding import Binding
+from cute_ops.config import Config
+from cute_ops.errors import message
+from cute_ops.files import file_lock
+from cute_ops.jit import cache as kernels
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import Plan, Signature, configured, signature
+from cute_ops.jit.target import Target
+from cute_ops.jit.variant import Variant
+
+# Every new size of a static dim is one more compile. From this many on, an op uses one kernel in which the dim is
+# dynamic.
+STATIC_LIMIT = 64
+
+_lock = file_lock.between_threads(threading.RLock)
+_static_seen: dict[str, set[tuple[int, ...]]] = {}
+_decided: dict[winners.Key, Config] = {}
+_planned: dict[str, set[winners.Key]] = {}  # by symbol: the classes of calls that run this kernel
+
+
+def choose(binding: Binding, memory: Mapping[str, Memory], target: Target, device: int | None = None) -> Plan:
+    """How a call of this program runs; records it where ``CUTE_OPS_RECORD`` asks for that.
+
+    Args:
+        binding: a checked call with concrete sizes.
+        memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
+        target: what the kernel is compiled for.
+        device: the GPU to measure on where ``CUTE_OPS_TUNE=1``; None where nothing can be measured.
+
+    Raises:
+        ValueError: a last dim that is not contiguous.
+        NotImplementedError: the target is older than the op's kernels.
+    """
+    specialize, record = _specialize(binding), _recorder()
+    call = signature(binding, memory, target, specialize)
+    chosen = _plan(call, None if device is None else partial(_measure, call, memory, target, device))
+    if record is not None:
+        record(binding, memory, chosen.variant)
+    return chosen
+
+
+def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:
+    """How a program on this machine would run a call: what to compile ahead. Neither measures nor records.
+
+    Takes and raises what :func:`choose` does; ``fixed`` says whether static dims are compile-time constants.
+    """
+    return _plan(signature(binding, memory, target, fixed), None)
+
+
+def target_of(binding: Binding, find: Callable[[], Target]) -> Target:
+    """The target that ``find`` gives, with an error that names the call.
+
+    Raises:
+        NotImplementedError: a GPU that no kernel is built for.
+    """
+    try:
+        return find()
+    except NotImplementedError as error:
+        problem = f"{str(error).removeprefix('cute_ops: ')}."
+        raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes)) from None
+
+
+def limit_static(count: int) -> None:
+    """Let each op have kernels for this many sizes of its static dims from now on, and forget those seen."""
+    global STATIC_LIMIT
+    STATIC_LIMIT = count
+    _static_seen.clear()
+
+
+def winners_of(symbols: Iterable[str]) -> list[Winner]:
+    """What this process decided for the calls that run these kernels: a bundle of them must bring it along, or another
+    process would choose other kernels.
+    """
+    keys = sorted({key for symbol in symbols for key in _planned.get(symbol, ()) if key in _decided})
+    return [Winner(call, dict(heuristic), _decided[call, heuristic]) for call, heuristic in keys]
+
+
+@contextmanager
+def as_shipped() -> Iterator[None]:
+    """Decide by the winners of this package alone, as on a machine where nothing was measured."""
+    global _decided
+    with _lock, winners.only_shipped():
+        before, _decided = _decided, {}
+        try:
+            yield
+        finally:
+            _decided = before
+
+
+def forget() -> None:
+    """Drop what this process holds in memory: loaded kernels, opened bundles, decisions. The disk keeps its files."""
+    kernels.forget()
+    with _lock:
+        winners.forget()
+        _decided.clear()
+        _planned.clear()
+
+
+def _specialize(binding: Binding) -> bool:
+    """Whether the static dims of this call are compile-time constants: until an op has seen too many of them."""
+    op = binding.op
+    values, seen = tuple(binding.dims[d] for d in op.static), _static_seen.setdefault(op.name, set())
+    if values not in seen and len(seen) >= STATIC_LIMIT:
+        return False
+    seen.add(values)
+    return True
+
+
+def _plan(call: Signature, measure: Callable[[], Config] | None) -> Plan:
+    """The plan of a call with the config that this process runs it with.
+
+    That is what was decided before, else what is remembered, else what ``measure`` finds now if the user asks for
+    that, else the heuristic's.
+    """
+    op = call.binding.op
+    heuristic = op.config(call.problem)
+    if not call.tunable:
+        return configured(call, heuristic)
+    key = winners.key_of(op, call.problem, heuristic)
+    if key not in _decided:
+        with _lock:
+            if key not in _decided:
+                mode = env.TUNE.read()
+                found = None if mode == "0" else winners.remembered(op, call.problem, heuristic, key)
+                if found is None and measure is not None and mode == "1":
+                    found = measure()
+                _decided[key] = dict(heuristic if found is None else found)
+    chosen = configured(call, _decided[key])
+    _planned.setdefault(chosen.variant.symbol, set()).add(key)
+    return chosen
+
+
+def _measure(call: Signature, memory: Mapping[str, Memory], target: Target, device: int) -> Config:
+    from cute_ops.autotune import tuner  # start-up time: few programs measure
+
+    return tuner.now(call, memory, target, device)
+
+
+@cache
+def _recorder() -> Callable[[Binding, Mapping[str, Memory], Variant], None] | None:
+    """Writes calls to the manifest that ``CUTE_OPS_RECORD`` names."""
+    path = env.RECORD.read()
+    if path is None:
+        return None
+    from cute_ops.recording import Recorder  # start-up time: few programs record
+
+    return Recorder(path)

@@ -1,0 +1,214 @@
+"""How the arrays of a call lie in memory, and as what tensors a kernel gets them.
+
+Kernels see a row-wise tensor either *flat*, compact and of any rank, or *strided*, with free strides on
+its leading dims. Leading dims that memory allows to merge are merged first (a view, never a copy), so
+that ``qkv[:, :, :h]`` costs no more than its strides force.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
+
+from cute_ops.binding import Binding, expanded_shape, own_lead
+from cute_ops.errors import message
+from cute_ops.jit.variant import VECTOR, TensorKey
+from cute_ops.op import Tensor
+from cute_ops.shapes import ITEMSIZE, Array
+
+
+class Memory(NamedTuple):
+    """Where an array lies: strides in elements and an address (or its alignment) in bytes."""
+
+    strides: tuple[int, ...]
+    address: int = 0
+
+
+class View(NamedTuple):
+    """How to pass an array: reinterpreted, without a copy, with this shape and these strides."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+class Layout(NamedTuple):
+    """The inputs and outputs of a call as its kernel gets them.
+
+    Attributes:
+        keys: what the kernel knows of each tensor, None for an absent one.
+        views: how to pass the arrays that are not passed as they are.
+    """
+
+    keys: dict[str, TensorKey | None]
+    views: dict[str, View]
+
+
+def compact(shape: Sequence[int]) -> tuple[int, ...]:
+    """The strides of a compact row-major array."""
+    return tuple(math.prod(shape[i + 1 :]) for i in range(len(shape)))
+
+
+def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, int | None]) -> Layout:
+    """Merge leading dims where memory allows it and describe every tensor.
+
+    Args:
+        binding: a checked call with concrete sizes.
+        memory: where each input lies; an input that is missing here, and every output, is compact and 16-byte aligned.
+        static: the sizes of dims that are compile-time constants; None for a dim that is dynamic.
+
+    Raises:
+        ValueError: the last dim of an input is not contiguous.
+    """
+    check_last_dim(binding, memory)
+    op = binding.op
+    views = _merge_leading(binding, memory) | _expanded(binding, memory)
+    keys: dict[str, TensorKey | None] = {}
+    for name, tensor in (*op.inputs.items(), *op.outputs.items()):
+        array = binding.inputs[name] if name in binding.inputs else binding.outputs[name]
+        if array is None:
+            keys[name] = None
+            continue
+        view = views.get(name)
+        shape = view.shape if view else array.shape
+        place = memory.get(name) or Memory(compact(shape))
+        sizes = [static.get(d.name) for d in tensor.dims]
+        known: list[int | None] = [None] * (len(shape) - len(sizes))
+        known += [None if size is None else d.factor * size for d, size in zip(tensor.dims, sizes, strict=True)]
+        strides = view.strides if view else place.strides
+        if tensor.dims:
+            keys[name] = tensor_key(name, array.dtype, shape, tuple(known), Memory(strides, place.address))
+        else:
+            keys[name] = _row_key(name, array.dtype, shape, tuple(known), strides)
+    return Layout(keys, views)
+
+
+def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
+    """Raise ValueError unless the last dim of every input is contiguous."""
+    for name, where in memory.items():
+        array = binding.inputs[name]
+        if array is None or not binding.op.inputs[name].dims:
+            continue
+        if array.shape[-1] > 1 and math.prod(array.shape) and where.strides[-1] != 1:
+            problem = (
+                f"argument `{name}` has stride {where.strides[-1]} in its last dim, expected 1. "
+                "Other dims may have any stride; call .contiguous() where you accept the copy."
+            )
+            raise ValueError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
+
+
+def tensor_key(
+    name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], where: Memory
+) -> TensorKey:
+    """What a kernel knows of a tensor with rows.
+
+    Args:
+        name: the tensor's name.
+        dtype: its dtype.
+        shape: its sizes in this call.
+        known: the sizes that are compile-time constants, None for the others.
+        where: its strides and its address.
+    """
+    # A dim of size 1 (or 0) is never stepped over: its stride says nothing.
+    stepped = [s for size, s in zip(shape[:-1], where.strides[:-1], strict=True) if size > 1]
+    flat = not _uneven(shape, where.strides)
+    strides = compact((2,) * (len(shape) - 1) + shape[-1:])[:-1] if flat else stepped
+    return TensorKey(
+        name=name, dtype=dtype, shape=known, layout="flat" if flat else "strided",
+        align=math.gcd(where.address, VECTOR),
+        row_align=math.gcd(VECTOR, *(s * ITEMSIZE[dtype] for s in strides)),
+    )  # fmt: skip
+
+
+def _row_key(
+    name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], strides: tuple[int, ...]
+) -> TensorKey:
+    """What a kernel knows of a tensor with one number per row: it is read alone, so alignment says nothing."""
+    kind: Literal["flat", "scattered"] = "scattered" if _uneven(shape, strides) else "flat"
+    return TensorKey(name, dtype, known, kind, align=ITEMSIZE[dtype], row_align=ITEMSIZE[dtype])
+
+
+def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
+    """The shapes of inputs that are compact with leading dims folded: into one, or where an input is shared by the
+    outer ones, into outer and inner ones.
+    """
+    given = {n: (t, a) for n, t in binding.op.inputs.items() if (a := binding.inputs[n]) is not None}
+    whole = next((binding.dims[t.rows] for t, _ in given.values() if t.rows), ())
+
+    def reach(tensor: Tensor, array: Array) -> int:
+        """How many of the last leading dims the array has; all of them where the others are ones."""
+        own = len(own_lead(tensor, array))
+        return len(whole) if math.prod(whole[: len(whole) - own]) == 1 else own
+
+    reached = {n: reach(t, a) for n, (t, a) in given.items() if t.rows}
+    cuts = sorted({k for k in reached.values() if k})
+
+    def lead(own: int) -> tuple[int, ...]:
+        edges = [0, *([k for k in cuts if k <= own] or [0])]
+        sizes = [math.prod(whole[len(whole) - b : len(whole) - a]) for a, b in pairwise(edges)]
+        return tuple(reversed(sizes))
+
+    return {
+        n: (*(lead(reached[n]) if t.rows else ()), *a.shape[len(a.shape) - len(t.dims) :])
+        for n, (t, a) in given.items()
+    }
+
+
+def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
+    """Views that merge leading dims where every row-wise input allows it; none where all are compact.
+
+    Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo how many they have.
+    """
+    op = binding.op
+    rows = {n: t for n, t in op.inputs.items() if t.rows and not t.broadcast and binding.inputs[n] is not None}
+    shapes = {n: tuple(binding.inputs[n].shape) for n in rows}  # type: ignore[union-attr]
+    strides = {n: memory[n].strides if n in memory else compact(shape) for n, shape in shapes.items()}
+    # A kernel's tensors have dims: one number for the one row of a vector becomes a row of one.
+    alone = not all(shapes.values())
+    if not alone and not any(_uneven(shapes[n], strides[n]) for n in rows):
+        return {}
+    lead = binding.dims[next(t.rows for t in rows.values() if t.rows)]
+    kept = [i for i, size in enumerate(lead) if size != 1]
+    groups: list[list[int]] = []
+    for i in kept:
+        previous = groups[-1][-1] if groups else None
+        if previous is not None and all(strides[n][previous] == strides[n][i] * lead[i] for n in rows):
+            groups[-1].append(i)
+        else:
+            groups.append([i])
+    groups = groups or [[]]
+    if len(groups) == len(lead):
+        return {}
+    merged = tuple(math.prod(lead[i] for i in g) for g in groups)
+
+    def view(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
+        tail = len(tensor.dims)
+        leading = tuple(strides[g[-1]] if g else math.prod(shape[-tail:]) for g in groups)
+        return View(merged + shape[len(shape) - tail :], leading + strides[len(strides) - tail :])
+
+    views = {}
+    for name, tensor in {**op.inputs, **op.outputs}.items():
+        array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
+        if array is not None and tensor.rows and not tensor.broadcast:
+            views[name] = view(tensor, tuple(array.shape), tuple(strides.get(name, compact(array.shape))))
+    return views
+
+
+def _expanded(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
+    """Views of inputs that broadcast along an inner leading dim: rows along it are one and the same."""
+    views = {}
+    for name, tensor in binding.op.inputs.items():
+        array = binding.inputs[name]
+        shape = expanded_shape(tensor, array, binding.dims) if array is not None and tensor.broadcast else None
+        if array is None or shape is None:
+            continue
+        strides = memory[name].strides if name in memory else compact(array.shape)
+        skipped = len(array.shape) - len(shape)
+        own = zip(array.shape[skipped:], shape, strides[skipped:], strict=True)
+        views[name] = View(shape, tuple(0 if size != wide else stride for size, wide, stride in own))
+    return views
+
+
+def _uneven(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+    return any(size > 1 and stride != tight for size, stride, tight in zip(shape, strides, compact(shape), strict=True))

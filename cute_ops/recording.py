@@ -1,0 +1,47 @@
+"""Recording: the calls that a program makes are appended to a manifest as they are planned."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from cute_ops.binding import Binding
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.variant import Variant
+from cute_ops.manifest import call_of
+
+log = logging.getLogger("cute_ops")
+
+
+class Recorder:
+    """Appends every new kind of call to a manifest, as soon as it is planned, so that a crash loses none.
+
+    Processes may share the file: a line is one write to its end.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._seen: set[str] = set()
+
+    def __call__(self, binding: Binding, memory: Mapping[str, Memory], variant: Variant) -> None:
+        if variant.symbol in self._seen:
+            return
+        self._seen.add(variant.symbol)
+        dynamic = bool(variant.static) and all(size is None for _, size in variant.static)
+        call = call_of(binding, memory, dynamic)
+        if call is None:
+            log.warning("not recorded: no module holds the declaration of %s", binding.op.name)
+            return
+        try:
+            handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                # What was edited by hand may not end its last line, and who was killed may have written half of one.
+                size = os.fstat(handle).st_size
+                apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
+                os.write(handle, f"{apart}{call}\n".encode())
+            finally:
+                os.close(handle)
+        except OSError as error:
+            log.warning("cannot record into %s: %s", self._path, error)
