@@ -1,4 +1,4 @@
-"""Kernels of cute_ops: look whether all is there, compile them ahead, ship them, write your own."""
+"""Check an installation, compile kernels ahead of time, ship them, tune them, and work on kernels of your own."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def cache_clear() -> None:
 
 
 def main() -> None:
-    """A file that cannot be read or written is one line, not a traceback."""
+    """Run the command line. A file that cannot be read or written gives one line instead of a traceback."""
     try:
         app()
     except OSError as error:

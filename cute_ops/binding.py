@@ -1,7 +1,7 @@
-"""Arguments + declaration -> dims, dtypes and output specs.
+"""Binding: checks the arguments of a call against the declaration and gives dims, dtypes and output shapes.
 
-Works on shapes and dtype names alone, so that fake kernels, abstract evaluation and real calls share
-it. Dims may be symbolic (torch ``SymInt``, JAX symbolic dims): they are only compared and passed on.
+It works on shapes and dtype names alone, so fake kernels, abstract evaluation and real calls share it. Dims may be
+symbolic (torch ``SymInt``, JAX symbolic dims): they are only compared and passed on.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Binding(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """No output has an element: nothing to launch."""
+        """Whether an output has no element, so that there is nothing to launch."""
         return any(0 in a.shape for a in self.outputs.values() if a is not None)
 
     def shape(self, tensor: Tensor) -> tuple[Any, ...]:
@@ -127,7 +127,7 @@ def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[st
 
 
 def _check_broadcast(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
-    """Its leading dims are the last ones of the op's, or ones. Known once all other inputs are bound."""
+    """Check that leading dims are the last ones of the op, or 1. This needs all other inputs to be bound."""
     whole = dims[tensor.rows or ""]
     lead = own_lead(tensor, array)
     if len(lead) > len(whole) or any(
@@ -151,7 +151,7 @@ def expanded_shape(tensor: Tensor, array: Array, dims: Mapping[str, Any]) -> tup
 
 
 def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
-    """The leading dims that a tensor has itself: ones in front broadcast like missing dims."""
+    """The leading dims of a tensor, without those of size 1 in front: they broadcast like missing dims."""
     lead = tuple(array.shape[: len(array.shape) - len(tensor.dims)])
     if tensor.broadcast:
         while lead and lead[0] == 1:
@@ -180,7 +180,7 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
             )
         if kind is int and not -INT64 <= value < INT64:
             raise fail(ValueError, f"attribute `{name}` is {value}, expected a number of 64 bits.")
-        # No zero is negative: it equals the other one, whose kernel would be found for it.
+        # -0.0 equals 0.0, so both would find the same kernel: only 0.0 is used.
         full[name] = value + 0.0 if kind is float else kind(value)
     return full
 

@@ -1,7 +1,7 @@
-"""Declarations by name: ours, and those of a user's module or file.
+"""Finds ops by name: ours, and those of a user's module or file.
 
-``rmsnorm`` is one of ours; ``package.module:name`` and ``path/to/file.py:name`` are what a module binds to
-that name; ``.grad`` after it is its gradient.
+``rmsnorm`` is one of ours. ``package.module:name`` and ``path/to/file.py:name`` are ops that a module or file binds to
+that name. ``.grad`` behind a name means the gradient.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from cute_ops.op import Op
 @cache
 def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
-    from cute_ops.ops import OPS, PARTS
+    from cute_ops.ops import OPS, PARTS  # start-up time: a program of one's own op needs none of ours
 
     return {op.name: op for forward in (*OPS, *PARTS) for op in (forward, forward.grad) if op}
 
 
 def find(name: str) -> Op:
-    """The declaration of a name.
+    """The op of a name.
 
     Raises:
-        ValueError: there is none; says which there are.
+        ValueError: there is none; the error lists those that there are.
     """
     if ":" not in name:
         if name not in ours():
@@ -60,7 +60,7 @@ def find_all(name: str) -> list[Op]:
 
 
 def of_module(module: ModuleType) -> dict[str, Op]:
-    """What a module binds to names of its own."""
+    """The ops that a module binds, by name."""
     return {name: value for name, value in vars(module).items() if isinstance(value, Op)}
 
 
@@ -70,10 +70,10 @@ def place(op: Op) -> str | None:
         return op.name
     program = sys.modules.get("__main__")  # (multiprocessing gives it a second name)
     modules = [(where, module) for where, module in list(sys.modules.items()) if module is not program]
-    # The program comes last: what it imports by name is found without running it.
+    # The program itself comes last: another process could import it only by running it.
     for where, module in (*modules, (getattr(program, "__file__", None), program)):
         for name, value in list(getattr(module, "__dict__", {}).items()) if where else ():
-            # By its type: to ask an object for its class may run code of it, warnings for one.
+            # By type(value): isinstance may run an object's own code, for instance one that warns.
             if issubclass(type(value), Op) and op in (value, value.grad):
                 return f"{where}:{name}{'' if value is op else '.grad'}"
     return None
@@ -100,10 +100,10 @@ def load(place: str) -> ModuleType:
         try:
             spec.loader.exec_module(module)
         except BaseException:
-            sys.modules.pop(path.stem, None)  # half of it must not be found the next time
+            sys.modules.pop(path.stem, None)  # a half-initialized module must not be found next time
             raise
         return module
-    except (Exception, SystemExit) as error:  # somebody else's module may raise anything, and a script ends itself
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, and a script may call sys.exit
         text = str(error) if isinstance(error, (ImportError, OSError)) else f"{type(error).__name__}: {error}"
         raise ValueError(f"cannot import {place}: {text}") from error
 

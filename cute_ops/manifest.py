@@ -1,4 +1,4 @@
-"""Manifests: the calls that a program makes, one a line, as text that people read and write.
+"""Manifests: the calls that a program makes, one per line, as text that people read and write.
 
     rmsnorm x:bfloat16[*,4096] weight:float32[4096] eps=1e-05
     silu_mul gate:bfloat16[8,2048,1024]/strides=4194304,2048,1/align=16 up:bfloat16[8,2048,1024]

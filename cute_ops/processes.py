@@ -1,12 +1,11 @@
-"""Processes that answer requests: how the compiler's and the measuring one are started, asked and ended.
+"""Subprocesses that answer requests: how those that compile and measure are started, asked and ended.
 
-A request is one line of JSON on the process's stdin and has a number, which every answer on its stdout repeats: an
-answer that an interrupt left behind is never taken for another request's. A process that was interrupted is ended, too.
+A request is one line of JSON on the subprocess's stdin. It has a number, which every answer on stdout repeats, so that
+an answer to an interrupted request is never taken for that of a later one. An interrupted subprocess is killed.
 
-It starts isolated, by running this file: nothing is imported from the working directory, and ``cute_ops`` is the one
-that asks. Only then does it take over the asker's ``sys.path``, with each request. It leaves when it has nothing to do,
-when the asker dies, and when a request takes too long: then by a signal, which also ends compiled code that holds the
-GIL.
+The subprocess runs this file, isolated: it imports nothing from the working directory, and the client's own
+``cute_ops``. Each request brings the client's ``sys.path``. The subprocess ends when it has been idle for a while, when
+the client dies, and when a request takes too long; then by a signal, which also ends compiled code that holds the GIL.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from typing import Any
 from weakref import WeakSet
 
 _LOG_TAIL = 4000
-_GRACE_SECONDS = 5.0  # the asker's own clock comes first: its error says more
+_GRACE_SECONDS = 5.0  # the client's timeout comes first: its error says more
 _LONGEST_SECONDS = 1e8  # about what the system's timers can hold
-_LOOK_SECONDS = 1.0  # at whether the process lives: its own children may hold its pipes open
+_LOOK_SECONDS = 1.0  # between checks that the subprocess lives: its own children may hold its pipes open
 
 _all: WeakSet[Process] = WeakSet()
 
 
 class Ended(RuntimeError):
-    """A process that ended before it had answered: how, as a verb's phrase, and in ``log`` the last it said."""
+    """A subprocess ended before it answered. The text says how, beginning with a verb; ``log`` is its last output."""
 
     def __init__(self, how: str, log: str = "") -> None:
         super().__init__(how)
@@ -43,16 +42,16 @@ class Ended(RuntimeError):
 
 
 class Silent(Ended):
-    """A process that did not answer in time, and was ended."""
+    """A subprocess did not answer in time and was killed."""
 
 
 class Process:
-    """One process, started when it is first asked and again where it has left or died; one request at a time.
+    """One subprocess. A request starts it if it does not run; it takes one request at a time.
 
     Args:
-        module: of this package; its ``serve(*arguments)`` runs there.
-        arguments: text.
-        variables: what differs from this process's environment.
+        module: the module of this package whose ``serve(*arguments)`` runs in the subprocess.
+        arguments: of ``serve``.
+        variables: environment variables that it gets besides those of this process.
     """
 
     def __init__(self, module: str, *arguments: str, **variables: str) -> None:
@@ -67,15 +66,15 @@ class Process:
     def ask(
         self, request: Mapping[str, Any], seconds: float, progress: Callable[[dict[str, Any]], object] | None = None
     ) -> dict[str, Any]:
-        """The answer to a request. Hold ``lock`` meanwhile.
+        """The answer to a request. The caller holds ``lock``.
 
         Args:
-            request: what JSON can hold.
+            request: values that JSON can hold.
             seconds: the longest wait for the answer, or for the next step.
-            progress: is told the steps before it.
+            progress: called with each step that comes before the answer.
 
         Raises:
-            Ended: it died or could not be started.
+            Ended: the subprocess died or could not be started.
             Silent: it took too long.
         """
         self._number += 1
@@ -83,9 +82,9 @@ class Process:
         line = json.dumps(whole).encode() + b"\n"
         try:
             answer = self._exchange(line, seconds, progress)
-            if answer is None:  # it left, having had nothing to do, just as it was asked
+            if answer is None:  # it ended for idleness just before it read the request
                 answer = self._exchange(line, seconds, progress)
-        except BaseException as error:  # an interrupt, too: nobody waits any more for what it may say
+        except BaseException as error:  # interrupts too: an answer that still comes would be read by nobody
             self.stop()
             if isinstance(error, OSError) and error.errno == errno.EBADF:
                 raise Ended(
@@ -97,7 +96,7 @@ class Process:
         return answer
 
     def running(self) -> bool:
-        """Whether it runs, for this user: a program that has given up its rights must not ask one that has them."""
+        """Whether it runs as this user: a program that dropped privileges must not use a subprocess that has them."""
         return self._process is not None and self._process.poll() is None and self._user == os.geteuid()
 
     def stop(self) -> None:
@@ -105,14 +104,14 @@ class Process:
         process, self._process = self._process, None
         if process is None:
             return
-        # What is another user's now leaves when its pipes are closed; a driver that hangs keeps even a killed process.
+        # Another user's cannot be killed, but ends when its pipes close. A hanging driver keeps killed processes alive.
         with suppress(PermissionError, subprocess.TimeoutExpired):
             process.kill()
             process.wait(_GRACE_SECONDS)
         _close(process)
 
     def kill(self) -> None:
-        """End it from another thread than the one that asks, which gets an error."""
+        """Kill it from another thread; the thread that waits for an answer gets an error."""
         if (process := self._process) is not None:
             process.kill()
 
@@ -121,7 +120,7 @@ class Process:
         return self._log.decode(errors="replace")
 
     def forget(self) -> None:
-        """In a forked child: process and pipes are the parent's, and so is whoever held the lock."""
+        """In a forked child: drop the subprocess, the pipes and the lock, which belong to the parent."""
         process, self._process = self._process, None
         self.lock = threading.Lock()
         if process is not None:
@@ -131,7 +130,7 @@ class Process:
     def _exchange(
         self, line: bytes, seconds: float, progress: Callable[[dict[str, Any]], object] | None
     ) -> dict[str, Any] | None:
-        """Send a request and wait for its answer; None where the process left of itself and has not taken it."""
+        """Send a request and wait for its answer; None if the subprocess ended on its own before it read it."""
         process = self._process
         if process is None or not self.running():
             process = self._start()
@@ -146,7 +145,7 @@ class Process:
             if not ready and process.poll() is not None:
                 self._ended(process, taken)
                 return None
-            # What has come counts, also where this process was itself stopped meanwhile.
+            # An answer that has arrived counts, even if this process was stopped past the deadline.
             if left <= 0 and stdout not in ready:
                 raise Silent(f"gave no answer within {seconds:.0f} s", self.log())
             if stdin in ready:
@@ -154,7 +153,7 @@ class Process:
                     line = line[os.write(stdin, line) :]
                     if line:
                         ready.discard(stdin)
-                if stdin in ready:  # all is sent, or nobody reads
+                if stdin in ready:  # all is sent, or the pipe is broken
                     poll.unregister(stdin)
             if stderr in ready and not self._hear(stderr):
                 poll.unregister(stderr)
@@ -188,7 +187,7 @@ class Process:
             *self._arguments,
         ]  # fmt: skip
         try:
-            # A session of its own: an interrupt from the terminal is the asker's to handle.
+            # A session of its own: interrupts from the terminal go to the client alone.
             self._process = subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment,
                 bufsize=0, cwd=_working_directory() or "/", start_new_session=True,
@@ -201,7 +200,7 @@ class Process:
         return self._process
 
     def _ended(self, process: subprocess.Popen[bytes], taken: bool) -> None:
-        """Raise unless the process left of itself, before it had taken the request."""
+        """Raise unless the subprocess ended on its own before it read the request."""
         if process.stderr is not None:
             poll = select.poll()
             poll.register(process.stderr, select.POLLIN)
@@ -247,7 +246,7 @@ os.register_at_fork(after_in_child=_forget_all)
 def search_path() -> list[str]:
     """``sys.path``, as a process in another working directory needs it."""
     here = _working_directory()
-    # What is no text, the import system passes over as well; what is relative leads nowhere from a folder that is gone.
+    # The import system skips entries that are no text, too. Relative ones mean nothing if the working folder is gone.
     entries = [entry for entry in sys.path if isinstance(entry, str) and (here or entry.startswith("/"))]
     return [str(Path(here, entry)) for entry in entries]
 
@@ -272,7 +271,7 @@ def interpreter() -> str:
 
 
 def _working_directory() -> str:
-    """Empty where it is gone or cannot be read."""
+    """The working directory; empty if it is gone or cannot be read."""
     try:
         return str(Path.cwd())
     except OSError:
@@ -285,15 +284,15 @@ def _working_directory() -> str:
 def requests(idle_seconds: float) -> Iterator[tuple[dict[str, Any], Callable[..., None]]]:
     """The requests on stdin, each with the function that answers it: ``say(**answer)``, or ``say(step=True, **step)``.
 
-    What is printed goes to the log. Ends after a time without requests, and when the asker has gone.
+    Printed text goes to the log. Ends after ``idle_seconds`` without requests, and when the client has gone.
     """
     answers = os.dup(1)
     os.dup2(2, 1)
-    # A parent that ignores them passes that on: no tool's exit code would be seen, no limit kept.
+    # Ignored signals are inherited: without their defaults, exit codes are lost and time limits do not work.
     for number in (signal.SIGCHLD, signal.SIGALRM, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
-    threading.Thread(target=_leave_with_the_asker, name="cute_ops-watch", daemon=True).start()
+    threading.Thread(target=_end_with_the_client, name="cute_ops-watch", daemon=True).start()
     poll = select.poll()
     poll.register(0, select.POLLIN)
     received = b""
@@ -315,15 +314,15 @@ def requests(idle_seconds: float) -> Iterator[tuple[dict[str, Any], Callable[...
             while line:
                 line = line[os.write(answers, line) :]
 
-        say(step=True)  # the request is taken: it must not be sent to another process
+        say(step=True)  # the request is being worked on: the client must not send it to another subprocess
         yield request, say
 
 
-def _leave_with_the_asker() -> None:
-    """End the process once nobody can ask any more, whatever it is doing."""
+def _end_with_the_client() -> None:
+    """End this process when the client has gone, whatever it is doing."""
     # A signal at the parent's death (PR_SET_PDEATHSIG) would come when the thread ends that started this process.
     poll = select.poll()
-    poll.register(0, 0)  # a hang-up is told always
+    poll.register(0, 0)  # poll reports hang-ups without being asked
     poll.poll()
     os._exit(0)
 

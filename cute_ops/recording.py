@@ -16,9 +16,9 @@ log = logging.getLogger("cute_ops")
 
 
 class Recorder:
-    """Appends every new kind of call to a manifest, as soon as it is planned, so that a crash loses none.
+    """Appends every new kind of call to a manifest as soon as it is planned, so that a crash loses none.
 
-    Processes may share the file: a line is one write to its end.
+    Several processes may share the file: a line is appended by a single write.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,7 +37,7 @@ class Recorder:
         try:
             handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                # What was edited by hand may not end its last line, and who was killed may have written half of one.
+                # The last line may lack its end: the file was edited by hand, or a process was killed while it wrote.
                 size = os.fstat(handle).st_size
                 apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""
                 os.write(handle, f"{apart}{call}\n".encode())

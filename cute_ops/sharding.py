@@ -1,8 +1,7 @@
-"""Which dims of a call devices may share, from the declaration.
+"""Which dims of a call may be split over devices; this follows from the declaration.
 
-A *factor* is a dim that may be cut: a leading dim, or one that the declaration calls ``parallel``. All other dims come
-whole to every device. What a declaration says is enough: an input without a factor is shared by its slices, and the
-gradient of such an input is the sum of what the slices give.
+A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel``. Every device gets
+all of any other dim. An input without a factor is replicated, and its gradient is the sum of the devices' gradients.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ Factors = Mapping[str, tuple[str | None, ...]]
 
 
 def factors(binding: Binding, split: bool = False) -> Factors:
-    """The factor of every dim of every array that is there, None where it must come whole.
+    """The factor of every dim of every present array; None for a dim that may not be split.
 
     Args:
         binding: the call.
-        split: name the dim that the declaration splits, too.
+        split: whether to name the dim of the declaration's ``split``, too.
     """
     op = binding.op
     arrays = {**binding.inputs, **binding.outputs}
@@ -33,7 +32,7 @@ def factors(binding: Binding, split: bool = False) -> Factors:
 
 
 def sums(op: Op, output: str) -> bool:
-    """Whether an output is the gradient of an input that rows share, so that slices of rows give parts of a sum."""
+    """Whether an output is the gradient of an input that all rows share: slices of the rows then give partial sums."""
     source = op.inputs.get(output.removeprefix("d"))
     return output.startswith("d") and source is not None and source.rows is None
 

@@ -1,6 +1,6 @@
 """Inputs, expected results and the tolerance rule, for tests and ``verify``.
 
-Inputs are NumPy arrays. Everything else takes NumPy arrays or a framework's, on whatever device they lie.
+Inputs are NumPy arrays. All other functions take NumPy arrays or those of a framework, on any device.
 
 The rule: an element may differ from the float64 reference by at most twice what the reference itself loses
 when it runs in the inputs' dtypes with float32 arithmetic. That loss is one unit in the last place of the

@@ -1,6 +1,6 @@
-"""Writing bundles (:mod:`cute_ops.jit.bundle`): calls are compiled for targets, without a GPU, all or nothing.
+"""Builds bundles (:mod:`cute_ops.jit.bundle`): compiles calls for targets, without a GPU.
 
-The same manifest, targets and versions give the same bytes.
+If one kernel fails, nothing is written. The same manifest, targets and versions give the same bytes.
 """
 
 from __future__ import annotations
@@ -38,8 +38,11 @@ def build(
     """Compile calls for targets, without a GPU, and write the bundle; nothing is written where one fails.
 
     Args:
-        done: is told of every kernel.
-        skip: is told what a target has no kernel for.
+        calls: what to compile.
+        targets: for what.
+        where: the bundle's folder.
+        done: called after every kernel.
+        skip: called with a line of text on calls that a target has no kernel for.
 
     Returns:
         One entry a kernel; those with an error did not compile.
@@ -51,7 +54,7 @@ def build(
     folder_swap.check_replaceable(where, files, "bundle")
     built = cache.build_all(variants_of(calls, targets, skip), done)
     there = {one.variant.symbol for one in built}
-    # An installed bundle is asked for kernels by programs that have not read its tuning.
+    # A program that finds an installed bundle has not read its winners: it needs the kernels of our own configs, too.
     with dispatch.as_shipped():
         built += cache.build_all(v for v in variants_of(calls, targets, log.debug) if v.symbol not in there)
     if not any(one.error for one in built):
@@ -60,7 +63,7 @@ def build(
 
 
 def variant_of(call: Call, target: Target) -> Variant:
-    """What a call runs on a target, with the config that a program on this machine would choose.
+    """The kernel that a call runs on a target, with the config that a program on this machine would choose.
 
     Raises:
         ValueError, TypeError: the op does not take such a call.
@@ -73,10 +76,10 @@ def variant_of(call: Call, target: Target) -> Variant:
 def variants_of(
     calls: Iterable[Call], targets: Iterable[Target], skip: Callable[[str], None] = log.warning
 ) -> list[Variant]:
-    """What the calls run on the targets, without doubles.
+    """The kernels that the calls run on the targets, without duplicates.
 
     Args:
-        skip: is told what is left out, and of how many calls: those that a target has no kernel for, but another has.
+        skip: called with a line of text on calls that one target has no kernel for, but another has.
 
     Raises:
         NotImplementedError: no target has a kernel for a call.
@@ -163,7 +166,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
 
 
 def _licenses() -> dict[str, bytes]:
-    """Of our kernels, of the compiler that made the code around them, and of TVM-FFI, whose interface they have."""
+    """The licenses of our kernels, of the compiler and of TVM-FFI: code of all three is in the objects."""
     found = {}
     for distribution in ("cute-ops", toolchain.DSL, toolchain.TVM_FFI):
         try:

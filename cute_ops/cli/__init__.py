@@ -1,4 +1,4 @@
-"""The command line, one module a subject. Nothing else imports it."""
+"""The command line: one module per group of commands."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def targets(arches: list[str] | None) -> list[Target]:
 
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[Built], None]]:
-    """A bar that a callback moves on by one; it says what was last and what failed."""
+    """A progress bar; the callback advances it by one kernel, names that kernel and prints its error."""
     columns = (
         TextColumn(what),
         BarColumn(),

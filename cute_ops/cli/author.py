@@ -1,4 +1,4 @@
-"""For whoever writes kernels: is it right, how fast is it, what did the compiler make of it."""
+"""Commands for authors of kernels: ``verify``, ``bench`` and ``inspect``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NOT_SWEPT = {"sorted_embedding_bwd": "its tokens must be sorted; tests/torch/tes
 
 
 class CompiledKernel(NamedTuple):
-    """One kernel of a variant, as the compiler made it."""
+    """One compiled kernel of a variant."""
 
     name: str
     threads: int
@@ -55,7 +55,7 @@ def inspect(
     without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for PTX, SASS and cubin.")] = None,
 ) -> None:
-    """Show what kernels take and how they reach memory; needs no GPU.
+    """Show registers, shared memory and memory accesses of kernels; needs no GPU.
 
     Example: python -m cute_ops inspect rmsnorm --n 4096 --n 50257 --arch sm_80,sm_90a -o out/
 
@@ -205,7 +205,7 @@ def bench(
             rows = max((256 << 20) // (size * 4), 1)
             try:
                 found = measure.measure(declaration, example(declaration, dtype, rows, size, ["bias"], strict=False))
-            except Exception as error:  # one length without a kernel should not hide the others
+            except Exception as error:  # the other lengths are measured even if one has no kernel
                 console.print(
                     f"{declaration.name} n={size}: {type(error).__name__}: {error}", style="red", markup=False
                 )

@@ -1,4 +1,4 @@
-"""Recording what a program runs, compiling it ahead, shipping it."""
+"""Commands that record the calls of a program, compile them ahead of time and ship the kernels."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def record(
 ) -> None:
     """Run a program and write down the calls it makes: the manifest to build or warm up from.
 
-    The same as CUTE_OPS_RECORD=manifest.txt in the program's environment, but sorted and without doubles at the end.
+    The same as CUTE_OPS_RECORD=manifest.txt in the program's environment, but sorted and without duplicates at the end.
     Kernels run on a GPU only; under JAX a program may be lowered for one elsewhere: CUTE_OPS_ARCH=sm_90a.
 
     Example: python -m cute_ops record -o train.txt -- python train.py
@@ -56,7 +56,7 @@ def model(
     config: Annotated[Path, typer.Argument(help="A model's config.json, as Hugging Face has it.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The manifest to write.")] = Path("manifest.txt"),
     dtype: Annotated[str, typer.Option(help=f"Dtype of the activations: {', '.join(FLOATS)}.")] = "",
-    train: Annotated[bool, typer.Option(help="Gradients, too.")] = False,
+    train: Annotated[bool, typer.Option(help="Also the gradients and the loss.")] = False,
 ) -> None:
     """Write the manifest of a model from its configuration; nothing is downloaded and no model is built.
 

@@ -1,4 +1,4 @@
-"""Measuring which tiles are fastest on this GPU."""
+"""The command that measures which configs are fastest on this GPU."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def tune(
         list[int] | None, typer.Option("--n", help="Sizes of OP's last dim; repeat. Default: its cases'.")
     ] = None,
     rows: Annotated[int | None, typer.Option(help="Rows of OP. Default: as many as make 256 MB.")] = None,
-    least: Annotated[float, typer.Option(help="A winner takes less than the heuristic's time by this part.")] = 0.02,
-    anew: Annotated[bool, typer.Option("--anew", help="Measure also what is remembered.")] = False,
+    least: Annotated[float, typer.Option(help="The part of the heuristic's time that a winner must save.")] = 0.02,
+    anew: Annotated[bool, typer.Option("--anew", help="Also measure calls that a winner is remembered for.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to add winners to. Default: the cache folder's tuning.json")
     ] = None,
     allow_files: AllowFiles = False,
 ) -> None:
-    """Measure on this GPU which tiles run calls fastest, and remember them; gradients come along.
+    """Measure on this GPU which config is fastest for calls of an op and its gradient, and remember it.
 
-    Every op has a heuristic, which suffices without this. Of the candidates that an op declares, those that fit the SM
-    are compiled, checked against float64, and take turns on cold buffers in CUDA graphs. A winner must beat the
-    heuristic in new samples, beyond chance, and on no call of its class be slower.
+    Without this every op runs with its heuristic's config. The configs of the op's search space that fit the SM are
+    compiled, checked against float64, and timed in turns on cold buffers in CUDA graphs. A winner must beat the
+    heuristic in new samples, by more than chance, and be slower on no call of its class.
 
     Example: python -m cute_ops tune rmsnorm --n 4096 --n 8192
 
@@ -63,7 +63,7 @@ def tune(
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
         fail(error)
     if not any(trial.binding.op.space for trial in trials):
-        fail(f"{', '.join(what)}: no candidates are declared, see `tuning` of cute_ops.Op")
+        fail(f"{', '.join(what)}: no search space is declared, see `tuning` of cute_ops.Op")
     if find_spec("torch") is None or not target.device_count():
         fail("tuning needs a GPU, and PyTorch to measure with")
     columns = TextColumn("tune:"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
@@ -83,7 +83,7 @@ def tune(
                 outcomes.append(outcome)
                 if outcome.problem:
                     console.print(f"{outcome.winner.call}: {outcome.problem}", style="red", markup=False)
-                else:  # at once: what is measured should outlive an interruption
+                else:  # at once, so that an interruption loses no measurement
                     winners.remember([outcome.winner], out)
         except CacheError as error:
             fail(error)

@@ -1,6 +1,6 @@
-"""The user's private folder: where it is, whether it can be trusted, whole writes, locks, which kernels are in use.
+"""The cache folder: where it is, whether it can be trusted, atomic writes, locks, and which kernels are in use.
 
-It holds native code, so a folder that others can write is refused.
+The folder holds native code, so one that others can write is refused.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def folder() -> Path:
 
 @cache
 def _without_home() -> Path:
-    """Where kernels are kept for a user whom the system knows no home of, as in many containers."""
+    """The cache folder of a user without a home directory, as in many containers."""
     where = Path(tempfile.gettempdir(), f"cute_ops-{os.geteuid()}")
     log.warning(
         "HOME is not set and user %d has no home: kernels are kept in %s; CUTE_OPS_CACHE_DIR sets another folder",
@@ -81,7 +81,7 @@ def check_trusted(where: Path) -> None:
 
 
 def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write aside, flush and rename: a reader sees all of it or nothing, also after the power has failed."""
+    """Write a temporary file, flush it and rename it: readers see all of it or nothing, even after a power failure."""
     handle, temporary = file_lock.new_file(path.parent, "cute_tmp-")
     try:
         with os.fdopen(handle, "wb") as file:
@@ -97,7 +97,7 @@ def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
 
 
 def sync_folder(where: Path) -> None:
-    """Put the names in a folder on the disk, where its file system can do that."""
+    """Flush a folder's entries to disk, if its file system can do that."""
     handle = os.open(where, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(handle)
@@ -121,7 +121,7 @@ def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
         yield False
         return
     if not held:
-        log.warning("the lock of %s is not to be had in %s: going on without it", name, where)
+        log.warning("could not acquire the lock for %s in %s; continuing without it", name, where)
     try:
         yield True
     finally:
@@ -129,16 +129,16 @@ def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
 
 
 def sweep(where: Path) -> None:
-    """Delete what processes left that were killed."""
+    """Delete the temporary files of processes that were killed."""
     staging.sweep(where)
     for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
         file_lock.remove_abandoned(path)
 
 
 class Use:
-    """Which kernels of a folder are in use: one file a process, locked while it lives, one symbol a line.
+    """Which kernels of a folder are in use: each process keeps a locked file there, with one symbol per line.
 
-    Deleting a file that is mapped does no harm on a local disk, but over NFS the mapping dies with it.
+    On a local disk a mapped file may be deleted; over NFS the mapping would break, so kernels in use are kept.
     """
 
     def __init__(self) -> None:
@@ -160,7 +160,7 @@ class Use:
             pass  # a full disk: at worst a kernel is compiled again
 
     def everywhere(self, where: Path) -> set[str]:
-        """What living processes use."""
+        """The symbols that living processes use."""
         sweep(where)
         symbols: set[str] = set()
         with opened(where) as folder:

@@ -1,7 +1,7 @@
-"""Locks on files, kept by the operating system: a holder that dies, by whatever, has let go.
+"""File locks that the operating system keeps: a lock is free as soon as its holder dies.
 
-``flock`` works across processes and threads, and over NFS. Nothing here looks at a clock. A forked child holds nothing
-that its parent held, neither these nor the locks between threads that are made here.
+``flock`` works between processes and threads, and over NFS. No lock expires by a clock. A forked child holds none of
+its parent's locks, neither these nor the thread locks that are made here.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ _handles: set[int] = set()  # files of locks that this process holds or tries
 
 
 def between_threads(make: Callable[[], Any] = threading.Lock) -> Any:
-    """A lock between threads, free in a forked child, where the thread that held it is not."""
+    """A thread lock that is free in a forked child, since the thread that held it does not exist there."""
     lock = make()
-    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # as the standard library's own locks
+    os.register_at_fork(after_in_child=lock._at_fork_reinit)  # as the standard library does for its own
     return lock
 
 
 @contextmanager
 def exclusive(path: Path, timeout: float) -> Iterator[bool]:
-    """Hold the lock named by a file, which is gone afterwards.
+    """Hold the lock that a file stands for; the file is deleted afterwards.
 
     Yields:
-        False where there is no such lock: another holds it for longer than ``timeout`` seconds, or the file
-        system has none. Work goes on without it; what a lock saves is doing it twice.
+        False if the lock could not be acquired: it was held for longer than ``timeout`` seconds, or the file system
+        has no locks. Callers then continue without it: at worst some work is done twice.
 
     Raises:
         OSError: the file cannot be made.
@@ -54,14 +54,14 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
         elif _is(trial, path):
             handle = trial
         else:
-            _close(trial)  # its last holder has deleted it: this lock excludes nobody
+            _close(trial)  # its last holder deleted the file, so this lock would exclude no other process
     if handle is None:
         yield False
         return
     try:
         yield True
     finally:
-        if handle in _handles:  # else this is a child that was forked meanwhile
+        if handle in _handles:  # not in a child that was forked in between
             with suppress(OSError):
                 path.unlink(missing_ok=True)
             _close(handle)
@@ -73,7 +73,7 @@ def _close(handle: int) -> None:
 
 
 def _let_go() -> None:
-    """In a forked child: its copies of the handles would hold the locks when the parent has died."""
+    """In a forked child: close its copies of the handles, which would keep the locks when the parent has died."""
     while _handles:
         os.close(_handles.pop())
 
@@ -82,7 +82,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def new_file(where: Path, prefix: str) -> tuple[int, Path]:
-    """A new file in a folder, open and locked: :func:`remove_abandoned` takes it away once this process is dead.
+    """A new file in a folder, open and locked: :func:`remove_abandoned` deletes it once this process is dead.
 
     Raises:
         OSError: the file cannot be made.
@@ -92,11 +92,11 @@ def new_file(where: Path, prefix: str) -> tuple[int, Path]:
         acquire(handle)
         if _is(handle, Path(name)):
             return handle, Path(name)
-        os.close(handle)  # someone took it for abandoned before it was locked
+        os.close(handle)  # another process deleted it as abandoned before it was locked
 
 
 def acquire(handle: int) -> bool | None:
-    """Lock an open file for this process, without waiting; False where another holds it, None without locks."""
+    """Lock an open file without waiting; False if another process holds it, None if the file system has no locks."""
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -105,15 +105,13 @@ def acquire(handle: int) -> bool | None:
 
 
 def remove_abandoned(path: Path, folder: Path | None = None) -> None:
-    """Delete a file of this user's whose lock nobody holds, and first the folder that it stands for: whoever made them
-    has died.
-    """
+    """Delete a file of this user that is not locked, since its maker has died, and first the folder it stands for."""
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return
     try:
-        # Deleted while the lock is held: one that is just being made sees that it is gone.
+        # Deleted while the lock is held, so that a process that is just making this file sees that it is gone.
         if os.fstat(handle).st_uid == os.geteuid() and acquire(handle):
             if folder is not None:
                 shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""Folders for what is being compiled. Where their maker was killed, whoever makes the next one deletes them."""
+"""Temporary folders for compiles. One whose process was killed is deleted when the next one is made."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cute_ops.files import file_lock
 
 log = logging.getLogger("cute_ops")
 _PREFIX, _SUFFIX = "staging-cute_ops-", ".d"
-_BYTES = 1 << 20  # more than a kernel's files take
+_BYTES = 1 << 20  # more than the files of a kernel need
 
 
 @contextmanager
@@ -37,14 +37,14 @@ def folder(preferred: Path | None = None) -> Iterator[Path]:
 
 
 def sweep(where: Path) -> None:
-    """Delete what processes left in a folder that were killed."""
+    """Delete the staging folders of processes that were killed."""
     for lock in where.glob(f"{_PREFIX}*"):
         if lock.suffix != _SUFFIX:
             file_lock.remove_abandoned(lock, lock.with_name(lock.name + _SUFFIX))
 
 
 def _new(preferred: Path | None) -> tuple[int, Path]:
-    """A locked file beside which a folder shall lie."""
+    """A new locked file; the staging folder is made beside it."""
     places, problems = [Path("/dev/shm")], []
     with suppress(FileNotFoundError):  # no temporary folder that can be written
         places.insert(0, Path(tempfile.gettempdir()))
@@ -56,7 +56,7 @@ def _new(preferred: Path | None) -> tuple[int, Path]:
             problems.append(f"{place}: {error.strerror}")
             continue
         try:
-            # A full disk is seen now, not by what a linker says of it.
+            # Find out now whether the disk is full: a linker's message would not say so.
             os.posix_fallocate(handle, 0, _BYTES)
             os.ftruncate(handle, 0)
         except OSError as error:

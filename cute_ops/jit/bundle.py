@@ -1,8 +1,8 @@
-"""Bundles: compiled kernels that are shipped, for several targets, read-only, without a compiler.
+"""Bundles: folders of compiled kernels for several targets, to be shipped; they need no compiler and are read-only.
 
-A bundle is a folder: ``bundle.json`` says what was built for what with which versions, and holds a checksum of every
-other file; ``kernels/`` the objects; ``manifest.txt`` the calls; ``tuning.json`` the tiles they were built with, which
-who loads the bundle must choose, too; ``licenses/`` those of what is in the objects.
+``bundle.json`` lists kernels, targets, versions and a checksum of every other file. ``kernels/`` holds the objects,
+``manifest.txt`` the calls, ``licenses/`` the licenses of the compiled code. ``tuning.json`` holds the configs that the
+kernels were built with: a program that loads the bundle has to choose the same ones.
 :mod:`cute_ops.aot.build` writes them. A bundle is served where ``CUTE_OPS_BUNDLE`` names it, or from an
 installed package with an entry point in the group ``cute_ops.bundles`` that names the package that holds it.
 """
@@ -59,7 +59,7 @@ _NO_RECORD: _Record = {"format": 0, "platform": "", "versions": {}, "targets": [
 
 
 class Misfit(CacheError):
-    """A bundle is sound, but for another machine, or of other versions or kernel sources."""
+    """A bundle is intact, but was built for another machine, with other versions or from other kernel sources."""
 
 
 class Bundle:
@@ -84,12 +84,12 @@ class Bundle:
 
     @property
     def targets(self) -> Sequence[str]:
-        """What it was built for."""
+        """The targets that it was built for."""
         return self._record[1]["targets"]
 
     @property
     def versions(self) -> Mapping[str, str]:
-        """Of which packages it was built with which version."""
+        """The versions of the packages that it was built with."""
         return self._record[1]["versions"]
 
     @property

@@ -1,9 +1,9 @@
-"""Where compiled kernels live: memory, then bundles, then disk, then the compiler.
+"""Compiled kernels: looked for in memory, then in bundles, then on disk, else compiled.
 
-A kernel is two files of the user's private folder (:mod:`cute_ops.files.cache_dir`), ``<symbol>.json`` with the variant
-and the object's checksum and then ``<symbol>.so``, written aside and renamed into place; one that does not match, or
-that someone else wrote, is deleted, by whoever has its lock, and built again. Nothing on a disk that fails costs more
-than a compile.
+A kernel is two files in the cache folder (:mod:`cute_ops.files.cache_dir`): ``<symbol>.json`` with the variant and the
+object's checksum, and ``<symbol>.so``. Both are written to temporary files and renamed, the object last. A kernel whose
+checksum or variant does not match, or that another user wrote, is deleted under its lock and built again. A failing
+disk never costs more than a compile.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from cute_ops.jit.variant import Variant
 
 log = logging.getLogger("cute_ops")
 MAX_BYTES = int(env.CACHE_MAX_BYTES.read() or 1 << 30)
-# Whoever holds a lock for longer than a compile may take has stopped: to wait is worse than to compile twice.
+# A process that holds a lock for longer than a compile may take hangs: compiling twice is better than waiting for it.
 LOCK_SECONDS = workers.TIMEOUT_SECONDS + 30
 ENTRY = {"variant": object, "sha256": str}
 T = TypeVar("T")
@@ -42,7 +42,7 @@ _guard = file_lock.between_threads()
 
 
 class Counters:
-    """What this process did: loads from bundles and from disk, compiles."""
+    """How many kernels this process loaded from bundles, loaded from disk, and compiled."""
 
     def __init__(self) -> None:
         self.bundled = self.disk = self.compiled = 0
@@ -52,7 +52,7 @@ counters = Counters()
 
 
 class Built(NamedTuple):
-    """One variant of :func:`build_all`: 0.0 seconds where it was there, the error where it does not compile."""
+    """One variant of :func:`build_all`: 0.0 seconds if it was there already; the error if it does not compile."""
 
     variant: Variant
     seconds: float
@@ -60,9 +60,9 @@ class Built(NamedTuple):
 
 
 def get(variant: Variant) -> Callable[..., Any]:
-    """The compiled function of a variant; compiles it when no bundle and no cache holds it.
+    """The compiled function of a variant; compiles it if no bundle and no cache holds it.
 
-    However many threads and processes ask, one compiles.
+    When several threads and processes ask at once, one of them compiles.
 
     Raises:
         CompileError: the kernel does not compile, or there is no compiler.
@@ -110,15 +110,15 @@ def build(variant: Variant) -> float:
 
 
 def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None = None) -> list[Built]:
-    """Put many variants on disk, as many at a time as there are cores; one that fails keeps none from the others.
+    """Put many variants on disk, one at a time per core; the others are built even if one fails.
 
     Args:
         done: called after each of them, from the caller's thread.
 
     Returns:
-        One entry a variant, in order, without doubles.
+        One entry per variant, in order, without duplicates.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed  # which only who builds needs
+    from concurrent.futures import ThreadPoolExecutor, as_completed  # start-up time: few programs build
 
     unique = list({variant.symbol: variant for variant in variants}.values())
 
@@ -156,7 +156,7 @@ def forget() -> None:
 
 
 def clear() -> int:
-    """Delete every cached kernel, and what else was compiled; returns how many kernels. What was measured stays."""
+    """Delete everything that was compiled; returns the number of kernels. Measured winners stay."""
     where = cache_dir.folder()
     if not where.exists():
         return 0
@@ -275,7 +275,7 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
                     return loader.load(kept, variant.symbol)
                 except CacheError as error:
                     log.warning("what was just compiled has left the cache folder (%s)", error)
-            # It stays mapped when the file is gone.
+            # The file is deleted afterwards, but stays mapped.
             return loader.load(built, variant.symbol)
 
 
@@ -285,7 +285,7 @@ def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path |
     record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
         cache_dir.sweep(where)
-        # The object comes last: where it is, its record is.
+        # The object comes last: a reader that finds it also finds its record.
         cache_dir.write_whole(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
         cache_dir.write_whole(path, data)
         _evict(keep=path)
@@ -297,15 +297,15 @@ def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path |
 
 
 def _evict(keep: Path) -> None:
-    """Delete the least recently used kernels until the folder is within its bound; none that a process uses."""
+    """Delete the least recently used kernels until the folder is within its limit, but none that a process uses."""
     now = time.time()
     found = []
     for path in keep.parent.glob("cute_*.so"):
         try:
             status = path.stat()
         except FileNotFoundError:
-            continue  # another process was faster
-        # A time to come is of a clock that was set back since: it must not last until that time.
+            continue  # another process deleted it
+        # A time in the future means that the clock was set back: such a file counts as the oldest.
         found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, path))
     total = sum(size for _, size, _ in found)
     if total <= MAX_BYTES:

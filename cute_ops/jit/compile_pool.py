@@ -1,8 +1,8 @@
-"""The processes that compile, and their clients.
+"""The subprocesses that compile, and their clients.
 
-The compiler never runs in the caller's process: its import takes a second, a failed compile can abort,
-and two at once always do. Workers start when there is something to compile, one for each compile that is asked for
-at the same time, and leave after a minute without work. They never see a GPU.
+The compiler never runs in the caller's process: its import takes a second, a failed compile can abort the process, and
+two at once always do. A worker is started for each concurrent compile and ends after a minute without work. Workers
+never see a GPU.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ class Worker:
     """A compile process, started when needed and restarted when it died."""
 
     def __init__(self) -> None:
-        # It must not find a GPU: a context there would cost memory and could hang. The DSL's own cache lies in the
-        # shared temporary folder: ours replaces it.
+        # The worker must not find a GPU: a context would cost memory and could hang. The DSL's own cache is off: it
+        # lies in the shared temporary folder.
         self._process = processes.Process(
             "cute_ops.jit.compile_pool", CUDA_VISIBLE_DEVICES="", CUTE_DSL_DISABLE_FILE_CACHING="1"
         )  # fmt: skip
@@ -55,7 +55,7 @@ class Worker:
         return time.perf_counter() - start
 
     def cancel(self) -> None:
-        """End a compile that another thread waits for."""
+        """Kill a compile that another thread waits for."""
         self._process.kill()
 
     def close(self) -> None:
@@ -64,9 +64,9 @@ class Worker:
 
 
 class Pool:
-    """Workers for compiles at the same time, at most ``size``; a further one waits.
+    """Workers for at most ``size`` compiles at the same time; further compiles wait.
 
-    A worker that crashes or is ended takes nobody with it: its compile raises, and the next one starts another.
+    When a worker crashes or is killed, only its own compile raises; the next compile starts a new worker.
     """
 
     def __init__(self, size: int | None = None) -> None:
@@ -90,7 +90,7 @@ class Pool:
         try:
             with self._free:
                 self._free.wait_for(lambda: len(self._busy) < self.size)
-                # The last one back first: those that have nothing to do may leave.
+                # The most recently used worker first, so that the others become idle and end.
                 worker = self._busy[thread] = self._idle.pop() if self._idle else Worker()
             return worker.compile(variant, path, dump)
         finally:
@@ -115,7 +115,7 @@ class Pool:
 
 
 worker = Pool()
-# In a forked child nobody compiles yet.
+# A forked child has no workers.
 os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[misc]
 
 
@@ -142,7 +142,7 @@ def serve() -> None:
 
 
 def _check_sources(variant: Variant) -> None:
-    """A kernel edited under a running program must not be cached under the old sources' name."""
+    """A kernel that was edited while the program runs must not be cached under the digest of its old sources."""
     from cute_ops.jit import source_digest
 
     source_digest.forget()

@@ -1,4 +1,4 @@
-"""Shared object -> callable, without importing the compiler."""
+"""Loads compiled kernels, without importing the compiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,9 @@ def load(path: Path, symbol: str, through: str = "") -> Callable[..., Any]:
     """The compiled function: it takes the present tensors, in order, and runs on TVM-FFI's current stream.
 
     Args:
-        through: what to open, where the path's folder may be another one meanwhile.
+        path: the shared object.
+        symbol: the function's name in it.
+        through: a path to the same file through its open folder, in case the folder is replaced.
 
     Raises:
         CacheError: the object does not load.
@@ -74,9 +76,9 @@ def _warn_of_noexec(folder: Path) -> None:
 def tvm_ffi() -> ModuleType:
     """The module ``tvm_ffi``, imported late and alone.
 
-    It would import torch wherever torch is installed, which takes seconds and which a JAX program has no use
-    for. Where torch is not imported yet it is hidden meanwhile, from this thread only; tensors of a torch that
-    comes later are understood all the same.
+    It imports torch wherever torch is installed, which takes seconds that a JAX program does not need. So if torch is
+    not imported yet, it is hidden from this thread during the import; tensors of a torch that is imported later work
+    all the same.
     """
     if "torch" in sys.modules:
         return importlib.import_module("tvm_ffi")
@@ -89,7 +91,7 @@ def tvm_ffi() -> ModuleType:
 
 
 class _Hidden(MetaPathFinder):
-    """An import finder that refuses one package to one thread."""
+    """An import finder that hides one package from one thread."""
 
     def __init__(self, package: str, thread: int) -> None:
         self.package, self.thread = package, thread
@@ -101,7 +103,7 @@ class _Hidden(MetaPathFinder):
 
 @cache
 def _load_runtime() -> None:
-    """Load the DSL's runtime by its path, so that objects find it by name wherever they lie."""
+    """Load the DSL's runtime library by its path, so that kernels find it by its name."""
     library = toolchain.runtime_library()
     if library is None:
         raise CacheError(f"cute_ops: {toolchain.DSL} is not installed; its runtime library runs every kernel")

@@ -1,4 +1,4 @@
-"""Which SM a kernel is built for, asked of the driver, never of a framework."""
+"""The GPU architecture that kernels are built for; the driver is asked, not a framework."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def device_count() -> int:
 
 
 def driver_version() -> tuple[int, int] | None:
-    """The newest CUDA that the driver supports, or None without a driver."""
+    """The newest CUDA version that the driver supports, or None without a driver."""
     try:
         cuda = _driver()
     except RuntimeError:
@@ -89,10 +89,10 @@ def driver_version() -> tuple[int, int] | None:
 
 @contextmanager
 def relaxed_capture() -> Iterator[None]:
-    """Let this thread do what captures of CUDA graphs forbid, without breaking one that is under way.
+    """Let this thread load kernels while another captures a CUDA graph.
 
-    Loading a kernel may allocate device memory. A capture in its usual mode refuses that to every thread and is
-    invalid from then on, though nothing of it would be part of the graph.
+    Loading a kernel may allocate device memory. A capture in the default mode forbids that in every thread and becomes
+    invalid, although the allocation would be no part of the graph.
     """
     try:
         cuda = _driver()

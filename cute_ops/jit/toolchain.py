@@ -1,4 +1,4 @@
-"""Versions of what compiles and runs kernels, without importing any of it."""
+"""Versions of the packages that compile and run kernels, without importing them."""
 
 from __future__ import annotations
 

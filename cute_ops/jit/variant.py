@@ -1,7 +1,7 @@
-"""Variant: all that identifies one compiled kernel. Its digest is its name.
+"""Variants: everything that identifies one compiled kernel.
 
-The digest names the exported symbol, the cache file and the JAX target, so that a name can never mean
-two things. Variants are built from Python ints and strings, never from tensors, and travel as JSON.
+The digest of a variant names the exported symbol, the cache file and the JAX target, so that a name never means two
+kernels. Variants hold Python ints and strings, no tensors, and are stored as JSON.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class Variant(_Fields):
         names: their names, absent ones included.
         static: compile-time dims, None for a dynamic one.
         attributes: compile-time attributes.
-        config: the tile configuration.
+        config: the kernel's config, sorted by name.
         toolchain: versions of the DSL and TVM-FFI.
         sources: digest of the kernel's sources, and of what compiles it.
         declared: sources beyond what the kernel imports, as the op declares them.

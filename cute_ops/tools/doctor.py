@@ -1,5 +1,7 @@
-"""What ``python -m cute_ops doctor`` looks at. Frameworks are examined by their adapters, each in its own
-process (``python -m cute_ops_torch.tools.doctor``): the core imports neither, and a crash there is a finding here.
+"""The checks of ``python -m cute_ops doctor``.
+
+The adapters check their frameworks in subprocesses (``python -m cute_ops_torch.tools.doctor``): the core imports no
+framework, and a crash of one is reported as a finding.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ class Finding(NamedTuple):
 
 
 def examine() -> Iterator[Finding]:
-    """All findings, in the order in which things depend on each other."""
+    """All findings; what others depend on comes first."""
     yield from _versions()
     yield from _device()
     yield from _cache()

@@ -1,4 +1,4 @@
-"""Runs a sweep in many processes: each compiles and runs its share; one that a kernel ends is replaced."""
+"""Runs a sweep in many subprocesses: each compiles and runs its share; one that a kernel kills is replaced."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Task(NamedTuple):
 
 
 class Progress(NamedTuple):
-    """One trial, just ended; ``problem`` is empty where all is well."""
+    """One finished trial; ``problem`` is empty if its outputs are right."""
 
     trial: str
     problem: str

@@ -1,4 +1,4 @@
-"""Every case, dtype and installed framework of an op against float64: what ``python -m cute_ops verify`` does.
+"""Checks every case and dtype of an op against float64 in every installed framework: ``python -m cute_ops verify``.
 
 On a GPU the kernels run, their outputs and scratch arrays allocated where memory was just filled with NaN; every
 call is repeated and must give the same bits, in both frameworks. On a CPU the references run, on small cases.
@@ -32,7 +32,7 @@ class Runner(Protocol):
 
 
 class Verdict(NamedTuple):
-    """One op, case and dtype in one framework; ``problem`` is empty where all is well."""
+    """One op, case and dtype in one framework; ``problem`` is empty if the outputs are right."""
 
     op: str
     case: str
@@ -44,15 +44,15 @@ class Verdict(NamedTuple):
 
 
 def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
-    """The runners of the frameworks that are here.
+    """The runners of the installed frameworks.
 
     Raises:
-        ValueError: one that is wanted is not.
+        ValueError: a wanted framework is not installed.
     """
     missing = [name for name in wanted if name not in RUNNERS or find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} is not installed here")
-    # Two frameworks share a GPU here.
+    # Both frameworks use the GPU: JAX must not reserve its memory.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     names = wanted or [name for name in RUNNERS if find_spec(name) is not None]
     return {name: cast(Runner, import_module(RUNNERS[name])) for name in names}

@@ -7,12 +7,14 @@ loaded; a meta-test shows that it can fail.
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from cute_ops import env
 from cute_ops.ops import OPS
 
 ROOT = Path(__file__).parents[2]
@@ -32,6 +34,7 @@ for module in pkgutil.walk_packages(cute_ops.__path__, "cute_ops."):
         importlib.import_module(module.name)
 from cute_ops import Array
 from cute_ops.binding import bind
+from cute_ops import env
 from cute_ops.ops import OPS
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -76,3 +79,9 @@ def test_kernels_import_only_cutlass_and_siblings(path: Path) -> None:
     allowed = ("cutlass", "cute_ops.kernels", "__future__", "typing", "math", "dataclasses", "operator", "collections")
     foreign = {name for name in imports_of(path) if not name.startswith(allowed)}
     assert not foreign
+
+
+def test_every_variable_is_declared_in_one_place() -> None:
+    files = [path for name in ("cute_ops", "cute_ops_jax") for path in (ROOT / name).rglob("*.py")]
+    named = {word for path in files for word in re.findall(r"CUTE_OPS_\w+", path.read_text())}
+    assert named == {variable.name for variable in env.VARIABLES}

@@ -286,7 +286,7 @@ def test_record_reads_its_own_manifest_and_runs_nothing_again(tmp_path: Path, mo
     (call, _) = manifest.read(where / "m.txt", files=True)
     assert call.op.name == "mine" and (where / "runs").read_text() == "xx"
     planned = CliRunner().invoke(app, ["tune", "m.txt", "--allow-files"])
-    assert "no candidates are declared" in planned.stdout.replace("\n", " ") or "needs a GPU" in planned.stdout
+    assert "no search space is declared" in planned.stdout.replace("\n", " ") or "needs a GPU" in planned.stdout
 
 
 LLAMA = {
