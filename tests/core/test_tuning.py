@@ -742,7 +742,7 @@ def test_a_death_while_a_file_is_written_elsewhere(tmp_path: Path, cache_folder:
 def test_a_pipe_in_place_of_the_file(cache_folder: Path, caplog: Any) -> None:
     cache_folder.mkdir(mode=0o700)
     os.mkfifo(cache_folder / "tuning.json", 0o600)
-    code = "from cute_ops.autotune import winners as w; w._read_folder(); w.remember([w.Winner('call', {}, {})])"
+    code = "from cute_ops.autotune import winners as w; w.stores(); w.remember([w.Winner('call', {}, {})])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=False)
     assert "holds tuning.json, which is not a file" in found.stderr
     assert "tuning.json is no file: name another one" in found.stderr

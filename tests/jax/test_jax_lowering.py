@@ -133,7 +133,7 @@ def test_an_op_is_bound_and_planned_once(gradient: bool, fake_kernels: Any, monk
     bound, planned = [], []
     bind, choose = primitive.bind, dispatch.choose
     monkeypatch.setattr(primitive, "bind", lambda op, *given: bound.append(op.name) or bind(op, *given))
-    monkeypatch.setattr(dispatch, "choose", lambda call, *rest: planned.append(call.op.name) or choose(call, *rest))
+    monkeypatch.setattr(dispatch, "choose", lambda call, *a: planned.append(call.op.name) or choose(call, *a))
     primitive._bound.cache_clear()
 
     def loss(x: Any, weight: Any) -> Any:
@@ -315,13 +315,13 @@ def test_threads_that_register_at_once_get_one_function() -> None:
 
 def test_only_what_runs_here_may_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     devices: list[int | None] = []
-    choose = dispatch.choose
+    chosen = dispatch.choose
 
-    def noted(binding: Any, memory: Any, where: Any, device: int | None = None) -> Any:
+    def choose(binding: Any, memory: Any, where: Any, device: int | None = None) -> Any:
         devices.append(device)
-        return choose(binding, memory, where)
+        return chosen(binding, memory, where)
 
-    monkeypatch.setattr(dispatch, "choose", noted)
+    monkeypatch.setattr(dispatch, "choose", choose)
     monkeypatch.setattr(target, "device_count", lambda: 1)
     monkeypatch.setattr(target, "of_device", lambda index: target.parse("sm_90a"))
     monkeypatch.delenv("CUTE_OPS_ARCH", raising=False)
