@@ -263,7 +263,7 @@ def test_every_length_compiles(op: Op, n: int, compiled: Compiled) -> None:
 
 CHOICES = [
     pytest.param(op, {name: value}, id=f"{op.name}-{name}-{value}")
-    for op in OPS for name, values in op.choices.items() for value in values[1:]
+    for op in (*OPS, *PARTS) for name, values in op.choices.items() for value in values[1:]
 ]  # fmt: skip
 
 
