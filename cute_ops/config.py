@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, Self
 
 from cute_ops.shapes import Array
 
-# A flat config, as variants, winners and cache keys keep it.
-Config = Mapping[str, int | str]
+# A flat config, as variants, winners and cache keys keep it: numbers by name, and a ``form`` as text.
+Config = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,11 @@ class KernelConfig:
     """The compile-time configuration of a family's kernels: frozen dataclasses of numbers, flags and a ``form``."""
 
     @classmethod
-    def of(cls, config: Config | Iterable[tuple[str, int | str]]) -> Self:
+    def of(cls, config: Config | Iterable[tuple[str, Any]]) -> Self:
         """The config that :meth:`flat` wrote."""
-        values: dict[str, Any] = dict(config)
-        return cls(**values)
+        return cls(**dict(config))
 
-    def flat(self) -> dict[str, int | str]:
+    def flat(self) -> dict[str, Any]:
         """The fields that have no default or differ from it, flags as 0 and 1.
 
         Equal configs have equal flat forms, and a new field with a default changes none of them.
@@ -41,7 +40,7 @@ class KernelConfig:
         return {name: int(v) if isinstance(v, bool) else v for name, v in values.items() if name in kept}
 
 
-def flat(config: KernelConfig | Config) -> dict[str, int | str]:
+def flat(config: KernelConfig | Config) -> dict[str, Any]:
     """A config as a mapping from names to numbers and to its form."""
     return config.flat() if isinstance(config, KernelConfig) else dict(config)
 
@@ -89,9 +88,9 @@ class Space(NamedTuple):
     needs: Callable[[Problem, Config], Needs] | None = None
     by_rows: bool = False
 
-    def others(self, problem: Problem, heuristic: Config) -> list[dict[str, int | str]]:
+    def others(self, problem: Problem, heuristic: Config) -> list[dict[str, Any]]:
         """The configs to try, flat, without the heuristic's and without doubles."""
-        found: dict[tuple[tuple[str, int | str], ...], dict[str, int | str]] = {}
+        found: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
         for config in map(flat, self.configs(problem, heuristic)):
             if config != dict(heuristic):
                 found.setdefault(tuple(sorted(config.items())), config)
@@ -113,7 +112,7 @@ class Tuning(NamedTuple):
     space: Space | None = None
     workspace: Callable[[Problem, Config], Mapping[str, Array | None]] = lambda problem, config: {}
 
-    def heuristic(self, problem: Problem) -> dict[str, int | str]:
+    def heuristic(self, problem: Problem) -> dict[str, Any]:
         """The heuristic's config, flat."""
         return flat(self.config(problem))
 

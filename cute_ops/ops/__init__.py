@@ -1,5 +1,5 @@
-"""The declarations. ``OPS`` have a public Python function, an entry in the documentation and in the stubs; ``PARTS`` are
-ops that our own functions call, without a function of their own.
+"""The declarations. ``OPS`` have a public Python function and an entry in the documentation and in the stubs;
+``PARTS`` are ops without a function, which our own functions call.
 """
 
 from cute_ops.op import Op

@@ -27,7 +27,9 @@ from cute_ops_torch.tools import measure
 SM90 = parse("sm_90a")
 
 
-@pytest.mark.parametrize("stage", [s for op in (*OPS, *PARTS) for s in (op, op.grad) if s and s.space], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "stage", [s for op in (*OPS, *PARTS) for s in (op, op.grad) if s and s.space], ids=lambda op: op.name
+)
 def test_a_plan_runs_on_a_small_problem(stage: Any, compiled: Any) -> None:
     op = stage
     case = testing.small(op.cases[0])

@@ -18,8 +18,8 @@ class ColumnVectors(Vectors):
     short. Vectors of the tensors named in ``apart`` do not start on a vector of memory.
     """
 
-    def __init__(self, variant, names, n, least):
-        super().__init__(variant, names, n)
+    def __init__(self, variant, names, n, align_vectors, least):
+        super().__init__(variant, names, n, align_vectors)
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         widest = VECTOR_BYTES // max(sizes)

@@ -14,7 +14,7 @@ from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
 
-class NormBackwardFew(NormBackward):
+class NormBackwardFewRows(NormBackward):
     """One launch, no workspace: each of a few clusters knows mean and rstd of all rows.
 
     Every CTA of a cluster holds its columns of x of all rows in shared memory, ``stages`` groups of ``rows`` rows. All
@@ -26,11 +26,11 @@ class NormBackwardFew(NormBackward):
     Bytes moved per element: dx once, dout twice, x as often as there are replicas, mostly from L2.
     """
 
-    def __init__(self, variant, x, dx, centred):
-        super().__init__(variant, x, dx, centred)
+    def __init__(self, variant, config, x, dx, centred):
+        super().__init__(variant, config, x, dx, centred)
         tile, stages = self.tile, self.ring.stages
         self.sum = row_statistics(centred, tile, variant.attrs["eps"], backward=True, stages=stages)
-        self.replicas = variant.tile["replicas"]
+        self.replicas = config.replicas
         # The share of the columns, in vectors; rows that the threads cover side by side, those of them that there are.
         self.held = tile.threads_per_row * tile.per_thread
         self.share = self.held // self.replicas

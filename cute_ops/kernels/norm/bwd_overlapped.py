@@ -14,24 +14,24 @@ from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre
 
 
-class NormBackwardSplit(NormBackward):
+class NormBackwardOverlapped(NormBackward):
     """Two launches at once: one goes by rows, the other by columns and waits for no more than two numbers of each row.
 
     The first writes the rows' gradients, a row group per cluster, and each row's mean and rstd to the workspace. The
     second has its columns of x and dout of all rows in registers by then.
-    Tile: rows as in :class:`NormBackward`, one step each. Columns: ``height`` threads share a vector of columns and
-    hold ``deep`` rows each.
+    Tile: rows as in :class:`NormBackward`, one step each. Columns: ``column_threads`` threads share a vector of columns
+    and hold ``rows_per_thread`` rows each.
     Shared memory: as in :class:`NormBackward`; of the second kernel, 4 bytes per thread and element of a vector.
     Bytes moved per element: x and dout twice, the second time mostly from L2, dx once.
     """
 
     threads = 256
 
-    def __init__(self, variant, x, dx, centred):
-        super().__init__(variant, x, dx, centred)
+    def __init__(self, variant, config, x, dx, centred):
+        super().__init__(variant, config, x, dx, centred)
         self.early = True
-        self.height, self.deep = variant.tile["height"], variant.tile["deep"]
-        self.width = self.threads // self.height
+        self.column_threads, self.rows_per_thread = config.column_threads, config.rows_per_thread
+        self.width = self.threads // self.column_threads
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
@@ -80,12 +80,12 @@ class NormBackwardSplit(NormBackward):
         vec, width = self.tile.vec, self.width * self.tile.vec
         smem = cutlass.utils.SmemAllocator()
         sColumns = smem.allocate_tensor(
-            Float32, cute.make_layout((width, self.height), stride=(1, width + 4)), byte_alignment=16
+            Float32, cute.make_layout((width, self.column_threads), stride=(1, width + 4)), byte_alignment=16
         )
         vector, top = tidx % self.width, tidx // self.width
         column = bidx * width + vector * vec
         count = row_count(inputs[0])
-        rows = [Int64(i * self.height + top) for i in range(self.deep)]
+        rows = [Int64(i * self.column_threads + top) for i in range(self.rows_per_thread)]
         held = [
             tuple(self._load(inputs[i], self.names[i], row, column, count) for i in range(2)) for row in rows
         ]  # fmt: skip
@@ -128,7 +128,7 @@ class NormBackwardSplit(NormBackward):
         """Add the column sums of the threads and write them."""
         tidx, vec, width = cute.arch.thread_idx()[0], self.tile.vec, self.width * self.tile.vec
         # Threads that add a column together.
-        group = min(max(self.threads // width, 1), WARP, self.height)
+        group = min(max(self.threads // width, 1), WARP, self.column_threads)
         cute.arch.barrier()
         for j in cutlass.range_constexpr(vec):
             sColumns[vector * vec + j, top] = rSum[j]
@@ -138,7 +138,7 @@ class NormBackwardSplit(NormBackward):
             column = i * side + tidx // group
             place = cutlass.min(column, width - 1)
             total = Float32(0.0)
-            for row in cutlass.range_constexpr(0, self.height, group):
+            for row in cutlass.range_constexpr(0, self.column_threads, group):
                 total = total + sColumns[place, row + tidx % group]
             total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
             if (tidx % group == 0) & (column < width) & (start + column < self.n):

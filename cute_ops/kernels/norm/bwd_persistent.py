@@ -30,12 +30,13 @@ class NormBackward(RowWalk):
 
     Args:
         variant: the kernel's variant.
+        config: how it is configured.
         x, dx: the name of the normalised tensor, the names of the outputs of its gradient.
         centred: whether the row's mean is subtracted.
     """
 
-    def __init__(self, variant, x, dx, centred):
-        super().__init__(variant, (x, "dout", "dresidual_out"), dx, centred, backward=True)
+    def __init__(self, variant, config, x, dx, centred):
+        super().__init__(variant, config, (x, "dout", "dresidual_out"), dx, centred, backward=True)
         self.dx_names = dx
         self.column_sum = ColumnSum(self.n, variant.arch)
 
@@ -54,9 +55,9 @@ class NormBackward(RowWalk):
         mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
         rows = row_count(inputs[0])
         if const_expr(mParts is not None):
-            groups = Int32(mParts.shape[0]) - max(self.sorted_by - 1, 0)
+            groups = Int32(mParts.shape[0]) - max(self.sort_period - 1, 0)
         else:
-            groups = Int32(cutlass.min((rows + (self.tile.rows - 1)) // self.tile.rows, self.variant.tile["parts"]))
+            groups = Int32(cutlass.min((rows + (self.tile.rows - 1)) // self.tile.rows, self.config.clusters))
         self.launch(inputs, columns[0], outputs, parts, groups, stream)
         if const_expr(mParts is not None):
             self.column_sum(parts, dcolumns, stream)

@@ -46,19 +46,20 @@ class NormForward:
 
     Args:
         variant: the kernel's variant.
+        config: how it is configured.
         centred: whether the row's mean is subtracted.
     """
 
-    def __init__(self, variant, centred):
+    def __init__(self, variant, config, centred):
         self.variant = variant
         self.n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
-        self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n), variant.tile)
-        self.resident = variant.tile.get("resident", 1)
+        self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n, config.align_vectors), config)
+        self.resident = config.resident
         # Long rows would fill the registers with fp32: keep them in their own dtype meanwhile.
-        self.packed = bool(variant.tile.get("packed", 0)) and self.tile.vec > 1
-        self.late = bool(variant.tile.get("late", 0))
-        self.unroll = variant.tile.get("unroll", 1)
+        self.keep_dtype = config.keep_dtype and self.tile.vec > 1
+        self.delay_weight_load = config.delay_weight_load
+        self.unroll = config.unroll
         # Row groups of a CTA lie so far apart that their rows start at the same place of a vector.
         self.period = self.tile.v.unit if self.tile.v.shifted and self.unroll > 1 else 1
         narrow = ITEMSIZE[variant.tensors["x"].dtype] == 2
@@ -108,14 +109,14 @@ class NormForward:
         for row, first, vectors in zip(rows, firsts, held):
             self._load_tails(((mX, "x"), (mResidual, "residual")), vectors, row, count, first)
         columns = None
-        if const_expr(not self.late):
+        if const_expr(not self.delay_weight_load):
             columns = self._load_weights(mWeight, mBias, firsts)
         let_next_start(self.chained)
         self.sum.ready()
         for u in cutlass.range_constexpr(self.unroll):
             row, first = rows[u], firsts[u]
             rH, mean, rstd = self._statistics(*held[u], mResidualOut, row, count, first, sSum, mbar, u)
-            if const_expr(self.late):
+            if const_expr(self.delay_weight_load):
                 columns = self._load_weights(mWeight, mBias, firsts)
             self._finish(rH, mean, rstd, *columns[u], mOut, row, count, first)
 
@@ -156,7 +157,7 @@ class NormForward:
 
     def _finish(self, rH, mean, rstd, rWeight, rBias, mOut, row, count, first):
         for k in range(self.tile.per_thread):
-            if self.packed:
+            if self.keep_dtype:
                 forget(rH[k])
             y = normalised(widen(rH[k]), mean, rstd, rH[k].element_type)
             if rWeight is not None:

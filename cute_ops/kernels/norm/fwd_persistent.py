@@ -11,7 +11,7 @@ from cute_ops.kernels.norm.persistent import RowWalk
 from cute_ops.kernels.norm.statistics import normalised
 
 
-class NormForwardWalk(RowWalk):
+class NormForwardPersistent(RowWalk):
     """One pass over the rows.
 
     For long rows that start off a vector: their weight, which every row would have to fetch and move into place, stays
@@ -21,17 +21,17 @@ class NormForwardWalk(RowWalk):
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
 
-    def __init__(self, variant, centred):
-        super().__init__(variant, ("x", "residual"), ("out", "residual_out"), centred, backward=False)
+    def __init__(self, variant, config, centred):
+        super().__init__(variant, config, ("x", "residual"), ("out", "residual_out"), centred, backward=False)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
         tiles = (row_count(mX) + (self.tile.rows - 1)) // self.tile.rows
-        groups = Int32(cutlass.min(tiles, self.variant.tile["parts"]))
+        groups = Int32(cutlass.min(tiles, self.config.clusters))
         self.launch((mX, mResidual), (mWeight, mBias), (mOut, mResidualOut), (None, None), groups, stream)
 
     def _remainders(self, count):
-        return cutlass.min(count, Int64(self.sorted_by))
+        return cutlass.min(count, Int64(self.sort_period))
 
     def _keep(self, columns, first):
         names = zip(columns, ("weight", "bias"))

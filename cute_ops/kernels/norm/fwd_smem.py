@@ -13,7 +13,7 @@ from cute_ops.kernels.norm.fwd import NormForward
 from cute_ops.kernels.norm.statistics import normalised
 
 
-class NormForwardStaged(NormForward):
+class NormForwardSmem(NormForward):
     """One pass: a row stays in shared memory between its sum and its output.
 
     For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Each
@@ -23,8 +23,8 @@ class NormForwardStaged(NormForward):
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
 
-    def __init__(self, variant, centred):
-        super().__init__(variant, centred)
+    def __init__(self, variant, config, centred):
+        super().__init__(variant, config, centred)
         self.names = ("x", "residual")
         self.ring = RowRing(self.tile, present(variant, self.names), 1)
         self.carveout = 100
@@ -47,19 +47,20 @@ class NormForwardStaged(NormForward):
 
         wait_for_previous(self.chained)
         columns = None
-        if const_expr(not self.late):
+        if const_expr(not self.delay_weight_load):
             columns = self._columns(mWeight, mBias, first, range(self.tile.per_thread))
         self._fetch(inputs, slots, first, row, count)
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
-        mean, rstd = self._staged_statistics(slots, mResidualOut, first, sSum, mbar)
+        mean, rstd = self._statistics_from_smem(slots, mResidualOut, first, sSum, mbar)
         for k in cutlass.range_constexpr(self.tile.per_thread):
             rH = self._hidden(slots, mResidualOut, k)
             if const_expr(mResidual is not None):
                 self._store_row(mResidualOut, "residual_out", rH, row, count, first[k], k)
             y = normalised(widen(rH), mean, rstd, rH.element_type)
-            rWeight, rBias = self._columns(mWeight, mBias, first, [k])[0] if const_expr(self.late) else columns[k]
+            delayed = const_expr(self.delay_weight_load)
+            rWeight, rBias = self._columns(mWeight, mBias, first, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):
                 # Kept in its own dtype until here.
                 forget(rWeight)
@@ -78,7 +79,7 @@ class NormForwardStaged(NormForward):
                 held.append((sX, address, first, row < count))
         self.ring.fetch_tails(held, edge, Int32(0))
 
-    def _staged_statistics(self, slots, mResidualOut, first, sSum, mbar):
+    def _statistics_from_smem(self, slots, mResidualOut, first, sSum, mbar):
         for k in range(self.tile.per_thread):
             if self._ragged(k):
                 self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), first[k])

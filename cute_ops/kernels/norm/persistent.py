@@ -14,32 +14,33 @@ from cute_ops.kernels.norm.statistics import row_statistics
 class RowWalk:
     """A kernel whose clusters go from row to row.
 
-    Cluster ``c`` of ``parts`` takes the row groups ``c, c + parts, ...``. With ``sorted_by`` rows are sorted by
-    ``row % sorted_by`` and each cluster takes as many neighbours, in one walk for each remainder among them: rows of
+    Cluster ``c`` of ``clusters`` takes the row groups ``c, c + clusters, ...``. With ``sort_period`` rows are sorted by
+    ``row % sort_period`` and each cluster takes as many neighbours, in one walk for each remainder among them: rows of
     one remainder start at the same place of a vector.
     Rows travel through a ring of ``stages`` slots in shared memory, so that the next rows load while a row's sums
     cross its threads. In a cluster, where sums take long, a row's part is given before the row ahead is finished.
     A thread holds the same columns all along a walk and keeps what it needs of them in registers; with shifted rows
-    that are not sorted this holds because ``parts * rows`` is a multiple of the vector width.
+    that are not sorted this holds because ``clusters * rows`` is a multiple of the vector width.
 
     Subclasses say what is kept of the columns (``_keep``), added up over the rows of a walk (``_accumulate``,
     ``_store_accumulated``), summed over a row (``_reader``) and done with it then (``_finish``).
 
     Args:
         variant: the kernel's variant.
+        config: how it is configured.
         inputs, outputs: names of the row tensors.
         centred: whether the row's mean is subtracted.
         backward: whether the sums are those of the backward.
     """
 
-    def __init__(self, variant, inputs, outputs, centred, backward):
-        self.variant = variant
+    def __init__(self, variant, config, inputs, outputs, centred, backward):
+        self.variant, self.config = variant, config
         self.n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.names = inputs
-        self.tile = RowTile(Vectors(variant, (*inputs, *outputs), self.n), variant.tile)
-        self.ring = RowRing(self.tile, present(variant, inputs), variant.tile["stages"])
-        self.sorted_by = variant.tile.get("sorted_by", 0)
+        self.tile = RowTile(Vectors(variant, (*inputs, *outputs), self.n, config.align_vectors), config)
+        self.ring = RowRing(self.tile, present(variant, inputs), config.stages)
+        self.sort_period = config.sort_period
         self.skewed = self.tile.cluster > 1 and self.ring.stages > 2
         stages = 4 if self.skewed else 2
         narrow = ITEMSIZE[variant.tensors[inputs[0]].dtype] == 2
@@ -55,7 +56,7 @@ class RowWalk:
             grid=[groups, cluster, 1],
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if cluster > 1 else None,
-            min_blocks_per_mp=self.variant.tile["resident"],
+            min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=100,
             stream=stream,
             use_pdl=self.chained,
@@ -79,8 +80,8 @@ class RowWalk:
         self.sum.ready()
         count = row_count(inputs[0])
         place = Int32(group)
-        if const_expr(self.sorted_by):
-            height = (count + (self.sorted_by - 1)) // self.sorted_by
+        if const_expr(self.sort_period):
+            height = (count + (self.sort_period - 1)) // self.sort_period
             sorted_rows = height * self._remainders(count)
             begin, end = sorted_rows * group // Int64(groups), sorted_rows * (group + 1) // Int64(groups)
             least, most = Int32(begin // height), Int32((end - 1) // height)
@@ -88,8 +89,8 @@ class RowWalk:
                 low, high = height * remainder, height * (remainder + 1)
                 start, stop = cutlass.max(begin, low), cutlass.min(end, high)
                 self._walk(
-                    inputs, slots, columns, outputs, parts, (start - low) * self.sorted_by + remainder,
-                    Int64(self.sorted_by), Int32(stop - start), Int32(start - begin), base, rank, place + remainder,
+                    inputs, slots, columns, outputs, parts, (start - low) * self.sort_period + remainder,
+                    Int64(self.sort_period), Int32(stop - start), Int32(start - begin), base, rank, place + remainder,
                     sSum, mbar,
                 )  # fmt: skip
                 if (group > 0) & (begin == low):
@@ -206,7 +207,7 @@ class RowWalk:
 
     def _remainders(self, count):
         """How many remainders there are to share out, whether or not rows have them."""
-        return self.sorted_by
+        return self.sort_period
 
     def _accumulate(self, parts):
         return None

@@ -7,6 +7,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
+from cute_ops.kernels.parts.config import EmbeddingConfig
 
 # The part of an SM's fast memory that all CTAs which find room take; the rest is L1.
 SMEM_PERCENT = 30
@@ -19,20 +20,20 @@ class EmbeddingBackward:
 
     Two launches. The first adds up chunks of ``chunk`` tokens that are all of one class, in fp32: of what is not one
     class it reads two numbers. The second writes the table.
-    Tile: ``lanes`` threads, a vector of columns each, take ``classes`` classes: zeros where there is no token, then one
-    token after another, a few on their way, and a row is written where the class changes. Groups of classes with a
-    chunk of tokens or more wait for the CTA: all its groups add up one class's tokens, and in place of whole chunks
-    what the first launch found. So no class, however common, keeps one group busy for long, and bits depend on the
-    tile and on the places of a class among the sorted tokens alone.
+    Tile: ``threads_per_group`` threads, a vector of columns each, take ``classes`` classes: zeros where there is no
+    token, then one token after another, a few on their way, and a row is written where the class changes. Groups of
+    classes with a chunk of tokens or more wait for the CTA: all its groups add up one class's tokens, and in place of
+    whole chunks what the first launch found. So no class, however common, keeps one group busy for long, and bits
+    depend on the config and on the places of a class among the sorted tokens alone.
     Shared memory: 4 bytes per thread and element of a vector, a number.
     Bytes moved per element: dout and dweight once; of chunks of one class 4 bytes more for every ``chunk`` rows, twice.
     """
 
     def __init__(self, variant):
         self.keys, self.n = variant.tensors, variant.dims["n"]
-        tile = variant.tile
-        self.lanes, self.classes, self.chunk = tile["lanes"], tile["classes"], tile["chunk"]
-        self.threads, self.resident = tile["threads"], tile["resident"]
+        config = EmbeddingConfig.of(variant.config)
+        self.lanes, self.classes, self.chunk = config.threads_per_group, config.classes, config.chunk
+        self.threads, self.resident = config.threads, config.resident
         self.groups = self.threads // self.lanes
         rows = [self.keys["dout"], self.keys["dweight"]]
         self.vec = min(min(key.align, key.row_align) // ITEMSIZE[key.dtype] for key in rows)

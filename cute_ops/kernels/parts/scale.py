@@ -8,6 +8,7 @@ from cute_ops.kernels.lib.copy import fragment, load, narrow, store_if, widen
 from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address, row_count
+from cute_ops.kernels.parts.config import ScaleConfig
 
 VECTOR_BYTES = 16
 
@@ -22,7 +23,8 @@ class Scale:
 
     def __init__(self, variant):
         self.keys = variant.tensors
-        self.threads, self.unroll, self.ctas = (variant.tile[name] for name in ("threads", "unroll", "ctas"))
+        config = ScaleConfig.of(variant.config)
+        self.threads, self.unroll, self.ctas = config.threads, config.unroll, config.ctas
         rows = [self.keys["x"], self.keys["out"]]
         self.vec = min(VECTOR_BYTES, *(min(key.align, key.row_align) for key in rows)) // ITEMSIZE[rows[0].dtype]
         self.block = self.threads * self.unroll * self.vec

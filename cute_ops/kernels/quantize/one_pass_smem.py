@@ -19,7 +19,7 @@ from cute_ops.kernels.quantize.one_pass import QuantizeRows, store_number
 MOST = 2.0**63
 
 
-class QuantizeStaged(QuantizeRows):
+class QuantizeRowsInSmem(QuantizeRows):
     """One pass: a row stays in shared memory in its own dtype, and is made fp32 as often as it is looked at.
 
     For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Where
@@ -30,8 +30,8 @@ class QuantizeStaged(QuantizeRows):
     Bytes moved per element: every tensor once.
     """
 
-    def __init__(self, variant, source):
-        super().__init__(variant, source)
+    def __init__(self, variant, config, source):
+        super().__init__(variant, config, source)
         keys = present(variant, source.names)
         self.windowed = bool(self.tile.v.apart)
         self.ring = WindowRing(self.tile, keys) if self.windowed else RowRing(self.tile, keys, 1)
@@ -45,7 +45,7 @@ class QuantizeStaged(QuantizeRows):
             self.sum_and_max = SumAndMax(self.tile, 1)
 
     def _vectors(self, variant, names):
-        v = Vectors(variant, names, self.n)
+        v = Vectors(variant, names, self.n, self.config.align_vectors)
         if self.by_row and v.shifted:
             v.apart = ()
             return v
@@ -76,7 +76,7 @@ class QuantizeStaged(QuantizeRows):
             self._fetch(held, first, rank, row < count, edge, k)
             cute.arch.cp_async_commit_group()
         loaded = None
-        if const_expr(not self.late):
+        if const_expr(not self.delay_weight_load):
             # Behind the row, since those of rows that start anywhere are waited for; two at a time, since until then
             # they take twice their registers.
             pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
@@ -174,7 +174,7 @@ class QuantizeStaged(QuantizeRows):
             # What was read has left its memory to the outputs, one after the other.
             cute.arch.barrier()
             address = row_address(m, self.variant.tensors[name], row, self.n)
-            self.staged(vectors, self.staged.view(memory), address, t, rank, row < count)
+            self.column_store(vectors, self.column_store.view(memory), address, t, rank, row < count)
 
     def _again(self, given, rstd, k):
         """This thread's k-th vector of y."""

@@ -13,11 +13,11 @@ from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previou
 from cute_ops.kernels.lib.row_layout import Vectors, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
-from cute_ops.kernels.norm.two_pass import MAX_GRID, LongTile
+from cute_ops.kernels.norm.two_pass import MAX_GRID, WalkedRow
 from cute_ops.kernels.quantize.one_pass import store_number
 
 
-class QuantizeLong:
+class QuantizeTwoPass:
     """A CTA walks a row two or three times: for its sum where it is normed, for its largest element where the whole row
     has one scale, and for its output. It does so in steps of one vector per thread, and none straddles two blocks.
 
@@ -26,14 +26,14 @@ class QuantizeLong:
     Bytes moved per element: inputs once per walk, after the first from L2 where the row fits; outputs once.
     """
 
-    def __init__(self, variant, source):
+    def __init__(self, variant, config, source):
         self.variant = variant
         self.source = source
-        v = Vectors(variant, (*source.names, "out", "residual_out"), variant.dims["n"])
+        v = Vectors(variant, (*source.names, "out", "residual_out"), variant.dims["n"], config.align_vectors)
         self.whole = not v.masked and v.vec >= BLOCK // WARP
         self.vec = v.vec if self.whole else BLOCK // WARP
         self.lanes = BLOCK // self.vec
-        self.tile = LongTile(v, variant.tile)
+        self.tile = WalkedRow(v, config)
         self.by_row = not variant.attrs["block"]
         self.sum = RowSum(self.tile, values=1, stages=2)
         self.max = RowMax(self.tile, stages=2)

@@ -10,6 +10,7 @@ from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
+from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.kernels.rotary.layout import Rotary, head_address, head_count, sequence_and_block, table_grid, token_count
 
 WARP = 32
@@ -21,23 +22,23 @@ class HeadRows:
     """How heads spread over threads.
 
     ``lanes`` neighbouring threads share a head, each with ``per_thread`` of its chunks (see :mod:`._rotary`), and each
-    unit of so many threads works on ``heads`` heads of a token, for which it reads cosines, sines and weights once.
-    CTAs work on q or on k, never on both. Heads that do not fit, or of a length that is not known, are *long*: a warp
-    walks over one of them twice.
+    unit of so many threads works on ``heads_per_thread`` heads of a token, for which it reads cosines, sines and
+    weights once. CTAs work on q or on k, never on both. Heads that do not fit, or of a length that is not known, are
+    *long*: a warp walks over one of them twice.
     """
 
-    def __init__(self, variant, names):
+    def __init__(self, variant, config, names):
         self.variant = variant
         self.rotary = Rotary(variant, names, interleaved=False)
         self.eps = variant.attrs["eps"]
-        self.threads = variant.tile["threads"]
+        self.threads = config.threads
         chunks = None if self.rotary.d is None else self.rotary.chunks(self.rotary.d, self.rotary.r)
         self.long = chunks is None or chunks > MOST_KEPT * WARP
         self.lanes = WARP if self.long else min(1 << (chunks - 1).bit_length(), WARP)
         self.per_thread = None if self.long else -(-chunks // self.lanes)
         self.whole = not self.long and chunks == self.lanes * self.per_thread
         self.units = self.threads // self.lanes
-        self.heads = 1 if self.long else variant.tile["heads"]
+        self.heads = 1 if self.long else config.heads_per_thread
         self.chained = can_chain(variant.arch)
 
     def key(self, name):
@@ -94,7 +95,7 @@ class QKNormRope(HeadRows):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("q", "k", "q_out", "k_out"))
+        super().__init__(variant, RotaryConfig.of(variant.config), ("q", "k", "q_out", "k_out"))
 
     @cute.jit
     def __call__(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut, stream):
@@ -186,10 +187,11 @@ class QKNormRopeBackward(HeadRows):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("q", "k", "dq_out", "dk_out", "dq", "dk"))
+        config = RotaryBackwardConfig.of(variant.config)
+        super().__init__(variant, config, ("q", "k", "dq_out", "dk_out", "dq", "dk"))
         self.column_sum = ColumnSum(self.rotary.d, variant.arch)
         self.warps = self.threads // WARP
-        self.resident = variant.tile["resident"]
+        self.resident = config.resident
 
     @cute.jit
     def __call__(

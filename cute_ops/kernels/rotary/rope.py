@@ -6,6 +6,7 @@ from cutlass import Int32, Int64
 
 from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
+from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     VECTOR_BYTES,
     Rotary,
@@ -34,9 +35,10 @@ class Rope:
         self.x, self.out = variant.tensors[x], variant.tensors[out]
         self.rotary = Rotary(variant, (x, out), variant.attrs["interleaved"])
         self.sign = sign
-        self.threads = variant.tile["threads"]
+        config = RotaryConfig.of(variant.config)
+        self.threads = config.threads
         most = VECTOR_BYTES // ITEMSIZE[self.x.dtype] // self.rotary.vec
-        self.per_thread = min(variant.tile["heads"] * max(most, 1), variant.dims["h"] or 1)
+        self.per_thread = min(config.heads_per_thread * max(most, 1), variant.dims["h"] or 1)
         self.chained = can_chain(variant.arch)
 
     @cute.jit
@@ -117,11 +119,12 @@ class RopeBackwardJoined(Rope):
         names = ("dq", "dk", "dv")
         self.sources, self.out = [variant.tensors[name] for name in names], variant.tensors["dqkv"]
         self.rotary = Rotary(variant, (*names, "dqkv"), variant.attrs["interleaved"])
-        self.threads = variant.tile["threads"]
+        config = RotaryConfig.of(variant.config)
+        self.threads = config.threads
         most = VECTOR_BYTES // ITEMSIZE[self.out.dtype] // self.rotary.vec
         of_q, of_k = variant.dims["hq"], variant.dims["hk"]
         self.heads = None if of_q is None else of_q + 2 * of_k
-        self.per_thread = min(variant.tile["heads"] * max(most, 1), self.heads or 1)
+        self.per_thread = min(config.heads_per_thread * max(most, 1), self.heads or 1)
         self.chained = can_chain(variant.arch)
 
     def _heads(self, mX):

@@ -1,5 +1,7 @@
 """Outputs that follow from a row's inputs and its numbers, element by element."""
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
@@ -8,7 +10,8 @@ from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, narrow, st
 from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors, row_address, row_count
-from cute_ops.kernels.norm.two_pass import LongTile
+from cute_ops.kernels.norm.two_pass import WalkedRow
+from cute_ops.kernels.rowwise.config import MapConfig
 
 
 class Segments:
@@ -29,15 +32,16 @@ class Segments:
         self.variant = variant
         self.function = function
         self.n = variant.dims["n"]
-        vectors = Vectors(variant, (*function.inputs, *function.outputs), self.n)
-        self.segments = variant.tile.get("segments", 1)
+        config = MapConfig.of(variant.config)
+        vectors = Vectors(variant, (*function.inputs, *function.outputs), self.n, config.align_vectors)
+        self.segments = config.segments
         self.chained = can_chain(variant.arch)
-        self.known = self.n is not None
+        self.known = config.form != "elements"
         if self.known:
-            self.tile = RowTile(vectors, {**variant.tile, "cluster": self.segments})
+            self.tile = RowTile(vectors, replace(config, cluster=config.segments))
             self.access = RowAccess(variant, self.tile)
         else:
-            self.tile = LongTile(vectors, variant.tile)
+            self.tile = WalkedRow(vectors, config)
 
     @cute.jit
     def __call__(self, inputs, outputs, numbers, stream):

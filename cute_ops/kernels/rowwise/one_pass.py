@@ -72,7 +72,7 @@ class RowFunction:
 class HeldRows:
     """One pass: rows stay in registers, in their own dtype, between their reduction and their output.
 
-    Where the tile says ``staged`` they wait in shared memory instead: more bytes are on their way than registers could
+    In the form ``smem`` they wait in shared memory instead: more bytes are on their way than registers could
     receive. Each thread copies, and later reads, its own vectors.
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows. All loads of a thread are in flight together.
@@ -80,16 +80,16 @@ class HeldRows:
     Bytes moved per element: every input and output once.
     """
 
-    def __init__(self, variant, function):
+    def __init__(self, variant, config, function):
         self.variant = variant
         self.function = function
         self.n = variant.dims["n"]
-        tile = RowTile(Vectors(variant, (*function.inputs, *function.outputs), self.n), variant.tile)
+        tile = RowTile(Vectors(variant, (*function.inputs, *function.outputs), self.n, config.align_vectors), config)
         self.tile = tile
         self.access = RowAccess(variant, tile, function.reduction.empty)
         self.sum = function.reduction.across(tile, 1)
-        self.ring = RowRing(tile, present(variant, function.inputs), 1) if variant.tile.get("staged", 0) else None
-        self.resident = variant.tile.get("resident", 1)
+        self.ring = RowRing(tile, present(variant, function.inputs), 1) if config.form == "smem" else None
+        self.resident = config.resident
         self.carveout = 100 if self.ring else SMEM_PERCENT
         self.chained = can_chain(variant.arch)
 

@@ -20,6 +20,7 @@ from cute_ops.kernels.lib.copy import (
 )
 from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
+from cute_ops.kernels.rowwise.config import PointwiseConfig
 from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
 
 VECTOR_BYTES = 16
@@ -59,11 +60,11 @@ class Pointwise:
         sizes = [ITEMSIZE[self.keys[p.name].dtype] for p in parts]
         self.vec = min(min(self._start(p), VECTOR_BYTES) // size for p, size in zip(parts, sizes))
         widest = VECTOR_BYTES // max(sizes)
-        self.shifted = None
+        config, self.shifted = PointwiseConfig.of(variant.config), None
         if 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
-            self.shifted = PointwiseShifted(variant, self.inputs, self.outputs, compute, widest)
-        self.threads = variant.tile.get("threads", 256)
-        self.unroll = variant.tile.get("unroll", 1) * max(widest // self.vec, 1)
+            self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
+        self.threads = config.threads
+        self.unroll = config.unroll * max(widest // self.vec, 1)
         self.block = self.threads * self.unroll
         # Rows of whole vectors need no masks inside a vector.
         self.whole = self.n is not None and self.n % self.vec == 0

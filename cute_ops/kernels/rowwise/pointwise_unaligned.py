@@ -21,14 +21,13 @@ class PointwiseShifted:
     Bytes moved per element: every tensor once.
     """
 
-    def __init__(self, variant, inputs, outputs, compute, vec):
+    def __init__(self, variant, config, inputs, outputs, compute, vec):
         self.inputs, self.outputs = inputs, outputs
         self.keys = variant.tensors
         self.compute = compute
         self.n = variant.dims["n"]
         self.vec = vec
-        self.threads = variant.tile.get("threads", 256)
-        self.unroll = variant.tile.get("unroll", 1)
+        self.threads, self.unroll = config.threads, config.unroll
         self.chained = can_chain(variant.arch)
         self.groups = []
         for i, part in enumerate(outputs):

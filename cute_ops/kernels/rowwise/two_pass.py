@@ -19,22 +19,23 @@ from cute_ops.kernels.lib.copy import (
 from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
 from cute_ops.kernels.norm.two_pass import MAX_GRID
+from cute_ops.kernels.rowwise.config import ReduceConfig
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
 BATCH = 4  # vectors of a thread that are on their way together
 
 
-class WalkTile:
+class WalkedParts:
     """``threads`` threads of each of ``cluster`` CTAs walk one row together."""
 
-    def __init__(self, vectors, tile):
+    def __init__(self, vectors, config):
         self.v = vectors
         self.vec = vectors.vec
         self.rows = 1
-        self.cluster = tile.get("cluster", 1)
-        self.local = tile.get("parts", 1)
-        self.threads = self.threads_per_row = tile.get("threads", 512)
+        self.cluster = config.cluster
+        self.local = config.parts_per_cta
+        self.threads = self.threads_per_row = config.threads
 
 
 class WalkedRows:
@@ -47,13 +48,13 @@ class WalkedRows:
     every input again, from L2 where the row fits, and every output.
     """
 
-    def __init__(self, variant, function):
+    def __init__(self, variant, config, function):
         self.variant = variant
         self.function = function
         names = (*function.inputs, *function.outputs)
-        self.tile = WalkTile(Vectors(variant, names, variant.dims["n"]), variant.tile)
+        self.tile = WalkedParts(Vectors(variant, names, variant.dims["n"], config.align_vectors), config)
         self.sum = function.reduction.across(self.tile, 2)
-        self.resident = variant.tile.get("resident", 1)
+        self.resident = config.resident
         self.chained = can_chain(variant.arch)
 
     @cute.jit
@@ -186,5 +187,5 @@ def run_rows(variant, function):
     """The form of a row function's kernel that a variant gets."""
     from cute_ops.kernels.rowwise.one_pass import HeldRows
 
-    walks = variant.dims["n"] is None or bool(variant.tile.get("long", 0))
-    return (WalkedRows if walks else HeldRows)(variant, function)
+    config = ReduceConfig.of(variant.config)
+    return (WalkedRows if config.form == "two_pass" else HeldRows)(variant, config, function)

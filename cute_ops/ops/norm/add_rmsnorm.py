@@ -8,9 +8,8 @@ from cute_ops.array_api import widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import BACKWARD, FORWARD
-from cute_ops.ops._tiles import rows_backward, rows_forward
 from cute_ops.ops.norm import rmsnorm as norm
+from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
 CASES = (
@@ -79,7 +78,7 @@ add_rmsnorm_bwd = Op(
     check=norm.CHECK,
     reference=reference_bwd,
     kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNormBackward",
-    tuning=Tuning(rows_backward, space=BACKWARD, workspace=norm.parts_workspace),
+    tuning=Tuning(backward, space=BACKWARD, workspace=workspace),
     cases=CASES,
     doc="""Gradients of :func:`add_rmsnorm`.
 
@@ -103,7 +102,7 @@ add_rmsnorm = Op(
     check=check_residual,
     reference=reference,
     kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNorm",
-    tuning=Tuning(rows_forward, space=FORWARD),
+    tuning=Tuning(forward, space=FORWARD),
     grad=add_rmsnorm_bwd,
     cases=CASES,
     doc="""Residual add and RMSNorm in one pass.

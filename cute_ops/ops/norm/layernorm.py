@@ -8,10 +8,9 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import BACKWARD, FORWARD
-from cute_ops.ops._checks import NOT_NEGATIVE, within
-from cute_ops.ops._tiles import rows_backward, rows_forward
-from cute_ops.ops.norm.rmsnorm import parts_workspace, sum_rows
+from cute_ops.ops.checks import NOT_NEGATIVE, within
+from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
+from cute_ops.ops.norm.rmsnorm import sum_rows
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -74,7 +73,7 @@ layernorm_bwd = Op(
     check=within(eps=NOT_NEGATIVE),
     reference=reference_bwd,
     kernel="cute_ops.kernels.norm.layernorm:LayerNormBackward",
-    tuning=Tuning(partial(rows_backward, centred=True), space=BACKWARD, workspace=parts_workspace),
+    tuning=Tuning(partial(backward, centred=True), space=BACKWARD, workspace=workspace),
     cases=CASES,
     doc="""Gradients of :func:`layernorm`.
 
@@ -97,7 +96,7 @@ layernorm = Op(
     check=within(eps=NOT_NEGATIVE),
     reference=reference,
     kernel="cute_ops.kernels.norm.layernorm:LayerNorm",
-    tuning=Tuning(partial(rows_forward, centred=True), space=FORWARD),
+    tuning=Tuning(partial(forward, centred=True), space=FORWARD),
     grad=layernorm_bwd,
     cases=CASES,
     doc="""Layer normalisation of the last dim.

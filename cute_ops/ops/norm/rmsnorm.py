@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Problem, Tuning
+from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import BACKWARD, FORWARD
-from cute_ops.ops._checks import FINITE, NOT_NEGATIVE, within
-from cute_ops.ops._tiles import backward_parts, rows_backward, rows_forward
-from cute_ops.shapes import FLOATS, Array
+from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, within
+from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -61,16 +60,6 @@ def reference_bwd(
     return xp.astype(dx, x.dtype), sum_rows(xp, dy * normed, weight), sum_rows(xp, dy, bias)
 
 
-def parts_workspace(problem: Problem, tile: Any) -> dict[str, Array | None]:
-    """Partial weight gradients, one row per persistent CTA, or each row's mean and rstd: for the second stage."""
-    shape = (backward_parts(problem, tile), problem.dims["n"])
-    summed = not ("few" in tile or "split" in tile)
-    wanted = {d: d in problem.dtypes and summed for d in ("dweight", "dbias")}
-    parts = {f"{d}_parts": Array(shape, "float32") if here else None for d, here in wanted.items()}
-    terms = "split" in tile and "dweight" in problem.dtypes
-    return parts | {"terms": Array((problem.m, 2), "float32") if terms else None}
-
-
 rmsnorm_bwd = Op(
     "rmsnorm_bwd",
     inputs={
@@ -89,7 +78,7 @@ rmsnorm_bwd = Op(
     check=CHECK,
     reference=reference_bwd,
     kernel="cute_ops.kernels.norm.rmsnorm:RMSNormBackward",
-    tuning=Tuning(rows_backward, space=BACKWARD, workspace=parts_workspace),
+    tuning=Tuning(backward, space=BACKWARD, workspace=workspace),
     cases=CASES,
     doc="""Gradients of :func:`rmsnorm`.
 
@@ -112,7 +101,7 @@ rmsnorm = Op(
     check=CHECK,
     reference=reference,
     kernel="cute_ops.kernels.norm.rmsnorm:RMSNorm",
-    tuning=Tuning(rows_forward, space=FORWARD),
+    tuning=Tuning(forward, space=FORWARD),
     grad=rmsnorm_bwd,
     cases=CASES,
     doc="""Root mean square normalisation of the last dim.

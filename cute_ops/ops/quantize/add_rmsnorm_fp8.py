@@ -7,10 +7,9 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
 from cute_ops.ops.norm.add_rmsnorm import check_residual
 from cute_ops.ops.norm.rmsnorm import reference as rmsnorm
+from cute_ops.ops.quantize.config import SPACE, config
 from cute_ops.ops.quantize.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
 from cute_ops.shapes import FLOATS
 
@@ -55,7 +54,7 @@ add_rmsnorm_fp8 = Op(
     check=check_residual,
     reference=reference,
     kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:AddRMSNormFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
+    tuning=Tuning(config, space=SPACE),
     inference_only="add_rmsnorm has one",
     cases=CASES,
     doc=f"""Residual add and RMSNorm to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.

@@ -8,8 +8,7 @@ from typing import Any
 from cute_ops.array_api import cast, widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
+from cute_ops.ops.quantize.config import SPACE, config
 from cute_ops.shapes import FLOATS
 
 BLOCKS = (0, 128)
@@ -71,7 +70,7 @@ quantize_fp8 = Op(
     derived={"blocks": blocks},
     reference=reference,
     kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:QuantizeFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
+    tuning=Tuning(config, space=SPACE),
     inference_only="quantise where none is needed (torch.no_grad, jax.lax.stop_gradient)",
     cases=CASES,
     doc=f"""Rows to float8_e4m3fn with a float32 scale per row, or per block of 128 columns. Inference only.

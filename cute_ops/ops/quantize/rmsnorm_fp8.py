@@ -7,10 +7,9 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
 from cute_ops.ops.norm.rmsnorm import CHECK
 from cute_ops.ops.norm.rmsnorm import reference as rmsnorm
+from cute_ops.ops.quantize.config import SPACE, config
 from cute_ops.ops.quantize.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
 from cute_ops.shapes import FLOATS
 
@@ -50,7 +49,7 @@ rmsnorm_fp8 = Op(
     check=CHECK,
     reference=reference,
     kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:RMSNormFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
+    tuning=Tuning(config, space=SPACE),
     inference_only="rmsnorm has one",
     cases=CASES,
     doc=f"""RMSNorm to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.

@@ -7,9 +7,8 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
 from cute_ops.ops.activation.silu_mul import reference as silu_mul
+from cute_ops.ops.quantize.config import SPACE, config
 from cute_ops.ops.quantize.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
 from cute_ops.shapes import FLOATS
 
@@ -38,7 +37,7 @@ silu_mul_fp8 = Op(
     derived={"blocks": blocks},
     reference=reference,
     kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:SiluMulFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
+    tuning=Tuning(config, space=SPACE),
     inference_only="silu_mul has one",
     cases=CASES,
     doc=f"""SiLU of the gate times up, to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.

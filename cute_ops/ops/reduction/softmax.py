@@ -7,8 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import HELD
-from cute_ops.ops._tiles import pairs_reduced, rows_mapped
+from cute_ops.ops.reduction.config import REDUCE, normalised, reduced_pairs
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -60,7 +59,7 @@ softmax_bwd = Op(
     dtypes=DTYPES,
     reference=reference_bwd,
     kernel="cute_ops.kernels.reduction.softmax:SoftmaxBackward",
-    tuning=Tuning(pairs_reduced, space=HELD),
+    tuning=Tuning(reduced_pairs, space=REDUCE),
     cases=CASES,
     doc="""Gradient of :func:`softmax`, from its output.
 
@@ -75,7 +74,7 @@ log_softmax_bwd = Op(
     dtypes=DTYPES,
     reference=reference_log_bwd,
     kernel="cute_ops.kernels.reduction.softmax:LogSoftmaxBackward",
-    tuning=Tuning(pairs_reduced, space=HELD),
+    tuning=Tuning(reduced_pairs, space=REDUCE),
     cases=CASES,
     doc="""Gradient of :func:`log_softmax`, from its output.
 
@@ -90,7 +89,7 @@ softmax = Op(
     dtypes=DTYPES,
     reference=reference,
     kernel="cute_ops.kernels.reduction.softmax:Softmax",
-    tuning=Tuning(rows_mapped, space=HELD),
+    tuning=Tuning(normalised, space=REDUCE),
     grad=softmax_bwd,
     cases=CASES,
     doc="""Softmax over the last dim.
@@ -119,7 +118,7 @@ log_softmax = Op(
     dtypes=DTYPES,
     reference=reference_log,
     kernel="cute_ops.kernels.reduction.softmax:LogSoftmax",
-    tuning=Tuning(rows_mapped, space=HELD),
+    tuning=Tuning(normalised, space=REDUCE),
     grad=log_softmax_bwd,
     cases=CASES,
     doc="""Logarithm of the softmax over the last dim.

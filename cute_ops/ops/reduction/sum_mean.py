@@ -8,9 +8,8 @@ from cute_ops.array_api import widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import HELD
-from cute_ops.ops._checks import no_columns
-from cute_ops.ops._tiles import rows_filled, rows_walked
+from cute_ops.ops.checks import no_columns
+from cute_ops.ops.reduction.config import MAP, REDUCE, filled, reduced
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -53,7 +52,7 @@ sum_bwd = Op(
     **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.reduction.sum_mean:RowTotalBackward",
-    tuning=Tuning(rows_filled, space=HELD),
+    tuning=Tuning(filled, space=MAP),
     doc="""Gradient of :func:`sum`: ``dx = dout`` in every column. Of x only the shape is used; it is not read.""",
 )
 
@@ -64,7 +63,7 @@ mean_bwd = Op(
     **COMMON,
     reference=reference_mean_bwd,
     kernel="cute_ops.kernels.reduction.sum_mean:RowMeanBackward",
-    tuning=Tuning(rows_filled, space=HELD),
+    tuning=Tuning(filled, space=MAP),
     doc="""Gradient of :func:`mean`: ``dx = dout / n`` in every column. Of x only the shape is used; it is not read.""",
 )
 
@@ -93,7 +92,7 @@ row_sum = Op(
     **COMMON,
     reference=reference,
     kernel="cute_ops.kernels.reduction.sum_mean:RowTotal",
-    tuning=Tuning(rows_walked, space=HELD),
+    tuning=Tuning(reduced, space=REDUCE),
     grad=sum_bwd,
     doc=_DOC.format(what="Sum", formula="sum(x)"),
 )
@@ -105,7 +104,7 @@ row_mean = Op(
     **COMMON,
     reference=reference_mean,
     kernel="cute_ops.kernels.reduction.sum_mean:RowMean",
-    tuning=Tuning(rows_walked, space=HELD),
+    tuning=Tuning(reduced, space=REDUCE),
     grad=mean_bwd,
     doc=_DOC.format(what="Mean", formula="sum(x) / n"),
 )
