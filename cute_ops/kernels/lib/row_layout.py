@@ -118,7 +118,7 @@ class RowTile:
         """Whether some thread's k-th vector may begin before the row."""
         return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
 
-    def wanted(self, k, first, bound=None):
+    def predicate(self, k, first, bound=None):
         """Whether this thread's k-th vector has an element inside the row and begins before the column ``bound``; True
         where every thread's does.
         """

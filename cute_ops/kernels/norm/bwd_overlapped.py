@@ -45,7 +45,7 @@ class NormBackwardOverlapped(NormBackward):
                 grid=[-(-self.n // (self.width * self.tile.vec)), 1, 1],
                 block=[self.threads, 1, 1],
                 stream=stream,
-                use_pdl=self.chained,
+                use_pdl=self.pdl,
             )
 
     def _accumulate(self, parts):
@@ -57,8 +57,8 @@ class NormBackwardOverlapped(NormBackward):
     def _store_accumulated(self, parts, accumulated, base, place, rank, first):
         pass
 
-    def _finish(self, slots, outputs, rWeight, mTerms, first, row, step, sums):
-        super()._finish(slots, outputs, rWeight, (None, None), first, row, step, sums)
+    def _postprocess(self, slots, outputs, rWeight, mTerms, first, row, step, sums):
+        super()._postprocess(slots, outputs, rWeight, (None, None), first, row, step, sums)
         if mTerms is not None:
             mean, rstd, _, _ = self.sum.backward_terms(sums, 1.0 / self.n)
             self._store_terms(mTerms, row, mean, rstd)
@@ -90,8 +90,8 @@ class NormBackwardOverlapped(NormBackward):
             tuple(self._load(inputs[i], self.names[i], row, column, count) for i in range(2)) for row in rows
         ]  # fmt: skip
         # What the first kernel waits for is there, since this one has started; what it writes is not.
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         sums = [fragment(Float32, vec) for _ in dcolumns]
         for rSum in sums:
             rSum.fill(0.0)
@@ -116,11 +116,11 @@ class NormBackwardOverlapped(NormBackward):
         rX.fill(0)
         address = row_address(mX, self.variant.tensors[name], row, self.n)
         address = address + Int64(column) * (mX.element_type.width // 8)
-        wanted = (row < count) & (column < self.n)
+        predicate = (row < count) & (column < self.n)
         if const_expr(self.tile.v.masked):
-            load_inside(wanted, rX, address, self.n - column, shared=True)
+            load_inside(predicate, rX, address, self.n - column, shared=True)
         else:
-            load_if(wanted, rX, address, shared=True)
+            load_if(predicate, rX, address, shared=True)
         return rX
 
     @cute.jit

@@ -66,7 +66,7 @@ class NormBackward(RowWalk):
         """As for any walk; then overwrite what vectors hold of a row's neighbours, once for both readings."""
         super()._await(slots, first, stage, pending)
         for k in range(self.tile.per_thread):
-            if self._ragged(k):
+            if self._predicated(k):
                 self.ring.trim(slots[:2], k, stage, first[k])
 
     def _reader(self, slots, rWeight, first, stage):
@@ -78,7 +78,7 @@ class NormBackward(RowWalk):
 
         return read
 
-    def _finish(self, slots, outputs, rWeight, accumulated, first, row, step, sums):
+    def _postprocess(self, slots, outputs, rWeight, accumulated, first, row, step, sums):
         """Write a row's gradient and add to the column sums."""
         terms = self.sum.backward_terms(sums, 1.0 / self.n)
         places = [
@@ -87,16 +87,16 @@ class NormBackward(RowWalk):
         given = slots, outputs, places, rWeight, accumulated, first, step % self.ring.stages, terms
         for k in range(self.tile.per_thread):
             if self.tile.sparse(k):
-                self._finish_if(first[k] < self.n, given, k)
+                self._postprocess_if(first[k] < self.n, given, k)
             else:
-                self._finish_vector(*given, k)
+                self._postprocess_vector(*given, k)
 
     @cute.jit
-    def _finish_if(self, there, given: cutlass.Constexpr, k: cutlass.Constexpr):
-        if there:
-            self._finish_vector(*given, k)
+    def _postprocess_if(self, valid, given: cutlass.Constexpr, k: cutlass.Constexpr):
+        if valid:
+            self._postprocess_vector(*given, k)
 
-    def _finish_vector(self, slots, outputs, places, rWeight, accumulated, first, stage, terms, k):
+    def _postprocess_vector(self, slots, outputs, places, rWeight, accumulated, first, stage, terms, k):
         mean, rstd, pull, push = terms
         rDweight, rDbias = accumulated
         x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
@@ -120,7 +120,7 @@ class NormBackward(RowWalk):
         key, tile = self.variant.tensors["weight"], self.tile
         rWeight = column_vectors(mWeight, key, tile, first)
         for k in range(tile.per_thread):
-            if self._ragged(k):
+            if self._predicated(k):
                 # The sums multiply it by zeros outside the row, which does not undo a NaN.
                 trim(rWeight[k], first[k], Int32(self.n))
         return rWeight

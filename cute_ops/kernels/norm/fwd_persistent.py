@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_params import column_vectors, scale
-from cute_ops.kernels.lib.copy import forget, narrow, trim, widen
+from cute_ops.kernels.lib.copy import compiler_barrier, narrow, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.norm.persistent import RowWalk
 from cute_ops.kernels.norm.statistics import normalised
@@ -51,7 +51,7 @@ class NormForwardPersistent(RowWalk):
     def _inside(self, sX, first, k, stage):
         """This thread's k-th vector of a slot without what it holds of the row's neighbours."""
         rX = self.ring.read(sX, k, stage)
-        if self._ragged(k):
+        if self._predicated(k):
             trim(rX, first[k], Int32(self.n))
         return rX
 
@@ -63,7 +63,7 @@ class NormForwardPersistent(RowWalk):
         h = widen(rX) + widen(self._inside(slots[1], first, k, stage))
         return narrow(h, slots[1].element_type, self.tile.vec)
 
-    def _finish(self, slots, outputs, kept, accumulated, first, row, step, sums):
+    def _postprocess(self, slots, outputs, kept, accumulated, first, row, step, sums):
         if self.skewed:
             held, (mean, rstd) = None, self.sum.forward_terms(sums, 1.0 / self.n)
         else:
@@ -79,7 +79,7 @@ class NormForwardPersistent(RowWalk):
             for rColumns in (rWeight, rBias):
                 if rColumns is not None:
                     # Registers for it as it is, not widened.
-                    forget(rColumns[k])
+                    compiler_barrier(rColumns[k])
             if rWeight is not None:
                 y = y * scale(rWeight[k], self.weight_offset)
             if rBias is not None:

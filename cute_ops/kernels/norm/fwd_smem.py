@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_params import scale
-from cute_ops.kernels.lib.copy import forget, narrow, widen
+from cute_ops.kernels.lib.copy import compiler_barrier, narrow, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
@@ -45,7 +45,7 @@ class NormForwardSmem(NormForward):
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
         first = self._first(tidx % self.tile.threads_per_row, rank, row)
 
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         columns = None
         if const_expr(not self.delay_weight_load):
             columns = self._columns(mWeight, mBias, first, range(self.tile.per_thread))
@@ -63,12 +63,12 @@ class NormForwardSmem(NormForward):
             rWeight, rBias = self._columns(mWeight, mBias, first, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):
                 # Kept in its own dtype until here.
-                forget(rWeight)
+                compiler_barrier(rWeight)
                 y = y * scale(rWeight, self.weight_offset)
             if const_expr(rBias is not None):
                 y = y + widen(rBias)
             self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, count, first[k], k)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     def _fetch(self, inputs, slots, first, row, count):
         edge, held = self.tile.edge(row, count), []
@@ -81,7 +81,7 @@ class NormForwardSmem(NormForward):
 
     def _statistics_from_smem(self, slots, mResidualOut, first, sSum, mbar):
         for k in range(self.tile.per_thread):
-            if self._ragged(k):
+            if self._predicated(k):
                 self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), first[k])
         return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), first, sSum, mbar, 0)
 

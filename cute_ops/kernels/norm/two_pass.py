@@ -20,7 +20,7 @@ from cute_ops.kernels.lib.copy import (
     store_masked,
     trim,
 )
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
@@ -52,7 +52,7 @@ class TwoPassRows:
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.tile = WalkedRow(Vectors(variant, names, self.static_n, config.align_vectors), config)
         self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2, held=False)
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     def length(self, mX):
         return Int32(mX.shape[len(mX.shape) - 1])
@@ -108,7 +108,7 @@ class NormForwardTwoPass(TwoPassRows):
             grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
             block=[self.tile.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -119,8 +119,8 @@ class NormForwardTwoPass(TwoPassRows):
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
         n, vec = self.length(mX), self.tile.vec
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         steps = Int32((row_count(mX) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)
@@ -184,7 +184,7 @@ class NormBackwardTwoPass(TwoPassRows):
         else:
             groups = Int32(cutlass.min(rows, Int64(self.config.clusters)))
         self.kernel(inputs, columns[0], outputs, parts).launch(
-            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.chained
+            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.pdl
         )
         if const_expr(mParts is not None):
             self.column_sum(parts, dcolumns, stream)
@@ -202,7 +202,7 @@ class NormBackwardTwoPass(TwoPassRows):
         steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
         shift = self.tile.v.shift(Int64(group), long_n)
         count = self.vectors(n, shift)
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         for mParts in parts:
             if const_expr(mParts is not None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
@@ -238,7 +238,7 @@ class NormBackwardTwoPass(TwoPassRows):
                         rSum = self._load_part(mParts, group, first, n)
                         rSum.store(rSum.load() + term)
                         self._store_part(rSum, mParts, group, first, n)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     def _terms(self, mX, mDout, mWeight, bases, first, n, within):
         x, dout = self.read(mX, bases[0], first, n, within), self.read(mDout, bases[1], first, n, within)

@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim, widen
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_of_each, scale_of, to_fp8
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.realign_store import ColumnStore, ColumnVectors
 from cute_ops.kernels.lib.row_layout import RowTile, row_address, row_count
@@ -41,7 +41,7 @@ class QuantizeRows(NormForward):
         self.resident = config.resident
         self.carveout = SMEM_PERCENT
         self.delay_weight_load = config.delay_weight_load
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
         self.blocks = 1 if self.by_row else -(-self.n // BLOCK)
         # Lanes that hold a block with one vector each.
         self.lanes = BLOCK // self.tile.vec
@@ -68,7 +68,7 @@ class QuantizeRows(NormForward):
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -82,7 +82,7 @@ class QuantizeRows(NormForward):
         rows = [(group * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
         firsts = [self._first(t, rank, row) for row in rows]
 
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         held = [
             [self._load_row(m, name, row, count, first) for m, name in zip(inputs, self.source.names)]
             for row, first in zip(rows, firsts)
@@ -92,7 +92,7 @@ class QuantizeRows(NormForward):
         loaded = None
         if const_expr(not self.delay_weight_load):
             loaded = self._load_weights(*columns, firsts)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
         for u in cutlass.range_constexpr(self.unroll):
@@ -132,7 +132,7 @@ class QuantizeRows(NormForward):
         """The row's h, stored where there is a residual, and rstd."""
         for k in range(self.tile.per_thread):
             for vectors in (rX, rResidual):
-                if vectors is not None and self._ragged(k):
+                if vectors is not None and self._predicated(k):
                     trim(vectors[k], first[k], Int32(self.n))
         rH = rX
         if rResidual is not None:
@@ -166,7 +166,7 @@ class QuantizeRows(NormForward):
         """This thread's k-th vector of a row in fp32, zero outside the row, where a bias or another's weight stands."""
         rY = fragment(Float32, self.tile.vec)
         rY.store(self.source(*wide, rstd, rWeight, rBias))
-        if self._ragged(k):
+        if self._predicated(k):
             trim(rY, first, Int32(self.n))
         return rY
 

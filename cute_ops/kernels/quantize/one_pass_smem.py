@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_ops.kernels.lib.copy import forget, narrow, opaque, widen
+from cute_ops.kernels.lib.copy import compiler_barrier, compiler_barrier_value, narrow, widen
 from cute_ops.kernels.lib.fp8 import INFINITY, largest_of_each, magnitude, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, present, row_address, row_count
@@ -68,7 +68,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             for m, name in zip(inputs, self.source.names)
         ]
 
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         held = [(sX, address) for sX, address in zip(slots, bases) if sX is not None]
         edge = self.tile.edge(row, count)
         # A group for every vector: the first look at them begins while the last ones are on their way.
@@ -96,7 +96,7 @@ class QuantizeRowsInSmem(QuantizeRows):
             if const_expr(self.apart):
                 cute.arch.barrier()
             self._one_by_one(given, rstd, maxima, speaks, place)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     def _fetch(self, held, first, rank, valid, edge, k):
         """Start loading this thread's k-th vectors, with the last ones what lies past the CTA's own."""
@@ -127,7 +127,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         else:
             # Seldom: nothing is kept for this, the weight is loaded again.
             held, mResidualOut, columns, _, first = given
-            again = held, mResidualOut, columns, None, [opaque(f) for f in first]
+            again = held, mResidualOut, columns, None, [compiler_barrier_value(f) for f in first]
             self._one_by_one(again, rstd, maxima, speaks, place)
 
     def _one_by_one(self, given, rstd, maxima, speaks, place):
@@ -182,7 +182,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         parameters = self._columns(*columns, first, [k])[0] if loaded is None else loaded[k]
         for rW in parameters:
             if rW is not None:
-                forget(rW)  # kept in its own dtype until here
+                compiler_barrier(rW)  # kept in its own dtype until here
         return self._value(self._wide(given, k), rstd, *parameters, first[k], k)
 
     def _arrive(self, given, k):
@@ -190,7 +190,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         if self.windowed and not self.apart:
             return
         cute.arch.cp_async_wait_group(self.tile.per_thread - 1 - k)
-        if not self.windowed and self._ragged(k):
+        if not self.windowed and self._predicated(k):
             self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1][k])
 
     def _own(self, given, k):

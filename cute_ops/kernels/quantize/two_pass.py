@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import fragment, load_elements, load_if, narrow, store_elements, store_if, trim
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_finite, scale_of, to_fp8
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
@@ -37,7 +37,7 @@ class QuantizeTwoPass:
         self.by_row = not variant.attrs["block"]
         self.sum = RowSum(self.tile, values=1, stages=2)
         self.max = RowMax(self.tile, stages=2)
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
@@ -46,7 +46,7 @@ class QuantizeTwoPass:
             grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
             block=[self.tile.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -61,8 +61,8 @@ class QuantizeTwoPass:
         stride = self.tile.threads * self.vec
         walk = (n + (stride - 1)) // stride
         start = tidx * self.vec
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         steps = Int32((row_count(mOut) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)

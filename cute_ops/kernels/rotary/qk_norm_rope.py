@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import fragment
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.kernels.rotary.layout import Rotary, head_address, head_count, sequence_and_block, table_grid, token_count
@@ -39,7 +39,7 @@ class HeadRows:
         self.whole = not self.long and chunks == self.lanes * self.per_thread
         self.units = self.threads // self.lanes
         self.heads = 1 if self.long else config.heads_per_thread
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     def key(self, name):
         return self.variant.tensors[name]
@@ -104,19 +104,19 @@ class QKNormRope(HeadRows):
             grid=table_grid(self.blocks(mQ, rows) + self.blocks(mK, rows), mQ, mCos),
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
     def kernel(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut):
         sequence, block = sequence_and_block()
         first_of_k = self.blocks(mQ, row_count(mCos))
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         if block < first_of_k:
             self._some(mQ, mQWeight, mCos, mSin, mQOut, sequence, block, ("q", "q_weight", "q_out"))
         else:
             self._some(mK, mKWeight, mCos, mSin, mKOut, sequence, block - first_of_k, ("k", "k_weight", "k_out"))
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     @cute.jit
     def _some(self, mX, mWeight, mCos, mSin, mOut, sequence: Int64, block: Int64, names: cutlass.Constexpr):
@@ -204,7 +204,7 @@ class QKNormRopeBackward(HeadRows):
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=50,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
         self.column_sum((mQParts, mKParts), (mDqWeight, mDkWeight), stream)
 
@@ -220,12 +220,12 @@ class QKNormRopeBackward(HeadRows):
         if const_expr(not self.long):
             sSum = smem.allocate_tensor(Float32, cute.make_layout((self.rotary.d, self.warps)), byte_alignment=16)
         first_of_k = self._ctas(q[4])
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         if block < first_of_k:
             self._some(*q, mCos, mSin, sSum, block, ("q", "q_weight", "dq_out", "dq"))
         else:
             self._some(*k, mCos, mSin, sSum, block - first_of_k, ("k", "k_weight", "dk_out", "dk"))
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     @cute.jit
     def _some(self, mX, mWeight, mDout, mDx, mParts, mCos, mSin, sSum, block: Int32, names: cutlass.Constexpr):

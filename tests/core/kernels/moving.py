@@ -10,7 +10,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ops.kernels.lib.column_params import column_vectors
-from cute_ops.kernels.lib.copy import access_bits, fragment, opaque
+from cute_ops.kernels.lib.copy import access_bits, compiler_barrier_value, fragment
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle, settle_all
 from cute_ops.kernels.lib.row_config import RowConfig
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors
@@ -73,7 +73,7 @@ class Halves(Moving):
 
     def _take(self, rX, rOut, start):
         for i in range(2):
-            rOut[i] = opaque(rX[start + i]) if self.hidden else rX[start + i]
+            rOut[i] = compiler_barrier_value(rX[start + i]) if self.hidden else rX[start + i]
 
 
 class Columns(Moving):
