@@ -197,14 +197,14 @@ class Inside:
 
 
 def compiler_barrier(rX):
-    """Make the compiler forget what it knows of a fragment, so that it keeps this form of it and no wider one."""
+    """Hide from the compiler how a fragment was computed, so that it keeps this form of it and no wider one."""
     rW = cute.recast_tensor(rX, Int32)
     for j in range(cute.size(rW)):
         rW[j] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[rW[j]])
 
 
 def compiler_barrier_value(number):
-    """A number of which the compiler forgets how it was computed: it keeps it, and does not compute it again."""
+    """The same number, of which the compiler does not see how it was computed: it does not compute it again."""
     kind = type(number)
     ptx = f"mov.b{kind.width} {{$w0}}, {{$r0}};"
     return cute.arch.inline_ptx(ptx, write_only_types=[kind], read_only_args=[number])
