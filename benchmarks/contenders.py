@@ -11,7 +11,7 @@ from typing import Any
 import fp8
 import torch
 import torch.nn.functional as F
-from problems import Buffers
+from problems import BY_NAME, Buffers
 
 EPS = 1e-6
 BETAS = 0.9, 0.999  # AdamW's
@@ -245,13 +245,14 @@ def overwrites_inputs(contender: str, op: str, direction: str) -> bool:
 def _ours_torch(op: str, attrs: Mapping[str, Any]) -> Call:
     import cute_ops_torch
 
-    return _with_attributes(getattr(cute_ops_torch, op), op, attrs)
+    function = getattr(cute_ops_torch, op, None)  # None for a part of our functions, which is an op only
+    return _with_attributes(function or getattr(torch.ops.cute, op), op, attrs)
 
 
 def _ours_jax(op: str, attrs: Mapping[str, Any]) -> Call:
     import cute_ops_jax
 
-    return _with_attributes(getattr(cute_ops_jax, op), op, attrs)
+    return _with_attributes(cute_ops_jax.register(BY_NAME[op]), op, attrs)
 
 
 def _with_attributes(function: Call, op: str, attrs: Mapping[str, Any]) -> Call:

@@ -26,7 +26,7 @@ from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.types import Trial
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 
 COLUMNS = (
     "call", "rows", "status", "us", "us_tuned", "gain", "change", "heuristic", "tile", "tried", "refused", "sources",
@@ -34,7 +34,7 @@ COLUMNS = (
 NEAR = 0.03  # a heuristic should be as near to the fastest of its candidates
 RATES = ROOT / "benchmarks" / "results" / "device_time.csv"
 SM90 = "sm_90a:132"  # an H200, where --report is asked for
-STAGES = {stage.name: stage for op in OPS for stage in (op, op.grad) if stage}
+STAGES = {stage.name: stage for op in (*OPS, *PARTS) for stage in (op, op.grad) if stage}
 Row = Mapping[str, str]
 
 

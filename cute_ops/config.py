@@ -11,12 +11,38 @@ is advice, not configuration.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import MISSING, dataclass, fields
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from cute_ops.shapes import Array
 
-Config = Mapping[str, int]
+# A flat config, as variants, winners and cache keys keep it: numbers by name, and a ``form`` as text.
+Config = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class KernelConfig:
+    """The compile-time configuration of a family's kernels: frozen dataclasses of numbers, flags and a ``form``."""
+
+    @classmethod
+    def of(cls, config: Config | Iterable[tuple[str, Any]]) -> Self:
+        """The config that :meth:`flat` wrote."""
+        return cls(**dict(config))
+
+    def flat(self) -> dict[str, Any]:
+        """The fields that have no default or differ from it, flags as 0 and 1.
+
+        Equal configs have equal flat forms, and a new field with a default changes none of them.
+        """
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        kept = {f.name for f in fields(self) if f.default is MISSING or values[f.name] != f.default}
+        return {name: int(v) if isinstance(v, bool) else v for name, v in values.items() if name in kept}
+
+
+def flat(config: KernelConfig | Config) -> dict[str, Any]:
+    """A config as a mapping from names to numbers and to its form."""
+    return config.flat() if isinstance(config, KernelConfig) else dict(config)
 
 
 class Problem(NamedTuple):
@@ -58,16 +84,16 @@ class Space(NamedTuple):
             rows there are: in ops that sum over rows.
     """
 
-    configs: Callable[[Problem, Config], Iterable[Config]]
+    configs: Callable[[Problem, Config], Iterable[KernelConfig | Config]]
     needs: Callable[[Problem, Config], Needs] | None = None
     by_rows: bool = False
 
-    def others(self, problem: Problem, heuristic: Config) -> list[dict[str, int]]:
-        """The configs to try, without the heuristic's and without doubles."""
-        found: dict[tuple[tuple[str, int], ...], dict[str, int]] = {}
-        for config in self.configs(problem, heuristic):
-            if dict(config) != dict(heuristic):
-                found.setdefault(tuple(sorted(config.items())), dict(config))
+    def others(self, problem: Problem, heuristic: Config) -> list[dict[str, Any]]:
+        """The configs to try, flat, without the heuristic's and without doubles."""
+        found: dict[tuple[tuple[str, Any], ...], dict[str, Any]] = {}
+        for config in map(flat, self.configs(problem, heuristic)):
+            if config != dict(heuristic):
+                found.setdefault(tuple(sorted(config.items())), config)
         return list(found.values())
 
 
@@ -75,15 +101,20 @@ class Tuning(NamedTuple):
     """How a kernel is configured.
 
     Args:
-        config: ``config(problem) -> {name: int}``: the heuristic, the kernel's compile-time configuration.
+        config: ``config(problem) -> {name: int}``, or a :class:`KernelConfig`: the heuristic, the kernel's compile-time
+            configuration.
         space: other configs that may be faster, which ``python -m cute_ops tune`` measures.
         workspace: ``workspace(problem, config) -> {name: Array or None}``, scratch arrays handed to the kernel. One
             that does not grow with the rows must serve fewer rows too: programs exported for any number share it.
     """
 
-    config: Callable[[Problem], Config] = lambda problem: {}
+    config: Callable[[Problem], KernelConfig | Config] = lambda problem: {}
     space: Space | None = None
     workspace: Callable[[Problem, Config], Mapping[str, Array | None]] = lambda problem, config: {}
+
+    def heuristic(self, problem: Problem) -> dict[str, Any]:
+        """The heuristic's config, flat."""
+        return flat(self.config(problem))
 
 
 DEFAULT = Tuning()

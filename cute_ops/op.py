@@ -263,7 +263,7 @@ class Op:
         dims = {d.name for t in self.inputs.values() if not t.optional for d in t.dims}
         self.static: tuple[str, ...] = (("n",) if "n" in dims else ()) if static is None else _as_tuple(static)
         self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
-        self.config, self.space, self.workspace = tuning
+        self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
         self.grad = grad
         self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})

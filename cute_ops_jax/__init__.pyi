@@ -85,15 +85,6 @@ def add_rmsnorm_fp8(
     block: int = 0,
 ) -> tuple[Array, Array, Array]: ...
 def silu_mul_fp8(gate: ArrayLike, up: ArrayLike, block: int = 0) -> tuple[Array, Array]: ...
-def swiglu_again(x: ArrayLike, dout: ArrayLike) -> tuple[Array, Array]: ...
-def cross_entropy_step(
-    logits: ArrayLike,
-    target: ArrayLike,
-    dloss: ArrayLike,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> tuple[Array, Array]: ...
 def adamw(
     param: ArrayLike,
     grad: ArrayLike,
@@ -106,11 +97,3 @@ def adamw(
     beta2: float = 0.999,
     eps: float = 1e-08,
 ) -> tuple[Array, Array, Array]: ...
-def rope_bwd_joined(
-    dq: ArrayLike,
-    dk: ArrayLike,
-    dv: ArrayLike,
-    cos: ArrayLike,
-    sin: ArrayLike,
-    interleaved: bool = False,
-) -> Array: ...

@@ -7,7 +7,6 @@ __all__ = [
     "add_rmsnorm",
     "add_rmsnorm_fp8",
     "cross_entropy",
-    "cross_entropy_step",
     "geglu",
     "gelu",
     "gelu_mul",
@@ -20,14 +19,12 @@ __all__ = [
     "rmsnorm",
     "rmsnorm_fp8",
     "rope",
-    "rope_bwd_joined",
     "silu",
     "silu_mul",
     "silu_mul_fp8",
     "softmax",
     "sum",
     "swiglu",
-    "swiglu_again",
 ]
 
 def rmsnorm(
@@ -96,15 +93,6 @@ def add_rmsnorm_fp8(
     block: int = 0,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
 def silu_mul_fp8(gate: Tensor, up: Tensor, block: int = 0) -> tuple[Tensor, Tensor]: ...
-def swiglu_again(x: Tensor, dout: Tensor) -> tuple[Tensor, Tensor]: ...
-def cross_entropy_step(
-    logits: Tensor,
-    target: Tensor,
-    dloss: Tensor,
-    ignore_index: int = -100,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
-) -> tuple[Tensor, Tensor]: ...
 def adamw(
     param: Tensor,
     grad: Tensor,
@@ -117,11 +105,3 @@ def adamw(
     beta2: float = 0.999,
     eps: float = 1e-08,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
-def rope_bwd_joined(
-    dq: Tensor,
-    dk: Tensor,
-    dv: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    interleaved: bool = False,
-) -> Tensor: ...

@@ -98,7 +98,11 @@ class Features:
     def _cells(self, item: Any) -> list[tuple[str, str]]:
         params = getattr(getattr(item, "callspec", None), "params", {})
         subject = next(
-            (params[name] for name in ("op", "any_op", "problem", "structure", "turn", "trained") if name in params),
+            (
+                params[name]
+                for name in ("op", "any_op", "layer", "problem", "structure", "turn", "trained")
+                if name in params
+            ),
             None,
         )
         # A problem's op or the op; a test without one is for all of them.

@@ -10,7 +10,8 @@ def objection(space: Space, problem: Problem, config: Config) -> str:
     """Why a config cannot run on the target, empty where it may: divisibility, threads, clusters, registers and shared
     memory.
     """
-    wrong = [f"{name}={value!r}" for name, value in config.items() if type(value) is not int or value < 0]
+    numbers = {name: value for name, value in config.items() if name != "form"}
+    wrong = [f"{name}={value!r}" for name, value in numbers.items() if type(value) is not int or value < 0]
     if wrong:
         return f"{wrong[0]} is no number"
     threads, row = config.get("threads", WARP), config.get("threads_per_row", 1)

@@ -27,12 +27,13 @@ from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
 FORMAT, NAME = 2, "tuning.json"
-WINNER = {"call": str, "heuristic": {str: int}, "config": {str: int}}
+CONFIG = {str: int, "form": str}
+WINNER = {"call": str, "heuristic": CONFIG, "config": CONFIG}
 SHIPPED = Path(__file__).parent / "shipped"
 # Up to so many rows a power of two of them is a class of its own, where an op's config may depend on rows at all.
 FEW_ROWS = 1024
 LOCK_SECONDS = 10.0  # whoever writes the file for longer has stopped
-Items = tuple[tuple[str, int], ...]
+Items = tuple[tuple[str, int | str], ...]
 Key = tuple[str, Items]
 Winners = Mapping[Key, "Winner"]
 

@@ -2,8 +2,9 @@
 
 A shape is data: a type (``str``, ``int``, ``float``, ``bool``, ``object`` for anything), ``None``; a set of values; a
 tuple of alternatives ``Either(int, None)``; ``[shape]`` for a list of any length, ``(shape, shape)`` for one of just
-these; ``{str: shape}`` for names of any kind, ``{"name": shape, "other?": shape}`` for fields, of which those with a
-question mark may be missing. Fields that no shape names are left alone.
+these; ``{str: shape}`` for names of any kind, and ``{str: shape, "name": other}`` where some have a shape of their own;
+``{"name": shape, "other?": shape}`` for fields, of which those with a question mark may be missing. Fields that no
+shape names are left alone.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def _check(value: Any, shape: Any) -> None:
             raise _Mismatch(f"has {len(value)} values, expected {len(shape)}")
         _check_each(enumerate(value), shape.__getitem__, "[{}]")
     elif kind is dict and str in shape:
-        _check_each(value.items(), lambda _: shape[str], ".{}")
+        _check_each(value.items(), lambda name: shape.get(name, shape[str]), ".{}")
     elif kind is dict:
         fields = {name.removesuffix("?"): one for name, one in shape.items()}
         missing = [name for name in shape if name not in value and not name.endswith("?")]

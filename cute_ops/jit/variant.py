@@ -55,7 +55,7 @@ class _Fields(NamedTuple):
     args: tuple[TensorKey | None, ...]
     static: tuple[tuple[str, int | None], ...]
     attributes: tuple[tuple[str, Any], ...]
-    config: tuple[tuple[str, int], ...]
+    config: tuple[tuple[str, int | str], ...]
     toolchain: tuple[str, str]
     sources: str
     declared: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ SHAPE = {
     "op": str, "kernel": str, "arch": str, "names": [str], "args": [json_schema.Either(TENSOR_SHAPE, None)],
     "static": [(str, json_schema.Either(int, None))],
     "attributes": [(str, json_schema.Either(str, int, float, bool, None))],
-    "config": [(str, int)], "toolchain": (str, str), "sources": str, "declared": [str],
+    "config": [(str, json_schema.Either(int, str))], "toolchain": (str, str), "sources": str, "declared": [str],
 }  # fmt: skip
 
 
@@ -104,7 +104,7 @@ class Variant(_Fields):
         return dict(self.attributes)
 
     @cached_property
-    def tile(self) -> Mapping[str, int]:
+    def tile(self) -> Mapping[str, Any]:
         return dict(self.config)
 
     @cached_property

@@ -1,5 +1,5 @@
-"""The declarations. Tests, benchmarks, documentation, stubs and both adapters iterate ``OPS``; ``PARTS`` are what our
-own functions are made of, ops without functions.
+"""The declarations. ``OPS`` have a public Python function and an entry in the documentation and in the stubs;
+``PARTS`` are ops without a function, which our own functions call.
 """
 
 from cute_ops.op import Op
@@ -26,7 +26,6 @@ from cute_ops.ops.rotary.rope import rope, rope_bwd_joined
 OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
     cross_entropy, softmax, log_softmax, row_sum, row_mean,
-    quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8,
-    swiglu_again, cross_entropy_step, adamw, rope_bwd_joined,
+    quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8, adamw,
 )  # fmt: skip
-PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd)
+PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined)

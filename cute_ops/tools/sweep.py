@@ -36,7 +36,7 @@ PAIRS = tuple((dtype, base) for dtype in FLOATS for base in BASES)
 VECTOR = 16
 DRAWS = 100
 # What a heuristic varies gradually with the length: a change of these alone is no threshold.
-GRADUAL = ("threads", "threads_per_row", "parts", "resident", "replicas", "segments")
+GRADUAL = ("threads", "threads_per_row", "clusters", "parts_per_cta", "resident", "replicas", "segments")
 
 
 class SweepCall(NamedTuple):

@@ -10,7 +10,8 @@ from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
 from cute_ops_torch.nn.norm import LayerNorm as LayerNorm
 from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
 
-_OPS = {class_name(op): op for op in OPS}
+# An op without a gradient is a layer where it is for inference; a step of an optimizer is none.
+_OPS = {class_name(op): op for op in OPS if op.grad or op.inference_only}
 __all__ = ["module", *sorted({*_OPS, "AddRMSNorm", "LayerNorm", "LinearCrossEntropy", "RMSNorm"})]
 
 

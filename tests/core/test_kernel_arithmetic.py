@@ -9,12 +9,14 @@ import importlib
 import sys
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS
 from cute_ops.testing import numpy_dtype
@@ -61,35 +63,36 @@ def test_weights_of_rows_that_start_anywhere(op: Op, n: int) -> None:
 
 
 # One of each form of a norm's kernels, which heuristics choose for longer or more rows than fit a test.
-ROW = {"threads": 64, "threads_per_row": 32, "unit": 1}
-WIDE = {"threads": 64, "threads_per_row": 64, "unit": 1}
+ROW, WIDE = NormConfig("one_pass", threads=64, threads_per_row=32), NormConfig("one_pass", 64, threads_per_row=64)
 FORWARD = [
-    ROW, {**ROW, "unroll": 2}, {**ROW, "unit": 8, "late": 1}, {**WIDE, "cluster": 2, "packed": 1, "resident": 2},
-    {**WIDE, "cluster": 4, "staged": 1, "late": 1}, {**ROW, "staged": 1, "unit": 8},
-    {**ROW, "cluster": 1, "stages": 2, "resident": 1, "parts": 64},
-    {**WIDE, "cluster": 2, "stages": 3, "resident": 1, "parts": 8, "sorted_by": 8}, {"threads": 64, "long": 1},
+    ROW, replace(ROW, unroll=2), replace(ROW, align_vectors=8, delay_weight_load=True),
+    replace(WIDE, cluster=2, keep_dtype=True, resident=2),
+    replace(WIDE, form="smem", cluster=4, delay_weight_load=True), replace(ROW, form="smem", align_vectors=8),
+    replace(ROW, form="persistent", stages=2, clusters=64),
+    replace(WIDE, form="persistent", cluster=2, stages=3, clusters=8, sort_period=8), NormConfig("two_pass", 64),
 ]  # fmt: skip
-PARTS = {"stages": 2, "resident": 1, "parts": 64}
+WALK, WIDE_WALK = (replace(config, form="persistent", stages=2, clusters=64) for config in (ROW, WIDE))
 BACKWARD = [
-    {**ROW, **PARTS, "cluster": 1}, {**WIDE, **PARTS, "cluster": 2}, {**WIDE, **PARTS, "cluster": 4, "stages": 3},
-    {**WIDE, **PARTS, "cluster": 2, "parts": 3, "sorted_by": 8, "stages": 3},
-    {**WIDE, **PARTS, "cluster": 4, "balanced": 1, "sorted_by": 8}, {**ROW, **PARTS, "cluster": 1, "unit": 8},
-    {"threads": 64, "parts": 5, "long": 1},
+    WALK, replace(WIDE_WALK, cluster=2), replace(WIDE_WALK, cluster=4, stages=3),
+    replace(WIDE_WALK, cluster=2, clusters=3, sort_period=8, stages=3),
+    replace(WIDE_WALK, cluster=4, balanced=True, sort_period=8), replace(WALK, align_vectors=8),
+    NormConfig("two_pass", 64, clusters=5),
 ]  # fmt: skip
 FORMS = [
-    pytest.param(op, tile, id=f"{op.name}-{i}")
+    pytest.param(op, config, id=f"{op.name}-{i}")
     for op in NORMS if "fp8" not in op.name
-    for i, tile in enumerate(BACKWARD if "dout" in op.inputs else FORWARD)
+    for i, config in enumerate(BACKWARD if "dout" in op.inputs else FORWARD)
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("op", "tile"), FORMS)
-def test_every_form_of_a_norm(op: Op, tile: dict[str, int]) -> None:
+@pytest.mark.parametrize(("op", "config"), FORMS)
+def test_every_form_of_a_norm(op: Op, config: NormConfig) -> None:
     for i, n in enumerate((24, 129, 264)):
-        # Of a tile for rows off a vector, rows on one are no problem; the reverse is none that a heuristic gives.
-        if n % 8 == 0 or tile.get("unit", 1) > 1 or "sorted_by" in tile or tile.get("long"):
-            call = kernel_calls.made(op, 21, n, FLOATS[(i + len(tile)) % 3], "compact", np.random.default_rng(n))
-            kernel_calls.check(call._replace(tile=tile))
+        # Of a config for rows off a vector, rows on one are no problem; the reverse is none that a heuristic gives.
+        if n % 8 == 0 or config.align_vectors > 1 or config.sort_period or config.form == "two_pass":
+            dtype = FLOATS[(i + len(config.flat())) % 3]
+            call = kernel_calls.made(op, 21, n, dtype, "compact", np.random.default_rng(n))
+            kernel_calls.check(call._replace(tile=config.flat()))
 
 
 def dropping(self: Any) -> Any:

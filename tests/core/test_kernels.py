@@ -26,7 +26,7 @@ from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, rmsnorm
-from cute_ops.ops._candidates import POINTWISE
+from cute_ops.ops.activation.config import SPACE as POINTWISE
 from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
 
@@ -113,7 +113,7 @@ class Wanted(NamedTuple):
 
 # In one of two dtypes, in turn.
 ALIGNED = [Wanted(op, ("bfloat16", "float32")[i % 2], 4096) for i, op in enumerate(ALL)]
-POINTWISE_LOADS = [Wanted(op, "bfloat16", 4096) for op in ALL if op.space is POINTWISE]
+POINTWISE_LOADS = [Wanted(op, "bfloat16", 4096) for op in ALL if op.space is POINTWISE or op.name == "adamw"]
 ANYWHERE = [
     Wanted(op, "bfloat16", 4097, tuple(attrs.items()))
     for op in ALL if op.name in ("swiglu", "geglu_bwd", "quantize_fp8", "rmsnorm_fp8", "add_rmsnorm_fp8")
@@ -263,7 +263,7 @@ def test_every_length_compiles(op: Op, n: int, compiled: Compiled) -> None:
 
 CHOICES = [
     pytest.param(op, {name: value}, id=f"{op.name}-{name}-{value}")
-    for op in OPS for name, values in op.choices.items() for value in values[1:]
+    for op in (*OPS, *PARTS) for name, values in op.choices.items() for value in values[1:]
 ]  # fmt: skip
 
 

@@ -38,7 +38,7 @@ from cute_ops.jit.cache import Built
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, signature
 from cute_ops.jit.target import parse
-from cute_ops.ops import OPS, rmsnorm, rope, silu_mul
+from cute_ops.ops import OPS, PARTS, rmsnorm, rope, silu_mul
 
 SM90 = parse("sm_90a")
 X = Tensor("*m n", "T")
@@ -170,7 +170,7 @@ def test_the_resource_model_prunes(tile: dict[str, int], arch: str, reason: str)
 def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
     """On every SM, for short, odd and long rows; a heuristic's own tile is never one to object to."""
     count = 0
-    for op in OPS:
+    for op in (*OPS, *(op for op in PARTS if op.space)):
         for stage in filter(None, (op, op.grad)):
             assert stage.space is not None, stage.name
             for arch in ("sm_80", "sm_90a", "sm_120a"):
@@ -196,7 +196,7 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
 
 def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
     """Bits of a row must not depend on its company: the heuristic does not look at it, and neither may candidates."""
-    for op in OPS:
+    for op in (*OPS, *PARTS):
         if op.space is None or op.space.by_rows:
             continue
         seen = []
@@ -793,7 +793,7 @@ def test_what_ships_is_forgotten_when_the_kernel_changes(tmp_path: Path, monkeyp
 def test_the_files_that_ship_are_sound_and_of_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """``benchmarks/tuning_gap.py --out benchmarks/results --report --ship FILE`` leaves out those that are not."""
     monkeypatch.undo()
-    stages = {stage.name: stage for op in OPS for stage in (op, op.grad) if stage}
+    stages = {stage.name: stage for op in (*OPS, *PARTS) for stage in (op, op.grad) if stage}
     for path in winners.SHIPPED.glob("*.json"):
         shipped = winners.parse(path.read_text())
         assert path.read_text() == winners.dump(shipped.values())

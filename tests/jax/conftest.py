@@ -26,7 +26,7 @@ from cute_ops import testing
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Case, Op
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 from cute_ops.shapes import FLOATS
 from cute_ops_jax.primitive import ffi, function, vjp
 from cute_ops_jax.primitive.primitive import Stage, stage
@@ -34,7 +34,7 @@ from cute_ops_jax.primitive.primitive import Stage, stage
 # For programs on several devices; the first one runs everything else.
 jax.config.update("jax_num_cpu_devices", 8)
 
-STAGES = {op.name: op for op in itertools.chain(OPS, (op.grad for op in OPS if op.grad))}
+STAGES = {op.name: op for op in itertools.chain(OPS, PARTS, (op.grad for op in OPS if op.grad))}
 
 
 DIFFERENTIABLE = tuple(op for op in OPS if op.grad)
@@ -69,7 +69,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "op" in metafunc.fixturenames:
         metafunc.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
     if "any_op" in metafunc.fixturenames:
-        metafunc.parametrize("any_op", OPS, ids=lambda op: op.name)
+        parts = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
+        metafunc.parametrize("any_op", [*OPS, *parts], ids=lambda op: op.name)
     for name, ops in (("problem", DIFFERENTIABLE), ("stage_problem", STAGES.values())):
         if name in metafunc.fixturenames:
             problems = [

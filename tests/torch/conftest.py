@@ -21,13 +21,15 @@ from cute_ops.jit import cache, target
 from cute_ops.jit.variant import TensorKey, Variant
 from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops import OPS as ALL
+from cute_ops.ops import PARTS as ALL_PARTS
 from cute_ops.shapes import FLOATS, ITEMSIZE
 from cute_ops_torch.host import launch
 from cute_ops_torch.library.tensors import DTYPES, NAMES
 
 # Set where the whole suite is run once more, in another way, for one op that stands for all.
 OPS = tuple(op for op in ALL if op.name == os.environ.get("CUTE_OPS_TEST_ONLY", op.name))
-STAGES = (*OPS, *(op.grad for op in OPS if op.grad))
+PARTS = tuple(op for op in ALL_PARTS if op.name == os.environ.get("CUTE_OPS_TEST_ONLY", op.name))
+STAGES = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
 
 
 def to_torch(array: np.ndarray | None, device: str = "cpu") -> torch.Tensor | None:
@@ -136,7 +138,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "op" in metafunc.fixturenames:
         metafunc.parametrize("op", [op for op in OPS if op.grad], ids=lambda op: op.name)
     if "any_op" in metafunc.fixturenames:
-        metafunc.parametrize("any_op", OPS, ids=lambda op: op.name)
+        parts = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
+        metafunc.parametrize("any_op", [*OPS, *parts], ids=lambda op: op.name)
 
 
 @pytest.fixture(scope="session")

@@ -11,7 +11,7 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Case, Op, testing
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.norm.layernorm import layernorm
 
 pytestmark = pytest.mark.gpu
@@ -201,7 +201,7 @@ def test_current_stream_is_used(any_op: Op, make_inputs: Callable[..., Any]) -> 
 @pytest.mark.parametrize("warm", [True, False], ids=["warm", "first-call-in-capture"])
 def test_cuda_graph(any_op: Op, make_inputs: Callable[..., Any], warm: bool) -> None:
     # Sizes that no other test uses, so that the kernel is loaded for the first time inside the capture.
-    n = 1536 if warm else 1152 + 128 * OPS.index(any_op)
+    n = 1536 if warm else 1152 + 128 * (*OPS, *PARTS).index(any_op)
     tensors = make_inputs(any_op, (64,), n, torch.bfloat16, "cuda")
     raw = getattr(torch.ops.cute, any_op.name)
     if warm:
@@ -313,9 +313,10 @@ def test_every_device(any_op: Op, make_inputs: Callable[..., Any]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     tensors = make_inputs(any_op, (33,), 256, device="cuda:0")
-    expected = as_tuple(getattr(cute_ops_torch, any_op.name)(*tensors))
+    raw = getattr(torch.ops.cute, any_op.name)
+    expected = as_tuple(raw(*tensors))
     for index in range(1, torch.cuda.device_count()):
-        outs = as_tuple(getattr(cute_ops_torch, any_op.name)(*[t.to(f"cuda:{index}") for t in tensors]))
+        outs = as_tuple(raw(*[t.to(f"cuda:{index}") for t in tensors]))
         assert torch.cuda.current_device() == 0
         assert all(
             o.get_device() == index and torch.equal(o.cpu(), e.cpu()) for o, e in zip(outs, expected, strict=True)

@@ -17,7 +17,7 @@ from cute_ops.jit import cache
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.activation.unary import silu
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
@@ -27,7 +27,9 @@ from cute_ops_torch.tools import measure
 SM90 = parse("sm_90a")
 
 
-@pytest.mark.parametrize("stage", [s for op in OPS for s in (op, op.grad) if s], ids=lambda op: op.name)
+@pytest.mark.parametrize(
+    "stage", [s for op in (*OPS, *PARTS) for s in (op, op.grad) if s and s.space], ids=lambda op: op.name
+)
 def test_a_plan_runs_on_a_small_problem(stage: Any, compiled: Any) -> None:
     op = stage
     case = testing.small(op.cases[0])

@@ -13,16 +13,18 @@ from torch import nn
 
 import cute_ops_torch
 from cute_ops import Op, Tensor
+from cute_ops.ops import OPS
 from cute_ops.shapes import FLOATS
 from cute_ops_torch.nn import class_name, module
 
 
 @pytest.mark.feature("nn module")
-def test_a_module_for_every_op(any_op: Op, make_inputs: Callable[..., Any]) -> None:
+@pytest.mark.parametrize("layer", [op for op in OPS if op.grad or op.inference_only], ids=lambda op: op.name)
+def test_a_module_for_every_layer(layer: Op, make_inputs: Callable[..., Any]) -> None:
     """It computes what the function does with its parameters; it is copied, pickled and compiled."""
-    tensors = dict(zip(any_op.inputs, make_inputs(any_op), strict=True))
-    learned = {name: tensors.pop(name) for name, t in any_op.inputs.items() if not t.rows}
-    made = getattr(cute_ops_torch.nn, class_name(any_op))(
+    tensors = dict(zip(layer.inputs, make_inputs(layer), strict=True))
+    learned = {name: tensors.pop(name) for name, t in layer.inputs.items() if not t.rows}
+    made = getattr(cute_ops_torch.nn, class_name(layer))(
         *dict.fromkeys(size for t in learned.values() for size in t.shape),
         **({"bias": True} if "bias" in learned else {}),
     )
@@ -32,10 +34,10 @@ def test_a_module_for_every_op(any_op: Op, make_inputs: Callable[..., Any]) -> N
     torch.save(copy.deepcopy(made), file)
     file.seek(0)
     loaded = torch.load(file, weights_only=False)
-    expected = getattr(cute_ops_torch, any_op.name)(**tensors, **learned)
+    expected = getattr(cute_ops_torch, layer.name)(**tensors, **learned)
     for called in (made, loaded, torch.compile(made, fullgraph=True, backend="eager")):
         torch.testing.assert_close(called(*tensors.values()), expected, rtol=0, atol=0)
-    assert not hasattr(cute_ops_torch.nn, any_op.name)
+    assert not hasattr(cute_ops_torch.nn, layer.name)
 
 
 def test_a_module_of_ones_own_op() -> None:

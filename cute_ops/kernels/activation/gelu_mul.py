@@ -1,14 +1,8 @@
 """GELU-gated product kernels."""
 
-from cute_ops.kernels.activation.gated import Gated, GatedBackward
+from functools import partial
+
+from cute_ops.kernels.activation.pointwise import GATED, GATED_BACKWARD, Activation
 from cute_ops.kernels.lib.activation import GELU
 
-
-class GeluMul(Gated):
-    def __init__(self, variant):
-        super().__init__(variant, GELU[variant.attrs["approximate"]])
-
-
-class GeluMulBackward(GatedBackward):
-    def __init__(self, variant):
-        super().__init__(variant, GELU[variant.attrs["approximate"]])
+GeluMul, GeluMulBackward = partial(Activation, GELU, GATED), partial(Activation, GELU, GATED_BACKWARD)

@@ -1,29 +1,10 @@
 """Gated products of packed rows."""
 
-from cute_ops.kernels.activation.gated import Packed, PackedAgain, PackedBackward
+from functools import partial
+
+from cute_ops.kernels.activation.pointwise import PACKED, PACKED_AGAIN, PACKED_BACKWARD, Activation
 from cute_ops.kernels.lib.activation import GELU, silu
 
-
-class SwiGLU(Packed):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
-
-
-class SwiGLUBackward(PackedBackward):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
-
-
-class SwiGLUAgain(PackedAgain):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
-
-
-class GEGLU(Packed):
-    def __init__(self, variant):
-        super().__init__(variant, GELU[variant.attrs["approximate"]])
-
-
-class GEGLUBackward(PackedBackward):
-    def __init__(self, variant):
-        super().__init__(variant, GELU[variant.attrs["approximate"]])
+SwiGLU, SwiGLUBackward = partial(Activation, silu, PACKED), partial(Activation, silu, PACKED_BACKWARD)
+SwiGLUAgain = partial(Activation, silu, PACKED_AGAIN)
+GEGLU, GEGLUBackward = partial(Activation, GELU, PACKED), partial(Activation, GELU, PACKED_BACKWARD)

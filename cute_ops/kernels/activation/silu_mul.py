@@ -1,14 +1,8 @@
 """SiLU-gated product kernels."""
 
-from cute_ops.kernels.activation.gated import Gated, GatedBackward
+from functools import partial
+
+from cute_ops.kernels.activation.pointwise import GATED, GATED_BACKWARD, Activation
 from cute_ops.kernels.lib.activation import silu
 
-
-class SiluMul(Gated):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
-
-
-class SiluMulBackward(GatedBackward):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
+SiluMul, SiluMulBackward = partial(Activation, silu, GATED), partial(Activation, silu, GATED_BACKWARD)

@@ -1,34 +1,10 @@
 """Kernels of activations alone."""
 
-from cute_ops.kernels.activation.gated import Alone, AloneBackward
+from functools import partial
+
+from cute_ops.kernels.activation.pointwise import ALONE, ALONE_BACKWARD, Activation
 from cute_ops.kernels.lib.activation import GELU, relu2, silu
 
-
-class Silu(Alone):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
-
-
-class SiluBackward(AloneBackward):
-    def __init__(self, variant):
-        super().__init__(variant, silu)
-
-
-class Gelu(Alone):
-    def __init__(self, variant):
-        super().__init__(variant, GELU[variant.attrs["approximate"]])
-
-
-class GeluBackward(AloneBackward):
-    def __init__(self, variant):
-        super().__init__(variant, GELU[variant.attrs["approximate"]])
-
-
-class Relu2(Alone):
-    def __init__(self, variant):
-        super().__init__(variant, relu2)
-
-
-class Relu2Backward(AloneBackward):
-    def __init__(self, variant):
-        super().__init__(variant, relu2)
+Silu, SiluBackward = partial(Activation, silu, ALONE), partial(Activation, silu, ALONE_BACKWARD)
+Gelu, GeluBackward = partial(Activation, GELU, ALONE), partial(Activation, GELU, ALONE_BACKWARD)
+Relu2, Relu2Backward = partial(Activation, relu2, ALONE), partial(Activation, relu2, ALONE_BACKWARD)

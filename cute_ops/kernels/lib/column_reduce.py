@@ -6,7 +6,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 
 WARP = 32
 BATCH = 8
@@ -23,7 +23,7 @@ class ColumnSum:
     def __init__(self, n, arch):
         self.columns = 8 if n is not None and n <= 2048 else 16 if n is not None and n <= 8192 else 32
         self.depth = 512 // self.columns
-        self.chained = can_chain(arch)
+        self.pdl = can_use_pdl(arch)
 
     @cute.jit
     def __call__(self, parts, outputs, stream):
@@ -32,15 +32,15 @@ class ColumnSum:
             grid=[cute.ceil_div(Int32(mParts.shape[1]), self.columns), 1, 1],
             block=[self.columns, self.depth, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
     def kernel(self, parts, outputs):
         smem = cutlass.utils.SmemAllocator()
         sSum = smem.allocate_tensor(Float32, cute.make_layout((self.columns + 1, self.depth)), byte_alignment=16)
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         for mParts, mOut in zip(parts, outputs):
             if const_expr(mParts is not None):
                 self._sum(mParts, mOut, sSum)

@@ -52,9 +52,9 @@ def load(rX, address, shared=False):
     cute.copy(atom, gmem_vector(dtype, address, vec), cute.make_tensor(rX.iterator, pieces(dtype, vec)))
 
 
-def fetch_ahead(address, wanted):
+def fetch_ahead(address, predicate):
     """Have L2 fetch what lies at an address, while the kernel that may still write it runs: in L2 all see the same."""
-    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address], predicate=wanted)
+    cute.arch.inline_ptx("prefetch.global.L2 [{$r0}];", read_only_args=[address], predicate=predicate)
 
 
 def store(rX, address, streaming=False):
@@ -97,7 +97,7 @@ def load_first(rX: cute.Tensor, address: Int64, room: Int32):
     """
     rX.fill(0)
     bits = BITS[rX.element_type.width]
-    rBits, gBits = cute.recast_tensor(rX, bits), gmem_elements(bits, opaque(address), cute.size(rX))
+    rBits, gBits = cute.recast_tensor(rX, bits), gmem_elements(bits, compiler_barrier_value(address), cute.size(rX))
     for j in cutlass.range_constexpr(cute.size(rX)):
         if j < room:
             rBits[j] = cute.arch.load(gBits.iterator + j, bits, sem="relaxed", scope="cta")
@@ -147,11 +147,11 @@ def store_masked(rX: cute.Tensor, address: Int64, first: Int32, n: Int32, stream
     """Store the columns ``first + j`` that lie in ``[0, n)``: in one go where all do, else one by one."""
     if const_expr(cute.size(rX) * rX.element_type.width % 32 == 0):
         # Or every element would be computed again before it is stored.
-        forget(rX)
+        compiler_barrier(rX)
     if first >= 0 and first + cute.size(rX) <= n:
         store(rX, address, streaming)
     else:
-        store_elements(rX, opaque(address), first, n)
+        store_elements(rX, compiler_barrier_value(address), first, n)
 
 
 @cute.jit
@@ -196,15 +196,15 @@ class Inside:
         return Float32(cutlass.max(last - cutlass.max(self.first, Int32(0)), Int32(0)))
 
 
-def forget(rX):
-    """Make the compiler forget what it knows of a fragment, so that it keeps this form of it and no wider one."""
+def compiler_barrier(rX):
+    """Hide from the compiler how a fragment was computed, so that it keeps this form of it and no wider one."""
     rW = cute.recast_tensor(rX, Int32)
     for j in range(cute.size(rW)):
         rW[j] = cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[rW[j]])
 
 
-def opaque(number):
-    """A number of which the compiler forgets how it was computed: it keeps it, and does not compute it again."""
+def compiler_barrier_value(number):
+    """The same number, of which the compiler does not see how it was computed: it does not compute it again."""
     kind = type(number)
     ptx = f"mov.b{kind.width} {{$w0}}, {{$r0}};"
     return cute.arch.inline_ptx(ptx, write_only_types=[kind], read_only_args=[number])

@@ -1,23 +1,23 @@
-"""Launching a kernel while its predecessor on the stream drains.
+"""Programmatic dependent launch (PDL): a kernel starts while its predecessor on the stream drains.
 
-A chained kernel may start early, so it waits before it touches memory, and lets its successor start early in turn.
-Both are promises between neighbours only: beside a kernel that is not chained, the usual order holds.
+A kernel that is launched so waits before it touches memory, and lets its successor start early in turn. Both are
+promises between neighbours only: beside a kernel that is launched otherwise, the usual order holds.
 """
 
 import cutlass.cute as cute
 
 
-def can_chain(arch):
+def can_use_pdl(arch):
     """Hopper and later."""
     return int(arch.removeprefix("sm_").rstrip("af")) >= 90
 
 
-def wait_for_previous(chained):
+def wait_for_previous(pdl):
     """Everything the stream's earlier kernels wrote is there after this."""
-    if chained:
+    if pdl:
         cute.arch.griddepcontrol_wait()
 
 
-def let_next_start(chained):
-    if chained:
+def let_next_start(pdl):
+    if pdl:
         cute.arch.griddepcontrol_launch_dependents()

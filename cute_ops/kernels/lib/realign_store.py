@@ -18,8 +18,8 @@ class ColumnVectors(Vectors):
     short. Vectors of the tensors named in ``apart`` do not start on a vector of memory.
     """
 
-    def __init__(self, variant, names, n, least):
-        super().__init__(variant, names, n)
+    def __init__(self, variant, names, n, align_vectors, least):
+        super().__init__(variant, names, n, align_vectors)
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         widest = VECTOR_BYTES // max(sizes)
@@ -52,7 +52,7 @@ class ColumnStore:
         return cute.make_layout((self.row_bytes, self.tile.rows))
 
     @cute.jit
-    def __call__(self, vectors: cutlass.Constexpr, sRow: cute.Tensor, address: Int64, t: Int32, rank, there: Boolean):
+    def __call__(self, vectors: cutlass.Constexpr, sRow: cute.Tensor, address: Int64, t: Int32, rank, valid: Boolean):
         """Store this thread's vectors of a row.
 
         Args:
@@ -69,7 +69,7 @@ class ColumnStore:
         span = tile.per_thread * tile.threads_per_row * tile.vec
         begin = rank * span
         count = cutlass.min(tile.n - begin, span) * itemsize
-        count = cutlass.select_(there, cutlass.max(count, Int32(0)), Int32(0))
+        count = cutlass.select_(valid, cutlass.max(count, Int32(0)), Int32(0))
         address = address + Int64(begin) * itemsize
         head = cutlass.min(Int32(-address & (VECTOR_BYTES - 1)), count)
         whole = (count - head) // VECTOR_BYTES

@@ -61,18 +61,18 @@ class RowAccess:
         shift = self.tile.v.shift(row, self.n)
         return [self.tile.vector(t, rank, k) * self.tile.vec - shift for k in range(self.tile.per_thread)]
 
-    def ragged(self, k):
+    def predicated(self, k):
         """Whether some thread's k-th vector may be part inside, part outside the row."""
         return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
 
-    def fetch_ahead(self, mX, name, row, first, wanted):
+    def fetch_ahead(self, mX, name, row, first, predicate):
         """Have L2 fetch this thread's vectors of a row that is there."""
         base = row_address(mX, self.variant.tensors[name], row, self.n)
         for start in first:
             inside = (start >= 0) & (start < self.n)
-            fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), wanted & inside)
+            fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), predicate & inside)
 
-    def load(self, inputs, names, row, first, wanted):
+    def load(self, inputs, names, row, first, predicate):
         """This thread's vectors of a row of each input, all on their way together; ``empty`` where the row is not
         wanted.
         """
@@ -83,33 +83,33 @@ class RowAccess:
             vectors = [fragment(mX.element_type, self.tile.vec) for _ in first]
             for rX in vectors:
                 rX.fill(self.empty)
-            self._load(vectors, base, first, bound, wanted)
+            self._load(vectors, base, first, bound, predicate)
             held.append((vectors, base))
         if self.tile.v.masked:
-            load_tails(held, first, self.tile, (bound, tail & wanted))
+            load_tails(held, first, self.tile, (bound, tail & predicate))
         return [vectors for vectors, _ in held]
 
     @cute.jit
-    def _load(self, vectors: cutlass.Constexpr, base, first: cutlass.Constexpr, bound, wanted: Boolean):
-        if wanted:
+    def _load(self, vectors: cutlass.Constexpr, base, first: cutlass.Constexpr, bound, predicate: Boolean):
+        if predicate:
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 address = base + Int64(first[k]) * (vectors[k].element_type.width // 8)
                 if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
-                    load_if(self.tile.wanted(k, first[k], bound), vectors[k], address)
+                    load_if(self.tile.predicate(k, first[k], bound), vectors[k], address)
                 else:
                     load(vectors[k], address)
 
     def trim(self, rX, k, first):
         """Make what a loaded vector holds of the row's neighbours ``empty``."""
-        if self.ragged(k):
+        if self.predicated(k):
             trim(rX, first[k], Int32(self.n), self.empty)
 
-    def store(self, mX, name, rX, row, first, k, wanted):
+    def store(self, mX, name, rX, row, first, k, predicate):
         """Store this thread's k-th vector of a row that is there."""
         base = row_address(mX, self.variant.tensors[name], row, self.n)
         address = base + Int64(first[k]) * (mX.element_type.width // 8)
-        end = cutlass.select_(wanted, Int32(self.n), Int32(0))
-        if self.ragged(k):
+        end = cutlass.select_(predicate, Int32(self.n), Int32(0))
+        if self.predicated(k):
             store_masked(rX, address, first[k], end)
         elif self.tile.ends_outside(k) or self.tile.rows > 1:
             store_if(first[k] < end, rX, address)
@@ -118,11 +118,11 @@ class RowAccess:
 
 
 @cute.jit
-def number_or(mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, there: Boolean, other: cutlass.Constexpr):
+def number_or(mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, valid: Boolean, other: cutlass.Constexpr):
     """A row's number where the row is there."""
     rX = cute.make_rmem_tensor((1,), mX.element_type)
     rX.fill(other)
-    if there:
+    if valid:
         rX[0] = load_number(mX, key, row)
     return rX[0]
 

@@ -33,9 +33,10 @@ class Vectors:
         variant: the kernel's variant.
         names: the row tensors.
         n: row length, None where dynamic.
+        align_vectors: as the config has it.
     """
 
-    def __init__(self, variant, names, n):
+    def __init__(self, variant, names, n, align_vectors=1):
         tensors = present(variant, names)
         sizes = [ITEMSIZE[t.dtype] for t in tensors]
         self.n = n
@@ -49,7 +50,7 @@ class Vectors:
         # Half vectors beat masking; narrow accesses beat vectors that mostly hold neighbours.
         self.shifted = flat and 2 * narrow < widest and (n is None or n >= 8 * widest)
         self.vec = widest if aligned or self.shifted else narrow
-        self.unit = self.vec * variant.tile.get("unit", 1)
+        self.unit = self.vec * align_vectors
         # Rows of whole vectors need no masks inside a vector. Strides say nothing about a dynamic row length.
         whole = n % self.vec == 0 if n is not None else flat
         self.masked = self.shifted or not whole
@@ -68,23 +69,23 @@ class RowTile:
 
     ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each, and a CTA holds
     ``rows`` rows. Vector ``k`` of thread ``t`` of cluster rank ``r`` is ``r * span + k * threads_per_row + t``: a CTA
-    holds ``span`` vectors, as many as its threads could or, where the tile says ``balanced``, as few whole warps' as
+    holds ``span`` vectors, as many as its threads could or, where the config says ``balanced``, as few whole warps' as
     serve. Then some threads have no last vector.
     """
 
-    def __init__(self, vectors, tile):
+    def __init__(self, vectors, config):
         self.v = vectors
         self.vec = vectors.vec
         self.n = vectors.n
-        self.cluster = tile.get("cluster", 1)
-        self.threads_per_row = tile["threads_per_row"]
-        self.rows = max(tile["threads"] // self.threads_per_row, 1)
+        self.cluster = config.cluster
+        self.threads_per_row = config.threads_per_row
+        self.rows = max(config.threads // self.threads_per_row, 1)
         self.threads = self.rows * self.threads_per_row
         longest = self.n + (vectors.unit - 1 if vectors.shifted else 0)
         self.count = -(-longest // self.vec)
         self.per_thread = -(-self.count // (self.threads_per_row * self.cluster))
         self.span = self.per_thread * self.threads_per_row
-        if tile.get("balanced", 0):
+        if config.balanced:
             self.span = -(-self.count // (self.cluster * WARP)) * WARP
             self.per_thread = -(-self.span // self.threads_per_row)
 
@@ -117,7 +118,7 @@ class RowTile:
         """Whether some thread's k-th vector may begin before the row."""
         return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
 
-    def wanted(self, k, first, bound=None):
+    def predicate(self, k, first, bound=None):
         """Whether this thread's k-th vector has an element inside the row and begins before the column ``bound``; True
         where every thread's does.
         """

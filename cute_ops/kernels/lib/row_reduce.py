@@ -62,11 +62,11 @@ class RowSum:
 
     def __call__(self, values, sSum, mbar, step):
         """Row sums of a tuple of fp32 values; every thread of the CTA takes part."""
-        return self.take(self.give(values, sSum, mbar, step), sSum, mbar, step)
+        return self.wait(self.arrive(values, sSum, mbar, step), sSum, mbar, step)
 
     @cute.jit
-    def give(self, values: cutlass.Constexpr, sSum, mbar, step: Int32, local=0):
-        """Add this thread's values to the sums of a step. Returns what :meth:`take` needs."""
+    def arrive(self, values: cutlass.Constexpr, sSum, mbar, step: Int32, local=0):
+        """Add this thread's values to the sums of a step. Returns what :meth:`wait` needs."""
         return self.send(self.warp_sums(values), sSum, mbar, step, local)
 
     def warp_sums(self, values):
@@ -128,7 +128,7 @@ class RowSum:
                     )
 
     @cute.jit
-    def take(self, given: cutlass.Constexpr, sSum, mbar, step: Int32):
+    def wait(self, given: cutlass.Constexpr, sSum, mbar, step: Int32):
         """The sums of a step, once every thread of the row has given its values."""
         if const_expr(self.alone):
             if const_expr(self.halved):

@@ -38,7 +38,7 @@ class RowMax(_Beside):
         super().__init__(tile, values=1, stages=stages)
 
     @cute.jit
-    def give(self, values: cutlass.Constexpr, sMax, mbar, step: Int32):
+    def arrive(self, values: cutlass.Constexpr, sMax, mbar, step: Int32):
         values = (lanes_max(values[0], min(self.tile.threads_per_row, WARP)),)
         if const_expr(not self.alone):
             tidx = cute.arch.thread_idx()[0]

@@ -8,7 +8,15 @@ import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
-from cute_ops.kernels.lib.copy import access_bits, fill_outside, fragment, gmem_vector, load, load_first, opaque
+from cute_ops.kernels.lib.copy import (
+    access_bits,
+    compiler_barrier_value,
+    fill_outside,
+    fragment,
+    gmem_vector,
+    load,
+    load_first,
+)
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, vector_address
 
 
@@ -73,9 +81,9 @@ class RowRing:
         tidx = cute.arch.thread_idx()[0]
         if const_expr(self.tile.v.shifted):
             # Once, not again under the condition of every vector.
-            address, tidx = opaque(address), opaque(tidx)
+            address, tidx = compiler_barrier_value(address), compiler_barrier_value(tidx)
         for k in range(self.tile.per_thread) if const_expr(ks is None) else ks:
-            if valid and self.tile.wanted(k, first[k], bound):
+            if valid and self.tile.predicate(k, first[k], bound):
                 source = vector_address(sX, address, self.tile, first[k], k)
                 self.copy(source, sX[None, None, tidx, k, stage])
 
@@ -134,7 +142,9 @@ class RowRing:
             for sX in slots:
                 sV = sX[None, None, cute.arch.thread_idx()[0], k, stage]
                 # Where it is, once, not again for every element.
-                place = cute.make_ptr(sX.element_type, opaque(sV.iterator.toint()), cute.AddressSpace.smem)
+                place = cute.make_ptr(
+                    sX.element_type, compiler_barrier_value(sV.iterator.toint()), cute.AddressSpace.smem
+                )
                 fill_outside(cute.make_tensor(place, cute.coalesce(sV.layout)), first, Int32(self.tile.n), value)
 
     def read(self, sX, k, stage):

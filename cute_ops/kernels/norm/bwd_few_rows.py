@@ -14,7 +14,7 @@ from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
 
-class NormBackwardFew(NormBackward):
+class NormBackwardFewRows(NormBackward):
     """One launch, no workspace: each of a few clusters knows mean and rstd of all rows.
 
     Every CTA of a cluster holds its columns of x of all rows in shared memory, ``stages`` groups of ``rows`` rows. All
@@ -26,11 +26,11 @@ class NormBackwardFew(NormBackward):
     Bytes moved per element: dx once, dout twice, x as often as there are replicas, mostly from L2.
     """
 
-    def __init__(self, variant, x, dx, centred):
-        super().__init__(variant, x, dx, centred)
+    def __init__(self, variant, config, x, dx, centred):
+        super().__init__(variant, config, x, dx, centred)
         tile, stages = self.tile, self.ring.stages
         self.sum = row_statistics(centred, tile, variant.attrs["eps"], backward=True, stages=stages)
-        self.replicas = variant.tile["replicas"]
+        self.replicas = config.replicas
         # The share of the columns, in vectors; rows that the threads cover side by side, those of them that there are.
         self.held = tile.threads_per_row * tile.per_thread
         self.share = self.held // self.replicas
@@ -45,7 +45,7 @@ class NormBackwardFew(NormBackward):
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -68,8 +68,8 @@ class NormBackwardFew(NormBackward):
         count = row_count(inputs[0])
         t, local = tidx % self.tile.threads_per_row, tidx // self.tile.threads_per_row
         first = self._first(t, rank, Int64(0))
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         mine = [(local + stage) % self.replicas == replica for stage in range(stages)]
         for stage in cutlass.range_constexpr(stages):
             self._fetch_row(inputs, slots, first, Int64(stage * rows + local), count, mine[stage], Int32(stage))
@@ -84,9 +84,9 @@ class NormBackwardFew(NormBackward):
         for stage in cutlass.range_constexpr(stages):
             cute.arch.cp_async_wait_group(stages - 1 - stage)
             values = self._thread(slots, rWeight, first, counts, Int32(stage), mine[stage])
-            given.append(self.sum.give(self.sum.with_counts(values, counts), sSum, mbar, Int32(stage)))
+            given.append(self.sum.arrive(self.sum.with_counts(values, counts), sSum, mbar, Int32(stage)))
         for stage in cutlass.range_constexpr(stages):
-            sums = self.sum.take(given[stage], sSum, mbar, Int32(stage))
+            sums = self.sum.wait(given[stage], sSum, mbar, Int32(stage))
             mean, rstd, _, _ = self.sum.backward_terms(sums, 1.0 / self.n)
             row = Int64(stage * rows + local)
             if t == 0:
@@ -94,7 +94,7 @@ class NormBackwardFew(NormBackward):
                 if const_expr(mean is not None):
                     sTerms[0, stage * rows + local] = mean
             if (row < count) & mine[stage]:
-                self._finish(slots, outputs, rWeight, (None, None), first, row, Int32(stage), sums)
+                self._postprocess(slots, outputs, rWeight, (None, None), first, row, Int32(stage), sums)
         if const_expr(any(m is not None for m in dcolumns)):
             cute.arch.barrier()
             self._sum_columns(slots[0], held, dcolumns, sTerms, sColumns, count, replica, rank)
@@ -105,9 +105,9 @@ class NormBackwardFew(NormBackward):
         for mX, sX, name in zip(inputs, slots, self.names):
             if mX is not None:
                 address = row_address(mX, self.variant.tensors[name], row, self.n)
-                wanted = row < count if name == self.names[0] else (row < count) & mine
-                self.ring.fetch(sX, address, first, wanted, edge[0], stage)
-                held.append((sX, address, first, wanted))
+                predicate = row < count if name == self.names[0] else (row < count) & mine
+                self.ring.fetch(sX, address, first, predicate, edge[0], stage)
+                held.append((sX, address, first, predicate))
         self.ring.fetch_tails(held, edge, stage)
 
     @cute.jit

@@ -14,24 +14,24 @@ from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre
 
 
-class NormBackwardSplit(NormBackward):
+class NormBackwardOverlapped(NormBackward):
     """Two launches at once: one goes by rows, the other by columns and waits for no more than two numbers of each row.
 
     The first writes the rows' gradients, a row group per cluster, and each row's mean and rstd to the workspace. The
     second has its columns of x and dout of all rows in registers by then.
-    Tile: rows as in :class:`NormBackward`, one step each. Columns: ``height`` threads share a vector of columns and
-    hold ``deep`` rows each.
+    Tile: rows as in :class:`NormBackward`, one step each. Columns: ``column_threads`` threads share a vector of columns
+    and hold ``rows_per_thread`` rows each.
     Shared memory: as in :class:`NormBackward`; of the second kernel, 4 bytes per thread and element of a vector.
     Bytes moved per element: x and dout twice, the second time mostly from L2, dx once.
     """
 
     threads = 256
 
-    def __init__(self, variant, x, dx, centred):
-        super().__init__(variant, x, dx, centred)
+    def __init__(self, variant, config, x, dx, centred):
+        super().__init__(variant, config, x, dx, centred)
         self.early = True
-        self.height, self.deep = variant.tile["height"], variant.tile["deep"]
-        self.width = self.threads // self.height
+        self.column_threads, self.rows_per_thread = config.column_threads, config.rows_per_thread
+        self.width = self.threads // self.column_threads
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
@@ -45,7 +45,7 @@ class NormBackwardSplit(NormBackward):
                 grid=[-(-self.n // (self.width * self.tile.vec)), 1, 1],
                 block=[self.threads, 1, 1],
                 stream=stream,
-                use_pdl=self.chained,
+                use_pdl=self.pdl,
             )
 
     def _accumulate(self, parts):
@@ -57,8 +57,8 @@ class NormBackwardSplit(NormBackward):
     def _store_accumulated(self, parts, accumulated, base, place, rank, first):
         pass
 
-    def _finish(self, slots, outputs, rWeight, mTerms, first, row, step, sums):
-        super()._finish(slots, outputs, rWeight, (None, None), first, row, step, sums)
+    def _postprocess(self, slots, outputs, rWeight, mTerms, first, row, step, sums):
+        super()._postprocess(slots, outputs, rWeight, (None, None), first, row, step, sums)
         if mTerms is not None:
             mean, rstd, _, _ = self.sum.backward_terms(sums, 1.0 / self.n)
             self._store_terms(mTerms, row, mean, rstd)
@@ -80,18 +80,18 @@ class NormBackwardSplit(NormBackward):
         vec, width = self.tile.vec, self.width * self.tile.vec
         smem = cutlass.utils.SmemAllocator()
         sColumns = smem.allocate_tensor(
-            Float32, cute.make_layout((width, self.height), stride=(1, width + 4)), byte_alignment=16
+            Float32, cute.make_layout((width, self.column_threads), stride=(1, width + 4)), byte_alignment=16
         )
         vector, top = tidx % self.width, tidx // self.width
         column = bidx * width + vector * vec
         count = row_count(inputs[0])
-        rows = [Int64(i * self.height + top) for i in range(self.deep)]
+        rows = [Int64(i * self.column_threads + top) for i in range(self.rows_per_thread)]
         held = [
             tuple(self._load(inputs[i], self.names[i], row, column, count) for i in range(2)) for row in rows
         ]  # fmt: skip
         # What the first kernel waits for is there, since this one has started; what it writes is not.
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         sums = [fragment(Float32, vec) for _ in dcolumns]
         for rSum in sums:
             rSum.fill(0.0)
@@ -116,11 +116,11 @@ class NormBackwardSplit(NormBackward):
         rX.fill(0)
         address = row_address(mX, self.variant.tensors[name], row, self.n)
         address = address + Int64(column) * (mX.element_type.width // 8)
-        wanted = (row < count) & (column < self.n)
+        predicate = (row < count) & (column < self.n)
         if const_expr(self.tile.v.masked):
-            load_inside(wanted, rX, address, self.n - column, shared=True)
+            load_inside(predicate, rX, address, self.n - column, shared=True)
         else:
-            load_if(wanted, rX, address, shared=True)
+            load_if(predicate, rX, address, shared=True)
         return rX
 
     @cute.jit
@@ -128,7 +128,7 @@ class NormBackwardSplit(NormBackward):
         """Add the column sums of the threads and write them."""
         tidx, vec, width = cute.arch.thread_idx()[0], self.tile.vec, self.width * self.tile.vec
         # Threads that add a column together.
-        group = min(max(self.threads // width, 1), WARP, self.height)
+        group = min(max(self.threads // width, 1), WARP, self.column_threads)
         cute.arch.barrier()
         for j in cutlass.range_constexpr(vec):
             sColumns[vector * vec + j, top] = rSum[j]
@@ -138,7 +138,7 @@ class NormBackwardSplit(NormBackward):
             column = i * side + tidx // group
             place = cutlass.min(column, width - 1)
             total = Float32(0.0)
-            for row in cutlass.range_constexpr(0, self.height, group):
+            for row in cutlass.range_constexpr(0, self.column_threads, group):
                 total = total + sColumns[place, row + tidx % group]
             total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
             if (tidx % group == 0) & (column < width) & (start + column < self.n):

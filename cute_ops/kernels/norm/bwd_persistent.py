@@ -30,12 +30,13 @@ class NormBackward(RowWalk):
 
     Args:
         variant: the kernel's variant.
+        config: how it is configured.
         x, dx: the name of the normalised tensor, the names of the outputs of its gradient.
         centred: whether the row's mean is subtracted.
     """
 
-    def __init__(self, variant, x, dx, centred):
-        super().__init__(variant, (x, "dout", "dresidual_out"), dx, centred, backward=True)
+    def __init__(self, variant, config, x, dx, centred):
+        super().__init__(variant, config, (x, "dout", "dresidual_out"), dx, centred, backward=True)
         self.dx_names = dx
         self.column_sum = ColumnSum(self.n, variant.arch)
 
@@ -54,9 +55,9 @@ class NormBackward(RowWalk):
         mParts = parts[0] if const_expr(parts[0] is not None) else parts[1]
         rows = row_count(inputs[0])
         if const_expr(mParts is not None):
-            groups = Int32(mParts.shape[0]) - max(self.sorted_by - 1, 0)
+            groups = Int32(mParts.shape[0]) - max(self.sort_period - 1, 0)
         else:
-            groups = Int32(cutlass.min((rows + (self.tile.rows - 1)) // self.tile.rows, self.variant.tile["parts"]))
+            groups = Int32(cutlass.min((rows + (self.tile.rows - 1)) // self.tile.rows, self.config.clusters))
         self.launch(inputs, columns[0], outputs, parts, groups, stream)
         if const_expr(mParts is not None):
             self.column_sum(parts, dcolumns, stream)
@@ -65,7 +66,7 @@ class NormBackward(RowWalk):
         """As for any walk; then overwrite what vectors hold of a row's neighbours, once for both readings."""
         super()._await(slots, first, stage, pending)
         for k in range(self.tile.per_thread):
-            if self._ragged(k):
+            if self._predicated(k):
                 self.ring.trim(slots[:2], k, stage, first[k])
 
     def _reader(self, slots, rWeight, first, stage):
@@ -77,7 +78,7 @@ class NormBackward(RowWalk):
 
         return read
 
-    def _finish(self, slots, outputs, rWeight, accumulated, first, row, step, sums):
+    def _postprocess(self, slots, outputs, rWeight, accumulated, first, row, step, sums):
         """Write a row's gradient and add to the column sums."""
         terms = self.sum.backward_terms(sums, 1.0 / self.n)
         places = [
@@ -86,16 +87,16 @@ class NormBackward(RowWalk):
         given = slots, outputs, places, rWeight, accumulated, first, step % self.ring.stages, terms
         for k in range(self.tile.per_thread):
             if self.tile.sparse(k):
-                self._finish_if(first[k] < self.n, given, k)
+                self._postprocess_if(first[k] < self.n, given, k)
             else:
-                self._finish_vector(*given, k)
+                self._postprocess_vector(*given, k)
 
     @cute.jit
-    def _finish_if(self, there, given: cutlass.Constexpr, k: cutlass.Constexpr):
-        if there:
-            self._finish_vector(*given, k)
+    def _postprocess_if(self, valid, given: cutlass.Constexpr, k: cutlass.Constexpr):
+        if valid:
+            self._postprocess_vector(*given, k)
 
-    def _finish_vector(self, slots, outputs, places, rWeight, accumulated, first, stage, terms, k):
+    def _postprocess_vector(self, slots, outputs, places, rWeight, accumulated, first, stage, terms, k):
         mean, rstd, pull, push = terms
         rDweight, rDbias = accumulated
         x, dout = (widen(self.ring.read(sX, k, stage)) for sX in slots[:2])
@@ -119,7 +120,7 @@ class NormBackward(RowWalk):
         key, tile = self.variant.tensors["weight"], self.tile
         rWeight = column_vectors(mWeight, key, tile, first)
         for k in range(tile.per_thread):
-            if self._ragged(k):
+            if self._predicated(k):
                 # The sums multiply it by zeros outside the row, which does not undo a NaN.
                 trim(rWeight[k], first[k], Int32(self.n))
         return rWeight

@@ -11,8 +11,8 @@ from cutlass import Int32, Int64, const_expr
 from cute_ops.kernels.lib.column_params import column_vectors, scale
 from cute_ops.kernels.lib.copy import (
     AHEAD,
+    compiler_barrier,
     fetch_ahead,
-    forget,
     fragment,
     load,
     load_if,
@@ -23,7 +23,7 @@ from cute_ops.kernels.lib.copy import (
     trim,
     widen,
 )
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_tails
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, row_address, row_count
 from cute_ops.kernels.norm.statistics import normalised, row_statistics
@@ -46,25 +46,26 @@ class NormForward:
 
     Args:
         variant: the kernel's variant.
+        config: how it is configured.
         centred: whether the row's mean is subtracted.
     """
 
-    def __init__(self, variant, centred):
+    def __init__(self, variant, config, centred):
         self.variant = variant
         self.n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
-        self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n), variant.tile)
-        self.resident = variant.tile.get("resident", 1)
+        self.tile = RowTile(Vectors(variant, ROW_TENSORS, self.n, config.align_vectors), config)
+        self.resident = config.resident
         # Long rows would fill the registers with fp32: keep them in their own dtype meanwhile.
-        self.packed = bool(variant.tile.get("packed", 0)) and self.tile.vec > 1
-        self.late = bool(variant.tile.get("late", 0))
-        self.unroll = variant.tile.get("unroll", 1)
+        self.keep_dtype = config.keep_dtype and self.tile.vec > 1
+        self.delay_weight_load = config.delay_weight_load
+        self.unroll = config.unroll
         # Row groups of a CTA lie so far apart that their rows start at the same place of a vector.
         self.period = self.tile.v.unit if self.tile.v.shifted and self.unroll > 1 else 1
         narrow = ITEMSIZE[variant.tensors["x"].dtype] == 2
         self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], False, min(self.unroll, 2), narrow)
         self.carveout = SMEM_PERCENT
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
@@ -76,7 +77,7 @@ class NormForward:
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -96,11 +97,11 @@ class NormForward:
         rows = [(group + u * self.period) * self.tile.rows + local for u in range(self.unroll)]
         firsts = [self._first(t, rank, rows[0])] * self.unroll
 
-        if const_expr(self.chained):
+        if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
             self._fetch_ahead(mX, "x", rows, count, firsts, few)
             self._fetch_ahead(mResidual, "residual", rows, count, firsts, few)
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         held = [
             (self._load_row(mX, "x", row, count, first), self._load_row(mResidual, "residual", row, count, first))
             for row, first in zip(rows, firsts)
@@ -108,18 +109,18 @@ class NormForward:
         for row, first, vectors in zip(rows, firsts, held):
             self._load_tails(((mX, "x"), (mResidual, "residual")), vectors, row, count, first)
         columns = None
-        if const_expr(not self.late):
+        if const_expr(not self.delay_weight_load):
             columns = self._load_weights(mWeight, mBias, firsts)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
         self.sum.ready()
         for u in cutlass.range_constexpr(self.unroll):
             row, first = rows[u], firsts[u]
             rH, mean, rstd = self._statistics(*held[u], mResidualOut, row, count, first, sSum, mbar, u)
-            if const_expr(self.late):
+            if const_expr(self.delay_weight_load):
                 columns = self._load_weights(mWeight, mBias, firsts)
-            self._finish(rH, mean, rstd, *columns[u], mOut, row, count, first)
+            self._postprocess(rH, mean, rstd, *columns[u], mOut, row, count, first)
 
-    def _fetch_ahead(self, mX, name, rows, count, firsts, wanted):
+    def _fetch_ahead(self, mX, name, rows, count, firsts, predicate):
         """Have L2 fetch this thread's vectors of its rows."""
         if mX is None:
             return
@@ -127,7 +128,7 @@ class NormForward:
             base = row_address(mX, self.variant.tensors[name], cutlass.min(row, count - 1), self.n)
             for start in first:
                 inside = (start >= 0) & (start < self.n)
-                fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), wanted & inside)
+                fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), predicate & inside)
 
     def _first(self, t, rank, row):
         """First columns of this thread's vectors of a row."""
@@ -143,10 +144,10 @@ class NormForward:
         """The row's h, stored where there is a residual, its mean and rstd."""
         rH = list(rX)
         for k in range(self.tile.per_thread):
-            if self._ragged(k):
+            if self._predicated(k):
                 trim(rX[k], first[k], Int32(self.n))
             if rResidual is not None:
-                if self._ragged(k):
+                if self._predicated(k):
                     trim(rResidual[k], first[k], Int32(self.n))
                 h = widen(rX[k]) + widen(rResidual[k])
                 rRounded = narrow(h, mResidualOut.element_type, self.tile.vec)
@@ -154,10 +155,10 @@ class NormForward:
                 rH[k] = rRounded
         return rH, *self.sum.row(lambda k: (widen(rH[k]),), first, sSum, mbar, step)
 
-    def _finish(self, rH, mean, rstd, rWeight, rBias, mOut, row, count, first):
+    def _postprocess(self, rH, mean, rstd, rWeight, rBias, mOut, row, count, first):
         for k in range(self.tile.per_thread):
-            if self.packed:
-                forget(rH[k])
+            if self.keep_dtype:
+                compiler_barrier(rH[k])
             y = normalised(widen(rH[k]), mean, rstd, rH[k].element_type)
             if rWeight is not None:
                 y = y * scale(rWeight[k], self.weight_offset)
@@ -166,7 +167,7 @@ class NormForward:
             rOut = narrow(y, mOut.element_type, self.tile.vec)
             self._store_row(mOut, "out", rOut, row, count, first[k], k)
 
-    def _ragged(self, k):
+    def _predicated(self, k):
         """Whether some thread's k-th vector may be part inside, part outside the row."""
         return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
 
@@ -184,8 +185,8 @@ class NormForward:
             address = base + Int64(first[k]) * (mX.element_type.width // 8)
             if self.tile.v.shifted or self.tile.ends_outside(k):
                 rX.fill(0)
-                wanted = self.tile.wanted(k, first[k], edge[0])
-                load_if((row < count) & wanted if self.tile.v.shifted else wanted, rX, address)
+                predicate = self.tile.predicate(k, first[k], edge[0])
+                load_if((row < count) & predicate if self.tile.v.shifted else predicate, rX, address)
             else:
                 load(rX, address)
             vectors.append(rX)
@@ -209,7 +210,7 @@ class NormForward:
         address = row_address(mX, self.variant.tensors[name], row, self.n)
         address = address + Int64(first) * (mX.element_type.width // 8)
         end = cutlass.select_(row < count, Int32(self.n), Int32(0))
-        if self._ragged(k):
+        if self._predicated(k):
             store_masked(rX, address, first, end)
         elif self.tile.ends_outside(k) or self.tile.rows > 1:
             store_if(first < end, rX, address)

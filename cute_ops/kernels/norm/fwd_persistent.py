@@ -5,13 +5,13 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_params import column_vectors, scale
-from cute_ops.kernels.lib.copy import forget, narrow, trim, widen
+from cute_ops.kernels.lib.copy import compiler_barrier, narrow, trim, widen
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.norm.persistent import RowWalk
 from cute_ops.kernels.norm.statistics import normalised
 
 
-class NormForwardWalk(RowWalk):
+class NormForwardPersistent(RowWalk):
     """One pass over the rows.
 
     For long rows that start off a vector: their weight, which every row would have to fetch and move into place, stays
@@ -21,17 +21,17 @@ class NormForwardWalk(RowWalk):
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
 
-    def __init__(self, variant, centred):
-        super().__init__(variant, ("x", "residual"), ("out", "residual_out"), centred, backward=False)
+    def __init__(self, variant, config, centred):
+        super().__init__(variant, config, ("x", "residual"), ("out", "residual_out"), centred, backward=False)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
         tiles = (row_count(mX) + (self.tile.rows - 1)) // self.tile.rows
-        groups = Int32(cutlass.min(tiles, self.variant.tile["parts"]))
+        groups = Int32(cutlass.min(tiles, self.config.clusters))
         self.launch((mX, mResidual), (mWeight, mBias), (mOut, mResidualOut), (None, None), groups, stream)
 
     def _remainders(self, count):
-        return cutlass.min(count, Int64(self.sorted_by))
+        return cutlass.min(count, Int64(self.sort_period))
 
     def _keep(self, columns, first):
         names = zip(columns, ("weight", "bias"))
@@ -51,7 +51,7 @@ class NormForwardWalk(RowWalk):
     def _inside(self, sX, first, k, stage):
         """This thread's k-th vector of a slot without what it holds of the row's neighbours."""
         rX = self.ring.read(sX, k, stage)
-        if self._ragged(k):
+        if self._predicated(k):
             trim(rX, first[k], Int32(self.n))
         return rX
 
@@ -63,7 +63,7 @@ class NormForwardWalk(RowWalk):
         h = widen(rX) + widen(self._inside(slots[1], first, k, stage))
         return narrow(h, slots[1].element_type, self.tile.vec)
 
-    def _finish(self, slots, outputs, kept, accumulated, first, row, step, sums):
+    def _postprocess(self, slots, outputs, kept, accumulated, first, row, step, sums):
         if self.skewed:
             held, (mean, rstd) = None, self.sum.forward_terms(sums, 1.0 / self.n)
         else:
@@ -79,7 +79,7 @@ class NormForwardWalk(RowWalk):
             for rColumns in (rWeight, rBias):
                 if rColumns is not None:
                     # Registers for it as it is, not widened.
-                    forget(rColumns[k])
+                    compiler_barrier(rColumns[k])
             if rWeight is not None:
                 y = y * scale(rWeight[k], self.weight_offset)
             if rBias is not None:

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_params import scale
-from cute_ops.kernels.lib.copy import forget, narrow, widen
+from cute_ops.kernels.lib.copy import compiler_barrier, narrow, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
@@ -13,7 +13,7 @@ from cute_ops.kernels.norm.fwd import NormForward
 from cute_ops.kernels.norm.statistics import normalised
 
 
-class NormForwardStaged(NormForward):
+class NormForwardSmem(NormForward):
     """One pass: a row stays in shared memory between its sum and its output.
 
     For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Each
@@ -23,8 +23,8 @@ class NormForwardStaged(NormForward):
     Bytes moved per element: x and out once each; with a residual also residual and residual_out.
     """
 
-    def __init__(self, variant, centred):
-        super().__init__(variant, centred)
+    def __init__(self, variant, config, centred):
+        super().__init__(variant, config, centred)
         self.names = ("x", "residual")
         self.ring = RowRing(self.tile, present(variant, self.names), 1)
         self.carveout = 100
@@ -45,29 +45,30 @@ class NormForwardStaged(NormForward):
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
         first = self._first(tidx % self.tile.threads_per_row, rank, row)
 
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         columns = None
-        if const_expr(not self.late):
+        if const_expr(not self.delay_weight_load):
             columns = self._columns(mWeight, mBias, first, range(self.tile.per_thread))
         self._fetch(inputs, slots, first, row, count)
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
-        mean, rstd = self._staged_statistics(slots, mResidualOut, first, sSum, mbar)
+        mean, rstd = self._statistics_from_smem(slots, mResidualOut, first, sSum, mbar)
         for k in cutlass.range_constexpr(self.tile.per_thread):
             rH = self._hidden(slots, mResidualOut, k)
             if const_expr(mResidual is not None):
                 self._store_row(mResidualOut, "residual_out", rH, row, count, first[k], k)
             y = normalised(widen(rH), mean, rstd, rH.element_type)
-            rWeight, rBias = self._columns(mWeight, mBias, first, [k])[0] if const_expr(self.late) else columns[k]
+            delayed = const_expr(self.delay_weight_load)
+            rWeight, rBias = self._columns(mWeight, mBias, first, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):
                 # Kept in its own dtype until here.
-                forget(rWeight)
+                compiler_barrier(rWeight)
                 y = y * scale(rWeight, self.weight_offset)
             if const_expr(rBias is not None):
                 y = y + widen(rBias)
             self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, count, first[k], k)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     def _fetch(self, inputs, slots, first, row, count):
         edge, held = self.tile.edge(row, count), []
@@ -78,9 +79,9 @@ class NormForwardStaged(NormForward):
                 held.append((sX, address, first, row < count))
         self.ring.fetch_tails(held, edge, Int32(0))
 
-    def _staged_statistics(self, slots, mResidualOut, first, sSum, mbar):
+    def _statistics_from_smem(self, slots, mResidualOut, first, sSum, mbar):
         for k in range(self.tile.per_thread):
-            if self._ragged(k):
+            if self._predicated(k):
                 self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), first[k])
         return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), first, sSum, mbar, 0)
 

@@ -4,8 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import opaque, store, store_if, store_masked
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.copy import compiler_barrier_value, store, store_if, store_masked
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.norm.statistics import row_statistics
@@ -14,37 +14,38 @@ from cute_ops.kernels.norm.statistics import row_statistics
 class RowWalk:
     """A kernel whose clusters go from row to row.
 
-    Cluster ``c`` of ``parts`` takes the row groups ``c, c + parts, ...``. With ``sorted_by`` rows are sorted by
-    ``row % sorted_by`` and each cluster takes as many neighbours, in one walk for each remainder among them: rows of
+    Cluster ``c`` of ``clusters`` takes the row groups ``c, c + clusters, ...``. With ``sort_period`` rows are sorted by
+    ``row % sort_period`` and each cluster takes as many neighbours, in one walk for each remainder among them: rows of
     one remainder start at the same place of a vector.
     Rows travel through a ring of ``stages`` slots in shared memory, so that the next rows load while a row's sums
     cross its threads. In a cluster, where sums take long, a row's part is given before the row ahead is finished.
     A thread holds the same columns all along a walk and keeps what it needs of them in registers; with shifted rows
-    that are not sorted this holds because ``parts * rows`` is a multiple of the vector width.
+    that are not sorted this holds because ``clusters * rows`` is a multiple of the vector width.
 
     Subclasses say what is kept of the columns (``_keep``), added up over the rows of a walk (``_accumulate``,
-    ``_store_accumulated``), summed over a row (``_reader``) and done with it then (``_finish``).
+    ``_store_accumulated``), summed over a row (``_reader``) and done with it then (``_postprocess``).
 
     Args:
         variant: the kernel's variant.
+        config: how it is configured.
         inputs, outputs: names of the row tensors.
         centred: whether the row's mean is subtracted.
         backward: whether the sums are those of the backward.
     """
 
-    def __init__(self, variant, inputs, outputs, centred, backward):
-        self.variant = variant
+    def __init__(self, variant, config, inputs, outputs, centred, backward):
+        self.variant, self.config = variant, config
         self.n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.names = inputs
-        self.tile = RowTile(Vectors(variant, (*inputs, *outputs), self.n), variant.tile)
-        self.ring = RowRing(self.tile, present(variant, inputs), variant.tile["stages"])
-        self.sorted_by = variant.tile.get("sorted_by", 0)
+        self.tile = RowTile(Vectors(variant, (*inputs, *outputs), self.n, config.align_vectors), config)
+        self.ring = RowRing(self.tile, present(variant, inputs), config.stages)
+        self.sort_period = config.sort_period
         self.skewed = self.tile.cluster > 1 and self.ring.stages > 2
         stages = 4 if self.skewed else 2
         narrow = ITEMSIZE[variant.tensors[inputs[0]].dtype] == 2
         self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages, narrow)
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
         # Whether the next kernel needs no more than that those before this one are done.
         self.early = False
 
@@ -55,10 +56,10 @@ class RowWalk:
             grid=[groups, cluster, 1],
             block=[self.tile.threads, 1, 1],
             cluster=[1, cluster, 1] if cluster > 1 else None,
-            min_blocks_per_mp=self.variant.tile["resident"],
+            min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=100,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -73,14 +74,14 @@ class RowWalk:
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
 
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         if const_expr(self.early):
-            let_next_start(self.chained)
+            let_next_start(self.pdl)
         self.sum.ready()
         count = row_count(inputs[0])
         place = Int32(group)
-        if const_expr(self.sorted_by):
-            height = (count + (self.sorted_by - 1)) // self.sorted_by
+        if const_expr(self.sort_period):
+            height = (count + (self.sort_period - 1)) // self.sort_period
             sorted_rows = height * self._remainders(count)
             begin, end = sorted_rows * group // Int64(groups), sorted_rows * (group + 1) // Int64(groups)
             least, most = Int32(begin // height), Int32((end - 1) // height)
@@ -88,8 +89,8 @@ class RowWalk:
                 low, high = height * remainder, height * (remainder + 1)
                 start, stop = cutlass.max(begin, low), cutlass.min(end, high)
                 self._walk(
-                    inputs, slots, columns, outputs, parts, (start - low) * self.sorted_by + remainder,
-                    Int64(self.sorted_by), Int32(stop - start), Int32(start - begin), base, rank, place + remainder,
+                    inputs, slots, columns, outputs, parts, (start - low) * self.sort_period + remainder,
+                    Int64(self.sort_period), Int32(stop - start), Int32(start - begin), base, rank, place + remainder,
                     sSum, mbar,
                 )  # fmt: skip
                 if (group > 0) & (begin == low):
@@ -104,7 +105,7 @@ class RowWalk:
                 Int64(groups) * self.tile.rows, steps, 0, base, rank, place, sSum, mbar,
             )  # fmt: skip
         if const_expr(not self.early):
-            let_next_start(self.chained)
+            let_next_start(self.pdl)
 
     @cute.jit
     def _walk(
@@ -125,7 +126,7 @@ class RowWalk:
         """
         tidx = cute.arch.thread_idx()[0]
         count = row_count(inputs[0])
-        start, steps = opaque(start), opaque(steps)
+        start, steps = compiler_barrier_value(start), compiler_barrier_value(steps)
         row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
         first = self._first(tidx % self.tile.threads_per_row, rank, start)
         for stage in cutlass.range_constexpr(self.ring.stages - 1):
@@ -136,20 +137,20 @@ class RowWalk:
         pending = self.ring.stages - (2 if self.skewed else 1)
         if const_expr(self.skewed):
             if steps > 0:
-                self._give(slots, kept, first, counts, Int32(0), before, pending, sSum, mbar)
+                self._arrive(slots, kept, first, counts, Int32(0), before, pending, sSum, mbar)
 
         for step in cutlass.range(steps, unroll=1):
             ahead = step + (self.ring.stages - 1)
             self._fetch(inputs, slots, first, row_of(ahead), count, ahead % self.ring.stages)
             if const_expr(self.skewed):
                 if step + 1 < steps:
-                    self._give(slots, kept, first, counts, step + 1, before, pending, sSum, mbar)
-                sums = self.sum.take(None, sSum, mbar, before + step)
+                    self._arrive(slots, kept, first, counts, step + 1, before, pending, sSum, mbar)
+                sums = self.sum.wait(None, sSum, mbar, before + step)
             else:
                 sums = self._sums(slots, kept, first, counts, step, before, pending, sSum, mbar)
             row = row_of(step)
             if row < count:
-                self._finish(slots, outputs, kept, accumulated, first, row, step, sums)
+                self._postprocess(slots, outputs, kept, accumulated, first, row, step, sums)
 
         cute.arch.cp_async_wait_group(0)
         self._store_accumulated(parts, accumulated, base, place, rank, first)
@@ -170,11 +171,11 @@ class RowWalk:
         self.ring.fetch_tails(held, edge, stage)
         cute.arch.cp_async_commit_group()
 
-    def _give(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
+    def _arrive(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
         """Await a row and give its sums."""
         self._await(slots, first, step % self.ring.stages, pending)
         values = self.sum.thread(self._reader(slots, kept, first, step % self.ring.stages), first, counts)
-        return self.sum.give(values, sSum, mbar, before + step)
+        return self.sum.arrive(values, sSum, mbar, before + step)
 
     def _await(self, slots, first, stage, pending):
         """Wait until no more than ``pending`` loads are on their way."""
@@ -182,22 +183,22 @@ class RowWalk:
 
     def _sums(self, slots, kept, first, counts, step, before, pending, sSum, mbar):
         """Await a row and its sums."""
-        given = self._give(slots, kept, first, counts, step, before, pending, sSum, mbar)
-        return self.sum.take(given, sSum, mbar, before + step)
+        given = self._arrive(slots, kept, first, counts, step, before, pending, sSum, mbar)
+        return self.sum.wait(given, sSum, mbar, before + step)
 
-    def _ragged(self, k):
+    def _predicated(self, k):
         """Whether some thread's k-th vector may be part inside, part outside the row."""
         return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
 
     def _start_of(self, mX, name, row, first):
         """Byte address of this thread's first vector of a row, computed once."""
         address = row_address(mX, self.variant.tensors[name], row, self.n)
-        return opaque(address + Int64(first[0]) * (mX.element_type.width // 8))
+        return compiler_barrier_value(address + Int64(first[0]) * (mX.element_type.width // 8))
 
     def _store_row(self, place, rX, first, k):
         """Store this thread's k-th vector, which begins with the column ``first``."""
         address = place + self.tile.reach(k) * (rX.element_type.width // 8)
-        if self._ragged(k):
+        if self._predicated(k):
             store_masked(rX, address, first, Int32(self.n), True)
         elif self.tile.ends_outside(k):
             store_if(first < self.n, rX, address, True)
@@ -206,7 +207,7 @@ class RowWalk:
 
     def _remainders(self, count):
         """How many remainders there are to share out, whether or not rows have them."""
-        return self.sorted_by
+        return self.sort_period
 
     def _accumulate(self, parts):
         return None

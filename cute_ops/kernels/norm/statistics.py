@@ -12,7 +12,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, const_expr
 
-from cute_ops.kernels.lib.copy import fragment, opaque, trim
+from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, trim
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 
 
@@ -195,7 +195,7 @@ class Moments(Statistics):
             # The first lanes' only vectors may lie before the row.
             holding = cute.arch.vote_ballot_sync(Int32(held) > 0)
             lane = cute.arch.bfind(holding & -holding)
-        count, together = opaque(Float32(held)), opaque(Float32(together))
+        count, together = compiler_barrier_value(Float32(held)), compiler_barrier_value(Float32(together))
         return (count, _reciprocal(count)), (together, _reciprocal(together)), lane
 
     def _held(self, k, first, width):
@@ -245,11 +245,11 @@ class Moments(Statistics):
 
     @cute.jit
     def _deviations_if(
-        self, there: Boolean, rFound: cute.Tensor, read: cutlass.Constexpr, first: cutlass.Constexpr, middle: Float32,
+        self, valid: Boolean, rFound: cute.Tensor, read: cutlass.Constexpr, first: cutlass.Constexpr, middle: Float32,
         k: cutlass.Constexpr,
     ):  # fmt: skip
         """The sums of the k-th vectors alone, where there are any."""
-        if there:
+        if valid:
             sums = [Total(2) for _ in range(4)]
             self._deviate(sums, read, first, middle, k)
             for i in cutlass.range_constexpr(4 if self.backward else 2):
@@ -296,7 +296,7 @@ class Moments(Statistics):
         together = self.warp_sum(sums[0])
         return ((sums[0], None), (together, _reciprocal(together)), Int32(0)), *sums[1:]
 
-    def give(self, values, sSum, mbar, step):
+    def arrive(self, values, sSum, mbar, step):
         ((count, _), (together, inverse), lane), mean, squares, gradients, products = values
         origin = self._of_lane(mean, lane)
         if self.tile.n is None:
@@ -373,9 +373,9 @@ class Moments(Statistics):
         gradients, products = across(gradients), across(products)
         return mean, gradients, squares, products - shift * gradients
 
-    def take(self, given, sSum, mbar, step):
+    def wait(self, given, sSum, mbar, step):
         """The row's (mean, squares), in the backward (mean, gradients, squares, products)."""
-        sums = super().take(given, sSum, mbar, step)
+        sums = super().wait(given, sSum, mbar, step)
         return sums[: 4 if self.backward else 2]
 
     def forward_terms(self, sums, inverse):

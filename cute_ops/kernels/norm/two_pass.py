@@ -20,39 +20,39 @@ from cute_ops.kernels.lib.copy import (
     store_masked,
     trim,
 )
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
 MAX_GRID = 1 << 20
 
 
-class LongTile:
+class WalkedRow:
     """``threads`` threads walk one row together."""
 
-    def __init__(self, vectors, tile):
+    def __init__(self, vectors, config):
         self.v = vectors
         self.vec = vectors.vec
         self.cluster = 1
         self.rows = 1
         self.n = vectors.n
         self.even = False
-        self.threads = self.threads_per_row = tile.get("threads", 512)
+        self.threads = self.threads_per_row = config.threads
 
 
-class LongRows:
+class TwoPassRows:
     """What the forward and the backward share: how a thread walks its vectors of a row.
 
     Vector ``i`` of thread ``t`` is ``i * threads + t``.
     """
 
-    def __init__(self, variant, names, centred, backward):
-        self.variant = variant
+    def __init__(self, variant, config, names, centred, backward):
+        self.variant, self.config = variant, config
         self.static_n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
-        self.tile = LongTile(Vectors(variant, names, self.static_n), variant.tile)
+        self.tile = WalkedRow(Vectors(variant, names, self.static_n, config.align_vectors), config)
         self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2, held=False)
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     def length(self, mX):
         return Int32(mX.shape[len(mX.shape) - 1])
@@ -91,15 +91,15 @@ class LongRows:
         return column_elements(mW, self.variant.tensors[name], self.tile.v, first, n)
 
 
-class NormForwardLong(LongRows):
+class NormForwardTwoPass(TwoPassRows):
     """Forward of the norms; see :class:`~cute_ops.kernels.norm.fwd.NormForward` for the maths.
 
     Shared memory: 4 bytes per sum and warp, twice. Bytes moved per element: x twice (the second time from L2 where the
     row fits), out once; with a residual also residual and residual_out once each.
     """
 
-    def __init__(self, variant, centred):
-        super().__init__(variant, ("x", "residual", "out", "residual_out"), centred, backward=False)
+    def __init__(self, variant, config, centred):
+        super().__init__(variant, config, ("x", "residual", "out", "residual_out"), centred, backward=False)
 
     @cute.jit
     def __call__(self, mX, mResidual, mWeight, mBias, mOut, mResidualOut, stream):
@@ -108,7 +108,7 @@ class NormForwardLong(LongRows):
             grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
             block=[self.tile.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -119,8 +119,8 @@ class NormForwardLong(LongRows):
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
         n, vec = self.length(mX), self.tile.vec
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         steps = Int32((row_count(mX) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)
@@ -159,7 +159,7 @@ class NormForwardLong(LongRows):
                 self.write(y, mOut, out_base, first, n)
 
 
-class NormBackwardLong(LongRows):
+class NormBackwardTwoPass(TwoPassRows):
     """Backward of the norms; see :class:`~cute_ops.kernels.norm.bwd_persistent.NormBackward` for the maths.
 
     Persistent: CTA ``c`` of ``parts`` takes the rows ``c, c + parts, ...`` and keeps its column sums in its row of the
@@ -168,10 +168,10 @@ class NormBackwardLong(LongRows):
     where the row fits), dx once, the workspace's row read and written per row.
     """
 
-    def __init__(self, variant, x, dx, centred):
+    def __init__(self, variant, config, x, dx, centred):
         self.names = (x, "dout", "dresidual_out")
         self.dx_names = dx
-        super().__init__(variant, (*self.names, *dx), centred, backward=True)
+        super().__init__(variant, config, (*self.names, *dx), centred, backward=True)
         self.column_sum = ColumnSum(self.static_n, variant.arch)
 
     @cute.jit
@@ -182,9 +182,9 @@ class NormBackwardLong(LongRows):
         if const_expr(mParts is not None):
             groups = Int32(mParts.shape[0])
         else:
-            groups = Int32(cutlass.min(rows, Int64(self.variant.tile["parts"])))
+            groups = Int32(cutlass.min(rows, Int64(self.config.clusters)))
         self.kernel(inputs, columns[0], outputs, parts).launch(
-            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.chained
+            grid=[groups, 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.pdl
         )
         if const_expr(mParts is not None):
             self.column_sum(parts, dcolumns, stream)
@@ -202,7 +202,7 @@ class NormBackwardLong(LongRows):
         steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
         shift = self.tile.v.shift(Int64(group), long_n)
         count = self.vectors(n, shift)
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         for mParts in parts:
             if const_expr(mParts is not None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
@@ -238,7 +238,7 @@ class NormBackwardLong(LongRows):
                         rSum = self._load_part(mParts, group, first, n)
                         rSum.store(rSum.load() + term)
                         self._store_part(rSum, mParts, group, first, n)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     def _terms(self, mX, mDout, mWeight, bases, first, n, within):
         x, dout = self.read(mX, bases[0], first, n, within), self.read(mDout, bases[1], first, n, within)

@@ -1,12 +1,14 @@
 """AdamW: see :mod:`cute_ops.ops.adamw` for the maths."""
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32
 
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.row_copy import number_or
-from cute_ops.kernels.rowwise.map import Segments
+from cute_ops.kernels.rowwise.kernel import RowKernel
 
 
 class Update:
@@ -15,16 +17,18 @@ class Update:
     inputs = ("param", "grad", "exp_avg", "exp_avg_sq")
     outputs = ("param_out", "exp_avg_out", "exp_avg_sq_out")
 
-    def __init__(self, attrs):
+    numbers = ("keep", "step_size", "scale")
+
+    def __init__(self, variant):
+        attrs = variant.attrs
         self.beta1, self.beta2, self.eps = attrs["beta1"], attrs["beta2"], attrs["eps"]
         # The exact root and quotient branch at every element, which takes longer than the memory. The fast ones are off
         # by a unit or two in the last place, and take squares below 2^-126 for zero: nothing beside such an eps.
         self.fast = self.eps >= 1e-11
 
-    def begin(self, variant, numbers, row, there):
-        names = ("keep", "step_size", "scale")
+    def begin(self, variant, numbers, row, valid):
         keys = variant.tensors
-        return [number_or(mX, keys[name], row, there, 0) for mX, name in zip(numbers, names)], there
+        return [number_or(mX, keys[name], row, valid, 0) for mX, name in zip(numbers, self.numbers)], valid
 
     def emit(self, values, first, vec, context):
         p, g, m, v = values
@@ -48,14 +52,4 @@ def _absolute(x):
     return cute.arch.fmax(x, -x)
 
 
-class AdamW:
-    """``param``, ``exp_avg`` and ``exp_avg_sq`` after one step."""
-
-    def __init__(self, variant):
-        self.form = Segments(variant, Update(variant.attrs))
-
-    @cute.jit
-    def __call__(
-        self, mParam, mGrad, mAvg, mSquare, mKeep, mStep, mScale, mParamOut, mAvgOut, mSquareOut, stream
-    ):  # fmt: skip
-        self.form((mParam, mGrad, mAvg, mSquare), (mParamOut, mAvgOut, mSquareOut), (mKeep, mStep, mScale), stream)
+AdamW = partial(RowKernel, Update)

@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store_if, widen
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address
+from cute_ops.kernels.parts.config import EmbeddingConfig
 
 # The part of an SM's fast memory that all CTAs which find room take; the rest is L1.
 SMEM_PERCENT = 30
@@ -19,24 +20,24 @@ class EmbeddingBackward:
 
     Two launches. The first adds up chunks of ``chunk`` tokens that are all of one class, in fp32: of what is not one
     class it reads two numbers. The second writes the table.
-    Tile: ``lanes`` threads, a vector of columns each, take ``classes`` classes: zeros where there is no token, then one
-    token after another, a few on their way, and a row is written where the class changes. Groups of classes with a
-    chunk of tokens or more wait for the CTA: all its groups add up one class's tokens, and in place of whole chunks
-    what the first launch found. So no class, however common, keeps one group busy for long, and bits depend on the
-    tile and on the places of a class among the sorted tokens alone.
+    Tile: ``threads_per_group`` threads, a vector of columns each, take ``classes`` classes: zeros where there is no
+    token, then one token after another, a few on their way, and a row is written where the class changes. Groups of
+    classes with a chunk of tokens or more wait for the CTA: all its groups add up one class's tokens, and in place of
+    whole chunks what the first launch found. So no class, however common, keeps one group busy for long, and bits
+    depend on the config and on the places of a class among the sorted tokens alone.
     Shared memory: 4 bytes per thread and element of a vector, a number.
     Bytes moved per element: dout and dweight once; of chunks of one class 4 bytes more for every ``chunk`` rows, twice.
     """
 
     def __init__(self, variant):
         self.keys, self.n = variant.tensors, variant.dims["n"]
-        tile = variant.tile
-        self.lanes, self.classes, self.chunk = tile["lanes"], tile["classes"], tile["chunk"]
-        self.threads, self.resident = tile["threads"], tile["resident"]
+        config = EmbeddingConfig.of(variant.config)
+        self.lanes, self.classes, self.chunk = config.threads_per_group, config.classes, config.chunk
+        self.threads, self.resident = config.threads, config.resident
         self.groups = self.threads // self.lanes
         rows = [self.keys["dout"], self.keys["dweight"]]
         self.vec = min(min(key.align, key.row_align) // ITEMSIZE[key.dtype] for key in rows)
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, mEnds, mClasses, mOrder, mDout, mDweight, mParts, stream):
@@ -46,13 +47,13 @@ class EmbeddingBackward:
             grid=[cutlass.max(chunks, 1) * segments, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
         self.write_rows(mEnds, mClasses, mOrder, mDout, mDweight, mParts).launch(
             grid=[self._blocks(mEnds) * segments, 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=SMEM_PERCENT,
         )
@@ -87,8 +88,8 @@ class EmbeddingBackward:
     def sum_chunks(self, mClasses, mOrder, mDout, mParts):
         sSum, _ = self._allocate()
         chunk, group, column, inside = self._place(mParts)
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         first = chunk * self.chunk
         if first + self.chunk <= Int32(extent(mClasses, 0)):
             if mClasses[first] == mClasses[first + self.chunk - 1]:
@@ -106,8 +107,8 @@ class EmbeddingBackward:
         block, group, column, inside = self._place(mDweight)
         if cute.arch.thread_idx()[0] == 0:
             sLong[0] = 0
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         cute.arch.barrier()
         count = Int32(extent(mEnds, 0))
         first = self._first(mEnds, block, cutlass.min(group, self.groups - 1))
@@ -143,11 +144,11 @@ class EmbeddingBackward:
         itemsize = mX.element_type.width // 8
         return row_address(mX, self.keys[name], Int64(row), self._columns(mX)) + Int64(column) * itemsize
 
-    def _token(self, mDout, row, column, wanted):
+    def _token(self, mDout, row, column, predicate):
         """A token's vector, zeros where it is not wanted."""
         rX = fragment(mDout.element_type, self.vec)
         rX.fill(0)
-        load_if(wanted, rX, self._address(mDout, "dout", row, column))
+        load_if(predicate, rX, self._address(mDout, "dout", row, column))
         return rX
 
     @cute.jit
@@ -180,9 +181,9 @@ class EmbeddingBackward:
             rSum.fill(0.0)
             rClass[0] = c
 
-    def _store(self, mDweight, rSum, c, column, wanted):
+    def _store(self, mDweight, rSum, c, column, predicate):
         rOut = narrow(rSum.load(), mDweight.element_type, self.vec)
-        store_if(wanted, rOut, self._address(mDweight, "dweight", c, column))
+        store_if(predicate, rOut, self._address(mDweight, "dweight", c, column))
 
     @cute.jit
     def _together(
@@ -235,8 +236,8 @@ class EmbeddingBackward:
         for k in cutlass.range(group, count, self.groups * UNROLL, unroll=1):
             places = [cutlass.min(k + u * self.groups, count - 1) for u in range(UNROLL)]
             rows = [mOrder[begin + p + cutlass.select_(p >= head, gap, Int32(0))] for p in places]
-            wanted = [inside & (k + u * self.groups < count) for u in range(UNROLL)]
-            held = [self._token(mDout, row, column, want) for row, want in zip(rows, wanted)]
+            predicate = [inside & (k + u * self.groups < count) for u in range(UNROLL)]
+            held = [self._token(mDout, row, column, want) for row, want in zip(rows, predicate)]
             for u in cutlass.range_constexpr(UNROLL):
                 rSum.store(rSum.load() + widen(held[u]))
 

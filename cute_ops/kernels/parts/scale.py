@@ -5,9 +5,10 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store_if, widen
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address, row_count
+from cute_ops.kernels.parts.config import ScaleConfig
 
 VECTOR_BYTES = 16
 
@@ -22,11 +23,12 @@ class Scale:
 
     def __init__(self, variant):
         self.keys = variant.tensors
-        self.threads, self.unroll, self.ctas = (variant.tile[name] for name in ("threads", "unroll", "ctas"))
+        config = ScaleConfig.of(variant.config)
+        self.threads, self.unroll, self.ctas = config.threads, config.unroll, config.ctas
         rows = [self.keys["x"], self.keys["out"]]
         self.vec = min(VECTOR_BYTES, *(min(key.align, key.row_align) for key in rows)) // ITEMSIZE[rows[0].dtype]
         self.block = self.threads * self.unroll * self.vec
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, mX, mFactor, mOut, stream):
@@ -35,7 +37,7 @@ class Scale:
             grid=[Int32(cutlass.min(blocks, Int64(self.ctas))), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     def _length(self, mX):
@@ -49,8 +51,8 @@ class Scale:
     def kernel(self, mX, mFactor, mOut):
         bidx, _, _ = cute.arch.block_idx()
         grid, _, _ = cute.arch.grid_dim()
-        let_next_start(self.chained)
-        wait_for_previous(self.chained)
+        let_next_start(self.pdl)
+        wait_for_previous(self.pdl)
         rows, per_row = row_count(mOut), self._per_row(mOut)
         same = mX.iterator.toint() == mOut.iterator.toint()
         # One division each here instead of one in every step, which takes as long as leaving a block alone.
@@ -84,14 +86,14 @@ class Scale:
         loaded = []
         for u in range(self.unroll):
             first = (Int32(u * self.threads) + tidx) * self.vec
-            there = Int64(first) < left
+            valid = Int64(first) < left
             # What is not there loads the block's first vector: a condition would make the next load wait.
             rX = fragment(mX.element_type, self.vec)
-            load(rX, sources + Int64(cutlass.select_(there, first, Int32(0))) * itemsize)
-            loaded.append((rX, first, there))
-        for rX, first, there in loaded:
+            load(rX, sources + Int64(cutlass.select_(valid, first, Int32(0))) * itemsize)
+            loaded.append((rX, first, valid))
+        for rX, first, valid in loaded:
             rOut = fragment(Float32, self.vec)
             wide = widen(rX)
             for j in range(self.vec):
                 rOut[j] = wide[j] * factor
-            store_if(there, narrow(rOut.load(), mOut.element_type, self.vec), targets + Int64(first) * itemsize, True)
+            store_if(valid, narrow(rOut.load(), mOut.element_type, self.vec), targets + Int64(first) * itemsize, True)

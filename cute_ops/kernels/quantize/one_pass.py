@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim, widen
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_of_each, scale_of, to_fp8
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.realign_store import ColumnStore, ColumnVectors
 from cute_ops.kernels.lib.row_layout import RowTile, row_address, row_count
@@ -30,33 +30,33 @@ class QuantizeRows(NormForward):
     Bytes moved per element: every tensor once.
     """
 
-    def __init__(self, variant, source):
-        self.variant = variant
+    def __init__(self, variant, config, source):
+        self.variant, self.config = variant, config
         self.source = source
         self.n = variant.dims["n"]
         # A row within one block is one.
         self.by_row = not variant.attrs["block"] or self.n <= BLOCK
         v = self._vectors(variant, (*source.names, "out", "residual_out"))
-        self.tile = RowTile(v, variant.tile)
-        self.resident = variant.tile.get("resident", 1)
+        self.tile = RowTile(v, config)
+        self.resident = config.resident
         self.carveout = SMEM_PERCENT
-        self.late = bool(variant.tile.get("late", 0))
-        self.chained = can_chain(variant.arch)
+        self.delay_weight_load = config.delay_weight_load
+        self.pdl = can_use_pdl(variant.arch)
         self.blocks = 1 if self.by_row else -(-self.n // BLOCK)
         # Lanes that hold a block with one vector each.
         self.lanes = BLOCK // self.tile.vec
         if not self.by_row and (self.lanes > WARP or self.tile.threads_per_row % self.lanes != 0):
             raise ValueError(f"{self.tile.threads_per_row} threads of a row share a block of {self.lanes} vectors")
         bytes_apart = [v.bytes[name] for name in ("out", "residual_out") if name in v.apart]
-        self.staged = ColumnStore(self.tile, max(bytes_apart)) if bytes_apart else None
-        self.unroll = 1 if self.staged else variant.tile.get("unroll", 1)
+        self.column_store = ColumnStore(self.tile, max(bytes_apart)) if bytes_apart else None
+        self.unroll = 1 if self.column_store else config.unroll
         stages = min(self.unroll, 2)
         self.sum = row_statistics(False, self.tile, source.eps, backward=False, stages=stages)
         self.max = RowMax(self.tile, stages)
         self.clustered = self.tile.cluster > 1 and (source.normed or self.by_row)
 
     def _vectors(self, variant, names):
-        return ColumnVectors(variant, names, self.n, BLOCK // WARP)
+        return ColumnVectors(variant, names, self.n, self.config.align_vectors, BLOCK // WARP)
 
     @cute.jit
     def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
@@ -68,21 +68,21 @@ class QuantizeRows(NormForward):
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
     def kernel(self, inputs, columns, mResidualOut, mOut, mScale):
         smem = cutlass.utils.SmemAllocator()
         sums, maxima = self._exchange(smem)
-        sRows = self.staged.allocate(smem) if const_expr(self.staged is not None) else None
+        sRows = self.column_store.allocate(smem) if const_expr(self.column_store is not None) else None
         group, local, t, rank = self._here()
         count = row_count(mOut)
-        sRow = sRows[None, local] if const_expr(self.staged is not None) else None
+        sRow = sRows[None, local] if const_expr(self.column_store is not None) else None
         rows = [(group * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
         firsts = [self._first(t, rank, row) for row in rows]
 
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         held = [
             [self._load_row(m, name, row, count, first) for m, name in zip(inputs, self.source.names)]
             for row, first in zip(rows, firsts)
@@ -90,9 +90,9 @@ class QuantizeRows(NormForward):
         for row, first, vectors in zip(rows, firsts, held):
             self._load_tails(list(zip(inputs, self.source.names)), vectors, row, count, first)
         loaded = None
-        if const_expr(not self.late):
+        if const_expr(not self.delay_weight_load):
             loaded = self._load_weights(*columns, firsts)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
         for u in cutlass.range_constexpr(self.unroll):
@@ -101,7 +101,7 @@ class QuantizeRows(NormForward):
             if const_expr(self.source.normed):
                 rH, rstd = self._normed(*vectors, mResidualOut, *sums, u, *place)
                 vectors = [rH]
-            if const_expr(self.late):
+            if const_expr(self.delay_weight_load):
                 loaded = self._load_weights(*columns, firsts)
             values = self._values(vectors, rstd, *loaded[u], firsts[u])
             self._quantise(values, mOut, mScale, maxima, u, *place)
@@ -132,7 +132,7 @@ class QuantizeRows(NormForward):
         """The row's h, stored where there is a residual, and rstd."""
         for k in range(self.tile.per_thread):
             for vectors in (rX, rResidual):
-                if vectors is not None and self._ragged(k):
+                if vectors is not None and self._predicated(k):
                     trim(vectors[k], first[k], Int32(self.n))
         rH = rX
         if rResidual is not None:
@@ -149,7 +149,7 @@ class QuantizeRows(NormForward):
             if name == "out" and "residual_out" in self.tile.v.apart:
                 cute.arch.barrier()
             address = row_address(mX, self.variant.tensors[name], row, self.n)
-            self.staged(vectors, sRow, address, t, rank, row < count)
+            self.column_store(vectors, sRow, address, t, rank, row < count)
         else:
             for k in range(self.tile.per_thread):
                 self._store_row(mX, name, vectors[k], row, count, first[k], k)
@@ -166,7 +166,7 @@ class QuantizeRows(NormForward):
         """This thread's k-th vector of a row in fp32, zero outside the row, where a bias or another's weight stands."""
         rY = fragment(Float32, self.tile.vec)
         rY.store(self.source(*wide, rstd, rWeight, rBias))
-        if self._ragged(k):
+        if self._predicated(k):
             trim(rY, first, Int32(self.n))
         return rY
 

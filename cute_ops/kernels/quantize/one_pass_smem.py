@@ -4,7 +4,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, const_expr
 
-from cute_ops.kernels.lib.copy import forget, narrow, opaque, widen
+from cute_ops.kernels.lib.copy import compiler_barrier, compiler_barrier_value, narrow, widen
 from cute_ops.kernels.lib.fp8 import INFINITY, largest_of_each, magnitude, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, present, row_address, row_count
@@ -19,7 +19,7 @@ from cute_ops.kernels.quantize.one_pass import QuantizeRows, store_number
 MOST = 2.0**63
 
 
-class QuantizeStaged(QuantizeRows):
+class QuantizeRowsInSmem(QuantizeRows):
     """One pass: a row stays in shared memory in its own dtype, and is made fp32 as often as it is looked at.
 
     For long rows: more bytes are on their way than registers could receive, and the weight's loads with them. Where
@@ -30,8 +30,8 @@ class QuantizeStaged(QuantizeRows):
     Bytes moved per element: every tensor once.
     """
 
-    def __init__(self, variant, source):
-        super().__init__(variant, source)
+    def __init__(self, variant, config, source):
+        super().__init__(variant, config, source)
         keys = present(variant, source.names)
         self.windowed = bool(self.tile.v.apart)
         self.ring = WindowRing(self.tile, keys) if self.windowed else RowRing(self.tile, keys, 1)
@@ -45,7 +45,7 @@ class QuantizeStaged(QuantizeRows):
             self.sum_and_max = SumAndMax(self.tile, 1)
 
     def _vectors(self, variant, names):
-        v = Vectors(variant, names, self.n)
+        v = Vectors(variant, names, self.n, self.config.align_vectors)
         if self.by_row and v.shifted:
             v.apart = ()
             return v
@@ -68,7 +68,7 @@ class QuantizeStaged(QuantizeRows):
             for m, name in zip(inputs, self.source.names)
         ]
 
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         held = [(sX, address) for sX, address in zip(slots, bases) if sX is not None]
         edge = self.tile.edge(row, count)
         # A group for every vector: the first look at them begins while the last ones are on their way.
@@ -76,7 +76,7 @@ class QuantizeStaged(QuantizeRows):
             self._fetch(held, first, rank, row < count, edge, k)
             cute.arch.cp_async_commit_group()
         loaded = None
-        if const_expr(not self.late):
+        if const_expr(not self.delay_weight_load):
             # Behind the row, since those of rows that start anywhere are waited for; two at a time, since until then
             # they take twice their registers.
             pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
@@ -96,7 +96,7 @@ class QuantizeStaged(QuantizeRows):
             if const_expr(self.apart):
                 cute.arch.barrier()
             self._one_by_one(given, rstd, maxima, speaks, place)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     def _fetch(self, held, first, rank, valid, edge, k):
         """Start loading this thread's k-th vectors, with the last ones what lies past the CTA's own."""
@@ -127,7 +127,7 @@ class QuantizeStaged(QuantizeRows):
         else:
             # Seldom: nothing is kept for this, the weight is loaded again.
             held, mResidualOut, columns, _, first = given
-            again = held, mResidualOut, columns, None, [opaque(f) for f in first]
+            again = held, mResidualOut, columns, None, [compiler_barrier_value(f) for f in first]
             self._one_by_one(again, rstd, maxima, speaks, place)
 
     def _one_by_one(self, given, rstd, maxima, speaks, place):
@@ -174,7 +174,7 @@ class QuantizeStaged(QuantizeRows):
             # What was read has left its memory to the outputs, one after the other.
             cute.arch.barrier()
             address = row_address(m, self.variant.tensors[name], row, self.n)
-            self.staged(vectors, self.staged.view(memory), address, t, rank, row < count)
+            self.column_store(vectors, self.column_store.view(memory), address, t, rank, row < count)
 
     def _again(self, given, rstd, k):
         """This thread's k-th vector of y."""
@@ -182,7 +182,7 @@ class QuantizeStaged(QuantizeRows):
         parameters = self._columns(*columns, first, [k])[0] if loaded is None else loaded[k]
         for rW in parameters:
             if rW is not None:
-                forget(rW)  # kept in its own dtype until here
+                compiler_barrier(rW)  # kept in its own dtype until here
         return self._value(self._wide(given, k), rstd, *parameters, first[k], k)
 
     def _arrive(self, given, k):
@@ -190,7 +190,7 @@ class QuantizeStaged(QuantizeRows):
         if self.windowed and not self.apart:
             return
         cute.arch.cp_async_wait_group(self.tile.per_thread - 1 - k)
-        if not self.windowed and self._ragged(k):
+        if not self.windowed and self._predicated(k):
             self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1][k])
 
     def _own(self, given, k):

@@ -3,7 +3,7 @@
 import cutlass.cute as cute
 from cutlass import Float32
 
-from cute_ops.kernels.activation.gated import gated
+from cute_ops.kernels.activation.pointwise import gated
 from cute_ops.kernels.lib.activation import silu
 from cute_ops.kernels.lib.column_params import scale
 from cute_ops.kernels.lib.copy import fragment
@@ -24,12 +24,11 @@ class Gated:
 
     names = ("gate", "up")
     normed, eps = False, 0.0
-    compute = staticmethod(gated(silu))
 
     def __call__(self, gate, up, rstd, rWeight, rBias):
         rY = fragment(Float32, cute.size(gate.shape))
         for j in range(cute.size(rY)):
-            (rY[j],) = self.compute(gate[j], up[j])
+            (rY[j],) = gated(silu, gate[j], up[j])
         return rY.load()
 
 

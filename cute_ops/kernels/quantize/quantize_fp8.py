@@ -2,16 +2,18 @@
 
 import cutlass.cute as cute
 
+from cute_ops.kernels.quantize.config import QuantizeConfig
 from cute_ops.kernels.quantize.one_pass import QuantizeRows
-from cute_ops.kernels.quantize.one_pass_smem import QuantizeStaged
+from cute_ops.kernels.quantize.one_pass_smem import QuantizeRowsInSmem
 from cute_ops.kernels.quantize.prologue import Gated, Normed, Plain
-from cute_ops.kernels.quantize.two_pass import QuantizeLong
+from cute_ops.kernels.quantize.two_pass import QuantizeTwoPass
+
+FORMS = {"one_pass": QuantizeRows, "smem": QuantizeRowsInSmem, "two_pass": QuantizeTwoPass}
 
 
 def quantize_form(variant, source):
-    if variant.dims["n"] is None or variant.tile.get("long", 0):
-        return QuantizeLong(variant, source)
-    return (QuantizeStaged if variant.tile.get("staged", 0) else QuantizeRows)(variant, source)
+    config = QuantizeConfig.of(variant.config)
+    return FORMS[config.form](variant, config, source)
 
 
 class QuantizeFP8:

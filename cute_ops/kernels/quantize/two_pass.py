@@ -9,15 +9,15 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import fragment, load_elements, load_if, narrow, store_elements, store_if, trim
 from cute_ops.kernels.lib.fp8 import BLOCK, largest_finite, scale_of, to_fp8
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
-from cute_ops.kernels.norm.two_pass import MAX_GRID, LongTile
+from cute_ops.kernels.norm.two_pass import MAX_GRID, WalkedRow
 from cute_ops.kernels.quantize.one_pass import store_number
 
 
-class QuantizeLong:
+class QuantizeTwoPass:
     """A CTA walks a row two or three times: for its sum where it is normed, for its largest element where the whole row
     has one scale, and for its output. It does so in steps of one vector per thread, and none straddles two blocks.
 
@@ -26,18 +26,18 @@ class QuantizeLong:
     Bytes moved per element: inputs once per walk, after the first from L2 where the row fits; outputs once.
     """
 
-    def __init__(self, variant, source):
+    def __init__(self, variant, config, source):
         self.variant = variant
         self.source = source
-        v = Vectors(variant, (*source.names, "out", "residual_out"), variant.dims["n"])
+        v = Vectors(variant, (*source.names, "out", "residual_out"), variant.dims["n"], config.align_vectors)
         self.whole = not v.masked and v.vec >= BLOCK // WARP
         self.vec = v.vec if self.whole else BLOCK // WARP
         self.lanes = BLOCK // self.vec
-        self.tile = LongTile(v, variant.tile)
+        self.tile = WalkedRow(v, config)
         self.by_row = not variant.attrs["block"]
         self.sum = RowSum(self.tile, values=1, stages=2)
         self.max = RowMax(self.tile, stages=2)
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, inputs, columns, mResidualOut, mOut, mScale, stream):
@@ -46,7 +46,7 @@ class QuantizeLong:
             grid=[Int32(cutlass.min(rows, Int64(MAX_GRID))), 1, 1],
             block=[self.tile.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -61,8 +61,8 @@ class QuantizeLong:
         stride = self.tile.threads * self.vec
         walk = (n + (stride - 1)) // stride
         start = tidx * self.vec
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         steps = Int32((row_count(mOut) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)

@@ -1,5 +1,7 @@
 """Cross entropy kernels: see :mod:`cute_ops.ops.reduction.cross_entropy` for the maths."""
 
+from functools import partial
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
@@ -8,19 +10,18 @@ from cute_ops.kernels.lib.copy import fragment, gmem_elements
 from cute_ops.kernels.lib.row_copy import number_or, store_number
 from cute_ops.kernels.lib.row_layout import row_address
 from cute_ops.kernels.lib.row_reduce_lse import LogSum, exponentials, moved
-from cute_ops.kernels.rowwise.map import Segments
+from cute_ops.kernels.rowwise.kernel import RowKernel
 from cute_ops.kernels.rowwise.one_pass import RowFunction
-from cute_ops.kernels.rowwise.two_pass import run_rows
 
 
 @cute.jit
 def number_at(
-    mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, there: Boolean, other: cutlass.Constexpr
+    mX: cute.Tensor, key: cutlass.Constexpr, row: Int64, column: Int64, valid: Boolean, other: cutlass.Constexpr
 ):
     """A row's element in fp32 where it is there."""
     rX = cute.make_rmem_tensor((1,), Float32)
     rX.fill(other)
-    if there:
+    if valid:
         address = row_address(mX, key, row, mX.shape[len(mX.shape) - 1]) + column * (mX.element_type.width // 8)
         rX[0] = gmem_elements(mX.element_type, address, 1)[0].to(Float32)
     return rX[0]
@@ -64,28 +65,31 @@ class Settings:
 
 
 class Loss(RowFunction):
-    """A maximum and a sum per row. The target's logit is read on its own, together with the others: read when they are
-    summed, it would keep the CTA waiting once more.
+    """``loss = lse - (1 - label_smoothing) * logits[target] - label_smoothing * mean(logits) + z_loss * lse^2``.
+
+    The lse is a maximum and a sum per row. The target's logit is read on its own, together with the others: read when
+    they are summed, it would keep the CTA waiting once more.
 
     Rows whose target is ``ignore_index`` are not read.
     """
 
     inputs, outputs = ("logits",), ()
+    numbers = ("logits", "target", "loss", "row_max", "log_sum")
 
     def __init__(self, variant):
         self.set = Settings(variant)
         self.reduction = LogSum(plain=self.set.smoothing != 0)
 
-    def begin(self, variant, numbers, row, there):
+    def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, *_ = numbers
         n = Int64(mLogits.shape[len(mLogits.shape) - 1])
-        target = Int64(number_or(mTarget, variant.tensors["target"], row, there, 0))
+        target = Int64(number_or(mTarget, variant.tensors["target"], row, valid, 0))
         kept = target != self.set.ignored
-        known = there & kept & (target >= 0) & (target < n)
+        known = valid & kept & (target >= 0) & (target < n)
         picked = number_at(mLogits, variant.tensors["logits"], row, target, known, -Float32.inf)
-        return (kept, known, picked), there & kept
+        return (kept, known, picked), valid & kept
 
-    def finish(self, variant, numbers, rows, results, context, row):
+    def postprocess(self, variant, numbers, rows, results, context, row):
         mLogits, _, mLoss, mMax, mSum = numbers
         kept, known, picked = context
         loss, log_sum = self.set.loss(results, known, picked, mLogits.shape[len(mLogits.shape) - 1])
@@ -93,33 +97,23 @@ class Loss(RowFunction):
             store_number(number_where(kept, value), m, variant.tensors[name], row)
 
 
-class CrossEntropy:
-    """``loss = lse - (1 - label_smoothing) * logits[target] - label_smoothing * mean(logits) + z_loss * lse^2``."""
-
-    def __init__(self, variant):
-        self.form = run_rows(variant, Loss(variant))
-
-    @cute.jit
-    def __call__(self, mLogits, mTarget, mLoss, mMax, mSum, stream):
-        self.form((mLogits,), (), (mLogits, mTarget, mLoss, mMax, mSum), stream)
-
-
 class LossGradient:
     """``dloss * (softmax(logits) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * onehot - label_smoothing / n)``."""
 
     inputs, outputs = ("logits",), ("dlogits",)
+    numbers = ("logits", "target", "row_max", "log_sum", "dloss")
 
     def __init__(self, variant):
         self.set = Settings(variant)
 
-    def begin(self, variant, numbers, row, there):
+    def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, mMax, mSum, mDloss = numbers
         n = mLogits.shape[len(mLogits.shape) - 1]
         tensors = variant.tensors
-        target = Int64(number_or(mTarget, tensors["target"], row, there, 0))
-        top = number_or(mMax, tensors["row_max"], row, there, 0)
-        log_sum = number_or(mSum, tensors["log_sum"], row, there, 0)
-        dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
+        target = Int64(number_or(mTarget, tensors["target"], row, valid, 0))
+        top = number_or(mMax, tensors["row_max"], row, valid, 0)
+        log_sum = number_or(mSum, tensors["log_sum"], row, valid, 0)
+        dloss = number_or(mDloss, tensors["dloss"], row, valid, 0)
         kept = target != self.set.ignored
         known = (target >= 0) & (target < Int64(n))
         if not self.set.classes:
@@ -127,7 +121,7 @@ class LossGradient:
         # Rows that are not read have zeros in place of their logits and of what the forward saved: no NaN.
         dloss = cutlass.select_(kept, dloss, Float32(0.0))
         column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
-        return (column, top, self.set.scales(log_sum, top, dloss, n), dloss), there & kept
+        return (column, top, self.set.scales(log_sum, top, dloss, n), dloss), valid & kept
 
     def emit(self, values, first, vec, context):
         column, top, scales, dloss = context
@@ -141,21 +135,22 @@ class LossStep(RowFunction):
     """A row's loss and its gradient: the row stays on the chip between the two."""
 
     inputs, outputs = ("logits",), ("dlogits",)
+    numbers = ("logits", "target", "dloss", "loss")
 
     def __init__(self, variant):
         self.set = Settings(variant)
         self.reduction = LogSum(plain=self.set.smoothing != 0)
 
-    def begin(self, variant, numbers, row, there):
+    def begin(self, variant, numbers, row, valid):
         mLogits, mTarget, mDloss, _ = numbers
         tensors, n = variant.tensors, mLogits.shape[len(mLogits.shape) - 1]
-        target = Int64(number_or(mTarget, tensors["target"], row, there, 0))
-        dloss = number_or(mDloss, tensors["dloss"], row, there, 0)
+        target = Int64(number_or(mTarget, tensors["target"], row, valid, 0))
+        dloss = number_or(mDloss, tensors["dloss"], row, valid, 0)
         kept = target != self.set.ignored
         known = kept & (target >= 0) & (target < Int64(n))
-        picked = number_at(mLogits, tensors["logits"], row, target, there & known, -Float32.inf)
+        picked = number_at(mLogits, tensors["logits"], row, target, valid & known, -Float32.inf)
         column = Int32(cutlass.select_(known, target, Int64(-1)))
-        return (kept, known, column, cutlass.select_(known, dloss, Float32.nan), picked, n), there & kept
+        return (kept, known, column, cutlass.select_(known, dloss, Float32.nan), picked, n), valid & kept
 
     def tied(self, state, context):
         """The target's logit belongs to the maximum anyway. Nobody writes before everybody has given a maximum, so that
@@ -172,7 +167,7 @@ class LossStep(RowFunction):
         zero_unless(rDx, kept)  # what is there in place of a row that was not read
         return (rDx.load(),)
 
-    def finish(self, variant, numbers, rows, results, context, row):
+    def postprocess(self, variant, numbers, rows, results, context, row):
         mLoss = numbers[3]
         kept, known, _, _, picked, n = context
         loss, _ = self.set.loss(results, known, picked, n)
@@ -199,27 +194,10 @@ def zero_unless(rX: cute.Tensor, kept: Boolean):
         rX[j] = cutlass.select_(kept, rX[j], Float32(0.0))
 
 
-def number_where(there, number):
-    return Float32(cutlass.select_(there, number, Float32(0.0)))
+def number_where(valid, number):
+    return Float32(cutlass.select_(valid, number, Float32(0.0)))
 
 
-class CrossEntropyBackward:
-    """Gradient of :class:`CrossEntropy`, from the saved maximum and log-sum."""
-
-    def __init__(self, variant):
-        self.form = Segments(variant, LossGradient(variant))
-
-    @cute.jit
-    def __call__(self, mLogits, mTarget, mMax, mSum, mDloss, mDlogits, stream):
-        self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mMax, mSum, mDloss), stream)
-
-
-class CrossEntropyStep:
-    """Loss and gradient in one pass, for a cotangent that is known beforehand."""
-
-    def __init__(self, variant):
-        self.form = run_rows(variant, LossStep(variant))
-
-    @cute.jit
-    def __call__(self, mLogits, mTarget, mDloss, mDlogits, mLoss, stream):
-        self.form((mLogits,), (mDlogits,), (mLogits, mTarget, mDloss, mLoss), stream)
+CrossEntropy, CrossEntropyBackward, CrossEntropyStep = (
+    partial(RowKernel, function) for function in (Loss, LossGradient, LossStep)
+)

@@ -1,13 +1,17 @@
 """Softmax kernels: see :mod:`cute_ops.ops.reduction.softmax` for the maths."""
 
+from functools import partial
+
 import cutlass.cute as cute
 
 from cute_ops.kernels.lib.row_reduce_lse import LOG2_E, LogSum, exponentials, origin
+from cute_ops.kernels.rowwise.kernel import RowKernel
 from cute_ops.kernels.rowwise.one_pass import RowFunction, Sum
-from cute_ops.kernels.rowwise.two_pass import run_rows
 
 
 class Probabilities(RowFunction):
+    """``out = exp(x - M) / S``, ``M`` the row's maximum and ``S = sum(exp(x - M))``."""
+
     inputs, outputs = ("x",), ("out",)
     reduction = LogSum()
 
@@ -17,6 +21,8 @@ class Probabilities(RowFunction):
 
 
 class LogProbabilities(RowFunction):
+    """``out = x - M - log(S)``."""
+
     inputs, outputs = ("x",), ("out",)
     reduction = LogSum()
 
@@ -26,6 +32,8 @@ class LogProbabilities(RowFunction):
 
 
 class SoftmaxGradient(RowFunction):
+    """``dx = out * (dout - sum(out * dout))``."""
+
     inputs, outputs = ("out", "dout"), ("dx",)
     reduction = Sum(lambda out, dout: out * dout)
 
@@ -35,6 +43,8 @@ class SoftmaxGradient(RowFunction):
 
 
 class LogSoftmaxGradient(RowFunction):
+    """``dx = dout - exp(out) * sum(dout)``."""
+
     inputs, outputs = ("out", "dout"), ("dx",)
     reduction = Sum(lambda out, dout: dout)
 
@@ -43,45 +53,5 @@ class LogSoftmaxGradient(RowFunction):
         return (dout - cute.math.exp2(out * LOG2_E, fastmath=True) * results[0],)
 
 
-class Softmax:
-    """``out = exp(x - M) / S``, ``M`` the row's maximum and ``S = sum(exp(x - M))``."""
-
-    def __init__(self, variant):
-        self.form = run_rows(variant, Probabilities())
-
-    @cute.jit
-    def __call__(self, mX, mOut, stream):
-        self.form((mX,), (mOut,), (), stream)
-
-
-class LogSoftmax:
-    """``out = x - M - log(S)``."""
-
-    def __init__(self, variant):
-        self.form = run_rows(variant, LogProbabilities())
-
-    @cute.jit
-    def __call__(self, mX, mOut, stream):
-        self.form((mX,), (mOut,), (), stream)
-
-
-class SoftmaxBackward:
-    """``dx = out * (dout - sum(out * dout))``."""
-
-    def __init__(self, variant):
-        self.form = run_rows(variant, SoftmaxGradient())
-
-    @cute.jit
-    def __call__(self, mOut, mDout, mDx, stream):
-        self.form((mOut, mDout), (mDx,), (), stream)
-
-
-class LogSoftmaxBackward:
-    """``dx = dout - exp(out) * sum(dout)``."""
-
-    def __init__(self, variant):
-        self.form = run_rows(variant, LogSoftmaxGradient())
-
-    @cute.jit
-    def __call__(self, mOut, mDout, mDx, stream):
-        self.form((mOut, mDout), (mDx,), (), stream)
+Softmax, SoftmaxBackward = partial(RowKernel, Probabilities), partial(RowKernel, SoftmaxGradient)
+LogSoftmax, LogSoftmaxBackward = partial(RowKernel, LogProbabilities), partial(RowKernel, LogSoftmaxGradient)

@@ -1,25 +1,25 @@
 """Sums and means of rows."""
 
-import cutlass.cute as cute
+from functools import partial
+
 from cutlass import Float32
 
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.row_copy import number_or, store_number
-from cute_ops.kernels.rowwise.map import Segments
+from cute_ops.kernels.rowwise.kernel import RowKernel
 from cute_ops.kernels.rowwise.one_pass import RowFunction, Sum
-from cute_ops.kernels.rowwise.two_pass import run_rows
 
 
 class Total(RowFunction):
     """The sum of a row, or its mean."""
 
-    inputs, outputs = ("x",), ()
+    inputs, outputs, numbers = ("x",), (), ("out",)
     reduction = Sum(lambda x: x)
 
-    def __init__(self, mean):
+    def __init__(self, variant, mean=False):
         self.mean = mean
 
-    def finish(self, variant, numbers, rows, results, context, row):
+    def postprocess(self, variant, numbers, rows, results, context, row):
         (mOut,) = numbers
         total = results[0]
         if self.mean:
@@ -30,17 +30,17 @@ class Total(RowFunction):
 class Spread:
     """A row filled with its number, or with that divided by the row's length."""
 
-    inputs, outputs = (), ("dx",)
+    inputs, outputs, numbers = (), ("dx",), ("dout", "dx")
 
-    def __init__(self, mean):
+    def __init__(self, variant, mean=False):
         self.mean = mean
 
-    def begin(self, variant, numbers, row, there):
+    def begin(self, variant, numbers, row, valid):
         mDout, mDx = numbers
-        value = number_or(mDout, variant.tensors["dout"], row, there, 0).to(Float32)
+        value = number_or(mDout, variant.tensors["dout"], row, valid, 0).to(Float32)
         if self.mean:
             value = value / Float32(mDx.shape[len(mDx.shape) - 1])
-        return value, there
+        return value, valid
 
     def emit(self, values, first, vec, context):
         rX = fragment(Float32, vec)
@@ -48,39 +48,5 @@ class Spread:
         return (rX.load(),)
 
 
-class RowTotal:
-    """``out = sum(x)``."""
-
-    mean = False
-
-    def __init__(self, variant):
-        self.form = run_rows(variant, Total(self.mean))
-
-    @cute.jit
-    def __call__(self, mX, mOut, stream):
-        self.form((mX,), (), (mOut,), stream)
-
-
-class RowMean(RowTotal):
-    """``out = sum(x) / n``."""
-
-    mean = True
-
-
-class RowTotalBackward:
-    """``dx = dout`` in every column; x says how many."""
-
-    mean = False
-
-    def __init__(self, variant):
-        self.form = Segments(variant, Spread(self.mean))
-
-    @cute.jit
-    def __call__(self, mX, mDout, mDx, stream):
-        self.form((), (mDx,), (mDout, mDx), stream)
-
-
-class RowMeanBackward(RowTotalBackward):
-    """``dx = dout / n`` in every column."""
-
-    mean = True
+RowTotal, RowTotalBackward = partial(RowKernel, Total), partial(RowKernel, Spread)
+RowMean, RowMeanBackward = (partial(RowKernel, partial(function, mean=True)) for function in (Total, Spread))

@@ -8,8 +8,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import fragment
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
+from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.kernels.rotary.layout import Rotary, head_address, head_count, sequence_and_block, table_grid, token_count
 
 WARP = 32
@@ -21,24 +22,24 @@ class HeadRows:
     """How heads spread over threads.
 
     ``lanes`` neighbouring threads share a head, each with ``per_thread`` of its chunks (see :mod:`._rotary`), and each
-    unit of so many threads works on ``heads`` heads of a token, for which it reads cosines, sines and weights once.
-    CTAs work on q or on k, never on both. Heads that do not fit, or of a length that is not known, are *long*: a warp
-    walks over one of them twice.
+    unit of so many threads works on ``heads_per_thread`` heads of a token, for which it reads cosines, sines and
+    weights once. CTAs work on q or on k, never on both. Heads that do not fit, or of a length that is not known, are
+    *long*: a warp walks over one of them twice.
     """
 
-    def __init__(self, variant, names):
+    def __init__(self, variant, config, names):
         self.variant = variant
         self.rotary = Rotary(variant, names, interleaved=False)
         self.eps = variant.attrs["eps"]
-        self.threads = variant.tile["threads"]
+        self.threads = config.threads
         chunks = None if self.rotary.d is None else self.rotary.chunks(self.rotary.d, self.rotary.r)
         self.long = chunks is None or chunks > MOST_KEPT * WARP
         self.lanes = WARP if self.long else min(1 << (chunks - 1).bit_length(), WARP)
         self.per_thread = None if self.long else -(-chunks // self.lanes)
         self.whole = not self.long and chunks == self.lanes * self.per_thread
         self.units = self.threads // self.lanes
-        self.heads = 1 if self.long else variant.tile["heads"]
-        self.chained = can_chain(variant.arch)
+        self.heads = 1 if self.long else config.heads_per_thread
+        self.pdl = can_use_pdl(variant.arch)
 
     def key(self, name):
         return self.variant.tensors[name]
@@ -94,7 +95,7 @@ class QKNormRope(HeadRows):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("q", "k", "q_out", "k_out"))
+        super().__init__(variant, RotaryConfig.of(variant.config), ("q", "k", "q_out", "k_out"))
 
     @cute.jit
     def __call__(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut, stream):
@@ -103,19 +104,19 @@ class QKNormRope(HeadRows):
             grid=table_grid(self.blocks(mQ, rows) + self.blocks(mK, rows), mQ, mCos),
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
     def kernel(self, mQ, mK, mQWeight, mKWeight, mCos, mSin, mQOut, mKOut):
         sequence, block = sequence_and_block()
         first_of_k = self.blocks(mQ, row_count(mCos))
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         if block < first_of_k:
             self._some(mQ, mQWeight, mCos, mSin, mQOut, sequence, block, ("q", "q_weight", "q_out"))
         else:
             self._some(mK, mKWeight, mCos, mSin, mKOut, sequence, block - first_of_k, ("k", "k_weight", "k_out"))
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     @cute.jit
     def _some(self, mX, mWeight, mCos, mSin, mOut, sequence: Int64, block: Int64, names: cutlass.Constexpr):
@@ -186,10 +187,11 @@ class QKNormRopeBackward(HeadRows):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("q", "k", "dq_out", "dk_out", "dq", "dk"))
+        config = RotaryBackwardConfig.of(variant.config)
+        super().__init__(variant, config, ("q", "k", "dq_out", "dk_out", "dq", "dk"))
         self.column_sum = ColumnSum(self.rotary.d, variant.arch)
         self.warps = self.threads // WARP
-        self.resident = variant.tile["resident"]
+        self.resident = config.resident
 
     @cute.jit
     def __call__(
@@ -202,7 +204,7 @@ class QKNormRopeBackward(HeadRows):
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=50,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
         self.column_sum((mQParts, mKParts), (mDqWeight, mDkWeight), stream)
 
@@ -218,12 +220,12 @@ class QKNormRopeBackward(HeadRows):
         if const_expr(not self.long):
             sSum = smem.allocate_tensor(Float32, cute.make_layout((self.rotary.d, self.warps)), byte_alignment=16)
         first_of_k = self._ctas(q[4])
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         if block < first_of_k:
             self._some(*q, mCos, mSin, sSum, block, ("q", "q_weight", "dq_out", "dq"))
         else:
             self._some(*k, mCos, mSin, sSum, block - first_of_k, ("k", "k_weight", "dk_out", "dk"))
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
 
     @cute.jit
     def _some(self, mX, mWeight, mDout, mDx, mParts, mCos, mSin, sSum, block: Int32, names: cutlass.Constexpr):

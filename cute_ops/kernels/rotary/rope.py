@@ -4,8 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64
 
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
+from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     VECTOR_BYTES,
     Rotary,
@@ -34,10 +35,11 @@ class Rope:
         self.x, self.out = variant.tensors[x], variant.tensors[out]
         self.rotary = Rotary(variant, (x, out), variant.attrs["interleaved"])
         self.sign = sign
-        self.threads = variant.tile["threads"]
+        config = RotaryConfig.of(variant.config)
+        self.threads = config.threads
         most = VECTOR_BYTES // ITEMSIZE[self.x.dtype] // self.rotary.vec
-        self.per_thread = min(variant.tile["heads"] * max(most, 1), variant.dims["h"] or 1)
-        self.chained = can_chain(variant.arch)
+        self.per_thread = min(config.heads_per_thread * max(most, 1), variant.dims["h"] or 1)
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, mX, mCos, mSin, mOut, stream):
@@ -48,7 +50,7 @@ class Rope:
             grid=table_grid(blocks, mX, mCos),
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     def _groups(self, mX):
@@ -86,14 +88,14 @@ class Rope:
         rotated, first, second = rotary.place(chunk, d, r)
         turned = valid & rotated
         inside = [valid & (head < head_count(mX)) for head in heads]
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         loaded = []
         for head, here in zip(heads, inside):
             address = head_address(mX, self.x, token, head, d)
             loaded.append(rotary.load(mX.element_type, address, here, first, second, d))
         rCos = rotary.table(mCos, 0, row, chunk, turned)
         rSin = rotary.table(mSin, 1, row, chunk, turned)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
             rotary.rotate(rX, rCos, rSin, rotated, self.sign)
             address = head_address(mOut, self.out, token, head, d)
@@ -117,12 +119,13 @@ class RopeBackwardJoined(Rope):
         names = ("dq", "dk", "dv")
         self.sources, self.out = [variant.tensors[name] for name in names], variant.tensors["dqkv"]
         self.rotary = Rotary(variant, (*names, "dqkv"), variant.attrs["interleaved"])
-        self.threads = variant.tile["threads"]
+        config = RotaryConfig.of(variant.config)
+        self.threads = config.threads
         most = VECTOR_BYTES // ITEMSIZE[self.out.dtype] // self.rotary.vec
         of_q, of_k = variant.dims["hq"], variant.dims["hk"]
         self.heads = None if of_q is None else of_q + 2 * of_k
-        self.per_thread = min(variant.tile["heads"] * max(most, 1), self.heads or 1)
-        self.chained = can_chain(variant.arch)
+        self.per_thread = min(config.heads_per_thread * max(most, 1), self.heads or 1)
+        self.pdl = can_use_pdl(variant.arch)
 
     def _heads(self, mX):
         return head_count(mX) if self.heads is None else Int32(self.heads)
@@ -135,7 +138,7 @@ class RopeBackwardJoined(Rope):
             grid=table_grid(blocks, mDq, mCos),
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -147,7 +150,7 @@ class RopeBackwardJoined(Rope):
         of_q = head_count(mDq)
         turned = of_q + head_count(mDk)  # heads from here on stay as they are
         inside = [valid & (head < self._heads(mOut)) for head in heads]
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         loaded = []
         for head, here in zip(heads, inside):
             # Where a head is not of a source, that address is not used.
@@ -160,7 +163,7 @@ class RopeBackwardJoined(Rope):
         # The first head is the lowest.
         some = valid & rotated & (heads[0] < turned)
         rCos, rSin = rotary.table(mCos, 0, row, chunk, some), rotary.table(mSin, 1, row, chunk, some)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
             rotary.rotate(rX, rCos, rSin, rotated & (head < turned), -1.0)
             rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, first, second, d)

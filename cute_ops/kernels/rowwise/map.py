@@ -1,14 +1,17 @@
 """Outputs that follow from a row's inputs and its numbers, element by element."""
 
+from dataclasses import replace
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, narrow, store_elements
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors, row_address, row_count
-from cute_ops.kernels.norm.two_pass import LongTile
+from cute_ops.kernels.norm.two_pass import WalkedRow
+from cute_ops.kernels.rowwise.config import MapConfig
 
 
 class Segments:
@@ -21,23 +24,25 @@ class Segments:
 
     Args:
         variant: the kernel's variant.
-        function: ``inputs`` and ``outputs``, names of row tensors; ``begin(variant, numbers, row, there)`` to what a
-            row has and whether it must be read; ``emit(values, first, context)`` to output vectors in fp32.
+        function: ``inputs`` and ``outputs``, names of row tensors; ``numbers``, names of others;
+            ``begin(variant, numbers, row, valid)`` to what a row has and whether it must be read;
+            ``emit(values, first, context)`` to output vectors in fp32.
     """
 
     def __init__(self, variant, function):
         self.variant = variant
         self.function = function
         self.n = variant.dims["n"]
-        vectors = Vectors(variant, (*function.inputs, *function.outputs), self.n)
-        self.segments = variant.tile.get("segments", 1)
-        self.chained = can_chain(variant.arch)
-        self.known = self.n is not None
+        config = MapConfig.of(variant.config)
+        vectors = Vectors(variant, (*function.inputs, *function.outputs), self.n, config.align_vectors)
+        self.segments = config.segments
+        self.pdl = can_use_pdl(variant.arch)
+        self.known = config.form != "elements"
         if self.known:
-            self.tile = RowTile(vectors, {**variant.tile, "cluster": self.segments})
+            self.tile = RowTile(vectors, replace(config, cluster=config.segments))
             self.access = RowAccess(variant, self.tile)
         else:
-            self.tile = LongTile(vectors, variant.tile)
+            self.tile = WalkedRow(vectors, config)
 
     @cute.jit
     def __call__(self, inputs, outputs, numbers, stream):
@@ -46,7 +51,7 @@ class Segments:
             grid=[Int32((row_count(outputs[0]) + (rows - 1)) // rows), self.segments, 1],
             block=[self.tile.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -56,31 +61,31 @@ class Segments:
         if const_expr(self.segments == 1):
             rank = 0
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
-        there = row < row_count(outputs[0])
-        if const_expr(self.known and self.chained):
-            self._fetch_ahead(inputs, tidx % self.tile.threads_per_row, rank, row, there, bidx)
-        wait_for_previous(self.chained)
-        context, wanted = self.function.begin(self.variant, numbers, row, there)
+        valid = row < row_count(outputs[0])
+        if const_expr(self.known and self.pdl):
+            self._fetch_ahead(inputs, tidx % self.tile.threads_per_row, rank, row, valid, bidx)
+        wait_for_previous(self.pdl)
+        context, predicate = self.function.begin(self.variant, numbers, row, valid)
         if const_expr(self.known):
-            self._vectors(inputs, outputs, tidx % self.tile.threads_per_row, rank, row, there, wanted, context)
+            self._vectors(inputs, outputs, tidx % self.tile.threads_per_row, rank, row, valid, predicate, context)
         else:
             self._elements(inputs, outputs, tidx, row, context)
 
-    def _fetch_ahead(self, inputs, t, rank, row, there, bidx):
+    def _fetch_ahead(self, inputs, t, rank, row, valid, bidx):
         index = bidx if self.segments == 1 else bidx + rank * cute.arch.grid_dim()[0]
         first = self.access.first(t, rank, row)
         for m, name in zip(inputs, self.function.inputs):
-            self.access.fetch_ahead(m, name, row, first, there & (index < AHEAD))
+            self.access.fetch_ahead(m, name, row, first, valid & (index < AHEAD))
 
-    def _vectors(self, inputs, outputs, t, rank, row, there, wanted, context):
+    def _vectors(self, inputs, outputs, t, rank, row, valid, predicate, context):
         function = self.function
         first = self.access.first(t, rank, row)
-        held = self.access.load(inputs, function.inputs, row, first, wanted)
-        let_next_start(self.chained)
+        held = self.access.load(inputs, function.inputs, row, first, predicate)
+        let_next_start(self.pdl)
         for k in range(self.tile.per_thread):
             values = tuple(rX[k].load().to(Float32) for rX in held)
             for x, mX, name in zip(function.emit(values, first[k], self.tile.vec, context), outputs, function.outputs):
-                self.access.store(mX, name, narrow(x, mX.element_type, self.tile.vec), row, first, k, there)
+                self.access.store(mX, name, narrow(x, mX.element_type, self.tile.vec), row, first, k, valid)
 
     @cute.jit
     def _elements(self, inputs, outputs, tidx, row, context: cutlass.Constexpr):
@@ -89,7 +94,7 @@ class Segments:
         n = Int32(long_n)
         bases = self._bases(inputs, self.function.inputs, row, long_n)
         targets = self._bases(outputs, self.function.outputs, row, long_n)
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
         for column in cutlass.range(tidx, n, self.tile.threads, unroll=4):
             self._element(inputs, outputs, bases, targets, column, n, context)
 

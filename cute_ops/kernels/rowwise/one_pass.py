@@ -4,8 +4,8 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import AHEAD, Inside, forget, narrow
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.copy import AHEAD, Inside, compiler_barrier, narrow
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors, present, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import RowSum
@@ -46,16 +46,21 @@ class RowFunction:
 
     Attributes:
         inputs, outputs: names of the row tensors.
+        numbers: names of the tensors that :meth:`begin` and :meth:`postprocess` take.
         reduction: :class:`Sum` or :class:`~cute_ops.kernels.lib.row_reduce_lse.LogSum`.
     """
 
     inputs: tuple
     outputs: tuple
+    numbers: tuple = ()
     reduction: object
 
-    def begin(self, variant, numbers, row, there):
+    def __init__(self, variant):
+        pass
+
+    def begin(self, variant, numbers, row, valid):
         """Loads from the tensors of one number per row, and whether the row must be read."""
-        return None, there
+        return None, valid
 
     def tied(self, state, context):
         """What a thread gives to the row's reduction, once what :meth:`begin` loaded is there."""
@@ -65,14 +70,14 @@ class RowFunction:
         """Output vectors from input vectors and the row's results, in fp32; ``first`` is the vector's first column."""
         return ()
 
-    def finish(self, variant, numbers, rows, results, context, row):
+    def postprocess(self, variant, numbers, rows, results, context, row):
         """By one thread of each row."""
 
 
 class HeldRows:
     """One pass: rows stay in registers, in their own dtype, between their reduction and their output.
 
-    Where the tile says ``staged`` they wait in shared memory instead: more bytes are on their way than registers could
+    In the form ``smem`` they wait in shared memory instead: more bytes are on their way than registers could
     receive. Each thread copies, and later reads, its own vectors.
     Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
     ``threads`` holds ``threads / threads_per_row`` rows. All loads of a thread are in flight together.
@@ -80,18 +85,18 @@ class HeldRows:
     Bytes moved per element: every input and output once.
     """
 
-    def __init__(self, variant, function):
+    def __init__(self, variant, config, function):
         self.variant = variant
         self.function = function
         self.n = variant.dims["n"]
-        tile = RowTile(Vectors(variant, (*function.inputs, *function.outputs), self.n), variant.tile)
+        tile = RowTile(Vectors(variant, (*function.inputs, *function.outputs), self.n, config.align_vectors), config)
         self.tile = tile
         self.access = RowAccess(variant, tile, function.reduction.empty)
         self.sum = function.reduction.across(tile, 1)
-        self.ring = RowRing(tile, present(variant, function.inputs), 1) if variant.tile.get("staged", 0) else None
-        self.resident = variant.tile.get("resident", 1)
+        self.ring = RowRing(tile, present(variant, function.inputs), 1) if config.form == "smem" else None
+        self.resident = config.resident
         self.carveout = 100 if self.ring else SMEM_PERCENT
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, inputs, outputs, numbers, stream):
@@ -103,7 +108,7 @@ class HeldRows:
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=self.carveout if const_expr(self.resident > 1) else None,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -125,49 +130,49 @@ class HeldRows:
         t = tidx % self.tile.threads_per_row
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
         count = row_count(inputs[0])
-        there = row < count
+        valid = row < count
         first = self.access.first(t, rank, row)
-        if const_expr(self.chained and self.ring is None):
+        if const_expr(self.pdl and self.ring is None):
             few = cute.arch.grid_dim()[0] <= AHEAD
             for mX, name in zip(inputs, self.function.inputs):
                 self.access.fetch_ahead(mX, name, cutlass.min(row, count - 1), first, few)
-        wait_for_previous(self.chained)
-        context, wanted = self.function.begin(self.variant, numbers, row, there)
+        wait_for_previous(self.pdl)
+        context, predicate = self.function.begin(self.variant, numbers, row, valid)
         held = slots
         if const_expr(slots is None):
-            held = self.access.load(inputs, self.function.inputs, row, first, wanted)
-            let_next_start(self.chained)
+            held = self.access.load(inputs, self.function.inputs, row, first, predicate)
+            let_next_start(self.pdl)
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 for rX in held:
                     self.access.trim(rX[k], k, first)
         else:
-            self._fetch(inputs, slots, first, row, count, wanted)
+            self._fetch(inputs, slots, first, row, count, predicate)
             cute.arch.cp_async_commit_group()
             cute.arch.cp_async_wait_group(0)
-            let_next_start(self.chained)
+            let_next_start(self.pdl)
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                if const_expr(self.access.ragged(k)):
+                if const_expr(self.access.predicated(k)):
                     self.ring.trim(slots, k, Int32(0), first[k], self.function.reduction.empty)
         gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
         insides = [self._inside(k, first) for k in range(self.tile.per_thread)]
         values = self.function.tied(self._gather(gets, insides), context)
         self.sum.ready()
         results = self.sum(values, sSum, mbar, Int32(0))
-        if t == 0 and rank == 0 and there:
-            self.function.finish(self.variant, numbers, inputs, results, context, row)
+        if t == 0 and rank == 0 and valid:
+            self.function.postprocess(self.variant, numbers, inputs, results, context, row)
         if const_expr(len(outputs) > 0):
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 emitted = self.function.emit(self._read(held, k), results, context, first[k])
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
-                    self.access.store(mX, name, rOut, row, first, k, there)
+                    self.access.store(mX, name, rOut, row, first, k, valid)
 
-    def _fetch(self, inputs, slots, first, row, count, wanted):
+    def _fetch(self, inputs, slots, first, row, count, predicate):
         edge, held = self.tile.edge(row, count), []
         for mX, sX, name in zip(inputs, slots, self.function.inputs):
             address = row_address(mX, self.variant.tensors[name], row, self.n)
-            self.ring.fetch(sX, address, first, wanted, edge[0], Int32(0))
-            held.append((sX, address, first, wanted))
+            self.ring.fetch(sX, address, first, predicate, edge[0], Int32(0))
+            held.append((sX, address, first, predicate))
         self.ring.fetch_tails(held, edge, Int32(0))
 
     def _gather(self, gets, insides):
@@ -184,10 +189,10 @@ class HeldRows:
             return tuple(self.ring.read(sX, k, Int32(0)).load().to(Float32) for sX in held)
         if self.tile.vec * held[0][k].element_type.width >= 32:
             for rX in held:
-                forget(rX[k])
+                compiler_barrier(rX[k])
         return tuple(rX[k].load().to(Float32) for rX in held)
 
     def _inside(self, k, first):
         """What of the k-th vectors is inside the row."""
-        whole = not (self.access.ragged(k) or self.tile.ends_outside(k))
+        whole = not (self.access.predicated(k) or self.tile.ends_outside(k))
         return Inside(self.tile.vec, first[k], Int32(self.n), whole)

@@ -18,8 +18,9 @@ from cute_ops.kernels.lib.copy import (
     store_masked,
     widen,
 )
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
+from cute_ops.kernels.rowwise.config import PointwiseConfig
 from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
 
 VECTOR_BYTES = 16
@@ -59,18 +60,18 @@ class Pointwise:
         sizes = [ITEMSIZE[self.keys[p.name].dtype] for p in parts]
         self.vec = min(min(self._start(p), VECTOR_BYTES) // size for p, size in zip(parts, sizes))
         widest = VECTOR_BYTES // max(sizes)
-        self.shifted = None
+        config, self.shifted = PointwiseConfig.of(variant.config), None
         if 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
-            self.shifted = PointwiseShifted(variant, self.inputs, self.outputs, compute, widest)
-        self.threads = variant.tile.get("threads", 256)
-        self.unroll = variant.tile.get("unroll", 1) * max(widest // self.vec, 1)
+            self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
+        self.threads = config.threads
+        self.unroll = config.unroll * max(widest // self.vec, 1)
         self.block = self.threads * self.unroll
         # Rows of whole vectors need no masks inside a vector.
         self.whole = self.n is not None and self.n % self.vec == 0
         per_row = self.n // self.vec if self.whole else 0
         # CTAs to a row, where they come out even: then neither loads nor stores need a mask, nor places a division.
         self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
-        self.chained = can_chain(variant.arch)
+        self.pdl = can_use_pdl(variant.arch)
 
     def _start(self, part):
         """Bytes, a power of two, that divide the address of every row of a part."""
@@ -99,7 +100,7 @@ class Pointwise:
             grid=[Int32((vectors + (self.block - 1)) // self.block), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     def _shape(self, mOut):
@@ -123,12 +124,12 @@ class Pointwise:
         sources = []
         for row, first, _ in places:
             sources.append([self._address(mX, part, n, row, first) for mX, part in zip(inputs, self.inputs)])
-        if const_expr(self.chained):
+        if const_expr(self.pdl):
             for addresses in sources:
                 for address in addresses:
                     fetch_ahead(address, bidx < AHEAD)
-        let_next_start(self.chained)
-        wait_for_previous(self.chained)
+        let_next_start(self.pdl)
+        wait_for_previous(self.pdl)
         loaded = []
         for (_, _, left), addresses in zip(places, sources):
             vectors = [fragment(mX.element_type, self.vec) for mX in inputs]

@@ -5,7 +5,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
 from cute_ops.kernels.lib.copy import load_first_if, load_if, narrow, store_masked, widen
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address
 
@@ -21,15 +21,14 @@ class PointwiseShifted:
     Bytes moved per element: every tensor once.
     """
 
-    def __init__(self, variant, inputs, outputs, compute, vec):
+    def __init__(self, variant, config, inputs, outputs, compute, vec):
         self.inputs, self.outputs = inputs, outputs
         self.keys = variant.tensors
         self.compute = compute
         self.n = variant.dims["n"]
         self.vec = vec
-        self.threads = variant.tile.get("threads", 256)
-        self.unroll = variant.tile.get("unroll", 1)
-        self.chained = can_chain(variant.arch)
+        self.threads, self.unroll = config.threads, config.unroll
+        self.pdl = can_use_pdl(variant.arch)
         self.groups = []
         for i, part in enumerate(outputs):
             for group in self.groups:
@@ -55,7 +54,7 @@ class PointwiseShifted:
             grid=[Int32((vectors + (block - 1)) // block), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     def _per_row(self, n):
@@ -79,12 +78,12 @@ class PointwiseShifted:
             row = above + below
             # A row that is not there has no column that is.
             places.append((row, column, cutlass.select_(row < rows, Int32(n), Int32(-2 * self.vec))))
-        wait_for_previous(self.chained)
+        wait_for_previous(self.pdl)
         loaded = [[self._load(inputs, outputs, group, n, rows, *place) for group in self.groups] for place in places]
-        let_next_start(self.chained)
+        let_next_start(self.pdl)
         for place, groups in zip(places, loaded):
             for group, (shift, pairs) in zip(self.groups, groups):
-                self._finish(outputs, group, n, place, shift, pairs)
+                self._postprocess(outputs, group, n, place, shift, pairs)
 
     def _row(self, mX, part, n, row):
         """Byte address of the first element of a part of a row."""
@@ -126,7 +125,7 @@ class PointwiseShifted:
             pairs.append((rPair, past))
         return first, pairs
 
-    def _finish(self, outputs, group, n, place, first, pairs):
+    def _postprocess(self, outputs, group, n, place, first, pairs):
         row, _, end = place
         given = [widen(settle(rPair, past)) for rPair, past in pairs]
         results = [[] for _ in self.outputs]

@@ -6,7 +6,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.lib.copy import (
     Inside,
-    forget,
+    compiler_barrier,
     fragment,
     load,
     load_if,
@@ -16,25 +16,26 @@ from cute_ops.kernels.lib.copy import (
     store_masked,
     trim,
 )
-from cute_ops.kernels.lib.pdl import can_chain, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
 from cute_ops.kernels.norm.two_pass import MAX_GRID
+from cute_ops.kernels.rowwise.config import ReduceConfig
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
 BATCH = 4  # vectors of a thread that are on their way together
 
 
-class WalkTile:
+class WalkedParts:
     """``threads`` threads of each of ``cluster`` CTAs walk one row together."""
 
-    def __init__(self, vectors, tile):
+    def __init__(self, vectors, config):
         self.v = vectors
         self.vec = vectors.vec
         self.rows = 1
-        self.cluster = tile.get("cluster", 1)
-        self.local = tile.get("parts", 1)
-        self.threads = self.threads_per_row = tile.get("threads", 512)
+        self.cluster = config.cluster
+        self.local = config.parts_per_cta
+        self.threads = self.threads_per_row = config.threads
 
 
 class WalkedRows:
@@ -47,14 +48,14 @@ class WalkedRows:
     every input again, from L2 where the row fits, and every output.
     """
 
-    def __init__(self, variant, function):
+    def __init__(self, variant, config, function):
         self.variant = variant
         self.function = function
         names = (*function.inputs, *function.outputs)
-        self.tile = WalkTile(Vectors(variant, names, variant.dims["n"]), variant.tile)
+        self.tile = WalkedParts(Vectors(variant, names, variant.dims["n"], config.align_vectors), config)
         self.sum = function.reduction.across(self.tile, 2)
-        self.resident = variant.tile.get("resident", 1)
-        self.chained = can_chain(variant.arch)
+        self.resident = config.resident
+        self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
     def __call__(self, inputs, outputs, numbers, stream):
@@ -66,7 +67,7 @@ class WalkedRows:
             min_blocks_per_mp=self.resident,
             preferred_smem_carveout=SMEM_PERCENT if const_expr(self.resident > 1) else None,
             stream=stream,
-            use_pdl=self.chained,
+            use_pdl=self.pdl,
         )
 
     @cute.kernel
@@ -81,30 +82,30 @@ class WalkedRows:
         self.sum.prepare(mbar)
         long_n = inputs[0].shape[len(inputs[0].shape) - 1]
         n, vec, local = Int32(long_n), self.tile.vec, self.tile.local
-        wait_for_previous(self.chained)
-        let_next_start(self.chained)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
         self.sum.ready()
         steps = Int32((row_count(inputs[0]) - bidx + (grid - 1)) // Int64(grid))
         for step in cutlass.range(steps, unroll=1):
             row = Int64(bidx) + Int64(step) * Int64(grid)
-            context, wanted = self.function.begin(self.variant, numbers, row, row >= 0)
+            context, predicate = self.function.begin(self.variant, numbers, row, row >= 0)
             shift = self.tile.v.shift(row, long_n)
             count = (n + shift + (vec - 1)) // vec
             size = (count + (self.tile.cluster * local - 1)) // (self.tile.cluster * local)
             readable_n = readable(self.tile.v, n, row, row_count(inputs[0]))
             bases = self._bases(inputs, self.function.inputs, row, long_n)
             targets = self._bases(outputs, self.function.outputs, row, long_n)
-            last = cutlass.select_(wanted, count, Int32(0))
+            last = cutlass.select_(predicate, count, Int32(0))
             for j in cutlass.range(local, unroll=1):
                 begin = (rank * local + j) * size
                 end = cutlass.min(begin + size, last)
                 state = self.function.reduction.start()
                 for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
                     state = self._batch(state, inputs, bases, base + tidx, end, shift, n, readable_n)
-                self.sum.give(self.function.tied(state, context), sSum, mbar, step, j)
-            results = self.sum.take(None, sSum, mbar, step)
+                self.sum.arrive(self.function.tied(state, context), sSum, mbar, step, j)
+            results = self.sum.wait(None, sSum, mbar, step)
             if (tidx == 0) & (rank == 0):
-                self.function.finish(self.variant, numbers, inputs, results, context, row)
+                self.function.postprocess(self.variant, numbers, inputs, results, context, row)
             if const_expr(len(outputs) > 0):
                 begin = rank * local * size
                 end = cutlass.min(begin + local * size, count)
@@ -144,19 +145,19 @@ class WalkedRows:
         """Loaded vectors in fp32, from here on and no earlier: four of them would not leave registers for the rest."""
         for rX in vectors:
             if self.tile.vec * rX.element_type.width >= 32:
-                forget(rX)
+                compiler_barrier(rX)
         return tuple(rX.load().to(Float32) for rX in vectors)
 
-    def _load(self, mX, base, first, readable, wanted, empty):
+    def _load(self, mX, base, first, readable, predicate, empty):
         rX = fragment(mX.element_type, self.tile.vec)
         rX.fill(empty)
         address = base + Int64(first) * (mX.element_type.width // 8)
         if self.tile.v.shifted:
-            wanted = wanted & (first + self.tile.vec > 0)
+            predicate = predicate & (first + self.tile.vec > 0)
         if self.tile.v.masked:
-            load_inside(wanted, rX, address, readable - first)
+            load_inside(predicate, rX, address, readable - first)
         else:
-            load_if(wanted, rX, address)
+            load_if(predicate, rX, address)
         return rX
 
     def _read(self, inputs, bases, first, n, readable, empty):
@@ -164,8 +165,8 @@ class WalkedRows:
         values = []
         for mX, base in zip(inputs, bases):
             if self.tile.v.masked:
-                wanted = first + self.tile.vec > 0
-                rX = self._load(mX, base, first, readable, wanted, empty)
+                predicate = first + self.tile.vec > 0
+                rX = self._load(mX, base, first, readable, predicate, empty)
                 trim(rX, first, n, empty)
             else:
                 rX = fragment(mX.element_type, self.tile.vec)
@@ -186,5 +187,5 @@ def run_rows(variant, function):
     """The form of a row function's kernel that a variant gets."""
     from cute_ops.kernels.rowwise.one_pass import HeldRows
 
-    walks = variant.dims["n"] is None or bool(variant.tile.get("long", 0))
-    return (WalkedRows if walks else HeldRows)(variant, function)
+    config = ReduceConfig.of(variant.config)
+    return (WalkedRows if config.form == "two_pass" else HeldRows)(variant, config, function)

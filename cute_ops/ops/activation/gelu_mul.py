@@ -7,8 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
-from cute_ops.ops._candidates import POINTWISE
-from cute_ops.ops._tiles import pointwise
+from cute_ops.ops.activation.config import SPACE, pointwise
 from cute_ops.ops.activation.maths import gelu
 from cute_ops.shapes import FLOATS
 
@@ -40,7 +39,7 @@ gelu_mul_bwd = Op(
     attrs={"approximate": OneOf("tanh", "none")},
     reference=reference_bwd,
     kernel="cute_ops.kernels.activation.gelu_mul:GeluMulBackward",
-    tuning=Tuning(pointwise, space=POINTWISE),
+    tuning=Tuning(pointwise, space=SPACE),
     cases=CASES,
     doc="""Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.""",
 )
@@ -54,7 +53,7 @@ gelu_mul = Op(
     attrs={"approximate": OneOf("tanh", "none")},
     reference=reference,
     kernel="cute_ops.kernels.activation.gelu_mul:GeluMul",
-    tuning=Tuning(pointwise, space=POINTWISE),
+    tuning=Tuning(pointwise, space=SPACE),
     grad=gelu_mul_bwd,
     cases=CASES,
     doc="""GELU of the gate times up: the pointwise half of GEGLU.

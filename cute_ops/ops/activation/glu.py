@@ -7,13 +7,12 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, OneOf, Op, Tensor
-from cute_ops.ops._candidates import POINTWISE
-from cute_ops.ops._tiles import pointwise_halves
+from cute_ops.ops.activation.config import SPACE, packed
 from cute_ops.ops.activation.maths import gelu, silu
 from cute_ops.shapes import FLOATS
 
 X, OUT = Tensor("*m 2n", "T"), Tensor("*m n", "T")
-COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS}, "tuning": Tuning(pointwise_halves, space=POINTWISE)}
+COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS}, "tuning": Tuning(packed, space=SPACE)}
 SWIGLU_CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
     Case("odd", {"m": (37,), "n": 4097}),

@@ -7,8 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
-from cute_ops.ops._candidates import POINTWISE
-from cute_ops.ops._tiles import pointwise
+from cute_ops.ops.activation.config import SPACE, pointwise
 from cute_ops.ops.activation.maths import silu
 from cute_ops.shapes import FLOATS
 
@@ -36,7 +35,7 @@ def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
 
 ROWS = Tensor("*m n", "T")
 COMMON: dict[str, Any] = {
-    "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "tuning": Tuning(pointwise, space=POINTWISE),
+    "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "tuning": Tuning(pointwise, space=SPACE),
 }  # fmt: skip
 
 silu_mul_bwd = Op(

@@ -8,9 +8,8 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
-from cute_ops.ops._candidates import POINTWISE
-from cute_ops.ops._tiles import pointwise
 from cute_ops.ops.activation import maths
+from cute_ops.ops.activation.config import SPACE, pointwise
 from cute_ops.shapes import FLOATS
 
 GPT2 = Case("gpt2", {"m": (2, 33), "n": 3072})
@@ -52,7 +51,7 @@ def _declare(
     rows = Tensor("*m n", "T")
     common: dict[str, Any] = {
         "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "attrs": attrs,
-        "tuning": Tuning(pointwise, space=POINTWISE), "cases": cases,
+        "tuning": Tuning(pointwise, space=SPACE), "cases": cases,
     }  # fmt: skip
     backward = Op(
         f"{name}_bwd", inputs={"x": rows, "dout": rows}, outputs={"dx": rows}, reference=reference_bwd,

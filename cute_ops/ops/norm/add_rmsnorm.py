@@ -8,9 +8,10 @@ from cute_ops.array_api import widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import BACKWARD, FORWARD
-from cute_ops.ops._tiles import rows_backward, rows_forward
+from cute_ops.ops import docs
 from cute_ops.ops.norm import rmsnorm as norm
+from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
+from cute_ops.ops.norm.declare import COLUMNS, DCOLUMNS
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
 CASES = (
@@ -65,21 +66,19 @@ add_rmsnorm_bwd = Op(
         "residual_out": Tensor("*m n", "R"),
         "dout": Tensor("*m n", "T"),
         "dresidual_out": Tensor("*m n", "R", optional=True),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
+        **COLUMNS,
     },
     outputs={
         "dx": Tensor("*m n", "T", same_as="dresidual"),
         "dresidual": Tensor("*m n", "R"),
-        "dweight": Tensor("n", "W", given="weight"),
-        "dbias": Tensor("n", "B", given="bias"),
+        **DCOLUMNS,
     },
     dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
     attrs={"eps": 1e-6, "weight_offset": 0.0},
     check=norm.CHECK,
     reference=reference_bwd,
     kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNormBackward",
-    tuning=Tuning(rows_backward, space=BACKWARD, workspace=norm.parts_workspace),
+    tuning=Tuning(backward, space=BACKWARD, workspace=workspace),
     cases=CASES,
     doc="""Gradients of :func:`add_rmsnorm`.
 
@@ -94,8 +93,7 @@ add_rmsnorm = Op(
     inputs={
         "x": Tensor("*m n", "T"),
         "residual": Tensor("*m n", "R"),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
+        **COLUMNS,
     },
     outputs={"out": Tensor("*m n", "T"), "residual_out": Tensor("*m n", "R")},
     dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
@@ -103,20 +101,17 @@ add_rmsnorm = Op(
     check=check_residual,
     reference=reference,
     kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNorm",
-    tuning=Tuning(rows_forward, space=FORWARD),
+    tuning=Tuning(forward, space=FORWARD),
     grad=add_rmsnorm_bwd,
     cases=CASES,
-    doc="""Residual add and RMSNorm in one pass.
+    doc=f"""Residual add and RMSNorm in one pass.
 
     ``residual_out = x + residual``; ``out = rmsnorm(residual_out, weight, bias, eps, weight_offset)``
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
-        residual: ``R[*m n]``, T or a wider float (a float32 residual stream).
-        weight: ``W[n]``, a float dtype of its own; ones where None (and then no offset).
-        bias: ``B[n]``, a float dtype of its own; zeros where None.
-        eps: added to the mean square; a compile-time constant.
-        weight_offset: added to the weight: 1.0 is Gemma's; a compile-time constant.
+        {docs.X}
+        {docs.RESIDUAL}
+        {docs.RMS}
 
     Returns:
         ``(out, residual_out)``: ``T[*m n]`` and ``R[*m n]``. The sum is rounded to R before it is

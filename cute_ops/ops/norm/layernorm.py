@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import BACKWARD, FORWARD
-from cute_ops.ops._checks import NOT_NEGATIVE, within
-from cute_ops.ops._tiles import rows_backward, rows_forward
-from cute_ops.ops.norm.rmsnorm import parts_workspace, sum_rows
-from cute_ops.shapes import FLOATS
+from cute_ops.op import Case
+from cute_ops.ops import docs
+from cute_ops.ops.checks import NOT_NEGATIVE, within
+from cute_ops.ops.norm.declare import declare
+from cute_ops.ops.norm.rmsnorm import sum_rows
 
 CASES = (
     Case("odd-small", {"m": (3, 5), "n": 7}, {"W": "float32", "B": "float16"}),
@@ -56,58 +53,23 @@ def reference_bwd(
     return xp.astype(dx, x.dtype), sum_rows(xp, dy * normed, weight), sum_rows(xp, dy, bias)
 
 
-layernorm_bwd = Op(
-    "layernorm_bwd",
-    inputs={
-        "x": Tensor("*m n", "T"),
-        "dout": Tensor("*m n", "T"),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
-    },
-    outputs={
-        "dx": Tensor("*m n", "T"),
-        "dweight": Tensor("n", "W", given="weight"),
-        "dbias": Tensor("n", "B", given="bias"),
-    },
-    dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
-    attrs={"eps": 1e-5},
-    check=within(eps=NOT_NEGATIVE),
-    reference=reference_bwd,
-    kernel="cute_ops.kernels.norm.layernorm:LayerNormBackward",
-    tuning=Tuning(partial(rows_backward, centred=True), space=BACKWARD, workspace=parts_workspace),
-    cases=CASES,
-    doc="""Gradients of :func:`layernorm`.
-
-    With ``r = rsqrt(var(x) + eps)``, ``y = (x - mean(x)) * r`` and ``g = dout * weight``:
-    ``dx = r * (g - mean(g) - y * mean(g * y))``, ``dweight = sum_rows(dout * y)``, ``dbias = sum_rows(dout)``.
-    Mean and ``r`` are computed again from x. Sums are in float32, in a fixed order: results are deterministic.
-    """,
-)
-
-layernorm = Op(
+layernorm = declare(
     "layernorm",
-    inputs={
-        "x": Tensor("*m n", "T"),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
-    },
-    outputs={"out": Tensor("*m n", "T")},
-    dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
+    "LayerNorm",
+    centred=True,
     attrs={"eps": 1e-5},
     check=within(eps=NOT_NEGATIVE),
     reference=reference,
-    kernel="cute_ops.kernels.norm.layernorm:LayerNorm",
-    tuning=Tuning(partial(rows_forward, centred=True), space=FORWARD),
-    grad=layernorm_bwd,
+    reference_bwd=reference_bwd,
     cases=CASES,
-    doc="""Layer normalisation of the last dim.
+    doc=f"""Layer normalisation of the last dim.
 
     ``out = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``, ``var`` divided by n
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        {docs.X}
         weight: ``W[n]``, a float dtype of its own; ones where None.
-        bias: ``B[n]``, a float dtype of its own; zeros where None.
+        {docs.BIAS}
         eps: added to the variance; a compile-time constant.
 
     Returns:
@@ -119,5 +81,11 @@ layernorm = Op(
         ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous.
 
     Source: Ba, Kiros and Hinton, Layer Normalization, 2016.
+    """,
+    doc_bwd="""Gradients of :func:`layernorm`.
+
+    With ``r = rsqrt(var(x) + eps)``, ``y = (x - mean(x)) * r`` and ``g = dout * weight``:
+    ``dx = r * (g - mean(g) - y * mean(g * y))``, ``dweight = sum_rows(dout * y)``, ``dbias = sum_rows(dout)``.
+    Mean and ``r`` are computed again from x. Sums are in float32, in a fixed order: results are deterministic.
     """,
 )

@@ -5,12 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Problem, Tuning
-from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import BACKWARD, FORWARD
-from cute_ops.ops._checks import FINITE, NOT_NEGATIVE, within
-from cute_ops.ops._tiles import backward_parts, rows_backward, rows_forward
-from cute_ops.shapes import FLOATS, Array
+from cute_ops.op import Case
+from cute_ops.ops import docs
+from cute_ops.ops.checks import FINITE, NOT_NEGATIVE, within
+from cute_ops.ops.norm.declare import declare
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -61,70 +59,21 @@ def reference_bwd(
     return xp.astype(dx, x.dtype), sum_rows(xp, dy * normed, weight), sum_rows(xp, dy, bias)
 
 
-def parts_workspace(problem: Problem, tile: Any) -> dict[str, Array | None]:
-    """Partial weight gradients, one row per persistent CTA, or each row's mean and rstd: for the second stage."""
-    shape = (backward_parts(problem, tile), problem.dims["n"])
-    summed = not ("few" in tile or "split" in tile)
-    wanted = {d: d in problem.dtypes and summed for d in ("dweight", "dbias")}
-    parts = {f"{d}_parts": Array(shape, "float32") if here else None for d, here in wanted.items()}
-    terms = "split" in tile and "dweight" in problem.dtypes
-    return parts | {"terms": Array((problem.m, 2), "float32") if terms else None}
-
-
-rmsnorm_bwd = Op(
-    "rmsnorm_bwd",
-    inputs={
-        "x": Tensor("*m n", "T"),
-        "dout": Tensor("*m n", "T"),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
-    },
-    outputs={
-        "dx": Tensor("*m n", "T"),
-        "dweight": Tensor("n", "W", given="weight"),
-        "dbias": Tensor("n", "B", given="bias"),
-    },
-    dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
-    attrs={"eps": 1e-6, "weight_offset": 0.0},
-    check=CHECK,
-    reference=reference_bwd,
-    kernel="cute_ops.kernels.norm.rmsnorm:RMSNormBackward",
-    tuning=Tuning(rows_backward, space=BACKWARD, workspace=parts_workspace),
-    cases=CASES,
-    doc="""Gradients of :func:`rmsnorm`.
-
-    With ``r = rsqrt(mean(x^2) + eps)``, ``y = x * r`` and ``g = dout * (weight_offset + weight)``:
-    ``dx = r * (g - y * mean(g * y))``, ``dweight = sum_rows(dout * y)``, ``dbias = sum_rows(dout)``.
-    ``r`` is computed again from x. Sums are in float32, in a fixed order: results are deterministic.
-    """,
-)
-
-rmsnorm = Op(
+rmsnorm = declare(
     "rmsnorm",
-    inputs={
-        "x": Tensor("*m n", "T"),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
-    },
-    outputs={"out": Tensor("*m n", "T")},
-    dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
+    "RMSNorm",
     attrs={"eps": 1e-6, "weight_offset": 0.0},
     check=CHECK,
     reference=reference,
-    kernel="cute_ops.kernels.norm.rmsnorm:RMSNorm",
-    tuning=Tuning(rows_forward, space=FORWARD),
-    grad=rmsnorm_bwd,
+    reference_bwd=reference_bwd,
     cases=CASES,
-    doc="""Root mean square normalisation of the last dim.
+    doc=f"""Root mean square normalisation of the last dim.
 
     ``out = x * rsqrt(mean(x^2) + eps) * (weight_offset + weight) + bias``
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
-        weight: ``W[n]``, a float dtype of its own; ones where None (and then no offset).
-        bias: ``B[n]``, a float dtype of its own; zeros where None.
-        eps: added to the mean square; a compile-time constant.
-        weight_offset: added to the weight: 1.0 is Gemma's; a compile-time constant.
+        {docs.X}
+        {docs.RMS}
 
     Returns:
         ``T[*m n]``, compact. Computed in float32, rounded once; deterministic.
@@ -134,5 +83,11 @@ rmsnorm = Op(
         ValueError: shapes that do not fit, an attribute out of its range, a last dim that is not contiguous.
 
     Source: Zhang and Sennrich, Root Mean Square Layer Normalization, 2019.
+    """,
+    doc_bwd="""Gradients of :func:`rmsnorm`.
+
+    With ``r = rsqrt(mean(x^2) + eps)``, ``y = x * r`` and ``g = dout * (weight_offset + weight)``:
+    ``dx = r * (g - y * mean(g * y))``, ``dweight = sum_rows(dout * y)``, ``dbias = sum_rows(dout)``.
+    ``r`` is computed again from x. Sums are in float32, in a fixed order: results are deterministic.
     """,
 )

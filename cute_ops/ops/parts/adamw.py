@@ -6,12 +6,11 @@ import math
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Problem, Tuning
+from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
-from cute_ops.ops._candidates import POINTWISE
-from cute_ops.ops._checks import NOT_NEGATIVE, within
-from cute_ops.ops._tiles import LINE, SHORT, VECTOR_BYTES, _threads
-from cute_ops.shapes import FLOATS, ITEMSIZE
+from cute_ops.ops.checks import NOT_NEGATIVE, within
+from cute_ops.ops.parts import config
+from cute_ops.shapes import FLOATS
 
 EPS = {"eps": 0.1}
 BETA = (0.0, math.nextafter(1.0, 0.0))
@@ -36,20 +35,6 @@ def reference(
     return xp.astype(p, param.dtype), xp.astype(m, exp_avg.dtype), xp.astype(v, exp_avg.dtype)
 
 
-def tile(problem: Problem) -> dict[str, int]:
-    """A vector of every tensor to a thread, and as much of a row to a CTA as it can hold."""
-    n = problem.dims["n"]
-    if problem.n is None:
-        return {"threads": 256}
-    widest = max(ITEMSIZE[problem.dtypes[name]] for name in ROWS)
-    unit = LINE if n >= SHORT else 1
-    unaligned = min(problem.aligns[name] for name in ROWS) < VECTOR_BYTES
-    vectors = -(-n * widest // VECTOR_BYTES) + unit * unaligned
-    segments = -(-vectors // 1024)
-    row = _threads(-(-vectors // segments), 1)
-    return {"threads": max(128, row), "threads_per_row": row, "segments": segments, "unit": unit}
-
-
 adamw = Op(
     "adamw",
     inputs={
@@ -69,7 +54,7 @@ adamw = Op(
     check=within(beta1=BETA, beta2=BETA, eps=NOT_NEGATIVE),
     reference=reference,
     kernel="cute_ops.kernels.parts.adamw:AdamW",
-    tuning=Tuning(tile, space=POINTWISE),
+    tuning=Tuning(config.adamw, space=config.ADAMW),
     cases=CASES,
     doc="""One step of AdamW on a parameter: the parameter and its two moments in one pass.
 

@@ -6,14 +6,13 @@ A stage of :func:`embedding` in both adapters, which sort the tokens by class wi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Problem, Tuning
+from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
-from cute_ops.ops._tiles import VECTOR_BYTES, WARP
-from cute_ops.shapes import FLOATS, ITEMSIZE, Array
+from cute_ops.ops.parts import config
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("llama3.2-1b", {"t": 512, "c": 128256, "n": 2048}),
@@ -22,11 +21,6 @@ CASES = (
     Case("odd", {"t": 300, "c": 33, "n": 257}),
     Case("odd-small", {"t": 15, "c": 7, "n": 7}),
 )
-THREADS, LANES = 256, 64
-# Tokens of one class that are added up beforehand.
-CHUNK = 64
-# Classes of a group of threads where most have no token.
-CLASSES = 8
 
 
 def reference(xp: Any, ends: Any, classes: Any, order: Any, dout: Any) -> Any:
@@ -45,34 +39,6 @@ def reference(xp: Any, ends: Any, classes: Any, order: Any, dout: Any) -> Any:
     return xp.astype(xp.take(x, last, axis=0), dout.dtype)
 
 
-def tile(problem: Problem) -> dict[str, int]:
-    """Threads of a row's part, at most a quarter of a CTA; classes of such a group: several where they are more than
-    the tokens, and enough for all SMs.
-    """
-    lanes = LANES
-    segments = 1
-    if problem.n is not None:
-        rows = ("dout", "dweight")
-        vec = min(min(problem.aligns[name], VECTOR_BYTES) // ITEMSIZE[problem.dtypes[name]] for name in rows)
-        vectors = max(-(-problem.n // vec), 1)
-        segments = -(-vectors // LANES)
-        lanes = -(-vectors // segments)
-    tokens, classes = problem.dims["t"], problem.dims["c"]
-    ctas = classes * segments // (THREADS // lanes * CLASSES)
-    many = tokens <= classes and ctas >= 4 * problem.sm_count
-    # As many CTAs on an SM as leave the compiler enough registers: left alone, it spills some to get one more. Groups
-    # whose warps have threads of others take more of them.
-    resident = 4 if lanes % WARP and WARP % lanes else 5
-    return {
-        "threads": THREADS, "lanes": lanes, "classes": CLASSES if many else 1, "chunk": CHUNK, "resident": resident,
-    }  # fmt: skip
-
-
-def workspace(problem: Problem, tile: Mapping[str, int]) -> Mapping[str, Array | None]:
-    """The sums of chunks of one class."""
-    return {"parts": Array((max(problem.dims["t"] // tile["chunk"], 1), problem.dims["n"]), "float32")}
-
-
 sorted_embedding_bwd = Op(
     "sorted_embedding_bwd",
     inputs={
@@ -86,7 +52,7 @@ sorted_embedding_bwd = Op(
     sharding=Sharding(parallel=("n",)),
     reference=reference,
     kernel="cute_ops.kernels.parts.embedding:EmbeddingBackward",
-    tuning=Tuning(tile, workspace=workspace),
+    tuning=Tuning(config.embedding_bwd, workspace=config.embedding_bwd_workspace),
     cases=CASES,
     doc="""Gradient of an embedding's table from tokens that are sorted by class.
 

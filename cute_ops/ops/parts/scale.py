@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Problem, Tuning
+from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.ops.parts import config
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -17,18 +18,11 @@ CASES = (
     Case("rows", {"m": (129,), "n": 1024}),
     Case("longest", {"m": (3,), "n": 262144}),
 )
-# CTAs of an SM: 64 KB of loads in flight, more than memory needs to be busy. They are persistent, since to start one
-# takes longer than to see that a block is left alone.
-CTAS = 4
 
 
 def reference(xp: Any, x: Any, factor: Any) -> Any:
     wide, f = widen(xp, x, factor)
     return xp.astype(wide * f[..., None], x.dtype)
-
-
-def tile(problem: Problem) -> dict[str, int]:
-    return {"threads": 256, "unroll": 4, "ctas": CTAS * problem.sm_count}
 
 
 scale = Op(
@@ -40,7 +34,7 @@ scale = Op(
     sharding=Sharding(parallel=("n",)),
     reference=reference,
     kernel="cute_ops.kernels.parts.scale:Scale",
-    tuning=Tuning(tile),
+    tuning=Tuning(config.scale),
     cases=CASES,
     doc="""Rows times a number each.
 

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
-from cute_ops.ops.norm.add_rmsnorm import check_residual
-from cute_ops.ops.norm.rmsnorm import reference as rmsnorm
-from cute_ops.ops.quantize.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
-from cute_ops.shapes import FLOATS
+from cute_ops.op import Case
+from cute_ops.ops import docs
+from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
+from cute_ops.ops.norm.rmsnorm import reference as normalise
+from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare, quantise
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -32,31 +29,15 @@ def reference(
 ) -> tuple[Any, Any, Any]:  # fmt: skip
     wide, r = widen(xp, x, residual)
     residual_out = xp.astype(wide + r, residual.dtype)
-    y = rmsnorm(xp, *widen(xp, residual_out, weight, bias), eps=eps, weight_offset=weight_offset)
+    y = normalise(xp, *widen(xp, residual_out, weight, bias), eps=eps, weight_offset=weight_offset)
     return *quantise(xp, y, block, x), residual_out
 
 
-add_rmsnorm_fp8 = Op(
+add_rmsnorm_fp8 = declare(
     "add_rmsnorm_fp8",
-    inputs={
-        "x": Tensor("*m n", "T"),
-        "residual": Tensor("*m n", "R"),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
-    },
-    outputs={
-        "out": Tensor("*m n", "float8_e4m3fn"),
-        "scale": Tensor("*m blocks", "float32"),
-        "residual_out": Tensor("*m n", "R"),
-    },
-    dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
-    attrs={"eps": 1e-6, "weight_offset": 0.0, "block": OneOf(*BLOCKS)},
-    derived={"blocks": blocks},
-    check=check_residual,
-    reference=reference,
-    kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:AddRMSNormFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
-    inference_only="add_rmsnorm has one",
+    "AddRMSNormFP8",
+    reference,
+    like=add_rmsnorm,
     cases=CASES,
     doc=f"""Residual add and RMSNorm to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.
 
@@ -64,13 +45,10 @@ add_rmsnorm_fp8 = Op(
     ``out = y / scale`` with ``scale = max(|y|) / 448``
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
-        residual: ``R[*m n]``, T or a wider float (a float32 residual stream).
-        weight: ``W[n]``, a float dtype of its own; ones where None (and then no offset).
-        bias: ``B[n]``, a float dtype of its own; zeros where None.
-        eps: added to the mean square; a compile-time constant.
-        weight_offset: added to the weight: 1.0 is Gemma's; a compile-time constant.
-        block: 0 for one scale per row, 128 for one per block of 128 columns; a compile-time constant.
+        {docs.X}
+        {docs.RESIDUAL}
+        {docs.RMS}
+        {BLOCK}
 
     Returns:
         ``(out, scale, residual_out)``; of these, {RETURNS}

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cute_ops.array_api import cast, widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
+from cute_ops.ops import docs
+from cute_ops.ops.quantize.config import SPACE, config
 from cute_ops.shapes import FLOATS
 
 BLOCKS = (0, 128)
@@ -62,16 +62,39 @@ RETURNS = """``(out, scale)``: ``float8_e4m3fn[*m n]`` and ``float32[*m blocks]`
         row or block of zeros has scale 1. So ``y`` is about ``out * scale``. NaN stays NaN and infinities become 448
         with their sign; neither changes the scale, nor any other element."""
 
-quantize_fp8 = Op(
+# What the docstrings of the ops that quantise what another op computes have of their block.
+BLOCK = "block: 0 for one scale per row, 128 for one per block of 128 columns; a compile-time constant."
+
+
+def declare(
+    name: str, kernel: str, reference: Callable[..., Any], *, like: Op | None = None,
+    inference_only: str = "", cases: tuple[Case, ...], doc: str,
+) -> Op:  # fmt: skip
+    """An op whose first output is quantised, with the inputs, attributes and further outputs of ``like``; by default
+    with rows alone.
+    """
+    more = {n: t for n, t in like.outputs.items() if n != "out"} if like else {}
+    return Op(
+        name,
+        inputs=like.inputs if like else {"x": Tensor("*m n", "T")},
+        outputs={"out": Tensor("*m n", "float8_e4m3fn"), "scale": Tensor("*m blocks", "float32"), **more},
+        dtypes=like.dtypes if like else {"T": FLOATS},
+        attrs={**(like.attrs if like else {}), "block": OneOf(*BLOCKS)},
+        derived={"blocks": blocks},
+        check=like.check if like else None,
+        reference=reference,
+        kernel=Kernel(f"cute_ops.kernels.quantize.quantize_fp8:{kernel}", least_sm=LEAST_SM),
+        tuning=Tuning(config, space=SPACE),
+        inference_only=inference_only or (f"{like.name} has one" if like else ""),
+        cases=cases,
+        doc=doc,
+    )
+
+
+quantize_fp8 = declare(
     "quantize_fp8",
-    inputs={"x": Tensor("*m n", "T")},
-    outputs={"out": Tensor("*m n", "float8_e4m3fn"), "scale": Tensor("*m blocks", "float32")},
-    dtypes={"T": FLOATS},
-    attrs={"block": OneOf(*BLOCKS)},
-    derived={"blocks": blocks},
-    reference=reference,
-    kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:QuantizeFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
+    "QuantizeFP8",
+    reference,
     inference_only="quantise where none is needed (torch.no_grad, jax.lax.stop_gradient)",
     cases=CASES,
     doc=f"""Rows to float8_e4m3fn with a float32 scale per row, or per block of 128 columns. Inference only.
@@ -79,7 +102,7 @@ quantize_fp8 = Op(
     ``out = x / scale`` with ``scale = max(|x|) / 448``
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        {docs.X}
         block: 0 for one scale per row, which a rowwise ``torch._scaled_mm`` takes as it is; 128 for one per block of
             128 columns, which its 1x128 blocks want transposed in memory: ``scale.t().contiguous().t()``. A
             compile-time constant.

@@ -5,14 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
-from cute_ops.ops.norm.rmsnorm import CHECK
-from cute_ops.ops.norm.rmsnorm import reference as rmsnorm
-from cute_ops.ops.quantize.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
-from cute_ops.shapes import FLOATS
+from cute_ops.op import Case
+from cute_ops.ops import docs
+from cute_ops.ops.norm.rmsnorm import reference as normalise
+from cute_ops.ops.norm.rmsnorm import rmsnorm
+from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare, quantise
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -32,38 +29,24 @@ CASES = (
 def reference(
     xp: Any, x: Any, weight: Any = None, bias: Any = None, *, eps: float, weight_offset: float, block: int
 ) -> tuple[Any, Any]:
-    y = rmsnorm(xp, *widen(xp, x, weight, bias), eps=eps, weight_offset=weight_offset)
+    y = normalise(xp, *widen(xp, x, weight, bias), eps=eps, weight_offset=weight_offset)
     return quantise(xp, y, block, x)
 
 
-rmsnorm_fp8 = Op(
+rmsnorm_fp8 = declare(
     "rmsnorm_fp8",
-    inputs={
-        "x": Tensor("*m n", "T"),
-        "weight": Tensor("n", "W", optional=True),
-        "bias": Tensor("n", "B", optional=True),
-    },
-    outputs={"out": Tensor("*m n", "float8_e4m3fn"), "scale": Tensor("*m blocks", "float32")},
-    dtypes={"T": FLOATS, "W": FLOATS, "B": FLOATS},
-    attrs={"eps": 1e-6, "weight_offset": 0.0, "block": OneOf(*BLOCKS)},
-    derived={"blocks": blocks},
-    check=CHECK,
-    reference=reference,
-    kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:RMSNormFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
-    inference_only="rmsnorm has one",
+    "RMSNormFP8",
+    reference,
+    like=rmsnorm,
     cases=CASES,
     doc=f"""RMSNorm to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.
 
     ``y = rmsnorm(x, weight, bias, eps, weight_offset)``; ``out = y / scale`` with ``scale = max(|y|) / 448``
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
-        weight: ``W[n]``, a float dtype of its own; ones where None (and then no offset).
-        bias: ``B[n]``, a float dtype of its own; zeros where None.
-        eps: added to the mean square; a compile-time constant.
-        weight_offset: added to the weight: 1.0 is Gemma's; a compile-time constant.
-        block: 0 for one scale per row, 128 for one per block of 128 columns; a compile-time constant.
+        {docs.X}
+        {docs.RMS}
+        {BLOCK}
 
     Returns:
         {RETURNS}

@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Kernel, OneOf, Op, Tensor
-from cute_ops.ops._candidates import QUANTIZE
-from cute_ops.ops._tiles import rows_quantize
-from cute_ops.ops.activation.silu_mul import reference as silu_mul
-from cute_ops.ops.quantize.quantize_fp8 import BLOCKS, LEAST_SM, RETURNS, blocks, quantise
-from cute_ops.shapes import FLOATS
+from cute_ops.op import Case
+from cute_ops.ops import docs
+from cute_ops.ops.activation.silu_mul import reference as multiply
+from cute_ops.ops.activation.silu_mul import silu_mul
+from cute_ops.ops.quantize.quantize_fp8 import BLOCK, RETURNS, declare, quantise
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -26,29 +24,23 @@ CASES = (
 
 
 def reference(xp: Any, gate: Any, up: Any, *, block: int) -> tuple[Any, Any]:
-    return quantise(xp, silu_mul(xp, *widen(xp, gate, up)), block, gate)
+    return quantise(xp, multiply(xp, *widen(xp, gate, up)), block, gate)
 
 
-silu_mul_fp8 = Op(
+silu_mul_fp8 = declare(
     "silu_mul_fp8",
-    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T")},
-    outputs={"out": Tensor("*m n", "float8_e4m3fn"), "scale": Tensor("*m blocks", "float32")},
-    dtypes={"T": FLOATS},
-    attrs={"block": OneOf(*BLOCKS)},
-    derived={"blocks": blocks},
-    reference=reference,
-    kernel=Kernel("cute_ops.kernels.quantize.quantize_fp8:SiluMulFP8", least_sm=LEAST_SM),
-    tuning=Tuning(rows_quantize, space=QUANTIZE),
-    inference_only="silu_mul has one",
+    "SiluMulFP8",
+    reference,
+    like=silu_mul,
     cases=CASES,
     doc=f"""SiLU of the gate times up, to float8_e4m3fn with a scale per row or block of 128 columns. Inference only.
 
     ``y = gate * sigmoid(gate) * up``; ``out = y / scale`` with ``scale = max(|y|) / 448``
 
     Args:
-        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        gate: {docs.ROWS}.
         up: ``T[*m n]``.
-        block: 0 for one scale per row, 128 for one per block of 128 columns; a compile-time constant.
+        {BLOCK}
 
     Returns:
         {RETURNS}

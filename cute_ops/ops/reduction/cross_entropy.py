@@ -9,9 +9,8 @@ from cute_ops.array_api import widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Finish, Op, Sharding, Split, Tensor
-from cute_ops.ops._candidates import HELD
-from cute_ops.ops._checks import FINITE, no_columns, within
-from cute_ops.ops._tiles import rows_apart, rows_mapped_once, rows_walked
+from cute_ops.ops.checks import FINITE, no_columns, within
+from cute_ops.ops.reduction.config import MAP, REDUCE, mapped, normalised_in_place, reduced
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -176,7 +175,7 @@ cross_entropy_bwd = Op(
     attrs=ATTRS,
     reference=reference_bwd,
     kernel="cute_ops.kernels.reduction.cross_entropy:CrossEntropyBackward",
-    tuning=Tuning(rows_apart, space=HELD),
+    tuning=Tuning(mapped, space=MAP),
     sharding=Sharding(split=Split("n", slice_of_classes)),
     check=check,
     cases=CASES,
@@ -200,7 +199,7 @@ cross_entropy = Op(
     attrs=ATTRS,
     reference=reference,
     kernel="cute_ops.kernels.reduction.cross_entropy:CrossEntropy",
-    tuning=Tuning(rows_walked, space=HELD),
+    tuning=Tuning(reduced, space=REDUCE),
     grad=cross_entropy_bwd,
     finish=FINISH,
     sharding=Sharding(split=Split("n", slice_of_classes, merge_slices)),
@@ -254,7 +253,7 @@ cross_entropy_step = Op(
     attrs={name: value for name, value in ATTRS.items() if name != "classes"},
     reference=reference_step,
     kernel="cute_ops.kernels.reduction.cross_entropy:CrossEntropyStep",
-    tuning=Tuning(rows_mapped_once, space=HELD),
+    tuning=Tuning(normalised_in_place, space=REDUCE),
     check=check,
     cases=CASES[1:3] + CASES[4:6] + CASES[-1:],
     doc="""Loss and gradient of :func:`cross_entropy` in one pass, where each loss's cotangent is known beforehand.

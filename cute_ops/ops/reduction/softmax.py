@@ -7,8 +7,8 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import HELD
-from cute_ops.ops._tiles import pairs_reduced, rows_mapped
+from cute_ops.ops import docs
+from cute_ops.ops.reduction.config import REDUCE, normalised, reduced_pairs
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -20,7 +20,6 @@ CASES = (
     Case("gpt2", {"m": (5,), "n": 50257}),
     Case("longest", {"m": (3,), "n": 262144}),
 )
-DTYPES = {"T": FLOATS}
 ROWS = Tensor("*m n", "T")
 
 
@@ -53,90 +52,50 @@ def reference_log_bwd(xp: Any, out: Any, dout: Any) -> Any:
     return xp.astype(dy - xp.exp(y) * xp.sum(dy, axis=-1, keepdims=True), out.dtype)
 
 
-softmax_bwd = Op(
-    "softmax_bwd",
-    inputs={"out": ROWS, "dout": ROWS},
-    outputs={"dx": ROWS},
-    dtypes=DTYPES,
-    reference=reference_bwd,
-    kernel="cute_ops.kernels.reduction.softmax:SoftmaxBackward",
-    tuning=Tuning(pairs_reduced, space=HELD),
-    cases=CASES,
-    doc="""Gradient of :func:`softmax`, from its output.
+_DOC = """{what} over the last dim.
 
-    ``dx = out * (dout - sum(out * dout))``
-    """,
-)
-
-log_softmax_bwd = Op(
-    "log_softmax_bwd",
-    inputs={"out": ROWS._replace(at_most=0.0), "dout": ROWS},
-    outputs={"dx": ROWS},
-    dtypes=DTYPES,
-    reference=reference_log_bwd,
-    kernel="cute_ops.kernels.reduction.softmax:LogSoftmaxBackward",
-    tuning=Tuning(pairs_reduced, space=HELD),
-    cases=CASES,
-    doc="""Gradient of :func:`log_softmax`, from its output.
-
-    ``dx = dout - exp(out) * sum(dout)``
-    """,
-)
-
-softmax = Op(
-    "softmax",
-    inputs={"x": ROWS},
-    outputs={"out": ROWS},
-    dtypes=DTYPES,
-    reference=reference,
-    kernel="cute_ops.kernels.reduction.softmax:Softmax",
-    tuning=Tuning(rows_mapped, space=HELD),
-    grad=softmax_bwd,
-    cases=CASES,
-    doc="""Softmax over the last dim.
-
-    ``out = exp(x - max(x)) / sum(exp(x - max(x)))``
+    ``out = {formula}``
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n.
+        {x}, any n.
 
     Returns:
-        ``T[*m n]``, compact. Computed in float32, rounded once; deterministic. As torch's: -inf has probability 0, a
-        row of nothing but -inf, or with a NaN or +inf, is NaN.
+        ``T[*m n]``, compact. Computed in float32, rounded once; deterministic. As torch's: -inf {special},
+        a row of nothing but -inf, or with a NaN or +inf, is NaN.
 
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: a last dim that is not contiguous.
 
     Source: online maximum and sum: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
-    """,
-)
+    """
 
-log_softmax = Op(
-    "log_softmax",
-    inputs={"x": ROWS},
-    outputs={"out": ROWS},
-    dtypes=DTYPES,
-    reference=reference_log,
-    kernel="cute_ops.kernels.reduction.softmax:LogSoftmax",
-    tuning=Tuning(rows_mapped, space=HELD),
-    grad=log_softmax_bwd,
-    cases=CASES,
-    doc="""Logarithm of the softmax over the last dim.
 
-    ``out = x - max(x) - log(sum(exp(x - max(x))))``
+def _declare(name: str, kernel: str, references: tuple[Any, Any], formula_bwd: str, out: Tensor, **texts: str) -> Op:
+    """A function of the exponentials of a row, and its gradient from its output."""
+    where = f"cute_ops.kernels.reduction.softmax:{kernel}"
+    common: dict[str, Any] = {"dtypes": {"T": FLOATS}, "cases": CASES}
+    backward = Op(
+        f"{name}_bwd", inputs={"out": out, "dout": ROWS}, outputs={"dx": ROWS}, reference=references[1],
+        kernel=f"{where}Backward", tuning=Tuning(reduced_pairs, space=REDUCE),
+        doc=f"""Gradient of :func:`{name}`, from its output.
 
-    Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n.
+    ``dx = {formula_bwd}``
+    """, **common,
+    )  # fmt: skip
+    return Op(
+        name, inputs={"x": ROWS}, outputs={"out": ROWS}, reference=references[0], kernel=where,
+        tuning=Tuning(normalised, space=REDUCE), grad=backward, doc=_DOC.format(x=f"x: {docs.ROWS}", **texts),
+        **common,
+    )  # fmt: skip
 
-    Returns:
-        ``T[*m n]``, compact. Computed in float32, rounded once; deterministic. As torch's: -inf stays, a row of nothing
-        but -inf, or with a NaN or +inf, is NaN.
 
-    Raises:
-        TypeError: a dtype that is not listed.
-        ValueError: a last dim that is not contiguous.
-
-    Source: online maximum and sum: Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.
-    """,
-)
+softmax = _declare(
+    "softmax", "Softmax", (reference, reference_bwd), "out * (dout - sum(out * dout))", ROWS,
+    what="Softmax", formula="exp(x - max(x)) / sum(exp(x - max(x)))", special="has probability 0",
+)  # fmt: skip
+log_softmax = _declare(
+    "log_softmax", "LogSoftmax", (reference_log, reference_log_bwd), "dout - exp(out) * sum(dout)",
+    ROWS._replace(at_most=0.0),
+    what="Logarithm of the softmax", formula="x - max(x) - log(sum(exp(x - max(x))))", special="stays",
+)  # fmt: skip

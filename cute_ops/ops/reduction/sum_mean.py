@@ -8,9 +8,9 @@ from cute_ops.array_api import widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import HELD
-from cute_ops.ops._checks import no_columns
-from cute_ops.ops._tiles import rows_filled, rows_walked
+from cute_ops.ops import docs
+from cute_ops.ops.checks import no_columns
+from cute_ops.ops.reduction.config import MAP, REDUCE, filled, reduced
 from cute_ops.shapes import FLOATS
 
 CASES = (
@@ -20,7 +20,6 @@ CASES = (
     Case("llama3-8b", {"m": (2, 67), "n": 4096}),
     Case("longest", {"m": (3,), "n": 262144}),
 )
-DTYPES = {"T": FLOATS}
 ROWS, ROW = Tensor("*m n", "T"), Tensor("*m", "T")
 
 
@@ -44,36 +43,12 @@ def check(binding: Binding) -> str | None:
     return no_columns(binding, "x")
 
 
-COMMON: dict[str, Any] = {"dtypes": DTYPES, "check": check, "cases": CASES}
-
-sum_bwd = Op(
-    "sum_bwd",
-    inputs={"x": Tensor("*m n", "T", unread=True), "dout": ROW},
-    outputs={"dx": ROWS},
-    **COMMON,
-    reference=reference_bwd,
-    kernel="cute_ops.kernels.reduction.sum_mean:RowTotalBackward",
-    tuning=Tuning(rows_filled, space=HELD),
-    doc="""Gradient of :func:`sum`: ``dx = dout`` in every column. Of x only the shape is used; it is not read.""",
-)
-
-mean_bwd = Op(
-    "mean_bwd",
-    inputs={"x": Tensor("*m n", "T", unread=True), "dout": ROW},
-    outputs={"dx": ROWS},
-    **COMMON,
-    reference=reference_mean_bwd,
-    kernel="cute_ops.kernels.reduction.sum_mean:RowMeanBackward",
-    tuning=Tuning(rows_filled, space=HELD),
-    doc="""Gradient of :func:`mean`: ``dx = dout / n`` in every column. Of x only the shape is used; it is not read.""",
-)
-
 _DOC = """{what} over the last dim.
 
     ``out = {formula}``
 
     Args:
-        x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride, any n of 1 or more.
+        x: {x}, any n of 1 or more.
 
     Returns:
         ``T[*m]``. Accumulated in float32 in a fixed order, rounded once. The gradient is written out; PyTorch's own is
@@ -86,26 +61,23 @@ _DOC = """{what} over the last dim.
     Source: the running example of the CuTe DSL introduction.
     """
 
-row_sum = Op(
-    "sum",
-    inputs={"x": ROWS},
-    outputs={"out": ROW},
-    **COMMON,
-    reference=reference,
-    kernel="cute_ops.kernels.reduction.sum_mean:RowTotal",
-    tuning=Tuning(rows_walked, space=HELD),
-    grad=sum_bwd,
-    doc=_DOC.format(what="Sum", formula="sum(x)"),
-)
 
-row_mean = Op(
-    "mean",
-    inputs={"x": ROWS},
-    outputs={"out": ROW},
-    **COMMON,
-    reference=reference_mean,
-    kernel="cute_ops.kernels.reduction.sum_mean:RowMean",
-    tuning=Tuning(rows_walked, space=HELD),
-    grad=mean_bwd,
-    doc=_DOC.format(what="Mean", formula="sum(x) / n"),
-)
+def _declare(name: str, kernel: str, references: tuple[Any, Any], formula: str, formula_bwd: str, what: str) -> Op:
+    """A number of each row, and its gradient, which reads no rows."""
+    where = f"cute_ops.kernels.reduction.sum_mean:{kernel}"
+    common: dict[str, Any] = {"dtypes": {"T": FLOATS}, "check": check, "cases": CASES}
+    backward = Op(
+        f"{name}_bwd", inputs={"x": ROWS._replace(unread=True), "dout": ROW}, outputs={"dx": ROWS},
+        reference=references[1], kernel=f"{where}Backward", tuning=Tuning(filled, space=MAP),
+        doc=f"Gradient of :func:`{name}`: ``dx = {formula_bwd}`` in every column. Of x only the shape is used; it is "
+        "not read.", **common,
+    )  # fmt: skip
+    return Op(
+        name, inputs={"x": ROWS}, outputs={"out": ROW}, reference=references[0], kernel=where,
+        tuning=Tuning(reduced, space=REDUCE), grad=backward,
+        doc=_DOC.format(what=what, formula=formula, x=docs.ROWS), **common,
+    )  # fmt: skip
+
+
+row_sum = _declare("sum", "RowTotal", (reference, reference_bwd), "sum(x)", "dout", "Sum")
+row_mean = _declare("mean", "RowMean", (reference_mean, reference_mean_bwd), "sum(x) / n", "dout / n", "Mean")

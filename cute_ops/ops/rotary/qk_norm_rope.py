@@ -7,13 +7,12 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops._candidates import ROTARY, ROTARY_BACKWARD
-from cute_ops.ops._checks import NOT_NEGATIVE, within
-from cute_ops.ops._tiles import _power
+from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.norm.rmsnorm import backward_terms, sum_rows
+from cute_ops.ops.rotary import config
 from cute_ops.ops.rotary.rope import SHARED, rotate
 from cute_ops.ops.rotary.rope import check as check_heads
-from cute_ops.shapes import FLOATS, Array
+from cute_ops.shapes import FLOATS
 
 CASES = (
     Case("one-group", {"m": (3, 5), "hq": 2, "hk": 1, "d": 64, "r": 32}),
@@ -58,34 +57,6 @@ def reference_bwd(
     return dq, dk, dq_weight, dk_weight
 
 
-def tile(problem: Any) -> dict[str, int]:
-    """Threads, and heads of one of them."""
-    return {"threads": 256, "heads": 2}
-
-
-def tile_backward(problem: Any) -> dict[str, int]:
-    """And CTAs resident on an SM. Two heads to a thread, unless few tokens would leave others without any."""
-    dims, tile = problem.dims, {"threads": 128, "heads": 2, "resident": 3}
-    threads = _power(problem.m) * (dims["hq"] + dims["hk"]) * max(dims["d"] // 16, 1)
-    if threads < tile["threads"] * tile["resident"] * problem.sm_count:
-        return {"threads": 256, "heads": 1, "resident": 1}
-    return tile
-
-
-def workspace(problem: Any, tile: Any) -> dict[str, Array | None]:
-    """Partial weight gradients: a row per CTA that the chip holds, of q and of k in proportion to their heads.
-
-    No more than have something to do, eight rows of 32 threads each at a time; a multiple of eight, since where heads
-    are long every warp of a CTA has a row.
-    """
-    total = problem.sm_count * tile["resident"]
-    dims = problem.dims
-    share = {"k": max(round(total * dims["hk"] / (dims["hq"] + dims["hk"]) / 8), 1)}
-    share["q"] = max(total // 8 - share["k"], 1)
-    parts = {n: 8 * min(share[n], -(-problem.m * dims[f"h{n}"] // 64)) for n in ("q", "k")}
-    return {f"d{n}_weight_parts": Array((parts[n], dims["d"]), "float32") for n in ("q", "k")}
-
-
 Q, K, WEIGHT, TABLE = Tensor("*m hq d", "T"), Tensor("*m hk d", "T"), Tensor("d", "W"), Tensor("*#m r", "C")
 INPUTS = {"q": Q, "k": K, "q_weight": WEIGHT, "k_weight": WEIGHT, "cos": TABLE, "sin": TABLE}
 DTYPES = {"T": FLOATS, "W": FLOATS, "C": FLOATS}
@@ -99,7 +70,7 @@ qk_norm_rope_bwd = Op(
     static=("hq", "hk", "d", "r"),
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRopeBackward",
-    tuning=Tuning(tile_backward, space=ROTARY_BACKWARD, workspace=workspace),
+    tuning=Tuning(config.qk_norm_rope_bwd, space=config.BACKWARD, workspace=config.workspace),
     check=check,
     cases=CASES,
     doc="""Gradients of :func:`qk_norm_rope`.
@@ -118,7 +89,7 @@ qk_norm_rope = Op(
     static=("hq", "hk", "d", "r"),
     reference=reference,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRope",
-    tuning=Tuning(tile, space=ROTARY),
+    tuning=Tuning(config.qk_norm_rope, space=config.SPACE),
     check=check,
     grad=qk_norm_rope_bwd,
     no_gradient=("cos", "sin"),

@@ -7,7 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
-from cute_ops.ops._candidates import ROTARY
+from cute_ops.ops.rotary import config
 from cute_ops.shapes import FLOATS
 
 SHARED = {"cos": 1, "sin": 1}
@@ -60,11 +60,6 @@ def check(binding: Any) -> str | None:
     return f"heads have d={d} elements, expected at least 2r={2 * r} for r={r} angles." if d < 2 * r else None
 
 
-def tile(problem: Any) -> dict[str, int]:
-    """Threads, and heads of one of them."""
-    return {"threads": 128, "heads": 1}
-
-
 HEADS, TABLE = Tensor("*m h d", "T"), Tensor("*#m r", "C")
 
 rope_bwd = Op(
@@ -77,7 +72,7 @@ rope_bwd = Op(
     sharding=Sharding(parallel=("h",)),
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.rope:RopeBackward",
-    tuning=Tuning(tile, space=ROTARY),
+    tuning=Tuning(config.rope, space=config.SPACE),
     check=check,
     cases=CASES,
     doc="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
@@ -93,7 +88,7 @@ rope = Op(
     sharding=Sharding(parallel=("h",)),
     reference=reference,
     kernel="cute_ops.kernels.rotary.rope:Rope",
-    tuning=Tuning(tile, space=ROTARY),
+    tuning=Tuning(config.rope, space=config.SPACE),
     check=check,
     grad=rope_bwd,
     no_gradient=("cos", "sin"),
@@ -136,7 +131,7 @@ rope_bwd_joined = Op(
     static=("hq", "hk", "d", "r"),
     reference=reference_joined,
     kernel="cute_ops.kernels.rotary.rope:RopeBackwardJoined",
-    tuning=Tuning(tile, space=ROTARY),
+    tuning=Tuning(config.rope, space=config.SPACE),
     check=check,
     cases=(
         Case("llama3-8b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED),

@@ -10,8 +10,9 @@ import cutlass.cute as cute
 from cutlass import Int32, Int64
 
 from cute_ops.kernels.lib.column_params import column_vectors
-from cute_ops.kernels.lib.copy import access_bits, fragment, opaque
+from cute_ops.kernels.lib.copy import access_bits, compiler_barrier_value, fragment
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle, settle_all
+from cute_ops.kernels.lib.row_config import RowConfig
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors
 
 DTYPES = {4: cutlass.Float32, 2: cutlass.BFloat16, 1: cutlass.Uint8}
@@ -72,7 +73,7 @@ class Halves(Moving):
 
     def _take(self, rX, rOut, start):
         for i in range(2):
-            rOut[i] = opaque(rX[start + i]) if self.hidden else rX[start + i]
+            rOut[i] = compiler_barrier_value(rX[start + i]) if self.hidden else rX[start + i]
 
 
 class Columns(Moving):
@@ -81,8 +82,8 @@ class Columns(Moving):
     def __init__(self, rows, weights, n, threads):
         row_bytes = n * ITEMSIZE[rows]
         x = SimpleNamespace(name="x", dtype=rows, align=16, row_align=min(row_bytes & -row_bytes, 16), layout="flat")
-        self.vectors = Vectors(SimpleNamespace(tensors={"x": x}, tile={}), ["x"], n)
-        self.tile = RowTile(self.vectors, {"threads_per_row": threads, "threads": threads})
+        self.vectors = Vectors(SimpleNamespace(tensors={"x": x}), ["x"], n)
+        self.tile = RowTile(self.vectors, RowConfig("rows", threads, threads))
         self.key = SimpleNamespace(dtype=weights, align=16)
         self.dtype, self.threads = DTYPES[ITEMSIZE[weights]], threads
 

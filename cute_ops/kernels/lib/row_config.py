@@ -1,0 +1,30 @@
+"""What kernels on rows are configured with. Nothing here needs the compiler: declarations import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_ops.config import KernelConfig
+
+
+@dataclass(frozen=True)
+class RowConfig(KernelConfig):
+    """How rows spread over threads and CTAs.
+
+    Attributes:
+        form: the kernel's form; which there are, families say.
+        threads: of a CTA.
+        threads_per_row: of each CTA; 0 where all threads of a CTA walk over a row.
+        cluster: CTAs that share a row.
+        resident: CTAs that are to fit on an SM together: a cap on registers.
+        align_vectors: the start of a row off a vector is rounded down to a multiple of so many vectors.
+        balanced: a CTA holds as few whole warps' vectors as serve, so that some threads have no last one.
+    """
+
+    form: str
+    threads: int
+    threads_per_row: int = 0
+    cluster: int = 1
+    resident: int = 1
+    align_vectors: int = 1
+    balanced: bool = False

@@ -1,0 +1,22 @@
+"""What the rotary kernels are configured with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cute_ops.config import KernelConfig
+
+
+@dataclass(frozen=True)
+class RotaryConfig(KernelConfig):
+    """Threads of a CTA, and heads of a token that one of them works on."""
+
+    threads: int
+    heads_per_thread: int
+
+
+@dataclass(frozen=True)
+class RotaryBackwardConfig(RotaryConfig):
+    """Persistent: as many CTAs as are ``resident`` on the chip's SMs."""
+
+    resident: int

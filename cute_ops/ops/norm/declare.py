@@ -1,0 +1,49 @@
+"""What the declarations of norms share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from cute_ops.binding import Binding
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Tensor
+from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
+from cute_ops.shapes import FLOATS
+
+ROWS = Tensor("*m n", "T")
+# The last two inputs of a norm, and their gradients.
+COLUMNS = {"weight": Tensor("n", "W", optional=True), "bias": Tensor("n", "B", optional=True)}
+DCOLUMNS = {"dweight": Tensor("n", "W", given="weight"), "dbias": Tensor("n", "B", given="bias")}
+DTYPES = {"T": FLOATS, "W": FLOATS, "B": FLOATS}
+
+
+def declare(
+    name: str,
+    kernel: str,
+    *,
+    attrs: Mapping[str, Any],
+    check: Callable[[Binding], str | None],
+    reference: Callable[..., Any],
+    reference_bwd: Callable[..., Any],
+    cases: tuple[Case, ...],
+    doc: str,
+    doc_bwd: str,
+    centred: bool = False,
+) -> Op:
+    """A norm of rows and its gradient, by the classes ``kernel`` and ``kernelBackward`` of the kernels' module.
+
+    ``centred``: the row's mean is subtracted.
+    """
+    where = f"cute_ops.kernels.norm.{name}:{kernel}"
+    common: dict[str, Any] = {"dtypes": DTYPES, "attrs": attrs, "check": check, "cases": cases}
+    gradient = Op(
+        f"{name}_bwd", inputs={"x": ROWS, "dout": ROWS, **COLUMNS}, outputs={"dx": ROWS, **DCOLUMNS},
+        reference=reference_bwd, kernel=f"{where}Backward",
+        tuning=Tuning(partial(backward, centred=centred), space=BACKWARD, workspace=workspace), doc=doc_bwd, **common,
+    )  # fmt: skip
+    return Op(
+        name, inputs={"x": ROWS, **COLUMNS}, outputs={"out": ROWS}, reference=reference, kernel=where,
+        tuning=Tuning(partial(forward, centred=centred), space=FORWARD), grad=gradient, doc=doc, **common,
+    )  # fmt: skip

@@ -1,0 +1,64 @@
+"""How the kernels of our functions' parts are configured: heuristics, a search space and a workspace."""
+
+from __future__ import annotations
+
+from cute_ops.config import Config, Problem, vary
+from cute_ops.hardware import WARP
+from cute_ops.kernels.parts.config import EmbeddingConfig, ScaleConfig
+from cute_ops.kernels.rowwise.config import MapConfig
+from cute_ops.ops.rows import CTA_VECTORS, VECTOR_BYTES, row_of, threads_for
+from cute_ops.shapes import ITEMSIZE, Array
+
+ADAMW_ROWS = ("param", "grad", "exp_avg", "exp_avg_sq")
+# Threads of a CTA, and those at most that share a row there.
+EMBEDDING_THREADS, EMBEDDING_ROW_THREADS = 256, 64
+# Tokens of one class that are added up beforehand; classes of a group of threads where most have no token.
+EMBEDDING_CHUNK, EMBEDDING_CLASSES = 64, 8
+# Persistent CTAs of an SM: 64 KB of loads in flight, more than memory needs to be busy. To start a CTA takes longer
+# than to see that a block is left alone.
+SCALE_CTAS = 4
+
+
+def adamw(problem: Problem) -> MapConfig:
+    """A vector of every tensor to a thread, and as much of a row to a CTA as it can hold."""
+    if problem.n is None:
+        return MapConfig("elements", 256)
+    row = row_of(problem, ADAMW_ROWS)
+    segments = -(-row.touched // CTA_VECTORS)
+    share = threads_for(-(-row.touched // segments), 1)
+    return MapConfig(
+        "segments", max(128, share), share, align_vectors=row.align_vectors, segments=segments
+    )  # fmt: skip
+
+
+ADAMW = vary(threads=(64, 128, 256, 512))
+
+
+def embedding_bwd(problem: Problem) -> EmbeddingConfig:
+    """A row's part to a quarter of a CTA at most; several classes to such a group where there are more of them than
+    tokens, and enough for all SMs.
+    """
+    share, segments = EMBEDDING_ROW_THREADS, 1
+    if problem.n is not None:
+        rows = ("dout", "dweight")
+        vec = min(min(problem.aligns[name], VECTOR_BYTES) // ITEMSIZE[problem.dtypes[name]] for name in rows)
+        vectors = max(-(-problem.n // vec), 1)
+        segments = -(-vectors // EMBEDDING_ROW_THREADS)
+        share = -(-vectors // segments)
+    tokens, classes = problem.dims["t"], problem.dims["c"]
+    ctas = classes * segments // (EMBEDDING_THREADS // share * EMBEDDING_CLASSES)
+    many = tokens <= classes and ctas >= 4 * problem.sm_count
+    # As many CTAs on an SM as leave the compiler enough registers: left alone, it spills some to get one more. Groups
+    # whose warps have threads of others take more of them.
+    resident = 4 if share % WARP and WARP % share else 5
+    return EmbeddingConfig(EMBEDDING_THREADS, share, EMBEDDING_CLASSES if many else 1, EMBEDDING_CHUNK, resident)
+
+
+def embedding_bwd_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """The sums of chunks of one class."""
+    chunks = problem.dims["t"] // EmbeddingConfig.of(flat).chunk
+    return {"parts": Array((max(chunks, 1), problem.dims["n"]), "float32")}
+
+
+def scale(problem: Problem) -> ScaleConfig:
+    return ScaleConfig(threads=256, unroll=4, ctas=SCALE_CTAS * problem.sm_count)

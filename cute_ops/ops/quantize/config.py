@@ -1,0 +1,171 @@
+"""How the kernels that quantise rows are configured: the heuristic and its search space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from cute_ops.config import Config, Problem, Space
+from cute_ops.hardware import ARCHES, WARP
+from cute_ops.kernels.quantize.config import QuantizeConfig
+from cute_ops.ops.rows import (
+    LINE_VECTORS,
+    RESERVED_BYTES,
+    SMEM_BYTES_IN_FLIGHT,
+    SMEM_SM_THREADS,
+    SMEM_THREADS,
+    SMEM_VECTORS,
+    TENSORS,
+    VECTOR_BYTES,
+    bytes_of,
+    cluster_for,
+    ring_bytes,
+    threads_for,
+    vary_resident,
+)  # fmt: skip
+from cute_ops.shapes import ITEMSIZE
+
+# Columns that share a scale.
+BLOCK = 128
+# Elements of a row that a CTA holds in float32; beside a weight, fewer.
+HELD, HELD_BESIDE_WEIGHT = 16384, 10240
+TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
+# Vectors of a thread: of aligned rows, of rows off a vector of one input and of two. These arrive in pairs of vectors,
+# which takes registers, and cost more besides, which wants few threads.
+PER_THREAD, SHIFTED_PER_THREAD, SHIFTED_PAIRS_PER_THREAD = 4, 5, 3
+# Threads of an SM that have their loads on the way at a time: a cap on registers. Activations take some, sums more.
+SM_THREADS, SM_THREADS_GATED, SM_THREADS_BIAS = 1120, 896, 768
+SHIFTED_SM_THREADS, SHIFTED_SM_THREADS_GATED, SHIFTED_SM_THREADS_PAIRS = 1024, 960, 768
+# Vectors of a row, and threads of it, where nothing is summed: the last vectors of few rows arrive sooner.
+WIDE_ROW_VECTORS = 256
+# Threads of an SM with rows in shared memory: off a vector; beside a weight, which takes registers, by how rows lie and
+# scales go.
+SMEM_SM_THREADS_SHIFTED, SMEM_SM_THREADS_WEIGHT = 1632, 1024
+SMEM_SM_THREADS_WEIGHT_BY_ROW, SMEM_SM_THREADS_WEIGHT_BY_BLOCK = 896, 1248
+
+
+class _Quantized(NamedTuple):
+    """A row in the vectors that its kernel takes.
+
+    Attributes:
+        vectors: of the row.
+        elements: of a vector.
+        aligned: whether rows start on one.
+        pair: whether there are two inputs.
+        weight: whether there is a weight.
+        by_row: whether a scale is the whole row's.
+    """
+
+    vectors: int
+    elements: int
+    aligned: bool
+    pair: bool
+    weight: bool
+    by_row: bool
+
+
+def _quantized(problem: Problem) -> _Quantized:
+    rows = [name for name in (*TENSORS, "gate", "up") if name in problem.dtypes]
+    elements = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[name]] for name in rows)
+    start = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows)
+    # Half vectors, but no narrower ones, and none that would not fit a block to a warp, beat pairs of whole ones.
+    elements = start if 2 * start == elements and start * WARP >= BLOCK else elements
+    return _Quantized(
+        -(-problem.dims["n"] // elements), elements, start >= elements,
+        "up" in problem.dtypes or "residual" in problem.dtypes, "weight" in problem.dtypes, not problem.attrs["block"],
+    )  # fmt: skip
+
+
+def config(problem: Problem) -> QuantizeConfig:
+    """Rows wait in float32 registers, in shared memory where they outgrow those of a CTA, or are read again."""
+    if problem.n is None:
+        return QuantizeConfig("two_pass", TWO_PASS_THREADS)
+    row = _quantized(problem)
+    if row.vectors <= WARP:
+        share = threads_for(problem.n, 4) if not row.aligned and row.vectors <= 8 else threads_for(row.vectors, 1)
+        return QuantizeConfig("one_pass", max(256, share), share, unroll=4 if row.aligned else 1)
+    held = HELD_BESIDE_WEIGHT if row.weight and not row.pair else HELD
+    if row.vectors > held // row.elements and not (row.aligned and row.pair):
+        found = _in_smem(problem, row)
+        if found:
+            return found
+    return _in_registers(problem, problem.n, row)
+
+
+def _in_registers(problem: Problem, n: int, row: _Quantized) -> QuantizeConfig:
+    most = ARCHES[problem.arch].cluster
+    cluster = cluster_for(row.vectors, HELD // row.elements, most)
+    if cluster > 1:  # small CTAs as far as clusters of 4 reach
+        cluster = max(cluster, cluster_for(row.vectors, HELD // 2 // row.elements, min(most, 4)))
+    part = -(-row.vectors // cluster)
+    if part > HELD // row.elements:
+        return QuantizeConfig("two_pass", TWO_PASS_LONG_THREADS)
+    per_thread = PER_THREAD if row.aligned else SHIFTED_PAIRS_PER_THREAD if row.pair else SHIFTED_PER_THREAD
+    share = threads_for(part, per_thread)
+    if not row.by_row and n > BLOCK:
+        share = max(share, BLOCK // row.elements)  # lanes that find the largest of a block together
+    threads = max(share, 128)
+    column_bytes = bytes_of(problem, ("weight", "bias"))
+    resident = max(1, _sm_threads(problem, row) // threads)
+    if cluster == 1 and part >= WIDE_ROW_VECTORS and row.aligned and not column_bytes:
+        share = threads = max(threads_for(part, 2), WIDE_ROW_VECTORS)
+        resident = min(resident, max((1536 if row.pair else 2048) // threads, 2))
+    return QuantizeConfig(
+        "one_pass", threads, share, cluster, resident, delay_weight_load=column_bytes > 2
+    )  # fmt: skip
+
+
+def _sm_threads(problem: Problem, row: _Quantized) -> int:
+    gated, bias = "up" in problem.dtypes, "bias" in problem.dtypes
+    if row.aligned:
+        return SM_THREADS_BIAS if bias else SM_THREADS_GATED if gated else SM_THREADS
+    if row.pair:
+        return SHIFTED_SM_THREADS_GATED if gated else SHIFTED_SM_THREADS_PAIRS
+    return SM_THREADS_BIAS if bias else SHIFTED_SM_THREADS
+
+
+def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
+    """Rows that are looked at two or three times in shared memory: threads keep the weight meanwhile."""
+    ring = ring_bytes(problem)
+    widths = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "gate", "up") if name in problem.dtypes]
+    held = row.vectors + (0 if row.aligned else LINE_VECTORS)
+    cluster = cluster_for(held * len(widths), SMEM_VECTORS, ARCHES[problem.arch].cluster)
+    part = -(-held // cluster)
+    # A scale of the whole row is known late: fewer threads wait for it.
+    per_thread = 16 if row.weight and row.aligned and row.by_row and part > 2048 else 8
+    threads = threads_for(part, per_thread, SMEM_THREADS)
+    slot = threads * per_thread * (VECTOR_BYTES // max(widths)) * sum(widths)
+    if part > per_thread * threads or slot > ring - RESERVED_BYTES:
+        return None
+    sm_threads = SMEM_SM_THREADS if row.aligned else SMEM_SM_THREADS_SHIFTED
+    if row.weight:
+        by_scale = SMEM_SM_THREADS_WEIGHT_BY_ROW if row.by_row else SMEM_SM_THREADS_WEIGHT_BY_BLOCK
+        sm_threads = SMEM_SM_THREADS_WEIGHT if row.aligned else by_scale
+    # Rows that start anywhere without a weight take more time than memory: as many load as find room.
+    full = not (row.aligned or row.weight)
+    room = ring if full else min(SMEM_BYTES_IN_FLIGHT, ring)
+    resident = max(1, min(room // slot, sm_threads // threads))
+    return QuantizeConfig("smem", threads, threads, cluster, resident, 1 if row.aligned else LINE_VECTORS)
+
+
+def _space(problem: Problem, flat: Config) -> Iterator[QuantizeConfig]:
+    heuristic = QuantizeConfig.of(flat)
+    if heuristic.form == "two_pass":
+        return
+    share, threads = heuristic.threads_per_row, heuristic.threads
+    # The lanes of a block are neighbours in a warp, and the heuristic gives it no fewer.
+    least = 1 if not problem.attrs["block"] else min(share, WARP)
+    if heuristic.cluster == 1:
+        for one in (share // 2, share, 2 * share):
+            if one >= least and (one <= WARP or one % WARP == 0) and one <= 1024:
+                for some in dict.fromkeys((max(threads // one, 1) * one, one, max(256 // one, 1) * one)):
+                    yield replace(heuristic, threads=some, threads_per_row=one)
+    if _quantized(problem).vectors > WARP:
+        yield from vary_resident(heuristic)
+        yield replace(heuristic, delay_weight_load=not heuristic.delay_weight_load)
+    else:
+        yield from (replace(heuristic, unroll=unroll) for unroll in (1, 2, 4))
+
+
+SPACE = Space(_space)

@@ -1,0 +1,242 @@
+"""How the kernels of softmax, sums and losses are configured: heuristics and their search space."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from cute_ops.config import Config, Needs, Problem, Space
+from cute_ops.hardware import WARP
+from cute_ops.kernels.rowwise.config import MapConfig, ReduceConfig
+from cute_ops.ops.rows import (
+    CTA_VECTORS,
+    LEAST_REGISTERS,
+    RESERVED_BYTES,
+    SMEM_PER_THREAD,
+    SMEM_SM_THREADS_FULL,
+    SMEM_THREADS,
+    SMEM_VECTORS,
+    VECTOR_BYTES,
+    Row,
+    bytes_of,
+    cluster_for,
+    needs_in_registers,
+    needs_in_smem,
+    row_of,
+    row_threads,
+    spread_in_smem,
+    threads_for,
+    threads_of_pairs,
+    vary_cluster,
+    vary_resident,
+    vary_threads,
+)  # fmt: skip
+
+TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
+# Threads of a CTA that walks over a part of a row, vectors of that part, and parts of a row at most.
+PART_THREADS, PART_VECTORS, MOST_PARTS = 256, 2048, 8
+# Vectors of a row up to which waiting in shared memory is faster than two passes.
+REDUCED_SMEM_ROW = 16_384
+# CTAs of an SM that walk over rows, by whether these are aligned: with few registers more are resident, and more loads
+# on their way.
+WALKING_CTAS = {True: 7, False: 4}
+# Rows in shared memory, as many bytes on their way as fit: vectors of a row up to which one CTA of few threads has it,
+# and threads of an SM, by whether rows are aligned; vectors of a CTA of longer ones, and CTAs of a row. Masks cost
+# instructions: rows off a vector get more threads to a CTA, and fewer CTAs.
+SHORT_SMEM_ROW, SHORT_SMEM_THREADS, SHORT_SMEM_SM_THREADS = 256, 128, {True: 2048, False: 1024}
+FULL_SPAN, FULL_CLUSTER = {True: 2048, False: SMEM_VECTORS}, 8
+# Shared memory of a CTA beside its rows: sums, and what the system keeps.
+OWN_BYTES = 1100
+# Vectors of a row beyond which CTAs have fewer of them where one does not hold a row: small ones begin sooner.
+SMALL_CTAS_FROM, SMALL_CTA_VECTORS = 4096, 1024
+# Vectors of a row, written where it was read, from which it waits in shared memory; of rows off a vector; and the
+# threads of an SM then: exponentials take registers, which more threads would not have.
+IN_PLACE_SMEM_ROW, IN_PLACE_SMEM_ROW_SHIFTED, IN_PLACE_SM_THREADS = 4 * WARP, 8 * WARP, 1024
+# Rows of two inputs: threads of an SM that hold four vectors of each, by the size of their cluster; threads of a CTA
+# beyond which each has no more than three.
+PAIR_SM_THREADS, PAIR_SM_THREADS_CLUSTERED, LARGE_CLUSTER, FOUR_VECTORS_THREADS = 800, 1024, 8, 800
+# A row in segments: threads of a CTA and vectors of a segment, by whether rows are aligned (others have edges to mask:
+# fewer and longer segments); vectors of a row that is not cut where rows are many, and where nothing is read.
+SEGMENT = {True: (512, 2048), False: (256, SMEM_VECTORS)}
+WHOLE_ROW, WHOLE_FILLED_ROW = 8192, 2048
+
+
+def reduced(problem: Problem) -> ReduceConfig:
+    """A reduction that leaves nothing of a row but a number.
+
+    The shortest rows wait in registers, others in shared memory. The longest are cut into parts and walked over: by a
+    cluster's CTAs where rows are few, by one CTA where they are many, which gives the same bits.
+    """
+    if problem.n is None:
+        return ReduceConfig("two_pass", TWO_PASS_THREADS)
+    row = row_of(problem)
+    if row.vectors <= WARP:
+        share = row_threads(row)
+        return ReduceConfig("one_pass", max(256, share), share, align_vectors=row.align_vectors)
+    found = _full_smem(row) if row.vectors <= REDUCED_SMEM_ROW else None
+    if found:
+        return found
+    parts = cluster_for(row.vectors, PART_VECTORS, MOST_PARTS)
+    walk = ReduceConfig("two_pass", PART_THREADS, align_vectors=row.align_vectors)
+    if problem.m < 2 * problem.sm_count and 1 < parts <= row.max_cluster:
+        return replace(walk, cluster=parts)
+    return replace(walk, parts_per_cta=parts, resident=WALKING_CTAS[row.aligned])
+
+
+def _full_smem(row: Row) -> ReduceConfig | None:
+    """A row in the shared memory of at most eight CTAs; None where it is too long."""
+    room = row.ring_bytes - RESERVED_BYTES
+    if row.vectors <= SHORT_SMEM_ROW:
+        share = threads_for(row.vectors, 4)
+        threads = max(share, SHORT_SMEM_THREADS)
+        slot = threads * -(-row.touched // share) * VECTOR_BYTES + OWN_BYTES
+        resident = min(room // slot, SHORT_SMEM_SM_THREADS[row.aligned] // SHORT_SMEM_THREADS)
+        return ReduceConfig("smem", threads, share, resident=max(1, resident), align_vectors=row.align_vectors)
+    cluster = cluster_for(row.vectors, FULL_SPAN[row.aligned], min(row.max_cluster, FULL_CLUSTER))
+    part = -(-row.touched // cluster)
+    threads = threads_for(part, SMEM_PER_THREAD, SMEM_THREADS)
+    slot = threads * SMEM_PER_THREAD * VECTOR_BYTES + OWN_BYTES
+    if part > SMEM_PER_THREAD * threads or slot > room:
+        return None
+    resident = max(1, min(room // slot, SMEM_SM_THREADS_FULL // threads))
+    return ReduceConfig("smem", threads, threads, cluster, resident, row.align_vectors)
+
+
+def normalised(problem: Problem) -> ReduceConfig:
+    """A reduction and an output of the row's size: as the norms' forward, long rows in shared memory."""
+    if problem.n is None:
+        return ReduceConfig("two_pass", TWO_PASS_THREADS)
+    row = row_of(problem)
+    if row.vectors <= CTA_VECTORS:
+        return _one_pass(row)
+    per_cta = SMALL_CTA_VECTORS if row.vectors > SMALL_CTAS_FROM and row.aligned else SMEM_VECTORS
+    spread = spread_in_smem(row, row.touched, bytes_of(problem, ("x", "logits")), per_cta)
+    if spread is None:
+        return ReduceConfig("two_pass", TWO_PASS_LONG_THREADS)
+    return ReduceConfig("smem", *spread, row.align_vectors)
+
+
+def _one_pass(row: Row) -> ReduceConfig:
+    share = row_threads(row)
+    threads = max(128 if row.vectors > WARP else 256, share)
+    return ReduceConfig("one_pass", threads, share, align_vectors=row.align_vectors)
+
+
+def normalised_in_place(problem: Problem) -> ReduceConfig:
+    """As :func:`normalised`, for a kernel that writes where it has read."""
+    heuristic = normalised(problem)
+    if problem.n is None:
+        return heuristic
+    row = row_of(problem)
+    if row.vectors > CTA_VECTORS or (not row.aligned and row.vectors > IN_PLACE_SMEM_ROW_SHIFTED):
+        return _full_smem(row) or heuristic
+    if row.vectors <= IN_PLACE_SMEM_ROW or not row.aligned:
+        return heuristic
+    share = max(threads_for(row.vectors, 8), 2 * WARP)
+    slot = share * -(-row.vectors // share) * VECTOR_BYTES + OWN_BYTES
+    resident = min(row.ring_bytes // slot, IN_PLACE_SM_THREADS // share)
+    return ReduceConfig("smem", share, share, resident=resident, align_vectors=row.align_vectors)
+
+
+def reduced_pairs(problem: Problem) -> ReduceConfig:
+    """A reduction over rows of two inputs held in registers; two passes where a row fits no cluster's."""
+    if problem.n is None:
+        return ReduceConfig("two_pass", TWO_PASS_THREADS)
+    row = row_of(problem)
+    if row.vectors <= CTA_VECTORS:
+        if not row.aligned:
+            return _one_pass(row)
+        return ReduceConfig(
+            "one_pass", *threads_of_pairs(row.vectors, CTA_VECTORS), align_vectors=row.align_vectors
+        )  # fmt: skip
+    cluster = cluster_for(row.vectors, CTA_VECTORS, row.max_cluster)
+    part = -(-row.touched // cluster)
+    threads = threads_for(part, 4)
+    if part > threads * (4 if threads <= FOUR_VECTORS_THREADS else 3):
+        return ReduceConfig("two_pass", TWO_PASS_LONG_THREADS)
+    sm_threads = PAIR_SM_THREADS_CLUSTERED if cluster > LARGE_CLUSTER else PAIR_SM_THREADS
+    return ReduceConfig("one_pass", threads, threads, cluster, max(1, sm_threads // threads), row.align_vectors)
+
+
+def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
+    """No reduction.
+
+    Args:
+        problem: the problem.
+        whole: vectors of a row that is not cut where rows are many.
+    """
+    if problem.n is None:
+        return MapConfig("elements", TWO_PASS_THREADS)
+    row = row_of(problem)
+    if row.vectors <= CTA_VECTORS:
+        # Three vectors to a thread of long ones: CTAs of few rows start sooner, and many rows do not mind.
+        share = row_threads(row) if not row.aligned or row.vectors <= 512 else threads_for(row.vectors, 3)
+        return MapConfig(
+            "rows", max(128 if row.vectors > WARP else 256, share), share, align_vectors=row.align_vectors
+        )  # fmt: skip
+    threads, segment = SEGMENT[row.aligned]
+    if problem.m * -(-row.vectors // segment) < 2 * problem.sm_count:
+        segment //= 2  # few rows are cut into more segments, so that every SM has one
+    elif row.vectors <= whole and row.aligned:
+        segment = whole
+    segments = -(-row.touched // segment)
+    return MapConfig("segments", threads, threads, align_vectors=row.align_vectors, segments=segments)
+
+
+def filled(problem: Problem) -> MapConfig:
+    """As :func:`mapped`, for a kernel that reads no rows: CTAs that write little are over before others start."""
+    if problem.n is None:
+        return mapped(problem)
+    row = row_of(problem)
+    if row.vectors > CTA_VECTORS:
+        return mapped(problem, WHOLE_FILLED_ROW)
+    if 256 < row.vectors <= 512 and row.aligned:
+        share = threads_for(row.vectors, 6)
+        return MapConfig("rows", 2 * share, share, align_vectors=row.align_vectors)
+    share = row_threads(row)
+    return MapConfig("rows", max(256, share), share, align_vectors=row.align_vectors)
+
+
+def _reduce_space(problem: Problem, flat: Config) -> Iterator[ReduceConfig]:
+    """Of rows in two passes only how many CTAs share an SM, which leaves the bits as they are: there the heuristic
+    looks at the number of rows.
+    """
+    config, row = ReduceConfig.of(flat), row_of(problem)
+    if config.form == "two_pass":
+        if config.resident > 1:
+            yield from vary_resident(config)
+    elif config.form == "smem" or row.vectors > CTA_VECTORS:
+        yield from vary_cluster(row, config, (4, 6, 8) if config.form == "smem" else (2, 3, 4))
+        yield from vary_resident(config)
+    else:
+        yield from vary_threads(row, config)
+
+
+def _map_space(problem: Problem, flat: Config) -> Iterator[MapConfig]:
+    config = MapConfig.of(flat)
+    if config.form == "rows":
+        yield from vary_threads(row_of(problem), config)
+    elif config.form == "segments":
+        for threads in (128, 256, 512):
+            for segments in dict.fromkeys((max(config.segments // 2, 1), config.segments, 2 * config.segments)):
+                yield replace(config, threads=threads, threads_per_row=threads, segments=segments)
+
+
+def _reduce_needs(problem: Problem, flat: Config) -> Needs:
+    config = ReduceConfig.of(flat)
+    if config.form == "two_pass":
+        return Needs(config.threads, LEAST_REGISTERS, resident=config.resident)
+    if config.form == "smem":
+        return needs_in_smem(problem, config)
+    return needs_in_registers(problem, config, config.cluster)
+
+
+def _map_needs(problem: Problem, flat: Config) -> Needs:
+    config = MapConfig.of(flat)
+    if config.form == "elements":
+        return Needs(config.threads, LEAST_REGISTERS)
+    return needs_in_registers(problem, config, config.segments)
+
+
+REDUCE = Space(_reduce_space, _reduce_needs)
+MAP = Space(_map_space, _map_needs)

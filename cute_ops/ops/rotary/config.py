@@ -1,0 +1,49 @@
+"""How the rotary kernels are configured: heuristics, their search spaces and the workspace of a gradient."""
+
+from __future__ import annotations
+
+from cute_ops.config import Config, Problem, vary
+from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
+from cute_ops.ops.rows import next_power
+from cute_ops.shapes import Array
+
+# Elements of a head that a thread has, two vectors of 16-bit ones.
+CHUNK = 16
+# Rows of partial sums that a CTA works on at a time: a warp has one where heads are long. Heads of such a row.
+PARTS, HEADS_OF_PARTS = 8, 64
+
+
+def rope(problem: Problem) -> RotaryConfig:
+    return RotaryConfig(threads=128, heads_per_thread=1)
+
+
+def qk_norm_rope(problem: Problem) -> RotaryConfig:
+    return RotaryConfig(threads=256, heads_per_thread=2)
+
+
+def qk_norm_rope_bwd(problem: Problem) -> RotaryBackwardConfig:
+    """Two heads to a thread, unless few tokens would leave others without any."""
+    dims, many = problem.dims, RotaryBackwardConfig(threads=128, heads_per_thread=2, resident=3)
+    threads = next_power(problem.m) * (dims["hq"] + dims["hk"]) * max(dims["d"] // CHUNK, 1)
+    if threads < many.threads * many.resident * problem.sm_count:
+        return RotaryBackwardConfig(threads=256, heads_per_thread=1, resident=1)
+    return many
+
+
+def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
+    """Partial weight gradients: a row per CTA that the chip holds, of q and of k in proportion to their heads.
+
+    No more than have something to do, eight rows of 32 threads each at a time; a multiple of eight, since where heads
+    are long every warp of a CTA has a row.
+    """
+    total = problem.sm_count * RotaryBackwardConfig.of(flat).resident
+    dims = problem.dims
+    share = {"k": max(round(total * dims["hk"] / (dims["hq"] + dims["hk"]) / PARTS), 1)}
+    share["q"] = max(total // PARTS - share["k"], 1)
+    parts = {n: PARTS * min(share[n], -(-problem.m * dims[f"h{n}"] // HEADS_OF_PARTS)) for n in ("q", "k")}
+    return {f"d{n}_weight_parts": Array((parts[n], dims["d"]), "float32") for n in ("q", "k")}
+
+
+SPACE = vary(threads=(64, 128, 256), heads_per_thread=(1, 2, 4))
+# As many CTAs as are resident sum the weights' gradients.
+BACKWARD = vary(threads=(128, 256, 512), heads_per_thread=(1, 2), resident=(1, 2, 3, 4), by_rows=True)
