@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import common
@@ -152,7 +153,7 @@ def test_startup_smoke(tmp_path: Path) -> None:
     assert {r["phase"] for r in rows} == set(startup.PHASES)
 
 
-def test_picture_and_readme(tmp_path: Path) -> None:
+def test_pictures_and_tables(tmp_path: Path) -> None:
     """From made-up figures, which never leave this test's folder."""
     columns = (*device_time.COLUMNS, *common.environment())
     with (tmp_path / "device_time.csv").open("w", newline="") as file:
@@ -166,15 +167,29 @@ def test_picture_and_readme(tmp_path: Path) -> None:
                 status = "failed: E: no" if name == "quack" else "ok"
                 figures = {} if name == "quack" else {"us": 20, "gb_s": 90, "of_copy": 0.9}
                 writer.writerow(shared | row | figures | {"status": status, "gpu": "none"})
-    readme = tmp_path / "README.md"
-    readme.write_text(f"before\n{plot.BEGIN}\nold\n{plot.END}\nafter\n")
-    plot.main([str(tmp_path), "--readme", str(readme)])
-    assert (tmp_path / "device_time.png").read_bytes().startswith(b"\x89PNG")
-    text = readme.read_text()
-    assert text.startswith("before\n")
-    assert text.endswith("after\n")
-    assert "old" not in text
-    assert "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |" in text
+    page, readme = tmp_path / "page.md", tmp_path / "README.md"
+    for path in (page, readme):
+        path.write_text(f"before\n{plot.BEGIN}\nold\n{plot.END}\nafter\n")
+    plot.main([str(tmp_path), "--page", str(page), "--readme", str(readme)])
+    for picture in ("device_time.png", "overview.png"):
+        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    for path, line in (
+        (page, "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |"),
+        (readme, "| forward, 2 points of 128 MB and more | 0.900 of a copy's GB/s |"),
+    ):
+        text = path.read_text()
+        assert text.startswith("before\n")
+        assert text.endswith("after\n")
+        assert "old" not in text
+        assert line in text
+
+
+@pytest.mark.parametrize(("file", "make"), [("benchmarks/results/README.md", plot.page), ("README.md", plot.figures)])
+def test_committed_tables_are_of_the_committed_figures(file: str, make: Callable[[Path], str]) -> None:
+    path = common.ROOT / file
+    text = plot.put(make(common.ROOT / "benchmarks/results"), path)
+    command = "python benchmarks/plot.py benchmarks/results --page benchmarks/results/README.md --readme README.md"
+    assert path.read_text() == text, f"run {command}"
 
 
 def row(op: str, direction: str, rows: int, us: dict[str, float | str], size: float = 256e6) -> list[dict[str, object]]:
