@@ -2,8 +2,9 @@
 
     python benchmarks/plot.py benchmarks/results [--page benchmarks/results/README.md] [--readme README.md]
 
-Writes ``device_time.png`` (every point) and ``overview.png`` (means per op) beside the files. ``--page`` and ``--readme``
-replace what stands between the two ``figures`` comments of a file, the one by all tables, the other by a short table.
+Writes ``device_time.png`` (every point) and ``overview.png`` (means per op) beside the files. ``--page`` and
+``--readme`` replace what stands between the two ``figures`` comments of a file, the one by all tables, the other by a
+short table.
 """
 
 from __future__ import annotations
@@ -118,7 +119,9 @@ def draw_overview(found: Sequence[Point], path: Path) -> None:
     large = [p for p in found if p.large]
     names = {d: sorted({p.op for p in large if p.direction == d}, reverse=True) for d in TITLES}
     figure = Figure(figsize=(11, 0.21 * max(map(len, names.values())) + 1.6), layout="constrained")
-    for panel, (direction, title) in zip(figure.subplots(1, len(TITLES), squeeze=False).flat, TITLES.items(), strict=True):
+    for panel, (direction, title) in zip(
+        figure.subplots(1, len(TITLES), squeeze=False).flat, TITLES.items(), strict=True
+    ):
         ops = names[direction]
         for name, (color, marker) in STYLES.items():
             shares = {op: [p.share[name] for p in large if (p.op, p.direction) == (op, direction) and name in p.share]
@@ -217,7 +220,13 @@ def page(folder: Path) -> str:
 def figures(folder: Path) -> str:
     """A short table for the README: of every file that is there, what it comes to."""
     found = points(read(folder / "device_time.csv"))
-    lines = [*device_lines(found), *step_lines(folder), *head_lines(folder), *host_lines(folder), *startup_lines(folder)]
+    lines = [
+        *device_lines(found),
+        *step_lines(folder),
+        *head_lines(folder),
+        *host_lines(folder),
+        *startup_lines(folder),
+    ]
     return markdown(("what", "figure"), lines)
 
 

@@ -9,9 +9,10 @@ HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "faults.md"
 HEAD = """# Faults
 
-Each line is a test that causes a fault and fails if anything other than the stated outcome happens. Processes are really killed
-and stopped, disks really full or read-only, bits really flipped. Only two faults are simulated: a clock that jumps (file
-times are set) and a file system without locks (the call's answer is replaced). Made by `python tests/core/test_fault_table.py`.
+Each line is a test that causes a fault and fails if anything other than the stated outcome happens. Processes are
+really killed and stopped, disks really full or read-only, bits really flipped. Only two faults are simulated: a clock
+that jumps (file times are set) and a file system without locks (the call's answer is replaced). Made by
+`python tests/core/test_fault_table.py`.
 
 | injected | what happens | lost | test |
 |---|---|---|---|
