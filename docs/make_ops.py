@@ -1,4 +1,4 @@
-"""The list of ops in the README and their page, ``docs/ops.md``, from the declarations: ``python docs/make_ops.py``."""
+"""``docs/ops.md`` and the README's list of ops, from the declarations: ``python docs/make_ops.py``."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ from cute_ops.ops import OPS
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
 BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end -->"
+# By room of the kernel.
+FAMILIES = {
+    "norm": "norms", "activation": "activations, gated products", "rotary": "rotary embeddings",
+    "reduction": "losses, softmax, sums", "quantize": "float8 with scales, for inference", "parts": "optimizer",
+}  # fmt: skip
 _INTRODUCTION = """# The ops
 
 Made from the declarations by `python docs/make_ops.py`. Every op below is `torch.ops.cute.<name>`,
@@ -19,25 +24,9 @@ Made from the declarations by `python docs/make_ops.py`. Every op below is `torc
 """
 
 
-def signature(op: Op) -> str:
-    inputs = [f"{name}=None" if t.optional else name for name, t in op.inputs.items()]
-    arguments = ", ".join([*inputs, *(f"{name}={value!r}" for name, value in {**op.attrs, **op.options}.items())])
-    return f"{op.name}({arguments})"
-
-
-def summary(op: Op) -> str:
-    return re.sub(r":func:(`\w+`)", r"\1", inspect.cleandoc(op.doc).partition("\n")[0])
-
-
-def table() -> str:
-    """One line per op, for the README."""
-    lines = [f"| [`{op.name}`](docs/ops.md#{op.name}) | {summary(op)} |" for op in OPS]
-    return "\n".join(["| op | computes |", "|---|---|", *lines])
-
-
 def page() -> str:
     """The documentation of every op and its gradient."""
-    parts = [_INTRODUCTION]
+    parts = [_INTRODUCTION, table()]
     for op in OPS:
         parts.append(f"## {op.name}\n\n```text\n{signature(op)}\n\n{inspect.cleandoc(op.doc)}\n```\n")
         tensors = [*op.inputs.items(), *op.outputs.items()]
@@ -48,9 +37,35 @@ def page() -> str:
 
 
 def readme() -> str:
-    """The README with its table made anew."""
+    """The README with its list made anew."""
     before, _, rest = README.read_text().partition(BEGIN)
-    return f"{before}{BEGIN}\n{table()}\n{END}{rest.partition(END)[2]}"
+    return f"{before}{BEGIN}\n{families()}\n{END}{rest.partition(END)[2]}"
+
+
+def table() -> str:
+    """One line per op."""
+    lines = [f"| [`{op.name}`](#{op.name}) | {summary(op)} |" for op in OPS]
+    return "\n".join(["| op | computes |", "|---|---|", *lines, ""])
+
+
+def families() -> str:
+    """One line per family."""
+    links: dict[str, list[str]] = {family: [] for family in FAMILIES}
+    for op in OPS:
+        _, _, family, *_ = op.kernel.split(".")
+        links[family].append(f"[`{op.name}`](docs/ops.md#{op.name})")
+    lines = [f"| {title} | {', '.join(links[family])} |" for family, title in FAMILIES.items()]
+    return "\n".join(["| family | ops |", "|---|---|", *lines])
+
+
+def summary(op: Op) -> str:
+    return re.sub(r":func:(`\w+`)", r"\1", inspect.cleandoc(op.doc).partition("\n")[0])
+
+
+def signature(op: Op) -> str:
+    inputs = [f"{name}=None" if t.optional else name for name, t in op.inputs.items()]
+    arguments = ", ".join([*inputs, *(f"{name}={value!r}" for name, value in {**op.attrs, **op.options}.items())])
+    return f"{op.name}({arguments})"
 
 
 if __name__ == "__main__":

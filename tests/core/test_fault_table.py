@@ -1,7 +1,4 @@
-"""docs/faults.md is made of the tests: every line is one that causes the fault.
-
-python tests/core/test_fault_table.py writes it
-"""
+"""docs/faults.md is made from the tests' ``fault`` marks: ``python tests/core/test_fault_table.py`` writes it."""
 
 from __future__ import annotations
 
@@ -12,9 +9,10 @@ HERE = Path(__file__).parent
 DOCUMENT = HERE.parents[1] / "docs" / "faults.md"
 HEAD = """# Faults
 
-Each line is a test that causes the fault and fails when what happens is anything else. Processes are really killed and
-stopped, disks really full or read-only, bits really flipped; only a clock that jumps (file times are set) and a file
-system without locks (the call's answer is replaced) are imitated. Made by `python tests/core/test_fault_table.py`.
+Each line is a test that causes a fault and fails if anything other than the stated outcome happens. Processes are
+really killed and stopped, disks really full or read-only, bits really flipped. Only two faults are simulated: a clock
+that jumps (file times are set) and a file system without locks (the call's answer is replaced). Made by
+`python tests/core/test_fault_table.py`.
 
 | injected | what happens | lost | test |
 |---|---|---|---|

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGES = ["README.md", "CONTRIBUTING.md", "docs/design.md", "docs/distributed.md"]
+PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+PAGES += ["SECURITY.md", "CHANGELOG.md", "benchmarks/results/README.md"]
 CODE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
@@ -20,10 +21,16 @@ def test_code_runs(code: str) -> None:
 @pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     path = ROOT / page
-    links = re.findall(r"\]\(([^)#]+)\)", path.read_text())
+    links = re.findall(r"\]\(([^)#\s]+)(?:#[^)]*)?\)", path.read_text())
     missing = [link for link in links if "://" not in link and not (path.parent / link).exists()]
-    # The folder of measured results comes with the first measurement.
-    assert [m for m in missing if m != "benchmarks/results"] == []
+    assert missing == []
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_files_that_are_named_exist(page: str) -> None:
+    files = [f"/{path.relative_to(ROOT).as_posix()}" for path in ROOT.rglob("*.py") if ".venv" not in path.parts]
+    named = re.findall(r"`([\w/]+\.py)`", (ROOT / page).read_text())
+    assert [name for name in named if not any(file.endswith(f"/{name}") for file in files)] == []
 
 
 def test_commands_of_the_readme_exist() -> None:
