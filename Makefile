@@ -27,7 +27,7 @@ ARGS ?=
 # they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
-.PHONY: help demo test coverage lint generate bench clean
+.PHONY: help demo test lint generate bench clean
 help:  ## this text
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
@@ -36,12 +36,13 @@ demo: $(READY)  ## train a small Llama in PyTorch and JAX, with our ops and the 
 	$(PYTHON) examples/llama/train.py $(ARGS)
 	$(PYTHON) examples/llama/hugging_face.py
 
+PYTEST = $(if $(JOBS),OMP_NUM_THREADS=1) $(PYTHON) -m pytest $(JOBS)
+# With COVERAGE=1 the core's tests come first and are measured, which takes a tenth longer; measuring all would take half
+# as long again.
 test: $(READY)  ## all tests; those marked gpu are skipped where there is no GPU
-	$(if $(JOBS),OMP_NUM_THREADS=1) $(PYTHON) -m pytest $(JOBS) $(ARGS)
-
-coverage: $(READY)  ## the core's tests, and how much of each room of the core they run
-	$(if $(JOBS),OMP_NUM_THREADS=1) $(PYTHON) -m pytest $(JOBS) tests/core --cov --cov-report= $(ARGS)
-	$(PYTHON) tests/coverage_by_room.py
+	$(if $(COVERAGE),$(PYTEST) tests/core --cov --cov-report= $(ARGS))
+	$(PYTEST) $(if $(COVERAGE),--ignore=tests/core) $(ARGS)
+	$(if $(COVERAGE),$(PYTHON) tests/coverage_by_room.py)
 
 lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(PYTHON) -m ruff check .

@@ -1,4 +1,4 @@
-"""Print how many statements of each room of the core the last ``make coverage`` ran.
+"""Print how many statements of each room of the core the last ``make test COVERAGE=1`` ran.
 
 Worker processes are not measured, and of kernels only what the tests' interpreter runs.
 """
