@@ -9,7 +9,6 @@ write as they go: a run that is cut short keeps what it has, and device_time goe
 from __future__ import annotations
 
 import argparse
-import os
 import subprocess
 import sys
 import time
@@ -22,15 +21,11 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 HERE = Path(__file__).parent
 RESUME = 3  # device_time lost the GPU: a new process goes on
-WITH_EXTENSION = {"CUTE_OPS_TORCH_EXTENSION": "1"}
 LEAST = 10  # seconds that are worth starting a benchmark for
 
 
-class Command(NamedTuple):
-    """A program and its arguments; ``{out}``, ``{scratch}`` and ``{seconds}`` (what is left) stand for themselves."""
-
-    arguments: tuple[str, ...]
-    environment: dict[str, str]
+# Arguments of Python; ``{out}``, ``{scratch}`` and ``{seconds}`` (what is left) stand for themselves.
+Command = tuple[str, ...]
 
 
 class Phase(NamedTuple):
@@ -40,8 +35,8 @@ class Phase(NamedTuple):
     commands: tuple[Command, ...]
 
 
-def script(name: str, *arguments: str, **environment: str) -> Command:
-    return Command((str(HERE / f"{name}.py"), *arguments), environment)
+def script(name: str, *arguments: str) -> Command:
+    return str(HERE / f"{name}.py"), *arguments
 
 
 PHASES = {
@@ -52,7 +47,6 @@ PHASES = {
             script("llama_step", "--one", "torch.compile", "--steps", "1", "--rounds", "1"),
             script("llama_step", "--one", "graph pass + compile", "--steps", "1", "--rounds", "1"),
             script("host_time", "--out", "{scratch}", "--rounds", "1"),
-            Command(("-m", "cute_ops_torch", "build-extension"), WITH_EXTENSION),
         ),
     ),
     "device_time": Phase(
@@ -63,9 +57,6 @@ PHASES = {
     "optax_decoder": Phase(90, (script("optax_decoder", "--out", "{out}"),)),
     "startup": Phase(120, (script("startup", "--out", "{out}"),)),
     "host_time": Phase(90, (script("host_time", "--out", "{out}"),)),
-    "host_time_extension": Phase(
-        60, (script("host_time", "--out", "{out}", "--append", "--only", "^(?!in a)", **WITH_EXTENSION),)
-    ),
     "fusion": Phase(120, (script("fusion", "--out", "{out}"),)),
     "tuning_gap": Phase(150, (script("tuning_gap", "--out", "{out}", "--seconds", "{seconds}"),)),
     "picture": Phase(60, (script("plot", "{out}"),)),
@@ -83,8 +74,7 @@ def run(name: str, phase: Phase, out: Path, deadline: float) -> str:
         codes = together(name, phase, out, end)
         # A contender that takes the process down with it costs its own figures only: what goes on asks for --resume.
         died = [
-            code is not None and code < 0 and "--resume" in c.arguments
-            for code, c in zip(codes, phase.commands, strict=True)
+            code is not None and code < 0 and "--resume" in c for code, c in zip(codes, phase.commands, strict=True)
         ]
         if RESUME not in codes and not any(died):
             break
@@ -96,12 +86,9 @@ def together(name: str, phase: Phase, out: Path, end: float) -> list[int | None]
     processes = []
     names = {"out": str(out), "scratch": str(out / "logs"), "seconds": str(int(end - time.monotonic() - LEAST // 2))}
     for i, command in enumerate(phase.commands):
-        arguments = [a.format(**names) for a in command.arguments]
-        environment = {"CUTE_OPS_TORCH_EXTENSION": "0", **os.environ, **command.environment}
+        arguments = [a.format(**names) for a in command]
         with (out / "logs" / f"{name}{f' {i + 1}' if i else ''}.txt").open("ab") as log:
-            processes.append(
-                subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT, env=environment)
-            )
+            processes.append(subprocess.Popen([sys.executable, *arguments], stdout=log, stderr=subprocess.STDOUT))
     return [wait(process, end) for process in processes]
 
 

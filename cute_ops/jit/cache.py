@@ -156,13 +156,13 @@ def forget() -> None:
 
 
 def clear() -> int:
-    """Delete every cached kernel, and what else was compiled; returns how many kernels. What was measured stays."""
+    """Delete every cached kernel; returns how many. What was measured stays."""
     where = cache_dir.folder()
     if not where.exists():
         return 0
     cache_dir.check_trusted(where)
     kernels = list(where.glob("cute_*.so"))
-    for path in [*where.glob("cute_*"), *where.glob("torch_extension_*")]:
+    for path in where.glob("cute_*"):
         if not path.name.startswith("cute_use-"):
             path.unlink(missing_ok=True)
     return len(kernels)

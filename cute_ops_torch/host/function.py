@@ -47,15 +47,6 @@ def make(_compiling, _function_modes, _profiled, _watched, _plain, _exact, _get,
 """
 
 
-_NATIVE_SOURCE = """
-def make(_compiling, _overload, _call):
-    def {name}({parameters}):
-        _out = _overload({arguments}) if _compiling() else _call({arguments})
-        return {returned}
-    return {name}
-"""
-
-
 def make_function(op: Op, overload: Any, direct: Direct, raw: bool = False, device: str = "cuda") -> Any:
     """``cute_ops_torch.<op>``: the declaration's signature and docstring.
 
@@ -79,11 +70,6 @@ def make_function(op: Op, overload: Any, direct: Direct, raw: bool = False, devi
         EXACT, direct.table.get, unknown, overload, direct.learn,
     )  # fmt: skip
     return _dressed(function, op)
-
-
-def make_native_function(op: Op, overload: Any, call: Callable[..., Any], raw: bool = False) -> Any:
-    """The same in front of the C++ extension, which looks for itself whether anybody watches."""
-    return _dressed(_maker(op, _NATIVE_SOURCE, raw)(torch.compiler.is_compiling, overload, call), op)
 
 
 def _maker(op: Op, source: str, raw: bool, **more: str) -> Callable[..., Any]:

@@ -225,41 +225,6 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Ready:
     return ready
 
 
-def describe(op: Op, *args: Any) -> dict[str, Any]:
-    """The same as :func:`prepare` for the C++ extension: what it needs to launch calls like this one.
-
-    ``arguments`` of the compiled function: input, output or scratch (0, 1, 2), which of them, and the shape and strides
-    of its view, None where it has none. New tensors as (shape, strides, dtype).
-    """
-    from cute_ops_torch.host.extension import runtime
-
-    tensors, attrs = args[: len(op.inputs)], args[len(op.inputs) :]
-    binding = bind_tensors(op, tensors, attrs)
-    check_strides(binding, tensors)
-    if binding.empty:
-        return {"run": _nothing_to_launch(binding).run, "handle": None}
-    device = next(t.device for t in tensors if t is not None)
-    chosen = _plan(binding, tensors, device)
-    function = _loaded(chosen, device)
-    handle = function.__chandle__()  # type: ignore[attr-defined]  # a TVM-FFI function
-    present = (
-        [(name, (0, i)) for i, name in enumerate(op.inputs) if tensors[i] is not None],
-        [(name, (1, k)) for k, name in enumerate(op.outputs) if binding.outputs[name] is not None],
-        [(name, (2, k)) for k, name in enumerate(chosen.workspaces)],
-    )
-    views = [(*place, *(chosen.views.get(name) or (None, None))) for part in present for name, place in part]
-    outputs = [
-        ((0,), absent_dtype(binding, declared)) if array is None else (tuple(array.shape), DTYPES[array.dtype])
-        for array, declared in zip(map(binding.outputs.get, op.outputs), op.outputs.values(), strict=True)
-    ]
-    scratch = [(tuple(array.shape), DTYPES[array.dtype]) for array in chosen.workspaces.values()]
-    return {
-        "run": None, "function": function, "handle": handle, "runtime": runtime(), "arguments": views,
-        "outputs": [(shape, compact(shape), dtype) for shape, dtype in outputs],
-        "scratch": [(shape, compact(shape), dtype) for shape, dtype in scratch],
-    }  # fmt: skip
-
-
 def ready_to_run(binding: Binding, chosen: Plan, tensors: Tensors) -> Ready:
     """A plan of calls with tensors like these, compiled and loaded."""
     device = next(t.device for t in tensors if t is not None)

@@ -18,7 +18,6 @@ from torch._inductor.virtualized import V
 from torch.compiler import config
 
 from cute_ops.op import Op
-from cute_ops_torch.host import extension
 from cute_ops_torch.host.launch import Launcher, Site, site
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
@@ -35,8 +34,7 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
     stem, length = f"{overload.namespace}_{op.name}", len(overload.namespace)
     kernels = {device: f"{stem}_{device}{length}" for device in ("cuda", "cpu")}
     # Generated code calls these once for each of its calls of the op, and keeps what they return.
-    find = launch.find if extension.loaded() is None else None
-    setattr(extern_kernels, kernels["cuda"], lambda *place: site(op, Site(*place), launch.into, find))
+    setattr(extern_kernels, kernels["cuda"], lambda *place: site(op, Site(*place), launch.into, launch.find))
     by_overload = _by_overload(overload, len(names))
     setattr(extern_kernels, kernels["cpu"], lambda *place: site(op, Site(*place), by_overload, None))
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from cute_ops.op import Op
-from cute_ops_torch.host import extension
 from cute_ops_torch.host.fast_path import Direct
-from cute_ops_torch.host.function import finished, make_function, make_inplace, make_native_function
-from cute_ops_torch.host.launch import Launcher, describe, launcher
+from cute_ops_torch.host.function import finished, make_function, make_inplace
+from cute_ops_torch.host.launch import Launcher, launcher
 from cute_ops_torch.library.autograd import autograd_kernel
 from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, register_fake
 from cute_ops_torch.library.schema import schema
@@ -72,11 +71,8 @@ def _define(op: Op, namespace: str) -> Registered:
     # Exact strides: Inductor must not hand over a layout that eager would have refused.
     library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     made = _registered[key] = Registered(op, getattr(getattr(torch.ops, namespace), op.name).default, gradient)
-    if extension.loaded() is not None:
-        made.native = extension.bind(op, made.overload, partial(describe, op), gradient.native if gradient else None)
-    else:
-        library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
-        library.impl(op.name, autograd_kernel(op, made.overload, made.direct, made.raw_gradient), "Autograd")
+    library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
+    library.impl(op.name, autograd_kernel(op, made.overload, made.direct, made.raw_gradient), "Autograd")
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
     register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))
@@ -107,20 +103,17 @@ class Registered:
         overload: the op.
         gradient: the backward op.
         direct: the way past the dispatcher.
-        native: the op in C++, where the extension is there.
     """
 
     def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
         self.op, self.overload, self.gradient = op, overload, gradient
-        self.native: extension.Native | None = None
         self.direct = Direct(op, lambda: (self.cuda, self.raw_gradient()))
         self._lowered = False
 
     @cached_property
     def cuda(self) -> Launcher:
         """The CUDA implementation."""
-        made = launcher(self.op)
-        return made._replace(into=self.native.into) if self.native else made
+        return launcher(self.op)
 
     def raw_gradient(self) -> Callable[..., Any] | None:
         """The backward op's function, raw."""
@@ -143,8 +136,6 @@ class Registered:
         return finished(op, self.raw, inplace)
 
     def _front(self, raw: bool) -> Callable[..., Any]:
-        if self.native:
-            return make_native_function(self.op, self.overload, self.native.call, raw)
         return make_function(self.op, self.overload, self.direct, raw)
 
     def lower(self) -> None:
