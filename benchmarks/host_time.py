@@ -28,7 +28,7 @@ from contenders import EPS
 from rich.console import Console
 from rich.table import Table as View
 
-COLUMNS = ("call", "grad", "extension", "status", "us", "us_min", "us_max", "of_rms_norm", "compile_ms")
+COLUMNS = ("call", "grad", "status", "us", "us_min", "us_max", "of_rms_norm", "compile_ms")
 SHAPE = (16, 1024)
 CALLS = 200
 YARDSTICK = "F.rms_norm"
@@ -108,15 +108,16 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
         from cute_ops_torch.library.register import define
 
         (op,) = (op for op in OPS if op.name == name)
-        return define(op).cuda.find(*tensors, EPS, 0.0).into
+        call = define(op).launcher.find(tensors, (EPS, 0.0))
+        return call.fill(tuple(op.outputs))
 
     def alone() -> Call:
         call, out = into("rmsnorm", x, weight, None), torch.empty_like(x)
-        return lambda: call(x, weight, None, out)
+        return lambda: call(x, weight, out)
 
     def alone_with_two_outputs() -> Call:
         call, outs = into("add_rmsnorm", x, residual, weight, None), (torch.empty_like(x), torch.empty_like(x))
-        return lambda: call(x, residual, weight, None, *outs)
+        return lambda: call(x, residual, weight, *outs)
 
     def allocation() -> Call:
         new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
@@ -338,9 +339,6 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
         for name, make in makers.items()
         if name == YARDSTICK or re.search(only, name)
     }
-    from cute_ops_torch.host.extension import loaded
-
-    extension = "no" if loaded() is None else "yes"
     status: dict[tuple[str, str], str] = {}
     samplers, compiling = {}, {}
     for key, (make, wait) in entries.items():
@@ -370,7 +368,7 @@ def measure(table: Table, device: torch.device, rounds: int, calls: int, only: s
         title=f"host time per call, bfloat16 {list(SHAPE)}",
     )
     for key, state in status.items():
-        row: dict[str, Any] = {"call": key[0], "grad": key[1], "extension": extension, "status": state}
+        row: dict[str, Any] = {"call": key[0], "grad": key[1], "status": state}
         cells = [state, "", "", ""]
         if key in samples:
             us = spread(samples[key])
@@ -392,7 +390,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for host_time.csv")
     parser.add_argument("--rounds", type=int, default=25, help="samples per entry")
     parser.add_argument("--cpu-smoke", action="store_true", help="few calls on the CPU: checks this file only")
-    parser.add_argument("--append", action="store_true", help="add to the file: with the C++ extension, and without")
     parser.add_argument("--only", default="", help="regular expression of names; the yardstick is always there")
     options = parser.parse_args(arguments)
     console = Console(width=110)
@@ -400,7 +397,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error("no GPU here; --cpu-smoke checks the code paths")
     device = torch.device("cpu" if options.cpu_smoke else "cuda")
     rounds, calls = (3, 5) if options.cpu_smoke else (options.rounds, CALLS)
-    table = Table(options.out / "host_time.csv", COLUMNS, options.append)
+    table = Table(options.out / "host_time.csv", COLUMNS)
     measure(table, device, rounds, calls, options.only, console)
 
 

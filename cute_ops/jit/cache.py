@@ -162,7 +162,7 @@ def clear() -> int:
         return 0
     cache_dir.check_trusted(where)
     kernels = list(where.glob("cute_*.so"))
-    for path in [*where.glob("cute_*"), *where.glob("torch_extension_*")]:
+    for path in where.glob("cute_*"):
         if not path.name.startswith("cute_use-"):
             path.unlink(missing_ok=True)
     return len(kernels)

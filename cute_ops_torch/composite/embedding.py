@@ -13,8 +13,10 @@ import torch
 
 from cute_ops.composite import embedding as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops_torch.host.function import EXACT, watched
-from cute_ops_torch.library.autograd import Node, dispatching_kernel, no_gradients
+from cute_ops_torch.host.modes import EXACT, modes_active
+from cute_ops_torch.library.autograd import dispatching_kernel
+from cute_ops_torch.library.no_gradient import no_gradients
+from cute_ops_torch.library.nodes import Node
 from cute_ops_torch.library.reference import register_fake
 from cute_ops_torch.library.register import family
 from cute_ops_torch.library.tensors import arrays, bind_tensors
@@ -103,7 +105,8 @@ class _Embedding(Node):
     @staticmethod
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
         (index,) = ctx.saved_tensors
-        eager = type(dout) in EXACT and not (torch.is_grad_enabled() or torch.compiler.is_compiling() or watched())
+        observed = torch.is_grad_enabled() or torch.compiler.is_compiling() or modes_active()
+        eager = type(dout) in EXACT and not observed
         # The forward has checked the index, and autograd the shape of its cotangent.
         run = _checked_gradient if eager else torch.ops.cute.embedding_bwd
         return None, None, run(dout, index, ctx.classes, declared.padding(ctx.padding_idx, ctx.classes)), None

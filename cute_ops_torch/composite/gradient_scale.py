@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from cute_ops_torch.host.function import EXACT
-from cute_ops_torch.library.autograd import inplace_gradient
+from cute_ops_torch.host.modes import EXACT
+from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.register import family
 
 Tensor = torch.Tensor

@@ -16,8 +16,8 @@ from cute_ops.composite.linear_cross_entropy import DOC, check_chunk_rows
 from cute_ops_torch.composite import chunked_loss, transforms
 from cute_ops_torch.composite.gradient_scale import scale, scale_
 from cute_ops_torch.composite.loss_ops import check_call, computes_gradients, needs_gradients, reduced_loss
-from cute_ops_torch.host.function import EXACT, watched
-from cute_ops_torch.library.autograd import once
+from cute_ops_torch.host.modes import EXACT, modes_active
+from cute_ops_torch.library.no_gradient import once
 
 Tensor = torch.Tensor
 
@@ -55,7 +55,7 @@ def linear_cross_entropy(
     wanted = needs_gradients(hidden, weight, bias)
     if (
         torch.compiler.is_compiling()
-        or watched()
+        or modes_active()
         or any(type(t) not in EXACT for t in tensors if t is not None)
         or not computes_gradients(hidden, reduction, wanted)
     ):

@@ -20,7 +20,8 @@ from cute_ops.op import Op, Sharding
 from cute_ops.op import Tensor as Declared
 from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_bwd
 from cute_ops_torch.composite import chunked_loss, gradient_scale, transforms
-from cute_ops_torch.library.autograd import once, refuse_tangents
+from cute_ops_torch.library.autograd import refuse_tangents
+from cute_ops_torch.library.no_gradient import once
 from cute_ops_torch.library.reference import register_fake
 from cute_ops_torch.library.tensors import arrays
 

@@ -21,8 +21,8 @@ from cute_ops.jit.layout import compact
 from cute_ops.op import Op
 from cute_ops.sharding import factors
 from cute_ops_torch.distributed.split import Slice, run_on_slice
-from cute_ops_torch.host.launch import REMEMBERED, make_room
 from cute_ops_torch.library import register
+from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides
 
@@ -67,7 +67,7 @@ def _cached_layout(cache: dict[Any, Layout], op: Op, tensors: Tensors, attrs: Se
     except TypeError:  # symbolic sizes have no hash
         return Layout(op, tensors, attrs)
     if layout is None:
-        make_room(REMEMBERED, cache)
+        make_room(cache)
         layout = cache[key] = Layout(op, tensors, attrs)
     return layout
 

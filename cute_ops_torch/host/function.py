@@ -1,8 +1,7 @@
-"""The Python function of an op, with its real signature and a way past the dispatcher.
+"""The public function of an op: the declaration's signature, and the fast path where no mode is active.
 
-The direct way is taken only where nobody watches: not compiling or tracing, no mode of torch, no functorch
-level, no forward-mode AD, no profiler, and exact Tensor or Parameter types. Autocast does not matter, since
-the ops run in the dtypes they are given.
+The fast path is taken while nothing compiles or traces, no mode of torch, functorch level, forward-mode AD or profiler
+is active, and all inputs are exactly Tensor or Parameter. Autocast does not matter: ops run in the dtypes they get.
 """
 
 from __future__ import annotations
@@ -11,173 +10,113 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
 from cute_ops.op import Op
-from cute_ops_torch.host.fast_path import Direct
-from cute_ops_torch.host.guards import unknown
+from cute_ops_torch.host import codegen
+from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.launch import Launcher
-from cute_ops_torch.library.autograd import graph_node, inplace_gradient
-from cute_ops_torch.library.schema import define, parameters, resolved
+from cute_ops_torch.host.modes import EXACT, modes_active
+from cute_ops_torch.library.inplace import inplace_gradient
+from cute_ops_torch.library.nodes import Nodes
+from cute_ops_torch.library.schema import parameters, resolver
 
-_C = torch._C
-EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
-
-
-# All that it uses is in its closure: a global of a module that does not exist would confuse torch.compile.
-_SOURCE = """
-def make(_compiling, _function_modes, _profiled, _watched, _plain, _exact, _get, _unknown, _overload, _learn):
-    def _otherwise({arguments}):
-        if _watched() or not ({plain}):
-            return _overload({arguments})
-        return _learn({arguments})
-    def {name}({parameters}):
-        if _compiling() or _function_modes() or _profiled():
-            _out = _overload({arguments})
-        else:
-            try:
-                _call = _get({lead}.shape, _unknown) if type({lead}) in _exact else _unknown
-            except TypeError:  # a symbolic shape has no hash
-                _call = _unknown
-            _out = _call({arguments})
-            if _out is None:
-                _out = _otherwise({arguments})
-        return {returned}
-    return {name}
-"""
+Call = Callable[..., Any]
 
 
-_NATIVE_SOURCE = """
-def make(_compiling, _overload, _call):
-    def {name}({parameters}):
-        _out = _overload({arguments}) if _compiling() else _call({arguments})
-        return {returned}
-    return {name}
-"""
-
-
-def make_function(op: Op, overload: Any, direct: Direct, raw: bool = False, device: str = "cuda") -> Any:
-    """``cute_ops_torch.<op>``: the declaration's signature and docstring.
+def make_function(
+    op: Op, overload: Call, fast_path: FastPath, *, raw: bool = False, inplace: Call | None = None,
+    device: str = "cuda",
+) -> Call:  # fmt: skip
+    """``cute_ops_torch.<op>``.
 
     Args:
         op: the declaration.
         overload: the registered op.
-        direct: the way past the dispatcher.
-        raw: return what the raw op returns: an empty tensor for an absent output.
-        device: whose tensors kernels run on; tests run stand-ins on the CPU.
+        fast_path: the way past the dispatcher.
+        raw: return what the raw op returns: also hidden outputs, and an empty tensor for an absent one.
+        inplace: the raw function with a gradient that overwrites the inputs that it reuses, for the option
+            ``inplace_backward``.
+        device: whose tensors the kernels take; tests run stand-ins on the CPU.
     """
 
     def is_plain(tensor: Any) -> bool:
-        # A negated view has the memory of its base: only the dispatcher's fallback resolves it.
+        # A negated view shares its base's memory; the dispatcher's fallback resolves it.
         return type(tensor) in EXACT and tensor.device.type == device and not tensor.is_neg()
 
-    plain = " and ".join(
-        f"({name} is None or _plain({name}))" if t.optional else f"_plain({name})" for name, t in op.inputs.items()
-    )
-    function = _maker(op, _SOURCE, raw, lead=next(iter(op.inputs)), plain=plain)(
-        torch.compiler.is_compiling, _C._len_torch_function_stack, torch.autograd._profiler_enabled, watched, is_plain,  # type: ignore[attr-defined]
-        EXACT, direct.table.get, unknown, overload, direct.learn,
+    def specialize(*args: Any) -> Any:
+        tensors = zip(op.inputs.values(), args, strict=False)
+        if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
+            return overload(*args)
+        return fast_path.specialize(*args)
+
+    values: dict[str, Any] = {
+        "_compiling": torch.compiler.is_dynamo_compiling, "_function_modes": torch._C._len_torch_function_stack,
+        "_profiled": torch.autograd._profiler_enabled,  # type: ignore[attr-defined]
+        "_exact": EXACT, "_get": fast_path.table.get, "_overload": overload, "_specialize": specialize,
+    }  # fmt: skip
+    arguments, returned, choose = ", ".join((*op.inputs, *op.attrs)), "_out", ""
+    if not raw and (op.options or any(t.given or t.same_as or t.hidden for t in op.outputs.values())):
+        values["_postprocess"] = postprocessing(op)
+        attributes, options = ("".join(f"{name}, " for name in names) for names in (op.attrs, _own_options(op)))
+        returned = f"_postprocess(_out, ({', '.join(op.inputs)},), ({attributes}), {options})"
+    if not raw and inplace is not None:
+        values["_inplace"] = inplace
+        choose = f"if inplace_backward:\n            _out = _inplace({arguments})\n        el"
+    make = codegen.maker(
+        codegen.FUNCTION, op.name, values, name=op.name, parameters=parameters(op, options=not raw), inplace=choose,
+        first=next(iter(op.inputs)), arguments=arguments, returned=returned,
     )  # fmt: skip
-    return _dressed(function, op)
-
-
-def make_native_function(op: Op, overload: Any, call: Callable[..., Any], raw: bool = False) -> Any:
-    """The same in front of the C++ extension, which looks for itself whether anybody watches."""
-    return _dressed(_maker(op, _NATIVE_SOURCE, raw)(torch.compiler.is_compiling, overload, call), op)
-
-
-def _maker(op: Op, source: str, raw: bool, **more: str) -> Callable[..., Any]:
-    outputs = ["_out"] if len(op.outputs) == 1 else [f"_out[{k}]" for k, _ in enumerate(op.outputs)]
-    returned = ", ".join(resolved(op, outputs))
-    text = source.format(
-        name=op.name, parameters=parameters(op), arguments=", ".join((*op.inputs, *op.attrs)),
-        returned="_out" if raw or returned == ", ".join(outputs) else returned, **more,
-    )  # fmt: skip
-    return define(text, op.name, __name__=__name__)["make"]
-
-
-def _dressed(function: Any, op: Op) -> Any:
+    function = make(**values)
     function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
-    return function
+    return function  # type: ignore[no-any-return]
 
 
-_FINISHED = """
-def make(_plain, _inplace, _finish):
-    def {name}({parameters}):
-        return _finish({call}({arguments}), ({tensors},), ({attributes}), {options})
-    return {name}
-"""
+def _own_options(op: Op) -> list[str]:
+    """The options that the declaration postprocesses outputs by."""
+    return [name for name in op.options if name != "inplace_backward"]
 
 
-def finished(op: Op, plain: Callable[..., Any], inplace: Callable[..., Any] | None) -> Any:
-    """The function of an op that has options or hidden outputs.
+def postprocessing(op: Op) -> Call:
+    """``postprocess(raw outputs, inputs, attributes, *options)``: what the public function returns."""
+    finish, names, resolve = op.finish, _own_options(op), resolver(op)
+    shown = [list(op.outputs).index(name) for name in op.shown]
 
-    Args:
-        op: the declaration.
-        plain: its function, raw.
-        inplace: the same with a gradient that takes the memory of what it reuses.
-    """
-    finish, shown = op.finish, [list(op.outputs).index(name) for name in op.shown]
-    own = [name for name in op.options if name != "inplace_backward"]
-
-    def after(raw: Any, tensors: tuple[Any, ...], attributes: tuple[Any, ...], *values: Any) -> Any:
-        options = dict(zip(own, values, strict=True))
+    def postprocess(raw: Any, tensors: tuple[Any, ...], attributes: tuple[Any, ...], *values: Any) -> Any:
+        options = dict(zip(names, values, strict=True))
         op.check_options(options)
-        outputs = raw if isinstance(raw, tuple) else (raw,)
+        outputs = resolve(tensors, raw if isinstance(raw, tuple) else (raw,))
         results = {name: outputs[k] for name, k in zip(op.shown, shown, strict=True)}
         if finish is not None and options != finish.plain:
-            from array_api_compat import torch as xp  # lazily: not every call has a use for it
+            from array_api_compat import torch as xp  # lazily: few calls need it, and it takes 30 ms to import
 
             inputs, attrs = dict(zip(op.inputs, tensors, strict=True)), dict(zip(op.attrs, attributes, strict=True))
             results = dict(finish.apply(xp, inputs, results, attrs, **options))
-        values = tuple(results.values())
-        return values[0] if len(values) == 1 else values
+        found = tuple(results.values())
+        return found[0] if len(found) == 1 else found
 
-    source = _FINISHED.format(
-        name=op.name, parameters=parameters(op, options=True), arguments=", ".join((*op.inputs, *op.attrs)),
-        call="(_inplace if inplace_backward else _plain)" if inplace else "_plain", tensors=", ".join(op.inputs),
-        attributes="".join(f"{name}, " for name in op.attrs), options="".join(f"{name}, " for name in own),
-    )  # fmt: skip
-    function = define(source, op.name, __name__=__name__)["make"](plain, inplace, after)
-    function.__doc__, function.__module__, function.__qualname__ = op.doc, "cute_ops_torch", op.name
-    return function
+    return postprocess
 
 
-def make_inplace(op: Op, overload: Any, cuda: Launcher, gradient: Callable[..., Any], into: Callable[..., Any]) -> Any:
-    """As :func:`make_function`, raw, with a gradient that takes the memory of the inputs that it reuses.
+def make_inplace(op: Op, overload: Call, launcher: Launcher, gradient: Call, into: Call) -> Call:
+    """The raw function of an op with a gradient that overwrites the inputs that it reuses.
 
-    Where somebody watches it is the op itself: a compiler plans memory on its own.
+    Where a mode is active it is the op itself: a compiler plans memory on its own.
 
     Args:
         op: the declaration.
         overload: the registered op.
-        cuda: its CUDA implementation.
+        launcher: its CUDA implementation.
         gradient: the backward op's function, raw.
         into: its CUDA implementation with outputs given.
     """
     assert op.grad is not None
     inplace = inplace_gradient(op.grad, gradient, into)
-    node, arity = graph_node(op, inplace).apply, len(op.inputs)
+    nodes, arity = Nodes(op, lambda: inplace), len(op.inputs)
 
-    def elsewhere(*args: Any) -> Any:
-        if torch.compiler.is_compiling() or watched():
+    def dispatched(*args: Any) -> Any:
+        if torch.compiler.is_compiling() or modes_active():
             return overload(*args)
         exact = all(t is None or type(t) in EXACT for t in args[:arity])
-        return node(overload, *args) if exact and torch.is_grad_enabled() else overload(*args)
+        return nodes.apply(overload, *args) if exact and torch.is_grad_enabled() else overload(*args)
 
-    return make_function(op, elsewhere, Direct(op, lambda: (cuda, inplace)), raw=True)
-
-
-def watched() -> bool:
-    return transformed() or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
-
-
-def transformed() -> bool:
-    """Whether somebody does more with calls than to note them."""
-    return (
-        _C._len_torch_dispatch_stack() > 0
-        or _C._len_torch_function_stack() > 0
-        or _C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-        or _C._get_tracing_state() is not None
-    )
+    return make_function(op, dispatched, FastPath(op, lambda: launcher, nodes), raw=True)

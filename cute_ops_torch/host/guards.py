@@ -1,52 +1,44 @@
-"""Calls that look like one before.
+"""Guards: whether a call is like an earlier one.
 
-What binding and planning look at in a call is in its key, and to build and look up a key takes longer than the rest of
-a call's Python. A guard of Dynamo's compares all tensors with those of an earlier call at once, in C++: types, dtypes,
-devices, shapes, strides, whether they ask for gradients, and dispatch keys, which modes and transforms add to.
+Binding and planning depend on types, dtypes, devices, shapes, strides and alignment. To build a key of these and look
+it up takes longer than the rest of a warm call. Dynamo's guard for tensors compares them all in one C++ call, with
+``requires_grad`` and the dispatch keys, which modes and transforms add to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 
 from cute_ops.op import Op
-from cute_ops_torch.library.schema import define
+from cute_ops_torch.host import codegen
+from cute_ops_torch.library.remembered import make_room
 
+Call = Callable[..., Any]
+# A call without its successor: `link(_otherwise=f)` is a function that hands calls which do not fit on to f.
+Link = Callable[..., Call]
 Kinds = tuple[tuple[type, bool], ...]
+# Guarded calls per shape: each that does not fit costs a call 0.5 us.
+CHAIN = 3
 _TensorGuards = torch._C._dynamo.guards.TensorGuards
-
-_SOURCE = """
-def make(_same, {names}):
-    def before(_rest):
-        def guarded({parameters}):
-            if {condition}:
-                return {result}
-            return _rest({arguments})
-        return guarded
-    return before
-"""
 
 
 def guarded(
-    op: Op,
-    tensors: Sequence[torch.Tensor | None],
-    attrs: Sequence[Any],
-    texts: dict[str, str],
-    **values: Any,
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """``before(rest)``: a function that computes ``result`` in calls like this one, and asks ``rest`` in others.
+    op: Op, tensors: Sequence[torch.Tensor | None], attrs: Sequence[Any], conditions: Sequence[str],
+    values: Mapping[str, Any], **texts: str,
+) -> Link:  # fmt: skip
+    """A function of calls like this one.
 
     Args:
         op: the declaration.
-        tensors: the call's.
-        attrs: the call's.
-        texts: source of the ``parameters``, of the ``arguments`` that hand all of them on, and of the ``result``;
-            ``condition`` is one more to be met.
-        values: what these use.
+        tensors: the inputs of the call.
+        attrs: its attributes.
+        conditions: source of what else must hold.
+        values: what the texts use.
+        texts: ``parameters``, ``arguments`` and ``result`` of the template.
     """
     given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
     sizes: Any = [list(t.shape) for t in given.values()]
@@ -54,34 +46,58 @@ def guarded(
     guard = _TensorGuards(*given.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     same = [f"{name} is None" for name in op.inputs if name not in given]
     same += [f"{name} == _given_{name}" for name in op.attrs]
-    same.append(f"_same({', '.join(given)})")
-    places = {name: t.data_ptr() & 15 for name, t in given.items()}  # kernels are compiled for at most 16 bytes
-    if any(places.values()):
-        same += [f"{name}.data_ptr() & 15 == {place}" for name, place in places.items()]
-    else:
-        same.append(f"not ({' | '.join(f'{name}.data_ptr()' for name in given)}) & 15")
-    same += [texts["condition"]] if "condition" in texts else []
+    same += [f"_same({', '.join(given)})", aligned({name: t.data_ptr() for name, t in given.items()}), *conditions]
+    values = {"_same": guard.check, **values}
     values |= {f"_given_{name}": value for name, value in zip(op.attrs, attrs, strict=True)}
-    source = _SOURCE.format(**{**texts, "condition": " and ".join(same)}, names=", ".join(values))
-    return _maker(source)(guard.check, **values)  # type: ignore[no-any-return]
-
-
-def kinds(op: Op) -> str:
-    """Source of what tells a guard from others for the same kernel: of each input its exact type (a Parameter is not a
-    Tensor to it), and whether it asks for a gradient.
-    """
-    return ", ".join(
-        f"(type({name}), {name} is not None and {name}.requires_grad)"
-        if t.optional
-        else f"(type({name}), {name}.requires_grad)"
-        for name, t in op.inputs.items()
+    make = codegen.maker(
+        codegen.GUARDED, f"{op.name}.guarded", values, name=op.name, condition=" and ".join(same), **texts
     )
+    return partial(make, **values)
 
 
-@lru_cache(1024)
-def _maker(source: str) -> Callable[..., Any]:
-    return define(source, "guarded")["make"]  # type: ignore[no-any-return]
+def aligned(addresses: Mapping[str, int]) -> str:
+    """Source: whether tensors lie at addresses like these. Kernels are compiled for at most 16-byte alignment."""
+    if any(address & 15 for address in addresses.values()):
+        return " and ".join(f"{name}.data_ptr() & 15 == {address & 15}" for name, address in addresses.items())
+    return f"not ({' | '.join(f'{name}.data_ptr()' for name in addresses)}) & 15"
 
 
-def unknown(*args: Any) -> None:
-    """Stands for the function of a call that looks like none before."""
+def kinds(tensors: Sequence[torch.Tensor | None]) -> Kinds:
+    """What tells guards of one kernel apart: ``requires_grad`` and exact types (Parameter is not Tensor to a guard)."""
+    return tuple((type(t), t is not None and t.requires_grad) for t in tensors)
+
+
+class GuardedCalls:
+    """Guarded calls of an op, found by the shape of their first input.
+
+    Attributes:
+        table: the first guarded call of each shape. It hands on what does not fit it, at last to ``otherwise``.
+    """
+
+    def __init__(self, otherwise: Call) -> None:
+        self.table: dict[Any, Call] = {}
+        self._otherwise = otherwise
+        self._links: dict[Any, Link] = {}
+        self._chains: dict[Any, list[Link]] = {}
+
+    def call(self) -> Call:
+        """``call(*args)`` goes to the guarded calls."""
+        get, otherwise = self.table.get, self._otherwise
+
+        def call(*args: Any) -> Any:
+            return get(args[0].shape, otherwise)(*args)
+
+        return call
+
+    def put(self, shape: Any, key: Any, make: Callable[[], Link]) -> Call:
+        """Put a guarded call before the others of its shape; ``make`` makes it where the key is new."""
+        link = self._links.get(key)
+        if link is None:
+            make_room(self.table, self._links, self._chains)
+            link = self._links[key] = make()
+        chain = self._chains[shape] = [link, *(k for k in self._chains.get(shape, ()) if k is not link)][:CHAIN]
+        call = self._otherwise
+        for one in reversed(chain):
+            call = one(_otherwise=call)
+        self.table[shape] = call
+        return call

@@ -17,7 +17,9 @@ import torch
 
 from cute_ops_torch import functions
 from cute_ops_torch.huggingface.packed_weights import packed_view
-from cute_ops_torch.library.autograd import _row_major, once, overwriting
+from cute_ops_torch.library.inplace import overwriting
+from cute_ops_torch.library.no_gradient import once
+from cute_ops_torch.library.nodes import row_major
 from cute_ops_torch.library.register import family
 
 Tensor = torch.Tensor
@@ -108,7 +110,7 @@ class _RotatedProjections(torch.autograd.Function):
     @once("rope of layers of one input")
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights, cos, sin = ctx.saved_tensors
-        dout = torch.ops.cute.rope_bwd_joined(*map(_row_major, douts), cos, sin).flatten(-2)
+        dout = torch.ops.cute.rope_bwd_joined(*map(row_major, douts), cos, sin).flatten(-2)
         return *_linear_bwd(ctx, dout.view(-1, dout.shape[-1]), x, weights), None, None, None
 
 
@@ -179,6 +181,6 @@ class _RMSNormAndResidual(torch.autograd.Function):
         if dout is None:
             return dresidual, None, None
         x, weight = ctx.saved_tensors
-        dout, dresidual = _row_major(dout), None if dresidual is None else _row_major(dresidual)
+        dout, dresidual = row_major(dout), None if dresidual is None else row_major(dresidual)
         _, dx, dweight, _ = torch.ops.cute.add_rmsnorm_bwd(x, dout, dresidual, weight, None, ctx.eps, 0.0)
         return dx, dweight, None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cute_ops_torch.host.function import transformed
+from cute_ops_torch.host.modes import transforms_active
 
 
 def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:
@@ -26,7 +26,7 @@ def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:
 
 def is_eager(x: torch.Tensor) -> bool:
     """Whether ``x`` is a plain tensor, and no compiler, mode or transform sees the calls made on it."""
-    return not torch.compiler.is_compiling() and not transformed() and type(x) is torch.Tensor
+    return not torch.compiler.is_compiling() and not transforms_active() and type(x) is torch.Tensor
 
 
 def is_unobserved(module: nn.Module) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from cute_ops_torch.host.function import transformed
+from cute_ops_torch.host.modes import transforms_active
 from cute_ops_torch.huggingface import residual_norm
 from cute_ops_torch.huggingface.bypass import is_unobserved
 from cute_ops_torch.huggingface.layer import layer_forward
@@ -51,7 +51,7 @@ def _without_positions(mask: Forward) -> Forward:
 
 def _next_norms(model: Any) -> dict[int, residual_norm.LlamaRMSNorm]:
     """By id of each layer that nothing observes: the norm that reads its output, the next layer's or the model's."""
-    if not torch.is_grad_enabled() or transformed() or nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
+    if not torch.is_grad_enabled() or transforms_active() or nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return {}
     layers = list(model.layers)[: model.config.num_hidden_layers]
     plain = [

@@ -18,14 +18,14 @@ from torch._inductor.virtualized import V
 from torch.compiler import config
 
 from cute_ops.op import Op
-from cute_ops_torch.host import extension
-from cute_ops_torch.host.launch import Launcher, Site, site
+from cute_ops_torch.host.call_site import CallSite, any_call, call_site
+from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.fusion_choice import asked_for, decomposed
 from cute_ops_torch.library.schema import defaults
 
 
-def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
+def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
     """Register the lowering of an op."""
     _mark_caches(op)
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
@@ -35,10 +35,9 @@ def register_lowering(op: Op, overload: Any, launch: Launcher) -> None:
     stem, length = f"{overload.namespace}_{op.name}", len(overload.namespace)
     kernels = {device: f"{stem}_{device}{length}" for device in ("cuda", "cpu")}
     # Generated code calls these once for each of its calls of the op, and keeps what they return.
-    find = launch.find if extension.loaded() is None else None
-    setattr(extern_kernels, kernels["cuda"], lambda *place: site(op, Site(*place), launch.into, find))
+    setattr(extern_kernels, kernels["cuda"], lambda *place: call_site(op, CallSite(*place), launcher))
     by_overload = _by_overload(overload, len(names))
-    setattr(extern_kernels, kernels["cpu"], lambda *place: site(op, Site(*place), by_overload, None))
+    setattr(extern_kernels, kernels["cpu"], lambda *place: any_call(op, CallSite(*place), by_overload))
 
     @lowering.register_lowering(overload, type_promotion_kind=None)
     def lower(*args: Any, **kwargs: Any) -> Any:
@@ -86,8 +85,8 @@ def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
 class _Call(ir.ExternKernelAlloc):
     """The call of a kernel: inputs, then one buffer per output that has readers.
 
-    The kernel is asked for a function of its own for this call, see :func:`cute_ops_torch.host.launch.site`. Its key is
-    what the inputs' sizes and strides depend on: nothing, or the symbols in them.
+    It goes through a :mod:`call site <cute_ops_torch.host.call_site>` of its own, whose key holds the symbols in the
+    inputs' sizes and strides.
     """
 
     def __init__(

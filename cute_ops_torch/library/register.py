@@ -5,17 +5,17 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from cute_ops.op import Op
-from cute_ops_torch.host import extension
-from cute_ops_torch.host.fast_path import Direct
-from cute_ops_torch.host.function import finished, make_function, make_inplace, make_native_function
-from cute_ops_torch.host.launch import Launcher, describe, launcher
+from cute_ops_torch.host.fast_path import FastPath
+from cute_ops_torch.host.function import make_function, make_inplace
+from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.autograd import autograd_kernel
+from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, register_fake
 from cute_ops_torch.library.schema import schema
 from cute_ops_torch.library.vmap import vmap_rule
@@ -72,11 +72,8 @@ def _define(op: Op, namespace: str) -> Registered:
     # Exact strides: Inductor must not hand over a layout that eager would have refused.
     library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     made = _registered[key] = Registered(op, getattr(getattr(torch.ops, namespace), op.name).default, gradient)
-    if extension.loaded() is not None:
-        made.native = extension.bind(op, made.overload, partial(describe, op), gradient.native if gradient else None)
-    else:
-        library.impl(op.name, _deferred(lambda: made.cuda.launch), "CUDA")
-        library.impl(op.name, autograd_kernel(op, made.overload, made.direct, made.raw_gradient), "Autograd")
+    library.impl(op.name, _deferred(lambda: made.launcher.launch), "CUDA")
+    library.impl(op.name, autograd_kernel(op, made.overload, made.fast_path, made.nodes), "Autograd")
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
     register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))
@@ -106,46 +103,34 @@ class Registered:
         op: the declaration.
         overload: the op.
         gradient: the backward op.
-        direct: the way past the dispatcher.
-        native: the op in C++, where the extension is there.
+        nodes: its autograd nodes.
+        fast_path: the way past the dispatcher.
     """
 
     def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
         self.op, self.overload, self.gradient = op, overload, gradient
-        self.native: extension.Native | None = None
-        self.direct = Direct(op, lambda: (self.cuda, self.raw_gradient()))
+        self.nodes = Nodes(op, lambda: self.gradient.raw if self.gradient else None)
+        self.fast_path = FastPath(op, lambda: self.launcher, self.nodes)
         self._lowered = False
 
     @cached_property
-    def cuda(self) -> Launcher:
+    def launcher(self) -> Launcher:
         """The CUDA implementation."""
-        made = launcher(self.op)
-        return made._replace(into=self.native.into) if self.native else made
-
-    def raw_gradient(self) -> Callable[..., Any] | None:
-        """The backward op's function, raw."""
-        return self.gradient.raw if self.gradient else None
+        return Launcher(self.op)
 
     @cached_property
     def raw(self) -> Callable[..., Any]:
         """The Python function that returns what the raw op returns."""
-        return self._front(raw=True)
+        return make_function(self.op, self.overload, self.fast_path, raw=True)
 
     @cached_property
     def function(self) -> Callable[..., Any]:
         """The Python function."""
-        op = self.op
-        if not op.options and len(op.shown) == len(op.outputs):
-            return self._front(raw=False)
         inplace = None
-        if self.gradient is not None and "inplace_backward" in op.options:
-            inplace = make_inplace(op, self.overload, self.cuda, self.gradient.raw, self.gradient.cuda.into)
-        return finished(op, self.raw, inplace)
-
-    def _front(self, raw: bool) -> Callable[..., Any]:
-        if self.native:
-            return make_native_function(self.op, self.overload, self.native.call, raw)
-        return make_function(self.op, self.overload, self.direct, raw)
+        if self.gradient is not None and "inplace_backward" in self.op.options:
+            backward = self.gradient.raw, self.gradient.launcher.into
+            inplace = make_inplace(self.op, self.overload, self.launcher, *backward)
+        return make_function(self.op, self.overload, self.fast_path, inplace=inplace)
 
     def lower(self) -> None:
         """Teach Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
@@ -160,7 +145,7 @@ class Registered:
             if not self._lowered:
                 from cute_ops_torch.inductor.lowering import register_lowering
 
-                register_lowering(self.op, self.overload, self.cuda)
+                register_lowering(self.op, self.overload, self.launcher)
                 if self.gradient:
                     self.gradient.lower()
                 self._lowered = True
@@ -183,4 +168,4 @@ def everything() -> Iterator[tuple[Op, Any, torch.library.Library]]:
 def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:
     """A registered op: its declaration, its function, raw, and its CUDA implementation with outputs given."""
     made = _registered[namespace, name]
-    return made.op, made.raw, made.cuda.into
+    return made.op, made.raw, made.launcher.into

@@ -1,15 +1,14 @@
-"""Declaration -> the texts that torch and Python want: schema and signature.
+"""The torch schema and the Python signature of a declaration.
 
 Torch schemas have fixed arity, so the raw op returns an empty tensor of shape (0,) for an absent output.
-:func:`resolver` says which those are and what stands for them.
+:func:`resolver` maps raw outputs to what callers get.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import cache
 from typing import Any
-
-import torch
 
 from cute_ops.op import Op, Tensor
 
@@ -25,15 +24,19 @@ def schema(op: Op) -> str:
 
 
 def _default(value: Any) -> str:
-    """An attribute's default as torch's schemas have it: text with C's escapes."""
+    """An attribute's default in a torch schema: strings have C escapes."""
     if not isinstance(value, str):
         return repr(value)
     return '"' + "".join(f"\\{ord(c):03o}" if c in '"\\' or c < " " else c for c in value) + '"'
 
 
 def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
-    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``, with types for the stubs, and with the options that
-    only Python functions have.
+    """``x, weight=None, bias=None, eps=1e-06, weight_offset=0.0``.
+
+    Args:
+        op: the declaration.
+        annotated: with types, for stubs.
+        options: with the options that only Python functions have.
     """
     optional, required = (": Tensor | None = None", ": Tensor") if annotated else ("=None", "")
     inputs = [name + (optional if t.optional else required) for name, t in op.inputs.items()]
@@ -43,65 +46,62 @@ def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
 
 
 def _quoted(value: Any) -> str:
-    """A default as Python has it; text in the quotes of this project, where it has none of its own."""
+    """A default as Python source, strings in double quotes where they contain none."""
     return f'"{value}"' if isinstance(value, str) and repr(value) == f"'{value}'" and '"' not in value else repr(value)
 
 
 def defaults(op: Op) -> tuple[Any, ...]:
-    """The values of the trailing arguments that may be left out."""
+    """The values of the trailing arguments that a call may leave out."""
     return (*(None for t in op.inputs.values() if t.optional), *op.attrs.values())
 
 
+@cache
 def filler(op: Op) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """Appends the defaults to a call's arguments: the dispatcher drops trailing ones that equal them."""
+    """A function that appends defaults to a call's arguments: the dispatcher drops trailing ones that equal them."""
     arity, tail = len(op.inputs) + len(op.attrs), defaults(op)
     missing = {n: tail[len(tail) - (arity - n) :] for n in range(arity - len(tail), arity)}
     return lambda args: args if len(args) == arity else args + missing[len(args)]
 
 
-def resolved(op: Op, raw: Sequence[str], inputs: Mapping[str, str] | None = None) -> list[str]:
-    """Raw outputs as expressions -> expressions of what stands for each.
+def resolver(
+    op: Op, wanted: Collection[str] | None = None, given: Collection[str] = ()
+) -> Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]:
+    """``resolve(inputs, raw outputs)``: what a caller gets for each raw output, with absent inputs as None.
 
-    An absent output is None, a shared one the array that serves for it.
+    That is None for an absent output, and for one that another serves for (``same_as``) the other.
 
     Args:
-        inputs: the inputs as expressions, where they are not their names.
+        op: the declaration.
+        wanted: the outputs that are looked at, all by default.
+        given: inputs that are known not to be None.
     """
-    outputs = dict(zip(op.outputs, raw, strict=True))
-    local = inputs or {name: name for name in op.inputs}
-    source = {t.dtype: local[name] for name, t in reversed(op.inputs.items())}
+    inputs, outputs = list(op.inputs), list(op.outputs)
+    source = {t.dtype: k for k, t in reversed(list(enumerate(op.inputs.values())))}
+    looked_at = [(k, t) for k, (name, t) in enumerate(op.outputs.items()) if wanted is None or name in wanted]
 
-    def dtype_of(tensor: Tensor) -> str:
+    def dtype_of(tensor: Tensor) -> int:
+        """The input that has the dtype of an output."""
         if tensor.dtype not in source:
             raise ValueError(
                 f"op {op.name}: an output has dtype {tensor.dtype}, which no input binds; same_as needs that"
             )
-        return f"{source[tensor.dtype]}.dtype"
+        return source[tensor.dtype]
 
-    expressions = []
-    for name, tensor in op.outputs.items():
-        text = outputs[name]
-        if tensor.same_as:
-            other = tensor.same_as
-            text = f"({outputs[other]} if {dtype_of(tensor)} == {dtype_of(op.outputs[other])} else {text})"
-        expressions.append(f"(None if {local[tensor.given]} is None else {text})" if tensor.given else text)
-    return expressions
+    shared = [
+        (k, outputs.index(t.same_as), dtype_of(t), dtype_of(op.outputs[t.same_as])) for k, t in looked_at if t.same_as
+    ]
+    absent = [(k, inputs.index(t.given)) for k, t in looked_at if t.given and t.given not in given]
+    if not shared and not absent:
+        return lambda tensors, raw: raw
 
+    def resolve(tensors: Sequence[Any], raw: Sequence[Any]) -> Sequence[Any]:
+        results = list(raw)
+        for k, other, own, others in shared:
+            if tensors[own].dtype == tensors[others].dtype:
+                results[k] = raw[other]
+        for k, place in absent:
+            if tensors[place] is None:
+                results[k] = None
+        return results
 
-def resolver(op: Op) -> Callable[[Sequence[Any], Sequence[torch.Tensor]], tuple[torch.Tensor | None, ...]]:
-    """``resolve(inputs, raw outputs)``: absent outputs as None, shared ones as the array that serves for them."""
-    raw = [f"_raw[{k}]" for k, _ in enumerate(op.outputs)]
-    text = f"def resolve({', '.join(op.inputs)}, _raw):\n    return {', '.join(resolved(op, raw))},\n"
-    resolve = define(text, f"resolve {op.name}")["resolve"]
-    return lambda tensors, outputs: resolve(*tensors, outputs)
-
-
-def define(text: str, name: str, **values: Any) -> dict[str, Any]:
-    """Runs generated source, as dataclasses do, in a scope of these values; returns what it defines.
-
-    A loop over a call's arguments costs more host time than the rest of the call, so what is called often is written
-    out. Names of the scope start with an underscore, which no argument does.
-    """
-    space: dict[str, Any] = dict(values)
-    exec(compile(text, f"<cute_ops_torch {name}>", "exec"), space)
-    return space
+    return resolve

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, Signature
 from typing import Any, ClassVar
 
@@ -11,17 +11,12 @@ from torch import nn
 
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.register import register
-from cute_ops_torch.library.schema import define
 
 _PUBLIC = "cute_ops_torch.nn"
 # How parts of names are written.
 _WORDS = {
     "rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "swiglu": "SwiGLU", "geglu": "GeGLU", "qk": "QK", "fp8": "FP8",
 }  # fmt: skip
-_SOURCE = """
-def forward(self, {tensors}):
-    return self._function({arguments})
-"""
 
 
 def class_name(op: Op) -> str:
@@ -50,17 +45,33 @@ def module(op: Op, namespace: str = "cute") -> type[nn.Module]:
             *(Parameter(name, keyword, default=None) for name in ("device", "dtype") if learned),
         ]
     )
-    source = _SOURCE.format(
-        tensors=", ".join(f"{n}=None" if t.optional else n for n, t in op.inputs.items() if n not in learned),
-        arguments=", ".join(f"self.{n}" if n in learned or n in options else n for n in (*op.inputs, *options)),
-    )
     attributes = {
         "_learned": learned, "_flags": flags, "_size_names": sizes, "_options": options, "__signature__": signature,
         "_function": staticmethod(register(op, namespace)), "__module__": _PUBLIC,
-        "forward": define(source, f"module {op.name}", __name__=_PUBLIC)["forward"],
+        "forward": _forward(op, [*learned, *options]),
         "__doc__": f":func:`cute_ops_torch.{op.name}` as a module, see :func:`cute_ops_torch.nn.module`.",
     }  # fmt: skip
     return type(class_name(op), (_OpModule,), attributes)
+
+
+def _forward(op: Op, held: Sequence[str]) -> Callable[..., Any]:
+    """``forward`` of an op's module: takes the inputs that the module does not hold."""
+    free = [name for name in op.inputs if name not in held]
+
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if len(args) > len(free):
+            raise TypeError(f"{op.name}: takes at most {len(free)} inputs ({', '.join(free)}), got {len(args)}")
+        own = {name: getattr(self, name) for name in held}
+        return self._function(**dict(zip(free, args, strict=False)), **kwargs, **own)
+
+    # torch.compile keeps what it compiled, and how often, by code object: each class has its own.
+    forward.__code__ = forward.__code__.replace(co_name=f"{op.name}_forward")
+    either = Parameter.POSITIONAL_OR_KEYWORD
+    defaults = {name: None if op.inputs[name].optional else Parameter.empty for name in free}
+    forward.__signature__ = Signature(  # type: ignore[attr-defined]
+        [Parameter("self", either), *(Parameter(name, either, default=value) for name, value in defaults.items())]
+    )
+    return forward
 
 
 class _OpModule(nn.Module):

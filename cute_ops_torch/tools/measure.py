@@ -26,7 +26,7 @@ from cute_ops.jit.variant import VECTOR
 from cute_ops.op import Op
 from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import EPS, Arrays
-from cute_ops_torch.host.launch import ready_to_run
+from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES
 from cute_ops_torch.tools.runner import device as place
 from cute_ops_torch.tools.runner import to_numpy, to_torch
@@ -86,8 +86,18 @@ def run(binding: Binding, chosen: Plan, arrays: Arrays) -> tuple[np.ndarray | No
     tensors = [None if a is None else to_torch(a) for a in arrays.values()]
     outputs = [None if a is None else _filled(a) for a in binding.outputs.values()]
     with torch.no_grad():
-        ready_to_run(binding, chosen, tensors).into(*tensors, *outputs)
+        _filling(binding, chosen)(*_present(tensors), *_present(outputs))
     return tuple(None if out is None else to_numpy(out) for out in outputs)
+
+
+def _filling(binding: Binding, chosen: Plan) -> Callable[..., Any]:
+    """``fill(*inputs, *outputs)`` by a plan, without those that are absent."""
+    outputs = tuple(name for name, array in binding.outputs.items() if array is not None)
+    return planned_call(binding, chosen, torch.device(place())).fill(outputs)
+
+
+def _present(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
+    return [t for t in tensors if t is not None]
 
 
 @contextmanager
@@ -111,7 +121,7 @@ class Contest:
         first = _inputs(binding, memory)
         self._inputs = [first, *([None if t is None else _copy(t) for t in first] for _ in range(count - 1))]
         self._outputs = [[None if a is None else _filled(a) for a in binding.outputs.values()] for _ in range(count)]
-        self._runs = [partial(self._ready, chosen) for chosen in plans]
+        self._runs = [partial(_filling, binding, chosen) for chosen in plans]
         self._samplers: dict[int, Sampler] = {}
         self._expected: list[torch.Tensor | None] | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -153,19 +163,16 @@ class Contest:
             self._samplers[index] = self._sampler(index)
         return self._samplers[index]()
 
-    def _ready(self, chosen: Plan) -> Callable[..., None]:
-        return ready_to_run(self._binding, chosen, self._inputs[0]).into
-
     def _call(self, index: int) -> None:
-        self._runs[index]()(*self._inputs[0], *self._outputs[0])
+        self._runs[index]()(*_present(self._inputs[0]), *_present(self._outputs[0]))
 
     def _sampler(self, index: int) -> Sampler:
         if self._stream is None:
             torch.cuda.synchronize()
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
-        into = self._runs[index]()
-        sets = [(*given, *outputs) for given, outputs in zip(self._inputs, self._outputs, strict=True)]
-        calls = [partial(into, *arguments) for arguments in sets]
+        fill = self._runs[index]()
+        sets = [_present([*given, *outputs]) for given, outputs in zip(self._inputs, self._outputs, strict=True)]
+        calls = [partial(fill, *arguments) for arguments in sets]
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
             for call in calls[:3]:

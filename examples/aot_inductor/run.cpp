@@ -1,7 +1,7 @@
 // Runs a package of AOTInductor from C++: `run model.pt2 inputs.pt outputs.pt`.
 //
 // inputs.pt holds a list of calls, each a list of tensors; outputs.pt becomes the like. Kernels are planned by Python,
-// so an interpreter lives in this process; with the C++ extension it sleeps once every signature has been seen.
+// so an interpreter lives in this process.
 
 #include <Python.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>

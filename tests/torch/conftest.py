@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -20,15 +19,11 @@ from cute_ops import testing
 from cute_ops.jit import cache, target
 from cute_ops.jit.variant import TensorKey, Variant
 from cute_ops.op import Case, Op, Tensor
-from cute_ops.ops import OPS as ALL
-from cute_ops.ops import PARTS as ALL_PARTS
+from cute_ops.ops import OPS, PARTS
 from cute_ops.shapes import FLOATS, ITEMSIZE
 from cute_ops_torch.host import launch
 from cute_ops_torch.library.tensors import DTYPES, NAMES
 
-# Set where the whole suite is run once more, in another way, for one op that stands for all.
-OPS = tuple(op for op in ALL if op.name == os.environ.get("CUTE_OPS_TEST_ONLY", op.name))
-PARTS = tuple(op for op in ALL_PARTS if op.name == os.environ.get("CUTE_OPS_TEST_ONLY", op.name))
 STAGES = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
 
 

@@ -11,7 +11,7 @@ from torch._subclasses import FakeTensorMode
 
 import cute_ops_torch
 from cute_ops.ops import OPS
-from cute_ops_torch.host.launch import launcher
+from cute_ops_torch.host.launch import Launcher
 
 x = torch.randn(3, 5, 64)
 
@@ -62,7 +62,7 @@ def test_texts(name: str, way: str, compiled: Any) -> None:
     call: Callable[..., Any] = {
         "function": cute_ops_torch.rmsnorm,
         "raw": torch.ops.cute.rmsnorm,
-        "planned": launcher(OPS[0]).launch,
+        "planned": Launcher(OPS[0]).launch,
     }[way]
     with pytest.raises(kind) as caught:
         call(*arguments)
@@ -99,7 +99,7 @@ def test_a_gpu_without_a_kernel_says_so(compiled: Any, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(target, "of_device", refuse)
     with pytest.raises(NotImplementedError) as caught:
-        launcher(OPS[0]).launch(x)
+        Launcher(OPS[0]).launch(x)
     assert str(caught.value) == OLD_GPU
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,10 @@ from cute_ops import FLOATS, Op, Tensor, dispatch, manifest
 from cute_ops.aot import build
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
-from cute_ops_torch.host import launch
-from cute_ops_torch.host.launch import launcher
+from cute_ops_torch.host import compiled_call, launch
+from cute_ops_torch.host.call_site import CallSite, any_call, call_site
+from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.library import remembered
 from cute_ops_torch.library.register import register
 
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
@@ -22,8 +23,8 @@ rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 
 def test_values_against_float64(structure: Any, compiled: Any) -> None:
     """In outputs of the launcher's own, and in given ones."""
-    cuda, tensors = launcher(structure.op), structure.tensors()
-    made = cuda.launch(*tensors, **structure.attrs)
+    cuda, tensors = Launcher(structure.op), structure.tensors()
+    made = cuda.launch(*tensors, *structure.attrs.values())
     structure.check(made)
     assert compiled.calls == [structure.op.name]
     structure.check_into(cuda.into, made)
@@ -31,11 +32,11 @@ def test_values_against_float64(structure: Any, compiled: Any) -> None:
 
 @pytest.mark.feature("strided rows, read in place")
 def test_strided_rows_are_read_in_place(structure: Any, compiled: Any) -> None:
-    structure.check(launcher(structure.op).launch(*structure.strided(), **structure.attrs))
+    structure.check(Launcher(structure.op).launch(*structure.strided(), *structure.attrs.values()))
 
 
 def test_a_second_call_does_not_plan(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, x, w = launcher(rmsnorm), torch.randn(4, 64), torch.ones(64)
+    cuda, x, w = Launcher(rmsnorm), torch.randn(4, 64), torch.ones(64)
     first = cuda.launch(x, w)
     monkeypatch.setattr(launch, "prepare", None)
     assert torch.equal(cuda.launch(x.clone(), w), first)
@@ -43,7 +44,7 @@ def test_a_second_call_does_not_plan(compiled: Any, monkeypatch: pytest.MonkeyPa
 
 
 def test_whatever_a_plan_depends_on_is_in_the_key(compiled: Any) -> None:
-    cuda, w = launcher(rmsnorm), torch.ones(64)
+    cuda, w = Launcher(rmsnorm), torch.ones(64)
     base = torch.randn(9, 68)
     calls = [
         (base[:4, :64].contiguous(), w), (base[:5, :64].contiguous(), w), (base[:4, :64], w), (base[:4, 1:65], w),
@@ -53,13 +54,13 @@ def test_whatever_a_plan_depends_on_is_in_the_key(compiled: Any) -> None:
     ]  # fmt: skip
     for arguments in calls:
         cuda.launch(*arguments)
-    assert len(cuda.ready) == len(calls)
+    assert len(cuda.calls) == len(calls)
     assert len({v.digest for v in compiled.variants}) == len(calls) - 1  # the number of rows is dynamic
 
 
 def test_calls_of_one_shape_are_told_apart(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each is compared with the last call of its shape, whatever that was."""
-    cuda, w = launcher(rmsnorm), torch.rand(64)
+    cuda, w = Launcher(rmsnorm), torch.rand(64)
     base = torch.randn(9, 68)
     x, b = base[:4, :64].contiguous(), torch.rand(64)
     shifted = torch.empty(4 * 64 + 1)[1:].view(4, 64).copy_(x)
@@ -95,28 +96,27 @@ def test_calls_of_one_shape_are_told_apart(compiled: Any, monkeypatch: pytest.Mo
 
 
 def test_a_place_in_a_program_fills_outputs(turn: Any, compiled: Any) -> None:
-    cuda, tensors, attrs = launcher(turn.op), turn.tensors(), tuple(turn.attrs.values())
+    cuda, tensors, attrs = Launcher(turn.op), turn.tensors(), tuple(turn.attrs.values())
     made = cuda.launch(*tensors, *attrs)
     given = {name: t for name, t in zip(turn.op.inputs, tensors, strict=True) if t is not None}
-    for find, anywhere in itertools.product((cuda.find, None), (tuple(given), ())):
+    for make, anywhere in ((call_site, tuple(given)), (call_site, ()), (any_call, ())):
         sites: dict[tuple[str, ...], Any] = {}
 
-        def into(*args: Any, find: Any = find, anywhere: Any = anywhere, sites: Any = sites) -> None:
+        def into(*args: Any, make: Any = make, anywhere: Any = anywhere, sites: Any = sites) -> None:
             outputs = zip(turn.op.outputs, args[len(tensors) + len(attrs) :], strict=True)
             wanted = {name: out for name, out in outputs if out is not None}
-            place = launch.Site(tuple(given), attrs, tuple(wanted), anywhere, False)
-            sites.setdefault(place.wanted, launch.site(turn.op, place, cuda.into, find))(
-                *given.values(), *wanted.values()
-            )
+            site = CallSite(tuple(given), attrs, tuple(wanted), anywhere, False)
+            by = cuda if make is call_site else cuda.into
+            sites.setdefault(site.wanted, make(turn.op, site, by))(*given.values(), *wanted.values())
 
         turn.check_into(into, made)
         assert sites
 
 
 def test_a_place_in_a_program_plans_once_for_a_size(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda, w, base = launcher(rmsnorm), torch.rand(64), torch.randn(9, 64)
-    place = launch.Site(("x", "weight"), (1e-6, 0.0), ("out",), ("x", "weight"), True)
-    site = launch.site(rmsnorm, place, cuda.into, cuda.find)
+    cuda, w, base = Launcher(rmsnorm), torch.rand(64), torch.randn(9, 64)
+    place = CallSite(("x", "weight"), (1e-6, 0.0), ("out",), ("x", "weight"), True)
+    site = call_site(rmsnorm, place, cuda)
 
     def check(x: torch.Tensor) -> None:
         out = torch.full((len(x), 64), torch.nan)
@@ -144,27 +144,27 @@ def test_any_argument_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
         kernel="nowhere:Names",
     )
     seen: list[Any] = []
-    ready = launch.Ready(lambda *tensors: seen.extend(tensors), lambda *args: None)
-    monkeypatch.setattr(launch, "prepare", lambda op, tensors, attrs: ready)
+    call = compiled_call.CompiledCall(lambda *tensors: seen.extend(tensors), lambda wanted: seen.extend)
+    monkeypatch.setattr(launch, "prepare", lambda op, tensors, attrs: call)
     given = [torch.full((2, 3), float(i)) for i in range(len(names))]
-    launcher(own).launch(*given)
+    Launcher(own).launch(*given)
     assert [id(t) for t in seen] == [id(t) for t in given]
     torch.testing.assert_close(register(own, namespace="cute_test")(*given), sum(given))
 
 
 def test_what_is_remembered_is_bounded(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launch, "REMEMBERED", 3)
-    cuda = launcher(rmsnorm)
+    monkeypatch.setattr(remembered, "REMEMBERED", 3)
+    cuda = Launcher(rmsnorm)
     for m in (1, 2, 3, 4, 5, 1):
         cuda.launch(torch.randn(m, 8))
-    assert [key[0][1][0] for key in cuda.ready] == [4, 5, 1]
+    assert [key[0][1][0] for key in cuda.calls] == [4, 5, 1]
     assert len(compiled.variants) == 6
 
 
 def test_zero_rows_launch_nothing(compiled: Any) -> None:
     x = torch.randn(0, 64)
-    assert launcher(rmsnorm).launch(x).shape == (0, 64)
-    dx, dweight, dbias = launcher(rmsnorm.grad).launch(x, x, torch.ones(64), None)
+    assert Launcher(rmsnorm).launch(x).shape == (0, 64)
+    dx, dweight, dbias = Launcher(rmsnorm.grad).launch(x, x, torch.ones(64), None)
     assert dx.shape == (0, 64)
     assert torch.equal(dweight, torch.zeros(64))
     assert dbias.shape == (0,)
@@ -173,7 +173,7 @@ def test_zero_rows_launch_nothing(compiled: Any) -> None:
 
 def test_outputs_are_compact_whatever_the_inputs_are(compiled: Any) -> None:
     x = torch.randn(3, 4, 64).transpose(0, 1)
-    out, residual_out = launcher(add_rmsnorm).launch(x, x)
+    out, residual_out = Launcher(add_rmsnorm).launch(x, x)
     assert out.is_contiguous()
     assert residual_out.is_contiguous()
     torch.testing.assert_close(residual_out, 2 * x)
@@ -193,9 +193,12 @@ def test_another_device_is_made_current(monkeypatch: pytest.MonkeyPatch) -> None
 
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "device", Guard)
+    call = compiled_call.CompiledCall(lambda value: value, lambda wanted: lambda value: (wanted, value))
     for index in (0, 1):
-        assert launch._on_device(lambda value: value, torch.device("cuda", index))(5) == 5
-    assert entered == [torch.device("cuda", 1)]
+        on = compiled_call.on_device(call, torch.device("cuda", index))
+        assert on.run(5) == 5
+        assert on.fill(("out",))(6) == (("out",), 6)
+    assert entered == [torch.device("cuda", 1)] * 2
 
 
 def test_what_is_recorded_plans_what_ran(
@@ -206,7 +209,7 @@ def test_what_is_recorded_plans_what_ran(
     dispatch._recorder.cache_clear()
     tensors = make_inputs(op, dtype=torch.bfloat16)
     for inputs in (tensors, [shifted(t) for t in tensors]):
-        launcher(op).launch(*inputs)
+        Launcher(op).launch(*inputs)
     dispatch._recorder.cache_clear()
     ran = {variant.symbol for variant in compiled.variants}
     assert {

@@ -82,21 +82,24 @@ def test_results_that_differ_are_found(
     binding = bind(rmsnorm, {"x": Array((6, 64), "bfloat16")})
     first = plan(binding, {}, SM90)
     other = plan(binding, {}, SM90, config={**first.variant.tile, "unroll": 2})
-    right, calls = measure.ready_to_run, []
+    right, calls = measure.planned_call, []
 
-    def ready(binding: Any, chosen: Any, tensors: Any) -> Any:
-        made = right(binding, chosen, tensors)
+    def planned(binding: Any, chosen: Any, device: Any) -> Any:
+        call = right(binding, chosen, device)
         if chosen is first:
-            return made
+            return call
 
-        def into(*given: Any) -> None:
-            made.into(*given)
-            calls.append(1)
-            spoil(given[-1], len(calls))
+        def fill(wanted: Any) -> Any:
+            def spoiled(*given: Any) -> None:
+                call.fill(wanted)(*given)
+                calls.append(1)
+                spoil(given[-1], len(calls))
 
-        return made._replace(into=into)
+            return spoiled
 
-    monkeypatch.setattr(measure, "ready_to_run", ready)
+        return call._replace(fill=fill)
+
+    monkeypatch.setattr(measure, "planned_call", planned)
     with measure.contest(binding, {}, [first, other]) as taken:
         found = taken.differs(1, {"out": 1e-6})
     assert (message in found and "output out" in found) if message else not found

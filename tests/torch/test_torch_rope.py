@@ -9,7 +9,7 @@ import torch
 
 import cute_ops_torch
 from cute_ops.ops import OPS
-from cute_ops_torch.host.launch import launcher
+from cute_ops_torch.host.launch import Launcher
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 LEADS = [(5, 1), (1, 3), (5, 3), (3,), (1,), (1, 1), ()]
@@ -50,8 +50,8 @@ def test_under_vmap(lead: tuple[int, ...]) -> None:
 
 def test_kernels_read_such_tables_in_place(compiled: Any) -> None:
     x, tables, whole = problem((5, 1))
-    found = launcher(rope).launch(x, *tables)
-    torch.testing.assert_close(found, launcher(rope).launch(x, *whole), rtol=0, atol=0)
+    found = Launcher(rope).launch(x, *tables)
+    torch.testing.assert_close(found, Launcher(rope).launch(x, *whole), rtol=0, atol=0)
     cos = compiled.variants[0].tensors["cos"]
     assert (cos.layout, cos.shape) == ("strided", (None, None, 32))
 

@@ -12,7 +12,7 @@ from cute_ops.shapes import FLOATS
 from cute_ops.tools.verify import installed, verify
 from cute_ops_torch.composite.gradient_scale import scale as scale_gradient
 from cute_ops_torch.composite.gradient_scale import scale_ as scale_gradient_
-from cute_ops_torch.library.autograd import inplace_gradient
+from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.register import family
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]

@@ -1,4 +1,4 @@
-"""The way past the dispatcher, with kernels that a CPU can run in place of the compiler's."""
+"""The fast path past the dispatcher, with stand-ins for kernels that run on a CPU."""
 
 from __future__ import annotations
 
@@ -15,11 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from cute_ops import Op
 from cute_ops.ops import OPS
 from cute_ops_torch.host import fast_path, function, launch
-from cute_ops_torch.library import autograd
+from cute_ops_torch.library import autograd, remembered
+from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import fake_kernel
 from cute_ops_torch.library.schema import schema
 
-NAMESPACE = "cute_direct"
+NAMESPACE = "cute_fast_path"
 rmsnorm = OPS[0]
 
 
@@ -28,8 +29,8 @@ class Made(NamedTuple):
 
     raw: Any
     function: Callable[..., Any]
-    direct: fast_path.Direct
-    cuda: launch.Launcher
+    fast_path: fast_path.FastPath
+    nodes: Nodes
 
 
 @pytest.fixture
@@ -42,13 +43,14 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             gradient = one(op.grad).function if op.grad else None
             library.define(schema(op))
             overload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
-            cuda = launch.launcher(op)
-            way = fast_path.Direct(op, lambda: (cuda, gradient))
-            library.impl(op.name, lambda *args: cuda.launch(*args), "CPU")
-            kernel = autograd.autograd_kernel(op, overload, way, lambda: gradient, keys.raw_repr())
+            launcher, nodes = launch.Launcher(op), Nodes(op, lambda: gradient)
+            fast = fast_path.FastPath(op, lambda: launcher, nodes)
+            library.impl(op.name, lambda *args: launcher.launch(*args), "CPU")
+            kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr())
             library.impl(op.name, kernel, "Autograd")
             torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake_kernel(op, lambda: None), lib=library)
-            made[op.name] = Made(overload, function.make_function(op, overload, way, raw=True, device="cpu"), way, cuda)
+            call = function.make_function(op, overload, fast, raw=True, device="cpu")
+            made[op.name] = Made(overload, call, fast, nodes)
         return made[op.name]
 
     yield one
@@ -110,7 +112,7 @@ def test_a_known_call_neither_plans_nor_dispatches(make: Any, compiled: Any, mon
     made, x, w = make(rmsnorm), torch.randn(4, 72, requires_grad=True), torch.ones(72)
     first = made.function(x, w)
     monkeypatch.setattr(launch, "prepare", None)
-    monkeypatch.setattr(made.direct, "learn", None)
+    monkeypatch.setattr(made.fast_path, "specialize", None)
     other = x.detach().clone().requires_grad_()
     assert torch.equal(made.function(other, w), first)
     assert type(made.raw(other, w).grad_fn).__name__ == "cute_rmsnormBackward"
@@ -180,7 +182,7 @@ def test_dispatch_keys_are_the_dispatchers() -> None:
         return x + (x if y is None else y)
 
     library.impl("add", kernel, "Autograd", with_keyset=True)
-    call, x = torch.ops.cute_direct_keys.add.default, torch.randn(3, 4)
+    call, x = torch.ops.cute_fast_path_keys.add.default, torch.randn(3, 4)
     try:
         for leaf in (x, x.clone().requires_grad_()):
             call(leaf)
@@ -286,13 +288,14 @@ def test_threads(make: Any) -> None:
 
 
 def test_what_is_remembered_is_bounded(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast_path, "REMEMBERED", 3)
+    monkeypatch.setattr(remembered, "REMEMBERED", 3)
     made = make(rmsnorm)
     for m in range(1, 9):
         x = torch.randn(m, 8, requires_grad=True)
         torch.testing.assert_close(made.function(x, eps=m / 8), torch.ops.cute.rmsnorm(x, eps=m / 8))
-    assert [shape[0] for shape in made.direct.table] == [6, 7, 8]
-    assert len(made.direct._made) == len(made.direct._nodes) == len(made.direct._alike) == 3
+    assert [shape[0] for shape in made.fast_path.table] == [6, 7, 8]
+    calls = made.fast_path._calls
+    assert len(calls._links) == len(calls._chains) == len(made.nodes._known) == 3
 
 
 def test_calls_that_take_turns_are_known(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,8 +303,7 @@ def test_calls_that_take_turns_are_known(make: Any, monkeypatch: pytest.MonkeyPa
     calls = [(x, None), (x, torch.rand(72)), (x.clone().requires_grad_(), None)]
     for arguments in (*calls, (x.bfloat16(),), *calls):  # more than are kept
         made.function(*arguments)
-    monkeypatch.setattr(made.direct, "_learn", None)
-    monkeypatch.setattr(fast_path, "_learner", None)
+    monkeypatch.setattr(made.fast_path, "_fill_defaults", None)
     for arguments in calls * 2:
         torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))
     with pytest.raises(TypeError, match="NoneType"):
@@ -313,7 +315,6 @@ def test_a_parameter_after_a_tensor_is_known(make: Any, monkeypatch: pytest.Monk
     calls = [(x, weight), (x, torch.nn.Parameter(weight, requires_grad=False))]
     for arguments in calls:
         made.function(*arguments)
-    monkeypatch.setattr(made.direct, "_learn", None)
-    monkeypatch.setattr(fast_path, "_learner", None)
+    monkeypatch.setattr(made.fast_path, "_fill_defaults", None)
     for arguments in calls * 2:
         torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))

@@ -1,0 +1,137 @@
+"""A planned call as Python functions: allocate the outputs, call the compiled kernel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+
+from cute_ops.binding import Binding
+from cute_ops.jit.layout import compact
+from cute_ops.jit.plan import Plan
+from cute_ops_torch.host import codegen
+from cute_ops_torch.library.reference import run_reference
+from cute_ops_torch.library.tensors import DTYPES, absent_dtype
+
+Run = Callable[..., Any]
+
+
+class CompiledCall(NamedTuple):
+    """A planned call. Nothing is left to decide or to loop over when it runs.
+
+    Attributes:
+        run: ``run(*inputs)`` takes the inputs that are not None, allocates the outputs and returns them.
+        fill: ``fill(wanted)`` makes ``call(*inputs, *outputs)``, which takes outputs of these names to write to. What
+            else the kernel writes is allocated for the call.
+    """
+
+    run: Run
+    fill: Callable[[tuple[str, ...]], Run]
+
+
+def of_kernel(binding: Binding, chosen: Plan, kernel: Run, device: torch.device) -> CompiledCall:
+    """The call of a compiled kernel."""
+    written = _KernelCall(binding, chosen, kernel, device)
+    return CompiledCall(written.run(), cache(written.fill))
+
+
+class _KernelCall:
+    """Writes the source of a kernel's calls. Its arguments are inputs, outputs and workspaces, those that are there.
+
+    Attributes:
+        inputs: names of the inputs that are there.
+        outputs: variable and array by name of the output, None where it is absent.
+    """
+
+    def __init__(self, binding: Binding, chosen: Plan, kernel: Run, device: torch.device) -> None:
+        self.binding, self.chosen, self.kernel = binding, chosen, kernel
+        # Inductor's allocator: a third of the host time of `torch.empty`.
+        self.new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
+        self.inputs = [name for name, array in binding.inputs.items() if array is not None]
+        self.outputs = {name: (f"_out{k}", array) for k, (name, array) in enumerate(binding.outputs.items())}
+
+    def run(self) -> Run:
+        outputs = ", ".join(variable for variable, _ in self.outputs.values())
+        return self._make("run", self.inputs, tuple(self.outputs), outputs)
+
+    def fill(self, wanted: tuple[str, ...]) -> Run:
+        present = tuple(name for name, (_, array) in self.outputs.items() if array is not None)
+        if wanted == present and not self.chosen.views and not self.chosen.workspaces:
+            return self.kernel
+        parameters = [*self.inputs, *(self.outputs[name][0] for name in wanted)]
+        return self._make("fill", parameters, tuple(name for name in present if name not in wanted), "None")
+
+    def _make(self, name: str, parameters: list[str], allocated: tuple[str, ...], returned: str) -> Run:
+        values: dict[str, Any] = {"_kernel": self.kernel, "_new": self.new, "_as_strided": torch.as_strided}
+        arrays = {variable: array for variable, array in self.outputs.values() if array is not None}
+        allocations = [self._new_output(output, values) for output in allocated]
+        arguments = [self._view(n, n, values) for n in self.inputs]
+        arguments += [self._view(v, n, values) for n, (v, _) in self.outputs.items() if v in arrays]
+        for k, array in enumerate(self.chosen.workspaces.values()):
+            allocations.append(_new(f"_work{k}", tuple(array.shape), DTYPES[array.dtype], values))
+            arguments.append(f"_work{k}")
+        make = codegen.maker(
+            codegen.KERNEL_CALL, f"{self.binding.op.name}.{name}", values, name=name, parameters=", ".join(parameters),
+            allocations="".join(f"        {line}\n" for line in allocations), arguments=", ".join(arguments),
+            outputs=returned,
+        )  # fmt: skip
+        made: Run = make(**values)
+        return made
+
+    def _new_output(self, name: str, values: dict[str, Any]) -> str:
+        variable, array = self.outputs[name]
+        if array is None:  # torch's schemas know no absent output: an empty tensor stands for it
+            return _new(variable, (0,), absent_dtype(self.binding, self.binding.op.outputs[name]), values)
+        return _new(variable, tuple(array.shape), DTYPES[array.dtype], values)
+
+    def _view(self, variable: str, name: str, values: dict[str, Any]) -> str:
+        """Source of a tensor as the kernel takes it."""
+        view = self.chosen.views.get(name)
+        if view is None:
+            return variable
+        values[f"_size_{variable}"], values[f"_stride_{variable}"] = view.shape, view.strides
+        return f"_as_strided({variable}, _size_{variable}, _stride_{variable})"
+
+
+def _new(variable: str, shape: tuple[int, ...], dtype: torch.dtype, values: dict[str, Any]) -> str:
+    """Source that allocates a compact tensor."""
+    values |= {f"_shape{variable}": shape, f"_strides{variable}": compact(shape), f"_dtype{variable}": dtype}
+    return f"{variable} = _new(_shape{variable}, _strides{variable}, _dtype{variable})"
+
+
+def of_reference(binding: Binding) -> CompiledCall:
+    """The same by the reference, for a call whose outputs have no elements: no kernel can be launched on nothing."""
+    inputs = [name for name, array in binding.inputs.items() if array is not None]
+
+    def run(*given: torch.Tensor) -> Any:
+        there = dict(zip(inputs, given, strict=True))
+        return run_reference(binding, [there.get(name) for name in binding.inputs])
+
+    def fill(wanted: tuple[str, ...]) -> Run:
+        def call(*tensors: torch.Tensor) -> None:
+            result = run(*tensors[: len(inputs)])
+            made = dict(zip(binding.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+            for name, out in zip(wanted, tensors[len(inputs) :], strict=True):
+                out.copy_(made[name])
+
+        return call
+
+    return CompiledCall(run, fill)
+
+
+def on_device(call: CompiledCall, device: torch.device) -> CompiledCall:
+    """The same with the tensors' device current: stream and loaded module depend on it."""
+    current = torch.cuda.current_device
+
+    def guarded(run: Run) -> Run:
+        def on(*args: Any) -> Any:
+            if current() == device.index:
+                return run(*args)
+            with torch.cuda.device(device):
+                return run(*args)
+
+        return on
+
+    return CompiledCall(guarded(call.run), cache(lambda wanted: guarded(call.fill(wanted))))

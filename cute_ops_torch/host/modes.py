@@ -1,0 +1,26 @@
+"""Which modes of torch are active: calls past the dispatcher must not hide from them."""
+
+from __future__ import annotations
+
+import torch
+from torch.autograd import forward_ad
+
+_C = torch._C
+# Types with the behaviour of a plain tensor. Other subclasses may override calls.
+EXACT = frozenset((torch.Tensor, torch.nn.Parameter))
+
+
+def modes_active() -> bool:
+    """Whether anything observes or transforms calls of ops, the profiler too."""
+    return transforms_active() or torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
+
+
+def transforms_active() -> bool:
+    """Whether calls of ops may be transformed: by modes, functorch, forward-mode AD or tracing."""
+    return (
+        _C._len_torch_dispatch_stack() > 0
+        or _C._len_torch_function_stack() > 0
+        or _C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+        or _C._get_tracing_state() is not None
+    )

@@ -1,0 +1,110 @@
+"""The error when an op without a gradient is differentiated, or a gradient a second time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any
+
+import torch
+
+from cute_ops.errors import message
+from cute_ops.op import Op
+from cute_ops_torch.library.reference import register_fake
+
+Call = Callable[..., Any]
+
+
+def no_gradients(
+    op: Op, given: Mapping[str, Any], cotangents: Sequence[torch.Tensor | None], wanted: Sequence[bool]
+) -> list[torch.Tensor | None]:
+    """The gradients of an op that has none, in a backward: an error.
+
+    Compilers trace the backward of everything that may be differentiated, needed or not. They trace an op that raises
+    when the compiled program runs it.
+
+    Args:
+        op: the declaration.
+        given: its inputs as arrays.
+        cotangents: of its outputs.
+        wanted: which inputs ask for a gradient.
+    """
+    text = message(op, without_gradient_text(op), given)
+    if not torch.compiler.is_compiling():
+        raise NotImplementedError(text)
+    there = [d for d in cotangents if d is not None]
+    return [
+        torch.ops.cute._no_gradient(there, a.shape, getattr(torch, a.dtype), text) if want and a and there else None
+        for a, want in zip(given.values(), wanted, strict=True)
+    ]
+
+
+def without_gradient_text(op: Op) -> str:
+    """Why an op cannot be differentiated."""
+    if op.inference_only:
+        return f"is for inference only, it has no gradient; {op.inference_only}."
+    also = ", so there is no double backward" if op.name.endswith("_bwd") else ""
+    return f"has no gradient of its own{also}."
+
+
+_LIBRARY = torch.library.Library("cute", "FRAGMENT")
+
+
+def _refuse(cotangents: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, text: str) -> torch.Tensor:
+    """Zeros where all cotangents are zero: compiled backwards pass these for outputs that a loss does not depend on."""
+    if any(d.float().any() for d in cotangents):
+        raise NotImplementedError(text)
+    return cotangents[0].new_zeros(size, dtype=dtype)
+
+
+def _fake_gradient(
+    cotangents: Sequence[torch.Tensor], size: Sequence[int], dtype: torch.dtype, text: str
+) -> torch.Tensor:
+    return cotangents[0].new_empty(size, dtype=dtype)
+
+
+def _register() -> None:
+    tags = torch.Tag.pt2_compliant_tag, torch.Tag.cudagraph_unsafe  # it waits for the device
+    schema = "(Tensor[] cotangents, SymInt[] size, ScalarType dtype, str text) -> Tensor"
+    _LIBRARY.define(f"_no_gradient{schema}", tags=tags)
+    _LIBRARY.impl("_no_gradient", _refuse, "CompositeExplicitAutograd")
+    register_fake(_LIBRARY, "_no_gradient", _fake_gradient)
+
+
+_register()
+
+
+def once(name: str) -> Callable[[Call], Call]:
+    """Decorate the backward of a Function: gradients that raise when they are differentiated.
+
+    Torch's ``once_differentiable`` does not raise where the cotangents are constants, as those of a sum are.
+    """
+
+    def wrap(backward: Call) -> Call:
+        @wraps(backward)
+        def run(ctx: Any, *cotangents: Any) -> tuple[Any, ...]:
+            with torch.no_grad():
+                found = backward(ctx, *cotangents)
+            # Compilers refuse double backwards themselves; functorch prepares for one in every gradient.
+            transformed = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+            if transformed or not torch.is_grad_enabled():
+                return found  # type: ignore[no-any-return]
+            made = iter(_Last.apply(name, *[g.detach().requires_grad_() for g in found if g is not None]))  # type: ignore[no-untyped-call]
+            return tuple(None if g is None else next(made) for g in found)
+
+        return run
+
+    return wrap
+
+
+class _Last(torch.autograd.Function):
+    """Passes gradients on and raises when they are differentiated."""
+
+    @staticmethod
+    def forward(ctx: Any, name: str, *gradients: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.name = name
+        return tuple(g.view_as(g) for g in gradients)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> None:
+        raise NotImplementedError(f"cute.{ctx.name}: its gradient has none of its own, so there is no double backward.")

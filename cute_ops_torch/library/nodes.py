@@ -1,0 +1,209 @@
+"""The autograd nodes of an op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
+from typing import Any
+
+import torch
+from torch.autograd.function import _SingleLevelFunction
+
+from cute_ops.op import Op
+from cute_ops_torch.library.no_gradient import no_gradients
+from cute_ops_torch.library.remembered import make_room
+from cute_ops_torch.library.schema import resolver
+from cute_ops_torch.library.tensors import arrays
+
+Call = Callable[..., Any]
+# What a context stores besides tensors.
+_SLOTS = ("required", "given")
+
+
+class Node(_SingleLevelFunction):
+    """Base of our nodes. ``apply`` of ``autograd.Function`` is for calls from outside the dispatcher."""
+
+    # Compiled autograd tells backwards apart by this.
+    _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
+
+
+class Nodes:
+    """One op: a node for each set of inputs that are not None and each value of the attributes.
+
+    ``apply`` of a Function takes 0.1 us for each argument, so a node has the attributes in it, and absent inputs are no
+    arguments of it.
+    """
+
+    def __init__(self, op: Op, gradient: Callable[[], Call | None]) -> None:
+        """``gradient`` makes the backward op's raw function, None where there is none, when it is first needed."""
+        self._op, self._gradient = op, gradient
+        self._known: dict[Any, Any] = {}
+
+    def of(self, tensors: Sequence[Any], attrs: Sequence[Any]) -> Any:
+        """The node of calls like this one: ``apply(run, *inputs)`` returns ``run(*inputs)``, without absent inputs."""
+        given = tuple(name for name, t in zip(self._op.inputs, tensors, strict=True) if t is not None)
+        key = given, tuple((type(a), a) for a in attrs)
+        try:
+            found = self._known.get(key)
+        except TypeError:  # a compiler traces with an attribute that is symbolic and has no hash
+            return self._make(given, attrs)
+        if found is None:
+            make_room(self._known)
+            found = self._known[key] = self._make(given, attrs)
+        return found
+
+    def apply(self, run: Call, *args: Any) -> Any:
+        """``run(*inputs, *attributes)`` as a node."""
+        arity = len(self._op.inputs)
+        tensors, attrs = args[:arity], args[arity:]
+
+        def run_given(*given: Any) -> Any:
+            rest = iter(given)
+            return run(*[None if t is None else next(rest) for t in tensors], *attrs)
+
+        return self.of(tensors, attrs).apply(run_given, *[t for t in tensors if t is not None])
+
+    def _make(self, given: tuple[str, ...], attrs: Sequence[Any]) -> Any:
+        op, gradient = self._op, self._gradient()
+        if op.grad is None or gradient is None:
+            forward, backward = _without_gradient(op, given)
+        else:
+            forward, backward = _with_gradient(op, op.grad, gradient, given, dict(zip(op.attrs, attrs, strict=True)))
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+        made: Any = type(f"cute_{op.name}", (Node,), methods)
+        # Slots cost less than a dict.
+        made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _SLOTS})
+        return made
+
+
+def _with_gradient(
+    op: Op, grad: Op, gradient: Call, given: tuple[str, ...], attrs: Mapping[str, Any]
+) -> tuple[Call, Call]:
+    """Forward and backward, wired by names as :class:`cute_ops.Op` describes.
+
+    Both run in every training step, so where each tensor goes is worked out here and they only index: loops in them
+    cost 1 us and 3 us.
+    """
+    single = len(op.outputs) == 1
+    inputs = [k for k, name in enumerate(given) if name in grad.inputs]
+    outputs = [k for k, name in enumerate(op.outputs) if name in grad.inputs]
+    cotangents = [f"d{name}" for name in op.outputs]
+    # What a backward has: saved inputs and outputs, cotangents, and at last None for all else.
+    values = [*(given[k] for k in inputs), *(list(op.outputs)[k] for k in outputs), *cotangents]
+    arguments = _take([values.index(name) if name in values else len(values) for name in grad.inputs])
+    gradients = [list(grad.outputs).index(d) if (d := f"d{n}") in grad.outputs else len(grad.outputs) for n in given]
+    results = _take([len(grad.outputs), *gradients])  # `run`, the first argument, has none
+    attributes = tuple(attrs[name] for name in grad.attrs)
+    resolve = resolver(grad, [list(grad.outputs)[k] for k in gradients if k < len(grad.outputs)], given)
+    prepare = _Cotangents(op, grad)
+    read, required = prepare.read, prepare.required
+    mark, nothing = _marker(op, given), (None,) * (1 + len(given))
+    saved, alone = _take([*inputs, *(len(given) + k for k in outputs)]), len(grad.outputs) == 1
+
+    # `save_for_backward` and `set_materialize_grads` assign these attributes and do nothing else.
+    def forward(ctx: Any, run: Call, *tensors: Any) -> Any:
+        out = run(*tensors)
+        made = (out,) if single else out
+        ctx.to_save = saved(tensors + made)
+        ctx.materialize_grads = False
+        if required:
+            ctx.required = [(made[k].shape, made[k].dtype) for k in required]
+        if mark is not None:
+            mark(ctx, tensors, made)
+        return out
+
+    def forward_of_inputs(ctx: Any, run: Call, *tensors: Any) -> Any:
+        ctx.to_save = tensors
+        ctx.materialize_grads = False
+        return run(*tensors)
+
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        for k, has_rows, may_miss in read:
+            cotangent = cotangents[k]
+            if not may_miss if cotangent is None else has_rows and cotangent.stride()[-1:] != (1,):
+                cotangents = prepare(ctx, cotangents)
+                if not cotangents:
+                    return nothing
+                break
+        found = arguments((*ctx.saved_tensors, *cotangents, None))
+        raw = gradient(*found, *attributes)
+        return results((*resolve(found, (raw,) if alone else raw), None))
+
+    only_inputs = len(inputs) == len(given) and not (outputs or required or mark)
+    return forward_of_inputs if only_inputs else forward, backward
+
+
+def _take(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """``take(values)``: the tuple of the values at these places."""
+    if len(places) > 1:
+        return itemgetter(*places)
+    (place,) = places or (None,)
+    return (lambda values: ()) if place is None else (lambda values: (values[place],))
+
+
+class _Cotangents:
+    """Makes cotangents what the backward op can read.
+
+    Attributes:
+        read: the places of those that it reads, whether their last dim must be contiguous, and whether they may be None
+            while others are not.
+        required: the places of those that it needs. A backward with one cotangent runs only if that is there.
+    """
+
+    def __init__(self, op: Op, grad: Op) -> None:
+        declared = [grad.inputs.get(f"d{name}") for name in op.outputs]
+        required = [k for k, t in enumerate(declared) if t and not t.optional]
+        self.read = [(k, bool(t.dims), t.optional and bool(required)) for k, t in enumerate(declared) if t]
+        self.required = [] if len(declared) == 1 else required
+
+    def __call__(self, ctx: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The same, contiguous, with zeros for those that are required; empty where all are None."""
+        some = next((d for d in cotangents if d is not None), None)
+        if some is None:
+            return ()
+        made = list(cotangents)
+        for i, k in enumerate(self.required):
+            if made[k] is None:
+                shape, dtype = ctx.required[i]
+                made[k] = some.new_zeros(shape, dtype=dtype)
+        for k, has_rows, _ in self.read:
+            if has_rows and made[k] is not None:
+                made[k] = row_major(made[k])
+        return tuple(made)
+
+
+def _marker(op: Op, given: tuple[str, ...]) -> Call | None:
+    """``mark(ctx, inputs, results)``: absent, shared and hidden outputs have no gradient. None where there are none."""
+    declared = op.outputs.values()
+    if not any(t.given or t.same_as or t.hidden for t in declared):
+        return None
+    resolve = resolver(op)
+
+    def mark(ctx: Any, tensors: tuple[Any, ...], results: tuple[Any, ...]) -> None:
+        there = dict(zip(given, tensors, strict=True))
+        real = resolve([there.get(name) for name in op.inputs], results)
+        idle = [r for r, used, t in zip(results, real, declared, strict=True) if r is not used or t.hidden]
+        ctx.mark_non_differentiable(*idle)
+
+    return mark
+
+
+def row_major(cotangent: torch.Tensor) -> torch.Tensor:
+    """A copy where kernels cannot read a cotangent. The caller never chose its strides: ``sum`` makes expanded ones."""
+    return cotangent if cotangent.ndim == 0 or cotangent.stride(-1) == 1 else cotangent.contiguous()
+
+
+def _without_gradient(op: Op, given: tuple[str, ...]) -> tuple[Call, Call]:
+    """Forward, and a backward that raises. Backward ops are such ops: there is no double backward."""
+
+    def forward(ctx: Any, run: Call, *tensors: Any) -> Any:
+        there = dict(zip(given, tensors, strict=True))
+        ctx.given = arrays(op, [there.get(name) for name in op.inputs])
+        return run(*tensors)
+
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        wanted = dict(zip(given, ctx.needs_input_grad[1:], strict=True))
+        gradients = no_gradients(op, ctx.given, cotangents, [wanted.get(name, False) for name in op.inputs])
+        return None, *[g for name, g in zip(op.inputs, gradients, strict=True) if name in given]
+
+    return forward, backward
