@@ -158,7 +158,7 @@ def check_row(tile: Any, shift: int) -> None:
         assert tile.ends_outside(k) or (columns < tile.n).all(), told
         ragged = tile.starts_outside(k) or (tile.v.masked and tile.ends_outside(k))
         assert ragged or (whole == inside.any(1)).all(), told
-        wanted = np.broadcast_to(tile.wanted(k, first), first.shape).ravel()
+        wanted = np.broadcast_to(tile.predicate(k, first), first.shape).ravel()
         assert (wanted == inside.any(1)).all(), told
         assert not tile.sparse(k) or (whole.sum() < whole.size / 2 and tile.ends_outside(k)), told
     assert (counted == 1).all(), (tile.n, tile.vec, shift, np.nonzero(counted != 1)[0])
