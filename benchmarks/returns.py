@@ -92,7 +92,7 @@ def torch_call() -> Walk:
     # There may be no GPU: its name is given, and what would be launched is replaced once it is loaded.
     target.of_device = lambda index=0: target.parse(ARCH)  # type: ignore[assignment]
     cache.get = get
-    run = launch.launcher(rmsnorm).launch
+    run = launch.Launcher(rmsnorm).launch
     x, weight = torch.ones(SHAPE, dtype=torch.bfloat16), torch.ones(SHAPE[-1:], dtype=torch.bfloat16)
     return walk(lambda: run(x, weight))
 

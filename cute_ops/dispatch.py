@@ -133,11 +133,10 @@ def _plan(call: Signature, measure: Callable[[], Config] | None) -> Plan:
     heuristic = op.config(call.problem)
     if not call.tunable:
         return configured(call, heuristic)
-    key = winners.key_of(op, call.problem, heuristic)
+    mode, key = env.TUNE.read(), winners.key_of(op, call.problem, heuristic)
     if key not in _decided:
         with _lock:
             if key not in _decided:
-                mode = env.TUNE.read()
                 found = None if mode == "0" else winners.remembered(op, call.problem, heuristic, key)
                 if found is None and measure is not None and mode == "1":
                     found = measure()

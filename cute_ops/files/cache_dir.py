@@ -146,10 +146,10 @@ class Use:
         self._owner = 0
 
     def add(self, where: Path, symbol: str) -> None:
+        """Note that this process uses a kernel of a folder that is known to be trusted."""
         if self._file is None or self._file[1].parent != where:
             self.close()
             try:
-                check_trusted(where)
                 self._file = file_lock.new_file(where, "cute_use-")
             except OSError:
                 return  # a folder that is not there yet, or a read-only one: nothing is evicted there

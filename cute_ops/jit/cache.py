@@ -100,7 +100,8 @@ def build(variant: Variant) -> float:
             raise CacheError(f"cute_ops: cache folder {where} cannot be written")
         if _stored(where, variant, lambda folder, data: True, locked=True):
             return 0.0
-        _require_compiler(variant)
+        if find_spec("cutlass") is None:
+            raise _no_compiler(variant)
         with staging.folder(where) as place:
             built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
@@ -192,10 +193,12 @@ def _from_disk(where: Path, variant: Variant, locked: bool = False) -> Callable[
     path = where / f"{variant.symbol}.so"
     if not os.path.lexists(path):
         return None
-    cache_dir.in_use.add(where, variant.symbol)
-    function = _stored(
-        where, variant, lambda folder, _: loader.load(path, variant.symbol, folder.path(path.name)), locked
-    )
+
+    def load(folder: Folder, _: bytes) -> Callable[..., Any]:
+        cache_dir.in_use.add(where, variant.symbol)
+        return loader.load(path, variant.symbol, folder.path(path.name))
+
+    function = _stored(where, variant, load, locked)
     if function is not None:
         counters.disk += 1
         try:
@@ -239,12 +242,11 @@ def _reject(path: Path, why: Exception) -> None:
     _remove(path)
 
 
-def _require_compiler(variant: Variant) -> None:
-    if find_spec("cutlass") is None:
-        raise CompileError(
-            f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not installed: "
-            f"add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
-        )
+def _no_compiler(variant: Variant) -> CompileError:
+    return CompileError(
+        f"cute.{variant.op}: no bundle and no cache holds {variant.describe()}, and the compiler is not installed: "
+        f"add the call to the manifest and build the bundle again, or pip install {toolchain.DSL}"
+    )
 
 
 def _build(where: Path, variant: Variant) -> Callable[..., Any]:
@@ -259,10 +261,11 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
     with cache_dir.locked(where, variant.symbol, LOCK_SECONDS) as usable:
         if usable:
             cache_dir.in_use.add(where, variant.symbol)
-            function = _from_disk(where, variant, locked=True)
-            if function is not None:
+            path = where / f"{variant.symbol}.so"
+            if os.path.lexists(path) and (function := _from_disk(where, variant, locked=True)) is not None:
                 return function  # another process built it while we waited
-        _require_compiler(variant)
+        if find_spec("cutlass") is None:
+            raise _no_compiler(variant)
         with staging.folder(where if usable else None) as place:
             built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)

@@ -89,7 +89,7 @@ class Pool:
         thread = threading.get_ident()
         try:
             with self._free:
-                self._free.wait_for(lambda: len(self._busy) < self.size)
+                self._free.wait_for(lambda: not self._busy or len(self._busy) < self.size)
                 # The most recently used worker first, so that the others become idle and end.
                 worker = self._busy[thread] = self._idle.pop() if self._idle else Worker()
             return worker.compile(variant, path, dump)
