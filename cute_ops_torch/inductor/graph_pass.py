@@ -30,10 +30,10 @@ from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph, Node
 
 from cute_ops.shapes import FLOATS
+from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.attention_mask import replace_mask
 from cute_ops_torch.inductor.fx import calls, changed, value_of
-from cute_ops_torch.library import register
 
 log = logging.getLogger("cute_ops")
 replaced: Counter[str] = Counter()
@@ -57,7 +57,7 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
         raise ValueError(f"cute_ops_torch.inductor.enable: {', '.join(sorted(unknown))} replaces nothing; {_known()}")
     disable()
     # Code from Inductor's caches calls the ops although no fake of theirs has run in this process.
-    register.register_lowerings()
+    registry.register_lowerings()
     chosen = tuple(name for name in _REPLACE if (ops is None or name in ops) and _exists(name))
     config.pre_grad_custom_pass = Replace(chosen, tuple(devices), config.pre_grad_custom_pass)
 
@@ -361,7 +361,7 @@ _REPLACE: dict[str, Callable[[Graph, Any], bool]] = {
 
 
 def _exists(name: str) -> bool:
-    return ("cute", name) in register._registered or name == "attention_mask"
+    return ("cute", name) in registry._registered or name == "attention_mask"
 
 
 def _known() -> str:

@@ -28,6 +28,7 @@ from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import EPS, Arrays
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES
+from cute_ops_torch.tools.runner import broken as broken
 from cute_ops_torch.tools.runner import device as place
 from cute_ops_torch.tools.runner import to_numpy, to_torch
 
@@ -54,14 +55,6 @@ def available() -> bool:
 
 def device() -> str:
     return torch.cuda.get_device_name()
-
-
-def broken() -> bool:
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # whatever it is, nothing works any more
-        return True
-    return False
 
 
 def copy_rate() -> float:
