@@ -105,7 +105,7 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
     def into(name: str, *tensors: torch.Tensor | None) -> Callable[..., None]:
         from cute_ops.ops import OPS
-        from cute_ops_torch.library.register import define
+        from cute_ops_torch.registry import define
 
         (op,) = (op for op in OPS if op.name == name)
         call = define(op).launcher.find(tensors, (EPS, 0.0))

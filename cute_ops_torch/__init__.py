@@ -13,7 +13,7 @@ from cute_ops_torch import functions, nn
 from cute_ops_torch.composite.embedding import embedding
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.distributed.import_hook import when_imported
-from cute_ops_torch.library.register import register
+from cute_ops_torch.registry import register
 
 if TYPE_CHECKING:
     from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)

@@ -6,7 +6,7 @@ Parts of other functions become ops only.
 from typing import Any
 
 from cute_ops.ops import OPS, PARTS
-from cute_ops_torch.library.register import define
+from cute_ops_torch.registry import define
 
 _DEFINED = {op.name: define(op) for op in OPS}
 __all__ = list(_DEFINED)

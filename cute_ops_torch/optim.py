@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cute_ops_torch.library.register import family
+from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
 WHAT = "cute_ops_torch.optim.AdamW"

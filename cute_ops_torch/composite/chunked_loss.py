@@ -21,7 +21,7 @@ from cute_ops.op import Op
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
 from cute_ops_torch.distributed.split import Slice, run_on_slice
 from cute_ops_torch.library.inplace import inplace_gradient
-from cute_ops_torch.library.register import family
+from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
 

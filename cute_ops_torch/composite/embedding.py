@@ -18,9 +18,9 @@ from cute_ops_torch.library.autograd import dispatching_kernel
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.nodes import Node
 from cute_ops_torch.library.reference import register_fake
-from cute_ops_torch.library.register import family
 from cute_ops_torch.library.tensors import arrays, bind_tensors
 from cute_ops_torch.library.vmap import examples
+from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
 

@@ -6,7 +6,7 @@ import torch
 
 from cute_ops_torch.host.modes import EXACT
 from cute_ops_torch.library.inplace import inplace_gradient
-from cute_ops_torch.library.register import family
+from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
 

@@ -20,8 +20,8 @@ from cute_ops.errors import message
 from cute_ops.jit.layout import compact
 from cute_ops.op import Op
 from cute_ops.sharding import factors
+from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, run_on_slice
-from cute_ops_torch.library import register
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides
@@ -179,5 +179,5 @@ def refusal(binding: Binding, problem: str) -> str:
     return message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes)
 
 
-for _each in register.everything():
+for _each in registry.everything():
     shard(*_each)

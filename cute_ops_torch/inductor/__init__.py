@@ -1,4 +1,4 @@
-"""torch.compile: the pass over untouched graphs, lowerings of our ops, and the key of compiled programs."""
+"""torch.compile: the pass that puts ops into graphs, the lowerings of ops, and the key of compiled programs."""
 
 from cute_ops_torch.inductor.graph_pass import disable, enable, replaced
 

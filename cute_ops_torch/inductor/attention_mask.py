@@ -1,8 +1,8 @@
-"""Attention masks that a graph makes from nothing but sizes: what they hold is known when it is compiled.
+"""Remove attention masks that a graph computes from sizes alone, whose values are known when it is compiled.
 
-Hugging Face's models write out a causal mask whenever they are compiled, and a mask, whatever is in it, keeps
-``scaled_dot_product_attention`` from its flash kernel. A mask is replaced only where its values, computed here from the
-graph itself, are exactly those that ``is_causal=True`` stands for, or allow everything.
+Hugging Face's models compute a causal mask whenever they are compiled, and any mask keeps
+``scaled_dot_product_attention`` from its flash kernel. A mask is removed only if its values, computed here with the
+graph's own nodes, are exactly those of ``is_causal=True``, or mask nothing.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from cute_ops_torch.inductor.fx import calls, changed, value_of
 
-MOST = 2**30  # bytes of a mask, or of what it is made from
+MOST = 2**30  # bytes of a mask, or of a tensor that it is computed from
 
-# What masks are made of: each gives the same values at every call, on any device.
+# Functions that give the same values at every call, on any device.
 _PURE = (
     "arange", "ones", "zeros", "full", "new_ones", "new_zeros", "new_full", "ones_like", "zeros_like", "full_like",
     "tril", "triu", "add", "sub", "mul", "floordiv", "neg", "diff", "cumsum", "abs", "sum", "max", "min",
@@ -31,7 +31,7 @@ _PURE = (
 
 
 def replace_mask(graph: Graph, node: Any) -> bool:
-    """Attention with a mask that says no more than ``is_causal`` does: without the mask."""
+    """Call attention with ``is_causal`` in place of a mask that says the same."""
     if not calls(node, "scaled_dot_product_attention") or node.op != "call_function":
         return False
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
@@ -50,7 +50,7 @@ def replace_mask(graph: Graph, node: Any) -> bool:
 
 
 def _kind(graph: Graph, mask: Node, until: Node) -> str | None:
-    """``causal``, ``all`` or None: what a mask allows."""
+    """Whether a mask is ``causal`` or allows ``all``; None if neither or unknown."""
     nodes = _makers(graph, mask)
     if nodes is None or changed(graph, nodes[0], until):
         return None
@@ -63,7 +63,7 @@ _KNOWN = "cute_ops_mask"
 
 
 def _makers(graph: Graph, mask: Node) -> list[Node] | None:
-    """What makes a mask, in the graph's order; None where anything that is not known now goes into it."""
+    """The nodes that compute a mask, in the graph's order; None if its values are not known at compile time."""
     found, waiting = {mask}, [mask]
     while waiting:
         node = waiting.pop()
@@ -80,7 +80,7 @@ def _makers(graph: Graph, mask: Node) -> list[Node] | None:
 
 
 def _look(nodes: list[Node]) -> str | None:
-    """Computes a mask on the CPU and looks at it."""
+    """Compute a mask on the CPU and compare it."""
     values: dict[Node, Any] = {}
     last = {one: node for node in nodes for one in node.all_input_nodes}
 

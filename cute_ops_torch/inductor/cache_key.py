@@ -1,7 +1,8 @@
-"""What Inductor's caches must know of us: the state of this package, and that of every op's declaration.
+"""The key of programs in Inductor's caches: digests of this package and of every op's declaration.
 
-Code that Inductor keeps on disk calls our functions by name, with the defaults of attributes as they were, and where
-``max-autotune`` chose so it holds an op's reference written out. It outlives an edit of any of them.
+Code that Inductor keeps on disk calls our functions by name, with the defaults of attributes at that time, and may
+contain an op's reference where ``max-autotune`` chose Inductor's fusion. Without the key it would outlive an edit of
+any of these.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from cute_ops import lookup
 from cute_ops.jit import source_digest
 from cute_ops.op import Op
 
-# What no digest can name: code that was kept under it is of no use to another process.
+# Stands for what has no digest: no other process finds code under it.
 _NEVER = uuid.uuid4().hex
 
 
@@ -43,9 +44,9 @@ def of_folders(version: str, *folders: Path) -> str:
 def of_op(op: Op) -> str:
     """The digest of an op's declaration, empty for one of ours, which :func:`package` covers.
 
-    Of its reference that is the sources of the module, of those that this imports (as for a kernel, see
-    :mod:`cute_ops.jit.source_digest`), and the numbers and functions that it has from where it was made. A reference
-    without a file, as in a notebook, or with a value that cannot be told by its text is another one in every process.
+    The reference counts with the source of its module, of the modules that this imports (as for a kernel, see
+    :mod:`cute_ops.jit.source_digest`), and the numbers and functions in its closure. A reference without a file, as in
+    a notebook, or with a value whose text does not identify it, has another digest in every process.
     """
     if lookup.ours().get(op.name) is op:
         return ""
@@ -54,7 +55,7 @@ def of_op(op: Op) -> str:
 
 
 def _words(value: Any, seen: dict[int, Any]) -> Iterator[str]:
-    """What a value is made of, in a fixed order: digests of modules and files, and plain values as text."""
+    """The parts of a value in a fixed order: digests of modules and files, and plain values as text."""
     if isinstance(value, (type(None), bool, int, float, complex, str, bytes)):
         yield repr(value)
         return
@@ -94,20 +95,20 @@ def _of_module(module: str) -> str:
         return module
     try:
         return source_digest.of_module(module)
-    except ImportError:  # a notebook's
+    except ImportError:  # of a notebook
         return _NEVER
 
 
 def _of_function(function: FunctionType, seen: dict[int, Any]) -> Iterator[str]:
     yield f"{_of_module(function.__module__ or '')} {function.__qualname__}"
-    # A wrapper has the module of what it wraps; its code tells where it is from.
+    # A wrapper has the module name of the function it wraps; its code object names the file.
     try:
         yield source_digest.of_file(function.__code__.co_filename)
     except OSError:
         yield _NEVER
     yield from _words([cell.cell_contents for cell in function.__closure__ or () if cell != CellType()], seen)
     yield from _words([function.__defaults__, function.__kwdefaults__], seen)
-    # Numbers of its module may have been set from outside.
+    # Other modules may have set numbers of its module.
     for name in function.__code__.co_names:
         value = function.__globals__.get(name)
         if isinstance(value, (bool, int, float, str)):

@@ -1,9 +1,9 @@
-"""Our kernel or Inductor's own fusion, where ``max-autotune`` asks for what is faster.
+"""Choose between our kernel and Inductor's fusion where ``max-autotune`` asks for the faster one.
 
-A kernel of ours makes Inductor write what pointwise neighbours hand over, and read what they take. Where they would
-fuse with the op's reference, Inductor's one kernel may be the faster one. Timing the op alone cannot tell, so what
-competes is the op with its neighbours: both forms of that part of the graph are compiled and timed as they are, once
-per part, and the op is then lowered as the faster one has it.
+With our kernel Inductor must write its inputs and read its outputs in kernels of their own. If pointwise neighbours
+fuse with the op's reference, Inductor's single kernel may be faster. Timing the op alone cannot tell, so it is timed
+with its neighbours: both forms of that part of the graph are compiled and timed once, and the op is lowered in the
+faster form.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from cute_ops.op import Op
 from cute_ops_torch.library.reference import traced_reference
 
 log = logging.getLogger("cute_ops")
-DEVICES = {"cuda"}  # a CPU's op is the reference, which is no contender
+DEVICES = {"cuda"}  # on a CPU an op runs its reference, which cannot win
 MOST = 48  # nodes of a part
-MARGIN = 0.97  # timings repeat to about this; ours where neither is faster
+MARGIN = 0.97  # timings repeat within 3%; a tie goes to our kernel
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
-# What Inductor fuses and torch does not tag as pointwise: views, casts, and reductions that follow.
+# Inductor fuses these, which torch does not tag as pointwise: views, casts, and reductions that follow.
 _FUSED = {
     getattr(space, name)
     for space, names in (
@@ -46,24 +46,24 @@ _FUSED = {
 }
 _REDUCED = {getattr(_aten, name) for name in ("sum", "mean", "amax", "amin")}
 
-# Times in milliseconds of parts that were seen, ours first.
+# Milliseconds of parts that were timed: with our kernel, fused.
 _known: dict[str, tuple[float, float]] = {}
 _measuring = False
 
 
 def asked_for(device: torch.device) -> bool:
-    """Whether the present compilation wants what is faster, at the price of compiling more."""
+    """Whether this compilation wants the faster form at the price of compiling more."""
     return (config.max_autotune or config.max_autotune_pointwise) and device.type in DEVICES and not _measuring
 
 
 def decomposed(op: Op, overload: Any, node: Node, arguments: Sequence[Any]) -> Any:
-    """The op as Inductor's own code, where that is faster; None where ours is, or nothing would fuse with it.
+    """The op as Inductor's own code if that is faster; None if ours is, or if nothing would fuse with it.
 
     Args:
         op: the declaration.
         overload: the registered op.
         node: its call in the graph that is lowered.
-        arguments: the call's, as buffers.
+        arguments: of the call, as buffers.
     """
     try:
         part = neighbourhood(node)
@@ -74,13 +74,13 @@ def decomposed(op: Op, overload: Any, node: Node, arguments: Sequence[Any]) -> A
         neighbours = sum(n.target is not operator.getitem for n in part.nodes) - 1
         log.info(text, op.name, neighbours, ours, theirs)
         return _inlined(op, node, arguments) if fused_wins(ours, theirs) else None
-    except Exception as error:  # a contender that cannot run has lost
+    except Exception as error:  # a form that cannot run has lost
         log.warning("torch.compile: %s stays as it is, Inductor's own form of it cannot compete: %s", op.name, error)
         return None
 
 
 def fused_wins(ours: float, theirs: float) -> bool:
-    """Which of the two times is taken."""
+    """Whether Inductor's form is faster by more than timings vary."""
     return theirs < MARGIN * ours
 
 
@@ -91,8 +91,8 @@ class Part(NamedTuple):
     """An op and the neighbours that would fuse with it.
 
     Attributes:
-        nodes: in the graph's order, with parts of several outputs.
-        inputs: what they read from outside.
+        nodes: in the graph's order, with the nodes that take one of several outputs.
+        inputs: nodes outside that they read.
         outputs: those of them that are read outside.
     """
 
@@ -102,7 +102,7 @@ class Part(NamedTuple):
 
 
 def neighbourhood(node: Node) -> Part | None:
-    """The part around a node, None where it has no neighbour to fuse with."""
+    """The part around a node, None if it has no neighbour to fuse with."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     members = {node}
     _add_producers(members, node)
@@ -115,7 +115,7 @@ def neighbourhood(node: Node) -> Part | None:
             found = {user}
             _add_producers(found, user, members)
             outside = {i for n in found for i in n.all_input_nodes} - found - members
-            # What comes later, from elsewhere, is not there when the op runs.
+            # A later node from elsewhere has not run when the op does.
             if all(i.op in ("placeholder", "get_attr") or order[i] < order[node] for i in outside):
                 members |= found
                 waiting.append(user)
@@ -154,7 +154,7 @@ def _is_view(node: Node) -> bool:
 
 
 def measured(op: Op, overload: Any, part: Part) -> tuple[float, float]:
-    """Milliseconds of the part with our kernel, and of the part that Inductor has fused; for the sizes first seen."""
+    """Milliseconds of the part with our kernel and as Inductor fuses it, for the sizes first seen."""
     global _measuring
     module, values = _extracted(part), [_concrete(n.meta["val"]) for n in part.inputs]
     key = f"{torch.cuda.get_device_name() if torch.cuda.is_available() else ''} {module.code} {values}"
@@ -170,7 +170,7 @@ def measured(op: Op, overload: Any, part: Part) -> tuple[float, float]:
 
 
 class _Like(NamedTuple):
-    """A tensor to be made."""
+    """How to make a tensor."""
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -181,7 +181,7 @@ class _Like(NamedTuple):
         return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
 
     def filled(self) -> torch.Tensor:
-        """Random numbers, without a step of the program's own; of integers zeros, which any index may be."""
+        """Random numbers from a generator of its own; zeros for integers, which are valid as any index."""
         if not self.dtype.is_floating_point or self.dtype.itemsize == 1:
             return self.empty().zero_()
         return self.empty().uniform_(generator=torch.Generator(self.device).manual_seed(0))
@@ -207,7 +207,7 @@ def _extracted(part: Part) -> GraphModule:
 
 
 class _Decomposed(Interpreter):
-    """A part whose op is its reference."""
+    """A part with the op's reference in its place."""
 
     def __init__(self, module: GraphModule, op: Op, overload: Any) -> None:
         super().__init__(module)
@@ -247,7 +247,7 @@ def _milliseconds(form: Callable[..., Any], values: Sequence[Any]) -> float:
 
 
 def _inlined(op: Op, node: Node, arguments: Sequence[Any]) -> Any:
-    """The reference lowered in the op's place; Inductor's scheduler fuses it with what is around."""
+    """Lower the reference in the op's place; Inductor's scheduler fuses it with its neighbours."""
     given = [a.meta["val"] if isinstance(a, Node) else a for a in _aligned(op, node)]
     where = [k for k, value in enumerate(given) if isinstance(value, torch.Tensor)]
 

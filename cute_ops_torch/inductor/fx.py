@@ -1,4 +1,4 @@
-"""What a node of Dynamo's graph is and holds, for those who look for patterns in it."""
+"""Questions about the nodes of a graph from Dynamo."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.fx import Graph, Node
 
 
 def value_of(node: Any) -> torch.Tensor | None:
-    """The fake tensor that a node was traced with."""
+    """The fake tensor that a node was traced with, None if it made no tensor."""
     value = node.meta.get("example_value") if isinstance(node, Node) else None
     return value if isinstance(value, torch.Tensor) else None
 
@@ -22,7 +22,7 @@ def calls(node: Any, *names: str) -> bool:
         return False
     if node.op == "call_method":
         name = str(node.target)
-        if name.startswith("__") and name.endswith("__"):  # what some versions of Dynamo make of an operator
+        if name.startswith("__") and name.endswith("__"):  # some versions of Dynamo trace operators so
             return name[2:-2] in names or f"{name[2:-2]}_" in names
         return name in names
     if node.op != "call_function":
@@ -31,7 +31,7 @@ def calls(node: Any, *names: str) -> bool:
 
 
 def changed(graph: Graph, since: Any, until: Any) -> bool:
-    """Whether anything is written in place between two nodes: it may be a view of what a pattern has read."""
+    """Whether a node between two others writes in place: perhaps to a view of what a pattern has read."""
     order = list(graph.nodes)
     return any(map(_writes, order[order.index(since) + 1 : order.index(until)]))
 

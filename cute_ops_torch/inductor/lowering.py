@@ -1,7 +1,7 @@
-"""How Inductor's code calls an op: straight into buffers of its own, past the dispatcher.
+"""The lowering of ops: Inductor's code calls them past the dispatcher, with outputs in its own buffers.
 
-Inductor's own out form is for one output; for several, a kernel that returns nothing is followed by outputs that are
-allocated before it. Ahead-of-time code runs without Python and goes through the fallback, which calls ``torch.ops``.
+Inductor's own out variant takes one output. Here one node calls the kernel, and a node for each output allocates its
+buffer before. Ahead-of-time code runs without Python, so it takes the fallback, which calls ``torch.ops``.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
-    # The namespace's length tells my.ops_norm from my_ops.norm.
+    # With the namespace's length my.ops_norm and my_ops.norm have different names.
     stem, length = f"{overload.namespace}_{op.name}", len(overload.namespace)
     kernels = {device: f"{stem}_{device}{length}" for device in ("cuda", "cpu")}
-    # Generated code calls these once for each of its calls of the op, and keeps what they return.
+    # Inductor's code calls these once for each place that calls the op, and keeps the functions that they return.
     setattr(extern_kernels, kernels["cuda"], lambda *place: call_site(op, CallSite(*place), launcher))
     by_overload = _by_overload(overload, len(names))
     setattr(extern_kernels, kernels["cpu"], lambda *place: any_call(op, CallSite(*place), by_overload))
@@ -63,7 +63,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
 
 
 def _mark_caches(op: Op) -> None:
-    """Have torch look past graphs that another state of this package or of an op's declaration has compiled."""
+    """Keep torch from using graphs that it compiled with another state of this package or of an op's declaration."""
     declared = cache_key.of_op(op)
     for tag in (f"cute_ops {cache_key.package()[:32]}", f"{op.name} {declared[:32]}" if declared else ""):
         if tag not in config.cache_key_tag:
@@ -71,7 +71,7 @@ def _mark_caches(op: Op) -> None:
 
 
 def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
-    """What a CPU runs in place of the launcher."""
+    """The same as :attr:`Launcher.into` on a CPU."""
 
     def into(*args: Any) -> None:
         made = overload(*args[:arity])
@@ -83,7 +83,7 @@ def _by_overload(overload: Any, arity: int) -> Callable[..., None]:
 
 
 class _Call(ir.ExternKernelAlloc):
-    """The call of a kernel: inputs, then one buffer per output that has readers.
+    """The call of a kernel with its inputs and a buffer for each output that is read.
 
     It goes through a :mod:`call site <cute_ops_torch.host.call_site>` of its own, whose key holds the symbols in the
     inputs' sizes and strides.
@@ -112,13 +112,13 @@ class _Call(ir.ExternKernelAlloc):
         wrapper.writeline(f"{self.get_name()} = {self._site(wrapper, tuple(wanted), bool(symbols))}({arguments})")
 
     def _site(self, wrapper: Any, wanted: tuple[str, ...], sized: bool) -> str:
-        """The name of the call's function, which the generated module makes when it is imported."""
+        """The name of the call site's function, which Inductor's module makes when it is imported."""
         attrs = "".join(f"{a}, " for a in self.attrs)
         inputs: Any = self.inputs
         anywhere = tuple(name for name, t in zip(self.given, inputs, strict=True) if not _allocated(t))
         kernel = f"{self.get_kernel_name()}({self.given}, ({attrs}), {wanted}, {anywhere}, {sized})"
         like = [(t.get_device(), t.get_dtype(), *map(_simplified, (t.get_size(), t.get_stride()))) for t in inputs]
-        # Named by all that its calls have in common: one module may hold several graphs with names of their own.
+        # Named by a digest of all that its calls have in common: several graphs in a module may name tensors alike.
         digest = hashlib.sha256(f"{kernel} {like}".encode()).hexdigest()[:16]
         name = f"{self.get_kernel_name().removeprefix('extern_kernels.')}_{digest}"
         while hasattr(wrapper, "parent_wrapper"):
@@ -142,9 +142,9 @@ class _Call(ir.ExternKernelAlloc):
 
 
 def _allocated(tensor: Any) -> bool:
-    """Whether Inductor has allocated it, which is as aligned as memory gets: no input, no view, no part of another."""
+    """Whether Inductor allocates a tensor, and so aligns it: no input, no view, no part of another."""
     own = isinstance(tensor, ir.Buffer) and tensor.should_allocate()
-    # A backward may reuse the memory of inputs that autograd leaves to it.
+    # A backward may reuse the memory of inputs that autograd donates to it.
     inherited = V.graph.bw_donated_idxs and V.graph.unaligned_buffers
     layout = tensor.get_layout()
     return own and isinstance(layout, ir.FixedLayout) and layout.offset == 0 and not inherited
@@ -155,7 +155,7 @@ def _simplified(sizes: Sequence[Any]) -> list[Any]:
 
 
 class _Output(ir.MultiOutput):
-    """A buffer that :class:`_Call` fills, under Inductor's memory planning."""
+    """A buffer that :class:`_Call` fills, which Inductor's memory planning knows."""
 
     def __init__(self, layout: ir.FixedLayout, call: _Call, index: int) -> None:
         super().__init__(layout, call, [(tuple, index)], skip_size_stride_alignment_checks=True)
@@ -164,7 +164,7 @@ class _Output(ir.MultiOutput):
         return True
 
     def codegen(self, wrapper: Any) -> None:
-        """Nothing: the call has filled it."""
+        """Writes nothing: the call fills the buffer."""
 
     def get_free_symbol_uses(self, unbacked_only: bool = False) -> Any:
         return super().get_free_symbol_uses(unbacked_only) | self.layout.get_free_symbol_uses(unbacked_only)
@@ -180,7 +180,7 @@ def _layout(value: torch.Tensor) -> ir.FixedLayout:
 
 
 def _literal(value: Any) -> str:
-    """An attribute as Python code; floats too that have no literal."""
+    """An attribute as Python source, also infinities and NaN, which have no literal."""
     return f"float('{value}')" if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan") else repr(value)
 
 

@@ -1,4 +1,4 @@
-"""The declared reference on torch tensors: what a CPU runs, and what an empty problem runs anywhere."""
+"""The declared reference on torch tensors: the CPU implementation, and the fake kernel."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_ops_torch.library.tensors import Tensors, absent_dtype, bind_tensors, 
 
 
 def cpu_kernel(op: Op) -> Callable[..., Any]:
-    """The CPU implementation: checks the call exactly as a GPU call is checked, then runs the reference."""
+    """The CPU implementation: checks a call exactly as on a GPU, then runs the reference."""
     fill, arity = filler(op), len(op.inputs)
 
     def run(*args: Any) -> Any:
@@ -30,8 +30,8 @@ def cpu_kernel(op: Op) -> Callable[..., Any]:
 def register_fake(library: torch.library.Library, name: str, fake: Callable[..., Any]) -> None:
     """``torch.library.register_fake`` of an op that ``library`` has just defined.
 
-    Torch's own looks for the caller's file in all modules that are loaded, at every call, which took a third of our
-    import. It is what runs where the place it stores to is not where torch 2.11 to 2.13 have it.
+    Torch's own searches all loaded modules for the caller's file at every call, which took a third of our import. It is
+    the fallback for versions that keep fake kernels elsewhere than torch 2.11 to 2.13.
     """
     qualified = f"{library.ns}::{name}"
     try:
@@ -42,7 +42,7 @@ def register_fake(library: torch.library.Library, name: str, fake: Callable[...,
 
 
 def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
-    """Shapes and dtypes only. Sizes may be symbolic. ``on_trace`` is called first."""
+    """The fake kernel: outputs with shapes and dtypes only. Sizes may be symbolic. ``on_trace`` is called first."""
     fill, arity = filler(op), len(op.inputs)
 
     def fake(*args: Any) -> Any:
@@ -66,7 +66,7 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
 
 def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
     """The reference of a call that a compiler traces, as the raw op returns it."""
-    from array_api_compat import torch as xp
+    from array_api_compat import torch as xp  # lazily: few programs trace references
 
     default = {**dict.fromkeys(op.inputs), **op.attrs}
     given = {**default, **dict(zip(default, args, strict=False)), **kwargs}
@@ -79,7 +79,7 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
     ):
         if binding.outputs[name] is None:
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
-        # Nothing that is an input, or an output before it.
+        # An output may not be an input, nor another output.
         taken = any(result is other for other in (*tensors, *outputs))
         outputs.append(result.clone() if taken else result.contiguous())
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
@@ -87,7 +87,7 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 def run_reference(binding: Binding, tensors: Tensors) -> Any:
     """The reference's outputs as the raw op returns them: compact, new, empty where absent."""
-    from array_api_compat import torch as xp  # lazily: a GPU call has no use for it
+    from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
 
     op = binding.op
     results = op.reference(xp, *tensors, **binding.attrs)

@@ -1,4 +1,4 @@
-"""Torch tensors as the core sees them: shapes, dtype names, places in memory."""
+"""Torch tensors as the core describes arrays: shape, dtype name, place in memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor | None]
 
 
 def bind_tensors(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Binding:
-    """Check a call: devices, then all that the declaration says.
+    """Check a call against its declaration, and that all tensors are on one device.
 
     Raises:
         TypeError: a wrong dtype or a missing argument.
@@ -48,7 +48,7 @@ def arrays(op: Op, tensors: Tensors) -> dict[str, Array | None]:
 
 def check_strides(binding: Binding, tensors: Tensors) -> None:
     """Raise ValueError unless every last dim is contiguous, on any device."""
-    # Asked of the strides first, so that the usual case puts no guard on a symbolic size.
+    # Strides first, so that the usual case adds no guard on a symbolic size.
     declared = binding.op.inputs.values()
     if any(t is not None and d.dims and t.ndim and t.stride(-1) != 1 for t, d in zip(tensors, declared, strict=True)):
         check_last_dim(binding, memory(binding.op, tensors, addresses=False))
@@ -63,6 +63,6 @@ def memory(op: Op, tensors: Tensors, addresses: bool = True) -> Mapping[str, Mem
 
 
 def absent_dtype(binding: Binding, declared: Declared) -> torch.dtype:
-    """A dtype for the empty tensor that stands for an absent output: its own where that is bound."""
+    """The dtype of the empty tensor that stands for an absent output: its own if an input binds it."""
     name = binding.dtype(declared)
     return DTYPES[name if name in DTYPES else next(a.dtype for a in binding.inputs.values() if a is not None)]

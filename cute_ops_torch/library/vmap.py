@@ -1,7 +1,7 @@
-"""``torch.vmap``: a batch dim becomes one more leading dim of rows, which costs nothing.
+"""``torch.vmap``: a batch dim becomes one more leading dim, which costs nothing.
 
-Where an output sums over rows (a weight's gradient) or a batched input has no rows (a weight per example),
-folding would mix examples: there the op runs once per example.
+If an output sums over rows (a weight's gradient) or a batched input has no rows (a weight per example), that would mix
+examples, so the op runs once per example.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cute_ops_torch.library.schema import filler, resolver
 
 
 def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
-    """The rule in the form of ``torch.library.register_vmap``."""
+    """The rule that ``torch.library.register_vmap`` takes."""
     fill, arity = filler(op), len(op.inputs)
     declared = list(op.inputs.values())
     resolve = resolver(op)
@@ -31,8 +31,8 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
         folds &= all(o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given)
         if folds:
             lead = _lead(tensors, declared, batched)
-            # What broadcasts over leading dims does so over one more, unless one such input is batched: then all of
-            # them get all leading dims.
+            # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all
+            # of them get all leading dims.
             shared = not any(d.broadcast and b for d, b in zip(declared, batched, strict=True))
             whole = [
                 t if t is None or not d.rows or (d.broadcast and shared) else _whole(t, d, b, info.batch_size, lead)
@@ -55,7 +55,7 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
 
 
 def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The arguments of each of ``size`` examples; ``dims`` says where those that are batched have them."""
+    """The arguments of each of ``size`` examples; ``dims`` are their batch dims, None where not batched."""
     each = [
         a.movedim(d, 0).unbind() if isinstance(d, int) else [a] * size for a, d in zip(arguments, dims, strict=True)
     ]
@@ -78,7 +78,7 @@ def _whole(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[
 
 
 def _readable(tensor: Any) -> Any:
-    """Copies where batching along the last dim has left it strided."""
+    """A copy if batching along the last dim has left it strided."""
     if tensor is None or tensor.ndim == 0 or tensor.stride(-1) == 1:
         return tensor
     return tensor.contiguous()

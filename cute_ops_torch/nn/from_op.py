@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from cute_ops.op import Op, Tensor
-from cute_ops_torch.library.register import register
+from cute_ops_torch.registry import register
 
 _PUBLIC = "cute_ops_torch.nn"
 # How parts of names are written.

@@ -1,7 +1,7 @@
-"""Device time of ops on this GPU: what ``python -m cute_ops bench``, tuning and the benchmarks measure by.
+"""Device time of ops on this GPU, for ``python -m cute_ops bench``, tuning and the benchmarks.
 
-Calls take turns on buffers that together exceed three times the L2 cache, many of them in one CUDA graph, so that
-neither host time nor what a call left in L2 is measured. One replay of the graph is a sample.
+Calls rotate through buffers that together exceed three times the L2 cache, many calls in one CUDA graph, so that
+neither host time nor data left in L2 counts. One replay of the graph is a sample.
 """
 
 from __future__ import annotations
@@ -28,12 +28,13 @@ from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import EPS, Arrays
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES
+from cute_ops_torch.tools.runner import broken as broken
 from cute_ops_torch.tools.runner import device as place
 from cute_ops_torch.tools.runner import to_numpy, to_torch
 
 CALLS, REPLAYS, MAX_SETS = 64, 30, 256
-LONG_US = 2000.0  # a graph of fewer calls will do where they take so long
-WAIT_CYCLES = 200_000  # of the GPU before a replay, in which the host enqueues it: its own time would be measured
+LONG_US = 2000.0  # the graph has fewer calls if together they take so long
+WAIT_CYCLES = 200_000  # of the GPU before a replay, while the host enqueues it: else host time would count
 CHUNK = 1 << 26  # elements that are compared at a time
 
 Sampler = Callable[[], float]
@@ -56,16 +57,8 @@ def device() -> str:
     return torch.cuda.get_device_name()
 
 
-def broken() -> bool:
-    try:
-        torch.cuda.synchronize()
-    except Exception:  # whatever it is, nothing works any more
-        return True
-    return False
-
-
 def copy_rate() -> float:
-    """GB/s of a large copy, by events: what an op that moves memory can reach."""
+    """GB/s of a large copy: the ceiling for an op that moves memory."""
     source = torch.randint(0, 255, (1 << 30,), dtype=torch.uint8, device="cuda")
     copies = torch.empty_like(source)
     times = _events(lambda: copies.copy_(source), 20)
@@ -82,7 +75,7 @@ def measure(op: Op, arrays: Mapping[str, Array | None], attrs: Mapping[str, Any]
 
 
 def run(binding: Binding, chosen: Plan, arrays: Arrays) -> tuple[np.ndarray | None, ...]:
-    """What a plan's kernel gives on NumPy arrays, in memory that was filled with NaN."""
+    """Run a plan's kernel on NumPy arrays, with outputs in memory that was filled with NaN."""
     tensors = [None if a is None else to_torch(a) for a in arrays.values()]
     outputs = [None if a is None else _filled(a) for a in binding.outputs.values()]
     with torch.no_grad():
@@ -129,7 +122,7 @@ class Contest:
         self._count = 0
 
     def close(self) -> None:
-        """Give the memory back: a program that tunes itself needs it."""
+        """Free the memory: a program that tunes itself needs it."""
         self._samplers.clear()
         self._inputs.clear()
         self._outputs.clear()
@@ -206,7 +199,7 @@ def graph_sampler(
 
 
 def elapsed(action: Callable[[], Any]) -> float:
-    """Microseconds on the device between an action's begin and its end, the host's among them where that is slower."""
+    """Microseconds between an action's begin and end on the device; host time counts where that is slower."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()  # type: ignore[no-untyped-call]
     action()
@@ -216,7 +209,7 @@ def elapsed(action: Callable[[], Any]) -> float:
 
 
 def _events(action: Callable[[], Any], count: int) -> list[float]:
-    """The same of each of ``count`` runs, after some to warm up; all are enqueued before the first is waited for."""
+    """The same of each of ``count`` runs, after some to warm up; all are enqueued before the first wait."""
     for _ in range(3):
         action()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
@@ -229,7 +222,7 @@ def _events(action: Callable[[], Any], count: int) -> list[float]:
 
 
 def _inputs(binding: Binding, memory: Mapping[str, Memory]) -> list[torch.Tensor | None]:
-    """Random values as they lie in the call; the program's own random numbers stay what they are."""
+    """Random values in the memory layout of the call, from a generator of their own."""
     generator = torch.Generator(place()).manual_seed(0)
     made: list[torch.Tensor | None] = []
     for name, array in binding.inputs.items():
@@ -243,7 +236,7 @@ def _inputs(binding: Binding, memory: Mapping[str, Memory]) -> list[torch.Tensor
 
 
 def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], generator: torch.Generator) -> torch.Tensor:
-    """What :func:`cute_ops.testing.inputs` makes, where the generator is: normal numbers, weights around one."""
+    """Values as :func:`cute_ops.testing.inputs` makes them, on the generator's device."""
     declared = op.inputs[name]
     if declared.upper_bound:
         values = torch.randint(dims[declared.upper_bound], array.shape, generator=generator, device=generator.device)
@@ -257,7 +250,7 @@ def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], gener
 
 
 def _empty(array: Array, where: Memory) -> torch.Tensor:
-    """Memory with these strides that starts as many bytes off a vector."""
+    """A tensor with these strides whose address is as far from a vector's boundary."""
     off = where.address % VECTOR // ITEMSIZE[array.dtype]
     span = 1 + sum((size - 1) * stride for size, stride in zip(array.shape, where.strides, strict=True))
     flat = torch.empty(off + max(span, 1), dtype=DTYPES[array.dtype], device=place())
@@ -283,7 +276,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _excess(expected: torch.Tensor, got: torch.Tensor, floor: float) -> float:
-    """The largest difference of two results as a part of what both may miss the exact one by."""
+    """The largest difference of two results relative to the error that is allowed for both."""
     eps = EPS.get(str(expected.dtype).removeprefix("torch."), 0.0)
     flat, other = expected.view(-1), got.view(-1)
     parts = range(0, flat.numel(), CHUNK)

@@ -1,4 +1,4 @@
-"""PyTorch's side of ``python -m cute_ops verify``: one call of an op."""
+"""One call of an op in PyTorch, for ``python -m cute_ops verify``."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from cute_ops.op import Op, Tensor
 from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops.testing import Arrays, numpy_dtype
 from cute_ops.tools import sweep
-from cute_ops_torch.library.register import register
 from cute_ops_torch.library.tensors import DTYPES, NAMES, bind_tensors, memory
+from cute_ops_torch.registry import register
 
 
 def device() -> str:
@@ -25,25 +25,32 @@ def device() -> str:
 
 def broken() -> bool:
     """Whether a kernel has left the GPU's context unusable."""
-    from cute_ops_torch.tools import measure
-
-    return device() == "cuda" and measure.broken()
+    try:
+        if device() == "cuda":
+            torch.cuda.synchronize()
+    except Exception:  # whatever it is, no call works any more
+        return True
+    return False
 
 
 def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
     """Call the registered op on NumPy arrays; None for absent outputs.
 
     Raises:
-        AssertionError: on a GPU no output lies in memory that was filled with NaN, so that nothing would be shown.
+        AssertionError: on a GPU no output lies in memory that was filled with NaN, so the run would prove nothing.
     """
     outputs = _call(op, list(on_device(arrays).values()), attrs)
     return tuple(None if out is None else to_numpy(out) for out in outputs)
 
 
 def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: Callable[[], Iterable[Arrays]]) -> None:
-    """Compare a call with float64, all on the device; ``base`` is how inputs lie (:mod:`cute_ops.tools.sweep`).
+    """Compare a call with float64, all on the device.
 
     Args:
+        op: the declaration.
+        arrays: inputs by name, None for absent ones.
+        attrs: all attributes.
+        base: how inputs lie in memory, see :mod:`cute_ops.tools.sweep`.
         others: as :func:`cute_ops.testing.check` takes them.
 
     Raises:
@@ -59,7 +66,7 @@ def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: C
 
 
 def on_device(arrays: Arrays) -> dict[str, torch.Tensor | None]:
-    """The same values as tensors, on the GPU where there is one."""
+    """The same values as tensors, on the GPU if there is one."""
     return {name: None if a is None else to_torch(a) for name, a in arrays.items()}
 
 

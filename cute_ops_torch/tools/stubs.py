@@ -1,4 +1,4 @@
-"""The stub file of the functions, made from the declarations: ``python -m cute_ops_torch.tools.stubs``."""
+"""Make the stub file of the functions from the declarations: ``python -m cute_ops_torch.tools.stubs``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = [
 
 
 def text(ops: Iterable[Op] = OPS) -> str:
-    """The stub file's text."""
+    """The text of the stub file."""
     ops = tuple(ops)
     names = "".join(f'    "{name}",\n' for name in sorted(op.name for op in ops))
     return _HEADER.format(names=names) + "".join(_function(op) for op in ops)

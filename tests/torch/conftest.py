@@ -196,9 +196,8 @@ def _run(op: Op, variant: Variant, given: Sequence[torch.Tensor]) -> None:
         _fits(key, tensor)
     by_name = {key.name: t for key, t in zip(present, given, strict=True)}
     arrays = {n: to_numpy(by_name.get(n)) for n in op.inputs}
-    lead = next(
-        a.shape[: a.ndim - len(t.dims)] for n, t in op.inputs.items() if t.rows and (a := arrays[n]) is not None
-    )
+    by_row = ((arrays[n], len(t.dims)) for n, t in op.inputs.items() if t.rows)
+    lead = next((a.shape[: a.ndim - dims] for a, dims in by_row if a is not None), ())
     for name, tensor in op.inputs.items():
         array = arrays[name]
         if tensor.broadcast and array is not None:

@@ -46,7 +46,7 @@ def test_a_traceback_shows_the_generated_line(compiled: Any, monkeypatch: pytest
         launcher.launch(x)
     linecache.checkcache()  # as a traceback does before it reads lines
     text = "".join(traceback.format_exception(first.value))
-    assert 'File "<cute_ops rmsnorm.run>"' in text
+    assert 'File "<cute_ops rmsnorm.run' in text
     assert "    _kernel(x, _out0)\n" in text
     text = "".join(traceback.format_exception(second.value))
     assert 'File "<cute_ops rmsnorm.guarded' in text
@@ -56,7 +56,7 @@ def test_a_traceback_shows_the_generated_line(compiled: Any, monkeypatch: pytest
 def test_a_public_function_has_source() -> None:
     source = inspect.getsource(cute_ops_torch.rmsnorm)
     assert source.startswith("    def rmsnorm(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0):\n")
-    assert cute_ops_torch.rmsnorm.__code__.co_filename == "<cute_ops rmsnorm>"
+    assert cute_ops_torch.rmsnorm.__code__.co_filename.startswith("<cute_ops rmsnorm")
 
 
 def test_a_file_name_stands_for_one_source() -> None:

@@ -12,10 +12,11 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_ops import Op
+from cute_ops import Op, dispatch
 from cute_ops.ops import OPS
 from cute_ops_torch.host import fast_path, function, launch
-from cute_ops_torch.library import autograd, remembered
+from cute_ops_torch.library import autograd, reference, remembered
+from cute_ops_torch.library import tensors as binding
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import fake_kernel
 from cute_ops_torch.library.schema import schema
@@ -120,6 +121,31 @@ def test_a_known_call_neither_plans_nor_dispatches(make: Any, compiled: Any, mon
         assert not made.function(other, w).requires_grad
         assert not made.raw(other, w).requires_grad
     assert compiled.calls == ["rmsnorm"] * 5
+
+
+def test_a_first_call_binds_and_plans_once(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each direction; nothing else binds, for autograd neither."""
+    done: list[str] = []
+    bind = binding.bind_tensors
+    for module in (launch, binding, reference):
+        monkeypatch.setattr(module, "bind_tensors", noting(done, "bind", bind))
+    monkeypatch.setattr(dispatch, "choose", noting(done, "plan", dispatch.choose))
+    made, x = make(rmsnorm), torch.randn(4, 88, requires_grad=True)
+    for _ in range(2):
+        made.function(x).sum().backward()
+        assert done == ["bind rmsnorm", "plan rmsnorm", "bind rmsnorm_bwd", "plan rmsnorm_bwd"]
+    made.raw(x)
+    made.raw(x.detach())
+    made.function(x.detach())
+    assert len(done) == 4
+
+
+def noting(done: list[str], what: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(first: Any, *args: Any) -> Any:
+        done.append(f"{what} {(first if isinstance(first, Op) else first.op).name}")
+        return function(first, *args)
+
+    return call
 
 
 def test_calls_of_one_shape_are_told_apart(make: Any) -> None:

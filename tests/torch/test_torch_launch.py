@@ -16,7 +16,7 @@ from cute_ops_torch.host import compiled_call, launch
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library import remembered
-from cute_ops_torch.library.register import register
+from cute_ops_torch.registry import register
 
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 

@@ -22,8 +22,8 @@ from cute_ops.jit.target import Target, parse
 from cute_ops_torch.composite import chunked_loss, embedding, gradient_scale
 from cute_ops_torch.huggingface import attention, decoder, packed_weights, residual_norm
 from cute_ops_torch.huggingface import patch as patching
-from cute_ops_torch.library.register import family
 from cute_ops_torch.library.tensors import bind_tensors, memory
+from cute_ops_torch.registry import family
 
 transformers = pytest.importorskip("transformers")
 

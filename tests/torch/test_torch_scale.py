@@ -13,7 +13,7 @@ from cute_ops.tools.verify import installed, verify
 from cute_ops_torch.composite.gradient_scale import scale as scale_gradient
 from cute_ops_torch.composite.gradient_scale import scale_ as scale_gradient_
 from cute_ops_torch.library.inplace import inplace_gradient
-from cute_ops_torch.library.register import family
+from cute_ops_torch.registry import family
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 NUMBERS = (1.0, -1.7, 1 / 3, 0.0, 1e30, 1e-30, math.nan, math.inf)

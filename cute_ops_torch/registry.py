@@ -1,4 +1,4 @@
-"""``register(op)``: a declaration becomes an op of torch."""
+"""Registers declarations as ops of torch: ``register(op)``."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -28,10 +29,9 @@ _lock, _lowering = threading.RLock(), threading.RLock()
 def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     """Make ``torch.ops.<namespace>.<name>`` of a declaration, and of its gradient.
 
-    The op has a CUDA implementation, the reference on CPU, a fake kernel, reverse-mode autograd and a vmap
-    rule. Autocast, which passes what nobody registered for it, leaves it alone: kernels accumulate in float32 whatever
-    the inputs are, so casting inputs would cost bandwidth and gain nothing. Registering the same declaration again
-    returns the same function.
+    The op has a CUDA implementation, the reference on CPU, a fake kernel, reverse-mode autograd and a vmap rule.
+    Autocast does not change its inputs: kernels accumulate in float32 whatever these are, so a cast would cost
+    bandwidth and gain nothing. Registering the same declaration again returns the same function.
 
     Returns:
         The op as a Python function, with the declaration's signature and docstring.
@@ -44,9 +44,9 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
 
 
 def define(op: Op, namespace: str = "cute") -> Registered:
-    """What :func:`register` does, without the Python function: that is made when it is asked for."""
+    """What :func:`register` does, without making the Python function."""
     with _lock:
-        # All that may be refused, of the gradient too, before anything is there that would be in a second try's way.
+        # Refuse what is to be refused, of the gradient too, before defining anything: a second try would find it there.
         for stage in filter(None, (op, op.grad)):
             _check(stage, namespace)
         return _define(op, namespace)
@@ -69,12 +69,12 @@ def _define(op: Op, namespace: str) -> Registered:
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     library = _libraries[namespace]
-    # Exact strides: Inductor must not hand over a layout that eager would have refused.
+    # Exact strides: Inductor must not pass a layout that eager would have refused.
     library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     made = _registered[key] = Registered(op, getattr(getattr(torch.ops, namespace), op.name).default, gradient)
     library.impl(op.name, _deferred(lambda: made.launcher.launch), "CUDA")
-    library.impl(op.name, autograd_kernel(op, made.overload, made.fast_path, made.nodes), "Autograd")
     library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
+    library.impl(op.name, autograd_kernel(op, made.overload, made.fast_path, made.nodes), "Autograd")
     register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))
     torch.library.register_vmap(f"{namespace}::{op.name}", vmap, lib=library)
@@ -109,7 +109,7 @@ class Registered:
 
     def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
         self.op, self.overload, self.gradient = op, overload, gradient
-        self.nodes = Nodes(op, lambda: self.gradient.raw if self.gradient else None)
+        self.nodes = Nodes(op, lambda: gradient.raw if gradient else None)
         self.fast_path = FastPath(op, lambda: self.launcher, self.nodes)
         self._lowered = False
 
@@ -133,28 +133,26 @@ class Registered:
         return make_function(self.op, self.overload, self.fast_path, inplace=inplace)
 
     def lower(self) -> None:
-        """Teach Inductor the op, once, the first time a fake runs in a process that has Inductor loaded.
+        """Register the op's lowering with Inductor, the first time a fake kernel runs while Inductor is loaded.
 
-        Importing Inductor costs over a second, so nothing here asks for it. Dynamo runs the fake before Inductor
-        compiles, and also before it takes compiled code from its cache; but then only the forward's fake, so a
-        forward brings its gradient's lowering along.
+        Dynamo runs fake kernels before Inductor compiles, and before it takes compiled code from its cache. In the
+        latter case only the forward's runs, so a forward registers its gradient's lowering too.
         """
         if self._lowered or "torch._inductor" not in sys.modules:
             return
-        with _lowering:  # who comes second compiles only when it is done
+        with _lowering:  # a second thread must not compile before the first has registered
             if not self._lowered:
-                from cute_ops_torch.inductor.lowering import register_lowering
-
-                register_lowering(self.op, self.overload, self.launcher)
+                # Importing Inductor takes over a second, so only programs that have loaded it get this far.
+                lowering = import_module("cute_ops_torch.inductor.lowering")
+                lowering.register_lowering(self.op, self.overload, self.launcher)
                 if self.gradient:
                     self.gradient.lower()
                 self._lowered = True
 
 
 def register_lowerings() -> None:
-    """Teach Inductor every op now. Imports Inductor."""
-    import torch._inductor.lowering  # noqa: F401
-
+    """Register every op's lowering now. Imports Inductor."""
+    import_module("torch._inductor.lowering")
     for made in list(_registered.values()):
         made.lower()
 
@@ -166,6 +164,6 @@ def everything() -> Iterator[tuple[Op, Any, torch.library.Library]]:
 
 
 def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:
-    """A registered op: its declaration, its function, raw, and its CUDA implementation with outputs given."""
+    """A registered op: its declaration, its raw function, and its CUDA implementation with outputs given."""
     made = _registered[namespace, name]
     return made.op, made.raw, made.launcher.into
