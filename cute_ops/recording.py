@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
 from cute_ops.binding import Binding
+from cute_ops.files import file_lock
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.variant import Variant
 from cute_ops.manifest import call_of
 
 log = logging.getLogger("cute_ops")
+LOCK_SECONDS = 1.0  # a process that holds the lock for longer has stopped: the line is appended without it
 
 
 class Recorder:
     """Appends every new kind of call to a manifest as soon as it is planned, so that a crash loses none.
 
-    Several processes may share the file: a line is appended by a single write.
+    Several processes may share the file: each appends its line while it holds the file's lock.
     """
 
     def __init__(self, path: Path) -> None:
@@ -37,6 +40,9 @@ class Recorder:
         try:
             handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
+                deadline = time.monotonic() + LOCK_SECONDS
+                while file_lock.acquire(handle) is False and time.monotonic() < deadline:
+                    time.sleep(0.001)
                 # The last line may lack its end: the file was edited by hand, or a process was killed while it wrote.
                 size = os.fstat(handle).st_size
                 apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""

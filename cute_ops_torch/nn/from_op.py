@@ -15,7 +15,8 @@ from cute_ops_torch.registry import register
 _PUBLIC = "cute_ops_torch.nn"
 # How parts of names are written.
 _WORDS = {
-    "rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "swiglu": "SwiGLU", "geglu": "GeGLU", "qk": "QK", "fp8": "FP8",
+    "rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "swiglu": "SwiGLU", "geglu": "GeGLU", "silu": "SiLU",
+    "gelu": "GELU", "relu2": "ReLU2", "rope": "RoPE", "qk": "QK", "fp8": "FP8",
 }  # fmt: skip
 
 

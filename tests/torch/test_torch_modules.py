@@ -108,4 +108,4 @@ def test_layernorm_module() -> None:
 
 def test_silu_mul_module() -> None:
     gate, up = torch.randn(2, 3, 8), torch.randn(2, 3, 8)
-    torch.testing.assert_close(cute_ops_torch.nn.SiluMul()(gate, up), nn.functional.silu(gate) * up)
+    torch.testing.assert_close(cute_ops_torch.nn.SiLUMul()(gate, up), nn.functional.silu(gate) * up)
