@@ -280,7 +280,8 @@ class Op:
         return f"Op {self.name}({ins}) -> {outs}"
 
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
-        return self.dtypes.get(tensor.dtype, (tensor.dtype,))
+        choices: tuple[str, ...] = self.dtypes.get(tensor.dtype, (tensor.dtype,))
+        return choices
 
     def dtype_near(self, tensor: Tensor, dtype: str) -> str:
         """This dtype where the tensor may have it, else the first that it may."""

@@ -69,7 +69,7 @@ class AdamW(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step on every parameter that has a gradient; ``closure`` computes gradients and returns the loss."""
-        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():  # type: ignore[no-untyped-call]
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{WHAT}: {REFUSED['capturable']} with capturable=True.")
         loss = None
         if closure is not None:

@@ -84,7 +84,7 @@ def _embedding_bwd(dout: Tensor, index: Tensor, classes: int, padding_idx: int =
     return layout.wrap_outputs([torch.ops.cute.embedding_bwd(local_dout, local_index, classes, padding_idx)])[0]
 
 
-_library = torch.library.Library("cute", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("cute", "FRAGMENT")
 for _name, _call in {
     # In inference mode the dispatcher does not decompose this op before it comes here.
     "linear_cross_entropy": loss_ops.linear_cross_entropy,

@@ -154,7 +154,7 @@ def _vmap_gradient(
 # --- registration --------------------------------------------------------------------------------------------------
 
 
-_library = torch.library.Library("cute", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("cute", "FRAGMENT")
 
 
 def _register() -> None:
@@ -167,11 +167,11 @@ def _register() -> None:
             lambda d, i, *_: (i, None, d),
         ),
     ):  # fmt: skip
-        _library.define(op.name + schema, tags=(torch.Tag.pt2_compliant_tag,))  # type: ignore[no-untyped-call]
-        _library.impl(op.name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+        _library.define(op.name + schema, tags=(torch.Tag.pt2_compliant_tag,))
+        _library.impl(op.name, run, "CompositeExplicitAutograd")
         overload = getattr(torch.ops.cute, op.name).default
         kernel = dispatching_kernel(op, overload, inputs, node.apply)  # type: ignore[union-attr]
-        _library.impl(op.name, kernel, "Autograd", with_keyset=True)  # type: ignore[no-untyped-call]
+        _library.impl(op.name, kernel, "Autograd", with_keyset=True)
         register_fake(_library, op.name, fake)
         torch.library.register_vmap(f"cute::{op.name}", vmap, lib=_library)
 

@@ -153,14 +153,14 @@ def _fake_step(*args: Any) -> tuple[Tensor, ...]:
     return args[0].new_empty((), dtype=torch.float32), *_fake_gradients(args[0], args[1], args[3], args[9])
 
 
-_library = torch.library.Library("cute", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library = torch.library.Library("cute", "FRAGMENT")
 
 
 def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Callable[..., Any]) -> None:
     # Exact strides: a weight's gradient has those of the weight, whatever they are.
     tags = torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides
-    _library.define(name + schema, tags=tags)  # type: ignore[no-untyped-call]
-    _library.impl(name, implementation, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.define(name + schema, tags=tags)
+    _library.impl(name, implementation, "CompositeExplicitAutograd")
     register_fake(_library, name, fake)
 
 
@@ -170,8 +170,8 @@ def _register() -> None:
     accum = "ScalarType? accum_dtype=None"
     own = "int[] part=[], str group=''"  # arguments of `Slice.of`
     name = "linear_cross_entropy"
-    _library.define(f"{name}({inputs}=None, {attrs}, str reduction='mean', {accum}) -> Tensor")  # type: ignore[no-untyped-call]
-    _library.impl(name, linear_cross_entropy, "CompositeImplicitAutograd")  # type: ignore[no-untyped-call]
+    _library.define(f"{name}({inputs}=None, {attrs}, str reduction='mean', {accum}) -> Tensor")
+    _library.impl(name, linear_cross_entropy, "CompositeImplicitAutograd")
     schema = f"({inputs}, {attrs}, {accum}, {own}) -> (Tensor, Tensor, Tensor)"
     _define(f"{name}_rows", schema, chunked_loss.rows, _fake_rows)
     schema = f"({inputs}, Tensor row_max, Tensor log_sum, Tensor dloss, {attrs}, {accum}, bool[] wanted=[], {own})"

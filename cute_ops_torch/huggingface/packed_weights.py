@@ -33,7 +33,7 @@ def _owns_memory(weight: Tensor) -> bool:
     """Whether a tensor uses all of its storage, and no other tensor or process uses it."""
     storage = weight.untyped_storage()
     uses: int = torch._C._storage_Use_Count(storage._cdata)  # the weight, and `storage` here
-    shared = not weight.is_cuda and weight.is_shared()  # type: ignore[no-untyped-call]
+    shared = not weight.is_cuda and weight.is_shared()
     return storage.nbytes() == weight.nbytes and uses <= 2 and not shared
 
 

@@ -93,9 +93,9 @@ def _look(nodes: list[Node]) -> str | None:
         for node in nodes:
             args, kwargs = map_aggregate(node.args, given), map_aggregate(dict(node.kwargs), given)
             if node.op == "call_method":
-                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)  # type: ignore[index]
+                values[node] = getattr(args[0], str(node.target))(*args[1:], **kwargs)
             else:
-                values[node] = node.target(*args, **kwargs)  # type: ignore[operator, misc]
+                values[node] = node.target(*args, **kwargs)  # type: ignore[operator]
             for one in node.all_input_nodes:
                 if last[one] is node:
                     del values[one]

@@ -63,7 +63,7 @@ def disable() -> None:
         config.pre_grad_custom_pass = config.pre_grad_custom_pass.previous
 
 
-class Replace(CustomGraphPass):  # type: ignore[misc]
+class Replace(CustomGraphPass):
     """The pass. It first runs the one that was set before it."""
 
     def __init__(self, ops: tuple[str, ...], devices: tuple[str, ...], previous: Any) -> None:

@@ -190,7 +190,7 @@ def graph_sampler(
     graph.replay()
 
     def sample() -> float:
-        torch.cuda._sleep(WAIT_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(WAIT_CYCLES)
         return elapsed(graph.replay) / count
 
     # A graph owns only what was allocated inside: inputs and what autograd saved for backward stay with the calls.
@@ -201,11 +201,11 @@ def graph_sampler(
 def elapsed(action: Callable[[], Any]) -> float:
     """Microseconds between an action's begin and end on the device; host time counts where that is slower."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    start.record()  # type: ignore[no-untyped-call]
+    start.record()
     action()
-    end.record()  # type: ignore[no-untyped-call]
-    end.synchronize()  # type: ignore[no-untyped-call]
-    return start.elapsed_time(end) * 1e3  # type: ignore[no-untyped-call, no-any-return]
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) * 1e3  # type: ignore[no-any-return]
 
 
 def _events(action: Callable[[], Any], count: int) -> list[float]:
@@ -214,11 +214,11 @@ def _events(action: Callable[[], Any], count: int) -> list[float]:
         action()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(count)]
     for begin, end in marks:
-        begin.record()  # type: ignore[no-untyped-call]
+        begin.record()
         action()
-        end.record()  # type: ignore[no-untyped-call]
+        end.record()
     torch.cuda.synchronize()
-    return [begin.elapsed_time(end) * 1e3 for begin, end in marks]  # type: ignore[no-untyped-call]
+    return [begin.elapsed_time(end) * 1e3 for begin, end in marks]
 
 
 def _inputs(binding: Binding, memory: Mapping[str, Memory]) -> list[torch.Tensor | None]:

@@ -295,6 +295,7 @@ from cute_ops.ops import OPS, PARTS
 
 kernels = {op.kernel.partition(":")[0]: op.kernel for f in (*OPS, *PARTS) for op in (f, f.grad) if op}
 root = Path(source_digest.__file__).parents[1]
+assert root.parent == Path(sys.argv[1]), f"{root} is no copy"
 missed, reached = [], 0
 for module, kernel in kernels.items():
     for name in [name for name in sys.modules if name.startswith("cute_ops.kernels")]:
@@ -326,7 +327,15 @@ def test_every_file_that_our_kernels_reach_changes_their_key(tmp_path: Path) -> 
         Path(source_digest.__file__).parents[1], tmp_path / "cute_ops", ignore=lambda *_: {"__pycache__"}
     )
     environment = {**os.environ, "PYTHONPATH": str(copy.parent), "PYTHONDONTWRITEBYTECODE": "1"}
-    done = subprocess.run([sys.executable, "-c", OURS], capture_output=True, text=True, env=environment, check=False)
+    # From outside the checkout, whose package the program would find, and edit, first.
+    done = subprocess.run(
+        [sys.executable, "-c", OURS, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     missed, reached, kernels = json.loads(done.stdout)
     assert missed == [] and kernels > 15 and reached > 8 * kernels
