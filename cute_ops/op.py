@@ -217,6 +217,8 @@ class Op:
         finish: what the Python functions do after the op; it adds keyword arguments to them.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
         cases: named problems.
+        arrange: makes random inputs fit together where they must, for tests and ``verify``: sorted indices, the
+            statistics of a row. It changes arrays by name, NumPy's, in place.
         doc: the public docstring: formula first.
     """
 
@@ -240,6 +242,7 @@ class Op:
         finish: Finish | None = None,
         check: Callable[[Any], str | None] | None = None,
         cases: tuple[Case, ...] = (),
+        arrange: Callable[[dict[str, Any]], None] | None = None,
         doc: str = "",
     ) -> None:
         self.name = name
@@ -271,6 +274,7 @@ class Op:
         self.finish = finish
         self.check = check or (lambda binding: None)
         self.cases = cases
+        self.arrange = arrange or (lambda arrays: None)
         self.doc = doc
         self._validate()
 

@@ -31,8 +31,8 @@ Which = Annotated[
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}; repeat. Default: all.")]
 
 
-# Ops whose inputs no random numbers fit.
-NOT_SWEPT = {"sorted_embedding_bwd": "its tokens must be sorted; tests/torch/test_gpu_sweep.py sweeps embedding"}
+# Ops of other sizes than rows and columns.
+NOT_SWEPT = {"sorted_embedding_bwd": "it has classes; tests/torch/test_gpu_sweep.py sweeps embedding, which calls it"}
 
 
 class CompiledKernel(NamedTuple):

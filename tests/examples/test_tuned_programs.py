@@ -50,8 +50,8 @@ handler.emit = lambda record: messages.append(record.getMessage())
 logging.getLogger("cute_ops").addHandler(handler)
 logging.getLogger("cute_ops").setLevel(logging.INFO)
 {call}
+from cute_ops import dispatch
 from cute_ops.jit import cache
-from cute_ops.autotune import winners
 used = [dict(winner.config) for winner in dispatch.winners_of(cache._functions)]
 print(json.dumps({{"error": error, "used": used, "compiled": cache.counters.compiled, "messages": messages}}))
 """

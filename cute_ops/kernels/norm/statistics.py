@@ -157,12 +157,12 @@ class MeanSquare(Statistics):
 class Moments(Statistics):
     """Layer norm: mean and ``rstd = rsqrt(mean((x - mean)^2) + eps)``.
 
-    A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added: vectors, then
-    threads, warps and rows take the deviations from their own mean and correct them for the difference to the mean of
-    all (Chan, Golub and LeVeque). Among as many of them as a warp has lanes or a row has warps, deviations are added up
-    from the mean of one of them, all sums at once: however far from the mean of all that is, what cancels is at most as
-    many times the result. One exchange suffices: what a warp sends is its mean, its sum of squared deviations,
-    in the backward the sums of g and of g times the deviations, and its number of elements where warps differ in it.
+    A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added. Vectors and
+    threads take the deviations from their own mean; a warp finds the mean of its threads and corrects their sums for
+    the difference to that, and a row does so with its warps (Chan, Golub and LeVeque). Means are averaged by their
+    distances from one of them, so that a row of equal numbers has these for its mean. What a warp sends is its mean,
+    its sum of squared deviations, in the backward the sums of g and of g times the deviations, and its number of
+    elements where warps differ in it.
     """
 
     centred = True
@@ -298,26 +298,20 @@ class Moments(Statistics):
 
     def arrive(self, values, sSum, mbar, step):
         ((count, _), (together, inverse), lane), mean, squares, gradients, products = values
-        origin = self._of_lane(mean, lane)
-        if self.tile.n is None:
-            # Of short rows few lanes hold anything: one of them may be so far from the mean that bits cancel.
-            origin = _quotient(self.warp_sum(mean * count), together, inverse)
-        apart = mean - origin
-        moved = apart * count
-        squares, products = squares + apart * moved, products + apart * gradients
+        pivot = self._of_lane(mean, lane)
+        moved = (mean - pivot) * count
+        # Where halved, the upper half of a warp has the second of each pair.
+        sums = self.warp_sums((moved, gradients)) if self.halved else (self.warp_sum(moved),)
+        middle = pivot + _quotient(self._of_lane(sums[0], 0) if self.halved else sums[0], together, inverse)
+        apart = mean - middle
+        squares, products = squares + apart * apart * count, products + apart * gradients
         if not self.backward:
-            moved, squares = self.warp_sum(moved), self.warp_sum(squares)
-            shift = _quotient(moved, together, inverse)
-            found = [origin + shift, squares - shift * moved]
+            found = [middle, self.warp_sum(squares)]
         elif self.halved:
-            # The upper half of a warp has the second of each pair.
-            sums, others = self.warp_sums((moved, gradients, squares, products))
-            shift = _quotient(self._of_lane(sums, 0), together, inverse)
-            found = [cutlass.select_(cute.arch.lane_idx() < WARP // 2, origin + shift, sums), others - shift * sums]
+            upper = cute.arch.lane_idx() >= WARP // 2
+            found = [cutlass.select_(upper, sums[0], middle), *self.warp_sums((squares, products))]
         else:
-            moved, gradients, squares, products = map(self.warp_sum, (moved, gradients, squares, products))
-            shift = _quotient(moved, together, inverse)
-            found = [origin + shift, gradients, squares - shift * moved, products - shift * gradients]
+            found = [middle, *map(self.warp_sum, (gradients, squares, products))]
         if not self.tile.even:
             found += [Float32(together)] * (2 if self.backward and not self.halved else 1)
         return self.send(tuple(found), sSum, mbar, step)

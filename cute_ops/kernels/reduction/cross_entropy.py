@@ -93,7 +93,9 @@ class Loss(RowFunction):
         mLogits, _, mLoss, mMax, mSum = numbers
         kept, known, picked = context
         loss, log_sum = self.set.loss(results, known, picked, mLogits.shape[len(mLogits.shape) - 1])
-        for name, m, value in zip(("loss", "row_max", "log_sum"), (mLoss, mMax, mSum), (loss, results[0], log_sum)):
+        # fmax passes over NaN, a sum does not.
+        top = cutlass.select_(log_sum == log_sum, results[0], log_sum)
+        for name, m, value in zip(("loss", "row_max", "log_sum"), (mLoss, mMax, mSum), (loss, top, log_sum)):
             store_number(number_where(kept, value), m, variant.tensors[name], row)
 
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
+from array_api_compat import device
+
 from cute_ops.array_api import widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
@@ -34,8 +37,8 @@ def _valid(target: Any, n: int, classes: int) -> Any:
 def _terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tuple[Any, Any, Any]:
     """Whether a row counts, whether its target may be a class, and where that is."""
     known = _valid(target, x.shape[-1], classes)
-    columns = xp.cumulative_sum(xp.ones_like(x), axis=-1) - 1  # on the device of x, and exact
-    return target != ignore_index, known, columns == xp.astype(target, x.dtype)[..., None]
+    columns = xp.arange(x.shape[-1], device=device(x))
+    return target != ignore_index, known, columns == target[..., None]
 
 
 def _origin(xp: Any, m: Any) -> Any:
@@ -62,7 +65,8 @@ def reference(
     if z_loss:
         loss = loss + z_loss * (m + log_sum) * (m + log_sum)
     loss = xp.where(known, loss, zero + xp.nan)
-    return xp.where(kept, loss, zero), xp.where(kept, m, zero), xp.where(kept, log_sum, zero)
+    top = xp.where(xp.isnan(log_sum), log_sum, m)
+    return xp.where(kept, loss, zero), xp.where(kept, top, zero), xp.where(kept, log_sum, zero)
 
 
 def reference_bwd(
@@ -161,6 +165,15 @@ IGNORE_INDEX = -100
 ATTRS = {"ignore_index": IGNORE_INDEX, "label_smoothing": 0.0, "z_loss": 0.0, "classes": 0}
 DTYPES = {"T": FLOATS, "I": ("int64", "int32")}
 
+
+def saved_by_the_forward(arrays: dict[str, Any]) -> None:
+    """The maximum and log-sum of each row, as the backward op gets them."""
+    x = arrays["logits"].astype(np.float64)
+    m = x.max(axis=-1)
+    arrays["row_max"][...] = m
+    arrays["log_sum"][...] = np.log(np.exp(x - m[..., None]).sum(axis=-1))
+
+
 cross_entropy_bwd = Op(
     "cross_entropy_bwd",
     inputs={
@@ -179,6 +192,7 @@ cross_entropy_bwd = Op(
     sharding=Sharding(split=Split("n", slice_of_classes)),
     check=check,
     cases=CASES,
+    arrange=saved_by_the_forward,
     doc="""Gradient of :func:`cross_entropy`, from the lse that the forward gave in two parts, ``row_max + log_sum``.
 
     ``dlogits = dloss * (exp(logits - row_max - log_sum) * (1 + 2 * z_loss * lse)
