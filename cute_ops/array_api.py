@@ -6,10 +6,18 @@ import math
 import sys
 from typing import Any
 
+from array_api_compat import is_torch_array
+
 
 def widen(xp: Any, *arrays: Any) -> tuple[Any, ...]:
     """The arrays in the accumulation dtype: float64 stays, everything else becomes float32; None stays."""
     return tuple(None if a is None else a if a.dtype == xp.float64 else xp.astype(a, xp.float32) for a in arrays)
+
+
+def columns(xp: Any, x: Any) -> Any:
+    """``0 ... n - 1`` for the last dim of ``x``, where ``x`` is: torch alone must be told."""
+    where = {"device": x.device} if is_torch_array(x) else {}
+    return xp.arange(x.shape[-1], **where)
 
 
 def sigmoid(xp: Any, x: Any) -> Any:

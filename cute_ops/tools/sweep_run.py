@@ -23,8 +23,6 @@ from cute_ops.tools.sweep import SweepCall, memory, trials
 # Trials whose kernels compile before they run, and how long that may take.
 CHUNK, STEP_SECONDS = 48, 600.0
 IDLE_SECONDS = 60.0
-# Of how many numbers the most that a reference loses is known well enough, and in how many draws at most.
-SAMPLE, MOST_DRAWS = 1 << 15, 256
 
 
 class Task(NamedTuple):
@@ -166,8 +164,7 @@ def _attempt(by: Any, trial: SweepCall) -> str:
         return testing.inputs(trial.op, trial.case, trial.dtype, seed)
 
     def others() -> Iterator[testing.Arrays]:
-        count = max(a.size for a in inputs(0).values() if a is not None)
-        return (inputs(seed) for seed in range(1, 1 + min(MOST_DRAWS, SAMPLE // count)))
+        return (inputs(seed) for seed in range(1, 1 + testing.draws(inputs(0))))
 
     try:
         by.check(trial.op, inputs(0), testing.attributes(trial.op, trial.case), trial.base, others)

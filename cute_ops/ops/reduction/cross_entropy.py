@@ -6,9 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from array_api_compat import device
 
-from cute_ops.array_api import widen
+from cute_ops.array_api import columns, widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Finish, Op, Sharding, Split, Tensor
@@ -37,8 +36,7 @@ def _valid(target: Any, n: int, classes: int) -> Any:
 def _terms(xp: Any, x: Any, target: Any, ignore_index: int, classes: int) -> tuple[Any, Any, Any]:
     """Whether a row counts, whether its target may be a class, and where that is."""
     known = _valid(target, x.shape[-1], classes)
-    columns = xp.arange(x.shape[-1], device=device(x))
-    return target != ignore_index, known, columns == target[..., None]
+    return target != ignore_index, known, columns(xp, x) == target[..., None]
 
 
 def _origin(xp: Any, m: Any) -> Any:

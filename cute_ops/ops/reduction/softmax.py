@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
@@ -75,9 +77,13 @@ def _declare(name: str, kernel: str, references: tuple[Any, Any], formula_bwd: s
     """A function of the exponentials of a row, and its gradient from its output."""
     where = f"cute_ops.kernels.reduction.softmax:{kernel}"
     common: dict[str, Any] = {"dtypes": {"T": FLOATS}, "cases": CASES}
+
+    def saved_by_the_forward(arrays: dict[str, Any]) -> None:
+        arrays["out"][...] = references[0](np, arrays["out"].astype(np.float64))
+
     backward = Op(
         f"{name}_bwd", inputs={"out": out, "dout": ROWS}, outputs={"dx": ROWS}, reference=references[1],
-        kernel=f"{where}Backward", tuning=Tuning(reduced_pairs, space=REDUCE),
+        kernel=f"{where}Backward", tuning=Tuning(reduced_pairs, space=REDUCE), arrange=saved_by_the_forward,
         doc=f"""Gradient of :func:`{name}`, from its output.
 
     ``dx = {formula_bwd}``
