@@ -111,7 +111,7 @@ class Bundle:
                 return None
             record, name = self._kernel(variant.symbol), file_of(variant.symbol)
             self._verify(folder, name, record["sha256"])
-            if record["variant"] != json.loads(variant.to_json()):
+            if record["variant"] != json.loads(variant.text):
                 raise self._refusal(f"holds another kernel under the name {variant.symbol}")
             return loader.load(self.where / name, variant.symbol, folder.path(name))
 

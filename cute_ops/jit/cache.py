@@ -228,7 +228,7 @@ def _stored(where: Path, variant: Variant, use: Callable[[Folder, bytes], T], lo
             data = folder.read(path.name)
             if hashlib.sha256(data).hexdigest() != record["sha256"]:
                 raise ValueError("checksum does not match")
-            if record["variant"] != json.loads(variant.to_json()):
+            if record["variant"] != json.loads(variant.text):
                 raise ValueError("it holds another variant")
             return use(folder, data)
         except (OSError, ValueError, CacheError) as error:
@@ -285,7 +285,7 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
 def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path | None:
     path = where / built.name
     data = built.read_bytes()
-    record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
+    record = {"variant": json.loads(variant.text), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
         cache_dir.sweep(where)
         # The object comes last: a reader that finds it also finds its record.

@@ -41,7 +41,7 @@ class Worker:
             CompileError: with the compiler's output: it failed, crashed or took too long.
         """
         request = {
-            "variant": variant.to_json(), "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
+            "variant": variant.text, "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
         }  # fmt: skip
         start = time.perf_counter()
         try:
