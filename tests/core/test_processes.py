@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import cute_ops
-from cute_ops.jit.compile_pool import Pool, Worker
+from cute_ops.jit.compile_pool import Pool
 
 KERNELS = Path(__file__).parent / "kernels"
 WITHOUT_COMPILER = KERNELS / "without_compiler"
@@ -41,8 +41,8 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    started = Worker()
+def worker() -> Iterator[Pool]:
+    started = Pool(1)
     yield started
     started.close()
 
@@ -85,7 +85,7 @@ def ends(pid: int, seconds: float = 3.0) -> bool:
     "Ctrl-C, or a signal handler that raises, during a compile", "the next compile's answer is its own",
     "that compile",
 )  # fmt: skip
-def test_what_follows_an_interrupted_compile(worker: Worker, begun: Callable[[], int]) -> None:
+def test_what_follows_an_interrupted_compile(worker: Pool, begun: Callable[[], int]) -> None:
     from asking import compiled
 
     def interrupt() -> None:
@@ -140,7 +140,7 @@ print(compiled("Waiting", n=32))
 
 
 @pytest.mark.fault("a kernel that calls sys.exit", "that variant's error", "nothing")
-def test_a_kernel_that_leaves(worker: Worker) -> None:
+def test_a_kernel_that_leaves(worker: Pool) -> None:
     from asking import compiled
 
     assert "SystemExit: 0" in compiled("Leaving", by=worker)
@@ -276,9 +276,9 @@ import resource
 print(compiled("Raising", n=32))
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1, most))
-print(compiled("Raising", n=64, by=Worker()))
+print(compiled("Raising", n=64, by=Pool(1)))
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-print(compiled("Raising", n=96, by=Worker()))
+print(compiled("Raising", n=96, by=Pool(1)))
 """
     said = program(code)
     assert "n is 32" in said and "cannot be started: [Errno 24] Too many open files" in said and "n is 96" in said
@@ -411,7 +411,7 @@ print(compiled("Raising", n=32))
 os.chdir({str(gone)!r})
 os.rmdir({str(gone)!r})
 print(compiled("Raising", n=64))
-print(compiled("Raising", n=96, by=Worker()))
+print(compiled("Raising", n=96, by=Pool(1)))
 """
     said = program(code)
     assert all(f"n is {n}" in said for n in (32, 64, 96)), said
@@ -427,7 +427,7 @@ def test_an_embedded_python(executable: str | None) -> None:
 sys.executable = {executable!r}
 print(compiled("Raising", n=32))
 sys.exec_prefix = sys.base_exec_prefix = "/nowhere"
-print(compiled("Raising", n=64, by=Worker()))
+print(compiled("Raising", n=64, by=Pool(1)))
 """
     said = program(code)
     assert "n is 32" in said and "set sys.executable to the path of a Python of this version" in said
@@ -575,14 +575,14 @@ def test_a_program_that_ends_while_a_thread_compiles(begun: Callable[[], int], w
         process.communicate()
 
 
-def test_a_process_outlives_the_thread_that_started_it(worker: Worker) -> None:
+def test_a_process_outlives_the_thread_that_started_it(worker: Pool) -> None:
     """As it would not where the kernel's signal at a parent's death was asked for."""
     from asking import compiled
 
     def pid() -> int:
         compiled("Raising", by=worker)
-        assert worker._process._process is not None
-        return worker._process._process.pid
+        assert worker._idle[0]._process is not None
+        return worker._idle[0]._process.pid
 
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(pid()))
@@ -663,7 +663,7 @@ except CacheError as error:
 
 
 @pytest.mark.fault("a compiler that prints without end", "everything is read, the last of it kept", "nothing")
-def test_a_process_that_prints_more_than_a_pipe_holds(worker: Worker) -> None:
+def test_a_process_that_prints_more_than_a_pipe_holds(worker: Pool) -> None:
     from asking import compiled
 
     assert "n is 32" in compiled("Chatting", n=32, by=worker)
@@ -672,7 +672,7 @@ def test_a_process_that_prints_more_than_a_pipe_holds(worker: Worker) -> None:
 @pytest.mark.fault(
     "a compiler dies whose own child holds its pipes", "that variant's error, at once", "nothing"
 )  # fmt: skip
-def test_a_process_whose_child_lives_on(worker: Worker, begun: Callable[[], int]) -> None:
+def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) -> None:
     from asking import compiled
 
     start = time.monotonic()
@@ -698,7 +698,7 @@ def test_a_process_whose_child_lives_on(worker: Worker, begun: Callable[[], int]
     ],
     ids=["half an answer", "silence", "no JSON", "a start that fails", "a start that ends"],
 )
-def test_processes_that_do_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch, does: str, said: str) -> None:
+def test_processes_that_do_not_answer(worker: Pool, monkeypatch: pytest.MonkeyPatch, does: str, said: str) -> None:
     from asking import compiled
 
     from cute_ops.jit import compile_pool as workers
