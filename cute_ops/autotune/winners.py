@@ -155,10 +155,8 @@ def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
         known = _known(where)
         known.update((winner.key, winner) for winner in winners)
         try:
-            cache_dir.sweep(where.parent)
-            cache_dir.write_whole(
-                where, dump(known.values()).encode(), 0o600 if path is None else 0o644
-            )  # to be shipped
+            mode = 0o600 if path is None else 0o644  # to be shipped
+            cache_dir.write_whole(where.parent, {where.name: dump(known.values()).encode()}, mode)
         except OSError as error:
             raise CacheError(f"cute_ops: {where} cannot be written ({error}): what was measured is not kept") from error
     _stores = None
