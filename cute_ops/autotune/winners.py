@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -229,12 +230,12 @@ def _read_folder(where: Path) -> Winners:
 
 
 def _parsed(path: Path, content: Callable[[], bytes]) -> Winners:
+    if not os.path.lexists(path):
+        return {}
     try:
         if path.is_symlink():
             raise ValueError("it is a link")
         return parse(content())
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError, CacheError) as error:
         log.warning("tuning file %s is ignored: %s", path, error)
         return {}
