@@ -76,11 +76,11 @@ def get(variant: Variant) -> Callable[..., Any]:
     with lock:
         function = _functions.get(variant.symbol)
         if function is None:
-            function = bundle.load(variant)
+            where, bundles = cache_dir.folder(), env.BUNDLE.read()
+            function = bundle.load(variant, bundles) if bundles else None
             if function is not None:
                 counters.bundled += 1
             else:
-                where = cache_dir.folder()
                 function = _from_disk(where, variant) or _build(where, variant)
             _functions[variant.symbol] = function
     return function
