@@ -336,21 +336,20 @@ time.sleep(60)
 @pytest.mark.fault("a process forks while a thread of it measures", "the child goes on", "nothing")
 def test_a_fork_while_tuning() -> None:
     code = """
-from cute_ops import dispatch
+from cute_ops.autotune import tuner
 from cute_ops.ops import silu_mul
 from cute_ops.binding import bind
-from cute_ops.jit.plan import signature
 os.environ["CUTE_OPS_TUNE"] = "1"
-call = signature(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {}, parse("sm_90a"))
-chosen = lambda measure: dispatch._plan(call, measure)
+call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
 measuring = threading.Event()
-thread = threading.Thread(target=chosen, args=(lambda: (measuring.set(), time.sleep(0.6))[0],))
+tuner.now = lambda call, *_: (measuring.set(), time.sleep(0.6), call.binding.op.config(call.problem))[-1]
+thread = threading.Thread(target=choose, args=(call, {}, parse("sm_90a"), 0))
 thread.start()
 measuring.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(5)
-    chosen(lambda: None)
+    choose(call, {}, parse("sm_90a"), 0)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0, "the child hung"
 """
@@ -466,18 +465,16 @@ def test_users_without_a_home(home: str, tmp_path: Path) -> None:
 
 
 def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops import dispatch
+    from cute_ops import env
     from cute_ops.files import cache_dir
-    from cute_ops.jit import bundle
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~/kernels")
     monkeypatch.setenv("CUTE_OPS_BUNDLE", "~/one:/two:~")
     monkeypatch.setenv("CUTE_OPS_RECORD", "~/manifest.txt")
     assert cache_dir.folder() == tmp_path / "kernels"
-    assert bundle.named() == [tmp_path / "one", Path("/two"), tmp_path]
-    recorder = dispatch._recorder.__wrapped__()
-    assert recorder is not None and (tmp_path / "manifest.txt") in vars(recorder).values()
+    assert env.BUNDLE.read() == [tmp_path / "one", Path("/two"), tmp_path]
+    assert env.RECORD.read() == tmp_path / "manifest.txt"
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~nobody-of-that-name/kernels")
     with pytest.raises(ValueError, match="CUTE_OPS_CACHE_DIR holds '~nobody-of-that-name/kernels', but ~nobody"):
         cache_dir.folder()
