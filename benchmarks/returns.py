@@ -6,8 +6,8 @@ imported before the count begins.
 
 A file counts as *entered* when Python calls a function in it and the call before was in another file of ours. It is a
 *return* when that file had been entered earlier. Calls in other packages, and in code that we generate, do not count;
-nor do comprehensions, which are no calls from Python 3.12 on, and generators that are resumed. No GPU is needed:
-everything is prepared for sm_90a, the tensors lie in host memory and the kernel is not launched.
+nor do comprehensions, which are no calls from Python 3.12 on, and generators that are resumed. No GPU is needed or
+used: everything is prepared for sm_90a, the tensors lie in host memory and the kernel is not launched.
 
     python benchmarks/returns.py --out out/benchmarks
 """
@@ -118,7 +118,8 @@ def count(call: str) -> Walk:
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         kept = {n: v for n, v in os.environ.items() if not n.startswith("CUTE_OPS_")}
-        environment = {**kept, "CUTE_OPS_CACHE_DIR": folder, "CUTE_OPS_ARCH": ARCH, "PYTHONPATH": path}
+        chosen = {"CUTE_OPS_CACHE_DIR": folder, "CUTE_OPS_ARCH": ARCH, "PYTHONPATH": path}
+        environment = {**kept, **chosen, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
         command = [sys.executable, __file__, "--here", call]
         for _ in range(1 + (call == "torch warm")):
             done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)

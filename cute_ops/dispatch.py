@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
+from pathlib import Path
 
 from cute_ops import env
 from cute_ops.autotune import winners
@@ -21,7 +22,7 @@ from cute_ops.errors import message
 from cute_ops.files import file_lock
 from cute_ops.jit import cache as kernels
 from cute_ops.jit.layout import Memory
-from cute_ops.jit.plan import Plan, Signature, configured, signature
+from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
 
@@ -48,11 +49,9 @@ def choose(binding: Binding, memory: Mapping[str, Memory], target: Target, devic
         ValueError: a last dim that is not contiguous.
         NotImplementedError: the target is older than the op's kernels.
     """
-    specialize, record = _specialize(binding), _recorder()
-    call = signature(binding, memory, target, specialize)
-    chosen = _plan(call, None if device is None else partial(_measure, call, memory, target, device))
-    if record is not None:
-        record(binding, memory, chosen.variant)
+    chosen = _plan(binding, memory, target, _specialize(binding), device)
+    if (manifest := env.RECORD.read()) is not None:
+        _recorder(manifest)(binding, memory, chosen.variant)
     return chosen
 
 
@@ -61,7 +60,7 @@ def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixe
 
     Takes and raises what :func:`choose` does; ``fixed`` says whether static dims are compile-time constants.
     """
-    return _plan(signature(binding, memory, target, fixed), None)
+    return _plan(binding, memory, target, fixed)
 
 
 def target_of(binding: Binding, find: Callable[[], Target]) -> Target:
@@ -123,41 +122,36 @@ def _specialize(binding: Binding) -> bool:
     return True
 
 
-def _plan(call: Signature, measure: Callable[[], Config] | None) -> Plan:
+def _plan(
+    binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool, device: int | None = None
+) -> Plan:
     """The plan of a call with the config that this process runs it with.
 
-    That is what was decided before, else what is remembered, else what ``measure`` finds now if the user asks for
-    that, else the heuristic's.
+    That is what was decided before, else what is remembered, else what measuring on ``device`` finds now if the user
+    asks for that, else the heuristic's.
     """
-    op = call.binding.op
+    mode, op, call = env.TUNE.read(), binding.op, signature(binding, memory, target, fixed)
     heuristic = op.config(call.problem)
     if not call.tunable:
         return configured(call, heuristic)
-    mode, key = env.TUNE.read(), winners.key_of(op, call.problem, heuristic)
+    key = winners.key_of(op, call.problem, heuristic)
     if key not in _decided:
         with _lock:
             if key not in _decided:
                 found = None if mode == "0" else winners.remembered(op, call.problem, heuristic, key)
-                if found is None and measure is not None and mode == "1":
-                    found = measure()
+                if found is None and mode == "1" and device is not None:
+                    from cute_ops.autotune import tuner  # start-up time: few programs measure
+
+                    found = tuner.now(call, memory, target, device)
                 _decided[key] = dict(heuristic if found is None else found)
     chosen = configured(call, _decided[key])
     _planned.setdefault(chosen.variant.symbol, set()).add(key)
     return chosen
 
 
-def _measure(call: Signature, memory: Mapping[str, Memory], target: Target, device: int) -> Config:
-    from cute_ops.autotune import tuner  # start-up time: few programs measure
-
-    return tuner.now(call, memory, target, device)
-
-
 @cache
-def _recorder() -> Callable[[Binding, Mapping[str, Memory], Variant], None] | None:
-    """Writes calls to the manifest that ``CUTE_OPS_RECORD`` names."""
-    path = env.RECORD.read()
-    if path is None:
-        return None
+def _recorder(manifest: Path) -> Callable[[Binding, Mapping[str, Memory], Variant], None]:
+    """Writes calls to a manifest."""
     from cute_ops.recording import Recorder  # start-up time: few programs record
 
-    return Recorder(path)
+    return Recorder(manifest)

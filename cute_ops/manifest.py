@@ -140,8 +140,7 @@ def _write(path: Path, lines: Iterable[str]) -> int:
     else:
         where = path.resolve()
         where.touch()  # with the rights that new files have
-        cache_dir.sweep(where.parent)
-        cache_dir.write_whole(where, text.encode(), where.stat().st_mode)
+        cache_dir.write_whole(where.parent, {where.name: text.encode()}, where.stat().st_mode)
     return len(lines)
 
 

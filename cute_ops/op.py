@@ -277,6 +277,10 @@ class Op:
         self.arrange = arrange or (lambda arrays: None)
         self.doc = doc
         self._validate()
+        # Keyword arguments of the Python functions beyond inputs and attributes, with their defaults.
+        self.options = finish.defaults if finish else {}
+        if grad is not None and any(t.donates for t in grad.outputs.values()):
+            self.options["inplace_backward"] = False
 
     def __repr__(self) -> str:
         ins = ", ".join(f"{n}{'?' if t.optional else ''}: {t.declared}" for n, t in self.inputs.items())
@@ -310,13 +314,6 @@ class Op:
     def shown(self) -> tuple[str, ...]:
         """The outputs that a Python function returns."""
         return tuple(name for name, t in self.outputs.items() if not t.hidden)
-
-    @cached_property
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments of the Python functions beyond inputs and attributes, with their defaults."""
-        found = self.finish.defaults if self.finish else {}
-        donates = self.grad is not None and any(t.donates for t in self.grad.outputs.values())
-        return {**found, "inplace_backward": False} if donates else found
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for a value that an option does not take."""

@@ -188,7 +188,7 @@ def bundle_reader(where: Path) -> Reader:
     variants = [build.variant_of(calls[0], target) for target in targets]
     for variant in variants:
         record["kernels"][variant.symbol] = {
-            "sha256": hashlib.sha256(content).hexdigest(), "bytes": 9, "variant": json.loads(variant.to_json()),
+            "sha256": hashlib.sha256(content).hexdigest(), "bytes": 9, "variant": json.loads(variant.text),
         }  # fmt: skip
         (here / "kernels" / f"{variant.symbol}.so").write_bytes(content)
     valid = json.dumps(record).encode()

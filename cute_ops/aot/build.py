@@ -143,7 +143,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
             )
         (where / "kernels" / f"{variant.symbol}.so").write_bytes(data)
         kernels[variant.symbol] = {
-            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.to_json()),
+            "sha256": hashlib.sha256(data).hexdigest(), "bytes": len(data), "variant": json.loads(variant.text),
         }  # fmt: skip
     manifest.write(where / "manifest.txt", calls)
     if measured := dispatch.winners_of(kernels):

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -155,10 +156,8 @@ def remember(winners: Iterable[Winner], path: Path | None = None) -> Path:
         known = _known(where)
         known.update((winner.key, winner) for winner in winners)
         try:
-            cache_dir.sweep(where.parent)
-            cache_dir.write_whole(
-                where, dump(known.values()).encode(), 0o600 if path is None else 0o644
-            )  # to be shipped
+            mode = 0o600 if path is None else 0o644  # to be shipped
+            cache_dir.write_whole(where.parent, {where.name: dump(known.values()).encode()}, mode)
         except OSError as error:
             raise CacheError(f"cute_ops: {where} cannot be written ({error}): what was measured is not kept") from error
     _stores = None
@@ -231,12 +230,12 @@ def _read_folder(where: Path) -> Winners:
 
 
 def _parsed(path: Path, content: Callable[[], bytes]) -> Winners:
+    if not os.path.lexists(path):
+        return {}
     try:
         if path.is_symlink():
             raise ValueError("it is a link")
         return parse(content())
-    except FileNotFoundError:
-        return {}
     except (OSError, ValueError, CacheError) as error:
         log.warning("tuning file %s is ignored: %s", path, error)
         return {}

@@ -11,14 +11,14 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
 from cute_ops import env
 from cute_ops.errors import CacheError
-from cute_ops.files import file_lock, ownership, staging
+from cute_ops.files import file_lock, ownership
 
 log = logging.getLogger("cute_ops")
 
@@ -80,20 +80,24 @@ def check_trusted(where: Path) -> None:
     opened(where).close()
 
 
-def write_whole(path: Path, data: bytes, mode: int = 0o600) -> None:
-    """Write a temporary file, flush it and rename it: readers see all of it or nothing, even after a power failure."""
-    handle, temporary = file_lock.new_file(path.parent, "cute_tmp-")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fchmod(file.fileno(), stat.S_IMODE(mode))
-            os.fsync(file.fileno())
-            temporary.replace(path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_folder(path.parent)
+def write_whole(where: Path, files: Mapping[str, bytes], mode: int = 0o600) -> None:
+    """Write files of a folder, one after the other: each to a temporary file, which is flushed and renamed. Readers see
+    all of a file or nothing, even after a power failure.
+    """
+    file_lock.sweep(where)
+    for name, data in files.items():
+        handle, temporary = file_lock.new_file(where, file_lock.WRITTEN)
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fchmod(file.fileno(), stat.S_IMODE(mode))
+                os.fsync(file.fileno())
+                temporary.replace(where / name)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+    sync_folder(where)
 
 
 def sync_folder(where: Path) -> None:
@@ -128,13 +132,6 @@ def locked(where: Path, name: str, seconds: float) -> Iterator[bool]:
         lock.__exit__(None, None, None)
 
 
-def sweep(where: Path) -> None:
-    """Delete the temporary files of processes that were killed."""
-    staging.sweep(where)
-    for path in [*where.glob("cute_tmp-*"), *where.glob("cute_use-*")]:
-        file_lock.remove_abandoned(path)
-
-
 class Use:
     """Which kernels of a folder are in use: each process keeps a locked file there, with one symbol per line.
 
@@ -150,7 +147,7 @@ class Use:
         if self._file is None or self._file[1].parent != where:
             self.close()
             try:
-                self._file = file_lock.new_file(where, "cute_use-")
+                self._file = file_lock.new_file(where, file_lock.USED)
             except OSError:
                 return  # a folder that is not there yet, or a read-only one: nothing is evicted there
             self._owner = os.getpid()
@@ -161,10 +158,10 @@ class Use:
 
     def everywhere(self, where: Path) -> set[str]:
         """The symbols that living processes use."""
-        sweep(where)
+        file_lock.sweep(where)
         symbols: set[str] = set()
         with opened(where) as folder:
-            for path in where.glob("cute_use-*"):
+            for path in where.glob(f"{file_lock.USED}*"):
                 with suppress(OSError, ownership.Untrusted):  # a process that has just ended; what somebody put there
                     symbols.update(folder.read(path.name).decode(errors="replace").split())
         return symbols

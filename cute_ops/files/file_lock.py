@@ -18,6 +18,9 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+# What the names of :func:`new_file` begin with: a file that is written, what a process uses, a staging folder's lock.
+WRITTEN, USED, STAGED = "cute_tmp-", "cute_use-", "staging-cute_ops-"
+FOLDER = ".d"  # ends the name of the folder that such a file stands for, which lies beside it
 _handles: set[int] = set()  # files of locks that this process holds or tries
 
 
@@ -39,37 +42,30 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
     Raises:
         OSError: the file cannot be made.
     """
-    handle = None
     deadline, pause = time.monotonic() + timeout, 0.01
-    while handle is None:
-        trial = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-        _handles.add(trial)
-        free = acquire(trial)
+    while True:
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        _handles.add(handle)
+        free = acquire(handle)
+        if free and _is(handle, path):
+            break
+        # If it was free, its last holder has deleted the file: this lock would exclude no other process.
+        _handles.discard(handle)
+        os.close(handle)
         if not free:
-            _close(trial)
             if free is None or time.monotonic() > deadline:
-                break
+                yield False
+                return
             time.sleep(pause)
             pause = min(2 * pause, 0.2)
-        elif _is(trial, path):
-            handle = trial
-        else:
-            _close(trial)  # its last holder deleted the file, so this lock would exclude no other process
-    if handle is None:
-        yield False
-        return
     try:
         yield True
     finally:
         if handle in _handles:  # not in a child that was forked in between
             with suppress(OSError):
                 path.unlink(missing_ok=True)
-            _close(handle)
-
-
-def _close(handle: int) -> None:
-    _handles.discard(handle)
-    os.close(handle)
+            _handles.discard(handle)
+            os.close(handle)
 
 
 def _let_go() -> None:
@@ -82,7 +78,7 @@ os.register_at_fork(after_in_child=_let_go)
 
 
 def new_file(where: Path, prefix: str) -> tuple[int, Path]:
-    """A new file in a folder, open and locked: :func:`remove_abandoned` deletes it once this process is dead.
+    """A new file in a folder, open and locked: :func:`sweep` deletes it once this process is dead.
 
     Raises:
         OSError: the file cannot be made.
@@ -104,20 +100,20 @@ def acquire(handle: int) -> bool | None:
     return True
 
 
-def remove_abandoned(path: Path, folder: Path | None = None) -> None:
-    """Delete a file of this user that is not locked, since its maker has died, and first the folder it stands for."""
-    try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError:
-        return
-    try:
-        # Deleted while the lock is held, so that a process that is just making this file sees that it is gone.
-        if os.fstat(handle).st_uid == os.geteuid() and acquire(handle):
-            if folder is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-            path.unlink(missing_ok=True)
-    finally:
-        os.close(handle)
+def sweep(where: Path) -> None:
+    """Delete the files that processes which are dead have left in a folder, each with the folder that it stands for."""
+    for path in [path for prefix in (WRITTEN, USED, STAGED) for path in where.glob(f"{prefix}*")]:
+        try:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # such a folder, for one
+        try:
+            # Deleted while the lock is held, so that a process that is just making this file sees that it is gone.
+            if os.fstat(handle).st_uid == os.geteuid() and acquire(handle):
+                shutil.rmtree(f"{path}{FOLDER}", ignore_errors=True)
+                path.unlink(missing_ok=True)
+        finally:
+            os.close(handle)
 
 
 def _is(handle: int, path: Path) -> bool:

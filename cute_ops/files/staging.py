@@ -14,7 +14,6 @@ from cute_ops.errors import CacheError
 from cute_ops.files import file_lock
 
 log = logging.getLogger("cute_ops")
-_PREFIX, _SUFFIX = "staging-cute_ops-", ".d"
 _BYTES = 1 << 20  # more than the files of a kernel need
 
 
@@ -26,7 +25,7 @@ def folder(preferred: Path | None = None) -> Iterator[Path]:
         CacheError: there is room nowhere.
     """
     handle, lock = _new(preferred)
-    where = lock.with_name(lock.name + _SUFFIX)
+    where = Path(f"{lock}{file_lock.FOLDER}")
     try:
         where.mkdir(mode=0o700)
         yield where
@@ -36,13 +35,6 @@ def folder(preferred: Path | None = None) -> Iterator[Path]:
         os.close(handle)
 
 
-def sweep(where: Path) -> None:
-    """Delete the staging folders of processes that were killed."""
-    for lock in where.glob(f"{_PREFIX}*"):
-        if lock.suffix != _SUFFIX:
-            file_lock.remove_abandoned(lock, lock.with_name(lock.name + _SUFFIX))
-
-
 def _new(preferred: Path | None) -> tuple[int, Path]:
     """A new locked file; the staging folder is made beside it."""
     places, problems = [Path("/dev/shm")], []
@@ -50,8 +42,8 @@ def _new(preferred: Path | None) -> tuple[int, Path]:
         places.insert(0, Path(tempfile.gettempdir()))
     for place in [*([preferred] if preferred else []), *dict.fromkeys(places)]:
         try:
-            sweep(place)
-            handle, lock = file_lock.new_file(place, _PREFIX)
+            file_lock.sweep(place)
+            handle, lock = file_lock.new_file(place, file_lock.STAGED)
         except OSError as error:
             problems.append(f"{place}: {error.strerror}")
             continue

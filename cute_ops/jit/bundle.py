@@ -22,7 +22,6 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypedDict, TypeVar, cast
 
-from cute_ops import env
 from cute_ops.errors import CacheError
 from cute_ops.files import file_lock, json_schema, ownership
 from cute_ops.files.ownership import Folder
@@ -111,7 +110,7 @@ class Bundle:
                 return None
             record, name = self._kernel(variant.symbol), file_of(variant.symbol)
             self._verify(folder, name, record["sha256"])
-            if record["variant"] != json.loads(variant.to_json()):
+            if record["variant"] != json.loads(variant.text):
                 raise self._refusal(f"holds another kernel under the name {variant.symbol}")
             return loader.load(self.where / name, variant.symbol, folder.path(name))
 
@@ -237,17 +236,14 @@ def file_of(symbol: str) -> str:
     return f"kernels/{symbol}.so"
 
 
-def load(variant: Variant) -> Callable[..., Any] | None:
-    """The variant's function from the bundles that ``CUTE_OPS_BUNDLE`` names.
+def load(variant: Variant, folders: Sequence[Path]) -> Callable[..., Any] | None:
+    """The variant's function from the bundles in these folders, which ``CUTE_OPS_BUNDLE`` names.
 
     Raises:
         CacheError: one is damaged, or none of them fits.
     """
-    folders = named()
-    if not folders:
-        return None
     where, misfits = os.pathsep.join(map(str, folders)), []
-    for bundle in _opened(where, named):
+    for bundle in _opened(where, lambda: folders):
         try:
             function = _served(bundle, variant)
         except Misfit as error:
@@ -259,11 +255,6 @@ def load(variant: Variant) -> Callable[..., Any] | None:
         raise misfits[0]
     log.warning("%s does not hold %s: it is looked for in the cache, then compiled", where, variant.describe())
     return None
-
-
-def named() -> list[Path]:
-    """The folders that ``CUTE_OPS_BUNDLE`` names."""
-    return env.BUNDLE.read()
 
 
 def load_installed(variant: Variant) -> Callable[..., Any] | None:

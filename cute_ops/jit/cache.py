@@ -76,11 +76,11 @@ def get(variant: Variant) -> Callable[..., Any]:
     with lock:
         function = _functions.get(variant.symbol)
         if function is None:
-            function = bundle.load(variant)
+            where, bundles = cache_dir.folder(), env.BUNDLE.read()
+            function = bundle.load(variant, bundles) if bundles else None
             if function is not None:
                 counters.bundled += 1
             else:
-                where = cache_dir.folder()
                 function = _from_disk(where, variant) or _build(where, variant)
             _functions[variant.symbol] = function
     return function
@@ -228,7 +228,7 @@ def _stored(where: Path, variant: Variant, use: Callable[[Folder, bytes], T], lo
             data = folder.read(path.name)
             if hashlib.sha256(data).hexdigest() != record["sha256"]:
                 raise ValueError("checksum does not match")
-            if record["variant"] != json.loads(variant.to_json()):
+            if record["variant"] != json.loads(variant.text):
                 raise ValueError("it holds another variant")
             return use(folder, data)
         except (OSError, ValueError, CacheError) as error:
@@ -285,13 +285,11 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
 def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path | None:
     path = where / built.name
     data = built.read_bytes()
-    record = {"variant": json.loads(variant.to_json()), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
+    record = {"variant": json.loads(variant.text), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
-        cache_dir.sweep(where)
+        _make_room(where, len(data))
         # The object comes last: a reader that finds it also finds its record.
-        cache_dir.write_whole(path.with_suffix(".json"), json.dumps(record, indent=1).encode())
-        cache_dir.write_whole(path, data)
-        _evict(keep=path)
+        cache_dir.write_whole(where, {f"{path.stem}.json": json.dumps(record, indent=1).encode(), path.name: data})
     except OSError as error:
         log.warning("cannot keep a compiled kernel in %s (%s): the next process compiles it again", where, error)
         _remove(path)
@@ -299,27 +297,27 @@ def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path |
     return path
 
 
-def _evict(keep: Path) -> None:
-    """Delete the least recently used kernels until the folder is within its limit, but none that a process uses."""
+def _make_room(where: Path, size: int) -> None:
+    """Delete the least recently used kernels that no process uses, until one of this size fits into the limit."""
     now = time.time()
     found = []
-    for path in keep.parent.glob("cute_*.so"):
+    for path in where.glob("cute_*.so"):
         try:
             status = path.stat()
         except FileNotFoundError:
             continue  # another process deleted it
         # A time in the future means that the clock was set back: such a file counts as the oldest.
         found.append((status.st_mtime if status.st_mtime < now + 60 else 0.0, status.st_size, path))
-    total = sum(size for _, size, _ in found)
+    total = size + sum(other for _, other, _ in found)
     if total <= MAX_BYTES:
         return
-    used = cache_dir.in_use.everywhere(keep.parent) | {keep.stem}
-    for _, size, path in sorted(found):
+    used = cache_dir.in_use.everywhere(where)
+    for _, freed, path in sorted(found):
         if total <= MAX_BYTES:
             return
         if path.stem not in used:
             _remove(path)
-            total -= size
+            total -= freed
 
 
 def _remove(path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The subprocesses that compile, and their clients.
+"""The subprocesses that compile, and their client.
 
 The compiler never runs in the caller's process: its import takes a second, a failed compile can abort the process, and
 two at once always do. A worker is started for each concurrent compile and ends after a minute without work. Workers
@@ -19,61 +19,26 @@ from cute_ops import env, processes
 from cute_ops.errors import CompileError
 from cute_ops.jit.variant import Variant
 
+# The worker must not find a GPU: a context would cost memory and could hang. The DSL's own cache is off: it lies in the
+# shared temporary folder.
+SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
 IDLE_SECONDS = 60.0
 TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or 300.0
 _ERROR_TAIL = 4000
 
 
-class Worker:
-    """A compile process, started when needed and restarted when it died."""
-
-    def __init__(self) -> None:
-        # The worker must not find a GPU: a context would cost memory and could hang. The DSL's own cache is off: it
-        # lies in the shared temporary folder.
-        self._process = processes.Process(
-            "cute_ops.jit.compile_pool", CUDA_VISIBLE_DEVICES="", CUTE_DSL_DISABLE_FILE_CACHING="1"
-        )  # fmt: skip
-
-    def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
-        """Compile ``variant`` into ``path``; returns the seconds it took.
-
-        Raises:
-            CompileError: with the compiler's output: it failed, crashed or took too long.
-        """
-        request = {
-            "variant": variant.to_json(), "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
-        }  # fmt: skip
-        start = time.perf_counter()
-        try:
-            with self._process.lock:
-                error = self._process.ask(request, TIMEOUT_SECONDS).get("error")
-        except processes.Ended as ended:
-            named = " (CUTE_OPS_COMPILE_TIMEOUT)" if isinstance(ended, processes.Silent) else ""
-            error = f"the compiler {ended}{named}\n{ended.log}"
-        if error:
-            raise CompileError(f"cute.{variant.op}: kernel does not compile: {variant.describe()}\n{error}")
-        return time.perf_counter() - start
-
-    def cancel(self) -> None:
-        """Kill a compile that another thread waits for."""
-        self._process.kill()
-
-    def close(self) -> None:
-        with self._process.lock:
-            self._process.stop()
-
-
 class Pool:
-    """Workers for at most ``size`` compiles at the same time; further compiles wait.
+    """Compiles at most ``size`` kernels at the same time, each in a process of its own; further compiles wait.
 
-    When a worker crashes or is killed, only its own compile raises; the next compile starts a new worker.
+    A process is started when needed. When one crashes or is killed, only its own compile raises; the next one starts
+    another.
     """
 
     def __init__(self, size: int | None = None) -> None:
         self._size = size
         self._free = threading.Condition()
-        self._idle: list[Worker] = []
-        self._busy: dict[int, Worker] = {}  # by thread
+        self._idle: list[processes.Process] = []
+        self._busy: dict[int, processes.Process] = {}  # by thread
 
     @property
     def size(self) -> int:
@@ -81,37 +46,52 @@ class Pool:
         return self._size or max(int(env.COMPILE_WORKERS.read() or len(os.sched_getaffinity(0))), 1)
 
     def compile(self, variant: Variant, path: Path, dump: Path | None = None) -> float:
-        """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a worker.
+        """Compile ``variant`` into ``path``; returns the seconds it took, without any wait for a process.
 
         Raises:
             CompileError: with the compiler's output: it failed, crashed or took too long.
         """
+        request = {
+            "variant": variant.text, "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
+        }  # fmt: skip
         thread = threading.get_ident()
         try:
             with self._free:
                 self._free.wait_for(lambda: not self._busy or len(self._busy) < self.size)
-                # The most recently used worker first, so that the others become idle and end.
-                worker = self._busy[thread] = self._idle.pop() if self._idle else Worker()
-            return worker.compile(variant, path, dump)
+                # The most recently used process first, so that the others become idle and end.
+                process = self._busy[thread] = (
+                    self._idle.pop() if self._idle else processes.Process(__name__, **SETTINGS)
+                )
+            start = time.perf_counter()
+            with process.lock:
+                error = process.ask(request, TIMEOUT_SECONDS).get("error")
+            seconds = time.perf_counter() - start
+        except processes.Ended as ended:
+            named = " (CUTE_OPS_COMPILE_TIMEOUT)" if isinstance(ended, processes.Silent) else ""
+            error = f"the compiler {ended}{named}\n{ended.log}"
         finally:
             with self._free:
                 if thread in self._busy:  # else an interrupt came before
                     self._idle.append(self._busy.pop(thread))
                     self._free.notify()
+        if error:
+            raise CompileError(f"cute.{variant.op}: kernel does not compile: {variant.describe()}\n{error}")
+        return seconds
 
     def cancel(self, threads: Collection[int]) -> None:
-        """End what is compiled for some threads, by their identifiers: they get errors."""
+        """Kill what compiles for some threads, by their identifiers: they get errors."""
         with self._free:
-            for thread, worker in self._busy.items():
+            for thread, process in self._busy.items():
                 if thread in threads:
-                    worker.cancel()
+                    process.kill()
 
     def close(self) -> None:
-        """End the workers that have nothing to do."""
+        """End the processes that have nothing to do."""
         with self._free:
             idle, self._idle = self._idle, []
-        for worker in idle:
-            worker.close()
+        for process in idle:
+            with process.lock:
+                process.stop()
 
 
 worker = Pool()

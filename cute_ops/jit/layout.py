@@ -138,7 +138,7 @@ def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
 
     def reach(tensor: Tensor, array: Array) -> int:
         """How many of the last leading dims the array has; all of them where the others are ones."""
-        own = len(own_lead(tensor, array))
+        own = len(own_lead(tensor, array)) if tensor.broadcast else len(whole)
         return len(whole) if math.prod(whole[: len(whole) - own]) == 1 else own
 
     reached = {n: reach(t, a) for n, (t, a) in given.items() if t.rows}

@@ -12,6 +12,7 @@ since parsing, and patterns even, would take longer than all the rest. To find o
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import sys
@@ -150,7 +151,8 @@ def _read(path: str) -> _File:
     """A file, read once in a process: kernels that share it agree on it, whenever they are asked for."""
     with open(path, "rb") as file:
         source = file.read()
-    return _File(hashlib.sha256(source).digest(), source.decode("utf-8-sig", "replace") if path.endswith(".py") else "")
+    text = source.removeprefix(codecs.BOM_UTF8).decode(errors="replace") if path.endswith(".py") else ""
+    return _File(hashlib.sha256(source).digest(), text)
 
 
 @cache

@@ -109,28 +109,30 @@ class Variant(_Fields):
 
     @cached_property
     def digest(self) -> str:
-        return hashlib.sha256(self.to_json().encode()).hexdigest()
+        return hashlib.sha256(self.text.encode()).hexdigest()
 
     @cached_property
     def symbol(self) -> str:
         """The exported symbol, the stem of the cache file and the JAX target's name."""
         return f"cute_{self.op}_{self.digest[:24]}"
 
-    def to_json(self) -> str:
+    @cached_property
+    def text(self) -> str:
+        """The variant as JSON."""
         raw = self._asdict() | {"args": [key and key._asdict() for key in self.args]}
         return json.dumps(raw, sort_keys=True, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Variant:
-        """Raises ValueError where the text is none of :meth:`to_json`."""
+        """The variant of this :attr:`text`; raises as :meth:`from_raw`."""
         return cls.from_raw(json_schema.parse(text, object))
 
     @classmethod
     def from_raw(cls, raw: Any) -> Variant:
-        """Of the value that :meth:`to_json` wrote.
+        """The variant of a :attr:`text` as ``json.loads`` reads it.
 
         Raises:
-            ValueError: it is none; says where it differs.
+            ValueError: it is no variant's; says where it differs.
         """
         json_schema.check(raw, SHAPE)
         args = tuple(

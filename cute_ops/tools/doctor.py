@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from cute_ops import __version__, dispatch, processes
+from cute_ops import __version__, dispatch, env, processes
 from cute_ops.binding import bind
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
@@ -103,7 +103,7 @@ def _cache() -> Iterator[Finding]:
 
 
 def _bundles() -> Iterator[Finding]:
-    found_in = [(where, False) for where in bundle.named()] + [(where, True) for where in bundle.installed()]
+    found_in = [(where, False) for where in env.BUNDLE.read()] + [(where, True) for where in bundle.installed()]
     for where, installed in found_in:
         try:
             found = bundle.Bundle(where, installed)

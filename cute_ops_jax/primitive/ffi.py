@@ -95,6 +95,7 @@ def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | Non
         names[variant.symbol] = None
     if variant.symbol in _known:
         return
+    devices = [device for device in cuda_devices() if target.of_device(device).arch == variant.arch]
     ffi_check.require()
     function = (load or cache.get)(variant)
     import jax_tvm_ffi  # here, after TVM-FFI, which the loader has imported without torch
@@ -103,9 +104,8 @@ def ensure(variant: Variant, load: Callable[[Variant], Callable[..., Any]] | Non
         if variant.symbol in _known:
             return
         # Load now: a first call can deadlock while several devices run, and must not fall into a graph's capture.
-        for device in cuda_devices():
-            if target.of_device(device).arch == variant.arch:
-                loader.preload(function, variant, device)
+        for device in devices:
+            loader.preload(function, variant, device)
         count = jax_tvm_ffi.registered_count()
         if count >= LIMIT:
             raise RuntimeError(

@@ -30,7 +30,7 @@ def versions() -> list[str]:
     bridge = toolchain.version(_BRIDGE)
     if bridge is None:
         problems.append(f"{_BRIDGE} is not installed: pip install 'cute-ops[jax]'")
-    elif _numbers(bridge) < OLDEST_BRIDGE:
+    elif tuple(map(int, takewhile(str.isdigit, bridge.split(".")))) < OLDEST_BRIDGE:  # 0.1.3.post1 is (0, 1, 3)
         problems.append(f"{_BRIDGE} {bridge} is too old: pip install '{_BRIDGE}>={_text(OLDEST_BRIDGE)}'")
     return problems
 
@@ -93,11 +93,6 @@ def _call() -> bool:
         x = jnp.zeros((2, 3), jnp.float32)
         jax.jit(jax.ffi.ffi_call(name, jax.ShapeDtypeStruct((2, 3), jnp.float32)))(x).block_until_ready()
     return reached == [(2, 3)]
-
-
-def _numbers(version: str) -> tuple[int, ...]:
-    """``0.1.3.post1`` -> (0, 1, 3)."""
-    return tuple(int(part) for part in takewhile(str.isdigit, version.split(".")))
 
 
 def _text(version: tuple[int, ...]) -> str:

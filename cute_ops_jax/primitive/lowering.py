@@ -60,10 +60,9 @@ def kernel(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False)
         NotImplementedError: symbolic sizes, or a GPU that no kernel is built for.
         CompileError: the kernel does not compile.
     """
-    chosen = choose(binding)
+    op, given, chosen = binding.op, _by_name(binding, arrays), choose(binding)
     variant = chosen.plan.variant
     ffi.ensure(variant)
-    op, given = binding.op, _by_name(binding, arrays)
     given |= {n: jnp.broadcast_to(given[n], shape) for n, shape in chosen.expanded.items()}
     views = [given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None]
     made = {n: out for n, out in chosen.folded.outputs.items() if out is not None}
@@ -99,14 +98,14 @@ def choose(binding: Binding) -> Chosen:
     Raises:
         NotImplementedError: other symbolic sizes, or a GPU that no kernel is built for.
     """
+    symbolic = any(_symbolic(size) for a in binding.inputs.values() if a is not None for size in a.shape)
     expanded = _expanded(binding)
     whole = binding._replace(inputs=_with_shapes(binding.inputs, expanded)) if expanded else binding
     flat = _with_leading_dims(whole, folded(whole))
-    shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
-    symbolic = any(_symbolic(size) for shape in shapes.values() for size in shape)
     target, device = dispatch.target_of(binding, ffi.device_target), ffi.here()
     if not symbolic:
         return Chosen(flat, dispatch.choose(flat, {}, target, device), expanded)
+    shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
     inner = {n: shape[len(shape) - len(binding.op.inputs[n].dims) :] for n, shape in shapes.items()}
     problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
     if not problem:
@@ -142,8 +141,9 @@ def _with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
         if tensor.rows and not tensor.broadcast:
             dims[tensor.rows] = shape[: len(shape) - len(tensor.dims)]
     dims |= {name: size(dims, binding.attrs) for name, size in op.derived.items()}
+    inputs = _with_shapes(binding.inputs, shapes)
     outputs = {n: out and out._replace(shape=op.outputs[n].of(dims)) for n, out in binding.outputs.items()}
-    return binding._replace(dims=dims, inputs=_with_shapes(binding.inputs, shapes), outputs=outputs)
+    return binding._replace(dims=dims, inputs=inputs, outputs=outputs)
 
 
 def _with_shapes(arrays: Mapping[str, Array | None], shapes: Shapes) -> dict[str, Array | None]:

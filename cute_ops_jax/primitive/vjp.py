@@ -7,6 +7,7 @@ cotangent, and its output ``d<input>`` is the gradient.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -47,7 +48,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
 
     if op.grad is None:
         return run
-    grad, backward = op.grad, stage(op.grad)
+    grad, backward = op.grad, partial(stage, op.grad)  # its stage is made when a gradient is first asked for
 
     def forward_rule(call: Call, primals: dict[str, Any]) -> tuple[Arrays, Arrays]:
         inputs = {name: primal.value for name, primal in primals.items()}
@@ -63,7 +64,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
             zero = isinstance(cotangent, SymbolicZero)
             # The output was not used: leave its cotangent out where the declaration allows it, to save reading zeros.
             given[f"d{name}"] = (None if wanted.optional else jnp.zeros_like(cotangent)) if zero else cotangent
-        results = backward(given, {name: value for name, value in call.attrs if name in grad.attrs}, call.inplace)
+        results = backward()(given, {name: value for name, value in call.attrs if name in grad.attrs}, call.inplace)
         for name, tensor in grad.outputs.items():
             if results[name] is None and tensor.same_as is not None:
                 results[name] = results[tensor.same_as]

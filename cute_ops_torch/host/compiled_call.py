@@ -66,9 +66,9 @@ class _KernelCall:
     def _make(self, name: str, parameters: list[str], allocated: tuple[str, ...], returned: str) -> Run:
         values: dict[str, Any] = {"_kernel": self.kernel, "_new": self.new, "_as_strided": torch.as_strided}
         arrays = {variable: array for variable, array in self.outputs.values() if array is not None}
-        allocations = [self._new_output(output, values) for output in allocated]
         arguments = [self._view(n, n, values) for n in self.inputs]
         arguments += [self._view(v, n, values) for n, (v, _) in self.outputs.items() if v in arrays]
+        allocations = [self._new_output(output, values) for output in allocated]
         for k, array in enumerate(self.chosen.workspaces.values()):
             allocations.append(_new(f"_work{k}", tuple(array.shape), DTYPES[array.dtype], values))
             arguments.append(f"_work{k}")

@@ -96,13 +96,14 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> CompiledCall:
     """Bind, plan and load: once for all calls like this one."""
     binding = bind_tensors(op, tensors, attrs)
     check_strides(binding, tensors)
+    places = memory(op, tensors)
     if binding.empty:
         return compiled_call.of_reference(binding)
     device = next(t.device for t in tensors if t is not None)
     index = device.index or 0
     on = index if device.type == "cuda" else None
     where = dispatch.target_of(binding, partial(target.of_device, index))
-    call = planned_call(binding, dispatch.choose(binding, memory(op, tensors), where, on), device)
+    call = planned_call(binding, dispatch.choose(binding, places, where, on), device)
     return compiled_call.on_device(call, device) if torch.cuda.device_count() > 1 else call
 
 

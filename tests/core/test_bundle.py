@@ -381,12 +381,11 @@ def test_a_program_goes_on_with_a_new_bundle(made: Path, served: Path, cache_fol
 
 def test_a_program_may_change_its_working_directory(served: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(served.parent)
-    monkeypatch.setenv("CUTE_OPS_BUNDLE", served.name)
-    bundle.forget()
-    opened = Bundle(Path(served.name))
-    assert callable(bundle.load(wanted()))
+    named = [Path(served.name)]
+    opened = Bundle(*named)
+    assert callable(bundle.load(wanted(), named))
     monkeypatch.chdir("/")
-    assert opened.verify() == 4 and callable(bundle.load(build.variant_of(CALLS[1], parse("sm_90a"))))
+    assert opened.verify() == 4 and callable(bundle.load(build.variant_of(CALLS[1], parse("sm_90a")), named))
 
 
 def test_names_are_shown_as_they_are(served: Path, tmp_path: Path) -> None:

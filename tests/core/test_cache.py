@@ -12,7 +12,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -253,7 +253,7 @@ def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
     assert victim.stdout is not None and victim.stdout.readline() == "writing\n"
     (half,) = cache_folder.glob("cute_tmp-*")
     # While it lives, nobody takes its file away.
-    cache_dir.sweep(cache_folder)
+    file_lock.sweep(cache_folder)
     assert half.exists() and not list(cache_folder.glob("cute_*.so"))
     victim.kill()
     victim.wait()
@@ -264,13 +264,13 @@ def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
 
 PAUSING = """
 import sys
-from cute_ops.files import cache_dir
-write_whole = cache_dir.write_whole
-def paused(path, data):
-    write_whole(path, data)
+from pathlib import Path
+replace = Path.replace
+def paused(*paths):
+    replace(*paths)
     print("written", flush=True)
     sys.stdin.readline()
-cache_dir.write_whole = paused
+Path.replace = paused
 """
 ASKING = """
 from cute_ops.files import cache_dir
@@ -312,7 +312,13 @@ def test_a_look_at_what_is_being_written(cache_folder: Path, files: int) -> None
 def test_what_is_deleted_before_it_is_loaded(
     cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(cache, "_evict", lambda keep: keep.unlink())
+    write_whole = cache_dir.write_whole
+
+    def written_and_deleted(where: Path, files: Mapping[str, bytes]) -> None:
+        write_whole(where, files)
+        (where / list(files)[-1]).unlink()
+
+    monkeypatch.setattr(cache_dir, "write_whole", written_and_deleted)
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert compiles(lambda: cache.get(variant())) == 1
     assert "has left the cache folder" in caplog.text
@@ -325,17 +331,17 @@ def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, mon
     def late(handle: int) -> bool | None:
         if not taken:
             taken.extend(tmp_path.iterdir())
-            file_lock.remove_abandoned(taken[0])
+            file_lock.sweep(tmp_path)
         return acquire(handle)
 
     monkeypatch.setattr(file_lock, "acquire", late)
     handle, path = file_lock.new_file(tmp_path, "cute_tmp-")
     monkeypatch.undo()
     assert taken[0] != path and [path] == list(tmp_path.iterdir())
-    file_lock.remove_abandoned(path)
+    file_lock.sweep(tmp_path)
     assert path.exists(), "its maker lives"
     os.close(handle)
-    file_lock.remove_abandoned(path)
+    file_lock.sweep(tmp_path)
     assert not path.exists()
 
 

@@ -114,7 +114,7 @@ def test_doctor_believes_what_programs_believe(
     named, installed = doctor._bundles()
     assert named.level == "bad" and "can be written by others" in named.text
     with pytest.raises(CacheError, match="can be written by others"):
-        bundle.load(wanted)
+        bundle.load(wanted, [tmp_path / "named"])
     assert installed.level == "ok" and bundle.load_installed(wanted)
 
 

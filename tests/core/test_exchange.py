@@ -266,7 +266,7 @@ def test_what_is_written_is_flushed(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sorted(steps[:4]) == ["file", "in", "made", "record"] and steps.index("file") < steps.index("in")
     assert steps[4:] == ["exchange", tmp_path.name]
     steps.clear()
-    cache_dir.write_whole(tmp_path / "one", b"")
+    cache_dir.write_whole(tmp_path, {"one": b""})
     assert len(steps) == 2 and steps[1] == tmp_path.name
 
 

@@ -163,7 +163,7 @@ def _disassemble(places: list[Path]) -> None:
             texts[bisect_right(starts, int(address[1], 16)) - 1].append(line)
     for path, piece, text in zip(places, pieces, texts, strict=True):
         assert len(text) == len(piece) // 16, "an instruction is 16 bytes"
-        cache_dir.write_whole(path, "\n".join(text).encode())
+        cache_dir.write_whole(path.parent, {path.name: "\n".join(text).encode()})
 
 
 def _instructions(cubin: bytes) -> bytes:

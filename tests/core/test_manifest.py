@@ -33,13 +33,9 @@ LINES = [
 
 
 def recorded(path: Path, action: object, monkeypatch: pytest.MonkeyPatch) -> list[manifest.Call]:
-    monkeypatch.setenv("CUTE_OPS_RECORD", str(path))
-    dispatch._recorder.cache_clear()
-    try:
+    with monkeypatch.context() as patch:
+        patch.setenv("CUTE_OPS_RECORD", str(path))
         action()  # type: ignore[operator]
-    finally:
-        monkeypatch.delenv("CUTE_OPS_RECORD")
-        dispatch._recorder.cache_clear()
     return manifest.read(path)
 
 

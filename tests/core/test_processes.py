@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 
 import cute_ops
-from cute_ops.jit.compile_pool import Pool, Worker
+from cute_ops.jit.compile_pool import Pool
 
 KERNELS = Path(__file__).parent / "kernels"
 WITHOUT_COMPILER = KERNELS / "without_compiler"
@@ -41,8 +41,8 @@ def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 
 
 @pytest.fixture
-def worker() -> Iterator[Worker]:
-    started = Worker()
+def worker() -> Iterator[Pool]:
+    started = Pool(1)
     yield started
     started.close()
 
@@ -85,7 +85,7 @@ def ends(pid: int, seconds: float = 3.0) -> bool:
     "Ctrl-C, or a signal handler that raises, during a compile", "the next compile's answer is its own",
     "that compile",
 )  # fmt: skip
-def test_what_follows_an_interrupted_compile(worker: Worker, begun: Callable[[], int]) -> None:
+def test_what_follows_an_interrupted_compile(worker: Pool, begun: Callable[[], int]) -> None:
     from asking import compiled
 
     def interrupt() -> None:
@@ -140,7 +140,7 @@ print(compiled("Waiting", n=32))
 
 
 @pytest.mark.fault("a kernel that calls sys.exit", "that variant's error", "nothing")
-def test_a_kernel_that_leaves(worker: Worker) -> None:
+def test_a_kernel_that_leaves(worker: Pool) -> None:
     from asking import compiled
 
     assert "SystemExit: 0" in compiled("Leaving", by=worker)
@@ -276,9 +276,9 @@ import resource
 print(compiled("Raising", n=32))
 most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
 resource.setrlimit(resource.RLIMIT_NOFILE, (os.dup(0) + 1, most))
-print(compiled("Raising", n=64, by=Worker()))
+print(compiled("Raising", n=64, by=Pool(1)))
 resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-print(compiled("Raising", n=96, by=Worker()))
+print(compiled("Raising", n=96, by=Pool(1)))
 """
     said = program(code)
     assert "n is 32" in said and "cannot be started: [Errno 24] Too many open files" in said and "n is 96" in said
@@ -336,21 +336,20 @@ time.sleep(60)
 @pytest.mark.fault("a process forks while a thread of it measures", "the child goes on", "nothing")
 def test_a_fork_while_tuning() -> None:
     code = """
-from cute_ops import dispatch
+from cute_ops.autotune import tuner
 from cute_ops.ops import silu_mul
 from cute_ops.binding import bind
-from cute_ops.jit.plan import signature
 os.environ["CUTE_OPS_TUNE"] = "1"
-call = signature(bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16"))), {}, parse("sm_90a"))
-chosen = lambda measure: dispatch._plan(call, measure)
+call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
 measuring = threading.Event()
-thread = threading.Thread(target=chosen, args=(lambda: (measuring.set(), time.sleep(0.6))[0],))
+tuner.now = lambda call, *_: (measuring.set(), time.sleep(0.6), call.binding.op.config(call.problem))[-1]
+thread = threading.Thread(target=choose, args=(call, {}, parse("sm_90a"), 0))
 thread.start()
 measuring.wait()
 child = os.fork()
 if child == 0:
     signal.alarm(5)
-    chosen(lambda: None)
+    choose(call, {}, parse("sm_90a"), 0)
     os._exit(0)
 assert os.waitpid(child, 0)[1] == 0, "the child hung"
 """
@@ -383,7 +382,7 @@ def test_a_compiler_has_limits_of_its_own(begun: Callable[[], int]) -> None:
     from cute_ops import processes
 
     request = {
-        "variant": variant("Spinning").to_json(), "path": "/nowhere/a.so", "dump": None, "number": 1,
+        "variant": variant("Spinning").text, "path": "/nowhere/a.so", "dump": None, "number": 1,
         "sys_path": sys.path, "seconds": 0.3 - processes._GRACE_SECONDS,
     }  # fmt: skip
     command = [sys.executable, "-P", processes.__file__, "cute_ops.jit.compile_pool"]
@@ -411,7 +410,7 @@ print(compiled("Raising", n=32))
 os.chdir({str(gone)!r})
 os.rmdir({str(gone)!r})
 print(compiled("Raising", n=64))
-print(compiled("Raising", n=96, by=Worker()))
+print(compiled("Raising", n=96, by=Pool(1)))
 """
     said = program(code)
     assert all(f"n is {n}" in said for n in (32, 64, 96)), said
@@ -427,7 +426,7 @@ def test_an_embedded_python(executable: str | None) -> None:
 sys.executable = {executable!r}
 print(compiled("Raising", n=32))
 sys.exec_prefix = sys.base_exec_prefix = "/nowhere"
-print(compiled("Raising", n=64, by=Worker()))
+print(compiled("Raising", n=64, by=Pool(1)))
 """
     said = program(code)
     assert "n is 32" in said and "set sys.executable to the path of a Python of this version" in said
@@ -466,18 +465,16 @@ def test_users_without_a_home(home: str, tmp_path: Path) -> None:
 
 
 def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from cute_ops import dispatch
+    from cute_ops import env
     from cute_ops.files import cache_dir
-    from cute_ops.jit import bundle
 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~/kernels")
     monkeypatch.setenv("CUTE_OPS_BUNDLE", "~/one:/two:~")
     monkeypatch.setenv("CUTE_OPS_RECORD", "~/manifest.txt")
     assert cache_dir.folder() == tmp_path / "kernels"
-    assert bundle.named() == [tmp_path / "one", Path("/two"), tmp_path]
-    recorder = dispatch._recorder.__wrapped__()
-    assert recorder is not None and (tmp_path / "manifest.txt") in vars(recorder).values()
+    assert env.BUNDLE.read() == [tmp_path / "one", Path("/two"), tmp_path]
+    assert env.RECORD.read() == tmp_path / "manifest.txt"
     monkeypatch.setenv("CUTE_OPS_CACHE_DIR", "~nobody-of-that-name/kernels")
     with pytest.raises(ValueError, match="CUTE_OPS_CACHE_DIR holds '~nobody-of-that-name/kernels', but ~nobody"):
         cache_dir.folder()
@@ -575,14 +572,14 @@ def test_a_program_that_ends_while_a_thread_compiles(begun: Callable[[], int], w
         process.communicate()
 
 
-def test_a_process_outlives_the_thread_that_started_it(worker: Worker) -> None:
+def test_a_process_outlives_the_thread_that_started_it(worker: Pool) -> None:
     """As it would not where the kernel's signal at a parent's death was asked for."""
     from asking import compiled
 
     def pid() -> int:
         compiled("Raising", by=worker)
-        assert worker._process._process is not None
-        return worker._process._process.pid
+        assert worker._idle[0]._process is not None
+        return worker._idle[0]._process.pid
 
     found: list[int] = []
     thread = threading.Thread(target=lambda: found.append(pid()))
@@ -663,7 +660,7 @@ except CacheError as error:
 
 
 @pytest.mark.fault("a compiler that prints without end", "everything is read, the last of it kept", "nothing")
-def test_a_process_that_prints_more_than_a_pipe_holds(worker: Worker) -> None:
+def test_a_process_that_prints_more_than_a_pipe_holds(worker: Pool) -> None:
     from asking import compiled
 
     assert "n is 32" in compiled("Chatting", n=32, by=worker)
@@ -672,7 +669,7 @@ def test_a_process_that_prints_more_than_a_pipe_holds(worker: Worker) -> None:
 @pytest.mark.fault(
     "a compiler dies whose own child holds its pipes", "that variant's error, at once", "nothing"
 )  # fmt: skip
-def test_a_process_whose_child_lives_on(worker: Worker, begun: Callable[[], int]) -> None:
+def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) -> None:
     from asking import compiled
 
     start = time.monotonic()
@@ -698,7 +695,7 @@ def test_a_process_whose_child_lives_on(worker: Worker, begun: Callable[[], int]
     ],
     ids=["half an answer", "silence", "no JSON", "a start that fails", "a start that ends"],
 )
-def test_processes_that_do_not_answer(worker: Worker, monkeypatch: pytest.MonkeyPatch, does: str, said: str) -> None:
+def test_processes_that_do_not_answer(worker: Pool, monkeypatch: pytest.MonkeyPatch, does: str, said: str) -> None:
     from asking import compiled
 
     from cute_ops.jit import compile_pool as workers

@@ -17,7 +17,7 @@ import pytest
 from cute_ops import CompileError, processes
 from cute_ops.jit import compile_pool as workers
 from cute_ops.jit import source_digest
-from cute_ops.jit.compile_pool import Pool, Worker
+from cute_ops.jit.compile_pool import Pool
 from cute_ops.jit.variant import Variant
 from cute_ops.tools import sass
 
@@ -26,23 +26,23 @@ HERE = Path(__file__).parent
 
 
 @pytest.fixture(scope="module")
-def worker() -> Iterator[Worker]:
-    started = Worker()
+def worker() -> Iterator[Pool]:
+    started = Pool(1)
     yield started
     started.close()
 
 
-def works(worker: Worker, variant: Variant, folder: Path) -> bool:
+def works(worker: Pool, variant: Variant, folder: Path) -> bool:
     path = folder / "works.so"
     worker.compile(variant, path)
     return path.read_bytes().startswith(b"\x7fELF")
 
 
-def test_compiles_without_a_gpu(worker: Worker, variant: Make, tmp_path: Path) -> None:
+def test_compiles_without_a_gpu(worker: Pool, variant: Make, tmp_path: Path) -> None:
     assert works(worker, variant(), tmp_path)
 
 
-def test_a_failing_kernel_is_reported(worker: Worker, variant: Make, tmp_path: Path) -> None:
+def test_a_failing_kernel_is_reported(worker: Pool, variant: Make, tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
         worker.compile(variant("Broken"), tmp_path / "a.so")
     text = str(caught.value)
@@ -59,7 +59,7 @@ def test_a_failing_kernel_is_reported(worker: Worker, variant: Make, tmp_path: P
     "that variant's error, with the compiler's output; the next compile starts another worker",
     "nothing",
 )
-def test_a_crash_is_reported_with_the_log(worker: Worker, variant: Make, tmp_path: Path) -> None:
+def test_a_crash_is_reported_with_the_log(worker: Pool, variant: Make, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"(?s)the compiler died with signal 6.*about to abort"):
         worker.compile(variant("Aborting"), tmp_path / "a.so")
     assert works(worker, variant(), tmp_path)
@@ -67,9 +67,9 @@ def test_a_crash_is_reported_with_the_log(worker: Worker, variant: Make, tmp_pat
 
 @pytest.mark.fault("kill -9 of the compiler", "that variant's error", "nothing")
 def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
-    worker = Worker()
+    worker = Pool(1)
     works(worker, variant(), tmp_path)
-    process = worker._process._process
+    process = worker._idle[0]._process
     assert process is not None
     killer = threading.Timer(1.0, os.kill, (process.pid, signal.SIGKILL))
     killer.start()
@@ -81,7 +81,7 @@ def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
 
 @pytest.mark.fault("the compiler dies in the middle of its answer", "that variant's error", "nothing")
 def test_half_an_answer_is_none(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker, popen = Worker(), subprocess.Popen
+    worker, popen = Pool(1), subprocess.Popen
     with monkeypatch.context() as patch:
         dies = [os.sys.executable, "-c", "import os; os.write(1, b'{\"err'); os.abort()"]  # type: ignore[attr-defined]
         patch.setattr(processes.subprocess, "Popen", lambda _, **given: popen(dies, **given))
@@ -103,7 +103,7 @@ def test_numbers_of_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch)
 
 @pytest.mark.fault("the compiler hangs", "it is ended after CUTE_OPS_COMPILE_TIMEOUT, an error says so", "nothing")
 def test_a_compile_that_hangs_is_ended(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    worker = Worker()
+    worker = Pool(1)
     works(worker, variant(), tmp_path)
     monkeypatch.setattr(workers, "TIMEOUT_SECONDS", 1.0)
     start = time.perf_counter()
@@ -115,9 +115,9 @@ def test_a_compile_that_hangs_is_ended(variant: Make, tmp_path: Path, monkeypatc
 
 
 def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> None:
-    worker = Worker()
+    worker = Pool(1)
     works(worker, variant(), tmp_path)
-    process = worker._process._process
+    process = worker._idle[0]._process
     assert process is not None and process.stdin is not None
     process.stdin.close()
     process.wait(timeout=10)
@@ -131,15 +131,13 @@ def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> N
     "an error asks for a restart: nothing goes under the old name",
     "nothing",
 )
-def test_sources_edited_under_a_running_program_are_refused(worker: Worker, variant: Make, tmp_path: Path) -> None:
+def test_sources_edited_under_a_running_program_are_refused(worker: Pool, variant: Make, tmp_path: Path) -> None:
     stale = variant()._replace(sources="0" * 64)
     with pytest.raises(CompileError, match="the sources of copying:Copy have changed since this program started"):
         worker.compile(stale, tmp_path / "a.so")
 
 
-def test_all_that_a_compile_imports_is_part_of_every_kernels_name(
-    worker: Worker, variant: Make, tmp_path: Path
-) -> None:
+def test_all_that_a_compile_imports_is_part_of_every_kernels_name(worker: Pool, variant: Make, tmp_path: Path) -> None:
     with pytest.raises(CompileError) as caught:
         worker.compile(variant("Telling"), tmp_path / "a.so")
     (found,) = re.findall(r"imported: \[(.*?)\]", str(caught.value))[-1:]
@@ -164,7 +162,7 @@ def test_sources_edited_during_a_compile_are_refused(
     (tmp_path / "edits_itself.py").write_text(body + edits)
     wanted = variant()
     name = "edits_itself:Copy"
-    worker = Worker()
+    worker = Pool(1)
     with pytest.raises(CompileError, match="the sources of edits_itself:Copy have changed since this program started"):
         worker.compile(wanted._replace(kernel=name, sources=source_digest.key(name)), tmp_path / "a.so")
     assert not (tmp_path / "a.so").exists()
@@ -189,7 +187,7 @@ def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, m
         # As a program that imports it leaves it.
         subprocess.run([os.sys.executable, "-c", "import step_of_it"], cwd=tmp_path, check=True)  # type: ignore[attr-defined]
     assert list((tmp_path / "__pycache__").iterdir())
-    worker = Worker()
+    worker = Pool(1)
     with pytest.raises(CompileError, match="step 64"):
         worker.compile(
             variant()._replace(kernel="steps:Copy", sources=source_digest.key("steps:Copy")), tmp_path / "a.so"
@@ -253,13 +251,13 @@ def test_a_forked_child_has_workers_of_its_own(variant: Make, tmp_path: Path) ->
 
 
 def test_a_request_is_compiled_once(variant: Make, tmp_path: Path) -> None:
-    worker = Worker()
+    worker = Pool(1)
     worker.compile(variant("Slow"), tmp_path / "a.so")
-    assert worker._process.log().count("slow kernel begins") == 1
+    assert worker._idle[0].log().count("slow kernel begins") == 1
     worker.close()
 
 
-def test_only_the_machine_code(worker: Worker, variant: Make, tmp_path: Path) -> None:
+def test_only_the_machine_code(worker: Pool, variant: Make, tmp_path: Path) -> None:
     worker.compile(variant(), tmp_path / "a.cubin")
     assert [p.name for p in tmp_path.iterdir()] == ["a.cubin"]
     worker.compile(variant(), tmp_path / "a.so")

@@ -17,6 +17,7 @@ import llama_step
 import plot
 import prewarm
 import pytest
+import returns
 import startup
 import summary
 import torch
@@ -364,3 +365,8 @@ def test_every_benchmark_takes_its_arguments() -> None:
             options = [a for a in arguments if a.startswith("--")]
             text = Path(program).read_text()
             assert all(f'"{option}"' in text for option in options), command
+
+
+@pytest.mark.parametrize("call", returns.CALLS)
+def test_a_first_call_is_easy_to_follow(call: str) -> None:
+    assert len(returns.count(call).returns) <= returns.MOST_RETURNS

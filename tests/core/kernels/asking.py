@@ -12,7 +12,7 @@ from cute_ops import FLOATS, Array, CompileError, Op, Tensor
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
 from cute_ops.jit import cache
-from cute_ops.jit.compile_pool import Pool, Worker, worker
+from cute_ops.jit.compile_pool import Pool, worker
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import silu_mul
@@ -32,9 +32,7 @@ def tuned() -> dict[str, int]:
     return dict(choose(call, {}, parse("sm_90a")).variant.tile)
 
 
-def compiled(
-    kernel: str, n: int = 64, by: Worker | Pool = worker, path: str = "/nowhere/a.so", module: str = "quick"
-) -> str:
+def compiled(kernel: str, n: int = 64, by: Pool = worker, path: str = "/nowhere/a.so", module: str = "quick") -> str:
     """What a compile by a worker says; these kernels never give an object."""
     try:
         by.compile(variant(kernel, n, module), Path(path))
@@ -52,7 +50,7 @@ def got(kernel: str, n: int = 64) -> str:
     return "compiled"
 
 
-def told(by: Worker | Pool = worker) -> dict[str, Any]:
+def told(by: Pool = worker) -> dict[str, Any]:
     """What the compile process sees."""
     return json.loads(compiled("Telling", by=by).splitlines()[-1].partition("ValueError: ")[2])
 
