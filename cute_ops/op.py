@@ -218,7 +218,7 @@ class Op:
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
         cases: named problems.
         arrange: makes random inputs fit together where they must, for tests and ``verify``: sorted indices, the
-            statistics of a row. It changes arrays by name, NumPy's, in place.
+            statistics of a row. ``arrange(xp, arrays)`` changes NumPy's arrays in place.
         doc: the public docstring: formula first.
     """
 
@@ -242,7 +242,7 @@ class Op:
         finish: Finish | None = None,
         check: Callable[[Any], str | None] | None = None,
         cases: tuple[Case, ...] = (),
-        arrange: Callable[[dict[str, Any]], None] | None = None,
+        arrange: Callable[[Any, dict[str, Any]], None] | None = None,
         doc: str = "",
     ) -> None:
         self.name = name
@@ -274,7 +274,7 @@ class Op:
         self.finish = finish
         self.check = check or (lambda binding: None)
         self.cases = cases
-        self.arrange = arrange or (lambda arrays: None)
+        self.arrange = arrange or (lambda xp, arrays: None)
         self.doc = doc
         self._validate()
         # Keyword arguments of the Python functions beyond inputs and attributes, with their defaults.

@@ -66,7 +66,7 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
         normal = rng.standard_normal(spec.shape, dtype=np.float32)
         values = 1 + normal / 4 if name.endswith("weight") else _valid(tensor, normal)
         made[name] = values.astype(numpy_dtype(spec.dtype))
-    op.arrange(made)
+    op.arrange(np, made)
     return made
 
 

@@ -99,7 +99,7 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
             tensor, array = op.inputs.get(name), arrays.get(name)
             if tensor and tensor.dims and array is not None and array.ndim == 2 and array.size:
                 array[np.arange(rows), large % array.shape[1]] *= 8
-        op.arrange(arrays)
+        op.arrange(np, arrays)
         return arrays
 
     arrays = draw(int(rng.integers(1 << 30)))

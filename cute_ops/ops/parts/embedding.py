@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
@@ -41,11 +39,11 @@ def reference(xp: Any, ends: Any, classes: Any, order: Any, dout: Any) -> Any:
     return xp.astype(xp.take(x, last, axis=0), dout.dtype)
 
 
-def sort_tokens(arrays: dict[str, Any]) -> None:
+def sort_tokens(xp: Any, arrays: dict[str, Any]) -> None:
     """What the gradient of an embedding is told of its tokens: they are sorted by class."""
     classes = arrays["classes"]
     classes.sort()
-    arrays["ends"][:] = np.searchsorted(classes, np.arange(arrays["ends"].size), "right")
+    arrays["ends"][:] = xp.searchsorted(classes, xp.arange(arrays["ends"].size), "right")
 
 
 sorted_embedding_bwd = Op(

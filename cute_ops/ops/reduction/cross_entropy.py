@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
 from cute_ops.array_api import columns, widen
 from cute_ops.binding import Binding
 from cute_ops.config import Tuning
@@ -164,12 +162,12 @@ ATTRS = {"ignore_index": IGNORE_INDEX, "label_smoothing": 0.0, "z_loss": 0.0, "c
 DTYPES = {"T": FLOATS, "I": ("int64", "int32")}
 
 
-def saved_by_the_forward(arrays: dict[str, Any]) -> None:
+def saved_by_the_forward(xp: Any, arrays: dict[str, Any]) -> None:
     """The maximum and log-sum of each row, as the backward op gets them."""
-    x = arrays["logits"].astype(np.float64)
+    x = arrays["logits"].astype(xp.float64)
     m = x.max(axis=-1)
     arrays["row_max"][...] = m
-    arrays["log_sum"][...] = np.log(np.exp(x - m[..., None]).sum(axis=-1))
+    arrays["log_sum"][...] = xp.log(xp.exp(x - m[..., None]).sum(axis=-1))
 
 
 cross_entropy_bwd = Op(

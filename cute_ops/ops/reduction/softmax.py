@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Tensor
@@ -78,8 +76,8 @@ def _declare(name: str, kernel: str, references: tuple[Any, Any], formula_bwd: s
     where = f"cute_ops.kernels.reduction.softmax:{kernel}"
     common: dict[str, Any] = {"dtypes": {"T": FLOATS}, "cases": CASES}
 
-    def saved_by_the_forward(arrays: dict[str, Any]) -> None:
-        arrays["out"][...] = references[0](np, arrays["out"].astype(np.float64))
+    def saved_by_the_forward(xp: Any, arrays: dict[str, Any]) -> None:
+        arrays["out"][...] = references[0](xp, arrays["out"].astype(xp.float64))
 
     backward = Op(
         f"{name}_bwd", inputs={"out": out, "dout": ROWS}, outputs={"dx": ROWS}, reference=references[1],
