@@ -123,10 +123,12 @@ class LossGradient:
         # Rows that are not read have zeros in place of their logits and of what the forward saved: no NaN.
         dloss = cutlass.select_(kept, dloss, Float32(0.0))
         column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
-        return (column, top, self.set.scales(log_sum, top, dloss, n), dloss), valid & kept
+        return (column, top, log_sum, dloss, n), valid & kept
 
     def emit(self, values, first, vec, context):
-        column, top, scales, dloss = context
+        column, top, log_sum, dloss, n = context
+        # Here, not beforehand: the logits' loads would wait for the numbers.
+        scales = self.set.scales(log_sum, top, dloss, n)
         rDx = fragment(Float32, vec)
         rDx.store(self.set.slope(values[0], top, scales))
         subtract_at(rDx, column - first, self.set.at_target(dloss))
