@@ -15,6 +15,9 @@ from cutlass import Boolean, Float32, Int32, const_expr
 from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, trim
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 
+# Elements of a thread whose mean is near enough that of all: a standard deviation away in one of thousands of rows.
+DENSE = 8
+
 
 def row_statistics(centred, tile, eps, backward, stages, narrow=False, held=True):
     """The sums of a norm's rows; ``narrow`` where their elements have 16 bits, ``held`` where threads hold them."""
@@ -157,12 +160,12 @@ class MeanSquare(Statistics):
 class Moments(Statistics):
     """Layer norm: mean and ``rstd = rsqrt(mean((x - mean)^2) + eps)``.
 
-    A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added. Vectors and
-    threads take the deviations from their own mean; a warp finds the mean of its threads and corrects their sums for
-    the difference to that, and a row does so with its warps (Chan, Golub and LeVeque). Means are averaged by their
-    distances from one of them, so that a row of equal numbers has these for its mean. What a warp sends is its mean,
-    its sum of squared deviations, in the backward the sums of g and of g times the deviations, and its number of
-    elements where warps differ in it.
+    A mean may be large beside the deviations from it, so no squares of uncentred numbers are ever added: vectors, then
+    threads, warps and rows take the deviations from their own mean and correct them for the difference to the mean of
+    all (Chan, Golub and LeVeque). Among as many of them as a warp has lanes or a row has warps, deviations are added up
+    from the mean of one of them, all sums at once. Where that is far from the mean of all, bits cancel; so where lanes
+    hold few elements, the mean of all comes first. What a warp sends is its mean, its sum of squared deviations, in the
+    backward the sums of g and of g times the deviations, and its number of elements where warps differ in it.
     """
 
     centred = True
@@ -174,6 +177,7 @@ class Moments(Statistics):
         self.backward, self.narrow = backward, narrow
         self.eps = eps
         self.halved = self.halved and backward
+        self.dense = tile.n is not None and tile.n >= DENSE * tile.cluster * tile.threads_per_row
 
     def counts(self, first):
         """Elements of the row that this thread and its warp hold, and one over that; one of the warp's lanes that holds
@@ -298,20 +302,25 @@ class Moments(Statistics):
 
     def arrive(self, values, sSum, mbar, step):
         ((count, _), (together, inverse), lane), mean, squares, gradients, products = values
-        pivot = self._of_lane(mean, lane)
-        moved = (mean - pivot) * count
-        # Where halved, the upper half of a warp has the second of each pair.
-        sums = self.warp_sums((moved, gradients)) if self.halved else (self.warp_sum(moved),)
-        middle = pivot + _quotient(self._of_lane(sums[0], 0) if self.halved else sums[0], together, inverse)
-        apart = mean - middle
-        squares, products = squares + apart * apart * count, products + apart * gradients
+        origin = self._of_lane(mean, lane)
+        if not self.dense:
+            origin = origin + _quotient(self.warp_sum((mean - origin) * count), together, inverse)
+        apart = mean - origin
+        moved = apart * count
+        squares, products = squares + apart * moved, products + apart * gradients
         if not self.backward:
-            found = [middle, self.warp_sum(squares)]
+            moved, squares = self.warp_sum(moved), self.warp_sum(squares)
+            shift = _quotient(moved, together, inverse)
+            found = [origin + shift, squares - shift * moved]
         elif self.halved:
-            upper = cute.arch.lane_idx() >= WARP // 2
-            found = [cutlass.select_(upper, sums[0], middle), *self.warp_sums((squares, products))]
+            # The upper half of a warp has the second of each pair.
+            sums, others = self.warp_sums((moved, gradients, squares, products))
+            shift = _quotient(self._of_lane(sums, 0), together, inverse)
+            found = [cutlass.select_(cute.arch.lane_idx() < WARP // 2, origin + shift, sums), others - shift * sums]
         else:
-            found = [middle, *map(self.warp_sum, (gradients, squares, products))]
+            moved, gradients, squares, products = map(self.warp_sum, (moved, gradients, squares, products))
+            shift = _quotient(moved, together, inverse)
+            found = [origin + shift, gradients, squares - shift * moved, products - shift * gradients]
         if not self.tile.even:
             found += [Float32(together)] * (2 if self.backward and not self.halved else 1)
         return self.send(tuple(found), sSum, mbar, step)
