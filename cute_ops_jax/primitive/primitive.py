@@ -90,12 +90,11 @@ class Stage:
         if binding.empty:
             # A kernel cannot launch on nothing; a sum over no rows is zero.
             return {n: out and jnp.zeros(out.shape, out.dtype) for n, out in binding.outputs.items()}
-        outputs = [name for name, out in binding.outputs.items() if out is not None]
         if _automatic():
             results: Sequence[Any] = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
-        return dict.fromkeys(self.op.outputs) | dict(zip(outputs, results, strict=True))
+        return dict.fromkeys(self.op.outputs) | named(binding, results)
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
         """The checked call. Tracing, abstract evaluation and lowering of one call share it.
