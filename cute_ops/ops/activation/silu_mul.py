@@ -36,6 +36,7 @@ def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
 ROWS = Tensor("*m n", "T")
 COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "tuning": Tuning(pointwise, space=SPACE),
+    "cases": CASES,
 }  # fmt: skip
 
 silu_mul_bwd = Op(
@@ -45,7 +46,6 @@ silu_mul_bwd = Op(
     **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.activation.silu_mul:SiluMulBackward",
-    cases=CASES,
     doc="""Gradients of :func:`silu_mul`.
 
     With ``s = sigmoid(gate)``: ``dgate = dout * up * s * (1 + gate * (1 - s))``, ``dup = dout * gate * s``.
@@ -60,7 +60,6 @@ silu_mul = Op(
     reference=reference,
     kernel="cute_ops.kernels.activation.silu_mul:SiluMul",
     grad=silu_mul_bwd,
-    cases=CASES,
     doc="""SiLU of the gate times up: the pointwise half of SwiGLU.
 
     ``out = gate * sigmoid(gate) * up``
