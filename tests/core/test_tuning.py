@@ -23,21 +23,22 @@ from cute_ops.aot import build
 from cute_ops.autotune import bench_process, winners
 from cute_ops.autotune import tuner as tuners
 from cute_ops.autotune.bench_process import BenchProcess
-from cute_ops.autotune.compare import InProcessBench, by_chance, select
+from cute_ops.autotune.compare import Measurer, by_chance, measure, select
 from cute_ops.autotune.rows import resized
 from cute_ops.autotune.space import objection
 from cute_ops.autotune.tuner import Outcome, tune
-from cute_ops.autotune.types import Trial
+from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import tuning as command
+from cute_ops.config import Config
 from cute_ops.dispatch import choose, foresee
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache
 from cute_ops.jit.cache import Built
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, signature
-from cute_ops.jit.target import parse
+from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS, PARTS, rmsnorm, rope, silu_mul
 
 SM90 = parse("sm_90a")
@@ -118,6 +119,19 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(winners, "SHIPPED", cache_folder / "none")
     monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "0" * 8)
     return found
+
+
+class InProcessBench:
+    """A :class:`cute_ops.autotune.types.Bench` that measures in this process."""
+
+    def __init__(self, by: Measurer) -> None:
+        self._by = by
+
+    def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
+        return measure(trials, configs, target, self._by, least)
+
+    def close(self) -> None:
+        pass
 
 
 def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
