@@ -20,7 +20,7 @@ from cute_ops.composite.linear_cross_entropy import DOC, check_accum_dtype, chec
 from cute_ops.ops.reduction.cross_entropy import FINISH
 from cute_ops_jax.composite.linear_loops import Layer
 from cute_ops_jax.composite.linear_ops import GRADIENTS, LOSSES, run
-from cute_ops_jax.composite.losses import Axis, Setting, check_axis, reduced, spread, summed
+from cute_ops_jax.composite.losses import Axis, Setting, check_axis, of_rows, reduced, spread, summed
 
 Array = jax.Array
 STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"
@@ -140,10 +140,7 @@ def _forward(setting: Setting, layer: Layer, target: Any) -> tuple[Array, Any]:
         marks = {n: jnp.zeros((0, 0) if n in setting.wanted else NOT_WANTED) for n in given}
         lse = {n: found[n] for n in LOSSES if n != "loss"}
         return reduced(setting, found["loss"], target), (marks, layer, target, lse)
-    share = jnp.ones((), jnp.float32)
-    if setting.reduction == "mean":
-        share = share / jnp.sum(target != setting.ignore_index)
-    found = run("step", setting, layer, target, dloss=jnp.broadcast_to(share, target.shape))
+    found = run("step", setting, layer, target, dloss=of_rows(setting, jnp.ones((), jnp.float32), target))
     gradients = {n: found[n] if n in setting.wanted else jnp.zeros(NOT_WANTED) for n in given}
     return reduced(setting, found["loss"], target), gradients
 
@@ -156,9 +153,7 @@ def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Layer, None]:
     wanted = tuple(n for n, a in marks.items() if a.shape != NOT_WANTED)
     if others:
         layer, target, lse = others
-        if setting.reduction == "mean":
-            dloss = dloss / jnp.sum(target != setting.ignore_index)
-        dloss = jnp.broadcast_to(dloss, target.shape)
+        dloss = of_rows(setting, dloss, target)
         found = run("rows_bwd", setting._replace(wanted=wanted), layer, target, **lse, dloss=dloss)
     else:
         # Multiplied in float32, the dtype of dloss: rounded to 16 bits, the factor would add more error than the final
