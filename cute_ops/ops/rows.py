@@ -33,6 +33,8 @@ RING_BYTES = ((102_400, 96_000), (167_936, 160_000), (math.inf, 220_000))
 RESERVED_BYTES = 2048
 # Vectors that one CTA holds in registers.
 CTA_VECTORS = 1024
+# Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
+TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
 # Rows in shared memory: vectors per thread, threads per CTA, and vectors per CTA: 4096, wherever in a line they start.
 SMEM_PER_THREAD, SMEM_THREADS = 8, 512 + WARP
 SMEM_VECTORS = 4096 + LINE_VECTORS

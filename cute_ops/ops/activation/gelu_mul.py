@@ -7,6 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
+from cute_ops.ops import docs
 from cute_ops.ops.activation.config import SPACE, pointwise
 from cute_ops.ops.activation.maths import gelu
 from cute_ops.shapes import FLOATS
@@ -54,12 +55,12 @@ gelu_mul = Op(
     reference=reference,
     kernel="cute_ops.kernels.activation.gelu_mul:GeluMul",
     grad=gelu_mul_bwd,
-    doc="""GELU of the gate times up: the pointwise half of GEGLU.
+    doc=f"""GELU of the gate times up: the pointwise half of GEGLU.
 
     ``out = gelu(gate) * up``
 
     Args:
-        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        gate: {docs.ROWS}.
         up: ``T[*m n]``.
         approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.
 

@@ -7,6 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.ops import docs
 from cute_ops.ops.activation.config import SPACE, pointwise
 from cute_ops.ops.activation.maths import silu
 from cute_ops.shapes import FLOATS
@@ -60,12 +61,12 @@ silu_mul = Op(
     reference=reference,
     kernel="cute_ops.kernels.activation.silu_mul:SiluMul",
     grad=silu_mul_bwd,
-    doc="""SiLU of the gate times up: the pointwise half of SwiGLU.
+    doc=f"""SiLU of the gate times up: the pointwise half of SwiGLU.
 
     ``out = gate * sigmoid(gate) * up``
 
     Args:
-        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        gate: {docs.ROWS}.
         up: ``T[*m n]``.
 
     Returns:

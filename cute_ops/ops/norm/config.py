@@ -19,6 +19,8 @@ from cute_ops.ops.rows import (
     LINE_VECTORS,
     LONG_ROW,
     SMEM_VECTORS,
+    TWO_PASS_LONG_THREADS,
+    TWO_PASS_THREADS,
     VECTOR_BYTES,
     WIDEST_VECTOR,
     Ladder,
@@ -41,8 +43,6 @@ from cute_ops.ops.rows import (
 )  # fmt: skip
 from cute_ops.shapes import ITEMSIZE, Array
 
-# Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
-TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
 COLUMNS = ("weight", "bias")
 
 # --- forward
@@ -94,9 +94,7 @@ def _centred_row(problem: Problem, row: Row) -> NormConfig:
     if not row.aligned:
         return _persistent(problem, row, cluster=1, per_thread=6, threads=128)
     share = WARP if row.vectors <= 5 * WARP else threads_for(row.vectors, 4)
-    return NormConfig(
-        "one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True
-    )  # fmt: skip
+    return NormConfig("one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True)
 
 
 def _row(problem: Problem, row: Row, centred: bool) -> NormConfig:

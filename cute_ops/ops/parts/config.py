@@ -26,9 +26,7 @@ def adamw(problem: Problem) -> MapConfig:
     row = row_of(problem, ADAMW_ROWS)
     segments = -(-row.touched // CTA_VECTORS)
     share = threads_for(-(-row.touched // segments), 1)
-    return MapConfig(
-        "segments", max(128, share), share, align_vectors=row.align_vectors, segments=segments
-    )  # fmt: skip
+    return MapConfig("segments", max(128, share), share, align_vectors=row.align_vectors, segments=segments)
 
 
 ADAMW = vary(threads=(64, 128, 256, 512))

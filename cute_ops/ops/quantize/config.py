@@ -17,6 +17,8 @@ from cute_ops.ops.rows import (
     SMEM_THREADS,
     SMEM_VECTORS,
     TENSORS,
+    TWO_PASS_LONG_THREADS,
+    TWO_PASS_THREADS,
     VECTOR_BYTES,
     bytes_of,
     cluster_for,
@@ -30,8 +32,6 @@ from cute_ops.shapes import ITEMSIZE
 BLOCK = 128
 # Elements of a row that a CTA holds in float32; fewer with a weight.
 HELD, HELD_BESIDE_WEIGHT = 16384, 10240
-# Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
-TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
 # Vectors of a thread: of aligned rows, of unaligned rows of one input, and of two. Each vector of an unaligned row is
 # loaded as two aligned ones, which takes registers.
 PER_THREAD, UNALIGNED_PER_THREAD, UNALIGNED_PAIRS_PER_THREAD = 4, 5, 3
@@ -114,9 +114,7 @@ def _in_registers(problem: Problem, n: int, row: _Quantized) -> QuantizeConfig:
     if cluster == 1 and part >= WIDE_ROW_VECTORS and row.aligned and not column_bytes:
         share = threads = max(threads_for(part, 2), WIDE_ROW_VECTORS)
         resident = min(resident, max((1536 if row.pair else 2048) // threads, 2))
-    return QuantizeConfig(
-        "one_pass", threads, share, cluster, resident, delay_weight_load=column_bytes > 2
-    )  # fmt: skip
+    return QuantizeConfig("one_pass", threads, share, cluster, resident, delay_weight_load=column_bytes > 2)
 
 
 def _sm_threads(problem: Problem, row: _Quantized) -> int:

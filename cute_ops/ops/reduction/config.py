@@ -19,6 +19,8 @@ from cute_ops.ops.rows import (
     SMEM_SM_THREADS_FULL,
     SMEM_THREADS,
     SMEM_VECTORS,
+    TWO_PASS_LONG_THREADS,
+    TWO_PASS_THREADS,
     VECTOR_BYTES,
     Row,
     bytes_of,
@@ -35,8 +37,6 @@ from cute_ops.ops.rows import (
     vary_threads,
 )  # fmt: skip
 
-# Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
-TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
 # `reduced`, rows read twice: threads of a CTA, vectors of a part of a row, and parts of a row at most.
 PART_THREADS, PART_VECTORS, MOST_PARTS = 256, 2048, 8
 # `reduced`: up to this length, keeping a row in shared memory is faster than reading it twice.
@@ -153,9 +153,7 @@ def reduced_pairs(problem: Problem) -> ReduceConfig:
     if row.vectors <= CTA_VECTORS:
         if not row.aligned:
             return _one_pass(row)
-        return ReduceConfig(
-            "one_pass", *threads_of_pairs(row.vectors, CTA_VECTORS), align_vectors=row.align_vectors
-        )  # fmt: skip
+        return ReduceConfig("one_pass", *threads_of_pairs(row.vectors, CTA_VECTORS), align_vectors=row.align_vectors)
     cluster = cluster_for(row.vectors, CTA_VECTORS, row.max_cluster)
     part = -(-row.touched // cluster)
     threads = threads_for(part, 4)
@@ -178,9 +176,7 @@ def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
     if row.vectors <= CTA_VECTORS:
         # Three vectors per thread of a longer row: CTAs start sooner, which helps few rows and does not hurt many.
         share = row_threads(row) if not row.aligned or row.vectors <= 512 else threads_for(row.vectors, 3)
-        return MapConfig(
-            "rows", max(128 if row.vectors > WARP else 256, share), share, align_vectors=row.align_vectors
-        )  # fmt: skip
+        return MapConfig("rows", max(128 if row.vectors > WARP else 256, share), share, align_vectors=row.align_vectors)
     threads, segment = SEGMENT[row.aligned]
     if problem.m * -(-row.vectors // segment) < 2 * problem.sm_count:
         segment //= 2  # few rows are cut into more segments, so that every SM has one
