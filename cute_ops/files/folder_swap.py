@@ -67,13 +67,13 @@ def _check_holds_ours(where: Path, ours: Callable[[Path], set[str]], what: str) 
         raise CacheError(f"cute_ops: {where} is not empty and no {what}: name another folder") from None
     except (OSError, ValueError) as error:
         raise CacheError(
-            f"cute_ops: {where} holds a {what} whose record cannot be read ({error}), so nobody can say what else is "
-            "in there: name another folder, or delete it yourself"
+            f"cute_ops: {where} holds a {what} whose record cannot be read ({error}), so it may hold files that "
+            "are not ours: name another folder, or delete it yourself"
         ) from error
     if other := sorted(_leaves(where) - listed):
         names = ", ".join(other[:3]) + (" and more" if len(other) > 3 else "")
         raise CacheError(
-            f"cute_ops: {where} holds {names}, not written by us: move that elsewhere, or name another folder"
+            f"cute_ops: {where} holds {names}, which we did not write: move that elsewhere, or name another folder"
         )
 
 

@@ -185,7 +185,7 @@ def read_one_state(where: Path, read: Callable[[Folder], T], installed: bool = F
             except (OSError, ValueError, RuntimeError):
                 if not folder.replaced:
                     raise
-    raise OSError(errno.EBUSY, "it was replaced whenever it was read", str(where))
+    raise OSError(errno.EBUSY, "it was replaced during every read", str(where))
 
 
 def _is_private_group(status: os.stat_result) -> bool:

@@ -440,7 +440,7 @@ def test_what_somebody_put_into_a_bundle_is_kept(made: Path, tmp_path: Path, cac
         (again / name).mkdir()
     else:
         (again / name).write_text("years of work")
-    with pytest.raises(CacheError, match=f"holds {name.rstrip('/')}, not written by us: move that elsewhere"):
+    with pytest.raises(CacheError, match=f"holds {name.rstrip('/')}, which we did not write: move that elsewhere"):
         build.build(CALLS[:1], TARGETS[:1], again)
     assert (again / name).exists() and Bundle(again).verify() == 4
     (again / "bundle.json").write_text("{}")
@@ -453,7 +453,7 @@ def test_a_cache_that_holds_no_whole_bundle(
 ) -> None:
     monkeypatch.setattr(cache, "MAX_BYTES", 1)
     with pytest.raises(
-        CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES is 1, is that too"
+        CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES, 1, may be too small"
     ):
         build.build(CALLS, TARGETS[:1], tmp_path / "bundle")
     assert not list(tmp_path.glob("*bundle*"))

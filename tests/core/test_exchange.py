@@ -287,7 +287,7 @@ def test_a_reader_that_is_never_fast_enough_says_so(tmp_path: Path, monkeypatch:
 
     put(tmp_path / "thing", "one")
     monkeypatch.setattr(ownership, "_TRIES", 3)
-    with pytest.raises(OSError, match="it was replaced whenever it was read"):
+    with pytest.raises(OSError, match="it was replaced during every read"):
         ownership.read_one_state(tmp_path / "thing", replaced)
 
 

@@ -655,7 +655,7 @@ except CacheError as error:
     print(error)
 """
     said = program(code)
-    assert "cute_ops: there is no room for what is compiled" in said and "cache: File too large; " in said
+    assert "cute_ops: no folder has room for a compile" in said and "cache: File too large; " in said
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("staging")]
 
 
@@ -691,7 +691,7 @@ def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) 
     [
         ("os.write(1, b'{'); time.sleep(30)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
         ("time.sleep(30)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
-        ("os.write(1, b'hello\\n'); time.sleep(30)", "the compiler answered what is no answer: b'hello'"),
+        ("os.write(1, b'hello\\n'); time.sleep(30)", "the compiler sent something that is no answer: b'hello'"),
         ("sys.exit('no such library')", "the compiler died with exit code 1\nno such library"),
         ("os._exit(0)", "the compiler left without an answer"),
     ],

@@ -290,7 +290,7 @@ def test_an_export_that_fails_leaves_the_one_before(on_cpu: Path) -> None:
 def test_what_somebody_put_into_an_export_is_kept(on_cpu: Path) -> None:
     """A folder with any ``program.json`` in it was once deleted."""
     (on_cpu / "thesis.txt").write_text("chapter one")
-    with pytest.raises(CacheError, match=r"holds thesis\.txt, not written by us: move that elsewhere"):
+    with pytest.raises(CacheError, match=r"holds thesis\.txt, which we did not write: move that elsewhere"):
         cute_ops_jax.export(on_cpu, forward, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu")
     assert (on_cpu / "thesis.txt").exists() and callable(cute_ops_jax.load(on_cpu))
 
