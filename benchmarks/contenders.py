@@ -64,9 +64,7 @@ def torch_calls(
         given = tuple(t.detach().requires_grad_(w) for t, w in zip(inputs, wanted, strict=True))
         outputs = as_tuple(function(*given))
         leaves = tuple(t for t in given if t.requires_grad)
-        calls.append(
-            lambda o=outputs, x=leaves, g=cotangents: torch.autograd.grad(o, x, g, retain_graph=True)
-        )  # fmt: skip
+        calls.append(lambda o=outputs, x=leaves, g=cotangents: torch.autograd.grad(o, x, g, retain_graph=True))
     return calls
 
 

@@ -176,7 +176,7 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
             raise fail(ValueError, f"attribute `{name}` must be {values}, got {value!r}.")
         if kind is float and math.isnan(value):
             raise fail(
-                ValueError, f"attribute `{name}` is nan, expected a number: kernels are found by what they equal."
+                ValueError, f"attribute `{name}` is nan, expected a number: kernels are found by equal attributes."
             )
         if kind is int and not -INT64 <= value < INT64:
             raise fail(ValueError, f"attribute `{name}` is {value}, expected a number of 64 bits.")

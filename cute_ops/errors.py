@@ -67,3 +67,8 @@ def message(
     if bound:
         lines.append(f"  bound so far: {bound}")
     return "\n".join(lines)
+
+
+def first_line(error: Exception) -> str:
+    """An error in one line: ``ValueError: ...``."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

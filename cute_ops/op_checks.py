@@ -208,7 +208,7 @@ def _gradient(op: Op) -> Iterator[str]:
 
 
 def _floating(op: Op, tensor: Tensor) -> bool:
-    return any(dtype.startswith(("float", "bfloat")) for dtype in op.dtypes.get(tensor.dtype, (tensor.dtype,)))
+    return any(dtype.startswith(("float", "bfloat")) for dtype in op.dtype_choices(tensor))
 
 
 def _meant(name: str) -> str:

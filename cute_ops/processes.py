@@ -225,7 +225,7 @@ def _parsed(line: bytes) -> dict[str, Any]:
     try:
         return {"number": None, "step": True, **json.loads(line)}
     except (ValueError, TypeError) as error:
-        raise Ended(f"answered what is no answer: {line[:100]!r}") from error
+        raise Ended(f"sent something that is no answer: {line[:100]!r}") from error
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -40,9 +39,7 @@ class Recorder:
         try:
             handle = os.open(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                deadline = time.monotonic() + LOCK_SECONDS
-                while file_lock.acquire(handle) is False and time.monotonic() < deadline:
-                    time.sleep(0.001)
+                file_lock.acquire(handle, LOCK_SECONDS)
                 # The last line may lack its end: the file was edited by hand, or a process was killed while it wrote.
                 size = os.fstat(handle).st_size
                 apart = "\n" if size and os.pread(handle, 1, size - 1) != b"\n" else ""

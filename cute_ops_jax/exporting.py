@@ -132,7 +132,7 @@ def _serialized(
                 raise
             raise NotImplementedError(
                 "cute_ops_jax.export: callbacks cannot be written to a file. On several devices with automatic axes "
-                "XLA asks this process how to cut kernels: use jax.shard_map or a mesh with explicit axes."
+                "XLA asks this process how to partition kernels: use jax.shard_map or a mesh with explicit axes."
             ) from error
         except ValueError:
             if names == set(ffi.known()):

@@ -139,7 +139,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
         if data is None:
             raise CacheError(
                 f"cute_ops: {variant.symbol}.so has left the cache folder while the bundle was built: "
-                f"CUTE_OPS_CACHE_MAX_BYTES is {cache.MAX_BYTES}, is that too little?"
+                f"CUTE_OPS_CACHE_MAX_BYTES, {cache.MAX_BYTES}, may be too small"
             )
         (where / "kernels" / f"{variant.symbol}.so").write_bytes(data)
         kernels[variant.symbol] = {

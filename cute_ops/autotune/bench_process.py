@@ -14,6 +14,7 @@ from cute_ops import env, manifest, processes
 from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.binding import bind
 from cute_ops.config import Config
+from cute_ops.errors import first_line
 from cute_ops.jit.target import Target
 
 IDLE_SECONDS = 60.0
@@ -132,8 +133,7 @@ def serve(named: str) -> None:
             )  # fmt: skip
             say(found=[found.which, found.before, found.after, found.gain, found.refused])
         except Exception as error:  # the client gets every error
-            text = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
             if by.broken():
-                say(fatal=True, error=text)
+                say(fatal=True, error=first_line(error))
                 os._exit(1)  # to shut the broken context down would hang
-            say(error=text)
+            say(error=first_line(error))

@@ -109,19 +109,6 @@ def measurer(named: str = "") -> Measurer:
     raise RuntimeError(f"cute_ops: tuning needs a GPU and PyTorch: {'; '.join(problems)}")
 
 
-class InProcessBench:
-    """Measures in this process, for tests: a kernel that faults ends it. A :class:`cute_ops.autotune.types.Bench`."""
-
-    def __init__(self, by: Measurer) -> None:
-        self._by = by
-
-    def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
-        return measure(trials, configs, target, self._by, least)
-
-    def close(self) -> None:
-        pass
-
-
 def measure(
     trials: Sequence[Trial],
     configs: Sequence[Config],

@@ -24,6 +24,7 @@ from cute_ops.autotune.space import objection
 from cute_ops.autotune.types import LEAST, Bench, Trial
 from cute_ops.autotune.winners import Winner
 from cute_ops.config import Config
+from cute_ops.errors import first_line
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache, toolchain
 from cute_ops.jit.cache import Built
@@ -274,9 +275,7 @@ def _compiled(variants: Iterable[Variant], done: Callable[[str], None]) -> Itera
             cache.build_all(wanted, add)
         except InterruptedError:
             pass
-        except (
-            Exception
-        ) as error:  # this thread has no caller: it is logged, and ``error`` reports the missing variants
+        except Exception as error:  # this thread has no caller; ``error`` reports the variants that are missing
             log.warning("compiling configs ended early: %s", error)
         finally:
             state.end()
@@ -310,7 +309,7 @@ def _measured(group: Group, target: Target, by: Bench, least: float, built: _Com
     try:
         found = by.measure(group.trials, configs, target, least)
     except Exception as error:  # for instance out of memory: other classes may still be measured
-        return nothing(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        return nothing(first_line(error))
     group.refused.update((winners.items(configs[i]), why) for i, why in found.refused.items())
     tried = len(configs) - 1 - len(found.refused)
     versions = dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))

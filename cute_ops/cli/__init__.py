@@ -40,17 +40,15 @@ def targets(arches: list[str] | None) -> list[Target]:
         raise typer.BadParameter(str(error)) from error
 
 
+def progress_bar(what: str) -> Progress:
+    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    return Progress(*columns, TextColumn("{task.description}"), console=console)
+
+
 @contextmanager
 def progress(total: int, what: str) -> Iterator[Callable[[Built], None]]:
     """A progress bar; the callback advances it by one kernel, names that kernel and prints its error."""
-    columns = (
-        TextColumn(what),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.description}"),
-    )
-    with Progress(*columns, console=console) as bar:
+    with progress_bar(what) as bar:
         task = bar.add_task("", total=total)
 
         def done(built: Built) -> None:

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from cute_ops import lookup, manifest
@@ -17,7 +16,7 @@ from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.rows import bytes_moved
 from cute_ops.autotune.types import Trial
 from cute_ops.binding import Binding, bind
-from cute_ops.cli import AllowFiles, author, console, fail
+from cute_ops.cli import AllowFiles, author, console, fail, progress_bar
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir
 from cute_ops.jit import target
@@ -66,10 +65,9 @@ def tune(
         fail(f"{', '.join(what)}: no search space is declared, see `tuning` of cute_ops.Op")
     if find_spec("torch") is None or not target.device_count():
         fail("tuning needs a GPU, and PyTorch to measure with")
-    columns = TextColumn("tune:"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     outcomes: list[tuner.Outcome] = []
     where = out or cache_dir.folder() / winners.NAME
-    with Progress(*columns, TextColumn("{task.description}"), console=console) as bar:
+    with progress_bar("tune:") as bar:
         task = bar.add_task("", total=None)
         found = tuner.tune(
             trials, target.of_device(), tuner.bench(), least=least, anew=anew,

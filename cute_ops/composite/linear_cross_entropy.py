@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.ops.reduction.cross_entropy import FINISH
-
 DOC = """Args:
     hidden: ``T[*m h]``; float32, float16 or bfloat16.
     weight: ``T[n h]``.
@@ -43,25 +41,21 @@ def check_chunk_rows(what: str, chunk_rows: Any) -> None:
         raise ValueError(f"cute.{what}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
 
 
-def check(
-    what: str, hidden: Any, weight: Any, target: Any, bias: Any, reduction: str, chunk_rows: int | None = None,
-    accum_dtype: Any = None, float32: Any = None,
-) -> None:  # fmt: skip
-    """Check the arguments of the function ``what``; ``float32`` is the framework's dtype.
+def check_accum_dtype(what: str, accum_dtype: Any, float32: Any, of_weight: Any) -> None:
+    """Raise ValueError unless ``accum_dtype`` is None, float32 or the weight's dtype, all as one framework has them."""
+    if accum_dtype is not None and accum_dtype not in (float32, of_weight):
+        raise ValueError(
+            f"cute.{what}: option `accum_dtype` is {accum_dtype}, expected {float32} or the dtype of `weight`, "
+            f"{of_weight}."
+        )
 
-    Raises:
-        TypeError: dtypes that differ.
-        ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1, another ``accum_dtype``.
-    """
+
+def check_tensors(what: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
+    """Raise TypeError for dtypes that differ, ValueError for shapes that do not fit."""
 
     def fail(kind: type[Exception], problem: str) -> Exception:
         return kind(f"cute.{what}: {problem}")
 
-    FINISH.check(what, {"reduction": reduction})
-    check_chunk_rows(what, chunk_rows)
-    if accum_dtype is not None and accum_dtype not in (float32, weight.dtype):
-        choices = f"{float32} or the dtype of `weight`, {weight.dtype}"
-        raise fail(ValueError, f"option `accum_dtype` is {accum_dtype}, expected {choices}.")
     for name, a in (("weight", weight), ("bias", bias)):
         if a is not None and a.dtype != hidden.dtype:
             raise fail(TypeError, f"argument `{name}` has dtype {a.dtype}, but `hidden` has {hidden.dtype}.")

@@ -42,22 +42,19 @@ def exclusive(path: Path, timeout: float) -> Iterator[bool]:
     Raises:
         OSError: the file cannot be made.
     """
-    deadline, pause = time.monotonic() + timeout, 0.01
+    deadline = time.monotonic() + timeout
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         _handles.add(handle)
-        free = acquire(handle)
-        if free and _is(handle, path):
+        held = acquire(handle, deadline - time.monotonic())
+        if held and _is(handle, path):
             break
-        # If it was free, its last holder has deleted the file: this lock would exclude no other process.
+        # If it is held, the last holder has deleted the file: this lock would exclude no other process.
         _handles.discard(handle)
         os.close(handle)
-        if not free:
-            if free is None or time.monotonic() > deadline:
-                yield False
-                return
-            time.sleep(pause)
-            pause = min(2 * pause, 0.2)
+        if not held:
+            yield False
+            return
     try:
         yield True
     finally:
@@ -91,13 +88,19 @@ def new_file(where: Path, prefix: str) -> tuple[int, Path]:
         os.close(handle)  # another process deleted it as abandoned before it was locked
 
 
-def acquire(handle: int) -> bool | None:
-    """Lock an open file without waiting; False if another process holds it, None if the file system has no locks."""
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        return False if error.errno in (errno.EWOULDBLOCK, errno.EACCES) else None
-    return True
+def acquire(handle: int, timeout: float = 0.0) -> bool:
+    """Lock an open file; False if it stays locked for ``timeout`` seconds, or the file system has no locks."""
+    deadline, pause = time.monotonic() + timeout, 0.001
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno not in (errno.EWOULDBLOCK, errno.EACCES) or time.monotonic() >= deadline:
+                return False
+        else:
+            return True
+        time.sleep(pause)
+        pause = min(2 * pause, 0.2)
 
 
 def sweep(where: Path) -> None:

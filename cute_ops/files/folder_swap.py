@@ -1,8 +1,8 @@
 """Folders replaced as a whole: a reader finds the old one or the new one, whatever happens to the writer.
 
-Linux exchanges two folders in one step (``renameat2``). Where a file system does not, NFS for one, the old one is moved
-aside first: a process that is killed just then leaves nothing under the name, and what was there beside it, in
-``.<name>.cute_tmp-*/before``, until the next writer puts that back.
+Linux exchanges two folders in one step (``renameat2``). Some file systems, such as NFS, cannot. There the old folder is
+first moved aside, to ``.<name>.cute_tmp-*/before``. A writer that is killed before the new one has its name leaves no
+folder of that name; the next writer puts the old one back.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ _EXCHANGE, _HERE = 2, -100  # RENAME_EXCHANGE, AT_FDCWD
 
 
 def check_replaceable(where: Path, ours: Callable[[Path], set[str]], what: str) -> None:
-    """Raise unless a folder is missing, empty, or holds nothing but what we wrote.
+    """Raise unless a folder is missing, empty, or holds only files that we wrote.
 
     Args:
-        ours: the files and empty folders of such a folder, by its record; raises ValueError or OSError where that
-            cannot be read.
-        what: what we write, for messages: ``bundle``.
+        where: the folder.
+        ours: returns the files and empty folders that the record of such a folder lists; raises ValueError or OSError
+            if the record cannot be read.
+        what: what such a folder is, for messages: ``bundle``.
 
     Raises:
-        CacheError: it holds something else, which replacing it would delete.
+        CacheError: it holds something else, which replacing the folder would delete.
     """
     while True:
         if not os.path.lexists(where):
@@ -50,7 +51,7 @@ def check_replaceable(where: Path, ours: Callable[[Path], set[str]], what: str) 
 
 
 def _is_another(where: Path, before: os.stat_result) -> bool:
-    """Whether somebody has replaced a folder since."""
+    """Whether another process has replaced the folder since its status was ``before``."""
     try:
         return not os.path.samestat(where.stat(), before)
     except FileNotFoundError:
@@ -66,24 +67,26 @@ def _check_holds_ours(where: Path, ours: Callable[[Path], set[str]], what: str) 
         raise CacheError(f"cute_ops: {where} is not empty and no {what}: name another folder") from None
     except (OSError, ValueError) as error:
         raise CacheError(
-            f"cute_ops: {where} holds a {what} whose record cannot be read ({error}), so nobody can say what else is "
-            "in there: name another folder, or delete it yourself"
+            f"cute_ops: {where} holds a {what} whose record cannot be read ({error}), so it may hold files that "
+            "are not ours: name another folder, or delete it yourself"
         ) from error
     if other := sorted(_leaves(where) - listed):
         names = ", ".join(other[:3]) + (" and more" if len(other) > 3 else "")
         raise CacheError(
-            f"cute_ops: {where} holds {names}, not written by us: move that elsewhere, or name another folder"
+            f"cute_ops: {where} holds {names}, which we did not write: move that elsewhere, or name another folder"
         )
 
 
 @contextmanager
 def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Iterator[Path]:
-    """A new folder to fill, which takes the place of another at the end, in one step and flushed to the disk; of the
-    other one just the files that are ours are deleted. Where an exception leaves the block, nothing has changed.
+    """Yield a new folder to fill; at the end of the block it is flushed to disk and takes the place of ``where``.
+
+    Of the old folder only our files are deleted. If the block raises, nothing has changed. Arguments as those of
+    :func:`check_replaceable`.
 
     Raises:
-        CacheError: the folder holds something else.
-        OSError: it cannot be written.
+        CacheError: the old folder holds something else.
+        OSError: the new one cannot be written.
     """
     where = where.resolve()
     check_replaceable(where, ours, what)
@@ -106,8 +109,9 @@ def replacing(where: Path, ours: Callable[[Path], set[str]], what: str) -> Itera
 
 
 def write_record(path: Path, text: str) -> None:
-    """Write the file that says what of a folder is ours: whole or not at all, whenever the process is killed. In a new
-    folder without one everything is.
+    """Write the record that lists our files in a folder, whole or not at all, even if the process is killed.
+
+    In a new folder without a record all files are ours.
     """
     aside = path.with_name(f"{path.name}.part")
     aside.write_text(text)
@@ -115,13 +119,13 @@ def write_record(path: Path, text: str) -> None:
 
 
 def _new_folder(where: Path, prefix: str) -> tuple[Path, int]:
-    """A new folder, open and locked as long as this process lives."""
+    """A new folder and its open handle, which holds a lock as long as this process lives."""
     while True:
         path = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
         try:
             handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         except FileNotFoundError:
-            continue  # someone took it for abandoned before it was locked
+            continue  # another process deleted it as abandoned before it was locked
         file_lock.acquire(handle)
         if path.exists():
             return path, handle
@@ -132,19 +136,19 @@ def _put(made: Path, where: Path) -> None:
     """Give the new folder its name; the old one is then where the new one was."""
     while True:
         try:
-            made.rename(where)  # which replaces nothing but an empty folder
+            made.rename(where)  # replaces nothing but an empty folder
         except OSError as error:
             if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
                 raise
         else:
             return
-        with suppress(FileNotFoundError):  # someone has just taken it away
+        with suppress(FileNotFoundError):  # another process has just moved it away
             _exchange(made, where)
             return
 
 
 def _exchange(one: Path, other: Path) -> None:
-    """Let two folders change names, in one step where the system can."""
+    """Exchange the names of two folders, in one step if the file system can."""
     code = _renameat2(one, other)
     if not code:
         return
@@ -161,7 +165,7 @@ def _exchange(one: Path, other: Path) -> None:
 
 
 def _renameat2(one: Path, other: Path) -> int:
-    """Exchange two names; 0, or what kept it."""
+    """Exchange two names in one step; returns 0 or the error number."""
     rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if rename is None:
         return errno.ENOSYS
@@ -170,7 +174,7 @@ def _renameat2(one: Path, other: Path) -> int:
 
 
 def _clear_abandoned(staging: Path, where: Path, ours: Callable[[Path], set[str]]) -> None:
-    """Clear what a process left that was killed, but for a folder that it had moved aside and not replaced."""
+    """Delete what a killed process left. A folder that it had moved aside and not yet replaced is put back."""
     try:
         handle = os.open(staging, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -185,11 +189,11 @@ def _clear_abandoned(staging: Path, where: Path, ours: Callable[[Path], set[str]
 
 
 def _clear(staging: Path, ours: Callable[[Path], set[str]]) -> None:
-    """Delete the new folder that was not used, or of the old one what is ours."""
+    """Delete a new folder that was not used, or our files of an old one."""
     for folder in (staging / "made", staging / "before"):
         try:
             listed = ours(folder)
-        except FileNotFoundError:  # it was not filled yet, or is not there
+        except FileNotFoundError:  # it has no record yet, or does not exist
             shutil.rmtree(folder, ignore_errors=True)
             continue
         except (OSError, ValueError):
@@ -206,7 +210,7 @@ def _clear(staging: Path, ours: Callable[[Path], set[str]]) -> None:
 
 
 def _remove_empty(folder: Path, end: Path) -> bool:
-    """Remove a folder and those around it, below ``end``, as far as they are empty."""
+    """Remove a folder and those above it, up to but not ``end``, while they are empty; False if one is not."""
     while folder != end:
         try:
             folder.rmdir()
@@ -230,7 +234,7 @@ def _leaves(where: Path, within: str = "") -> set[str]:
 
 
 def _sync(where: Path) -> None:
-    """Put all files of a folder on the disk, and their names."""
+    """Flush all files of a folder, and their names, to disk."""
     for folder, _, names in os.walk(where):
         for name in names:
             with Path(folder, name).open("rb") as file:

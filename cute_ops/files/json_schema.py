@@ -1,10 +1,13 @@
-"""JSON of a stated shape: one checker for every record that this package reads.
+"""Checks that JSON has an expected shape: every record that this package reads goes through it.
 
-A shape is data: a type (``str``, ``int``, ``float``, ``bool``, ``object`` for anything), ``None``; a set of values; a
-tuple of alternatives ``Either(int, None)``; ``[shape]`` for a list of any length, ``(shape, shape)`` for one of just
-these; ``{str: shape}`` for names of any kind, and ``{str: shape, "name": other}`` where some have a shape of their own;
-``{"name": shape, "other?": shape}`` for fields, of which those with a question mark may be missing. Fields that no
-shape names are left alone.
+A shape is one of:
+
+- ``str``, ``int``, ``float``, ``bool`` or ``None``, or ``object`` for anything;
+- ``frozenset({"a", "b"})``: one of these strings;
+- ``Either(int, None)``: one of several shapes;
+- ``[shape]``: a list of any length; ``(shape, shape)``: a list of exactly these;
+- ``{"name": shape, "other?": shape}``: an object with these fields, ``other`` optional; further ones are ignored;
+- ``{str: shape, "name": other}``: an object whose fields all have one shape, except those that are named.
 """
 
 from __future__ import annotations
@@ -25,10 +28,10 @@ def parse(text: str | bytes, shape: Any) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: it is no JSON, or has another shape; says where.
+        ValueError: the text is no JSON, or its value has another shape; says where.
     """
     try:
-        value = json.loads(text.decode() if isinstance(text, bytes) else text)  # no other encoding is guessed
+        value = json.loads(text.decode() if isinstance(text, bytes) else text)  # json would guess encodings
     except RecursionError:
         raise ValueError("its JSON is nested too deeply") from None
     check(value, shape)
@@ -36,7 +39,7 @@ def parse(text: str | bytes, shape: Any) -> Any:
 
 
 def check(value: Any, shape: Any) -> None:
-    """Raise ValueError, naming the place, unless a value has a shape."""
+    """Raise ValueError, which names the place, unless the value has this shape."""
     try:
         _check(value, shape)
     except _Mismatch as error:
@@ -45,7 +48,7 @@ def check(value: Any, shape: Any) -> None:
 
 
 class _Mismatch(Exception):
-    """A value of another shape; the path to it grows on the way up, since mostly none is needed."""
+    """A value has another shape. Its path is collected while the exception rises: sound values then cost no path."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(problem)
@@ -89,7 +92,7 @@ def _check_each(entries: Iterable[tuple[Any, Any]], shape_of: Callable[[Any], An
 
 
 def _is(value: Any, shape: Any) -> bool:
-    """Whether a value is of a shape's kind, whatever it holds."""
+    """Whether a value is of a shape's kind; the values inside a list or an object are not looked at."""
     kind = type(shape)
     if kind is type:
         return shape is object or type(value) is shape  # True is an int to isinstance

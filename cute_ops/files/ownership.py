@@ -1,8 +1,8 @@
-"""Which files may be believed: those that nobody can write or replace but this user and root.
+"""Files that can be trusted: only this user and root can write or replace them.
 
-A compiled kernel runs as whoever loads it, so the owner and the mode of a file count, of its folder, and of every
-folder on the way there, as ssh looks at them. A folder is held open and its files are opened relative to it: what was
-checked is what is read and loaded, whatever its name leads to meanwhile.
+A compiled kernel runs with the rights of whoever loads it. So the owner and the mode of a file are checked, and those
+of its folder and of every folder above, as ssh does. The folder is kept open and files are opened relative to it, so
+what was checked is what is read, even if the folder's name leads elsewhere by then.
 """
 
 from __future__ import annotations
@@ -16,30 +16,30 @@ from pathlib import Path
 from types import TracebackType
 from typing import TypeVar
 
-OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the mode bits by which somebody else may write
-_LINKS = 40  # as many as Linux follows
-_TRIES = 100
-_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # to search it is enough
-_LARGEST = 1 << 30  # bytes of a file that is read whole; a kernel has some 50 thousand
+OTHERS = stat.S_IWGRP | stat.S_IWOTH  # the mode bits that let other users write
+_LINKS = 40  # links on one path, as many as Linux follows
+_TRIES = 100  # reads of a folder that is replaced meanwhile
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC  # needs search permission only
+_LARGEST = 1 << 30  # bytes of a file that is read whole; a kernel has about 50 thousand
 T = TypeVar("T")
 
 
 class Untrusted(ValueError):
-    """Someone else can write a file or a folder, or it is not what it should be. Says which one and why."""
+    """Another user can write a file or a folder, or it is of another kind than expected; says which one and why."""
 
 
 class Folder:
-    """A folder that only this user or root can change, held open; ``identity`` tells it from another of its name.
+    """A folder that only this user or root can change, kept open; ``identity`` is its device and inode.
 
     Args:
         where: the folder.
-        installed: it lies among installed packages, whose code runs whoever of the group can write it (installers
-            leave files as the umask says), and may belong to whom this package belongs.
-        follow: whether its last name may be a link.
+        installed: whether it is part of an installed package. Then it may be writable by its group, as installers
+            leave it under some umasks, and may belong to the owner of this package: that code runs anyway.
+        follow: whether ``where`` itself may be a link.
 
     Raises:
-        Untrusted: others can write it or one of its parents, or it is no folder.
-        OSError: it is not there, or cannot be read.
+        Untrusted: others can write it or a folder above it, or it is no folder.
+        OSError: it does not exist or cannot be read.
     """
 
     def __init__(self, where: Path, installed: bool = False, follow: bool = True) -> None:
@@ -71,11 +71,11 @@ class Folder:
         os.close(self._handle)
 
     def read(self, name: str) -> bytes:
-        """All of one of its files, which may lie in a folder inside of it.
+        """The content of a file in it or in one of its subfolders.
 
         Raises:
-            Untrusted: others can write it, it is no file, or the name leads elsewhere.
-            OSError: it is not there, or cannot be read.
+            Untrusted: others can write it, it is no file, or its name leads out of the folder.
+            OSError: it does not exist or cannot be read.
         """
         *folders, last = parts_of(name)
         inner, opened = self._handle, list[int]()
@@ -84,7 +84,7 @@ class Folder:
                 inner = _open(part, _FOLDER, inner, "/".join(folders[:depth]))
                 opened.append(inner)
                 self._checked(os.fstat(inner), "/".join(folders[:depth]))
-            # Without waiting for the writer of a pipe.
+            # O_NONBLOCK: opening a pipe must not wait for its writer.
             handle = _open(last, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, inner, name)
             opened.append(handle)
             status = self._checked(os.fstat(handle), name)
@@ -99,13 +99,13 @@ class Folder:
                 os.close(handle)
 
     def path(self, name: str) -> str:
-        """A path to one of its files that leads through the open folder, while that is open."""
+        """A path to one of its files that leads through the open folder; valid until it is closed."""
         through = f"/proc/self/fd/{self._handle}"
         return f"{through if os.path.exists(through) else self.where}/{name}"  # noqa: PTH110
 
     @property
     def replaced(self) -> bool:
-        """Whether its name leads to another folder by now, or to none."""
+        """Whether its name now leads to another folder, or to none."""
         try:
             return _identity(self.where.stat()) != self.identity
         except OSError:
@@ -120,14 +120,14 @@ class Folder:
         return status
 
     def _walked(self) -> str:
-        """Where the path leads without links. Every folder and link on the way is checked, the last folder is not."""
+        """The path with all links resolved. Every folder and link on the way is checked, the last folder is not."""
         start = "/" if self.where.is_absolute() else os.getcwd()  # noqa: PTH109
         todo = f"{start}/{self.where}".split("/")[::-1]
         here, links = "/", 0
         while todo:
             name = todo.pop()
             if name == "..":
-                here = os.path.dirname(here)  # noqa: PTH120  (no link is in it)
+                here = os.path.dirname(here)  # noqa: PTH120  (`here` contains no link)
             if name in ("", ".", ".."):
                 continue
             self._check_parent(here)
@@ -173,11 +173,10 @@ def parts_of(name: str) -> list[str]:
 
 
 def read_one_state(where: Path, read: Callable[[Folder], T], installed: bool = False) -> T:
-    """What ``read`` makes of a folder, all of it from one state: again from the start where the folder was replaced
-    meanwhile, whose former files may be gone.
+    """``read(folder)``, all of it from one state of the folder: if it fails because the folder was replaced, try again.
 
     Raises:
-        Untrusted, OSError: as :class:`Folder`, and whatever ``read`` raises of a folder that stayed.
+        Untrusted, OSError: as :class:`Folder`, and what ``read`` raises of a folder that was not replaced.
     """
     for _ in range(_TRIES):
         with Folder(where, installed) as folder:
@@ -186,12 +185,12 @@ def read_one_state(where: Path, read: Callable[[Folder], T], installed: bool = F
             except (OSError, ValueError, RuntimeError):
                 if not folder.replaced:
                     raise
-    raise OSError(errno.EBUSY, "it was replaced whenever it was read", str(where))
+    raise OSError(errno.EBUSY, "it was replaced during every read", str(where))
 
 
 def _is_private_group(status: os.stat_result) -> bool:
-    """Whether nobody but the owner is in the group: its own, of its name, as most systems make one for each user."""
-    import grp  # which only a group that can write needs
+    """Whether the file's group is its owner's private group: of the same name, with no other member."""
+    import grp  # imported here: only files that their group can write need it
     import pwd
 
     try:
@@ -203,9 +202,7 @@ def _is_private_group(status: os.stat_result) -> bool:
 
 
 def _unmapped() -> int:
-    """The user that stands for all that a user namespace does not know, root outside of a container for one; -1 where
-    all are known.
-    """
+    """The uid that stands for users a user namespace does not map (root outside a container); -1 if it maps all."""
     with suppress(OSError, ValueError):
         lines = Path("/proc/self/uid_map").read_text().split("\n")
         if sum(int(line.split()[2]) for line in lines if line) < 2**32 - 1:

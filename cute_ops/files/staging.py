@@ -57,6 +57,4 @@ def _new(preferred: Path | None) -> tuple[int, Path]:
             os.close(handle)
             continue
         return handle, lock
-    raise CacheError(
-        f"cute_ops: there is no room for what is compiled ({'; '.join(problems)}): set TMPDIR to a folder with some"
-    )
+    raise CacheError(f"cute_ops: no folder has room for a compile ({'; '.join(problems)}): set TMPDIR to one that has")

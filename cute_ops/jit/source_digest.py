@@ -1,13 +1,14 @@
-"""Digests of the sources that a kernel is compiled from: its own, and those of what compiles it.
+"""Digests of the sources that a kernel is compiled from: its own, and those of the compiler driver.
 
-A kernel's own are the Python files that importing its module runs: the module, the packages that it is in, and what
-these import, near or far, in its own package, in ours and in what lies beside it. Of packages that are installed only
-the modules that are named in imports count, and of the standard library, of frameworks and of the compiler none: they
-are large, and a variant has the compiler's version. What no import statement names (``importlib``, data files) is
-declared, see ``sources`` of :class:`cute_ops.Op`.
+A kernel's own sources are the Python files that importing its module runs: the module, the packages it is in, and
+everything they import, directly or not. Imports are followed in the kernel's package, in this package and in modules
+that are not installed. Of other installed packages only the modules that import statements name count. The standard
+library, the frameworks and the compiler do not count: they are large, and a variant has the compiler's version. What no
+import statement names (``importlib``, data files) must be declared, see ``sources`` of :class:`cute_ops.Op`.
 
-Nothing is imported and nothing is executed. Every warm start pays for it: import statements are found by plain search,
-since parsing, and patterns even, would take longer than all the rest. To find one too many costs nothing.
+Nothing is imported or executed. Every warm start computes digests, so import statements are found by plain text search:
+parsing, or even regular expressions, would take longer than everything else. A name that is found by mistake does no
+harm.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from typing import NamedTuple
 
-# What every compile runs besides the kernel: a change in it changes every kernel's name. A test holds it against what
-# a process that compiles has imported of this package.
+# The modules that every compile runs besides the kernel's: a change in one changes every kernel's name. A test compares
+# this list with what a compiling process has imported of this package.
 DRIVER = (
     "cute_ops", "cute_ops.array_api", "cute_ops.config", "cute_ops.env", "cute_ops.errors", "cute_ops.files",
     "cute_ops.files.json_schema", "cute_ops.hardware", "cute_ops.jit", "cute_ops.jit.compile_pool",
@@ -34,7 +35,7 @@ DRIVER = (
 UNFOLLOWED = frozenset({
     "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",
 })  # fmt: skip
-# The compiler's own settings. These say where files go and what is told.
+# Environment variables of the compiler: prefix, and those that do not affect code, only logs and where files go.
 _SETTINGS, _QUIET = "CUTE_DSL_", (
     "ARCH", "CACHE_DIR", "DISABLE_FILE_CACHING", "DUMP_DIR", "FILTER_", "JIT_", "KEEP", "LIBS", "LOG_", "NO_CACHE",
     "PRINT_", "SHOW_",
@@ -55,7 +56,7 @@ def digest(kernel: str, declared: tuple[str, ...] = ()) -> str:
 
     Args:
         kernel: the kernel.
-        declared: files, folders and modules besides those that it imports, as the op's declaration names them.
+        declared: further files, folders and modules, as the op's declaration names them.
 
     Raises:
         ImportError: the module cannot be found, or something declared is neither a file nor a module.
@@ -65,7 +66,7 @@ def digest(kernel: str, declared: tuple[str, ...] = ()) -> str:
 
 @cache
 def of_module(module: str) -> str:
-    """The digest of the sources of a module that is no kernel's.
+    """The digest of the sources of a module that is not a kernel's.
 
     Raises:
         ImportError: the module cannot be found.
@@ -75,9 +76,7 @@ def of_module(module: str) -> str:
 
 @cache
 def driver() -> str:
-    """The digest of what compiles every kernel: this package's version, :data:`DRIVER`, and what the environment tells
-    the compiler.
-    """
+    """The digest of what compiles every kernel: this package's version, :data:`DRIVER` and the compiler's settings."""
     from cute_ops import __version__
 
     settings = [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)]
@@ -92,7 +91,7 @@ def driver() -> str:
 
 
 def forget() -> None:
-    """Read files anew."""
+    """Forget all files and digests: they are read again when they are next needed."""
     for cached in (digest, of_module, driver, _read, _imported):
         cached.cache_clear()
 
@@ -140,7 +139,7 @@ def of_file(path: str) -> str:
 
 
 class _File(NamedTuple):
-    """A file, of which Python is kept as text."""
+    """A file's digest, and its text if it is Python."""
 
     digest: bytes
     text: str
@@ -148,7 +147,7 @@ class _File(NamedTuple):
 
 @cache
 def _read(path: str) -> _File:
-    """A file, read once in a process: kernels that share it agree on it, whenever they are asked for."""
+    """A file, read once per process, so that all kernels that share it have the same digest of it."""
     with open(path, "rb") as file:
         source = file.read()
     text = source.removeprefix(codecs.BOM_UTF8).decode(errors="replace") if path.endswith(".py") else ""
@@ -178,7 +177,7 @@ class _Finder:
         self._listed: dict[str, frozenset[str]] = {}
 
     def reached(self, first: str, declared: Sequence[str]) -> dict[str, str]:
-        """The files of a module and of all that importing it may run, by module."""
+        """The files that importing a module may run, its own included, by module name."""
         followed = {name.partition(".")[0] for name in (first, "cute_ops", *declared)}
         queue, seen, files = [first, *declared], set(DRIVER), {}
         while queue:
@@ -197,7 +196,7 @@ class _Finder:
         return files
 
     def find(self, name: str) -> _Module | None:
-        """Where a module is; None where it is nowhere, or is not to be followed."""
+        """Where a module is; None if it is not found or does not count."""
         if name not in self._known:
             above, _, leaf = name.rpartition(".")
             package = self.find(above) if above else None
@@ -205,7 +204,7 @@ class _Finder:
         return self._known[name]
 
     def _in(self, folders: Sequence[str], leaf: str) -> _Module | None:
-        """A submodule, in the order in which Python looks for one."""
+        """A submodule, looked for in Python's order."""
         spaces = []
         for folder in folders:
             stem = os.path.join(folder, leaf)
@@ -229,7 +228,7 @@ class _Finder:
         return self._listed[folder]
 
     def _named(self, name: str, module: _Module) -> Iterator[str]:
-        """What may be a module among the names that a module's import statements have."""
+        """The names in a module's import statements that may be modules."""
         package = name if module.folders else name.rpartition(".")[0]
         for origin, members in _imported(module.path or ""):
             base = origin.lstrip(".")
@@ -238,13 +237,13 @@ class _Finder:
                 base = ".".join([*above[: len(above) - dots + 1], *([base] if base else [])])
             yield base
             found = self.find(base) if members else None
-            if found is not None and found.folders:  # what is imported from a package may be a module
+            if found is not None and found.folders:  # a name imported from a package may be a module
                 yield from (f"{base}.{member}" for member in members)
                 if "*" in members:
                     yield from (f"{base}.{member}" for member in self._all(found))
 
     def _all(self, package: _Module) -> Iterator[str]:
-        """Submodules whose names a package that has ``__all__`` writes in quotes."""
+        """Submodules that ``import *`` may import: those whose quoted names a package with ``__all__`` contains."""
         text = _read(package.path).text if package.path else ""
         for folder in package.folders if "__all__" in text else ():
             for name in self._entries(folder):
@@ -254,7 +253,7 @@ class _Finder:
 
 
 def _top(name: str) -> _Module | None:
-    """A top-level module or package: a loaded one, else the one that would be imported."""
+    """A top-level module or package: as it was loaded, else as it would be imported."""
     if name in UNFOLLOWED or name in sys.builtin_module_names:
         return None
     loaded = sys.modules.get(name)
@@ -282,7 +281,7 @@ def _installed(path: str) -> bool:
 
 
 def _imports(source: str) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """What stands in import statements, relative ones with their dots: a module, and what is imported from it."""
+    """(module, names imported from it) of every import statement; relative modules keep their dots."""
     if "\r" in source:
         source = source.replace("\r\n", "\n").replace("\r", "\n")
     source = source.replace("\\\n", " ")
@@ -300,7 +299,7 @@ def _imports(source: str) -> Iterator[tuple[str, tuple[str, ...]]]:
 
 
 def _origin(before: str) -> str:
-    """The module that ``from`` names, empty where that is not what stands before ``import``."""
+    """The module after ``from`` in the text before ``import``; empty if there is none."""
     text = " ".join(before.split())
     for sign, dot in (("from ", ""), ("from.", ".")):
         head, found, rest = text.rpartition(sign)
@@ -310,7 +309,7 @@ def _origin(before: str) -> str:
 
 
 def _names(source: str, begin: int) -> tuple[str, ...]:
-    """The names behind ``import``, without what they are to be called; in parentheses they may take more lines."""
+    """The names after ``import``, without ``as`` names; a list in parentheses may span lines."""
     text = ""
     while begin < len(source):
         end = source.find("\n", begin)
@@ -324,7 +323,7 @@ def _names(source: str, begin: int) -> tuple[str, ...]:
 
 
 def _name(text: str) -> str:
-    """A module's name, blanks around its dots left out; empty where this is none, but prose."""
+    """A module's name without blanks around dots; empty if the text is not a name but prose."""
     words = text.split()
     name = "".join(words)
     if len(words) > 1 and "." not in name:

@@ -1,5 +1,6 @@
 """How the vectors of a row spread over threads, CTAs and clusters: what the heuristics of all families share.
 
+Lengths are in 16-byte vectors unless a name says otherwise. Rows are unaligned where they do not all start on a vector.
 Forward configs do not depend on the number of rows, so that a row's bits do not either.
 """
 
@@ -20,30 +21,31 @@ VECTOR_BYTES = 16
 TENSORS = (
     "x", "residual", "out", "residual_out", "dout", "dresidual_out", "dx", "dresidual", "logits", "dlogits",
 )  # fmt: skip
-# Rows that start off a vector are read from the start of a cache line, which has so many vectors, unless they have
-# fewer elements: these would mind the idle threads.
+# Unaligned rows are read from the start of a cache line, of LINE_VECTORS, if they have at least LONG_ROW elements. In
+# shorter ones too many threads would have nothing to do.
 LINE_VECTORS, LONG_ROW = 8, 1024
-# Elements of the widest vector: rows of any length start at the same place of a line again after at most
-# LINE_VECTORS times as many rows.
+# Elements of the widest vector. Rows of any length start at the same offset in a line again after at most
+# WIDEST_VECTOR * LINE_VECTORS rows.
 WIDEST_VECTOR = 8
-# Bytes that rows may fill of an SM's shared memory, by how much it has.
+# Bytes of an SM's shared memory that rows may fill: (its shared memory at most, bytes for rows).
 RING_BYTES = ((102_400, 96_000), (167_936, 160_000), (math.inf, 220_000))
-# Shared memory of a CTA that waits in it beside its rows: sums, and what the system keeps.
+# Bytes of shared memory that a CTA needs beside its rows: for sums, and what the system reserves.
 RESERVED_BYTES = 2048
-# Vectors of a row that one CTA holds.
+# Vectors that one CTA holds in registers.
 CTA_VECTORS = 1024
-# Vectors that a thread of a row in shared memory holds, and the threads of its CTA.
+# Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
+TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
+# Rows in shared memory: vectors per thread, threads per CTA, and vectors per CTA: 4096, wherever in a line they start.
 SMEM_PER_THREAD, SMEM_THREADS = 8, 512 + WARP
-# Vectors of a row that one CTA holds in shared memory: all that its threads could, but for one each.
 SMEM_VECTORS = 4096 + LINE_VECTORS
-# What CTAs with rows in shared memory keep of an SM: the bytes that are on their way, and threads. More get in each
-# other's way. While rows off a vector are computed, which takes longer, others may load: as many as find room.
+# What rows in shared memory may take of an SM: bytes that load at a time, and threads. With more, CTAs slow each other
+# down. With SMEM_SM_THREADS_FULL there is no bound on bytes: for rows that take longer to compute than to load.
 SMEM_BYTES_IN_FLIGHT, SMEM_SM_THREADS, SMEM_SM_THREADS_FULL = 165_000, 1536, 1664
-# Clusters of so many CTAs that the groups of SMs, which no cluster straddles, leave no room for.
+# By cluster size: how many clusters fewer than SMs / size run at once. None can span two groups of SMs (GPCs).
 CLUSTERS_LOST = {1: 0, 2: 2, 4: 3, 8: 2, 16: 1}
-# Registers of a thread beside the vectors that it holds, and bytes of one.
+# Registers that a thread needs at least beside the vectors that it holds; bytes of a register.
 LEAST_REGISTERS, REGISTER_BYTES = 16, 4
-# Vectors of a thread, as the search space varies them.
+# Vectors per thread that the search space tries, for rows within a warp and for longer ones.
 FEW_VECTORS, MORE_VECTORS = (1, 2, 4), (1, 2, 3, 4, 6, 8)
 
 T = TypeVar("T")
@@ -52,19 +54,19 @@ Ladder = Sequence[tuple[float, T]]
 
 
 def step(ladder: Ladder[T], value: float) -> T:
-    """The value of the first step ``(upper bound, value)`` of a ladder that is as high as this."""
+    """The value of the first step ``(upper bound, found)`` of a ladder whose bound is not below ``value``."""
     return next(found for bound, found in ladder if value <= bound)
 
 
 class Row(NamedTuple):
-    """A row of a problem, as all its tensors have it.
+    """A row of a problem: what holds for all its row tensors, and what its GPU offers.
 
     Attributes:
         n: elements.
         itemsize: bytes of an element in the widest dtype.
         aligned: whether rows start on a vector in every tensor.
         max_cluster: CTAs of the largest cluster.
-        ring_bytes: bytes that rows may fill of an SM's shared memory.
+        ring_bytes: bytes of an SM's shared memory that rows may fill.
     """
 
     n: int
@@ -84,22 +86,22 @@ class Row(NamedTuple):
 
     @property
     def align_vectors(self) -> int:
-        """Vectors that the start of a row off a vector is rounded down to a multiple of."""
+        """The start of an unaligned row is rounded down to a multiple of so many vectors."""
         return LINE_VECTORS if self.n >= LONG_ROW else 1
 
     @property
     def touched(self) -> int:
-        """Vectors that a row touches: one that starts off a vector has more of them."""
+        """Vectors that are read of a row: more of an unaligned one."""
         return self.vectors + (0 if self.aligned else self.align_vectors)
 
     @property
     def touched_at_most(self) -> int:
-        """The same whatever the row's length, as the search space counts."""
+        """As :attr:`touched`, but from the start of a line whatever the row's length: the search space counts so."""
         return self.vectors + (0 if self.aligned else LINE_VECTORS)
 
 
 def row_of(problem: Problem, names: Iterable[str] = TENSORS) -> Row:
-    """The rows of those tensors of these names that are there; their length is known."""
+    """The rows of those of these tensors that the call has; ``n`` is a compile-time constant."""
     present = [name for name in names if name in problem.dtypes]
     return Row(
         n=problem.dims["n"], itemsize=max(ITEMSIZE[problem.dtypes[name]] for name in present),
@@ -109,17 +111,17 @@ def row_of(problem: Problem, names: Iterable[str] = TENSORS) -> Row:
 
 
 def ring_bytes(problem: Problem) -> int:
-    """Bytes that rows may fill of an SM's shared memory."""
+    """Bytes of an SM's shared memory that rows may fill."""
     return step(RING_BYTES, ARCHES[problem.arch].shared)
 
 
 def bytes_of(problem: Problem, names: Iterable[str]) -> int:
-    """Bytes of an element of each of these tensors that are there, together."""
+    """Bytes per element, summed over those of these tensors that the call has."""
     return sum(ITEMSIZE[problem.dtypes[name]] for name in names if name in problem.dtypes)
 
 
 def next_power(count: int) -> int:
-    """The power of two that is as large as this number."""
+    """The smallest power of two that is not below ``count``."""
     return 1 << max(count - 1, 0).bit_length()
 
 
@@ -140,7 +142,7 @@ def cluster_for(vectors: int, per_cta: int, most: int) -> int:
 def row_threads(row: Row) -> int:
     """Threads of a row that one CTA holds in registers."""
     if row.vectors <= WARP:
-        # Rows of a few elements off a vector are read one by one, about four to a thread.
+        # The shortest unaligned rows are read element by element, about four to a thread.
         return threads_for(row.n, 4) if not row.aligned and row.vectors <= 8 else threads_for(row.vectors, 1)
     if not row.aligned:
         return threads_for(row.vectors, 3)
@@ -150,11 +152,11 @@ def row_threads(row: Row) -> int:
 
 
 def threads_of_pairs(vectors: int, most: int) -> tuple[int, int]:
-    """Threads of a CTA and of a row, of aligned rows of two inputs that one CTA holds.
+    """(threads of a CTA, threads of a row) for aligned rows of two inputs that one CTA holds in registers.
 
-    A vector of each to a thread, up to ``most`` threads, and at least 256 threads: of few rows the last bytes arrive
-    sooner. Two vectors where CTAs of that size leave an eighth or more of an SM's threads out, and many rows would have
-    fewer bytes on their way.
+    A thread takes one vector of each input, in CTAs of at least 256 threads: when rows are few, their last bytes arrive
+    sooner. It takes two where a row has more than ``most`` vectors, or where whole CTAs of one row would fill at most
+    7/8 of an SM's 2048 threads: when rows are many, too few bytes would be in flight.
     """
     row = threads_for(vectors, 1)
     if vectors > most or 2048 // row * row <= 2048 * 7 // 8:
@@ -164,16 +166,16 @@ def threads_of_pairs(vectors: int, most: int) -> tuple[int, int]:
 
 
 def resident_clusters(problem: Problem, cluster: int) -> int:
-    """Clusters that are on the chip at once, one CTA to an SM.
+    """Clusters that surely run at once, one CTA to an SM.
 
-    SMs come in groups that no cluster straddles, and every group may leave a rest. Asking for one cluster too many
-    doubles the time: it runs when all others are done.
+    SMs come in groups (GPCs) that a cluster cannot span, and a group may have SMs left over. One cluster too many
+    doubles the time: it starts when others have ended.
     """
     return max(problem.sm_count // cluster - CLUSTERS_LOST[cluster], 1)
 
 
 class Spread(NamedTuple):
-    """A row's threads, CTAs, and CTAs of an SM; the fields of a :class:`RowConfig`."""
+    """How a row spreads over threads and CTAs: fields of :class:`RowConfig`."""
 
     threads: int
     threads_per_row: int
@@ -188,11 +190,11 @@ def spread_in_smem(
 
     Args:
         row: the row.
-        vectors: those that are to be held.
-        row_bytes: bytes of an element in all inputs.
-        per_cta: vectors of a CTA, as far as clusters reach.
-        full: as many CTAs on an SM as find room.
-        shallow: four vectors to a thread instead of eight, where 800 threads hold the row then.
+        vectors: how many of its vectors are held.
+        row_bytes: bytes per element, summed over the inputs.
+        per_cta: vectors of a CTA at most, unless the largest cluster needs more.
+        full: as many CTAs on an SM as find room, instead of SMEM_BYTES_IN_FLIGHT.
+        shallow: four vectors per thread instead of eight, if 800 threads then hold a CTA's part.
     """
     cluster = cluster_for(vectors, per_cta, row.max_cluster)
     part = -(-vectors // cluster)
@@ -211,7 +213,7 @@ def spread_in_smem(
 
 
 def vary_threads(row: Row, config: C) -> Iterator[C]:
-    """A row over more or fewer threads of one CTA, rows over more or fewer CTAs."""
+    """Other threads per row, and other rows per CTA, where one CTA holds a row."""
     counts = MORE_VECTORS if row.touched_at_most > WARP else FEW_VECTORS
     for share in dict.fromkeys(threads_for(row.touched_at_most, k) for k in counts):
         for threads in dict.fromkeys(max(some // share, 1) * share for some in (config.threads, 128, 256)):
@@ -219,7 +221,7 @@ def vary_threads(row: Row, config: C) -> Iterator[C]:
 
 
 def vary_cluster(row: Row, config: C, per_thread: Sequence[int]) -> Iterator[C]:
-    """A long row over more or fewer CTAs and threads, as many of these CTAs on an SM as before in threads."""
+    """Other CTAs per row and vectors per thread, with about as many threads per SM."""
     room = config.resident * config.threads
     for ctas in (config.cluster // 2, config.cluster, 2 * config.cluster):
         if 1 <= ctas <= row.max_cluster:
@@ -231,7 +233,7 @@ def vary_cluster(row: Row, config: C, per_thread: Sequence[int]) -> Iterator[C]:
 
 
 def vary_resident(config: C) -> Iterator[C]:
-    """More or fewer CTAs on an SM: a bound on registers."""
+    """Other CTAs per SM, which bounds the registers of a thread."""
     now = config.resident
     for resident in dict.fromkeys((now - 1, now + 1, now + 2, 2 * now)) if now > 1 else (2, 3, 4):
         yield replace(config, resident=resident)
@@ -241,25 +243,24 @@ def vary_resident(config: C) -> Iterator[C]:
 
 
 def inputs_of(problem: Problem) -> list[str]:
-    """The inputs that kernels read whole rows of."""
+    """The inputs of which kernels read whole rows."""
     names = ["x", "residual", "dout", "dresidual_out", "logits", "gate", "up"]
-    # An op that has `residual` as input writes `residual_out`; a backward reads it, as the one from `out` does that.
+    # An op that reads `residual` writes `residual_out`; a backward reads that, or `out`.
     names += ["residual_out"] if "residual" not in problem.dtypes else []
     names += ["out"] if "dx" in problem.dtypes else []
     return [name for name in names if name in problem.dtypes]
 
 
 def needs_in_registers(problem: Problem, config: RowConfig, ctas: int) -> Needs:
-    """A config's needs where a row's vectors of every input wait in registers, spread over so many CTAs."""
+    """A config's needs where a row, spread over ``ctas`` CTAs, is held in registers."""
     per_thread = -(-row_of(problem).vectors // (config.threads_per_row * ctas))
     held = VECTOR_BYTES // REGISTER_BYTES * per_thread * len(inputs_of(problem))
     return Needs(config.threads, LEAST_REGISTERS + held, resident=config.resident)
 
 
 def needs_in_smem(problem: Problem, config: RowConfig, stages: int = 1, registers: int = 0) -> Needs:
-    """A config's needs where rows wait in shared memory, in so many slots, beside registers for something else."""
+    """A config's needs where rows are held in shared memory, in ``stages`` slots; ``registers``: for anything else."""
     row = row_of(problem)
-    # A row that starts off a vector touches more of them; search spaces count a line's, however long it is.
     held = -(-row.touched_at_most // (config.threads_per_row * config.cluster))
     slot = config.threads * held * row.vector_elements * bytes_of(problem, inputs_of(problem))
     return Needs(config.threads, LEAST_REGISTERS + registers, stages * slot, config.resident)

@@ -151,7 +151,7 @@ def _framework(framework: str, adapter: str) -> Iterator[Finding]:
         command[0] = processes.interpreter()
         result = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT, env=environment, check=False)
     except processes.Ended as error:
-        yield Finding("bad", f"{framework}: its examination {error}")
+        yield Finding("bad", f"{framework}: the process that examines it {error}")
         return
     except subprocess.TimeoutExpired:
         yield Finding("bad", f"{framework}: no answer in {_TIMEOUT} s", f"run: {' '.join(command)}")

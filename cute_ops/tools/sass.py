@@ -1,6 +1,6 @@
-"""The machine code inside a compiled kernel: resources and disassembly, without a GPU.
+"""The machine code inside a compiled kernel: its resources and its disassembly, without a GPU.
 
-A kernel's object carries its cubins as they are, so nothing has to be dumped while it is compiled.
+A kernel's object file contains its cubins, so nothing has to be dumped while it is compiled.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _USAGE = re.compile(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL
 
 
 class Resources(NamedTuple):
-    """What one kernel of a cubin takes: registers a thread; bytes of stack, static shared and local memory."""
+    """What one kernel of a cubin takes: registers per thread; bytes of stack, static shared memory and local memory."""
 
     kernel: str
     registers: int
@@ -30,7 +30,7 @@ class Resources(NamedTuple):
 
 
 class Access(NamedTuple):
-    """Instructions of one kind that move ``bytes`` at a time to or from global memory."""
+    """``number`` instructions of one kind that each move ``bytes`` between a thread and global memory."""
 
     kind: str
     bytes: int
@@ -38,7 +38,7 @@ class Access(NamedTuple):
 
 
 def accesses(code: str) -> list[Access]:
-    """Loads and stores of global memory in SASS, by kind and width, the widest first."""
+    """Loads and stores of global memory in SASS, by kind and width, the widest first. A bulk copy has width 0."""
     counts: dict[tuple[str, int], int] = {}
     for kind, suffixes in re.findall(r"\b(LDGSTS|LDG|STG|UBLKCP|RED|ATOMG)((?:\.\w+)*)", code):
         width = re.search(r"\.(?:U|S)?(8|16|64|128|256)\b", suffixes)
@@ -48,18 +48,18 @@ def accesses(code: str) -> list[Access]:
 
 
 def threads_of(ptx: str) -> dict[str, int]:
-    """Threads of a CTA by kernel, as PTX demands them."""
+    """Threads of a CTA by kernel, from the ``.reqntid`` of PTX."""
     found = re.findall(r"\.entry (\w+)\(.*?\.reqntid (\d+)(?:, (\d+))?(?:, (\d+))?", ptx, re.DOTALL)
     return {name: int(x) * int(y or 1) * int(z or 1) for name, x, y, z in found}
 
 
 def cubins(data: bytes) -> Iterator[bytes]:
-    """Every cubin inside an object, or the bytes themselves where they are one."""
+    """Every cubin inside an object file; a cubin contains itself."""
     start = data.find(_MAGIC)
     while start >= 0:
         (machine,) = struct.unpack_from("<H", data, start + 18)
         if machine == _CUDA:
-            # The section headers come last: their place and size give the file's.
+            # Section or program headers are the last thing in the file: where they end, it ends.
             (sections,) = struct.unpack_from("<Q", data, start + 40)
             size, count = struct.unpack_from("<HH", data, start + 58)
             (programs,) = struct.unpack_from("<Q", data, start + 32)
@@ -70,29 +70,29 @@ def cubins(data: bytes) -> Iterator[bytes]:
 
 
 def resources(path: Path) -> list[Resources]:
-    """Of every kernel in an object or a cubin.
+    """The resources of every kernel in an object file or a cubin.
 
     Raises:
-        FileNotFoundError: no cuobjdump.
+        FileNotFoundError: cuobjdump is not installed.
     """
     found = _USAGE.findall(_disassemble(path, "-res-usage"))
     return [Resources(name, *map(int, numbers)) for name, *numbers in found]
 
 
 def sass(path: Path) -> str:
-    """The instructions of an object or a cubin.
+    """The disassembly of an object file or a cubin.
 
     Raises:
-        FileNotFoundError: no cuobjdump, or no nvdisasm beside it.
+        FileNotFoundError: cuobjdump is not installed.
     """
     return _disassemble(path, "-sass")
 
 
 def tool(name: str) -> str:
-    """A program of the CUDA toolkit, or of its packages.
+    """The path of a program of the CUDA toolkit, or of NVIDIA's Python packages.
 
     Raises:
-        FileNotFoundError: neither is there.
+        FileNotFoundError: neither has it.
     """
     beside = [str(p) for folder in sys.path for p in Path(folder or ".").glob("nvidia/cu*/bin")]
     found = shutil.which(name) or shutil.which(name, path=":".join(beside))

@@ -1,11 +1,11 @@
-"""Every row length, dtype and layout that a caller can reach: what ``python -m cute_ops verify --sweep`` tries.
+"""The calls that ``python -m cute_ops verify --sweep`` tries: every op at many row lengths, dtypes and layouts.
 
-A dozen named cases once passed over norms that were wrong at twenty other row lengths. A sweep takes each op and each
-gradient at every length from 1 to 300, on both sides of every length at which its heuristic changes its mind, and at
-random lengths up to 262144; each with few and many rows.
+Named cases alone are too few: a dozen of them once passed while norms were wrong at twenty other row lengths. A sweep
+takes each op and each gradient at every length from 1 to 300, at and beside every length where its heuristic chooses
+another form, and at random lengths up to 262144; each with few and with many rows.
 
-Twelve rounds are the whole sweep: a round takes each length in one pair of dtype and layout, the next round in
-another. Dtypes of parameters, optional inputs and attributes are drawn at random, by a seed.
+A whole sweep is twelve rounds. A round takes each length in one pair of dtype and layout, the next round in another.
+Dtypes of parameters, optional inputs and attributes are drawn at random from a seed.
 """
 
 from __future__ import annotations
@@ -25,26 +25,23 @@ from cute_ops.op import Case, Op, Tensor
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 from cute_ops.testing import specs
 
+# Every length up to SHORTEST is tried, and in each round RANDOM longer ones.
 SHORTEST, LONGEST, RANDOM = 300, 262144, 12
 ROWS = (1, 2, 5, 201, 4099)
-# Elements of a tensor up to which float64 references are cheap: of longer rows there are fewer.
+# Larger tensors are left out, because their float64 references take long.
 MOST_ELEMENTS = 1 << 24
-# aligned: compact, on 16 bytes. shifted: compact, one element further. strided: slices of wider rows, on 16 bytes.
-# slices: of wider rows, from their second element on.
+# Layouts. aligned: compact, 16-byte aligned. shifted: compact, starting one element later. strided: slices of wider
+# rows, 16-byte aligned. slices: slices of wider rows that start at the second element.
 BASES = ("aligned", "shifted", "strided", "slices")
 PAIRS = tuple((dtype, base) for dtype in FLOATS for base in BASES)
 VECTOR = 16
-DRAWS = 100
-# What a heuristic varies gradually with the length: a change of these alone is no threshold.
+DRAWS = 100  # random cases that are tried until an op accepts one
+# Fields of a config that grow with the length: a change of these alone is no other form.
 GRADUAL = ("threads", "threads_per_row", "clusters", "parts_per_cta", "resident", "replicas", "segments")
 
 
 class SweepCall(NamedTuple):
-    """One call to make and to compare with float64.
-
-    Args:
-        fixed: whether static dims are compile-time constants; else one kernel serves every length.
-    """
+    """One call to make and to compare with float64; ``fixed``: static dims are compile-time constants."""
 
     op: Op
     case: Case
@@ -57,12 +54,12 @@ class SweepCall(NamedTuple):
 
 
 class Place(NamedTuple):
-    """How an input lies in a buffer of its own, which ends with its last element: in elements.
+    """Where an input lies in a buffer of its own, in elements. The buffer ends with the input's last element.
 
     Args:
-        size: of the buffer.
-        start: of the view.
-        strides: of the view.
+        size: elements of the buffer.
+        start: index of the input's first element.
+        strides: strides of the input.
     """
 
     size: int
@@ -71,7 +68,7 @@ class Place(NamedTuple):
 
 
 def place(tensor: Tensor, array: Array, base: str) -> Place:
-    """Where an input lies for a layout of :data:`BASES`."""
+    """Where an input lies in a layout of :data:`BASES`."""
     shape, off = array.shape, int(base in ("shifted", "slices"))
     strides = compact(shape)
     if base in ("strided", "slices") and tensor.rows:
@@ -79,14 +76,14 @@ def place(tensor: Tensor, array: Array, base: str) -> Place:
             pitch = shape[-1] + off
             pitch += -pitch % VECTOR + VECTOR
             strides = compact((*shape[:-1], pitch))
-        else:  # one number per row: every third of a row
+        else:  # one number per row: every third number of the buffer
             strides = compact((*shape, 3))[:-1]
     end = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
     return Place(off + end if all(shape) else 0, off, strides)
 
 
 def memory(op: Op, arrays: Mapping[str, Array | None], base: str) -> dict[str, Memory]:
-    """The same as planning sees it."""
+    """Strides and address of every input in a layout, as planning takes them."""
     found = {}
     for name, array in arrays.items():
         if array is not None:
@@ -105,9 +102,11 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
     """A round of an op's sweep.
 
     Args:
-        number: of the round; twelve in a row cover every pair of dtype and layout at every length.
-        seed: of what is drawn at random.
-        fraction: of the lengths, drawn at random.
+        op: the op.
+        target: what kernels are compiled for.
+        number: the round's number; twelve consecutive rounds cover every pair of dtype and layout at every length.
+        seed: seed of everything that is drawn at random.
+        fraction: part of the lengths to try, drawn at random.
     """
     salt = zlib.crc32(op.name.encode())
     rng = np.random.default_rng([seed, salt, number])
@@ -117,7 +116,7 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
         pair = (number + 5 * n + salt) % len(PAIRS)
         dtype, base = PAIRS[pair]
         drawn = _draw(op, n, dtype, np.random.default_rng([seed, salt, number, n]))
-        # A kernel for any length takes one of the counts, and rows that no other trial has.
+        # One more trial, with another number of rows, for the kernel that serves any length.
         counts = [(rows, True) for rows in ROWS] + [(ROWS[n % len(ROWS)] + 2, False)] * bool(op.static)
         if drawn is None:
             continue
@@ -137,12 +136,12 @@ def lengths(op: Op, target: Target, rng: np.random.Generator) -> list[int]:
 
 
 def thresholds(op: Op, target: Target) -> list[int]:
-    """The lengths from which on a heuristic chooses another form, in some dtype and layout, for few or many rows."""
+    """The lengths from which a heuristic chooses another form, in any dtype and layout, with few or many rows."""
     found: set[int] = set()
     for dtype, base in PAIRS:
         for rows in (ROWS[0], ROWS[2], ROWS[-1]):
             form = _Form(op, target, dtype, base, rows)
-            # Between neighbours of this grid that agree nothing is looked for.
+            # Where two neighbours on this grid have the same form, no threshold is looked for between them.
             grid = sorted({int(SHORTEST * (LONGEST / SHORTEST) ** (i / 128)) for i in range(129)})
             for low, high in pairwise(grid):
                 found |= set(_edges(form, low, high))
@@ -150,7 +149,7 @@ def thresholds(op: Op, target: Target) -> list[int]:
 
 
 class _Form:
-    """The form of the kernel that a heuristic chooses for a row length."""
+    """What a heuristic chooses for a row length, without the fields that grow with it."""
 
     def __init__(self, op: Op, target: Target, dtype: str, base: str, rows: int) -> None:
         self.op, self.target, self.dtype, self.base, self.rows = op, target, dtype, base, rows
@@ -167,7 +166,7 @@ class _Form:
 
 
 def _edges(form: _Form, low: int, high: int) -> Iterator[int]:
-    """The lengths in ``(low, high]`` from which on the form is another one than before, by bisection."""
+    """The lengths in ``(low, high]`` whose form differs from that of the length before, by bisection."""
     if form(low) == form(high):
         return
     if high == low + 1:
@@ -179,14 +178,15 @@ def _edges(form: _Form, low: int, high: int) -> Iterator[int]:
 
 
 def _draw(op: Op, n: int, dtype: str, rng: np.random.Generator) -> Case | None:
-    """A case of one row with other sizes, dtypes, attributes and optional inputs drawn at random; None where the op
-    refuses every draw.
+    """A case of one row with other sizes, dtypes, attributes and optional inputs drawn at random.
+
+    None if the op refuses every draw.
     """
     for _ in range(DRAWS):
         case = _case(op, n, rng)
         try:
             bind(op, specs(op, case, dtype), case.attrs)
-        except (TypeError, ValueError):  # dtypes or sizes that do not go together
+        except (TypeError, ValueError):  # the op does not take these dtypes or sizes together
             continue
         return case
     return None
@@ -206,7 +206,7 @@ def _case(op: Op, n: int, rng: np.random.Generator) -> Case:
                 options[name].append(value)
     options |= {name: list(values) for name, values in op.choices.items()}
     attrs = {name: values[rng.integers(len(values))] for name, values in options.items()}
-    # The first variable follows the trial's dtype.
+    # The first dtype variable has the trial's dtype.
     first = next(t.dtype for t in op.inputs.values() if t.dtype in op.dtypes)
     dtypes = {v: c[rng.integers(len(c))] for v, c in op.dtypes.items() if v != first}
     absent = tuple(name for name, t in op.inputs.items() if t.optional and rng.random() < 0.25)

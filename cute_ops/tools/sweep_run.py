@@ -19,6 +19,7 @@ from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target
 from cute_ops.op import Op
 from cute_ops.tools.sweep import SweepCall, memory, trials
+from cute_ops.tools.verify import problem_of
 
 # Trials whose kernels compile before they run, and how long that may take.
 CHUNK, STEP_SECONDS = 48, 600.0
@@ -169,5 +170,5 @@ def _attempt(by: Any, trial: SweepCall) -> str:
     try:
         by.check(trial.op, inputs(0), testing.attributes(trial.op, trial.case), trial.base, others)
     except Exception as error:  # whatever is wrong with a kernel belongs into its line
-        return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+        return problem_of(error)
     return ""

@@ -89,8 +89,12 @@ def _case(op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats
             first = (name, outputs)
             problem = ""
         except Exception as error:  # whatever is wrong with a kernel belongs into its line
-            problem = str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
+            problem = problem_of(error)
         yield Verdict(op.name, case.name, dtype, name, device, calls, problem)
+
+
+def problem_of(error: Exception) -> str:
+    return str(error) if isinstance(error, AssertionError) else f"{type(error).__name__}: {error}"
 
 
 def _same(other: str, op: Op, before: Outputs, after: Outputs) -> None:

@@ -16,19 +16,17 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from cute_ops.composite.docstrings import continued
-from cute_ops.composite.linear_cross_entropy import DOC, check
+from cute_ops.composite.linear_cross_entropy import DOC, check_accum_dtype, check_chunk_rows, check_tensors
+from cute_ops.ops.reduction.cross_entropy import FINISH
 from cute_ops_jax.composite.linear_loops import Layer
 from cute_ops_jax.composite.linear_ops import GRADIENTS, LOSSES, run
-from cute_ops_jax.composite.losses import Axis, Setting, check_axis, reduced, spread, summed
+from cute_ops_jax.composite.losses import Axis, Setting, check_axis, of_rows, reduced, spread, summed
 
 Array = jax.Array
+STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"
 
 
-@partial(
-    jax.jit,
-    static_argnames=("ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"),
-    inline=True,
-)
+@partial(jax.jit, static_argnames=STATIC, inline=True)
 @continued(DOC)
 def linear_cross_entropy(
     hidden: Array,
@@ -56,23 +54,12 @@ def linear_cross_entropy(
     Where rows are sharded, each device runs the loop on its own rows. Where classes are sharded, each device keeps its
     own, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
     """
-    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows)
-    return _checked("linear_cross_entropy", setting, hidden, weight, target, bias, accum_dtype)
+    what, accum = "linear_cross_entropy", _name(accum_dtype)
+    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows, accum_dtype=accum)
+    return _checked(what, setting, Layer(hidden, weight, bias), target)
 
 
-@partial(
-    jax.jit,
-    static_argnames=(
-        "axis_name",
-        "ignore_index",
-        "label_smoothing",
-        "z_loss",
-        "reduction",
-        "chunk_rows",
-        "accum_dtype",
-    ),
-    inline=True,
-)
+@partial(jax.jit, static_argnames=("axis_name", *STATIC), inline=True)
 def vocab_parallel_linear_cross_entropy(
     hidden: Array,
     weight: Array,
@@ -110,22 +97,27 @@ def vocab_parallel_linear_cross_entropy(
         ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1, another ``accum_dtype``.
         NameError: no such axis of a ``shard_map``.
     """
-    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name, chunk_rows=chunk_rows)
-    return _checked("vocab_parallel_linear_cross_entropy", setting, hidden, weight, target, bias, accum_dtype)
+    what, accum = "vocab_parallel_linear_cross_entropy", _name(accum_dtype)
+    setting = Setting(
+        ignore_index, label_smoothing, z_loss, reduction, axis_name, chunk_rows=chunk_rows, accum_dtype=accum
+    )
+    return _checked(what, setting, Layer(hidden, weight, bias), target)
 
 
-def _checked(
-    what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None, accum_dtype: Any
-) -> Array:  # fmt: skip
-    hidden, weight, target = jnp.asarray(hidden), jnp.asarray(weight), jnp.asarray(target)
-    bias = None if bias is None else jnp.asarray(bias)
-    accum, float32 = None if accum_dtype is None else jnp.dtype(accum_dtype), jnp.dtype(jnp.float32)
-    check(what, hidden, weight, target, bias, setting.reduction, setting.chunk_rows, accum, float32)
-    setting = setting._replace(accum_dtype=(accum or float32).name)
+def _name(accum_dtype: Any) -> str:
+    return str(jnp.dtype(jnp.float32 if accum_dtype is None else accum_dtype))
+
+
+def _checked(what: str, setting: Setting, layer: Layer, target: Array) -> Array:
+    layer, target = Layer(*(a if a is None else jnp.asarray(a) for a in layer)), jnp.asarray(target)
+    FINISH.check(what, {"reduction": setting.reduction})
+    check_chunk_rows(what, setting.chunk_rows)
+    check_accum_dtype(what, setting.accum_dtype, "float32", layer.weight.dtype.name)
+    check_tensors(what, layer.hidden, layer.weight, target, layer.bias)
     if setting.axis is not None:
         check_axis(setting.axis, what)
-    layer, target = spread((hidden, weight, bias), target, setting.axis)
-    return _loss(setting, Layer(*layer), target)
+    inputs, target = spread(layer, target, setting.axis)
+    return _loss(setting, Layer(*inputs), target)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -148,10 +140,7 @@ def _forward(setting: Setting, layer: Layer, target: Any) -> tuple[Array, Any]:
         marks = {n: jnp.zeros((0, 0) if n in setting.wanted else NOT_WANTED) for n in given}
         lse = {n: found[n] for n in LOSSES if n != "loss"}
         return reduced(setting, found["loss"], target), (marks, layer, target, lse)
-    share = jnp.ones((), jnp.float32)
-    if setting.reduction == "mean":
-        share = share / jnp.sum(target != setting.ignore_index)
-    found = run("step", setting, layer, target, dloss=jnp.broadcast_to(share, target.shape))
+    found = run("step", setting, layer, target, dloss=of_rows(setting, jnp.ones((), jnp.float32), target))
     gradients = {n: found[n] if n in setting.wanted else jnp.zeros(NOT_WANTED) for n in given}
     return reduced(setting, found["loss"], target), gradients
 
@@ -164,9 +153,7 @@ def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Layer, None]:
     wanted = tuple(n for n, a in marks.items() if a.shape != NOT_WANTED)
     if others:
         layer, target, lse = others
-        if setting.reduction == "mean":
-            dloss = dloss / jnp.sum(target != setting.ignore_index)
-        dloss = jnp.broadcast_to(dloss, target.shape)
+        dloss = of_rows(setting, dloss, target)
         found = run("rows_bwd", setting._replace(wanted=wanted), layer, target, **lse, dloss=dloss)
     else:
         # Multiplied in float32, the dtype of dloss: rounded to 16 bits, the factor would add more error than the final

@@ -18,11 +18,7 @@ from cute_ops_jax.primitive.arrays import Arrays
 
 ROW = Tensor("*m", "float32")
 LAYER = {"hidden": Tensor("*m h", "T"), "weight": Tensor("n h", "T"), "bias": Tensor("n", "T", optional=True)}
-GRADIENTS = {
-    "dhidden": Tensor("*m h", "T"),
-    "dweight": Tensor("n h", "T"),
-    "dbias": Tensor("n", "T", given="bias"),
-}
+GRADIENTS = {"dhidden": Tensor("*m h", "T"), "dweight": Tensor("n h", "T"), "dbias": Tensor("n", "T", given="bias")}
 LOSSES = dict.fromkeys(cross_entropy.outputs, ROW)
 
 

@@ -121,6 +121,13 @@ def reduced(setting: Setting, loss: Array, target: Array) -> Array:
     return total
 
 
+def of_rows(setting: Setting, dloss: Array, target: Array) -> Array:
+    """The cotangent of each row's loss, from that of :func:`reduced`."""
+    if setting.reduction == "mean":
+        dloss = dloss / jnp.sum(target != setting.ignore_index)
+    return jnp.broadcast_to(dloss, target.shape)
+
+
 def summed(setting: Setting, dloss: Array) -> Array:
     """The whole cotangent of the loss: without replication checks each device has a part of it, as of any ``psum``."""
     checked = setting.axis is None or varies(jax.lax.axis_index(setting.axis), setting.axis)

@@ -13,9 +13,11 @@ from typing import Any, TypeAlias
 from cute_ops.binding import Binding
 from cute_ops.op import Op
 from cute_ops_jax.distributed import varying
+from cute_ops_jax.distributed.slices import present
 from cute_ops_jax.distributed.varying import Axes
 from cute_ops_jax.primitive.arrays import Arrays
-from cute_ops_jax.primitive.primitive import Lowering, Stage, named, present, stage
+from cute_ops_jax.primitive.lowering import by_name
+from cute_ops_jax.primitive.primitive import Lowering, Stage, in_order, named, stage
 
 # ``call(op, inputs, attrs, inplace=False)``: an op's outputs by name.
 Call: TypeAlias = Callable[..., Arrays]
@@ -28,7 +30,7 @@ def by_stage(op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = F
 
 def by_lowering(run: Lowering, op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
     """An op in a program that is being lowered."""
-    given = present(op, inputs)
+    given = in_order(op, inputs)
     binding = stage(op).bound(given, attrs)
     return dict.fromkeys(op.outputs) | named(binding, run(binding, list(given.values()), inplace))
 
@@ -59,11 +61,10 @@ class Composite(Stage):
         return self._outputs(by_stage, inputs, attrs, axes)
 
     def _run(self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = ()) -> list[Any]:
-        given = {n: a for n, a in binding.inputs.items() if a is not None}
-        inputs = dict(zip(given, arrays, strict=True))
+        inputs = by_name(binding, arrays)
         return list(self._outputs(partial(by_lowering, run), inputs, binding.attrs, axes).values())
 
     def _outputs(self, call: Call, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
         """The outputs that exist."""
         found = self.body(call, {n: inputs.get(n) for n in self.op.inputs}, attrs, axes)
-        return {n: found[n] for n in self.op.outputs if found[n] is not None}
+        return present({n: found[n] for n in self.op.outputs})

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from cute_ops.errors import message
 from cute_ops.ops.reduction.cross_entropy import FINISH
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as op
-from cute_ops_jax.composite.losses import Axis, Setting, check_axis, gradient, losses, reduced, spread, summed
+from cute_ops_jax.composite.losses import Axis, Setting, check_axis, gradient, losses, of_rows, reduced, spread, summed
 from cute_ops_jax.primitive.arrays import specs
 
 Array = jax.Array
@@ -82,10 +82,7 @@ def _forward(setting: Setting, logits: Array, target: Array) -> tuple[Array, Any
 
 def _backward(setting: Setting, saved: Any, dloss: Array) -> tuple[Array, None]:
     logits, target, lse = saved
-    dloss = summed(setting, dloss)
-    if setting.reduction == "mean":
-        dloss = dloss / jnp.sum(target != setting.ignore_index)
-    dloss = jnp.broadcast_to(dloss, target.shape)
+    dloss = of_rows(setting, summed(setting, dloss), target)
     return gradient(setting, logits, target, lse, dloss, setting.inplace), None
 
 

@@ -64,7 +64,7 @@ def by_partitioner(program: Program, binding: Binding, arrays: Sequence[Any]) ->
         order = sorted(placed, key=lambda n: -len(known[n].shape))
         return assign(binding, named, [(n, known[n].sharding.spec) for n in order], dict(mesh.shape))
 
-    def shardings(mesh: Any, which: Sequence[str], cuts: Cuts) -> list[NamedSharding]:
+    def shardings(mesh: Any, which: Iterable[str], cuts: Cuts) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec_of(named[n], cuts)) for n in which]
 
     def partition(mesh: Any, arguments: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -87,7 +87,7 @@ def by_partitioner(program: Program, binding: Binding, arrays: Sequence[Any]) ->
         return list(partitioned(*arrays))
 
 
-def _rule(inputs: Sequence[str], outputs: Sequence[str], named: Factors) -> tuple[str, tuple[str, ...]]:
+def _rule(inputs: Iterable[str], outputs: Iterable[str], named: Factors) -> tuple[str, tuple[str, ...]]:
     """Shardy's rule as text, ``m2 m1 whole0, whole1 -> m2 m1 whole2``, and its factors that are never sharded."""
     wholes: list[str] = []
 
@@ -124,8 +124,8 @@ def _label(program: Program, binding: Binding, named: Factors) -> str:
 
 def _partitions(binding: Binding, named: Factors, devices: int) -> list[dict[str, int]]:
     """All ways in which a mesh of so many devices may shard the factors: the number of slices of each."""
-    shapes = {n: a.shape for n, a in binding.inputs.items() if a is not None}
-    sizes = {f: size for n, shape in shapes.items() for f, size in zip(named[n], shape, strict=True) if f is not None}
+    pairs = (zip(named[n], a.shape, strict=True) for n, a in present(binding.inputs).items())
+    sizes = {f: size for pair in pairs for f, size in pair if f is not None}
     found: list[dict[str, int]] = [{}]
     for prime in _primes(devices):
         more = [{**parts, f: parts.get(f, 1) * prime} for parts in found for f in sizes]
@@ -150,6 +150,5 @@ def _slices(binding: Binding, named: Factors, parts: Mapping[str, int]) -> list[
         jax.ShapeDtypeStruct(
             tuple(s // parts.get(f or "", 1) for s, f in zip(a.shape, named[n], strict=True)), jnp.dtype(a.dtype)
         )
-        for n, a in binding.inputs.items()
-        if a is not None
+        for n, a in present(binding.inputs).items()
     ]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,7 @@ from cute_ops.op import Op, Tensor
 from cute_ops.sharding import Factors, factors, sums
 from cute_ops_jax.distributed.varying import Axes, varying_like
 
+T = TypeVar("T")
 Arrays: TypeAlias = Mapping[str, Any]
 # The program of one device, on the arrays that are present: its outputs that exist.
 Local: TypeAlias = Callable[..., Sequence[Any]]
@@ -73,30 +74,29 @@ def spec_of(names: Sequence[str | None], cuts: Cuts) -> PartitionSpec:
 def of_one_device(binding: Binding, call: Call, together: Together, cuts: Cuts) -> Local:
     """The program of one device: ``call`` on its slices, combined with the results of the others."""
     op, attrs = binding.op, binding.attrs
-    names, outputs = (present(arrays) for arrays in (binding.inputs, binding.outputs))
+    inputs, outputs = present(binding.inputs), present(binding.outputs)
     split = () if op.split is None else cuts.get(op.split.dim, ())
 
     def local(*slices: Any) -> list[Any]:
-        given = dict(zip(names, slices, strict=True))
+        given = dict(zip(inputs, slices, strict=True))
         found = together(op, given, attrs, split, call) if split else call(given, attrs)
         return [found[n] for n in outputs]
 
     return _added(binding, local, {f: axes for f, axes in cuts.items() if axes != split})
 
 
-def present(arrays: Arrays) -> list[str]:
-    """The names of the arrays that are there."""
-    return [n for n, a in arrays.items() if a is not None]
+def present(arrays: Mapping[str, T | None]) -> dict[str, T]:
+    """The arrays that are there, by name."""
+    return {n: a for n, a in arrays.items() if a is not None}
 
 
 def _added(binding: Binding, local: Local, cuts: Cuts) -> Local:
     """``local`` with every output that is a sum over slices added up over the devices."""
     op, named = binding.op, factors(binding)
-    names = present(binding.inputs)
-    outputs = {n: out for n, out in binding.outputs.items() if out is not None}
+    inputs, outputs = present(binding.inputs), present(binding.outputs)
 
     def run(*arrays: Any) -> list[Any]:
-        results = local(*_widened(op, dict(zip(names, arrays, strict=True))).values())
+        results = local(*_widened(op, dict(zip(inputs, arrays, strict=True))).values())
         totals = []
         for (name, out), result in zip(outputs.items(), results, strict=True):
             over = tuple(a for f, axes in cuts.items() if f not in named[name] for a in axes)
@@ -136,7 +136,7 @@ def on_slices(op: Op, inputs: Arrays, attrs: Arrays, axis: str | Axes, call: Cal
     size = next(inputs[n].shape[_place(t, op.split.dim)] for n, t in op.inputs.items() if _place(t, op.split.dim))
     whole = size * jax.lax.axis_size(axis)
     found = dict(call(*op.split.part(jnp, inputs, attrs, jax.lax.axis_index(axis) * size, size, whole)))
-    parts = {n: a for n, a in found.items() if a is not None and not _place(op.outputs[n], op.split.dim)}
+    parts = {n: a for n, a in present(found).items() if not _place(op.outputs[n], op.split.dim)}
     if parts and op.split.merge is not None:
         sizes = [size] * jax.lax.axis_size(axis)
         found |= op.split.merge(jnp, _stacked(parts, axis), inputs, attrs, sizes, whole)

@@ -7,7 +7,6 @@ every target until the process ends, and jax-tvm-ffi has room for 1024.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -15,6 +14,7 @@ from typing import Any
 
 import jax
 
+from cute_ops import env
 from cute_ops.files import file_lock
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.variant import Variant
@@ -36,13 +36,13 @@ def device_target() -> target.Target:
     named = _lowering_for.get()
     if named is not None:
         return named
-    chosen = os.environ.get("CUTE_OPS_ARCH")
+    chosen = env.ARCH.read()
     return target.parse(chosen) if chosen else target.of_device(0)
 
 
 def here() -> int | None:
     """The device on which a kernel may be measured, since the program will run there; None if it runs elsewhere."""
-    elsewhere = _lowering_for.get() is not None or "CUTE_OPS_ARCH" in os.environ
+    elsewhere = _lowering_for.get() is not None or env.ARCH.read()
     return None if elsewhere or not target.device_count() else 0
 
 

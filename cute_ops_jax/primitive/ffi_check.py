@@ -13,6 +13,7 @@ from itertools import takewhile
 import jax
 import jax.numpy as jnp
 
+from cute_ops.errors import first_line
 from cute_ops.jit import loader, toolchain
 
 OLDEST_JAX = (0, 9, 1)
@@ -64,10 +65,9 @@ def probe() -> list[str]:
     try:
         called = _call()
     except Exception as error:  # of any type: the message is what matters
-        first = str(error).strip().partition("\n")[0]
         return [
             f"jaxlib {toolchain.version('jaxlib')} and {_BRIDGE} {toolchain.version(_BRIDGE)} do not fit together "
-            f"({type(error).__name__}: {first}): pip install --upgrade jax {_BRIDGE}"
+            f"({first_line(error)}): pip install --upgrade jax {_BRIDGE}"
         ]
     return [] if called else ["XLA's FFI did not call a registered function"]
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import alike
-from cute_ops_jax.primitive.primitive import one_for_each
+from cute_ops_jax.primitive.primitive import in_order, one_for_each
 from cute_ops_jax.primitive.vjp import Call, differentiable
 
 
@@ -37,15 +37,15 @@ def register(op: Op) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         bound = header.bind(*args, **kwargs)
         bound.apply_defaults()
-        present = {name: bound.arguments[name] for name in op.inputs if bound.arguments[name] is not None}
+        given = in_order(op, bound.arguments)
         attrs = tuple((name, bound.arguments[name]) for name in op.attrs)
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
         if options:
             op.check_options(options)
         # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
-        present = dict(zip(present, alike(list(present.values())), strict=True))
-        found = run(Call(tuple(present), attrs, inplace), present)
+        given = dict(zip(given, alike(list(given.values())), strict=True))
+        found = run(Call(tuple(given), attrs, inplace), given)
         results = [
             found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items() if not t.hidden
         ]

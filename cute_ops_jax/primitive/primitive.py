@@ -90,12 +90,11 @@ class Stage:
         if binding.empty:
             # A kernel cannot launch on nothing; a sum over no rows is zero.
             return {n: out and jnp.zeros(out.shape, out.dtype) for n, out in binding.outputs.items()}
-        outputs = [name for name, out in binding.outputs.items() if out is not None]
         if _automatic():
             results: Sequence[Any] = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
-        return dict.fromkeys(self.op.outputs) | dict(zip(outputs, results, strict=True))
+        return dict.fromkeys(self.op.outputs) | named(binding, results)
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
         """The checked call. Tracing, abstract evaluation and lowering of one call share it.
@@ -110,7 +109,7 @@ class Stage:
 
     def _on_one_device(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
         """Bind the primitive inside of a ``shard_map`` over all axes."""
-        given = present(self.op, inputs)
+        given = in_order(self.op, inputs)
         binding = self.bound(given, attrs)
         return named(binding, self.primitive.bind(*alike(list(given.values())), **_params(binding, inplace)))
 
@@ -144,7 +143,7 @@ class Stage:
         """What JAX traces when it lowers a program that XLA partitions over several devices."""
 
         def call(inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = ()) -> Arrays:
-            given = present(self.op, inputs)
+            given = in_order(self.op, inputs)
             binding = self.bound(given, attrs)
             return named(binding, self._run(run, binding, list(given.values()), inplace, axes))
 
@@ -165,14 +164,14 @@ def stage(op: Op) -> Stage:
     return Stage(op)
 
 
-def present(op: Op, inputs: Arrays) -> dict[str, Any]:
+def in_order(op: Op, inputs: Arrays) -> dict[str, Any]:
     """The inputs that are there, in declared order."""
-    return {name: inputs[name] for name in op.inputs if inputs.get(name) is not None}
+    return slices.present({name: inputs.get(name) for name in op.inputs})
 
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
     """The results of a call by name."""
-    return dict(zip((n for n, out in binding.outputs.items() if out is not None), results, strict=True))
+    return dict(zip(slices.present(binding.outputs), results, strict=True))
 
 
 def _automatic() -> bool:
@@ -182,8 +181,7 @@ def _automatic() -> bool:
 
 
 def _params(binding: Binding, inplace: bool) -> dict[str, Any]:
-    names = tuple(n for n, a in binding.inputs.items() if a is not None)
-    return {"names": names, "attrs": tuple(binding.attrs.items()), "inplace": inplace}
+    return {"names": tuple(slices.present(binding.inputs)), "attrs": tuple(binding.attrs.items()), "inplace": inplace}
 
 
 @lru_cache(maxsize=1024)

@@ -16,6 +16,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from cute_ops.op import Op
+from cute_ops_jax.distributed.slices import present
 from cute_ops_jax.primitive.arrays import Attributes
 from cute_ops_jax.primitive.primitive import stage
 
@@ -39,12 +40,9 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
     forward = stage(op)
 
     def run(call: Call, inputs: Arrays) -> Arrays:
-        outputs = {}
-        for name, a in forward(inputs, dict(call.attrs)).items():
-            if a is not None:
-                # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
-                outputs[name] = checkpoint_name(a, f"cute_{op.name}")
-        return outputs
+        # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
+        outputs = present(forward(inputs, dict(call.attrs)))
+        return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs.items()}
 
     if op.grad is None:
         return run

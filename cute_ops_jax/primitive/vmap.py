@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from cute_ops.binding import Binding
 from cute_ops.op import Op
+from cute_ops_jax.distributed.slices import present
 from cute_ops_jax.primitive.arrays import Arrays, Attributes
 
 
@@ -47,13 +48,11 @@ def batch(
     size = next(iter(batched.values())).shape[0]
 
     def run(inputs: dict[str, jax.Array]) -> list[jax.Array]:
-        return [result for result in stage({**shared, **inputs}, dict(attrs), inplace).values() if result is not None]
+        return list(present(stage({**shared, **inputs}, dict(attrs), inplace)).values())
 
     example = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in batched.items()}
     one = stage.bound({name: example.get(name, a) for name, (a, _) in given.items()}, dict(attrs))
-    folds = all(op.inputs[name].rows for name in batched)
-    folds &= all(op.outputs[name].rows for name, out in one.outputs.items() if out is not None)
-    if folds:
+    if all(op.inputs[name].rows for name in batched) and all(op.outputs[name].rows for name in present(one.outputs)):
         # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all of
         # them are given all leading dims.
         kept = not any(op.inputs[n].broadcast for n in batched)

@@ -8,6 +8,7 @@ from typing import Any
 
 from cute_ops.op import Op
 from cute_ops.ops import OPS
+from cute_ops_jax.primitive.function import signature
 
 PATH = Path(__file__).parents[1] / "__init__.pyi"
 _HEADER = '''"""Made by ``python -m cute_ops_jax.tools.stubs``; edit the declarations instead."""
@@ -38,14 +39,15 @@ def _literal(value: Any) -> str:
 
 
 def _function(op: Op) -> str:
-    arguments = [f"{n}: ArrayLike{' | None = None' if t.optional else ''}" for n, t in op.inputs.items()]
-    arguments += [f"{n}: {type(value).__name__} = {_literal(value)}" for n, value in {**op.attrs, **op.options}.items()]
-    outputs = [f"Array{' | None' if t.given else ''}" for t in op.outputs.values() if not t.hidden]
-    returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
-    head = f"def {op.name}({', '.join(arguments)}) -> {returns}: ..."
+    header = signature(op)
+    arguments = [
+        f"{p.name}: {p.annotation}{'' if p.default is p.empty else f' = {_literal(p.default)}'}"
+        for p in header.parameters.values()
+    ]
+    head = f"def {op.name}({', '.join(arguments)}) -> {header.return_annotation}: ..."
     if len(head) <= 120:
         return head
-    return "\n".join([f"def {op.name}(", *(f"    {a}," for a in arguments), f") -> {returns}: ..."])
+    return "\n".join([f"def {op.name}(", *(f"    {a}," for a in arguments), f") -> {header.return_annotation}: ..."])
 
 
 if __name__ == "__main__":

@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cute_ops.composite.linear_cross_entropy import check
+from cute_ops.composite.linear_cross_entropy import check_accum_dtype, check_tensors
 from cute_ops.errors import message
 from cute_ops.op import Op, Sharding
 from cute_ops.op import Tensor as Declared
-from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_bwd
+from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy, cross_entropy_bwd
 from cute_ops_torch.composite import chunked_loss, gradient_scale, transforms
 from cute_ops_torch.library.autograd import refuse_tangents
 from cute_ops_torch.library.no_gradient import once
@@ -63,7 +63,10 @@ def linear_cross_entropy(
 
 
 def check_call(tensors: Tensors, reduction: str, accum_dtype: torch.dtype | None) -> None:
-    check("linear_cross_entropy", *tensors, reduction, accum_dtype=accum_dtype, float32=torch.float32)
+    what = "linear_cross_entropy"
+    FINISH.check(what, {"reduction": reduction})
+    check_accum_dtype(what, accum_dtype, torch.float32, tensors[1].dtype)
+    check_tensors(what, *tensors)
 
 
 def reduced_loss(

@@ -133,9 +133,8 @@ def open_behind_a_link(where: Path) -> None:
 
 @pytest.mark.fault(
     "a bundle that is damaged, open to others, or of other versions, sources or another machine",
-    "one sentence says what does not fit",
-    "nothing",
-)
+    "an error that says what does not match", "nothing",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("damage", "sentence"),
     [
@@ -179,14 +178,14 @@ def test_a_bundle_that_does_not_fit_is_refused(
     assert text.startswith(f"cute_ops: bundle {served} ") and sentence in text and "\n" not in text
 
 
-@pytest.mark.fault("a bundle without this GPU", "one sentence says how to build it", "nothing")
+@pytest.mark.fault("a bundle without this GPU", "an error that says how to build it", "nothing")
 def test_another_gpu_is_told_which_one_it_was_built_for(served: Path, cache_folder: Path) -> None:
     sentence = "was built for sm_80:108, sm_90a:132, this GPU is sm_100a: build it again with --arch sm_100a"
     with pytest.raises(CacheError, match=sentence):
         cache.get(wanted("sm_100a"))
 
 
-@pytest.mark.fault("a kernel that the bundle does not hold", "it is compiled, with a warning", "a compile")
+@pytest.mark.fault("a kernel that the bundle does not hold", "it is compiled; a warning", "a compile")
 def test_what_a_bundle_does_not_hold_is_compiled_and_said(
     served: Path, cache_folder: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -229,7 +228,9 @@ except CompileError as error:
 """
 
 
-@pytest.mark.fault("no compiler installed", "bundles run; of what they do not hold an error says so", "nothing")
+@pytest.mark.fault(
+    "no compiler installed", "bundles run; a kernel that no bundle has raises an error that says so", "nothing",
+)  # fmt: skip
 def test_a_bundle_runs_where_the_compiler_is_not_installed(served: Path, tmp_path: Path) -> None:
     """Python without its packages, given the DSL's runtime and TVM-FFI only."""
     site, packages = tmp_path / "site", Path(toolchain.runtime_library()).parents[3]  # type: ignore[arg-type]
@@ -323,7 +324,7 @@ def test_a_bundle_of_another_user_is_refused(served: Path, cache_folder: Path, n
     os.chown(given, 0, 0)
 
 
-@pytest.mark.fault("a folder around a bundle that others can write", "an error", "nothing")
+@pytest.mark.fault("others can write a folder above a bundle", "an error", "nothing")
 def test_a_bundle_that_others_can_replace_is_refused(served: Path, cache_folder: Path) -> None:
     served.parent.chmod(0o777)
     with pytest.raises(CacheError, match=r"can be replaced by others, who can write .* \(mode 777\)"):
@@ -333,7 +334,10 @@ def test_a_bundle_that_others_can_replace_is_refused(served: Path, cache_folder:
     assert callable(cache.get(wanted()))
 
 
-@pytest.mark.fault("an object is tampered with in one of two bundles", "an error, though the other serves", "nothing")
+@pytest.mark.fault(
+    "an object is tampered with in one of two bundles", "an error, even though the other bundle has the kernel",
+    "nothing",
+)  # fmt: skip
 def test_a_tampered_object_is_no_reason_to_ask_the_next_bundle(
     made: Path, served: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -345,9 +349,8 @@ def test_a_tampered_object_is_no_reason_to_ask_the_next_bundle(
 
 @pytest.mark.fault(
     "a bundle is replaced, object by object or as a whole, between the check of an object and its loading",
-    "what was checked is loaded",
-    "nothing",
-)
+    "the object that was checked is loaded", "nothing",
+)  # fmt: skip
 def test_what_was_checked_is_loaded(
     made: Path, served: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -366,7 +369,7 @@ def test_what_was_checked_is_loaded(
     assert callable(cache.get(wanted())) and cache.counters.bundled == before + 1
 
 
-@pytest.mark.fault("another bundle takes the place of one that a program has open", "the program goes on", "nothing")
+@pytest.mark.fault("a bundle that a program has open is replaced by another", "the program continues", "nothing")
 def test_a_program_goes_on_with_a_new_bundle(made: Path, served: Path, cache_folder: Path) -> None:
     assert callable(cache.get(wanted()))
     with folder_swap.replacing(served, build.files, "bundle") as new:
@@ -425,8 +428,8 @@ def test_a_bundle_replaces_a_bundle_and_nothing_else(made: Path, tmp_path: Path,
 
 
 @pytest.mark.fault(
-    "a bundle is to replace one that somebody has put files into, or whose record is broken", "an error", "nothing"
-)
+    "a bundle is to replace one with files of a user in it, or with a broken record", "an error", "nothing",
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["thesis.txt", "kernels/thesis.txt", "licenses/mine/", "kernels/.hidden", "-> .."])
 def test_what_somebody_put_into_a_bundle_is_kept(made: Path, tmp_path: Path, cache_folder: Path, name: str) -> None:
     again = Path(shutil.copytree(made, tmp_path / "again"))
@@ -437,7 +440,7 @@ def test_what_somebody_put_into_a_bundle_is_kept(made: Path, tmp_path: Path, cac
         (again / name).mkdir()
     else:
         (again / name).write_text("years of work")
-    with pytest.raises(CacheError, match=f"holds {name.rstrip('/')}, not written by us: move that elsewhere"):
+    with pytest.raises(CacheError, match=f"holds {name.rstrip('/')}, which we did not write: move that elsewhere"):
         build.build(CALLS[:1], TARGETS[:1], again)
     assert (again / name).exists() and Bundle(again).verify() == 4
     (again / "bundle.json").write_text("{}")
@@ -450,15 +453,15 @@ def test_a_cache_that_holds_no_whole_bundle(
 ) -> None:
     monkeypatch.setattr(cache, "MAX_BYTES", 1)
     with pytest.raises(
-        CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES is 1, is that too"
+        CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES, 1, may be too small"
     ):
         build.build(CALLS, TARGETS[:1], tmp_path / "bundle")
     assert not list(tmp_path.glob("*bundle*"))
 
 
 @pytest.mark.fault(
-    "the disk is full, or a kernel leaves the cache, while a bundle replaces another", "an error; the other one stays",
-    "nothing",
+    "while a bundle replaces another, the disk fills up or a kernel disappears from the cache",
+    "an error; the old one stays", "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize("step", ["_licenses", "_exchange"])
 def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
@@ -477,10 +480,9 @@ def test_a_bundle_that_cannot_be_written_leaves_the_one_before(
 
 
 @pytest.mark.fault(
-    "one kernel of a bundle crashes the compiler",
-    "the others compile, all errors are told, no bundle is written",
+    "one kernel of a bundle crashes the compiler", "the others compile; all errors are reported; no bundle is written",
     "nothing",
-)
+)  # fmt: skip
 def test_where_one_kernel_fails_nothing_is_written(
     tmp_path: Path, cache_folder: Path, variant: Callable[..., Variant], monkeypatch: pytest.MonkeyPatch
 ) -> None:

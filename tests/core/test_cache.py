@@ -63,7 +63,9 @@ def test_memory_then_disk_then_compiler(cache_folder: Path, variant: Make) -> No
     assert not list(cache_folder.glob("cute_tmp-*"))
 
 
-@pytest.mark.fault("16 processes ask for one kernel that nobody has", "one compiles, 15 wait and load it", "nothing")
+@pytest.mark.fault(
+    "16 processes ask for one kernel that is not compiled yet", "one compiles, 15 wait and load it", "nothing",
+)  # fmt: skip
 def test_sixteen_processes_one_compile(cache_folder: Path) -> None:
     processes = [process_getting(cache_folder) for _ in range(16)]
     counts = [p.communicate(timeout=120)[0].split() for p in processes]
@@ -107,10 +109,9 @@ def of_another_variant(path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "a bit of a kernel flips; it is cut short, emptied, or its record is missing, broken or of another kernel",
-    "it is refused, deleted and built again, with a warning",
-    "a compile",
-)
+    "a kernel has a flipped bit or is truncated or empty; its record is missing, broken or another kernel's",
+    "it is refused, deleted and built again; a warning", "a compile",
+)  # fmt: skip
 @pytest.mark.parametrize(
     "damage",
     [
@@ -140,10 +141,8 @@ def test_a_damaged_entry_is_built_again(
 
 
 @pytest.mark.fault(
-    "a folder that others can write",
-    "an error that says what to do; nothing is read or written",
-    "nothing",
-)
+    "others can write the cache folder", "an error that says what to do; nothing is read or written", "nothing",
+)  # fmt: skip
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
 def test_a_folder_that_others_can_write_is_refused(cache_folder: Path, variant: Make, mode: int) -> None:
     cache_folder.mkdir()
@@ -153,7 +152,9 @@ def test_a_folder_that_others_can_write_is_refused(cache_folder: Path, variant: 
     assert not list(cache_folder.iterdir())
 
 
-@pytest.mark.fault("the folder is opened to others while a program runs", "an error at the next kernel", "nothing")
+@pytest.mark.fault(
+    "others are given write access to the cache folder while a program runs", "an error at the next kernel", "nothing",
+)  # fmt: skip
 def test_a_folder_opened_later_is_refused(cache_folder: Path, variant: Make) -> None:
     wanted = variant()
     cache.get(wanted)
@@ -163,7 +164,7 @@ def test_a_folder_opened_later_is_refused(cache_folder: Path, variant: Make) -> 
         cache.get(wanted)
 
 
-@pytest.mark.fault("a link in place of the folder", "an error", "nothing")
+@pytest.mark.fault("the cache folder is a link", "an error", "nothing")
 def test_a_link_is_refused(cache_folder: Path, variant: Make, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir(mode=0o700)
     cache_folder.symlink_to(tmp_path / "elsewhere")
@@ -171,7 +172,7 @@ def test_a_link_is_refused(cache_folder: Path, variant: Make, tmp_path: Path) ->
         cache.get(variant())
 
 
-@pytest.mark.fault("a folder of another user", "an error", "nothing")
+@pytest.mark.fault("the cache folder belongs to another user", "an error", "nothing")
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
 def test_a_folder_of_another_user_is_refused(cache_folder: Path, variant: Make) -> None:
     cache_folder.mkdir(mode=0o700)
@@ -180,7 +181,7 @@ def test_a_folder_of_another_user_is_refused(cache_folder: Path, variant: Make) 
         cache.get(variant())
 
 
-@pytest.mark.fault("a folder that cannot be made", "a warning; the program runs", "a compile per process")
+@pytest.mark.fault("the cache folder cannot be made", "a warning; the program runs", "a compile per process")
 def test_a_folder_that_cannot_be_made_costs_only_the_cache(
     tmp_path: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -206,7 +207,7 @@ def test_a_full_disk_costs_only_the_cache(
     assert not list(cache_folder.glob("cute_*"))[1:], "only the lock remains"
 
 
-@pytest.mark.fault("a full disk", "a warning; the program runs, nothing half is left", "a compile per process")
+@pytest.mark.fault("a full disk", "a warning; the program runs; no partial file is left", "a compile per process")
 def test_a_really_full_disk(tmp_path: Path) -> None:
     """On a file system of two pages."""
     where = tmp_path / "small"
@@ -217,10 +218,9 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "kill -9 of a process that compiles and holds the lock",
-    "the lock is free at once, the next process compiles",
+    "kill -9 of a process that holds the lock and compiles", "the lock is free at once, the next process compiles",
     "a compile",
-)
+)  # fmt: skip
 def test_a_process_killed_while_it_compiles(cache_folder: Path, variant: Make) -> None:
     victim = process_getting(cache_folder, "Slow")
     deadline = time.monotonic() + 60
@@ -245,7 +245,7 @@ os.fsync = stuck
 
 
 @pytest.mark.fault(
-    "kill -9 in the middle of a write", "readers never see the file; the next process compiles and clears it away",
+    "kill -9 in the middle of a write", "readers never see the file; the next process deletes it and compiles",
     "a compile",
 )  # fmt: skip
 def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
@@ -288,8 +288,9 @@ def line(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.fault(
-    "a process looks for a kernel while another is between its two files", "it waits for the other", "nothing"
-)
+    "a process looks for a kernel of which another has written one of two files", "it waits until both are written",
+    "nothing",
+)  # fmt: skip
 @pytest.mark.parametrize("files", [1, 2])
 def test_a_look_at_what_is_being_written(cache_folder: Path, files: int) -> None:
     writer = process_getting(cache_folder, before=PAUSING)
@@ -328,7 +329,7 @@ def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, mon
     """Between its making and its lock: who makes it sees that it is gone, and makes another."""
     acquire, taken = file_lock.acquire, []
 
-    def late(handle: int) -> bool | None:
+    def late(handle: int) -> bool:
         if not taken:
             taken.extend(tmp_path.iterdir())
             file_lock.sweep(tmp_path)
@@ -346,8 +347,8 @@ def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, mon
 
 
 @pytest.mark.fault(
-    "a process stops (SIGSTOP) while it holds the lock", "after the time of the longest compile others go on without",
-    "a compile",
+    "a process stops (SIGSTOP) while it holds the lock",
+    "after the longest time that a compile may take, others continue without the lock", "a compile",
 )  # fmt: skip
 def test_a_lock_holder_that_has_stopped(
     cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
@@ -364,9 +365,7 @@ def test_a_lock_holder_that_has_stopped(
     stopped.communicate()
 
 
-@pytest.mark.fault(
-    "a file system without locks", "processes go on without waiting for each other", "a compile per process"
-)
+@pytest.mark.fault("a file system without locks", "processes do not wait for each other", "a compile per process")
 def test_a_file_system_without_locks(
     cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -399,7 +398,9 @@ def in_namespace(
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
 
 
-@pytest.mark.fault("a read-only home", "a warning; what is in the cache is used", "a compile per process of the rest")
+@pytest.mark.fault(
+    "a read-only home", "a warning; kernels in the cache are used", "a compile per process of each other kernel",
+)  # fmt: skip
 def test_a_read_only_home(tmp_path: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     where, mount = tmp_path / "home", "mount --bind {where} {where} && mount -o remount,bind,ro {where}"
     cold = in_namespace(where, mount)
@@ -421,10 +422,8 @@ def test_a_full_temporary_folder(cache_folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.fault(
-    "a cache folder on a file system that is mounted noexec",
-    "a warning; kernels are loaded by way of memory",
-    "nothing",
-)
+    "a cache folder on a file system that is mounted noexec", "a warning; kernels are loaded from memory", "nothing",
+)  # fmt: skip
 def test_a_file_system_without_execution(tmp_path: Path) -> None:
     where = tmp_path / "noexec"
     again = f'{sys.executable} -c "$CODE" && ls {where}'
@@ -434,11 +433,7 @@ def test_a_file_system_without_execution(tmp_path: Path) -> None:
     assert "staging" not in result.stdout and ".so" in result.stdout
 
 
-@pytest.mark.fault(
-    "a kernel that does not compile",
-    "its error, with the compiler's output; nothing is kept",
-    "nothing",
-)
+@pytest.mark.fault("a kernel that does not compile", "an error with the compiler's output; no file is left", "nothing")
 def test_a_kernel_that_does_not_compile_leaves_nothing(cache_folder: Path, variant: Make) -> None:
     for _ in range(2):
         with pytest.raises(CompileError, match="broken on purpose"):
@@ -446,7 +441,7 @@ def test_a_kernel_that_does_not_compile_leaves_nothing(cache_folder: Path, varia
     assert not list(cache_folder.glob("cute_*.so")) and not list(cache_folder.glob("cute_*.json"))
 
 
-@pytest.mark.fault("the folder outgrows its bound", "the least recently used kernels go", "a compile")
+@pytest.mark.fault("the cache folder outgrows its limit", "the least recently used kernels are deleted", "a compile")
 def test_least_recently_used_kernels_go_first(
     cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -462,7 +457,7 @@ def test_least_recently_used_kernels_go_first(
 
 
 @pytest.mark.fault(
-    "the folder outgrows its bound while programs run", "kernels that a living process has loaded stay",
+    "the cache folder outgrows its limit while programs run", "kernels that a running process has loaded stay",
     "nothing",
 )  # fmt: skip
 def test_what_is_in_use_is_not_evicted(cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -481,8 +476,8 @@ def test_what_is_in_use_is_not_evicted(cache_folder: Path, variant: Make, monkey
 
 
 @pytest.mark.fault(
-    "the clock jumps, back or ahead", "everything loads; a time that has yet to come does not keep a kernel for ever",
-    "at most a compile",
+    "the clock jumps, forwards or backwards",
+    "everything loads; a file time in the future does not keep a kernel for ever", "at most a compile",
 )  # fmt: skip
 def test_a_clock_that_jumps(cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     for n, when in ((32, 0.0), (64, 4e9), (96, time.time())):

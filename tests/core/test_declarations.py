@@ -139,8 +139,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 
 
 @pytest.mark.fault(
-    "a declaration with a default, name, dim, dtype or reference to another argument that no framework takes",
-    "it is refused where it stands, with the op's name and what is wrong", "nothing",
+    "a declaration whose default, name, dim, dtype or reference to another argument no framework accepts",
+    "the declaration raises an error that names the op and what is wrong", "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize("wrong", WRONG)
 def test_what_cannot_work_is_refused_where_it_is_declared(wrong: str) -> None:

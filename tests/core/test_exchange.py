@@ -105,9 +105,8 @@ def test_readers_beside_a_writer(tmp_path: Path, compiled: Path) -> None:
 
 @pytest.mark.fault(
     "kill -9 of a process that replaces a bundle, at random moments",
-    "the old or the new one is there, whole; the next writer clears away what was left",
-    "nothing",
-)
+    "the old or the new one is there, complete; the next writer deletes what was left", "nothing",
+)  # fmt: skip
 def test_a_writer_killed_at_random_moments(tmp_path: Path, compiled: Path) -> None:
     where = tmp_path / "of" / "bundle"
     where.parent.mkdir()
@@ -195,8 +194,9 @@ def test_what_was_added_meanwhile_is_not_deleted(
 
 
 @pytest.mark.fault(
-    "Ctrl-C while a folder is replaced, on a file system that cannot exchange two", "the old one is put back", "nothing"
-)
+    "Ctrl-C while a folder is replaced, on a file system that cannot exchange folders", "the old one is put back",
+    "nothing",
+)  # fmt: skip
 def test_an_interrupt_between_two_renames(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     put(tmp_path / "thing", "one")
     no_exchange(monkeypatch)
@@ -232,9 +232,8 @@ test_exchange.put(Path(sys.argv[1]), "two")
 
 @pytest.mark.fault(
     "kill -9 between the two renames of a file system that cannot exchange folders",
-    "the next writer finds the old one beside, and puts it back",
-    "the folder, until then",
-)
+    "the next writer puts the old folder back", "the folder, until then",
+)  # fmt: skip
 def test_a_death_between_two_renames(tmp_path: Path) -> None:
     put(tmp_path / "thing", "one")
     command = [sys.executable, "-c", DYING, str(tmp_path / "thing"), str(Path(__file__).parent)]
@@ -288,7 +287,7 @@ def test_a_reader_that_is_never_fast_enough_says_so(tmp_path: Path, monkeypatch:
 
     put(tmp_path / "thing", "one")
     monkeypatch.setattr(ownership, "_TRIES", 3)
-    with pytest.raises(OSError, match="it was replaced whenever it was read"):
+    with pytest.raises(OSError, match="it was replaced during every read"):
         ownership.read_one_state(tmp_path / "thing", replaced)
 
 

@@ -126,8 +126,9 @@ BROKEN = [
 
 
 @pytest.mark.fault(
-    "a kernel that drops a sum, forgets a mask, takes a vector twice or starts a row too early",
-    "tests on a CPU, where its threads are NumPy's, tell the output, the address or the bytes stored twice", "nothing",
+    "a kernel drops a sum, omits a mask, takes a vector twice or starts a row too early",
+    "tests that run its threads in NumPy on a CPU report the wrong output, the bad address or the bytes stored twice",
+    "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize(("module", "name", "method", "wrong", "n", "told"), BROKEN)
 def test_a_broken_kernel_is_found(

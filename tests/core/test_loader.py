@@ -58,7 +58,7 @@ except ValueError as error:
     assert result.stdout.split() == ["False", "True"], result.stderr
 
 
-@pytest.mark.fault("an object that does not load", "an error", "nothing")
+@pytest.mark.fault("a kernel's object does not load", "an error", "nothing")
 def test_an_object_that_is_none_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "a.so"
     path.write_bytes(b"not an object")

@@ -82,8 +82,8 @@ def ends(pid: int, seconds: float = 3.0) -> bool:
 
 
 @pytest.mark.fault(
-    "Ctrl-C, or a signal handler that raises, during a compile", "the next compile's answer is its own",
-    "that compile",
+    "Ctrl-C, or a signal handler that raises, during a compile",
+    "the next compile gets its own answer, not the interrupted one's", "that compile",
 )  # fmt: skip
 def test_what_follows_an_interrupted_compile(worker: Pool, begun: Callable[[], int]) -> None:
     from asking import compiled
@@ -112,7 +112,7 @@ def test_a_pool_stays_as_large_after_interrupts(begun: Callable[[], int], tmp_pa
     pool.close()
 
 
-@pytest.mark.fault("Ctrl-C while many kernels are built", "the program ends at once, the compilers, too", "nothing")
+@pytest.mark.fault("Ctrl-C while many kernels are built", "the program and its compilers end at once", "nothing")
 def test_an_interrupted_build_ends_at_once(begun: Callable[[], int]) -> None:
     process = started("cache.build_all([variant('Spinning', n=32), variant('Spinning', n=64)])", start_new_session=True,
                       stderr=subprocess.PIPE)  # fmt: skip
@@ -125,9 +125,7 @@ def test_an_interrupted_build_ends_at_once(begun: Callable[[], int]) -> None:
     assert ends(compiler)
 
 
-@pytest.mark.fault(
-    "Ctrl-C in a terminal, in a program that handles it and goes on", "the compile goes on, too", "nothing"
-)
+@pytest.mark.fault("Ctrl-C in a terminal, in a program that handles it and goes on", "the compile continues", "nothing")
 def test_an_interrupt_of_the_terminal_is_the_programs(tmp_path: Path) -> None:
     code = """
 signal.signal(signal.SIGINT, lambda *_: print("handled", flush=True))
@@ -139,14 +137,14 @@ print(compiled("Waiting", n=32))
     assert "handled" in said and "n is 32" in said
 
 
-@pytest.mark.fault("a kernel that calls sys.exit", "that variant's error", "nothing")
+@pytest.mark.fault("a kernel calls sys.exit", "an error for that variant", "nothing")
 def test_a_kernel_that_leaves(worker: Pool) -> None:
     from asking import compiled
 
     assert "SystemExit: 0" in compiled("Leaving", by=worker)
 
 
-@pytest.mark.fault("Ctrl-C while a class of calls is measured", "the next class's answer is its own", "that class")
+@pytest.mark.fault("Ctrl-C while a class of calls is measured", "the next class gets its own answer", "that class")
 def test_what_follows_an_interrupted_measurement(begun: Callable[[], int], tmp_path: Path) -> None:
     from cute_ops.autotune.bench_process import BenchProcess
     from cute_ops.autotune.tuner import Trial
@@ -213,8 +211,9 @@ def contest(binding, memory, plans): yield Contest(plans)
 
 
 @pytest.mark.fault(
-    "a working directory with modules of Python's, the compiler's and our names", "none of them runs", "nothing"
-)
+    "the working directory has modules named like Python's, the compiler's and ours", "none of them is imported",
+    "nothing",
+)  # fmt: skip
 @pytest.mark.parametrize("flags", [["-P"], ["-I"], ["script"]], ids=lambda flags: flags[0])
 def test_the_working_directory_runs_nothing(hostile: Path, tmp_path: Path, flags: list[str]) -> None:
     measures = tmp_path / "measures"
@@ -269,7 +268,7 @@ print(compiled("Raising", n=32))
     assert "n is 32" in program(code)
 
 
-@pytest.mark.fault("no more files can be opened", "an error that says so; a later compile works", "nothing")
+@pytest.mark.fault("no more files can be opened", "an error that says so; later compiles work", "nothing")
 def test_no_more_files() -> None:
     code = """
 import resource
@@ -284,7 +283,9 @@ print(compiled("Raising", n=96, by=Pool(1)))
     assert "n is 32" in said and "cannot be started: [Errno 24] Too many open files" in said and "n is 96" in said
 
 
-@pytest.mark.fault("a process forks while a thread of it compiles", "the child compiles by itself", "nothing")
+@pytest.mark.fault(
+    "a process forks while one of its threads compiles", "the child starts a compiler of its own", "nothing",
+)  # fmt: skip
 def test_a_fork_during_a_compile() -> None:
     code = """
 thread = threading.Thread(target=lambda: print("parent:", got("Waiting", n=32).splitlines()[-1], flush=True))
@@ -302,8 +303,8 @@ assert os.waitpid(child, 0)[1] == 0, "the child hung"
 
 
 @pytest.mark.fault(
-    "a process forks while a thread of it holds a lock, and dies", "its child does not keep the lock", "nothing"
-)
+    "a process forks while one of its threads holds a lock, then dies", "the child does not keep the lock", "nothing",
+)  # fmt: skip
 def test_a_child_does_not_hold_its_parents_locks(tmp_path: Path) -> None:
     code = """
 thread = threading.Thread(target=lambda: got("Spinning"), daemon=True)
@@ -333,7 +334,7 @@ time.sleep(60)
         parent.communicate()
 
 
-@pytest.mark.fault("a process forks while a thread of it measures", "the child goes on", "nothing")
+@pytest.mark.fault("a process forks while one of its threads measures", "the child continues", "nothing")
 def test_a_fork_while_tuning() -> None:
     code = """
 from cute_ops.autotune import tuner
@@ -374,8 +375,8 @@ def test_the_compiler_of_a_program_that_died(begun: Callable[[], int], forked: b
 
 
 @pytest.mark.fault(
-    "a compile hangs in compiled code, and its program is stopped", "the compiler ends by a clock of its own", "nothing"
-)
+    "a compile hangs in native code while its program is stopped", "the compiler ends by its own time limit", "nothing",
+)  # fmt: skip
 def test_a_compiler_has_limits_of_its_own(begun: Callable[[], int]) -> None:
     from asking import variant
 
@@ -398,8 +399,8 @@ def test_a_compiler_has_limits_of_its_own(begun: Callable[[], int]) -> None:
 
 
 @pytest.mark.fault(
-    "what no path is in sys.path, a folder that is gone, a working directory that was deleted", "everything compiles",
-    "nothing",
+    "sys.path has entries that are no paths or deleted folders; the working directory is deleted",
+    "everything compiles", "nothing",
 )  # fmt: skip
 def test_odd_search_paths_and_a_deleted_working_directory(tmp_path: Path) -> None:
     gone = tmp_path / "gone"
@@ -417,8 +418,8 @@ print(compiled("Raising", n=96, by=Pool(1)))
 
 
 @pytest.mark.fault(
-    "Python embedded in another program: sys.executable is empty, or that program",
-    "the Python beside its library compiles", "nothing",
+    "Python is embedded in another program: sys.executable is empty, or names that program",
+    "the Python that belongs to the library compiles", "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize("executable", ["", "/usr/bin/true", None])
 def test_an_embedded_python(executable: str | None) -> None:
@@ -432,8 +433,10 @@ print(compiled("Raising", n=64, by=Pool(1)))
     assert "n is 32" in said and "set sys.executable to the path of a Python of this version" in said
 
 
-@pytest.mark.fault("HOME is unset and the user has no home", "a warning; the temporary folder keeps kernels", "nothing")
-@pytest.mark.fault("a HOME that cannot be read", "a warning; the program runs", "a compile per process")
+@pytest.mark.fault(
+    "HOME is unset and the user has no home", "a warning; kernels are kept in the temporary folder", "nothing",
+)  # fmt: skip
+@pytest.mark.fault("HOME cannot be read", "a warning; the program runs", "a compile per process")
 @pytest.mark.parametrize("home", ["", "unreadable"])
 def test_users_without_a_home(home: str, tmp_path: Path) -> None:
     (tmp_path / "unreadable").mkdir(mode=0o000)
@@ -480,7 +483,7 @@ def test_a_tilde_is_a_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         cache_dir.folder()
 
 
-@pytest.mark.fault("kill -9 of a program while it compiles", "the next compile deletes what it left", "nothing")
+@pytest.mark.fault("kill -9 of a program while it compiles", "the next compile deletes its files", "nothing")
 @pytest.mark.parametrize("cached", [True, False], ids=["cache folder", "temporary folder"])
 def test_what_a_killed_compile_left(tmp_path: Path, begun: Callable[[], int], cached: bool) -> None:
     temporary = tmp_path / "tmp"
@@ -502,7 +505,9 @@ def test_what_a_killed_compile_left(tmp_path: Path, begun: Callable[[], int], ca
 # --- programs that do odd things -----------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("a program that ignores SIGCHLD", "compiles and failing tools are seen for what they are", "nothing")
+@pytest.mark.fault(
+    "a program that ignores SIGCHLD", "compiles and failures of tools are recognised correctly", "nothing",
+)  # fmt: skip
 def test_a_program_that_ignores_its_children() -> None:
     code = """
 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -513,7 +518,7 @@ print("SIGCHLD" in seen["ignored"], seen["blocked"], compiled("Dying").splitline
     assert program(code) == "False 0 the compiler died without an answer\n"
 
 
-@pytest.mark.fault("a program without standard input, output and error, as a daemon", "everything compiles", "nothing")
+@pytest.mark.fault("a program has no standard input, output and error, like a daemon", "everything compiles", "nothing")
 def test_a_program_without_standard_files() -> None:
     code = """
 import fcntl
@@ -525,7 +530,7 @@ os.write(kept, compiled("Raising", n=32).encode())
 
 
 @pytest.mark.fault(
-    "a program closes files that it did not open", "an error says so; the next compile starts another process",
+    "a program closes files that it did not open", "an error that says so; the next compile starts another process",
     "that compile",
 )  # fmt: skip
 def test_a_program_that_closes_our_pipes() -> None:
@@ -544,8 +549,8 @@ for n in (32, 64, 96):
 
 
 @pytest.mark.fault(
-    "a program gives up root's rights after a compile", "no process of root's compiles for it", "nothing"
-)
+    "a program gives up root's rights after a compile", "no process with root's rights compiles for it", "nothing",
+)  # fmt: skip
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give up its rights")
 def test_a_program_that_gives_up_its_rights() -> None:
     code = """
@@ -557,9 +562,7 @@ assert '"user": 54321' in said or "cannot be started" in said, said
     program(code)
 
 
-@pytest.mark.fault(
-    "a program ends, or runs another in its place, while a thread compiles", "its compiler ends", "nothing"
-)
+@pytest.mark.fault("a program ends, or calls exec, while a thread compiles", "its compiler ends", "nothing")
 @pytest.mark.parametrize("way", ["sys.exit()", "os.execv('/bin/sleep', ['sleep', '10'])"], ids=["exit", "exec"])
 def test_a_program_that_ends_while_a_thread_compiles(begun: Callable[[], int], way: str) -> None:
     process = started(f"threading.Thread(target=compiled, args=('Spinning',), daemon=True).start()\nbegun()\n{way}")
@@ -590,10 +593,9 @@ def test_a_process_outlives_the_thread_that_started_it(worker: Pool) -> None:
 
 
 @pytest.mark.fault(
-    "a program is stopped (Ctrl-Z) for longer than a compile may take",
-    "an answer that came meanwhile counts",
+    "a program is stopped (Ctrl-Z) for longer than a compile may take", "an answer that arrived meanwhile is used",
     "nothing",
-)
+)  # fmt: skip
 def test_a_program_that_is_stopped_while_it_waits() -> None:
     code = """
 me = os.getpid()
@@ -608,14 +610,15 @@ print(compiled("Waiting", n=32))
     assert "n is 32" in program(code, CUTE_OPS_COMPILE_TIMEOUT="0.7")
 
 
-@pytest.mark.fault("Python has moved while a program runs, as when an environment is made anew", "another one compiles",
-                   "nothing")  # fmt: skip
+@pytest.mark.fault(
+    "Python's executable disappears while a program runs, as when an environment is rebuilt", "another Python compiles",
+    "nothing",
+)  # fmt: skip
 def test_an_interpreter_that_is_gone() -> None:
     assert "n is 32" in program("sys.executable = '/nowhere/bin/python3'\nprint(compiled('Raising', n=32))")
 
 
-@pytest.mark.fault("a search path of 300 kB, folders with colons and line breaks", "everything compiles",
-                   "nothing")  # fmt: skip
+@pytest.mark.fault("sys.path has 300 kB and folders with colons and line breaks", "everything compiles", "nothing")
 def test_a_long_search_path_with_odd_names(tmp_path: Path) -> None:
     for name in ("a:b", "a\nb"):
         (tmp_path / name).mkdir()
@@ -640,7 +643,7 @@ def test_a_temporary_folder_that_is_gone(tmp_path: Path) -> None:
     assert "n is 32" in program(code, TMPDIR=str(tmp_path / "tmp"), CUTE_OPS_CACHE_DIR=unusable)
 
 
-@pytest.mark.fault("a limit on the size of files", "an error that says so", "nothing")
+@pytest.mark.fault("the size of files is limited (ulimit)", "an error that says so", "nothing")
 def test_no_room_for_what_is_compiled(tmp_path: Path) -> None:
     code = """
 import resource
@@ -652,14 +655,14 @@ except CacheError as error:
     print(error)
 """
     said = program(code)
-    assert "cute_ops: there is no room for what is compiled" in said and "cache: File too large; " in said
+    assert "cute_ops: no folder has room for a compile" in said and "cache: File too large; " in said
     assert not [path for path in (tmp_path / "cache").iterdir() if path.name.startswith("staging")]
 
 
 # --- processes that answer oddly -----------------------------------------------------------------------------------
 
 
-@pytest.mark.fault("a compiler that prints without end", "everything is read, the last of it kept", "nothing")
+@pytest.mark.fault("a compiler prints endlessly", "all output is read and the end of it kept", "nothing")
 def test_a_process_that_prints_more_than_a_pipe_holds(worker: Pool) -> None:
     from asking import compiled
 
@@ -667,7 +670,7 @@ def test_a_process_that_prints_more_than_a_pipe_holds(worker: Pool) -> None:
 
 
 @pytest.mark.fault(
-    "a compiler dies whose own child holds its pipes", "that variant's error, at once", "nothing"
+    "a compiler dies while a child of its own keeps its pipes open", "an error for that variant, at once", "nothing",
 )  # fmt: skip
 def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) -> None:
     from asking import compiled
@@ -679,17 +682,16 @@ def test_a_process_whose_child_lives_on(worker: Pool, begun: Callable[[], int]) 
 
 
 @pytest.mark.fault(
-    "a compiler stops in the middle of its answer, or reads nothing",
-    "it is ended after CUTE_OPS_COMPILE_TIMEOUT",
+    "a compiler stops in the middle of its answer, or does not read", "it is killed after CUTE_OPS_COMPILE_TIMEOUT",
     "nothing",
-)
-@pytest.mark.fault("a compiler answers what is no answer", "that variant's error", "nothing")
+)  # fmt: skip
+@pytest.mark.fault("a compiler writes something that is no answer", "an error for that variant", "nothing")
 @pytest.mark.parametrize(
     ("does", "said"),
     [
         ("os.write(1, b'{'); time.sleep(30)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
         ("time.sleep(30)", "the compiler gave no answer within 0 s (CUTE_OPS_COMPILE_TIMEOUT)"),
-        ("os.write(1, b'hello\\n'); time.sleep(30)", "the compiler answered what is no answer: b'hello'"),
+        ("os.write(1, b'hello\\n'); time.sleep(30)", "the compiler sent something that is no answer: b'hello'"),
         ("sys.exit('no such library')", "the compiler died with exit code 1\nno such library"),
         ("os._exit(0)", "the compiler left without an answer"),
     ],

@@ -81,8 +81,8 @@ def test_a_lone_module_and_its_neighbours(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.fault(
-    "a table, a generated module or a library that a kernel is made from changes, and no import statement names it",
-    "with its name in the op's `sources`, the kernel is compiled anew", "nothing",
+    "a table, a generated module or a library that a kernel uses changes, and no import statement names it",
+    "if the op's `sources` name it, the kernel is compiled again", "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("declared", "changed"),
@@ -342,8 +342,8 @@ def test_every_file_that_our_kernels_reach_changes_their_key(tmp_path: Path) -> 
 
 
 @pytest.mark.fault(
-    "kernels were compiled with settings of the compiler's own (CUTE_DSL_ENABLE_ASSERTIONS=1)",
-    "they have names of their own: without the settings they are not found", "nothing",
+    "kernels were compiled with a setting of the compiler (CUTE_DSL_ENABLE_ASSERTIONS=1)",
+    "they have other names, so they are not found without the setting", "nothing",
 )  # fmt: skip
 def test_the_compilers_settings_are_in_every_key(monkeypatch: pytest.MonkeyPatch) -> None:
     before = key("cute_ops.kernels.norm.rmsnorm:RMSNorm")

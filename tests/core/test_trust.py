@@ -54,10 +54,9 @@ def compiled(wanted: Variant) -> int:
 
 
 @pytest.mark.fault(
-    "another user plants a kernel, or its record, in a cache folder that was open to all, and is closed again",
-    "the kernel is refused, deleted and built again, with a warning",
-    "a compile",
-)
+    "another user plants a kernel or its record while the cache folder is writable for all",
+    "the kernel is refused, deleted and built again; a warning", "a compile",
+)  # fmt: skip
 @as_root
 @pytest.mark.parametrize("suffix", [".so", ".json"])
 def test_a_planted_kernel_is_not_run(
@@ -71,7 +70,7 @@ def test_a_planted_kernel_is_not_run(
     assert f"holds {planted.name}, which belongs to user {NOBODY}, not to you (0)" in caplog.text
 
 
-@pytest.mark.fault("a kernel in the cache, or its record, that others can write", "it is built again", "a compile")
+@pytest.mark.fault("others can write a kernel in the cache, or its record", "the kernel is built again", "a compile")
 @pytest.mark.parametrize("mode", [0o660, 0o602])
 @pytest.mark.parametrize("suffix", [".so", ".json"])
 def test_a_kernel_that_others_can_write_is_not_run(
@@ -94,7 +93,7 @@ def test_the_advice_on_an_open_folder_is_safe(cache_folder: Path) -> None:
     assert "chmod" not in text and "set CUTE_OPS_CACHE_DIR to a new folder of your own, or delete this one" in text
 
 
-@pytest.mark.fault("a folder around the cache that others can write, or that is another user's", "an error", "nothing")
+@pytest.mark.fault("others can write a folder above the cache, or it belongs to another user", "an error", "nothing")
 @pytest.mark.parametrize(("mode", "owner"), [(0o777, 0), (0o772, 0), pytest.param(0o755, NOBODY, marks=as_root)])
 def test_who_can_replace_the_folder_can_write_it(
     tmp_path: Path, variant: Make, monkeypatch: pytest.MonkeyPatch, mode: int, owner: int
@@ -160,7 +159,9 @@ def test_a_name_leads_nowhere_else(tmp_path: Path, name: str) -> None:
             folder.read(name)
 
 
-@pytest.mark.fault("a pipe in place of a kernel's record", "the kernel is built again; nobody waits", "a compile")
+@pytest.mark.fault(
+    "a pipe in place of a kernel's record", "the kernel is built again; no process waits for the pipe", "a compile",
+)  # fmt: skip
 @pytest.mark.parametrize("suffix", [".so", ".json"])
 def test_a_pipe_in_the_cache(cache_folder: Path, variant: Make, suffix: str) -> None:
     wanted = variant()
@@ -173,7 +174,7 @@ def test_a_pipe_in_the_cache(cache_folder: Path, variant: Make, suffix: str) -> 
     assert stat.S_ISREG(path.stat().st_mode)
 
 
-@pytest.mark.fault("a record in the cache of many gigabytes", "the kernel is built again", "a compile")
+@pytest.mark.fault("a record in the cache has many gigabytes", "the kernel is built again", "a compile")
 def test_a_file_that_fills_the_memory(cache_folder: Path, variant: Make, caplog: pytest.LogCaptureFixture) -> None:
     wanted = variant()
     cache.build(wanted)
@@ -216,7 +217,9 @@ def test_a_folder_that_can_be_searched_but_not_listed(tmp_path: Path) -> None:
     tmp_path.chmod(0o700)
 
 
-@pytest.mark.fault("a kernel is replaced between its check and its loading", "what was checked is loaded", "nothing")
+@pytest.mark.fault(
+    "a kernel is replaced between its check and its loading", "the object that was checked is loaded", "nothing",
+)  # fmt: skip
 def test_the_folder_is_swapped_while_a_kernel_loads(
     cache_folder: Path, variant: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -234,7 +237,7 @@ def test_the_folder_is_swapped_while_a_kernel_loads(
     assert compiled(wanted) == 0
 
 
-@pytest.mark.fault("a tuning file of another user in the cache folder", "it is ignored with a sentence", "nothing")
+@pytest.mark.fault("a tuning file in the cache folder belongs to another user", "it is ignored; a warning", "nothing")
 @as_root
 def test_a_planted_tuning_file_is_ignored(cache_folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = winners.remember([winners.Winner("call", {"threads": 128}, {"threads": 64})])
@@ -244,7 +247,7 @@ def test_a_planted_tuning_file_is_ignored(cache_folder: Path, caplog: pytest.Log
     assert f"tuning.json is ignored: holds tuning.json, which belongs to user {NOBODY}" in caplog.text
 
 
-@pytest.mark.fault("somebody leaves files in the cache folder that are no text", "they are passed over", "nothing")
+@pytest.mark.fault("files in the cache folder are not text", "they are ignored", "nothing")
 def test_what_is_in_use_is_read_from_text_only(cache_folder: Path) -> None:
     cache_folder.mkdir(mode=0o700)
     cache_dir.in_use.add(cache_folder, "cute_a_0")
@@ -296,8 +299,8 @@ def test_in_a_user_namespace_folders_around_may_be_of_an_unknown_user() -> None:
 
 
 @pytest.mark.fault(
-    "JSON in the cache that is nested a million deep, or of other types", "it is built again", "a compile"
-)
+    "JSON in the cache is nested a million deep, or has other types", "the kernel is built again", "a compile",
+)  # fmt: skip
 @pytest.mark.parametrize(
     "change",
     [

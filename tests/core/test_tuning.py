@@ -23,21 +23,22 @@ from cute_ops.aot import build
 from cute_ops.autotune import bench_process, winners
 from cute_ops.autotune import tuner as tuners
 from cute_ops.autotune.bench_process import BenchProcess
-from cute_ops.autotune.compare import InProcessBench, by_chance, select
+from cute_ops.autotune.compare import Measurer, by_chance, measure, select
 from cute_ops.autotune.rows import resized
 from cute_ops.autotune.space import objection
 from cute_ops.autotune.tuner import Outcome, tune
-from cute_ops.autotune.types import Trial
+from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import tuning as command
+from cute_ops.config import Config
 from cute_ops.dispatch import choose, foresee
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache
 from cute_ops.jit.cache import Built
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, signature
-from cute_ops.jit.target import parse
+from cute_ops.jit.target import Target, parse
 from cute_ops.ops import OPS, PARTS, rmsnorm, rope, silu_mul
 
 SM90 = parse("sm_90a")
@@ -118,6 +119,19 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     monkeypatch.setattr(winners, "SHIPPED", cache_folder / "none")
     monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "0" * 8)
     return found
+
+
+class InProcessBench:
+    """A :class:`cute_ops.autotune.types.Bench` that measures in this process."""
+
+    def __init__(self, by: Measurer) -> None:
+        self._by = by
+
+    def measure(self, trials: Sequence[Trial], configs: Sequence[Config], target: Target, least: float) -> Measurement:
+        return measure(trials, configs, target, self._by, least)
+
+    def close(self) -> None:
+        pass
 
 
 def tuned(op: Op, by: Fake, *trials: Trial, **options: Any) -> Outcome:
@@ -473,8 +487,9 @@ def silu_trial() -> Trial:
 
 
 @pytest.mark.fault(
-    "a candidate that aborts, breaks the GPU's context, or never ends", "another process goes on without it", "nothing"
-)
+    "a config that is measured aborts, breaks the CUDA context or never ends",
+    "another process continues with the other configs", "nothing",
+)  # fmt: skip
 def test_a_candidate_that_ends_its_process_is_left_out(other: BenchProcess, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench_process, "TIMEOUT_SECONDS", 3.0)
     tiles = [{"threads": n} for n in (512, 32, 64, 96, 256, 192, 480, 448)]
@@ -583,7 +598,7 @@ def remembered(tile: Mapping[str, int], op: Op | None = None, path: Path | None 
     return op
 
 
-@pytest.mark.fault("a tuning file that names a config of nobody's", "only what an op proposes is compiled", "nothing")
+@pytest.mark.fault("a tuning file names a config that the op does not propose", "the config is not compiled", "nothing")
 def test_a_config_that_the_op_does_not_propose_is_never_used() -> None:
     """Whoever wrote the file: it may only choose among candidates."""
     op = remembered({"threads": 512})
@@ -619,8 +634,8 @@ def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.Mon
 
 
 @pytest.mark.fault(
-    "a tuning file that is damaged", "one sentence, and the heuristics' configs run; who measures keeps it aside",
-    "what was measured, until somebody mends the file",
+    "a tuning file is damaged", "a warning; the heuristics' configs run; the next measurement renames the file",
+    "what was measured, until the file is repaired",
 )  # fmt: skip
 @pytest.mark.parametrize(
     ("text", "reason"),
@@ -657,8 +672,8 @@ def test_a_file_that_is_none_is_ignored_with_a_sentence(
 
 
 @pytest.mark.fault(
-    "a tuning file of a newer version", "the heuristics' configs run; to measure is an error, which says what to do",
-    "nothing",
+    "a tuning file has a newer version's format",
+    "the heuristics' configs run; measuring raises an error that says what to do", "nothing",
 )  # fmt: skip
 def test_a_file_of_a_newer_version_is_left_alone(cache_folder: Path, caplog: Any) -> None:
     op = remembered({"threads": 64})
@@ -672,7 +687,7 @@ def test_a_file_of_a_newer_version_is_left_alone(cache_folder: Path, caplog: Any
     assert "it has format 99, this version of cute_ops reads 2" in caplog.text
 
 
-@pytest.mark.fault("a link in place of the tuning file, and something is measured", "an error", "nothing")
+@pytest.mark.fault("the tuning file is a link, and something is measured", "an error", "nothing")
 def test_a_link_is_not_written_through(cache_folder: Path, tmp_path: Path) -> None:
     """It was replaced by a file that lacked what the linked one held."""
     remembered({"threads": 64})
@@ -683,7 +698,7 @@ def test_a_link_is_not_written_through(cache_folder: Path, tmp_path: Path) -> No
     assert len(winners.read(tmp_path / "elsewhere.json")) == 1
 
 
-@pytest.mark.fault("a tuning file that others can write, or a link", "it is ignored with a sentence", "nothing")
+@pytest.mark.fault("others can write the tuning file, or it is a link", "it is ignored; a warning", "nothing")
 def test_a_file_that_others_can_write_and_a_link_are_ignored(cache_folder: Path, tmp_path: Path, caplog: Any) -> None:
     op = remembered({"threads": 64})
     cache_folder.chmod(0o777)
@@ -704,7 +719,7 @@ for i in range(40):
 """
 
 
-@pytest.mark.fault("3 processes store winners at once", "each adds to the file, readers see whole ones", "nothing")
+@pytest.mark.fault("3 processes store winners at once", "each adds to the file; readers see complete files", "nothing")
 def test_processes_that_write_at_once_lose_nothing(cache_folder: Path) -> None:
     writers = [subprocess.Popen([sys.executable, "-c", ADD, str(k)]) for k in range(3)]
     while any(w.poll() is None for w in writers):
@@ -726,7 +741,7 @@ winners.remember([winners.Winner("call", {"threads": 128}, {"threads": 64})], Pa
 
 
 @pytest.mark.fault(
-    "kill -9 while a tuning file outside of the cache is written", "the next writer clears away what was left",
+    "kill -9 while a tuning file outside the cache is written", "the next writer deletes what was left",
     "what was just measured",
 )  # fmt: skip
 def test_a_death_while_a_file_is_written_elsewhere(tmp_path: Path, cache_folder: Path) -> None:
@@ -738,7 +753,7 @@ def test_a_death_while_a_file_is_written_elsewhere(tmp_path: Path, cache_folder:
     assert list(where.parent.iterdir()) == [where]
 
 
-@pytest.mark.fault("a pipe in place of the tuning file", "an error when it is written; nobody waits", "nothing")
+@pytest.mark.fault("the tuning file is a pipe", "an error when it is written; no process waits for the pipe", "nothing")
 def test_a_pipe_in_place_of_the_file(cache_folder: Path, caplog: Any) -> None:
     cache_folder.mkdir(mode=0o700)
     os.mkfifo(cache_folder / "tuning.json", 0o600)

@@ -56,16 +56,15 @@ def test_a_failing_kernel_is_reported(worker: Pool, variant: Make, tmp_path: Pat
 
 @pytest.mark.fault(
     "the compiler aborts",
-    "that variant's error, with the compiler's output; the next compile starts another worker",
-    "nothing",
-)
+    "an error for that variant with the compiler's output; the next compile starts another worker", "nothing",
+)  # fmt: skip
 def test_a_crash_is_reported_with_the_log(worker: Pool, variant: Make, tmp_path: Path) -> None:
     with pytest.raises(CompileError, match=r"(?s)the compiler died with signal 6.*about to abort"):
         worker.compile(variant("Aborting"), tmp_path / "a.so")
     assert works(worker, variant(), tmp_path)
 
 
-@pytest.mark.fault("kill -9 of the compiler", "that variant's error", "nothing")
+@pytest.mark.fault("kill -9 of the compiler", "an error for that variant", "nothing")
 def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
     worker = Pool(1)
     works(worker, variant(), tmp_path)
@@ -79,7 +78,7 @@ def test_a_killed_compile_is_reported(variant: Make, tmp_path: Path) -> None:
     worker.close()
 
 
-@pytest.mark.fault("the compiler dies in the middle of its answer", "that variant's error", "nothing")
+@pytest.mark.fault("the compiler dies in the middle of its answer", "an error for that variant", "nothing")
 def test_half_an_answer_is_none(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker, popen = Pool(1), subprocess.Popen
     with monkeypatch.context() as patch:
@@ -101,7 +100,7 @@ def test_numbers_of_the_environment_are_checked(monkeypatch: pytest.MonkeyPatch)
             _ = Pool().size
 
 
-@pytest.mark.fault("the compiler hangs", "it is ended after CUTE_OPS_COMPILE_TIMEOUT, an error says so", "nothing")
+@pytest.mark.fault("the compiler hangs", "it is killed after CUTE_OPS_COMPILE_TIMEOUT; an error says so", "nothing")
 def test_a_compile_that_hangs_is_ended(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     worker = Pool(1)
     works(worker, variant(), tmp_path)
@@ -127,10 +126,9 @@ def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> N
 
 
 @pytest.mark.fault(
-    "a kernel's file is edited under a running program",
-    "an error asks for a restart: nothing goes under the old name",
-    "nothing",
-)
+    "a kernel's file is edited while a program runs",
+    "an error asks for a restart; nothing is stored under the old name", "nothing",
+)  # fmt: skip
 def test_sources_edited_under_a_running_program_are_refused(worker: Pool, variant: Make, tmp_path: Path) -> None:
     stale = variant()._replace(sources="0" * 64)
     with pytest.raises(CompileError, match="the sources of copying:Copy have changed since this program started"):
@@ -150,8 +148,8 @@ def test_all_that_a_compile_imports_is_part_of_every_kernels_name(worker: Pool, 
 
 
 @pytest.mark.fault(
-    "a kernel's file is edited while it is compiled", "an error asks for a restart: nothing goes under the old name",
-    "nothing",
+    "a kernel's file is edited while it is compiled",
+    "an error asks for a restart; nothing is stored under the old name", "nothing",
 )  # fmt: skip
 def test_sources_edited_during_a_compile_are_refused(
     variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -171,8 +169,8 @@ def test_sources_edited_during_a_compile_are_refused(
 
 
 @pytest.mark.fault(
-    "a file that a kernel imports is edited within a second, to one of the same size",
-    "the kernel is compiled from the file, not from Python's bytecode of the one before", "nothing",
+    "a file that a kernel imports is edited within a second and keeps its size",
+    "the kernel is compiled from the new file, not from Python's bytecode of the old one", "nothing",
 )  # fmt: skip
 def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))

@@ -159,7 +159,7 @@ def on_cpu(exported_on_cpu: Path, tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["../any.jax", "/etc/hostname", "any.jax/..", "link.jax", "", "a\0b", "\ud800"])
-@pytest.mark.fault("an exported program whose record names a file outside of it", "an error", "nothing")
+@pytest.mark.fault("the record of an exported program names a file outside of its folder", "an error", "nothing")
 def test_files_outside_are_not_read(on_cpu: Path, name: str) -> None:
     shutil.copy(on_cpu / "any.jax", on_cpu.parent / "any.jax")
     (on_cpu / "link.jax").symlink_to("../any.jax")
@@ -168,7 +168,7 @@ def test_files_outside_are_not_read(on_cpu: Path, name: str) -> None:
         cute_ops_jax.load(on_cpu)
 
 
-@pytest.mark.fault("an exported program that others can write, or that is another user's", "an error", "nothing")
+@pytest.mark.fault("others can write an exported program, or it belongs to another user", "an error", "nothing")
 @pytest.mark.parametrize(
     ("name", "mode", "owner"),
     [
@@ -199,7 +199,7 @@ def test_what_is_exported_is_for_its_owner_to_write(tmp_path: Path) -> None:
     assert callable(cute_ops_jax.load(tmp_path / "program"))
 
 
-@pytest.mark.fault("an exported program that calls back into Python by a number", "an error", "nothing")
+@pytest.mark.fault("an exported program contains a callback into Python", "an error", "nothing")
 @pytest.mark.parametrize("target", ["xla_ffi_python_cpu_callback", "CustomSPMDPartitioning", "somebody_elses"])
 @pytest.mark.parametrize("where", ["forward", "gradient"])
 def test_a_program_with_a_callback_is_refused(on_cpu: Path, target: str, where: str) -> None:
@@ -252,8 +252,8 @@ def test_a_program_of_other_bytes(on_cpu: Path, data: bytes) -> None:
 
 
 @pytest.mark.fault(
-    "a program is exported anew while another process loads it", "it loads the old or the new", "nothing"
-)
+    "a program is exported again while another process loads it", "the process loads the old or the new one", "nothing",
+)  # fmt: skip
 def test_a_program_that_is_replaced_while_it_loads(on_cpu: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is replaced after the record was read: the old files are gone, and the new program has other bytes."""
     read = ownership.Folder.read
@@ -271,7 +271,7 @@ def test_a_program_that_is_replaced_while_it_loads(on_cpu: Path, monkeypatch: py
     np.testing.assert_array_equal(cute_ops_jax.load(on_cpu)(x, w), forward(x, w) + 1)
 
 
-@pytest.mark.fault("the disk is full while an export replaces another", "an error; the other one stays", "nothing")
+@pytest.mark.fault("the disk is full while an export replaces another", "an error; the old one stays", "nothing")
 def test_an_export_that_fails_leaves_the_one_before(on_cpu: Path) -> None:
     before = {path: path.read_bytes() for path in on_cpu.iterdir()}
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -290,7 +290,7 @@ def test_an_export_that_fails_leaves_the_one_before(on_cpu: Path) -> None:
 def test_what_somebody_put_into_an_export_is_kept(on_cpu: Path) -> None:
     """A folder with any ``program.json`` in it was once deleted."""
     (on_cpu / "thesis.txt").write_text("chapter one")
-    with pytest.raises(CacheError, match=r"holds thesis\.txt, not written by us: move that elsewhere"):
+    with pytest.raises(CacheError, match=r"holds thesis\.txt, which we did not write: move that elsewhere"):
         cute_ops_jax.export(on_cpu, forward, jnp.ones((2, 64)), jnp.ones(64), platforms="cpu")
     assert (on_cpu / "thesis.txt").exists() and callable(cute_ops_jax.load(on_cpu))
 

@@ -183,9 +183,7 @@ def test_classes_over_two_axes(close: Close) -> None:
     arrays, target = problem()
     axes = ("data", "model")
     function = partial(cute_ops_jax.vocab_parallel_cross_entropy, axis_name=axes, reduction="none")
-    mapped = jax.shard_map(
-        function, mesh=mesh_of((2, 4), axes), in_specs=(P(None, axes), P()), out_specs=P()
-    )  # fmt: skip
+    mapped = jax.shard_map(function, mesh=mesh_of((2, 4), axes), in_specs=(P(None, axes), P()), out_specs=P())
     whole = jax.jit(value_and_gradients(partial(cute_ops_jax.cross_entropy, reduction="none"), 1))
     close(jax.jit(value_and_gradients(mapped, 1))(arrays["logits"], target), whole(arrays["logits"], target))
 
@@ -250,9 +248,7 @@ def test_each_device_runs_kernels_on_its_classes(lowered: str, fake_kernels: Any
     def function(h: Any, w: Any, t: Any) -> Any:
         return cute_ops_jax.vocab_parallel_linear_cross_entropy(h, w, t, "model", label_smoothing=0.1)
 
-    mapped = jax.shard_map(
-        function, mesh=mesh_of((8,), ("model",)), in_specs=(P(), P("model"), P()), out_specs=P()
-    )  # fmt: skip
+    mapped = jax.shard_map(function, mesh=mesh_of((8,), ("model",)), in_specs=(P(), P("model"), P()), out_specs=P())
     compiled = jax.jit(jax.grad(mapped, (0, 1))).lower(arrays["hidden"], arrays["weight"], target).compile()
     jax.block_until_ready(compiled(arrays["hidden"], arrays["weight"], target))
     assert sorted(v.op for v in fake_kernels.variants) == ["cross_entropy", "cross_entropy_bwd"]

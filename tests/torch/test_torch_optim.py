@@ -137,10 +137,9 @@ def test_maximize(of: str, device: str) -> None:
 
 
 @pytest.mark.fault(
-    "AdamW gets amsgrad, capturable or differentiable: in a group, in a group later, or in a state dict of PyTorch's",
-    "an error says which and what to take; neither parameters nor state change",
-    "nothing",
-)
+    "AdamW gets amsgrad, capturable or differentiable: in a group, in one added later, or in PyTorch's state dict",
+    "an error says which option it is and what to use instead; neither parameters nor state change", "nothing",
+)  # fmt: skip
 @pytest.mark.parametrize("name", ["amsgrad", "capturable", "differentiable"])
 def test_options_that_a_step_could_not_do_are_refused(name: str) -> None:
     weight = nn.Parameter(torch.ones(3, 4))

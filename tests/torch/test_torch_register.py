@@ -55,8 +55,8 @@ def test_any_finite_number_can_be_a_default(value: Any) -> None:
 
 
 @pytest.mark.fault(
-    "register refuses a declaration, whose gradient it would have taken", "the next try, with another, is as the first",
-    "nothing",
+    "register refuses a declaration, but would accept its gradient's",
+    "the next call, with another declaration, works as if it were the first", "nothing",
 )  # fmt: skip
 @pytest.mark.parametrize("taken", ["name", "theirs"])
 def test_after_a_register_that_failed_the_next_one_works(taken: str) -> None:

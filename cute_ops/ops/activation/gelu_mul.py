@@ -7,6 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
+from cute_ops.ops import docs
 from cute_ops.ops.activation.config import SPACE, pointwise
 from cute_ops.ops.activation.maths import gelu
 from cute_ops.shapes import FLOATS
@@ -30,38 +31,36 @@ def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any, *, approximate: str) -
     return xp.astype(dy * u * slope, gate.dtype), xp.astype(dy * y, up.dtype)
 
 
+ROWS = Tensor("*m n", "T")
+COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS}, "attrs": {"approximate": OneOf("tanh", "none")}, "sharding": Sharding(parallel=("n",)),
+    "tuning": Tuning(pointwise, space=SPACE), "cases": CASES,
+}  # fmt: skip
+
 gelu_mul_bwd = Op(
     "gelu_mul_bwd",
-    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T"), "dout": Tensor("*m n", "T")},
-    outputs={"dgate": Tensor("*m n", "T"), "dup": Tensor("*m n", "T")},
-    dtypes={"T": FLOATS},
-    sharding=Sharding(parallel=("n",)),
-    attrs={"approximate": OneOf("tanh", "none")},
+    inputs={"gate": ROWS, "up": ROWS, "dout": ROWS},
+    outputs={"dgate": ROWS, "dup": ROWS},
+    **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.activation.gelu_mul:GeluMulBackward",
-    tuning=Tuning(pointwise, space=SPACE),
-    cases=CASES,
     doc="""Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.""",
 )
 
 gelu_mul = Op(
     "gelu_mul",
-    inputs={"gate": Tensor("*m n", "T"), "up": Tensor("*m n", "T")},
-    outputs={"out": Tensor("*m n", "T")},
-    dtypes={"T": FLOATS},
-    sharding=Sharding(parallel=("n",)),
-    attrs={"approximate": OneOf("tanh", "none")},
+    inputs={"gate": ROWS, "up": ROWS},
+    outputs={"out": ROWS},
+    **COMMON,
     reference=reference,
     kernel="cute_ops.kernels.activation.gelu_mul:GeluMul",
-    tuning=Tuning(pointwise, space=SPACE),
     grad=gelu_mul_bwd,
-    cases=CASES,
-    doc="""GELU of the gate times up: the pointwise half of GEGLU.
+    doc=f"""GELU of the gate times up: the pointwise half of GEGLU.
 
     ``out = gelu(gate) * up``
 
     Args:
-        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        gate: {docs.ROWS}.
         up: ``T[*m n]``.
         approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from cute_ops.array_api import widen
@@ -47,87 +49,55 @@ def _halves(x: Any) -> tuple[Any, Any]:
     return x[..., :n], x[..., n:]
 
 
-def _swiglu(xp: Any, x: Any) -> Any:
+def _gated(activation: Callable[..., Any], xp: Any, x: Any, **attrs: Any) -> Any:
     gate, up = _halves(widen(xp, x)[0])
-    return xp.astype(silu(xp, gate)[0] * up, x.dtype)
+    return xp.astype(activation(xp, gate, **attrs)[0] * up, x.dtype)
 
 
-def _swiglu_bwd(xp: Any, x: Any, dout: Any) -> tuple[Any]:
+def _gated_bwd(activation: Callable[..., Any], xp: Any, x: Any, dout: Any, **attrs: Any) -> tuple[Any]:
     wide, dy = widen(xp, x, dout)
     gate, up = _halves(wide)
-    y, slope = silu(xp, gate)
+    y, slope = activation(xp, gate, **attrs)
     return (xp.astype(xp.concat([dy * up * slope, dy * y], axis=-1), x.dtype),)
 
 
 def _swiglu_again(xp: Any, x: Any, dout: Any) -> tuple[Any, Any]:
-    return *_swiglu_bwd(xp, x, dout), _swiglu(xp, x)
+    return *_gated_bwd(silu, xp, x, dout), _gated(silu, xp, x)
 
 
-def _geglu(xp: Any, x: Any, *, approximate: str) -> Any:
-    gate, up = _halves(widen(xp, x)[0])
-    return xp.astype(gelu(xp, gate, approximate)[0] * up, x.dtype)
+def _declare(
+    name: str, activation: Callable[..., Any], attrs: dict[str, Any], cases: tuple[Case, ...], kernel: str, doc: str
+) -> Op:  # fmt: skip
+    """An activation of gate, times up, and its gradient."""
+    kernel = f"cute_ops.kernels.activation.glu:{kernel}"
+    common = {**COMMON, "attrs": attrs, "cases": cases}
+    backward = Op(
+        f"{name}_bwd", inputs={"x": X, "dout": OUT}, outputs={"dx": X}, reference=partial(_gated_bwd, activation),
+        kernel=f"{kernel}Backward", doc=f"Gradient of :func:`{name}`: those of gate and up side by side, as in x.",
+        **common,
+    )  # fmt: skip
+    return Op(
+        name, inputs={"x": X}, outputs={"out": OUT}, reference=partial(_gated, activation), kernel=kernel,
+        grad=backward, doc=doc, **common,
+    )  # fmt: skip
 
 
-def _geglu_bwd(xp: Any, x: Any, dout: Any, *, approximate: str) -> tuple[Any]:
-    wide, dy = widen(xp, x, dout)
-    gate, up = _halves(wide)
-    y, slope = gelu(xp, gate, approximate)
-    return (xp.astype(xp.concat([dy * up * slope, dy * y], axis=-1), x.dtype),)
-
-
-swiglu = Op(
-    "swiglu",
-    inputs={"x": X},
-    outputs={"out": OUT},
-    **COMMON,
-    reference=_swiglu,
-    kernel="cute_ops.kernels.activation.glu:SwiGLU",
-    grad=Op(
-        "swiglu_bwd",
-        inputs={"x": X, "dout": OUT},
-        outputs={"dx": X},
-        **COMMON,
-        reference=_swiglu_bwd,
-        kernel="cute_ops.kernels.activation.glu:SwiGLUBackward",
-        cases=SWIGLU_CASES,
-        doc="Gradient of :func:`swiglu`: those of gate and up side by side, as in x.",
+swiglu = _declare(
+    "swiglu", silu, {}, SWIGLU_CASES, "SwiGLU",
+    _DOC.format(
+        what="SiLU of the first half of each row times the second.", formula="gate * sigmoid(gate) * up",
+        attributes="", errors="",
     ),
-    cases=SWIGLU_CASES,
-    doc=_DOC.format(
-        what="SiLU of the first half of each row times the second.",
-        formula="gate * sigmoid(gate) * up",
-        attributes="",
-        errors="",
-    ),
-)
+)  # fmt: skip
 
-geglu = Op(
-    "geglu",
-    inputs={"x": X},
-    outputs={"out": OUT},
-    **COMMON,
-    attrs={"approximate": OneOf("tanh", "none")},
-    reference=_geglu,
-    kernel="cute_ops.kernels.activation.glu:GEGLU",
-    grad=Op(
-        "geglu_bwd",
-        inputs={"x": X, "dout": OUT},
-        outputs={"dx": X},
-        **COMMON,
-        attrs={"approximate": OneOf("tanh", "none")},
-        reference=_geglu_bwd,
-        kernel="cute_ops.kernels.activation.glu:GEGLUBackward",
-        cases=GEGLU_CASES,
-        doc="Gradient of :func:`geglu`: those of gate and up side by side, as in x.",
-    ),
-    cases=GEGLU_CASES,
-    doc=_DOC.format(
-        what="GELU of the first half of each row times the second.",
-        formula="gelu(gate) * up",
+geglu = _declare(
+    "geglu", gelu, {"approximate": OneOf("tanh", "none")}, GEGLU_CASES, "GEGLU",
+    _DOC.format(
+        what="GELU of the first half of each row times the second.", formula="gelu(gate) * up",
         attributes="\n        approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.",
         errors=", another ``approximate``",
     ),
-)
+)  # fmt: skip
 
 swiglu_again = Op(
     "swiglu_again",

@@ -7,6 +7,7 @@ from typing import Any
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.ops import docs
 from cute_ops.ops.activation.config import SPACE, pointwise
 from cute_ops.ops.activation.maths import silu
 from cute_ops.shapes import FLOATS
@@ -36,6 +37,7 @@ def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
 ROWS = Tensor("*m n", "T")
 COMMON: dict[str, Any] = {
     "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "tuning": Tuning(pointwise, space=SPACE),
+    "cases": CASES,
 }  # fmt: skip
 
 silu_mul_bwd = Op(
@@ -45,7 +47,6 @@ silu_mul_bwd = Op(
     **COMMON,
     reference=reference_bwd,
     kernel="cute_ops.kernels.activation.silu_mul:SiluMulBackward",
-    cases=CASES,
     doc="""Gradients of :func:`silu_mul`.
 
     With ``s = sigmoid(gate)``: ``dgate = dout * up * s * (1 + gate * (1 - s))``, ``dup = dout * gate * s``.
@@ -60,13 +61,12 @@ silu_mul = Op(
     reference=reference,
     kernel="cute_ops.kernels.activation.silu_mul:SiluMul",
     grad=silu_mul_bwd,
-    cases=CASES,
-    doc="""SiLU of the gate times up: the pointwise half of SwiGLU.
+    doc=f"""SiLU of the gate times up: the pointwise half of SwiGLU.
 
     ``out = gate * sigmoid(gate) * up``
 
     Args:
-        gate: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
+        gate: {docs.ROWS}.
         up: ``T[*m n]``.
 
     Returns:

@@ -11,7 +11,7 @@ from cute_ops.op import Case, Op, Tensor
 from cute_ops.ops import docs
 from cute_ops.ops.norm import rmsnorm as norm
 from cute_ops.ops.norm.config import BACKWARD, FORWARD, backward, forward, workspace
-from cute_ops.ops.norm.declare import COLUMNS, DCOLUMNS
+from cute_ops.ops.norm.declare import COLUMNS, DCOLUMNS, ROWS
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
 CASES = (
@@ -60,26 +60,20 @@ def check_residual(binding: Binding) -> str | None:
     return f"argument `residual` has dtype {residual}, expected {x} (that of `x`) or a wider one."
 
 
+RESIDUAL = Tensor("*m n", "R")
+COMMON: dict[str, Any] = {
+    "dtypes": dict.fromkeys("TRWB", FLOATS), "attrs": {"eps": 1e-6, "weight_offset": 0.0}, "cases": CASES,
+}  # fmt: skip
+
 add_rmsnorm_bwd = Op(
     "add_rmsnorm_bwd",
-    inputs={
-        "residual_out": Tensor("*m n", "R"),
-        "dout": Tensor("*m n", "T"),
-        "dresidual_out": Tensor("*m n", "R", optional=True),
-        **COLUMNS,
-    },
-    outputs={
-        "dx": Tensor("*m n", "T", same_as="dresidual"),
-        "dresidual": Tensor("*m n", "R"),
-        **DCOLUMNS,
-    },
-    dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
-    attrs={"eps": 1e-6, "weight_offset": 0.0},
+    inputs={"residual_out": RESIDUAL, "dout": ROWS, "dresidual_out": RESIDUAL._replace(optional=True), **COLUMNS},
+    outputs={"dx": ROWS._replace(same_as="dresidual"), "dresidual": RESIDUAL, **DCOLUMNS},
+    **COMMON,
     check=norm.CHECK,
     reference=reference_bwd,
     kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNormBackward",
     tuning=Tuning(backward, space=BACKWARD, workspace=workspace),
-    cases=CASES,
     doc="""Gradients of :func:`add_rmsnorm`.
 
     ``dresidual = rmsnorm_bwd(residual_out, dout) + dresidual_out`` and ``dx`` is the same sum in x's dtype
@@ -90,20 +84,14 @@ add_rmsnorm_bwd = Op(
 
 add_rmsnorm = Op(
     "add_rmsnorm",
-    inputs={
-        "x": Tensor("*m n", "T"),
-        "residual": Tensor("*m n", "R"),
-        **COLUMNS,
-    },
-    outputs={"out": Tensor("*m n", "T"), "residual_out": Tensor("*m n", "R")},
-    dtypes={"T": FLOATS, "R": FLOATS, "W": FLOATS, "B": FLOATS},
-    attrs={"eps": 1e-6, "weight_offset": 0.0},
+    inputs={"x": ROWS, "residual": RESIDUAL, **COLUMNS},
+    outputs={"out": ROWS, "residual_out": RESIDUAL},
+    **COMMON,
     check=check_residual,
     reference=reference,
     kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNorm",
     tuning=Tuning(forward, space=FORWARD),
     grad=add_rmsnorm_bwd,
-    cases=CASES,
     doc=f"""Residual add and RMSNorm in one pass.
 
     ``residual_out = x + residual``; ``out = rmsnorm(residual_out, weight, bias, eps, weight_offset)``

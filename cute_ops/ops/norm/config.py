@@ -1,4 +1,8 @@
-"""How the norms' kernels are configured: heuristics, their search space and the workspace of a gradient."""
+"""How the norms' kernels are configured: heuristics, their search space and the workspace of a gradient.
+
+Lengths are in 16-byte vectors unless a name says otherwise. Rows are unaligned where they do not all start on a vector.
+The bounds were measured on an H200.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,8 @@ from cute_ops.ops.rows import (
     LINE_VECTORS,
     LONG_ROW,
     SMEM_VECTORS,
+    TWO_PASS_LONG_THREADS,
+    TWO_PASS_THREADS,
     VECTOR_BYTES,
     WIDEST_VECTOR,
     Ladder,
@@ -37,29 +43,28 @@ from cute_ops.ops.rows import (
 )  # fmt: skip
 from cute_ops.shapes import ITEMSIZE, Array
 
-# Threads of a CTA that reads a row twice: of unknown length, and of one that is too long for all else.
-TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
 COLUMNS = ("weight", "bias")
 
 # --- forward
 
-# Aligned rows of a layer norm wait in shared memory from so many vectors on; up to these bounds a CTA takes so many of
-# them: four to a thread as far as clusters of 4 reach, since of few rows more SMs share the work.
+# Layer norm keeps aligned rows of more than CENTRED_SMEM_VECTORS in shared memory. Of these, rows of up to 4 * 2048 are
+# split into CTAs of 2048: when rows are few, a cluster of up to 4 puts more SMs to work. Longer rows fill CTAs.
 CENTRED_SMEM_VECTORS = 512
 CENTRED_SMEM_SPAN: Ladder[int] = ((4 * 2048, 2048), (math.inf, SMEM_VECTORS))
-# Other rows wait in shared memory where they have more vectors than this, by whether they are aligned; with a residual
-# a CTA takes fewer of them.
+# Other norms keep longer rows than this in shared memory, by whether rows are aligned. With a residual, a CTA takes at
+# most SMEM_SPAN_OF_SUM of an aligned row.
 SMEM_FROM = {True: 8192, False: 4096}
 SMEM_SPAN_OF_SUM = 1024
-# Vectors of a row of which a CTA has four rows to a thread: it would be over before the next one has started.
+# A CTA takes four groups of rows as short as this: with one group it would end before the next CTA has started.
 TINY_ROW = 8
-# Vectors of a row off a vector, of two inputs, up to which each has a thread of its own.
-SHIFTED_PAIRS = 768
-# Vectors of a row, up to which two CTAs share it in registers, and those of a CTA beyond them.
-PAIR_VECTORS, REGISTER_VECTORS, MOST_REGISTER_VECTORS = 2048, 2048, 4096
-# Threads of an SM whose registers hold long rows, and where a thread holds more than a row of one input's dtype.
+# Unaligned rows of two inputs, x and residual, have one thread per vector up to this length.
+UNALIGNED_PAIR_VECTORS = 768
+# Long rows in registers: aligned rows of one input up to SMALL_CTAS_VECTORS are split into small CTAs. For other rows a
+# CTA takes REGISTER_VECTORS, or up to MOST_REGISTER_VECTORS where clusters reach no further.
+SMALL_CTAS_VECTORS, REGISTER_VECTORS, MOST_REGISTER_VECTORS = 2048, 2048, 4096
+# Threads of an SM that hold long rows in registers; fewer where each needs registers for more than its vectors.
 REGISTER_SM_THREADS, REGISTER_SM_THREADS_WIDE = 1536, 1024
-# Vectors of a row that a persistent CTA holds the weight and the bias of.
+# Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
 
 
@@ -68,13 +73,14 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
 
     Args:
         problem: the problem.
-        centred: the row's mean is subtracted, which takes more instructions per thread and more registers.
+        centred: whether the row's mean is subtracted, as in layer norm: that takes more instructions and registers.
     """
     if problem.n is None:
         return NormConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
     if centred and row.vectors > CENTRED_SMEM_VECTORS and row.aligned:
-        # Twice its threads meet before a row is written: in shared memory, of which more rows find room meanwhile.
+        # Threads exchange sums twice per row, for the mean and for the variance. Shared memory has room for other rows
+        # that load meanwhile.
         found = _in_smem(problem, row, row.vectors, step(CENTRED_SMEM_SPAN, row.vectors), full=True, shallow=True)
         if found:
             return found
@@ -84,13 +90,11 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
 
 
 def _centred_row(problem: Problem, row: Row) -> NormConfig:
-    """A layer norm's row in one CTA, longer than a warp's."""
+    """A layer norm's row of more than a warp's vectors, in one CTA."""
     if not row.aligned:
         return _persistent(problem, row, cluster=1, per_thread=6, threads=128)
     share = WARP if row.vectors <= 5 * WARP else threads_for(row.vectors, 4)
-    return NormConfig(
-        "one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True
-    )  # fmt: skip
+    return NormConfig("one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True)
 
 
 def _row(problem: Problem, row: Row, centred: bool) -> NormConfig:
@@ -99,7 +103,7 @@ def _row(problem: Problem, row: Row, centred: bool) -> NormConfig:
     if pair and row.aligned and row.vectors > WARP:
         threads, share = threads_of_pairs(row.vectors, 512)
         return NormConfig("one_pass", threads, share, align_vectors=row.align_vectors)
-    if pair and not row.aligned and row.n >= LONG_ROW and row.vectors + row.align_vectors <= SHIFTED_PAIRS:
+    if pair and not row.aligned and row.n >= LONG_ROW and row.vectors + row.align_vectors <= UNALIGNED_PAIR_VECTORS:
         share = threads_for(row.vectors + row.align_vectors, 1)
     tiny = row.vectors <= TINY_ROW and row.aligned
     return NormConfig(
@@ -121,30 +125,32 @@ def _long_row(problem: Problem, row: Row, centred: bool) -> NormConfig:
         found = _in_smem(problem, row, row.touched, span, full=full, shallow=full)
         if found:
             return found
-    # Few rows want four CTAs; many mind, unless a warp for each of an SM's four schedulers holds its part to the full.
-    halves = row.vectors <= PAIR_VECTORS and row.aligned and not (centred or pair)
-    span = REGISTER_VECTORS if not halves else 1024 if row.vectors % (4 * 512) else 512
+    # Clusters of four help when rows are few and hurt when they are many, unless each CTA fills all four schedulers of
+    # its SM evenly: 512 vectors are four warps of four vectors per thread.
+    small_ctas = row.vectors <= SMALL_CTAS_VECTORS and row.aligned and not (centred or pair)
+    span = REGISTER_VECTORS if not small_ctas else 1024 if row.vectors % (4 * 512) else 512
     cluster = cluster_for(row.vectors, span, row.max_cluster)
     part = -(-row.vectors // cluster)
     if part > MOST_REGISTER_VECTORS:
         return NormConfig("two_pass", TWO_PASS_LONG_THREADS)
-    return _in_registers(problem, row, cluster, threads_for(part, 4), centred, halves)
+    return _in_registers(problem, row, cluster, threads_for(part, 4), centred, small_ctas)
 
 
 def _in_registers(
-    problem: Problem, row: Row, cluster: int, threads: int, centred: bool, halves: bool
+    problem: Problem, row: Row, cluster: int, threads: int, centred: bool, small_ctas: bool
 ) -> NormConfig:  # fmt: skip
     """A long row in registers, in its own dtype."""
-    # Two inputs of 16 bits each, widened to add them, need more registers than three CTAs leave.
+    # Two inputs of 16 bits are widened to be added, which takes more registers than 1536 threads per SM leave.
     both = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual") if name in problem.dtypes]
     narrow_sum = len(both) == 2 and max(both) == 2
-    sm_threads = REGISTER_SM_THREADS_WIDE if narrow_sum or centred or halves else REGISTER_SM_THREADS
+    sm_threads = REGISTER_SM_THREADS_WIDE if narrow_sum or centred or small_ctas else REGISTER_SM_THREADS
     resident = 1 if row.max_cluster == 1 else 2 if cluster == 1 else max(1, sm_threads // threads)
-    # A weight of no more bytes than a vector has room beside one input and, where as many threads have no more
-    # registers anyway, beside two of 16 bits; unless masks take it, as of float16, which is widened in pairs.
-    whole = row.vectors == 4 * threads * cluster and row.aligned
-    room = (halves and (whole or problem.dtypes["x"] != "float16")) or (
-        narrow_sum and whole and resident * threads == sm_threads
+    # The weight loads before the row's sum is known where registers have room for it: at most 16 bytes beside each
+    # vector of one input, or of two 16-bit inputs if CTAs fill an SM to sm_threads. Masks take that room from two
+    # inputs, and from float16, which is widened in pairs.
+    unmasked = row.vectors == 4 * threads * cluster and row.aligned
+    room = (small_ctas and (unmasked or problem.dtypes["x"] != "float16")) or (
+        narrow_sum and unmasked and resident * threads == sm_threads
     )
     return NormConfig(
         "one_pass", threads, threads, cluster, resident, row.align_vectors, keep_dtype=True,
@@ -156,19 +162,20 @@ def _in_smem(problem: Problem, row: Row, vectors: int, span: int, *, full: bool,
     spread = spread_in_smem(row, vectors, bytes_of(problem, ("x", "residual")), span, full=full, shallow=shallow)
     if spread is None:
         return None
-    # Registers for all of a thread's weight at once, while the row loads.
+    # With at most 1088 threads per SM, registers have room for the weight (16 bytes per vector) while the row loads.
     room = spread.resident * spread.threads <= 1024 + 2 * WARP and _column_bytes(problem, row) <= VECTOR_BYTES
     return NormConfig("smem", *spread, row.align_vectors, delay_weight_load=not room)
 
 
 def _persistent(problem: Problem, row: Row, cluster: int, per_thread: int, threads: int) -> NormConfig:
-    """Rows off a vector whose weights stay in registers from row to row."""
+    """Unaligned rows, whose weight and bias stay in registers from row to row."""
     share = threads_for(-(-(row.vectors + row.align_vectors) // cluster), per_thread, threads)
     rows = max(threads // share, 1)
     slot = rows * share * per_thread * VECTOR_BYTES
     stages = 2 if cluster == 1 or 3 * slot + 4096 > row.ring_bytes else 3
     resident = max(1, min(512 // threads, 160_000 // (stages * slot)))
-    # A CTA alone meets rows that start at one place of a line only; a cluster's are sorted by it.
+    # Rows start at the same offset in a cache line again every `period` rows. A thread keeps its columns as long as
+    # offsets do not change: the number of CTAs is a multiple of the period, and clusters take rows sorted by offset.
     period = WIDEST_VECTOR * row.align_vectors
     clusters = resident_clusters(problem, cluster) * resident
     return NormConfig(
@@ -178,35 +185,38 @@ def _persistent(problem: Problem, row: Row, cluster: int, per_thread: int, threa
 
 
 def _column_bytes(problem: Problem, row: Row) -> int:
-    """Bytes of the weight and the bias beside a vector of a row."""
+    """Bytes of weight and bias that belong to one vector of a row."""
     return bytes_of(problem, COLUMNS) * row.vector_elements
 
 
 # --- backward
 
 INPUTS = ("x", "residual_out", "dout", "dresidual_out")
-# Bytes of rows that each CTA of a cluster takes alone; from there on more CTAs and a second kernel are faster.
+# `few_rows`: bytes of all rows per CTA of a cluster. Beyond this, more CTAs and a second kernel are faster.
 FEW_BYTES = 36_864
-# Shared memory that `few_rows` needs beside the rows, for the column sums and the rows' terms; what `overlapped` and
-# persistent CTAs need.
+# Bytes of shared memory that a CTA needs beside its rows; in `few_rows` column sums and each row's mean and rstd.
 FEW_RESERVED, OVERLAPPED_RESERVED, PERSISTENT_RESERVED = 48 * 1024, 8 * 1024, 2048
-# Rows side by side, and rows of a thread, in the second kernel; bytes of rows up to which reading them twice has been
-# seen to pay.
+# `overlapped`, second kernel: threads that share a vector of columns, and rows that each holds, at most. Rows are read
+# twice, which was faster up to OVERLAPPED_BYTES of rows.
 OVERLAPPED_ROWS, OVERLAPPED_DEPTH, OVERLAPPED_BYTES = 64, 8, 5 << 20
-# Vectors of a row up to which the start of rows off a vector is rounded down to a line's, whatever their number.
-LINES_FOR_FEW = 2048
-# Vectors of a CTA of a large cluster: where two columns are summed, and otherwise by whether rows are aligned.
+# Unaligned rows are read from the start of a cache line if they have at most so many vectors, or if there are at least
+# so many of them.
+LINES_UP_TO, LINES_FROM_ROWS = 2048, 1024
+# Vectors of a CTA where a row takes more than four CTAs: with gradients of weight and bias; else by whether rows are
+# aligned.
 SPAN_OF_TWO_SUMS, SPAN = 1600, {True: 1024, False: 2048}
-# A thread's vectors, and the threads of an SM that have registers for their column sums, by the vectors of a CTA: of
-# rows off a vector in one CTA or two, of two CTAs' rows that one could hold, and of all others.
-SHIFTED: Ladder[tuple[int, int]] = ((512, (1, 1152)), (1024, (2, 640)))
+# By the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the sums of their columns.
+# UNALIGNED: rows in one or two CTAs. HALVES: rows that one CTA could hold, in two. NARROW_CTA, WIDE_CTA: other rows in
+# one CTA, of 16 and of 32 bits. CLUSTERED: all others.
+UNALIGNED: Ladder[tuple[int, int]] = ((512, (1, 1152)), (1024, (2, 640)))
 HALVES: Ladder[tuple[int, int]] = ((256, (1, 768)), (512, (2, 576)))
 NARROW_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.inf, (4, 512)))
 WIDE_CTA: Ladder[tuple[int, int]] = ((384, (1, 1024)), (768, (2, 800)), (math.inf, (2, 512)))
 CLUSTERED: Ladder[tuple[int, int]] = ((384, (1, 1024)), (1024, (2, 800)), (math.inf, (4, 800)))
-# The same threads where two columns are summed: of many columns a thread, of rows off a vector, of others.
-MANY_COLUMNS_THREADS, SHIFTED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
-# Warps that have registers for five vectors' two column sums each.
+# The same number of threads with gradients of weight and bias: where a thread has many columns, for unaligned rows, and
+# for others.
+MANY_COLUMNS_THREADS, UNALIGNED_SUMS_THREADS, SUMS_THREADS = 768, 576, 384
+# Balanced CTAs: vectors of a thread at most, and warps that have registers for two sums of each of their columns.
 BALANCED_VECTORS, BALANCED_WARPS = 5, 12
 SCHEDULERS = 4  # of an SM
 
@@ -223,9 +233,8 @@ def backward(problem: Problem, centred: bool = False) -> NormConfig:
 
 def _persistent_backward(problem: Problem, row: Row, row_bytes: int, centred: bool) -> NormConfig | None:
     """Persistent clusters with column sums in registers; None for rows that are too long."""
-    # Registers for the column sums of so many vectors leave room for so many threads on an SM.
     sums = max(sum(name in problem.dtypes for name in ("dweight", "dbias")), 1)
-    lines = row.vectors <= LINES_FOR_FEW or problem.m >= LONG_ROW
+    lines = row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS
     align = row.align_vectors if lines else 1
     cluster = _backward_cluster(row, row.vectors + (0 if row.aligned else align), sums)
     part = -(-(row.vectors + (0 if row.aligned else align)) // cluster)
@@ -233,7 +242,7 @@ def _persistent_backward(problem: Problem, row: Row, row_bytes: int, centred: bo
     share = threads_for(part, per_thread, 512 if per_thread > 1 else 1024)
     balanced = cluster > 2 and sums == 2 and not row.aligned
     if balanced:
-        # Every other place where rows may start, and half as many sums to begin and store.
+        # Rows start on half a line: with half as many offsets, column sums are begun and stored half as often.
         share, align = _balanced_threads(part), min(align, LINE_VECTORS // 2)
     threads = share if cluster > 1 else max(256, share) if sums == 1 else max(256 // share, 1) * share
     sm_threads = sm_threads * 2 // (1 + sums)
@@ -244,10 +253,10 @@ def _persistent_backward(problem: Problem, row: Row, row_bytes: int, centred: bo
         return None
     deeper = cluster > 1 and (row.vectors > CTA_VECTORS or (cluster == 2 and part <= 256))
     if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and 512 < part <= CTA_VECTORS:
-        deeper, sm_threads = True, threads  # one CTA, whose rows of three inputs are on their way longer
+        deeper, sm_threads = True, threads  # one CTA per SM: rows of three inputs take longer to arrive
     stages = 3 if deeper and 3 * slot <= row.ring_bytes else 2
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), sm_threads // threads))
-    # So few clusters that no multiple of the places where rows may start fills the chip. Few rows have few places.
+    # Large clusters are few: no multiple of the offsets of unaligned rows fills the GPU. So rows are sorted by offset.
     sort_period = WIDEST_VECTOR * align if not row.aligned and cluster > 2 else 0
     return NormConfig(
         "persistent", threads, share, cluster, resident, align, stages=stages,
@@ -256,41 +265,42 @@ def _persistent_backward(problem: Problem, row: Row, row_bytes: int, centred: bo
 
 
 def _backward_cluster(row: Row, touched: int, sums: int) -> int:
-    """CTAs of a row: two vectors per thread as far as clusters of 4 reach, then four."""
+    """CTAs of a row. Of a long row each takes up to CTA_VECTORS as far as four CTAs reach, then up to its span."""
     if row.vectors > CTA_VECTORS:
         span = SPAN_OF_TWO_SUMS if sums == 2 else SPAN[row.aligned]
         small = min(4, cluster_for(touched, CTA_VECTORS, row.max_cluster))
         return max(small, cluster_for(touched, span, row.max_cluster))
-    # Two small CTAs in place of a large one: as many bytes are on their way in fewer rows.
+    # Two small CTAs instead of a large one keep as many bytes in flight with fewer rows.
     pair = row.vectors >= 512 and sums == 1 and row.itemsize < 4 and row.aligned
     return min(2, row.max_cluster) if pair else 1
 
 
 def _vectors_of_a_thread(row: Row, part: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
-    """Vectors of a thread, and threads of an SM whose registers hold one column's sums."""
+    """Vectors of a thread, and threads of an SM that have registers for one sum of each of their columns."""
     if row.vectors > WARP and (sums == 2 or (centred and not row.aligned)):
-        # Many columns per thread: what two column sums cost in threads, fewer partial sums of a row give back.
+        # A thread takes many columns. Two sums of each leave registers for fewer threads, but then a row's sum has
+        # fewer parts to exchange.
         short = row.vectors <= 5 * WARP
         per_thread = -(-row.vectors // WARP) if short else 3 if not row.aligned and cluster == 1 else 4
         many = not short if row.itemsize == 4 else row.n <= 12 * WARP
-        threads = MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else SHIFTED_SUMS_THREADS
+        threads = MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else UNALIGNED_SUMS_THREADS
     elif not row.aligned and part <= 1024 and cluster <= 2:
-        per_thread, threads = step(SHIFTED, part)
+        per_thread, threads = step(UNALIGNED, part)
     elif row.vectors <= CTA_VECTORS and cluster == 2:
         per_thread, threads = step(HALVES, part)
     else:
         per_thread, threads = step(CLUSTERED if cluster > 1 else WIDE_CTA if row.itemsize == 4 else NARROW_CTA, part)
     if per_thread == 4:
-        # The fewest vectors for the busiest of an SM's schedulers.
+        # Four or five, whichever gives the busiest of an SM's schedulers fewer vectors.
         per_thread = min((4, 5), key=lambda k: -(-threads_for(part, k, 512) // (SCHEDULERS * WARP)) * k)
     return per_thread, threads
 
 
 def _balanced_threads(part: int) -> int:
-    """Threads of a CTA that holds so many vectors, up to five to a thread, whose registers for two column sums of them
-    leave room for twelve warps: those of which the busiest of an SM's schedulers has the fewest vectors.
+    """Threads of a balanced CTA that holds so many vectors: as many whole warps, up to BALANCED_WARPS, as give the
+    busiest of an SM's schedulers the fewest vectors.
     """
-    together = -(-part // WARP)
+    together = -(-part // WARP)  # vectors of one lane of all warps
 
     def busiest(warps: int) -> int:
         return sum(together // warps + (w < together % warps) for w in range(0, warps, SCHEDULERS))
@@ -300,9 +310,9 @@ def _balanced_threads(part: int) -> int:
 
 
 def _few_rows(problem: Problem, row: Row, row_bytes: int) -> NormConfig | None:
-    """So few rows that every cluster takes them all; None where they are more, or start off a vector.
+    """Each of a few clusters takes all rows; None where rows are too many or unaligned.
 
-    It looks at the number of rows in powers of two.
+    The config counts rows in powers of two, so that few kernels serve all.
     """
     cluster = cluster_for(row.vectors, WARP, row.max_cluster)
     if problem.m * row_bytes > cluster * FEW_BYTES or not row.aligned:
@@ -313,15 +323,15 @@ def _few_rows(problem: Problem, row: Row, row_bytes: int) -> NormConfig | None:
     part = share * -(-row.vectors // (cluster * share))
     if stages * rows * (part * -(-row_bytes // row.vectors) + 8) > row.ring_bytes - FEW_RESERVED:
         return None
-    # As many clusters of the largest size as surely find room.
+    # As many CTAs as four of the largest clusters have: these surely run at once.
     replicas = min(4 * row.max_cluster // cluster, 16, share)
     return NormConfig("few_rows", rows * share, share, cluster, stages=stages, replicas=replicas)
 
 
 def _overlapped(problem: Problem, row: Row, row_bytes: int) -> NormConfig | None:
-    """Rows that a second kernel's threads hold in registers; None where they are more or off a vector.
+    """A second kernel holds all rows in registers; None where rows are too many or unaligned.
 
-    It looks at the number of rows in powers of two.
+    The config counts rows in powers of two, so that few kernels serve all.
     """
     count = next_power(problem.m)
     column_threads = min(count, OVERLAPPED_ROWS)
@@ -340,7 +350,7 @@ def _overlapped(problem: Problem, row: Row, row_bytes: int) -> NormConfig | None
 
 
 def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """Partial weight gradients, one row per persistent CTA, or each row's mean and rstd: for the second kernel."""
+    """What the first kernel leaves for the second: a row of column sums per cluster, or each row's mean and rstd."""
     config = NormConfig.of(flat)
     summed = config.form in ("persistent", "two_pass")
     shape = (_partial_sums(problem, config) if summed else 0, problem.dims["n"])
@@ -351,17 +361,17 @@ def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
 
 
 def _partial_sums(problem: Problem, config: NormConfig) -> int:
-    """Persistent clusters, as many as fit the chip at once or have rows to work on."""
+    """Rows of the workspace: one for each persistent cluster, of which as many run as fit the GPU and have work."""
     rows = config.threads // config.threads_per_row if config.threads_per_row else 1
     groups = -(-problem.m // rows)
-    # Four steps each before there are more of them than SMs, and no more of them than that many steps need.
+    # More clusters than SMs only if each gets four steps, and as few as finish in the same number of steps.
     clusters = min(config.clusters, max(-(-groups // 4), min(groups, problem.sm_count)))
     clusters = -(-groups // -(-groups // clusters))
     if config.sort_period:
-        # A walk for every cluster and one more wherever a cluster goes on to the next remainder.
+        # Columns shift where a cluster goes on to rows of the next offset: its sums so far get a row of their own.
         return clusters + config.sort_period - 1
     if not row_of(problem).aligned:
-        # A cluster meets rows that start at one place of a line only.
+        # Every cluster takes rows of one offset only, so the number of clusters is a multiple of the offsets.
         period = WIDEST_VECTOR * config.align_vectors
         clusters = period * max(min(-(-clusters // period), config.clusters // period), 1)
     return clusters
@@ -371,7 +381,7 @@ def _partial_sums(problem: Problem, config: NormConfig) -> int:
 
 
 def _forward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
-    """The heuristic's form, its row spread otherwise over threads and CTAs, more or fewer of these on an SM."""
+    """The heuristic's form with other numbers of threads per row, CTAs per row and CTAs per SM."""
     config, row = NormConfig.of(flat), row_of(problem)
     if config.form in ("two_pass", "persistent"):
         return
@@ -388,7 +398,7 @@ def _forward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
 
 
 def _backward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
-    """Of persistent clusters, whose number follows from those that an SM holds."""
+    """Other stages, CTAs per SM and cluster sizes of the persistent form; other forms have no alternatives."""
     config, row = NormConfig.of(flat), row_of(problem)
     if config.form != "persistent":
         return
@@ -396,7 +406,7 @@ def _backward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
     for stages in (2, 3, 4):
         for resident in range(max(config.resident - 1, 1), config.resident + 3):
             yield replace(config, stages=stages, resident=resident, clusters=one * resident)
-    # Rows that are sorted by where they start want the cluster that they were sorted for.
+    # Sorted rows keep their cluster size: only large clusters take rows sorted.
     for ctas in (
         (config.cluster // 2, config.cluster, 2 * config.cluster) if not config.sort_period else (config.cluster,)
     ):
@@ -404,7 +414,7 @@ def _backward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
             continue
         for k in (1, 2, 4):
             share = threads_for(-(-row.touched_at_most // ctas), k)
-            # Clusters take one row at a time.
+            # A cluster takes one row at a time, a CTA alone as many as fill 256 threads.
             threads = max(256 // share, 1) * share if ctas == 1 else share
             resident = max(1, config.resident * config.threads // threads)
             yield replace(
@@ -414,7 +424,7 @@ def _backward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
 
 
 def needs(problem: Problem, flat: Config) -> Needs:
-    """What a config surely takes of an SM."""
+    """What one CTA of this config takes of an SM at least."""
     config = NormConfig.of(flat)
     if config.form in ("two_pass", "few_rows"):
         return Needs(config.threads, LEAST_REGISTERS, resident=config.resident)

@@ -10,33 +10,31 @@ from cute_ops.ops.rows import CTA_VECTORS, VECTOR_BYTES, row_of, threads_for
 from cute_ops.shapes import ITEMSIZE, Array
 
 ADAMW_ROWS = ("param", "grad", "exp_avg", "exp_avg_sq")
-# Threads of a CTA, and those at most that share a row there.
+# Threads of a CTA, and the most that share a row.
 EMBEDDING_THREADS, EMBEDDING_ROW_THREADS = 256, 64
-# Tokens of one class that are added up beforehand; classes of a group of threads where most have no token.
+# Tokens of one class whose sum is computed first; classes of a group of threads where most classes have no token.
 EMBEDDING_CHUNK, EMBEDDING_CLASSES = 64, 8
-# Persistent CTAs of an SM: 64 KB of loads in flight, more than memory needs to be busy. To start a CTA takes longer
-# than to see that a block is left alone.
+# Persistent CTAs per SM: they keep 64 KB of loads in flight, which is enough for full bandwidth. They are persistent
+# because starting a CTA takes longer than seeing that a block needs no scaling.
 SCALE_CTAS = 4
 
 
 def adamw(problem: Problem) -> MapConfig:
-    """A vector of every tensor to a thread, and as much of a row to a CTA as it can hold."""
+    """One vector of every tensor per thread; a row is cut into as few CTAs as hold it."""
     if problem.n is None:
         return MapConfig("elements", 256)
     row = row_of(problem, ADAMW_ROWS)
     segments = -(-row.touched // CTA_VECTORS)
     share = threads_for(-(-row.touched // segments), 1)
-    return MapConfig(
-        "segments", max(128, share), share, align_vectors=row.align_vectors, segments=segments
-    )  # fmt: skip
+    return MapConfig("segments", max(128, share), share, align_vectors=row.align_vectors, segments=segments)
 
 
 ADAMW = vary(threads=(64, 128, 256, 512))
 
 
 def embedding_bwd(problem: Problem) -> EmbeddingConfig:
-    """A row's part to a quarter of a CTA at most; several classes to such a group where there are more of them than
-    tokens, and enough for all SMs.
+    """Up to 64 threads share a row or a segment of it. Such a group takes several classes where classes are no fewer
+    than tokens and make at least four CTAs per SM.
     """
     share, segments = EMBEDDING_ROW_THREADS, 1
     if problem.n is not None:
@@ -48,14 +46,14 @@ def embedding_bwd(problem: Problem) -> EmbeddingConfig:
     tokens, classes = problem.dims["t"], problem.dims["c"]
     ctas = classes * segments // (EMBEDDING_THREADS // share * EMBEDDING_CLASSES)
     many = tokens <= classes and ctas >= 4 * problem.sm_count
-    # As many CTAs on an SM as leave the compiler enough registers: left alone, it spills some to get one more. Groups
-    # whose warps have threads of others take more of them.
+    # Without this bound the compiler spills registers to fit one more CTA on an SM. Groups that share warps with other
+    # groups take more registers.
     resident = 4 if share % WARP and WARP % share else 5
     return EmbeddingConfig(EMBEDDING_THREADS, share, EMBEDDING_CLASSES if many else 1, EMBEDDING_CHUNK, resident)
 
 
 def embedding_bwd_workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """The sums of chunks of one class."""
+    """Sums of chunks of tokens of one class."""
     chunks = problem.dims["t"] // EmbeddingConfig.of(flat).chunk
     return {"parts": Array((max(chunks, 1), problem.dims["n"]), "float32")}
 

@@ -17,6 +17,8 @@ from cute_ops.ops.rows import (
     SMEM_THREADS,
     SMEM_VECTORS,
     TENSORS,
+    TWO_PASS_LONG_THREADS,
+    TWO_PASS_THREADS,
     VECTOR_BYTES,
     bytes_of,
     cluster_for,
@@ -28,33 +30,34 @@ from cute_ops.shapes import ITEMSIZE
 
 # Columns that share a scale.
 BLOCK = 128
-# Elements of a row that a CTA holds in float32; beside a weight, fewer.
+# Elements of a row that a CTA holds in float32; fewer with a weight.
 HELD, HELD_BESIDE_WEIGHT = 16384, 10240
-TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
-# Vectors of a thread: of aligned rows, of rows off a vector of one input and of two. These arrive in pairs of vectors,
-# which takes registers, and cost more besides, which wants few threads.
-PER_THREAD, SHIFTED_PER_THREAD, SHIFTED_PAIRS_PER_THREAD = 4, 5, 3
-# Threads of an SM that have their loads on the way at a time: a cap on registers. Activations take some, sums more.
+# Vectors of a thread: of aligned rows, of unaligned rows of one input, and of two. Each vector of an unaligned row is
+# loaded as two aligned ones, which takes registers.
+PER_THREAD, UNALIGNED_PER_THREAD, UNALIGNED_PAIRS_PER_THREAD = 4, 5, 3
+# Threads of an SM with rows in registers, which bounds the registers of a thread: fewer with an activation (gated),
+# with a norm's bias, or with two inputs.
 SM_THREADS, SM_THREADS_GATED, SM_THREADS_BIAS = 1120, 896, 768
-SHIFTED_SM_THREADS, SHIFTED_SM_THREADS_GATED, SHIFTED_SM_THREADS_PAIRS = 1024, 960, 768
-# Vectors of a row, and threads of it, where nothing is summed: the last vectors of few rows arrive sooner.
+UNALIGNED_SM_THREADS, UNALIGNED_SM_THREADS_GATED, UNALIGNED_SM_THREADS_PAIRS = 1024, 960, 768
+# Without a weight, a row of at least this many vectors has at least as many threads: when rows are few, their last
+# vectors arrive sooner.
 WIDE_ROW_VECTORS = 256
-# Threads of an SM with rows in shared memory: off a vector; beside a weight, which takes registers, by how rows lie and
-# scales go.
-SMEM_SM_THREADS_SHIFTED, SMEM_SM_THREADS_WEIGHT = 1632, 1024
+# Threads of an SM with rows in shared memory: of unaligned rows; of aligned rows with a weight, which takes registers;
+# of unaligned rows with a weight, by whether a scale is a row's or a block's.
+SMEM_SM_THREADS_UNALIGNED, SMEM_SM_THREADS_WEIGHT = 1632, 1024
 SMEM_SM_THREADS_WEIGHT_BY_ROW, SMEM_SM_THREADS_WEIGHT_BY_BLOCK = 896, 1248
 
 
 class _Quantized(NamedTuple):
-    """A row in the vectors that its kernel takes.
+    """A row, counted in the vectors that its kernel loads, of 16 bytes or fewer.
 
     Attributes:
-        vectors: of the row.
-        elements: of a vector.
-        aligned: whether rows start on one.
+        vectors: vectors of the row.
+        elements: elements of a vector.
+        aligned: whether all rows start on a vector.
         pair: whether there are two inputs.
         weight: whether there is a weight.
-        by_row: whether a scale is the whole row's.
+        by_row: whether a whole row shares a scale, instead of a block.
     """
 
     vectors: int
@@ -69,7 +72,7 @@ def _quantized(problem: Problem) -> _Quantized:
     rows = [name for name in (*TENSORS, "gate", "up") if name in problem.dtypes]
     elements = VECTOR_BYTES // max(ITEMSIZE[problem.dtypes[name]] for name in rows)
     start = min(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]] for name in rows)
-    # Half vectors, but no narrower ones, and none that would not fit a block to a warp, beat pairs of whole ones.
+    # If rows start on half vectors, loading these beats moving whole ones into place, as long as a warp holds a block.
     elements = start if 2 * start == elements and start * WARP >= BLOCK else elements
     return _Quantized(
         -(-problem.dims["n"] // elements), elements, start >= elements,
@@ -78,7 +81,7 @@ def _quantized(problem: Problem) -> _Quantized:
 
 
 def config(problem: Problem) -> QuantizeConfig:
-    """Rows wait in float32 registers, in shared memory where they outgrow those of a CTA, or are read again."""
+    """Rows are held in float32 registers, longer ones in shared memory in their own dtype, the longest read twice."""
     if problem.n is None:
         return QuantizeConfig("two_pass", TWO_PASS_THREADS)
     row = _quantized(problem)
@@ -96,24 +99,22 @@ def config(problem: Problem) -> QuantizeConfig:
 def _in_registers(problem: Problem, n: int, row: _Quantized) -> QuantizeConfig:
     most = ARCHES[problem.arch].cluster
     cluster = cluster_for(row.vectors, HELD // row.elements, most)
-    if cluster > 1:  # small CTAs as far as clusters of 4 reach
+    if cluster > 1:  # CTAs of half the size, as long as four of them hold the row
         cluster = max(cluster, cluster_for(row.vectors, HELD // 2 // row.elements, min(most, 4)))
     part = -(-row.vectors // cluster)
     if part > HELD // row.elements:
         return QuantizeConfig("two_pass", TWO_PASS_LONG_THREADS)
-    per_thread = PER_THREAD if row.aligned else SHIFTED_PAIRS_PER_THREAD if row.pair else SHIFTED_PER_THREAD
+    per_thread = PER_THREAD if row.aligned else UNALIGNED_PAIRS_PER_THREAD if row.pair else UNALIGNED_PER_THREAD
     share = threads_for(part, per_thread)
     if not row.by_row and n > BLOCK:
-        share = max(share, BLOCK // row.elements)  # lanes that find the largest of a block together
+        share = max(share, BLOCK // row.elements)  # as many lanes as hold a block: they find its largest element
     threads = max(share, 128)
     column_bytes = bytes_of(problem, ("weight", "bias"))
     resident = max(1, _sm_threads(problem, row) // threads)
     if cluster == 1 and part >= WIDE_ROW_VECTORS and row.aligned and not column_bytes:
         share = threads = max(threads_for(part, 2), WIDE_ROW_VECTORS)
         resident = min(resident, max((1536 if row.pair else 2048) // threads, 2))
-    return QuantizeConfig(
-        "one_pass", threads, share, cluster, resident, delay_weight_load=column_bytes > 2
-    )  # fmt: skip
+    return QuantizeConfig("one_pass", threads, share, cluster, resident, delay_weight_load=column_bytes > 2)
 
 
 def _sm_threads(problem: Problem, row: _Quantized) -> int:
@@ -121,28 +122,28 @@ def _sm_threads(problem: Problem, row: _Quantized) -> int:
     if row.aligned:
         return SM_THREADS_BIAS if bias else SM_THREADS_GATED if gated else SM_THREADS
     if row.pair:
-        return SHIFTED_SM_THREADS_GATED if gated else SHIFTED_SM_THREADS_PAIRS
-    return SM_THREADS_BIAS if bias else SHIFTED_SM_THREADS
+        return UNALIGNED_SM_THREADS_GATED if gated else UNALIGNED_SM_THREADS_PAIRS
+    return SM_THREADS_BIAS if bias else UNALIGNED_SM_THREADS
 
 
 def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
-    """Rows that are looked at two or three times in shared memory: threads keep the weight meanwhile."""
+    """A row in shared memory, which is read there two or three times; None where it does not fit."""
     ring = ring_bytes(problem)
     widths = [ITEMSIZE[problem.dtypes[name]] for name in ("x", "residual", "gate", "up") if name in problem.dtypes]
     held = row.vectors + (0 if row.aligned else LINE_VECTORS)
     cluster = cluster_for(held * len(widths), SMEM_VECTORS, ARCHES[problem.arch].cluster)
     part = -(-held // cluster)
-    # A scale of the whole row is known late: fewer threads wait for it.
+    # A row's scale is known late: with more vectors per thread, fewer threads wait for it.
     per_thread = 16 if row.weight and row.aligned and row.by_row and part > 2048 else 8
     threads = threads_for(part, per_thread, SMEM_THREADS)
     slot = threads * per_thread * (VECTOR_BYTES // max(widths)) * sum(widths)
     if part > per_thread * threads or slot > ring - RESERVED_BYTES:
         return None
-    sm_threads = SMEM_SM_THREADS if row.aligned else SMEM_SM_THREADS_SHIFTED
+    sm_threads = SMEM_SM_THREADS if row.aligned else SMEM_SM_THREADS_UNALIGNED
     if row.weight:
         by_scale = SMEM_SM_THREADS_WEIGHT_BY_ROW if row.by_row else SMEM_SM_THREADS_WEIGHT_BY_BLOCK
         sm_threads = SMEM_SM_THREADS_WEIGHT if row.aligned else by_scale
-    # Rows that start anywhere without a weight take more time than memory: as many load as find room.
+    # Unaligned rows without a weight take longer to compute than to load: as many load at once as find room.
     full = not (row.aligned or row.weight)
     room = ring if full else min(SMEM_BYTES_IN_FLIGHT, ring)
     resident = max(1, min(room // slot, sm_threads // threads))
@@ -154,7 +155,7 @@ def _space(problem: Problem, flat: Config) -> Iterator[QuantizeConfig]:
     if heuristic.form == "two_pass":
         return
     share, threads = heuristic.threads_per_row, heuristic.threads
-    # The lanes of a block are neighbours in a warp, and the heuristic gives it no fewer.
+    # Neighbouring lanes of a warp hold a block: the heuristic gives a row as many threads as that takes, or a warp.
     least = 1 if not problem.attrs["block"] else min(share, WARP)
     if heuristic.cluster == 1:
         for one in (share // 2, share, 2 * share):

@@ -1,4 +1,7 @@
-"""How the kernels of softmax, sums and losses are configured: heuristics and their search space."""
+"""How the kernels of softmax, sums and losses are configured: heuristics and their search space.
+
+Lengths are in 16-byte vectors unless a name says otherwise. Rows are unaligned where they do not all start on a vector.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,8 @@ from cute_ops.ops.rows import (
     SMEM_SM_THREADS_FULL,
     SMEM_THREADS,
     SMEM_VECTORS,
+    TWO_PASS_LONG_THREADS,
+    TWO_PASS_THREADS,
     VECTOR_BYTES,
     Row,
     bytes_of,
@@ -32,40 +37,42 @@ from cute_ops.ops.rows import (
     vary_threads,
 )  # fmt: skip
 
-TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
-# Threads of a CTA that walks over a part of a row, vectors of that part, and parts of a row at most.
+# `reduced`, rows read twice: threads of a CTA, vectors of a part of a row, and parts of a row at most.
 PART_THREADS, PART_VECTORS, MOST_PARTS = 256, 2048, 8
-# Vectors of a row up to which waiting in shared memory is faster than two passes.
+# `reduced`: up to this length, keeping a row in shared memory is faster than reading it twice.
 REDUCED_SMEM_ROW = 16_384
-# CTAs of an SM that walk over rows, by whether these are aligned: with few registers more are resident, and more loads
-# on their way.
-WALKING_CTAS = {True: 7, False: 4}
-# Rows in shared memory, as many bytes on their way as fit: vectors of a row up to which one CTA of few threads has it,
-# and threads of an SM, by whether rows are aligned; vectors of a CTA of longer ones, and CTAs of a row. Masks cost
-# instructions: rows off a vector get more threads to a CTA, and fewer CTAs.
+# CTAs per SM that read rows twice, by whether rows are aligned: more CTAs, with fewer registers, keep more loads in
+# flight.
+TWO_PASS_CTAS = {True: 7, False: 4}
+# Rows in shared memory, as many as find room. Up to SHORT_SMEM_ROW one CTA of at least SHORT_SMEM_THREADS holds a row;
+# an SM has SHORT_SMEM_SM_THREADS, by whether rows are aligned.
 SHORT_SMEM_ROW, SHORT_SMEM_THREADS, SHORT_SMEM_SM_THREADS = 256, 128, {True: 2048, False: 1024}
+# Longer rows take up to FULL_CLUSTER CTAs of FULL_SPAN, by whether rows are aligned. Unaligned rows need masks, which
+# cost instructions: so their CTAs are fewer and have more threads.
 FULL_SPAN, FULL_CLUSTER = {True: 2048, False: SMEM_VECTORS}, 8
-# Shared memory of a CTA beside its rows: sums, and what the system keeps.
+# Bytes of shared memory that such a CTA needs beside its rows: for sums, and what the system reserves.
 OWN_BYTES = 1100
-# Vectors of a row beyond which CTAs have fewer of them where one does not hold a row: small ones begin sooner.
+# Aligned rows longer than SMALL_CTAS_FROM take CTAs of SMALL_CTA_VECTORS, which can begin sooner than full ones.
 SMALL_CTAS_FROM, SMALL_CTA_VECTORS = 4096, 1024
-# Vectors of a row, written where it was read, from which it waits in shared memory; of rows off a vector; and the
-# threads of an SM then: exponentials take registers, which more threads would not have.
-IN_PLACE_SMEM_ROW, IN_PLACE_SMEM_ROW_SHIFTED, IN_PLACE_SM_THREADS = 4 * WARP, 8 * WARP, 1024
-# Rows of two inputs: threads of an SM that hold four vectors of each, by the size of their cluster; threads of a CTA
-# beyond which each has no more than three.
+# Rows that are overwritten with their output: longer rows than this are kept in shared memory. An SM then has fewer
+# threads, because exponentials take registers.
+IN_PLACE_SMEM_ROW, IN_PLACE_SMEM_ROW_UNALIGNED, IN_PLACE_SM_THREADS = 4 * WARP, 8 * WARP, 1024
+# Rows of two inputs in registers: threads of an SM, more in clusters larger than LARGE_CLUSTER; threads of a CTA up to
+# which each may hold four vectors of each input, instead of three.
 PAIR_SM_THREADS, PAIR_SM_THREADS_CLUSTERED, LARGE_CLUSTER, FOUR_VECTORS_THREADS = 800, 1024, 8, 800
-# A row in segments: threads of a CTA and vectors of a segment, by whether rows are aligned (others have edges to mask:
-# fewer and longer segments); vectors of a row that is not cut where rows are many, and where nothing is read.
+# A row in segments: threads of a CTA and vectors of a segment, by whether rows are aligned. Edges of unaligned segments
+# need masks, so these are fewer and longer.
 SEGMENT = {True: (512, 2048), False: (256, SMEM_VECTORS)}
+# Where rows are many, aligned rows up to this length are not cut: in general, and in a kernel that reads no rows.
 WHOLE_ROW, WHOLE_FILLED_ROW = 8192, 2048
 
 
 def reduced(problem: Problem) -> ReduceConfig:
-    """A reduction that leaves nothing of a row but a number.
+    """A reduction whose output is one number per row.
 
-    The shortest rows wait in registers, others in shared memory. The longest are cut into parts and walked over: by a
-    cluster's CTAs where rows are few, by one CTA where they are many, which gives the same bits.
+    Rows of up to a warp's vectors are held in registers, longer ones in shared memory. The longest are cut into parts
+    and read twice: a cluster shares the parts where rows are few, one CTA takes all where rows are many. The bits are
+    the same.
     """
     if problem.n is None:
         return ReduceConfig("two_pass", TWO_PASS_THREADS)
@@ -80,7 +87,7 @@ def reduced(problem: Problem) -> ReduceConfig:
     walk = ReduceConfig("two_pass", PART_THREADS, align_vectors=row.align_vectors)
     if problem.m < 2 * problem.sm_count and 1 < parts <= row.max_cluster:
         return replace(walk, cluster=parts)
-    return replace(walk, parts_per_cta=parts, resident=WALKING_CTAS[row.aligned])
+    return replace(walk, parts_per_cta=parts, resident=TWO_PASS_CTAS[row.aligned])
 
 
 def _full_smem(row: Row) -> ReduceConfig | None:
@@ -103,7 +110,7 @@ def _full_smem(row: Row) -> ReduceConfig | None:
 
 
 def normalised(problem: Problem) -> ReduceConfig:
-    """A reduction and an output of the row's size: as the norms' forward, long rows in shared memory."""
+    """A reduction with an output of the row's size. As in the norms' forward, long rows are kept in shared memory."""
     if problem.n is None:
         return ReduceConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
@@ -123,12 +130,12 @@ def _one_pass(row: Row) -> ReduceConfig:
 
 
 def normalised_in_place(problem: Problem) -> ReduceConfig:
-    """As :func:`normalised`, for a kernel that writes where it has read."""
+    """As :func:`normalised`, for a kernel that overwrites its rows with the output."""
     heuristic = normalised(problem)
     if problem.n is None:
         return heuristic
     row = row_of(problem)
-    if row.vectors > CTA_VECTORS or (not row.aligned and row.vectors > IN_PLACE_SMEM_ROW_SHIFTED):
+    if row.vectors > CTA_VECTORS or (not row.aligned and row.vectors > IN_PLACE_SMEM_ROW_UNALIGNED):
         return _full_smem(row) or heuristic
     if row.vectors <= IN_PLACE_SMEM_ROW or not row.aligned:
         return heuristic
@@ -139,16 +146,14 @@ def normalised_in_place(problem: Problem) -> ReduceConfig:
 
 
 def reduced_pairs(problem: Problem) -> ReduceConfig:
-    """A reduction over rows of two inputs held in registers; two passes where a row fits no cluster's."""
+    """A reduction over rows of two inputs in registers; two passes where a cluster's registers do not hold a row."""
     if problem.n is None:
         return ReduceConfig("two_pass", TWO_PASS_THREADS)
     row = row_of(problem)
     if row.vectors <= CTA_VECTORS:
         if not row.aligned:
             return _one_pass(row)
-        return ReduceConfig(
-            "one_pass", *threads_of_pairs(row.vectors, CTA_VECTORS), align_vectors=row.align_vectors
-        )  # fmt: skip
+        return ReduceConfig("one_pass", *threads_of_pairs(row.vectors, CTA_VECTORS), align_vectors=row.align_vectors)
     cluster = cluster_for(row.vectors, CTA_VECTORS, row.max_cluster)
     part = -(-row.touched // cluster)
     threads = threads_for(part, 4)
@@ -159,21 +164,19 @@ def reduced_pairs(problem: Problem) -> ReduceConfig:
 
 
 def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
-    """No reduction.
+    """Elementwise, no reduction.
 
     Args:
         problem: the problem.
-        whole: vectors of a row that is not cut where rows are many.
+        whole: aligned rows up to this length are not cut where rows are many.
     """
     if problem.n is None:
         return MapConfig("elements", TWO_PASS_THREADS)
     row = row_of(problem)
     if row.vectors <= CTA_VECTORS:
-        # Three vectors to a thread of long ones: CTAs of few rows start sooner, and many rows do not mind.
+        # Three vectors per thread of a longer row: CTAs start sooner, which helps few rows and does not hurt many.
         share = row_threads(row) if not row.aligned or row.vectors <= 512 else threads_for(row.vectors, 3)
-        return MapConfig(
-            "rows", max(128 if row.vectors > WARP else 256, share), share, align_vectors=row.align_vectors
-        )  # fmt: skip
+        return MapConfig("rows", max(128 if row.vectors > WARP else 256, share), share, align_vectors=row.align_vectors)
     threads, segment = SEGMENT[row.aligned]
     if problem.m * -(-row.vectors // segment) < 2 * problem.sm_count:
         segment //= 2  # few rows are cut into more segments, so that every SM has one
@@ -184,7 +187,7 @@ def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
 
 
 def filled(problem: Problem) -> MapConfig:
-    """As :func:`mapped`, for a kernel that reads no rows: CTAs that write little are over before others start."""
+    """As :func:`mapped`, for a kernel that reads no rows. A CTA that wrote little would end before the next starts."""
     if problem.n is None:
         return mapped(problem)
     row = row_of(problem)
@@ -198,8 +201,8 @@ def filled(problem: Problem) -> MapConfig:
 
 
 def _reduce_space(problem: Problem, flat: Config) -> Iterator[ReduceConfig]:
-    """Of rows in two passes only how many CTAs share an SM, which leaves the bits as they are: there the heuristic
-    looks at the number of rows.
+    """Other CTAs and threads per row, and CTAs per SM. In two passes only the latter, which do not change bits: there
+    the heuristic looks at the number of rows.
     """
     config, row = ReduceConfig.of(flat), row_of(problem)
     if config.form == "two_pass":

@@ -160,6 +160,8 @@ FINISH = Finish(reduce_rows, {"reduction": ("mean", "sum", "none")}, {"reduction
 IGNORE_INDEX = -100
 ATTRS = {"ignore_index": IGNORE_INDEX, "label_smoothing": 0.0, "z_loss": 0.0, "classes": 0}
 DTYPES = {"T": FLOATS, "I": ("int64", "int32")}
+INPUTS = {"logits": Tensor("*m n", "T"), "target": Tensor("*m", "I", upper_bound="n")}
+DLOGITS, ROW = Tensor("*m n", "T", donates="logits"), Tensor("*m", "float32")
 
 
 def saved_by_the_forward(xp: Any, arrays: dict[str, Any]) -> None:
@@ -172,14 +174,8 @@ def saved_by_the_forward(xp: Any, arrays: dict[str, Any]) -> None:
 
 cross_entropy_bwd = Op(
     "cross_entropy_bwd",
-    inputs={
-        "logits": Tensor("*m n", "T"),
-        "target": Tensor("*m", "I", upper_bound="n"),
-        "row_max": Tensor("*m", "float32"),
-        "log_sum": Tensor("*m", "float32"),
-        "dloss": Tensor("*m", "float32"),
-    },
-    outputs={"dlogits": Tensor("*m n", "T", donates="logits")},
+    inputs={**INPUTS, "row_max": ROW, "log_sum": ROW, "dloss": ROW},
+    outputs={"dlogits": DLOGITS},
     dtypes=DTYPES,
     attrs=ATTRS,
     reference=reference_bwd,
@@ -199,12 +195,8 @@ cross_entropy_bwd = Op(
 
 cross_entropy = Op(
     "cross_entropy",
-    inputs={"logits": Tensor("*m n", "T"), "target": Tensor("*m", "I", upper_bound="n")},
-    outputs={
-        "loss": Tensor("*m", "float32"),
-        "row_max": Tensor("*m", "float32", hidden=True),
-        "log_sum": Tensor("*m", "float32", hidden=True),
-    },
+    inputs=INPUTS,
+    outputs={"loss": ROW, "row_max": ROW._replace(hidden=True), "log_sum": ROW._replace(hidden=True)},
     dtypes=DTYPES,
     attrs=ATTRS,
     reference=reference,
@@ -253,12 +245,8 @@ cross_entropy = Op(
 
 cross_entropy_step = Op(
     "cross_entropy_step",
-    inputs={
-        "logits": Tensor("*m n", "T"),
-        "target": Tensor("*m", "I", upper_bound="n"),
-        "dloss": Tensor("*m", "float32"),
-    },
-    outputs={"dlogits": Tensor("*m n", "T", donates="logits"), "loss": Tensor("*m", "float32")},
+    inputs={**INPUTS, "dloss": ROW},
+    outputs={"dlogits": DLOGITS, "loss": ROW},
     dtypes=DTYPES,
     attrs={name: value for name, value in ATTRS.items() if name != "classes"},
     reference=reference_step,

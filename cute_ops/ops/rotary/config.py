@@ -7,9 +7,10 @@ from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.ops.rows import next_power
 from cute_ops.shapes import Array
 
-# Elements of a head that a thread has, two vectors of 16-bit ones.
+# Elements of a head that one thread takes: two vectors of 16-bit elements.
 CHUNK = 16
-# Rows of partial sums that a CTA works on at a time: a warp has one where heads are long. Heads of such a row.
+# The workspace of the weights' gradients has a multiple of PARTS rows: where heads are long, each of a CTA's 8 warps
+# writes one. It has at most PARTS rows for every HEADS_OF_PARTS heads, since more would have nothing to add up.
 PARTS, HEADS_OF_PARTS = 8, 64
 
 
@@ -22,7 +23,7 @@ def qk_norm_rope(problem: Problem) -> RotaryConfig:
 
 
 def qk_norm_rope_bwd(problem: Problem) -> RotaryBackwardConfig:
-    """Two heads to a thread, unless few tokens would leave others without any."""
+    """Two heads per thread, or one where tokens are too few for all threads that fit the GPU."""
     dims, many = problem.dims, RotaryBackwardConfig(threads=128, heads_per_thread=2, resident=3)
     threads = next_power(problem.m) * (dims["hq"] + dims["hk"]) * max(dims["d"] // CHUNK, 1)
     if threads < many.threads * many.resident * problem.sm_count:
@@ -31,10 +32,8 @@ def qk_norm_rope_bwd(problem: Problem) -> RotaryBackwardConfig:
 
 
 def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
-    """Partial weight gradients: a row per CTA that the chip holds, of q and of k in proportion to their heads.
-
-    No more than have something to do, eight rows of 32 threads each at a time; a multiple of eight, since where heads
-    are long every warp of a CTA has a row.
+    """Partial sums of the weights' gradients: a row for each CTA that runs at once, divided among q and k in
+    proportion to their heads.
     """
     total = problem.sm_count * RotaryBackwardConfig.of(flat).resident
     dims = problem.dims
@@ -45,5 +44,5 @@ def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
 
 
 SPACE = vary(threads=(64, 128, 256), heads_per_thread=(1, 2, 4))
-# As many CTAs as are resident sum the weights' gradients.
+# Depends on the number of rows, as ``resident`` sets how many partial sums the weights' gradients have.
 BACKWARD = vary(threads=(128, 256, 512), heads_per_thread=(1, 2), resident=(1, 2, 3, 4), by_rows=True)
