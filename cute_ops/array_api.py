@@ -6,8 +6,6 @@ import math
 import sys
 from typing import Any
 
-from array_api_compat import is_torch_array
-
 
 def widen(xp: Any, *arrays: Any) -> tuple[Any, ...]:
     """The arrays in the accumulation dtype: float64 stays, everything else becomes float32; None stays."""
@@ -16,7 +14,7 @@ def widen(xp: Any, *arrays: Any) -> tuple[Any, ...]:
 
 def columns(xp: Any, x: Any) -> Any:
     """``0 ... n - 1`` for the last dim of ``x``, where ``x`` is: torch alone must be told."""
-    where = {"device": x.device} if is_torch_array(x) else {}
+    where = {"device": x.device} if "torch" in xp.__name__ else {}
     return xp.arange(x.shape[-1], **where)
 
 
