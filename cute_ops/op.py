@@ -81,6 +81,10 @@ class Tensor(_TensorFields):
         own = [dims[d.name] if d.factor == 1 else d.factor * dims[d.name] for d in self.dims]
         return (*(dims[self.rows] if self.rows else ()), *own)
 
+    def has(self, dim: str) -> bool:
+        """Whether it has a dim, or leading dims, of this name."""
+        return dim == self.rows or any(d.name == dim for d in self.dims)
+
     @property
     def wrong(self) -> str:
         """What is wrong with the shape."""
@@ -158,12 +162,16 @@ class Sharding(NamedTuple):
     """Which dims several devices may share, besides the leading ones.
 
     Args:
-        parallel: dims shared like rows: on a slice of them the op gives that slice of its outputs.
-        split: how devices share a dim that is not parallel.
+        parallel: dims shared like rows: on a slice of them the op gives that slice of its outputs, all of which have
+            the dim, but for gradients of inputs without it, which add up.
+        split: how devices share a dim that is neither parallel nor contracted.
+        contracted: dims that outputs are sums over, ``k`` of a product: on slices of them the op gives slices of the
+            outputs that have the dim, and parts of a sum of those that have not.
     """
 
     parallel: tuple[str, ...] = ()
     split: Split | None = None
+    contracted: tuple[str, ...] = ()
 
 
 class Kernel(NamedTuple):
@@ -266,6 +274,7 @@ class Op:
         dims = {d.name for t in self.inputs.values() if not t.optional for d in t.dims}
         self.static: tuple[str, ...] = (("n",) if "n" in dims else ()) if static is None else _as_tuple(static)
         self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
+        self.contracted = _as_tuple(sharding.contracted)
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
         self.grad = grad
         self.no_gradient = _as_tuple(no_gradient)
@@ -300,6 +309,19 @@ class Op:
     def differentiable(self) -> tuple[str, ...]:
         """The inputs that have a gradient."""
         return tuple(name for name in self.inputs if self.grad and f"d{name}" in self.grad.outputs)
+
+    def sums(self, output: str, dim: str) -> bool:
+        """Whether an output without this dim, or without the leading dims of this name, is a sum over it, of which
+        slices of the dim give parts.
+
+        That is so for a contracted dim. It is so for the gradient of an input without the dim where every cotangent has
+        it: then every slice of the outputs depends on that input, and the slices' gradients add up.
+        """
+        if dim in self.contracted:
+            return True
+        source = self.inputs.get(output.removeprefix("d")) if output.startswith("d") else None
+        cotangents = [t for n, t in self.inputs.items() if n.startswith("d") and f"d{n}" not in self.outputs]
+        return source is not None and not source.has(dim) and all(t.has(dim) for t in cotangents)
 
     def example(self, lead: tuple[int, ...], n: int) -> dict[str, Any]:
         """Sizes of a problem: these leading dims, ``n`` for the dim of that name, others as in the first case; derived

@@ -39,7 +39,7 @@ def _strings(op: Op) -> Iterator[str]:
     module, found, name = op.kernel.partition(":")
     if not found or not all(part.isidentifier() for part in [*module.split("."), name]):
         yield f"kernel must be 'module:Class', got {op.kernel!r}"
-    for what in ("static", "parallel", "sources", "no_gradient"):
+    for what in ("static", "parallel", "contracted", "sources", "no_gradient"):
         given = getattr(op, what)
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             yield f"{what} must be a tuple of names, got {given!r}"
@@ -155,19 +155,27 @@ def _dims(op: Op) -> Iterator[str]:
         if t.rows and t.rows not in {i.rows for i in there}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
     yield from _named_dims(op, bound)
-    cut = {
-        name: t.shape for name, t in tensors if op.parallel for d in t.dims if d.factor > 1 and d.name in op.parallel
-    }
-    for name, shape in cut.items():
-        yield f"a slice of a parallel dim is no slice of {name}: {shape!r}"
+    shared = {*op.parallel, *op.contracted}
+    for name, t in tensors:
+        if any(d.factor > 1 and d.name in shared for d in t.dims):
+            yield f"a slice of a dim that devices share is no slice of {name}: {t.shape!r}"
 
 
 def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
     """Dims that the declaration calls by name."""
     always = {d.name for t in op.inputs.values() if not t.optional for d in t.dims} | op.derived.keys()
-    for what, names, known in (("static", op.static, always), ("parallel", op.parallel, bound)):
+    for what, names, known, kind in (
+        ("static", op.static, always, "a required input"), ("parallel", op.parallel, bound, "an input"),
+        ("contracted", op.contracted, bound, "an input"),
+    ):  # fmt: skip
         if unknown := [name for name in names if name not in known]:
-            yield f"{what} has {unknown[0]!r}, which is no dim of a required input; there are {sorted(known)}"
+            yield f"{what} has {unknown[0]!r}, which is no dim of {kind}; there are {sorted(known)}"
+    for name, t in op.outputs.items():
+        if lost := [dim for dim in op.parallel if not t.has(dim) and not op.sums(name, dim)]:
+            yield (
+                f"parallel has {lost[0]!r}, which output {name!r} lacks: a slice of it gives no slice of {name!r}; "
+                f"a dim that {name!r} is a sum over is contracted"
+            )
     if op.split is not None and op.split.dim not in bound | op.derived.keys():
         yield f"it splits {op.split.dim!r}, which is no dim of an input"
 

@@ -1,7 +1,8 @@
 """Which dims of a call may be split over devices; this follows from the declaration.
 
-A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel``. Every device gets
-all of any other dim. An input without a factor is replicated, and its gradient is the sum of the devices' gradients.
+A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel`` or ``contracted``.
+Every device gets all of any other dim. An input without a factor is replicated. An output without it is the sum of what
+the devices get, if it is contracted or the output is such an input's gradient; else the dim is not split.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cute_ops.binding import Binding
-from cute_ops.op import Op, Tensor
+from cute_ops.op import Tensor
 from cute_ops.shapes import Array
 
 Factors = Mapping[str, tuple[str | None, ...]]
@@ -25,16 +26,15 @@ def factors(binding: Binding, split: bool = False) -> Factors:
     op = binding.op
     arrays = {**binding.inputs, **binding.outputs}
     apart = {op.split.dim} if split and op.split else set()
-    cut = apart.union(op.parallel)
-    found = {n: _names(t, a, cut) for n, t in {**op.inputs, **op.outputs}.items() if (a := arrays[n]) is not None}
-    missing = {f for n in op.outputs if n in found and not sums(op, n) for f in _all(found) - apart - set(found[n])}
-    return {n: tuple(None if f in missing else f for f in dims) for n, dims in found.items()}
-
-
-def sums(op: Op, output: str) -> bool:
-    """Whether an output is the gradient of an input that all rows share: slices of the rows then give partial sums."""
-    source = op.inputs.get(output.removeprefix("d"))
-    return output.startswith("d") and source is not None and source.rows is None
+    cut = apart.union(op.parallel, op.contracted)
+    tensors = {n: t for n, t in {**op.inputs, **op.outputs}.items() if arrays[n] is not None}
+    found = {n: _names(t, a, cut) for n, t in tensors.items() if (a := arrays[n]) is not None}
+    dims = {f: t.rows for n, t in tensors.items() if t.rows for f in found[n][: len(found[n]) - len(t.dims)]}
+    whole = {
+        f for n in op.outputs if n in found for f in _all(found) - apart - set(found[n])
+        if not op.sums(n, dims.get(f) or f)
+    }  # fmt: skip
+    return {n: tuple(None if f in whole else f for f in each) for n, each in found.items()}
 
 
 def _names(tensor: Tensor, array: Array, cut: set[str]) -> tuple[str | None, ...]:

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import jax
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec
 
 from cute_ops.binding import Binding
 from cute_ops.op import Op, Tensor
-from cute_ops.sharding import Factors, factors, sums
+from cute_ops.sharding import Factors, factors
 from cute_ops_jax.distributed.varying import Axes, varying_like
 
 T = TypeVar("T")
@@ -96,27 +96,29 @@ def _added(binding: Binding, local: Local, cuts: Cuts) -> Local:
     inputs, outputs = present(binding.inputs), present(binding.outputs)
 
     def run(*arrays: Any) -> list[Any]:
-        results = local(*_widened(op, dict(zip(inputs, arrays, strict=True))).values())
-        totals = []
-        for (name, out), result in zip(outputs.items(), results, strict=True):
-            over = tuple(a for f, axes in cuts.items() if f not in named[name] for a in axes)
-            totals.append((jax.lax.psum(result, over) if over else result).astype(out.dtype))
-        return totals
+        over = {n: tuple(a for f, axes in cuts.items() if f not in named[n] for a in axes) for n in outputs}
+        summed = {n for n, axes in over.items() if axes}
+        results = local(*_widened(op, dict(zip(inputs, arrays, strict=True)), summed).values())
+        return [
+            (jax.lax.psum(result, over[n]) if n in summed else result).astype(out.dtype)
+            for (n, out), result in zip(outputs.items(), results, strict=True)
+        ]
 
     return run
 
 
-def _widened(op: Op, arrays: Arrays) -> dict[str, Any]:
-    """The arrays, in float32 those whose gradient is a sum over rows: so the total is rounded once, not each part.
+def _widened(op: Op, arrays: Arrays, summed: Collection[str]) -> dict[str, Any]:
+    """The arrays, in float32 those whose gradient is added up: so the total is rounded once, not each part.
 
     Only where the declaration allows it: where no other tensor's dtype would change with theirs.
     """
-    return {n: a.astype(jnp.float32) if _widens(op, n) else a for n, a in arrays.items()}
+    wide = {n for n in arrays if f"d{n}" in summed and _may_widen(op, n)}
+    return {n: a.astype(jnp.float32) if n in wide else a for n, a in arrays.items()}
 
 
-def _widens(op: Op, name: str) -> bool:
+def _may_widen(op: Op, name: str) -> bool:
     gradient, variable = f"d{name}", op.inputs[name].dtype
-    if gradient not in op.outputs or not sums(op, gradient) or "float32" not in op.dtypes.get(variable, ()):
+    if "float32" not in op.dtypes.get(variable, ()):
         return False
     return {n for n, t in {**op.inputs, **op.outputs}.items() if t.dtype == variable} == {name, gradient}
 

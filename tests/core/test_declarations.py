@@ -92,7 +92,13 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "static of an absent input": (
         {"static": ("k",), "inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}}, "static has 'k'",
     ),
-    "parallel": ({"sharding": Sharding(("k",))}, "parallel has 'k', which is no dim"),
+    "parallel": ({"sharding": Sharding(("k",))}, r"parallel has 'k', which is no dim of an input; there are \['n'\]"),
+    "contracted": ({"sharding": Sharding(contracted=("k",))}, "contracted has 'k', which is no dim of an input"),
+    "parallel heads of groups that are not tied": (
+        {"inputs": {"q": Tensor("*m h d", "T"), "k": Tensor("*m g d", "T")}, "outputs": {"out": Tensor("*m h d", "T")},
+         "sharding": Sharding(("h", "g"))},
+        "parallel has 'g', which output 'out' lacks: .*; a dim that 'out' is a sum over is contracted",
+    ),
     "split": ({"sharding": Sharding(split=Split("k", dict))}, "it splits 'k', which is no dim of an input"),
     "sources as text": (
         {"kernel": Kernel("a:B", sources="data/table.bin")},  # type: ignore[arg-type]

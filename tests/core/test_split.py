@@ -78,10 +78,30 @@ def test_what_cannot_be_shared_is_refused() -> None:
         "inputs": {"x": Tensor("*m 2n", "T")}, "outputs": {"out": Tensor("*m n", "T")}, "dtypes": {"T": FLOATS},
         "reference": lambda xp, x: x, "kernel": "m:K",
     }  # fmt: skip
-    with pytest.raises(ValueError, match=r"a slice of a parallel dim is no slice of x: '\*m 2n'"):
+    with pytest.raises(ValueError, match=r"a slice of a dim that devices share is no slice of x: '\*m 2n'"):
         Op("halves", sharding=Sharding(parallel=("n",)), **declared)
     with pytest.raises(ValueError, match="it splits 'k', which is no dim of an input"):
         Op("halves", sharding=Sharding(split=Split("k", lambda *a: a)), **declared)
+
+
+GROUPED = Op(
+    "grouped_bwd", inputs=dict.fromkeys(("dout", "q"), Tensor("*m g r d", "T")) | {"k": Tensor("*m g d", "T")},
+    outputs={"dq": Tensor("*m g r d", "T"), "dk": Tensor("*m g d", "T")}, dtypes={"T": FLOATS}, kernel="m:K",
+    reference=lambda xp, dout, q, k: (dout * k[..., None, :], (dout * q).sum(-2)), sharding=Sharding(("g", "r")),
+)  # fmt: skip
+
+
+def test_a_gradient_is_a_sum_over_the_dims_that_only_others_have() -> None:
+    """``r`` stays a factor although ``dk`` lacks it."""
+    heads, keys = Array((5, 2, 4, 6), "float32"), Array((5, 2, 6), "float32")
+    named = factors(bind(GROUPED, {"dout": heads, "q": heads, "k": keys}))
+    assert named["dq"] == named["q"] == ("m1", "g", "r", None) and named["dk"] == named["k"] == ("m1", "g", None)
+    # A cotangent without the dim says that the outputs' slices already are sums over it.
+    total = Op(
+        "total_bwd", inputs={"dout": Tensor("*m", "T"), "scale": Tensor("", "T")}, outputs={"dscale": Tensor("", "T")},
+        dtypes={"T": FLOATS}, kernel="m:K", reference=lambda xp, dout, scale: dout.sum(),
+    )  # fmt: skip
+    assert total.sums("dscale", "m") and not total.sums("dscale", "n")
 
 
 def test_factors_of_a_backward() -> None:

@@ -121,11 +121,13 @@ class FakeKernels:
     Attributes:
         variants: what was asked for.
         calls: per call, symbol and the shapes of all tensors.
+        ops: the declarations by name.
     """
 
     def __init__(self) -> None:
         self.variants: list[Variant] = []
         self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
+        self.ops = dict(STAGES)
 
     def get(self, variant: Variant) -> Any:
         import tvm_ffi
@@ -134,7 +136,7 @@ class FakeKernels:
         return tvm_ffi.convert(partial(self._run, variant))
 
     def _run(self, variant: Variant, *tensors: Any) -> None:
-        op = STAGES[variant.op]
+        op = self.ops[variant.op]
         present = [name for name, key in zip(variant.names, variant.args, strict=True) if key]
         self.calls.append((variant.symbol, [tuple(t.shape) for t in tensors]))
         arrays = dict(zip(present, map(as_numpy, tensors), strict=True))
@@ -181,6 +183,7 @@ def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Cal
     def made(op: Op) -> Stage:
         if op not in stages:
             stages[op] = KernelsOnCpu(op)
+            fake_kernels.ops.setdefault(op.name, op)
         return stages[op]
 
     return made

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
-from cute_ops import Op, Tensor, testing
+from cute_ops import FLOATS, Op, Sharding, Tensor, testing
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import stage
 
@@ -246,6 +246,44 @@ def cut(tensor: Tensor, array: Any, dim: str) -> tuple[Any, Any]:
     axis = array.ndim - len(names) + names.index(dim)
     first, second = np.split(np.asarray(array), 2, axis)
     return first, second
+
+
+HEADS, KEYS = Tensor("*m g r d", "T"), Tensor("*m g d", "T")
+GROUPED_BWD = Op(
+    "grouped_bwd", inputs={"dout": HEADS, "q": HEADS, "k": KEYS}, outputs={"dq": HEADS, "dk": KEYS},
+    dtypes={"T": FLOATS}, reference=lambda xp, dout, q, k: (dout * k[..., None, :], xp.sum(dout * q, axis=-2)),
+    kernel="cute_ops.kernels:K", sharding=Sharding(("g", "r")),
+)  # fmt: skip
+PRODUCT = Op(
+    "product", inputs={"x": Tensor("*m k", "T"), "w": Tensor("n k", "T")}, outputs={"out": Tensor("*m n", "T")},
+    dtypes={"T": FLOATS}, reference=lambda xp, x, w: x @ w.T, kernel="cute_ops.kernels:K", static=(),
+    sharding=Sharding(("n",), contracted=("k",)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize(
+    ("declared", "shapes", "specs", "seen"),
+    [
+        (GROUPED_BWD, ((3, 2, 4, 6), (3, 2, 4, 6), (3, 2, 6)), ((None, None, "data"),) * 2 + ((),), (3, 2, 1, 6)),
+        (PRODUCT, ((3, 8), (6, 8)), ((None, "data"), (None, "data")), (3, 2)),
+    ],
+    ids=["grouped", "product"],
+)
+def test_what_lacks_a_sharded_dim_is_a_sum(
+    declared: Op, shapes: Any, specs: Any, seen: Any, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close
+) -> None:
+    """Outputs without the dim are added up, the others stay sharded, and nothing is gathered."""
+    rng = np.random.default_rng(0)
+    arrays, mesh = [rng.standard_normal(s).astype(np.float32) for s in shapes], mesh_of(kind)
+    function = through_ffi(declared)
+    with jax.set_mesh(mesh):
+        given = placed(mesh, arrays, [jax.P(*spec) for spec in specs])
+        compiled = jax.jit(function).lower(*given).compile()
+        fake_kernels.calls.clear()
+        got = jax.device_get(jax.block_until_ready(compiled(*given)))
+    close(got, declared.reference(np, *arrays))
+    assert collectives(compiled.as_text()) == {"all-reduce": 1} and {s[0] for _, s in fake_kernels.calls} == {seen}
 
 
 def test_a_row_that_is_cut_comes_together(through_ffi: Any, close: Close) -> None:

@@ -39,7 +39,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 import cute_ops_torch
-from cute_ops import Op, testing
+from cute_ops import FLOATS, Op, Sharding, testing
+from cute_ops import Tensor as Declared
 from cute_ops.composite import chunks
 from cute_ops.ops import OPS
 
@@ -167,6 +168,72 @@ def a_sharded_last_dim_gives_right_numbers(world: World) -> None:
             assert moved == 0 and outputs[0].placements == (Shard(2),), op.name
         if not world.few:
             compare(world, op, overload, world.grid, (Shard(0), Shard(-1)), (5, 3), 6)
+
+
+@cache
+def grouped() -> Op:
+    """Heads of queries in groups that share a key."""
+    q, k, both = Declared("*m g r d", "T"), Declared("*m g d", "T"), Sharding(("g", "r"))
+    backward = Op(
+        "grouped_bwd", inputs={"dout": q, "q": q, "k": k}, outputs={"dq": q, "dk": k}, dtypes={"T": FLOATS},
+        reference=lambda xp, dout, q, k: (dout * k[..., None, :], xp.sum(dout * q, axis=-2)), kernel="m:K",
+        sharding=both,
+    )  # fmt: skip
+    return Op(
+        "grouped", inputs={"q": q, "k": k}, outputs={"out": q}, dtypes={"T": FLOATS}, grad=backward, sharding=both,
+        reference=lambda xp, q, k: q * k[..., None, :], kernel="m:K",
+    )  # fmt: skip
+
+
+@cache
+def product() -> Op:
+    x, w, out = Declared("*m k", "T"), Declared("n k", "T"), Declared("*m n", "T")
+    backward = Op(
+        "product_bwd", inputs={"dout": out, "x": x, "w": w}, outputs={"dx": x, "dw": w}, dtypes={"T": FLOATS},
+        reference=lambda xp, dout, x, w: (dout @ w, xp.tensordot(dout, x, axes=((0, 1), (0, 1)))), kernel="m:K",
+        static=(), sharding=Sharding(("n", "k")),
+    )  # fmt: skip
+    return Op(
+        "product", inputs={"x": x, "w": w}, outputs={"out": out}, dtypes={"T": FLOATS}, grad=backward, kernel="m:K",
+        reference=lambda xp, x, w: x @ w.T, static=(), sharding=Sharding(("n",), contracted=("k",)),
+    )  # fmt: skip
+
+
+@check
+def what_lacks_a_sharded_dim_is_a_sum(world: World) -> None:
+    """Grouped heads, and products that are cut by columns, by rows and along the sum, without a collective."""
+    if world.few:
+        return
+    same, part, cut = Replicate(), Partial(), Shard
+    # op, sizes, placements of both inputs, of the output and of both gradients
+    cases: list[tuple[Op, Any, list[Any]]] = [
+        (grouped(), ((3, 5, 2, 8, 6), (3, 5, 2, 6)), [cut(3), same, cut(3), cut(3), part]),
+        (grouped(), ((3, 5, 8, 2, 6), (3, 5, 8, 6)), [cut(2), cut(2), cut(2), cut(2), cut(2)]),
+        (product(), ((3, 5, 8), (12, 8)), [cut(0), same, cut(0), cut(0), part]),
+        (product(), ((3, 5, 8), (12, 8)), [same, cut(0), cut(2), part, cut(0)]),
+        (product(), ((3, 5, 8), (12, 8)), [cut(2), cut(1), part, cut(2), cut(1)]),
+    ]
+    torch.manual_seed(0)
+    for op, sizes, (*of_inputs, of_out, of_first, of_second) in cases:
+        overload = registered(op)
+        whole = [torch.randn(s).requires_grad_() for s in sizes]
+        out = overload(*whole)
+        cotangent = torch.randn_like(out)
+        expected = torch.autograd.grad(out, whole, cotangent)
+        given = [spread(t.detach(), world.line, [p]).requires_grad_() for t, p in zip(whole, of_inputs, strict=True)]
+        with CommDebugMode() as moved:
+            got = overload(*given)
+            found = torch.autograd.grad(got, given, spread(cotangent, world.line, [same if of_out == part else of_out]))
+        assert moved.get_total_counts() == 0, op
+        assert [t.placements[0] for t in (got, *found)] == [of_out, of_first, of_second], op
+        for one, right in zip((got, *found), (out, *expected), strict=True):
+            world.close(one.detach(), right.detach(), f"{op.name} {of_inputs}")
+
+
+@cache
+def registered(op: Op) -> Any:
+    cute_ops_torch.register(op, "mine")
+    return getattr(torch.ops.mine, op.name).default
 
 
 @check
