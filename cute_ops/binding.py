@@ -36,8 +36,16 @@ class Binding(NamedTuple):
 
     @property
     def rows(self) -> Any:
-        """The product of all leading dims."""
-        return math.prod(size for value in self.dims.values() if isinstance(value, tuple) for size in value)
+        """The product of the leading dims that count as rows."""
+        return math.prod(self.dims.get(self.leading, ()))
+
+    @property
+    def leading(self) -> str:
+        """The name of the leading dims that count as rows: those of the outputs, where there are several groups; empty
+        where there are none.
+        """
+        tensors = (*self.op.outputs.values(), *self.op.inputs.values())
+        return next((t.rows for t in tensors if t.rows and t.rows in self.dims), "")
 
     @property
     def empty(self) -> bool:

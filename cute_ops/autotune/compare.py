@@ -278,7 +278,7 @@ def smaller(binding: Binding) -> Case:
     op = binding.op
     columns = max(sum(math.prod(a.shape) for a in binding.inputs.values() if a) // max(binding.rows, 1), 1)
     few = lead_of(binding, min(max(SMALL // columns, 3) | 1, max(binding.rows, 1)))
-    dims = {n: few if isinstance(v, tuple) else v for n, v in binding.dims.items() if n not in op.derived}
+    dims = {n: few if n == binding.leading else v for n, v in binding.dims.items() if n not in op.derived}
     given = {n: (t, a) for n, t in op.inputs.items() if (a := binding.inputs[n]) is not None}
     leading = {n: len(own_lead(t, a)) for n, (t, a) in given.items() if t.broadcast}
     absent = tuple(n for n in op.inputs if n not in given)

@@ -16,7 +16,7 @@ def bytes_moved(binding: Binding) -> int:
 
 def lead_of(binding: Binding, rows: int) -> tuple[int, ...]:
     """As many leading dims as a call has, with so many rows."""
-    lead = next((v for v in binding.dims.values() if isinstance(v, tuple)), ())
+    lead = binding.dims.get(binding.leading, ())
     return (*(1,) * (len(lead) - 1), rows) if lead else ()
 
 
@@ -26,7 +26,8 @@ def resized(binding: Binding, rows: int) -> Binding:
     for name, tensor in op.inputs.items():
         array = binding.inputs[name]
         if array is not None:
-            own = len(own_lead(tensor, array)) if tensor.broadcast else len(lead) if tensor.rows else 0
+            whole = lead if tensor.rows == binding.leading else binding.dims.get(tensor.rows or "", ())
+            own = len(own_lead(tensor, array)) if tensor.broadcast else len(whole)
             tail = array.shape[len(array.shape) - len(tensor.dims) :]
-            given[name] = Array((*lead[len(lead) - own :], *tail), array.dtype)
+            given[name] = Array((*whole[len(whole) - own :], *tail), array.dtype)
     return bind(op, given, binding.attrs)

@@ -2,7 +2,8 @@
 
 Kernels see a row-wise tensor either *flat*, compact and of any rank, or *strided*, with free strides on
 its leading dims. Leading dims that memory allows to merge are merged first (a view, never a copy), so
-that ``qkv[:, :, :h]`` costs no more than its strides force.
+that ``qkv[:, :, :h]`` costs no more than its strides force. Without leading dims it is one row: a kernel's
+row-wise tensors have at least one leading dim.
 """
 
 from __future__ import annotations
@@ -63,7 +64,9 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
     """
     check_last_dim(binding, memory)
     op = binding.op
-    views = _merge_leading(binding, memory) | _expanded(binding, memory)
+    views = _expanded(binding, memory)
+    for group in groups(binding):
+        views |= _merge_leading(binding, memory, group)
     keys: dict[str, TensorKey | None] = {}
     for name, tensor in (*op.inputs.items(), *op.outputs.items()):
         array = binding.inputs[name] if name in binding.inputs else binding.outputs[name]
@@ -130,18 +133,25 @@ def _row_key(
 
 
 def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
-    """The shapes of inputs that are compact with leading dims folded: into one, or where an input is shared by the
-    outer ones, into outer and inner ones.
+    """The shapes of inputs that are compact with leading dims folded: those of one name into one, or where an input is
+    shared by the outer ones, into outer and inner ones.
     """
     given = {n: (t, a) for n, t in binding.op.inputs.items() if (a := binding.inputs[n]) is not None}
-    whole = next((binding.dims[t.rows] for t, _ in given.values() if t.rows), ())
+    shapes = {n: tuple(a.shape) for n, (_, a) in given.items()}
+    for group in groups(binding):
+        shapes |= _folded({n: each for n, each in given.items() if each[0].rows == group}, binding.dims[group])
+    return shapes
+
+
+def _folded(given: Mapping[str, tuple[Tensor, Array]], whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:
+    """The same of the inputs that have leading dims of one name, which are ``whole``."""
 
     def reach(tensor: Tensor, array: Array) -> int:
         """How many of the last leading dims the array has; all of them where the others are ones."""
         own = len(own_lead(tensor, array)) if tensor.broadcast else len(whole)
         return len(whole) if math.prod(whole[: len(whole) - own]) == 1 else own
 
-    reached = {n: reach(t, a) for n, (t, a) in given.items() if t.rows}
+    reached = {n: reach(t, a) for n, (t, a) in given.items()}
     cuts = sorted({k for k in reached.values() if k})
 
     def lead(own: int) -> tuple[int, ...]:
@@ -149,64 +159,68 @@ def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
         sizes = [math.prod(whole[len(whole) - b : len(whole) - a]) for a, b in pairwise(edges)]
         return tuple(reversed(sizes))
 
-    return {
-        n: (*(lead(reached[n]) if t.rows else ()), *a.shape[len(a.shape) - len(t.dims) :])
-        for n, (t, a) in given.items()
-    }
+    return {n: (*lead(reached[n]), *a.shape[len(a.shape) - len(t.dims) :]) for n, (t, a) in given.items()}
 
 
-def _merge_leading(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
-    """Views that merge leading dims where every row-wise input allows it; none where all are compact.
+def groups(binding: Binding) -> list[str]:
+    """The names of leading dims that a call has."""
+    return [name for name, size in binding.dims.items() if isinstance(size, tuple)]
+
+
+def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -> dict[str, View]:
+    """Views that merge the leading dims of one name where every input that has them allows it; none where all are
+    compact. Where there are no such dims, views with one of size 1.
 
     Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo how many they have.
     """
-    op = binding.op
-    rows = {n: t for n, t in op.inputs.items() if t.rows and not t.broadcast and binding.inputs[n] is not None}
+    op, lead = binding.op, binding.dims[group]
+    rows = {n: t for n, t in op.inputs.items() if t.rows == group and not t.broadcast and binding.inputs[n] is not None}
     shapes = {n: tuple(binding.inputs[n].shape) for n in rows}  # type: ignore[union-attr]
     strides = {n: memory[n].strides if n in memory else compact(shape) for n, shape in shapes.items()}
-    # A kernel's tensors have dims: one number for the one row of a vector becomes a row of one.
-    alone = not all(shapes.values())
-    if not alone and not any(_uneven(shapes[n], strides[n]) for n in rows):
+    if lead and not any(_uneven(shapes[n], strides[n]) for n in rows):
         return {}
-    lead = binding.dims[next(t.rows for t in rows.values() if t.rows)]
     kept = [i for i, size in enumerate(lead) if size != 1]
-    groups: list[list[int]] = []
+    parts: list[list[int]] = []
     for i in kept:
-        previous = groups[-1][-1] if groups else None
+        previous = parts[-1][-1] if parts else None
         if previous is not None and all(strides[n][previous] == strides[n][i] * lead[i] for n in rows):
-            groups[-1].append(i)
+            parts[-1].append(i)
         else:
-            groups.append([i])
-    groups = groups or [[]]
-    if len(groups) == len(lead):
+            parts.append([i])
+    parts = parts or [[]]
+    if len(parts) == len(lead):
         return {}
-    merged = tuple(math.prod(lead[i] for i in g) for g in groups)
+    merged = tuple(math.prod(lead[i] for i in part) for part in parts)
 
     def view(tensor: Tensor, shape: tuple[int, ...], strides: tuple[int, ...]) -> View:
         tail = len(tensor.dims)
-        leading = tuple(strides[g[-1]] if g else math.prod(shape[-tail:]) for g in groups)
+        leading = tuple(strides[part[-1]] if part else math.prod(shape[-tail:]) for part in parts)
         return View(merged + shape[len(shape) - tail :], leading + strides[len(strides) - tail :])
 
     views = {}
     for name, tensor in {**op.inputs, **op.outputs}.items():
         array: Any = binding.inputs.get(name) if name in op.inputs else binding.outputs[name]
-        if array is not None and tensor.rows and not tensor.broadcast:
+        if array is not None and tensor.rows == group and not tensor.broadcast:
             views[name] = view(tensor, tuple(array.shape), tuple(strides.get(name, compact(array.shape))))
     return views
 
 
 def _expanded(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, View]:
-    """Views of inputs that broadcast along an inner leading dim: rows along it are one and the same."""
+    """Views of inputs that broadcast: along an inner leading dim rows are one and the same, and one without leading
+    dims is one row.
+    """
     views = {}
     for name, tensor in binding.op.inputs.items():
         array = binding.inputs[name]
-        shape = expanded_shape(tensor, array, binding.dims) if array is not None and tensor.broadcast else None
-        if array is None or shape is None:
+        if array is None or not tensor.broadcast:
             continue
         strides = memory[name].strides if name in memory else compact(array.shape)
-        skipped = len(array.shape) - len(shape)
-        own = zip(array.shape[skipped:], shape, strides[skipped:], strict=True)
-        views[name] = View(shape, tuple(0 if size != wide else stride for size, wide, stride in own))
+        if len(array.shape) == len(tensor.dims):
+            views[name] = View((1, *array.shape), (math.prod(array.shape), *strides))
+        elif shape := expanded_shape(tensor, array, binding.dims):
+            skipped = len(array.shape) - len(shape)
+            own = zip(array.shape[skipped:], shape, strides[skipped:], strict=True)
+            views[name] = View(shape, tuple(0 if size != wide else stride for size, wide, stride in own))
     return views
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor, dispatch
+from cute_ops import FLOATS, Array, Op, Tensor, dispatch, lookup
+from cute_ops.autotune.rows import resized
 from cute_ops.binding import bind
 from cute_ops.jit.layout import Memory, compact, folded
 from cute_ops.jit.plan import Plan, plan
@@ -29,9 +30,20 @@ def x_of(found: Plan):
 
 
 def test_compact_is_flat_whatever_the_rank() -> None:
-    for shape in [(64,), (4, 64), (2, 3, 64), (2, 3, 4, 64)]:
+    for shape in [(4, 64), (2, 3, 64), (2, 3, 4, 64)]:
         found = plan_for(shape)
         assert x_of(found).layout == "flat" and x_of(found).rank == len(shape) and not found.views
+
+
+def test_no_leading_dims_are_one_row() -> None:
+    """A kernel never gets a row-wise tensor of rank one, nor a number without a dim."""
+    found = plan_for((64,))
+    assert found.variant == plan_for((1, 64)).variant == plan_for((5, 64)).variant
+    assert found.views == dict.fromkeys(("x", "out"), ((1, 64), (64, 1)))
+    total = plan(bind(lookup.find("sum"), {"x": Array((64,), "float32")}), {}, SM90)
+    assert total.views == {"x": ((1, 64), (64, 1)), "out": ((1,), (1,))}
+    shared = plan(bind(TABLE, {"table": Array((4,), "float32"), "x": Array((3, 4), "float32")}), {}, SM90)
+    assert shared.views == {"table": ((1, 4), (4, 1))}
 
 
 def test_row_stride_is_free() -> None:
@@ -137,6 +149,30 @@ def test_compact_leading_dims_fold(lead: tuple[int, ...], own: tuple[int, ...], 
     assert folded(bound) == shapes
     again = bind(TABLE, {name: Array(shape, "float32") for name, shape in shapes.items()})
     assert again.rows == bound.rows
+
+
+CROSS = Op(
+    "cross", inputs={"x": Tensor("*m n", "T"), "table": Tensor("*#p n", "T"), "y": Tensor("*p n", "T")},
+    outputs={"out": Tensor("*m n", "T")}, dtypes={"T": FLOATS}, reference=lambda xp, x, table, y: x,
+    kernel="cute_ops.kernels:K",
+)  # fmt: skip
+
+
+def test_leading_dims_merge_and_fold_by_name() -> None:
+    x, table, y = (Array((*lead, 64), "float32") for lead in ((2, 3), (7,), (5, 7)))
+    bound = bind(CROSS, {"x": x, "table": table, "y": y})
+    assert (bound.dims["m"], bound.dims["p"], bound.leading, bound.rows) == ((2, 3), (5, 7), "m", 6)
+    assert bound.outputs["out"] == x
+    assert folded(bound) == {"x": (6, 64), "table": (7, 64), "y": (5, 7, 64)}
+    # Rows of x have a stride, those of y do not: only x's leading dims are merged.
+    found = plan(bound, {"x": Memory((3 * 128, 128, 1))}, SM90)
+    assert found.views == {"x": ((6, 64), (128, 1)), "out": ((6, 64), (64, 1))}
+    assert {n: key and key.layout for n, key in found.variant.tensors.items()} == {
+        "x": "strided", "table": "flat", "y": "flat", "out": "flat"
+    }  # fmt: skip
+    assert {n: a and a.shape for n, a in resized(bound, 9).inputs.items()} == {
+        "x": (1, 9, 64), "table": (7, 64), "y": (5, 7, 64)
+    }  # fmt: skip
 
 
 def test_what_broadcasts_keeps_its_own_leading_dims() -> None:
