@@ -43,8 +43,9 @@ class Tensor(_TensorFields):
 
     Args:
         shape: dims separated by blanks, ``"*m n"``. A name binds a dim, ``2n`` is twice that size; one leading
-            ``*name`` binds any number of leading dims. The empty string is a scalar. An input with ``*#name`` has
-            only the last few of these leading dims, or all, any of them 1, and is shared by (broadcasts over) the
+            ``*name`` binds any number of leading dims, the rows: a row of an output depends on the rows of the same
+            name at its index, and on all of any other tensor. The empty string is a scalar. An input with ``*#name``
+            has only the last few of these leading dims, or all, any of them 1, and is shared by (broadcasts over) the
             others.
         dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``).
         optional: the input may be ``None``.

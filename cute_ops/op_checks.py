@@ -140,6 +140,9 @@ def _dims(op: Op) -> Iterator[str]:
     bound = {d.name for t in op.inputs.values() for d in t.dims}
     if both := sorted(bound & op.derived.keys()):
         yield f"dim {both[0]!r} is derived, but an input binds it"
+    leading = {t.rows for _, t in tensors if t.rows}
+    if both := sorted(leading & (bound | op.derived.keys())):
+        yield f"{both[0]!r} is a dim, and *{both[0]} are leading dims: take two names"
     whole = {t.rows for t in op.inputs.values() if t.rows and not t.broadcast}
     for name, t in tensors:
         if t.broadcast and (name in op.outputs or t.rows not in whole):

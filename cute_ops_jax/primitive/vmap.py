@@ -1,8 +1,8 @@
 """The batching rule: the batch dim becomes one more leading dim, at no cost.
 
-This needs leading dims on every batched input and on every output. Where a weight is batched, or where a sum over rows
-is wanted per example (``dweight`` in a vmap of grad), the op runs once per example in a loop: correct, but one launch
-per example.
+This needs leading dims of one name on every batched input and on every output. Where a weight or leading dims of
+another name are batched, or where a sum over rows is wanted per example (``dweight`` in a vmap of grad), the op runs
+once per example in a loop: correct, but one launch per example.
 """
 
 from __future__ import annotations
@@ -52,11 +52,13 @@ def batch(
 
     example = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in batched.items()}
     one = stage.bound({name: example.get(name, a) for name, (a, _) in given.items()}, dict(attrs))
-    if all(op.inputs[name].rows for name in batched) and all(op.outputs[name].rows for name in present(one.outputs)):
+    groups = {op.inputs[name].rows for name in batched} | {op.outputs[name].rows for name in present(one.outputs)}
+    group = next(iter(groups))
+    if len(groups) == 1 and group:
         # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all of
         # them are given all leading dims.
         kept = not any(op.inputs[n].broadcast for n in batched)
-        rows = {n: a for n, a in given.items() if op.inputs[n].rows and not (op.inputs[n].broadcast and kept)}
+        rows = {n: a for n, a in given.items() if op.inputs[n].rows == group and not (op.inputs[n].broadcast and kept)}
         whole = {n: _with_all_leading_dims(*a, size, op.inputs[n].of(one.dims)) for n, a in rows.items()}
         results = run({**batched, **whole})
     else:

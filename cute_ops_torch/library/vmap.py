@@ -1,7 +1,8 @@
 """``torch.vmap``: a batch dim becomes one more leading dim, which costs nothing.
 
-If an output sums over rows (a weight's gradient) or a batched input has no rows (a weight per example), that would mix
-examples, so the op runs once per example.
+This needs leading dims of one name on every batched input and on every output. Otherwise it would mix examples: if an
+output sums over rows (a weight's gradient), if a batched input has no rows (a weight per example), or if rows of other
+leading dims are batched (each example's ``*m`` would see all examples' ``*p``). Then the op runs once per example.
 """
 
 from __future__ import annotations
@@ -27,16 +28,18 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
         tensors = [t if d is None else t.movedim(d, 0) for t, d in zip(args[:arity], dims, strict=True)]
         batched = [d is not None for d in dims]
         gives = [o.given is None or args[list(op.inputs).index(o.given)] is not None for o in op.outputs.values()]
-        folds = all(t.rows for t, b in zip(declared, batched, strict=True) if b)
-        folds &= all(o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given)
-        if folds:
-            lead = _lead(tensors, declared, batched)
+        groups = {t.rows for t, b in zip(declared, batched, strict=True) if b}
+        groups |= {o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given}
+        group = next(iter(groups))
+        if len(groups) == 1 and group:
+            own = [d.rows == group for d in declared]
+            lead = _lead(tensors, declared, batched, own)
             # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all
             # of them get all leading dims.
             shared = not any(d.broadcast and b for d, b in zip(declared, batched, strict=True))
             whole = [
-                t if t is None or not d.rows or (d.broadcast and shared) else _whole(t, d, b, info.batch_size, lead)
-                for t, d, b in zip(tensors, declared, batched, strict=True)
+                _whole(t, d, b, info.batch_size, lead) if t is not None and o and not (d.broadcast and shared) else t
+                for t, d, b, o in zip(tensors, declared, batched, own, strict=True)
             ]
             raw = overload(*map(_readable, whole), *args[arity:])
             outputs = raw if isinstance(raw, tuple) else (raw,)
@@ -62,10 +65,12 @@ def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[t
     return list(zip(*each, strict=True))
 
 
-def _lead(tensors: Sequence[Any], declared: Sequence[Tensor], batched: Sequence[bool]) -> tuple[int, ...]:
-    """The leading dims of one example."""
-    for t, d, b in zip(tensors, declared, batched, strict=True):
-        if t is not None and d.rows and not d.broadcast:
+def _lead(
+    tensors: Sequence[Any], declared: Sequence[Tensor], batched: Sequence[bool], own: Sequence[bool]
+) -> tuple[int, ...]:
+    """The leading dims of one example, of the tensors that have them of their ``own``."""
+    for t, d, b, has in zip(tensors, declared, batched, own, strict=True):
+        if t is not None and has and not d.broadcast:
             return tuple(t.shape[b : t.ndim - len(d.dims)])
     return ()
 

@@ -86,6 +86,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}, "outputs": {"out": Tensor("*m k", "T")}},
         "out has dim k, neither an input's nor in `derived`",
     ),
+    "a dim and leading dims of one name": (
+        {"inputs": {"x": Tensor("*n n", "T")}, "outputs": {"out": Tensor("*n n", "T")}},
+        r"'n' is a dim, and \*n are leading dims: take two names",
+    ),
     "leading dims of no input": ({"outputs": {"out": Tensor("*p n", "T")}}, r"out has leading dims \*p, which are no"),
     "static": ({"static": ("k",)}, r"static has 'k', which is no dim of a required input; there are \['n'\]"),
     "static as text": ({"static": "n"}, "static must be a tuple of names, got 'n'"),

@@ -104,6 +104,21 @@ def test_a_gradient_is_a_sum_over_the_dims_that_only_others_have() -> None:
     assert total.sums("dscale", "m") and not total.sums("dscale", "n")
 
 
+def test_devices_share_leading_dims_of_one_name() -> None:
+    """Those that the output lacks are whole on every device: it is any function of them, not a sum."""
+    rows, others = Tensor("*m n", "T"), Tensor("*p n", "T")
+    forward: dict[str, Any] = {"dtypes": {"T": FLOATS}, "kernel": "m:K", "reference": lambda xp, *arrays: arrays[0]}
+    cross = Op("cross", inputs={"x": rows, "y": others}, outputs={"out": rows}, **forward)
+    backward = Op(
+        "cross_bwd", inputs={"dout": rows, "x": rows, "y": others}, outputs={"dx": rows, "dy": others}, **forward
+    )
+    x, y = Array((8, 4, 6), "float32"), Array((5, 6), "float32")
+    for op in (cross, backward):
+        named = factors(bind(op, {n: y if n == "y" else x for n in op.inputs}))
+        assert named["x"] == ("m2", "m1", None) and named["y"] == (None, None)
+    assert backward.sums("dy", "m") and not backward.sums("dx", "p")
+
+
 def test_factors_of_a_backward() -> None:
     backward = OPS[0].grad
     assert backward is not None

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, testing
+from cute_ops import FLOATS, Op, Tensor, testing
 from cute_ops_jax.primitive.primitive import stage
 
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
@@ -83,6 +83,40 @@ def test_vmap_over_rows_is_one_call_without_a_loop(any_op: Op) -> None:
     jaxpr = str(jax.make_jaxpr(jax.vmap(function_of(any_op), axes))(*moved))
     assert jaxpr.count(f"cute_{any_op.name}[") == 1
     assert "scan" not in jaxpr
+
+
+def total(xp: Any, rows: Any) -> Any:
+    return xp.sum(xp.reshape(rows, (-1, rows.shape[-1])), axis=0)
+
+
+ROWS_M, ROWS_P = Tensor("*m n", "T"), Tensor("*p n", "T")
+CROSS_BWD = Op(
+    "cross_bwd", inputs={"dout": ROWS_M, "x": ROWS_M, "y": ROWS_P}, outputs={"dx": ROWS_M, "dy": ROWS_P},
+    dtypes={"T": FLOATS}, kernel="cute_ops.kernels:K",
+    reference=lambda xp, dout, x, y: (dout * total(xp, y), xp.zeros_like(y) + total(xp, dout * x)),
+)  # fmt: skip
+CROSS = Op(
+    "cross", inputs={"x": ROWS_M, "y": ROWS_P}, outputs={"out": ROWS_M}, dtypes={"T": FLOATS}, grad=CROSS_BWD,
+    kernel="cute_ops.kernels:K", reference=lambda xp, x, y: x * total(xp, y),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("batched", [(True, False), (False, True), (True, True)], ids=str)
+def test_vmap_of_leading_dims_of_two_names(
+    batched: tuple[bool, bool], through_ffi: Any, fake_kernels: Any, close: Close
+) -> None:
+    """Each example of ``*m`` sees its own ``*p``; only batched ``*m`` fold into one call, by name."""
+    function, rng = through_ffi(CROSS), np.random.default_rng(0)
+    arrays = [rng.standard_normal((SIZE, *lead, 4)).astype(np.float32) for lead in ((2, 3), (5,))]
+    given = [a if b else a[0] for a, b in zip(arrays, batched, strict=True)]
+    axes = tuple(0 if b else None for b in batched)
+    for run in (function, jax.grad(loss(CROSS, function), (0, 1))):
+        fake_kernels.calls.clear()
+        got = jax.block_until_ready(jax.vmap(run, axes)(*given))
+        seen = [shapes[:2] for _, shapes in fake_kernels.calls]
+        close(jax.device_get(got), jax.device_get(by_hand(run, arrays, list(batched))))
+        if run is function:
+            assert seen == ([[(18, 4), (5, 4)]] if batched == (True, False) else [[(6, 4), (5, 4)]] * SIZE)
 
 
 @pytest.mark.feature("vmap of vmap")

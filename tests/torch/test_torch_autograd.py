@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
-from cute_ops import Op, testing
+from cute_ops import FLOATS, Op, Tensor, testing
 
 
 def leaves(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -145,6 +145,35 @@ def test_selective_checkpoint(op: Op, make_inputs: Callable[..., Any], policy: C
         got = torch.autograd.grad(out, wanted(op, tensors))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert count.calls == calls
+
+
+def total(xp: Any, rows: Any) -> Any:
+    return xp.sum(xp.reshape(rows, (-1, rows.shape[-1])), axis=0)
+
+
+ROWS_M, ROWS_P = Tensor("*m n", "T"), Tensor("*p n", "T")
+CROSS_BWD = Op(
+    "cross_bwd", inputs={"dout": ROWS_M, "x": ROWS_M, "y": ROWS_P}, outputs={"dx": ROWS_M, "dy": ROWS_P},
+    dtypes={"T": FLOATS}, kernel="cute_ops.kernels:K",
+    reference=lambda xp, dout, x, y: (dout * total(xp, y), xp.zeros_like(y) + total(xp, dout * x)),
+)  # fmt: skip
+CROSS = Op(
+    "cross", inputs={"x": ROWS_M, "y": ROWS_P}, outputs={"out": ROWS_M}, dtypes={"T": FLOATS}, grad=CROSS_BWD,
+    kernel="cute_ops.kernels:K", reference=lambda xp, x, y: x * total(xp, y),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("dims", [(0, None), (None, 1), (2, 0)], ids=str)
+def test_vmap_of_leading_dims_of_two_names(dims: tuple[int | None, ...]) -> None:
+    """Each example of ``*m`` sees its own ``*p``, and only batched ``*m`` fold into one call."""
+    function = cute_ops_torch.register(CROSS, "cross")
+    x, y = (torch.randn(3, 3, 3, 4) if d is not None else torch.randn(2, 3, 4) for d in dims)
+    one = lambda i: [t if d is None else t.select(d, i).contiguous() for t, d in zip((x, y), dims, strict=True)]  # noqa: E731
+    for transformed in (function, grad(loss_of(function), (0, 1))):
+        got = as_tuple(vmap(transformed, dims)(x, y))
+        looped = zip(*[as_tuple(transformed(*one(i))) for i in range(3)], strict=True)
+        for g, rows in zip(got, looped, strict=True):
+            torch.testing.assert_close(g, torch.stack(rows))
 
 
 @pytest.mark.feature("double backward and forward mode raise")
