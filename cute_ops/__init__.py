@@ -7,7 +7,7 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 from cute_ops.array_api import widen
 from cute_ops.config import Needs, Problem, Space, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
-from cute_ops.op import Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor
+from cute_ops.op import Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew
 from cute_ops.shapes import FLOATS, Array
 
 __version__ = "0.1.0"
@@ -28,6 +28,7 @@ __all__ = [
     "Split",
     "Tensor",
     "Tuning",
+    "WhileFew",
     "vary",
     "widen",
 ]

@@ -26,8 +26,8 @@ from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
 
-# Every new size of a static dim is one more compile. From this many on, an op uses one kernel in which the dim is
-# dynamic.
+# Every new size of a static dim is one more compile. Beyond this many sizes of its dims that are static while few, an
+# op uses one kernel in which they are dynamic.
 STATIC_LIMIT = 64
 
 _lock = file_lock.between_threads(threading.RLock)
@@ -58,7 +58,8 @@ def choose(binding: Binding, memory: Mapping[str, Memory], target: Target, devic
 def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:
     """How a program on this machine would run a call: what to compile ahead. Neither measures nor records.
 
-    Takes and raises what :func:`choose` does; ``fixed`` says whether static dims are compile-time constants.
+    Takes and raises what :func:`choose` does; ``fixed`` says whether dims that are static while few are compile-time
+    constants.
     """
     return _plan(binding, memory, target, fixed)
 
@@ -77,7 +78,9 @@ def target_of(binding: Binding, find: Callable[[], Target]) -> Target:
 
 
 def limit_static(count: int) -> None:
-    """Let each op have kernels for this many sizes of its static dims from now on, and forget those seen."""
+    """Let each op have kernels for this many sizes of its dims that are static while few from now on, and forget those
+    seen.
+    """
     global STATIC_LIMIT
     STATIC_LIMIT = count
     _static_seen.clear()
@@ -113,9 +116,11 @@ def forget() -> None:
 
 
 def _specialize(binding: Binding) -> bool:
-    """Whether the static dims of this call are compile-time constants: until an op has seen too many of them."""
+    """Whether dims that are static while few are compile-time constants in this call: until an op has seen too many
+    sizes of them.
+    """
     op = binding.op
-    values, seen = tuple(binding.dims[d] for d in op.static), _static_seen.setdefault(op.name, set())
+    values, seen = tuple(binding.dims[d] for d in op.few), _static_seen.setdefault(op.name, set())
     if values not in seen and len(seen) >= STATIC_LIMIT:
         return False
     seen.add(values)

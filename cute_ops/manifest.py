@@ -6,8 +6,8 @@
 
 A line is the op, its inputs with dtype and shape, and attributes that differ from their defaults. ``*`` is any
 number of rows. After a shape come strides where the array is not compact and the bytes that divide its address where
-these are not 16. ``dynamic`` at the end asks for the kernel whose dims are all dynamic. A line is planned again for
-every target: configs are not in it. ``#`` begins a comment.
+these are not 16. ``dynamic`` at the end asks for the kernel in which dims that are static while few are dynamic. A line
+is planned again for every target: configs are not in it. ``#`` begins a comment.
 
 An op's name with blanks or a ``#`` in it is a JSON string. To read a line runs the module that it names, and a Python
 file only where the reader allows that.

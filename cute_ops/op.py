@@ -25,6 +25,15 @@ class OneOf:
         self.values = values
 
 
+class WhileFew:
+    """Dims that are compile-time constants until a program has called the op with 64 of their sizes:
+    ``static=("d", WhileFew("n"))``. For further sizes there is one kernel, in which these dims are dynamic.
+    """
+
+    def __init__(self, *dims: str) -> None:
+        self.dims = dims
+
+
 class _TensorFields(NamedTuple):
     shape: str
     dtype: str
@@ -210,7 +219,8 @@ class Op:
         dtypes: the dtype names that each dtype variable may take.
         attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``; or the values that an attribute
             may take, ``OneOf("tanh", "none")``. A default is finite, as torch's schemas have it.
-        static: dims that are compile-time constants, ``n`` where not said. All attributes are.
+        static: dims that are compile-time constants: always, each size a kernel of its own, or ``WhileFew``; the others
+            never are. ``WhileFew("n")`` where not said and there is an ``n``. Attributes always are.
         sharding: which dims several devices may share.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
@@ -241,7 +251,7 @@ class Op:
         reference: Callable[..., Any],
         kernel: str | Kernel,
         attrs: Mapping[str, Any] | None = None,
-        static: tuple[str, ...] | None = None,
+        static: WhileFew | tuple[str | WhileFew, ...] | None = None,
         tuning: Tuning = DEFAULT,
         sharding: Sharding = Sharding(),  # noqa: B008 (an immutable value)
         grad: Op | None = None,
@@ -273,7 +283,13 @@ class Op:
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
         dims = {d.name for t in self.inputs.values() if not t.optional for d in t.dims}
-        self.static: tuple[str, ...] = (("n",) if "n" in dims else ()) if static is None else _as_tuple(static)
+        if static is None:
+            static = WhileFew("n") if "n" in dims else ()
+        words: Any = (static,) if isinstance(static, WhileFew) else _as_tuple(static)
+        self.few: tuple[str, ...] = tuple(dim for each in words if isinstance(each, WhileFew) for dim in each.dims)
+        self.static: tuple[str, ...] = words
+        if self.few:
+            self.static = tuple(d for each in words for d in (each.dims if isinstance(each, WhileFew) else (each,)))
         self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
         self.contracted = _as_tuple(sharding.contracted)
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace

@@ -173,6 +173,8 @@ def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
     ):  # fmt: skip
         if unknown := [name for name in names if name not in known]:
             yield f"{what} has {unknown[0]!r}, which is no dim of {kind}; there are {sorted(known)}"
+    if twice := sorted({dim for dim in op.static if op.static.count(dim) > 1}):
+        yield f"static has {twice[0]!r} twice: a dim is static always or while few"
     for name, t in op.outputs.items():
         if lost := [dim for dim in op.parallel if not t.has(dim) and not op.sums(name, dim)]:
             yield (

@@ -31,7 +31,7 @@ class Recorder:
         if variant.symbol in self._seen:
             return
         self._seen.add(variant.symbol)
-        dynamic = bool(variant.static) and all(size is None for _, size in variant.static)
+        dynamic = any(size is None for _, size in variant.static)
         call = call_of(binding, memory, dynamic)
         if call is None:
             log.warning("not recorded: no module holds the declaration of %s", binding.op.name)

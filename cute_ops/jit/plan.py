@@ -1,7 +1,7 @@
 """Plans: which kernel a call runs, and with which tensors.
 
-A plan follows from its arguments alone: the binding, where its arrays lie, the target, whether static dims are
-compile-time constants, and the config. Which config that is, :mod:`cute_ops.dispatch` decides.
+A plan follows from its arguments alone: the binding, where its arrays lie, the target, whether dims that are static
+while few are compile-time constants, and the config. Which config that is, :mod:`cute_ops.dispatch` decides.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def plan(
         binding: a checked call with concrete sizes.
         memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
         target: what the kernel is compiled for.
-        fixed: whether static dims are compile-time constants.
+        fixed: whether dims that are static while few are compile-time constants.
         config: the kernel's config; the heuristic's by default.
 
     Raises:
@@ -78,7 +78,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         least, have = (f"{n // 10}.{n % 10}" for n in (op.least_sm, number))
         old = f"its kernels need SM {least} or newer, the target is SM {have}."
         raise NotImplementedError(message(op, old, binding.inputs, binding.dims, binding.dtypes))
-    static = {d: binding.dims[d] if fixed else None for d in op.static}
+    static = {d: binding.dims[d] if fixed or d not in op.few else None for d in op.static}
     tensors = layout(binding, memory, static)
     present = {name: key for name, key in tensors.keys.items() if key}
     # A tensor with one number per row limits no vector.

@@ -41,7 +41,7 @@ GRADUAL = ("threads", "threads_per_row", "clusters", "parts_per_cta", "resident"
 
 
 class SweepCall(NamedTuple):
-    """One call to make and to compare with float64; ``fixed``: static dims are compile-time constants."""
+    """One call to make and to compare with float64; ``fixed``: dims that are static while few are constants."""
 
     op: Op
     case: Case
@@ -117,7 +117,7 @@ def trials(op: Op, target: Target, number: int, seed: int = 0, fraction: float =
         dtype, base = PAIRS[pair]
         drawn = _draw(op, n, dtype, np.random.default_rng([seed, salt, number, n]))
         # One more trial, with another number of rows, for the kernel that serves any length.
-        counts = [(rows, True) for rows in ROWS] + [(ROWS[n % len(ROWS)] + 2, False)] * bool(op.static)
+        counts = [(rows, True) for rows in ROWS] + [(ROWS[n % len(ROWS)] + 2, False)] * bool(op.few)
         if drawn is None:
             continue
         for rows, fixed in counts:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cute_ops import FLOATS, Array, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, vary
+from cute_ops import FLOATS, Array, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew, vary
 from cute_ops.binding import bind
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -92,6 +92,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "leading dims of no input": ({"outputs": {"out": Tensor("*p n", "T")}}, r"out has leading dims \*p, which are no"),
     "static": ({"static": ("k",)}, r"static has 'k', which is no dim of a required input; there are \['n'\]"),
+    "static while few": ({"static": (WhileFew("k"),)}, r"static has 'k', which is no dim of a required input"),
+    "static always and while few": ({"static": ("n", WhileFew("n"))}, "static has 'n' twice"),
     "static as text": ({"static": "n"}, "static must be a tuple of names, got 'n'"),
     "static of an absent input": (
         {"static": ("k",), "inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}}, "static has 'k'",
@@ -171,7 +173,7 @@ def test_what_is_without_a_gradient_says_so() -> None:
 def test_n_is_static_only_where_there_is_one() -> None:
     """It was a KeyError in the first call on a GPU."""
     op = declare(inputs={"x": Tensor("*m k", "T")}, outputs={"out": Tensor("*m k", "T")}, kernel="cute_ops.kernels:K")
-    assert op.static == () and declare().static == ("n",) and declare(static=()).static == ()
+    assert op.static == () and declare().static == declare().few == ("n",) and declare(static=()).static == ()
     assert plan(bind(op, {"x": Array((3, 8), "float32")}), {}, parse("sm_90a")).variant.dims == {}
 
 

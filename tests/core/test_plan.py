@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cute_ops import FLOATS, Array, Op, Tensor, dispatch, lookup
+from cute_ops import FLOATS, Array, Op, Tensor, WhileFew, dispatch, lookup
 from cute_ops.autotune.rows import resized
 from cute_ops.binding import bind
 from cute_ops.jit.layout import Memory, compact, folded
@@ -106,6 +106,22 @@ def test_too_many_sizes_fall_back_to_a_dynamic_one(monkeypatch: pytest.MonkeyPat
     variants = [dispatch.choose(one, {}, SM90).variant for one in bound]
     assert [v.dims["n"] for v in variants] == [64, 128, None, None, 64]
     assert variants[2] == variants[3]
+
+
+def test_what_is_always_static_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The head size stays a constant in the kernel for any length, and does not use lengths up."""
+    monkeypatch.setattr(dispatch, "_static_seen", {})
+    monkeypatch.setattr(dispatch, "STATIC_LIMIT", 2)
+    op = Op(
+        "heads", inputs={"x": Tensor("*m n d", "T")}, outputs={"out": Tensor("*m n d", "T")}, dtypes={"T": FLOATS},
+        static=("d", WhileFew("n")), reference=lambda xp, x: x, kernel="cute_ops.kernels:K",
+    )  # fmt: skip
+    sizes = [(5, 16), (5, 32), (5, 64), (6, 64), (7, 64), (8, 128)]
+    variants = [dispatch.choose(bind(op, {"x": Array((3, *s), "float32")}), {}, SM90).variant for s in sizes]
+    assert [tuple(v.dims.values()) for v in variants] == [
+        (16, 5), (32, 5), (64, 5), (64, 6), (64, None), (128, None)
+    ]  # fmt: skip
+    assert variants[-1].tensors["x"].shape == (None, None, 128)  # type: ignore[union-attr]
 
 
 def test_a_variant_survives_json() -> None:

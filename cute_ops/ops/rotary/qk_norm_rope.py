@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Tensor
+from cute_ops.op import Case, Op, Tensor, WhileFew
 from cute_ops.ops.checks import NOT_NEGATIVE, within
 from cute_ops.ops.norm.rmsnorm import backward_terms, sum_rows
 from cute_ops.ops.rotary import config
@@ -67,7 +67,7 @@ qk_norm_rope_bwd = Op(
     outputs={"dq": Q, "dk": K, "dq_weight": WEIGHT, "dk_weight": WEIGHT},
     dtypes=DTYPES,
     attrs={"eps": 1e-6},
-    static=("hq", "hk", "d", "r"),
+    static=WhileFew("hq", "hk", "d", "r"),
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRopeBackward",
     tuning=Tuning(config.qk_norm_rope_bwd, space=config.BACKWARD, workspace=config.workspace),
@@ -86,7 +86,7 @@ qk_norm_rope = Op(
     outputs={"q_out": Q, "k_out": K},
     dtypes=DTYPES,
     attrs={"eps": 1e-6},
-    static=("hq", "hk", "d", "r"),
+    static=WhileFew("hq", "hk", "d", "r"),
     reference=reference,
     kernel="cute_ops.kernels.rotary.qk_norm_rope:QKNormRope",
     tuning=Tuning(config.qk_norm_rope, space=config.SPACE),

@@ -6,7 +6,7 @@ from typing import Any
 
 from cute_ops.array_api import widen
 from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew
 from cute_ops.ops.rotary import config
 from cute_ops.shapes import FLOATS
 
@@ -68,7 +68,7 @@ rope_bwd = Op(
     outputs={"dx": HEADS},
     dtypes={"T": FLOATS, "C": FLOATS},
     attrs={"interleaved": False},
-    static=("h", "d", "r"),
+    static=WhileFew("h", "d", "r"),
     sharding=Sharding(parallel=("h",)),
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.rope:RopeBackward",
@@ -84,7 +84,7 @@ rope = Op(
     outputs={"out": HEADS},
     dtypes={"T": FLOATS, "C": FLOATS},
     attrs={"interleaved": False},
-    static=("h", "d", "r"),
+    static=WhileFew("h", "d", "r"),
     sharding=Sharding(parallel=("h",)),
     reference=reference,
     kernel="cute_ops.kernels.rotary.rope:Rope",
@@ -128,7 +128,7 @@ rope_bwd_joined = Op(
     derived={"h": lambda dims, attrs: dims["hq"] + 2 * dims["hk"]},
     dtypes={"T": FLOATS, "C": FLOATS},
     attrs={"interleaved": False},
-    static=("hq", "hk", "d", "r"),
+    static=WhileFew("hq", "hk", "d", "r"),
     reference=reference_joined,
     kernel="cute_ops.kernels.rotary.rope:RopeBackwardJoined",
     tuning=Tuning(config.rope, space=config.SPACE),
