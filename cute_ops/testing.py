@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cute_ops.binding import as_outputs
 from cute_ops.op import Case, Op, Tensor
 from cute_ops.shapes import Array
 
@@ -118,8 +119,7 @@ def differentiated(op: Op, inputs: Mapping[str, Any], raw: Any, attrs: Mapping[s
 
 def run_reference(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The reference on arrays of one framework, always as a tuple."""
-    result = op.reference(namespace(arrays.values()), *arrays.values(), **attrs)
-    return result if isinstance(result, tuple) else (result,)
+    return as_outputs(op, op.reference(namespace(arrays.values()), *arrays.values(), **attrs))
 
 
 def namespace(arrays: Iterable[Any]) -> Any:

@@ -84,6 +84,11 @@ def test_a_wrong_gradient_is_found(wrong: str) -> None:
         gradient.check(declared(products, reference), case)
 
 
+def test_a_reference_with_too_many_outputs_is_named() -> None:
+    with pytest.raises(TypeError, match="its reference returned 2 outputs, declared are 1"):
+        gradient.check(declared(lambda xp, x, w: (x, w), gradients), Case("small", {"m": (3,), "n": 8}))
+
+
 @pytest.mark.parametrize(
     ("function", "slope"),
     [

@@ -225,3 +225,6 @@ def test_a_reference_that_breaks_its_declaration_is_named() -> None:
     wrong = cute_ops_jax.register(scale_op(reference=lambda xp, x, *, factor: (x, x)))
     with pytest.raises(TypeError, match="its reference returned 2 outputs, declared are 1"):
         wrong(np.ones((2, 3), np.float32))
+    wrong = cute_ops_jax.register(scale_op(reference=lambda xp, x, *, factor: [x]))
+    with pytest.raises(TypeError, match="its reference returned a list for `out`, declared is float32"):
+        wrong(np.ones((2, 3), np.float32))
