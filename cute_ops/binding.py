@@ -41,8 +41,8 @@ class Binding(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether an output has no element, so that there is nothing to launch."""
-        return any(0 in a.shape for a in self.outputs.values() if a is not None)
+        """Whether an input or an output has no element: no kernel takes such a call, so the reference runs."""
+        return any(0 in a.shape for a in (*self.inputs.values(), *self.outputs.values()) if a is not None)
 
     def shape(self, tensor: Tensor) -> tuple[Any, ...]:
         return tensor.of(self.dims)
