@@ -7,7 +7,7 @@ symbolic (torch ``SymInt``, JAX symbolic dims): they are only compared and passe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from cute_ops.errors import message
@@ -49,8 +49,8 @@ class Binding(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether an output has no element, so that there is nothing to launch."""
-        return any(0 in a.shape for a in self.outputs.values() if a is not None)
+        """Whether an input or an output has no element: no kernel takes such a call, so the reference runs."""
+        return any(0 in a.shape for a in (*self.inputs.values(), *self.outputs.values()) if a is not None)
 
     def shape(self, tensor: Tensor) -> tuple[Any, ...]:
         return tensor.of(self.dims)
@@ -191,6 +191,38 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
         # -0.0 equals 0.0, so both would find the same kernel: only 0.0 is used.
         full[name] = value + 0.0 if kind is float else kind(value)
     return full
+
+
+def as_outputs(op: Op, returned: Any) -> tuple[Any, ...]:
+    """What the op's reference returned, one for each output.
+
+    Raises:
+        TypeError: more or fewer than are declared.
+    """
+    results = returned if isinstance(returned, tuple) else (returned,)
+    if len(results) != len(op.outputs):
+        problem = f"its reference returned {len(results)} outputs, declared are {len(op.outputs)}."
+        raise TypeError(message(op, problem))
+    return results
+
+
+def check_returned(binding: Binding, results: Sequence[Any], array: Callable[[Any], Array]) -> None:
+    """Raise TypeError unless a reference's outputs are what this call of its op declares.
+
+    Args:
+        array: describes one of the framework's arrays.
+    """
+    for (name, declared), result in zip(binding.outputs.items(), results, strict=True):
+        known = result is None or (hasattr(result, "shape") and hasattr(result, "dtype"))
+        got = array(result) if known and result is not None else None
+        if not known or got != declared:
+            came = _text(got) if known else f"a {type(result).__name__}"
+            problem = f"its reference returned {came} for `{name}`, declared is {_text(declared)}."
+            raise TypeError(message(binding.op, problem))
+
+
+def _text(array: Array | None) -> str:
+    return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
 
 
 def _quoted(names: Any) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from cute_ops.binding import as_outputs
 from cute_ops.op import Case, Op, Tensor
 from cute_ops.shapes import Array
 
@@ -118,8 +119,7 @@ def differentiated(op: Op, inputs: Mapping[str, Any], raw: Any, attrs: Mapping[s
 
 def run_reference(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
     """The reference on arrays of one framework, always as a tuple."""
-    result = op.reference(namespace(arrays.values()), *arrays.values(), **attrs)
-    return result if isinstance(result, tuple) else (result,)
+    return as_outputs(op, op.reference(namespace(arrays.values()), *arrays.values(), **attrs))
 
 
 def namespace(arrays: Iterable[Any]) -> Any:
@@ -142,13 +142,17 @@ def expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tup
 
 
 def _expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any], lows: tuple[Any, ...]) -> tuple[Any, ...]:
-    xp = namespace(arrays.values())
-    wide = {n: a if a is None or _is_integer(a) else xp.astype(a, xp.float64) for n, a in arrays.items()}
-    exact = dict(zip(op.outputs, run_reference(op, wide, attrs), strict=True))
+    exact = dict(zip(op.outputs, run_reference(op, in_float64(arrays), attrs), strict=True))
     present = dict(zip(op.outputs, lows, strict=True))
     # In float64 all dtypes are equal, so an output that shares another's array is missing here.
     shared = {n: t.same_as for n, t in op.outputs.items() if t.same_as and exact[n] is None}
     return tuple(None if present[n] is None else exact[shared.get(n, n)] for n in op.outputs)
+
+
+def in_float64(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The same values in float64; integers stay."""
+    xp = namespace(arrays.values())
+    return {n: a if a is None or _is_integer(a) else xp.astype(a, xp.float64) for n, a in arrays.items()}
 
 
 def _is_integer(array: Any) -> bool:

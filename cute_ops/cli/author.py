@@ -102,7 +102,8 @@ def verify(
 
     On a GPU kernels run: outputs and scratch arrays lie where memory was just filled with NaN, so that an element
     which is not written shows; calls are repeated, since a race gives other bits sooner or later; both frameworks must
-    agree to the bit. On a CPU the declared reference runs. Exit code 1 when anything is wrong.
+    agree to the bit. On a CPU the declared reference runs. A backward op's reference is held to the derivative of the
+    forward's. Exit code 1 when anything is wrong.
 
     With --sweep: every row length from 1 to 300, both sides of every length at which the heuristic changes its mind and
     random ones up to 262144, with 1, 2, 5, 201 and 4099 rows, in one pair of dtype and layout a length; twelve rounds

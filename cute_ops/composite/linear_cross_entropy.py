@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
+
+from cute_ops.binding import bind
+from cute_ops.ops.reduction.cross_entropy import cross_entropy
+from cute_ops.shapes import Array
 
 DOC = """Args:
     hidden: ``T[*m h]``; float32, float16 or bfloat16.
@@ -67,3 +72,13 @@ def check_tensors(what: str, hidden: Any, weight: Any, target: Any, bias: Any) -
     if target.shape != hidden.shape[:-1]:
         problem = f"argument `target` has shape {tuple(target.shape)}, expected {tuple(hidden.shape[:-1])}"
         raise fail(ValueError, f"{problem}: the leading dims of `hidden`.")
+
+
+def check_attributes(hidden: Any, weight: Any, target: Any, attrs: Mapping[str, Any]) -> None:
+    """Raise what :func:`cross_entropy` raises for the logits of these tensors: without rows it is never called."""
+    logits = Array((*target.shape, weight.shape[0]), _dtype_name(hidden))
+    bind(cross_entropy, {"logits": logits, "target": Array(tuple(target.shape), _dtype_name(target))}, attrs)
+
+
+def _dtype_name(array: Any) -> str:
+    return str(array.dtype).removeprefix("torch.")

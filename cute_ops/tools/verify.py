@@ -1,7 +1,8 @@
 """Checks every case and dtype of an op against float64 in every installed framework: ``python -m cute_ops verify``.
 
 On a GPU the kernels run, their outputs and scratch arrays allocated where memory was just filled with NaN; every
-call is repeated and must give the same bits, in both frameworks. On a CPU the references run, on small cases.
+call is repeated and must give the same bits, in both frameworks. On a CPU the references run, on small cases. A
+gradient is checked against its own reference, and that against the derivative of the forward's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import numpy as np
 from cute_ops import testing
 from cute_ops.op import Case, Op
 from cute_ops.shapes import FLOATS
+from cute_ops.tools import gradient
 
 # Where each framework's adapter runs an op for this check; imported only then.
 RUNNERS = {"torch": "cute_ops_torch.tools.runner", "jax": "cute_ops_jax.tools.runner"}
@@ -32,7 +34,10 @@ class Runner(Protocol):
 
 
 class Verdict(NamedTuple):
-    """One op, case and dtype in one framework; ``problem`` is empty if the outputs are right."""
+    """One op, case and dtype in one framework; ``problem`` is empty if the outputs are right.
+
+    Of a gradient's reference, which needs no framework, ``framework`` is "gradient" and ``calls`` is 0.
+    """
 
     op: str
     case: str
@@ -61,9 +66,11 @@ def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
 def verify(
     ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = FLOATS, repeats: int = 20
 ) -> Iterator[Verdict]:
-    """Check ops, one verdict for each op, case, dtype and framework."""
+    """Check ops: one verdict for each op, case, dtype and framework, and one for each gradient and case."""
     for op in ops:
         for case in op.cases:
+            if op.grad:
+                yield _gradient(op, case)
             for dtype in dtypes:
                 free = [t for t in op.inputs.values() if t.dtype in op.dtypes and t.dtype not in case.dtypes]
                 if free and dtype not in op.dtype_choices(free[0]):
@@ -91,6 +98,16 @@ def _case(op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats
         except Exception as error:  # whatever is wrong with a kernel belongs into its line
             problem = problem_of(error)
         yield Verdict(op.name, case.name, dtype, name, device, calls, problem)
+
+
+def _gradient(op: Op, case: Case) -> Verdict:
+    """Whether the backward op's reference is the derivative of the forward's."""
+    try:
+        gradient.check(op, testing.small(case))
+        problem = ""
+    except Exception as error:  # also where a reference takes no float64
+        problem = problem_of(error)
+    return Verdict(op.name, case.name, "float64", "gradient", "cpu", 0, problem)
 
 
 def problem_of(error: Exception) -> str:

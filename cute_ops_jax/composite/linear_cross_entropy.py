@@ -16,7 +16,13 @@ import jax.numpy as jnp
 from jax.custom_derivatives import SymbolicZero
 
 from cute_ops.composite.docstrings import continued
-from cute_ops.composite.linear_cross_entropy import DOC, check_accum_dtype, check_chunk_rows, check_tensors
+from cute_ops.composite.linear_cross_entropy import (
+    DOC,
+    check_accum_dtype,
+    check_attributes,
+    check_chunk_rows,
+    check_tensors,
+)
 from cute_ops.ops.reduction.cross_entropy import FINISH
 from cute_ops_jax.composite.linear_loops import Layer
 from cute_ops_jax.composite.linear_ops import GRADIENTS, LOSSES, run
@@ -114,6 +120,7 @@ def _checked(what: str, setting: Setting, layer: Layer, target: Array) -> Array:
     check_chunk_rows(what, setting.chunk_rows)
     check_accum_dtype(what, setting.accum_dtype, "float32", layer.weight.dtype.name)
     check_tensors(what, layer.hidden, layer.weight, target, layer.bias)
+    check_attributes(layer.hidden, layer.weight, target, setting.attrs)
     if setting.axis is not None:
         check_axis(setting.axis, what)
     inputs, target = spread(layer, target, setting.axis)

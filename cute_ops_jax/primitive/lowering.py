@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops import dispatch
-from cute_ops.binding import Binding, expanded_shape
+from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
 from cute_ops.errors import message
 from cute_ops.jit.layout import folded
 from cute_ops.jit.plan import Plan
@@ -34,16 +34,8 @@ def reference(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = Fal
     """
     op = binding.op
     given = by_name(binding, arrays)
-    result = op.reference(jnp, *(given.get(name) for name in op.inputs), **binding.attrs)
-    results = result if isinstance(result, tuple) else (result,)
-    if len(results) != len(binding.outputs):
-        problem = f"its reference returned {len(results)} outputs, declared are {len(binding.outputs)}."
-        raise TypeError(message(op, problem))
-    for (name, declared), array in zip(binding.outputs.items(), results, strict=True):
-        got = None if array is None else spec(array)
-        if got != declared:
-            problem = f"its reference returned {_text(got)} for `{name}`, declared is {_text(declared)}."
-            raise TypeError(message(op, problem))
+    results = as_outputs(op, op.reference(jnp, *(given.get(name) for name in op.inputs), **binding.attrs))
+    check_returned(binding, results, spec)
     return [array for array in results if array is not None]
 
 
@@ -163,7 +155,3 @@ def _symbolic(size: Any) -> bool:
 
 def _elements(chosen: Plan) -> int:
     return sum(math.prod(scratch.shape) for scratch in chosen.workspaces.values())
-
-
-def _text(array: Array | None) -> str:
-    return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"

@@ -88,10 +88,10 @@ class Stage:
                 raise TypeError(message(self.op, f"argument `{name}` must be one array, got {type(a).__name__}."))
         binding = self.bound(given, attrs)
         if binding.empty:
-            # A kernel cannot launch on nothing; a sum over no rows is zero.
-            return {n: out and jnp.zeros(out.shape, out.dtype) for n, out in binding.outputs.items()}
-        if _automatic():
-            results: Sequence[Any] = self.partitioned.bind(*given.values(), **_params(binding, inplace))
+            arrays = [jnp.asarray(a) for a in given.values()]
+            results: Sequence[Any] = self._run(lowering.reference, binding, arrays, inplace=False)
+        elif _automatic():
+            results = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
         return dict.fromkeys(self.op.outputs) | named(binding, results)

@@ -50,7 +50,7 @@ def linear_cross_entropy(
     attrs = ignore_index, label_smoothing, z_loss
     check_chunk_rows("linear_cross_entropy", chunk_rows)
     if not torch.compiler.is_compiling() and transforms.active(tensors):
-        check_call(tensors, reduction, accum_dtype)
+        check_call(tensors, attrs, reduction, accum_dtype)
         return reduced_loss(transforms.step, transforms.rows, tensors, (*attrs, accum_dtype), reduction)
     wanted = needs_gradients(hidden, weight, bias)
     if (
@@ -60,7 +60,7 @@ def linear_cross_entropy(
         or not computes_gradients(hidden, reduction, wanted)
     ):
         return torch.ops.cute.linear_cross_entropy(*tensors, *attrs, reduction, accum_dtype)  # type: ignore[no-any-return]
-    check_call(tensors, reduction, accum_dtype)
+    check_call(tensors, attrs, reduction, accum_dtype)
     return _EagerLoss.apply(chunk_rows, wanted, *tensors, *attrs, accum_dtype, reduction)  # type: ignore[no-untyped-call, no-any-return]
 
 

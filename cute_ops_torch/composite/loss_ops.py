@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cute_ops.composite.linear_cross_entropy import check_accum_dtype, check_tensors
+from cute_ops.composite.linear_cross_entropy import check_accum_dtype, check_attributes, check_tensors
 from cute_ops.errors import message
 from cute_ops.op import Op, Sharding
 from cute_ops.op import Tensor as Declared
@@ -49,8 +49,8 @@ def linear_cross_entropy(
     label_smoothing: float = 0.0, z_loss: float = 0.0, reduction: str = "mean", accum_dtype: torch.dtype | None = None,
 ) -> Tensor:  # fmt: skip
     """``torch.ops.cute.linear_cross_entropy``, in terms of the other ops."""
-    tensors = hidden, weight, target, bias
-    check_call(tensors, reduction, accum_dtype)
+    tensors, attrs = (hidden, weight, target, bias), (ignore_index, label_smoothing, z_loss)
+    check_call(tensors, attrs, reduction, accum_dtype)
     if forward_ad._current_level >= 0:
         refuse_tangents(ROWS, tensors)
     if transforms.differentiated(tensors):
@@ -58,15 +58,19 @@ def linear_cross_entropy(
             "gradients of torch.func are those of the function, cute_ops_torch.linear_cross_entropy, not of the op."
         )
         raise NotImplementedError(message(ROWS, problem, arrays(ROWS, tensors)))
-    ops, attrs = torch.ops.cute, (ignore_index, label_smoothing, z_loss, accum_dtype)
-    return reduced_loss(ops.linear_cross_entropy_step, ops.linear_cross_entropy_rows, tensors, attrs, reduction)
+    by_step, by_rows = torch.ops.cute.linear_cross_entropy_step, torch.ops.cute.linear_cross_entropy_rows
+    return reduced_loss(by_step, by_rows, tensors, (*attrs, accum_dtype), reduction)
 
 
-def check_call(tensors: Tensors, reduction: str, accum_dtype: torch.dtype | None) -> None:
+def check_call(tensors: Tensors, attrs: Sequence[Any], reduction: str, accum_dtype: torch.dtype | None) -> None:
     what = "linear_cross_entropy"
     FINISH.check(what, {"reduction": reduction})
     check_accum_dtype(what, accum_dtype, torch.float32, tensors[1].dtype)
     check_tensors(what, *tensors)
+    # What a compiler keeps symbolic is checked when the program runs.
+    named = zip(cross_entropy.attrs, attrs, strict=False)
+    known = {name: value for name, value in named if not isinstance(value, torch.SymFloat)}
+    check_attributes(*tensors[:3], known)
 
 
 def reduced_loss(

@@ -102,7 +102,7 @@ def _new(variable: str, shape: tuple[int, ...], dtype: torch.dtype, values: dict
 
 
 def of_reference(binding: Binding) -> CompiledCall:
-    """The same by the reference, for a call whose outputs have no elements: no kernel can be launched on nothing."""
+    """The same by the reference, for a call with an empty input or output: no kernel can be launched on nothing."""
     inputs = [name for name, array in binding.inputs.items() if array is not None]
 
     def run(*given: torch.Tensor) -> Any:

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from cute_ops.binding import Binding
+from cute_ops.binding import Binding, as_outputs, check_returned
 from cute_ops.op import Op
 from cute_ops_torch.library.schema import filler
-from cute_ops_torch.library.tensors import Tensors, absent_dtype, bind_tensors, check_strides
+from cute_ops_torch.library.tensors import Tensors, absent_dtype, array, bind_tensors, check_strides
 
 
 def cpu_kernel(op: Op) -> Callable[..., Any]:
@@ -55,9 +55,9 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
         like = next(t for t in tensors if t is not None)
         outputs = []
         for name, declared in op.outputs.items():
-            array = binding.outputs[name]
-            shape = (0,) if array is None else array.shape
-            dtype = absent_dtype(binding, declared) if array is None else getattr(torch, array.dtype)
+            out = binding.outputs[name]
+            shape = (0,) if out is None else out.shape
+            dtype = absent_dtype(binding, declared) if out is None else getattr(torch, out.dtype)
             outputs.append(like.new_empty(shape, dtype=dtype))
         return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
@@ -66,17 +66,13 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
 
 def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
     """The reference of a call that a compiler traces, as the raw op returns it."""
-    from array_api_compat import torch as xp  # lazily: few programs trace references
-
     default = {**dict.fromkeys(op.inputs), **op.attrs}
     given = {**default, **dict(zip(default, args, strict=False)), **kwargs}
     tensors, attrs = [given[name] for name in op.inputs], {name: given[name] for name in op.attrs}
     like = next(t for t in tensors if t is not None)
     binding = bind_tensors(op, tensors, list(attrs.values()))
     outputs: list[Any] = []
-    for (name, declared), result in zip(
-        op.outputs.items(), _as_tuple(op.reference(xp, *tensors, **binding.attrs)), strict=True
-    ):
+    for (name, declared), result in zip(op.outputs.items(), _results(binding, tensors), strict=True):
         if binding.outputs[name] is None:
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
         # An output may not be an input, nor another output.
@@ -87,13 +83,10 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 def run_reference(binding: Binding, tensors: Tensors) -> Any:
     """The reference's outputs as the raw op returns them: compact, new, empty where absent."""
-    from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
-
     op = binding.op
-    results = op.reference(xp, *tensors, **binding.attrs)
     taken = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
     outputs = []
-    for (name, declared), result in zip(op.outputs.items(), _as_tuple(results), strict=True):
+    for (name, declared), result in zip(op.outputs.items(), _results(binding, tensors), strict=True):
         if binding.outputs[name] is None:
             like = next(t for t in tensors if t is not None)
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
@@ -106,5 +99,14 @@ def run_reference(binding: Binding, tensors: Tensors) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def _as_tuple(value: Any) -> tuple[Any, ...]:
-    return value if isinstance(value, tuple) else (value,)
+def _results(binding: Binding, tensors: Tensors) -> tuple[Any, ...]:
+    """What the reference returns, None where absent.
+
+    Raises:
+        TypeError: it is not what the op declares.
+    """
+    from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
+
+    results = as_outputs(binding.op, binding.op.reference(xp, *tensors, **binding.attrs))
+    check_returned(binding, results, array)
+    return results

@@ -40,10 +40,11 @@ def bind_tensors(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Binding:
 
 
 def arrays(op: Op, tensors: Tensors) -> dict[str, Array | None]:
-    return {
-        name: None if t is None else Array(tuple(t.shape), NAMES.get(t.dtype) or str(t.dtype).removeprefix("torch."))
-        for name, t in zip(op.inputs, tensors, strict=True)
-    }
+    return {name: None if t is None else array(t) for name, t in zip(op.inputs, tensors, strict=True)}
+
+
+def array(tensor: torch.Tensor) -> Array:
+    return Array(tuple(tensor.shape), NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."))
 
 
 def check_strides(binding: Binding, tensors: Tensors) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -37,7 +38,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_a_file_of_ones_own_is_verified_in_every_framework() -> None:
     result = run("verify", SOFTCAP, "--dtype", "bfloat16", "--repeats", "2")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "torch on " in result.stdout and "jax on " in result.stdout and "4 of 4 right" in result.stdout
+    assert "torch on " in result.stdout and "jax on " in result.stdout and "5 of 5 right, 4 calls" in result.stdout
     assert ("references, no kernel" in result.stdout) == ("torch on cpu" in result.stdout)
 
 
@@ -60,6 +61,22 @@ def test_what_is_wrong_is_shown_and_fails(tmp_path: Path) -> None:
     assert "0 of 1 right" in result.stdout
     idle = run("verify", f"{tmp_path / 'mine.py'}:idle", "--framework", "jax")
     assert idle.returncode == 1 and "idle: no cases are declared, so nothing was checked" in idle.stdout
+
+
+def test_a_wrong_gradient_is_shown() -> None:
+    """A backward op and its reference that agree on -3 times the gradient."""
+    op = lookup.find("silu_mul")
+    assert op.grad is not None
+    right = op.grad.reference
+    grad = Op(**{**_arguments(op.grad), "reference": lambda xp, *given: tuple(-3 * d for d in right(xp, *given))})
+    wrong = Op(**{**_arguments(op), "cases": op.cases[:1], "grad": grad})
+    (verdict,) = verify([wrong], {})
+    assert verdict.framework == "gradient"
+    found = re.fullmatch(
+        "silu_mul: the gradient of `gate` by silu_mul_bwd is (.*) along a random direction, "
+        "where the reference changes by (.*)", verdict.problem,
+    )  # fmt: skip
+    assert found and float(found[1]) == pytest.approx(-3 * float(found[2]), rel=1e-4)
 
 
 class FakeGPU:

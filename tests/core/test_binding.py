@@ -7,6 +7,7 @@ import pytest
 from cute_ops import FLOATS, Array, OneOf, Op, Tensor
 from cute_ops.binding import bind
 from cute_ops.ops import OPS, add_rmsnorm, cross_entropy, gelu, rmsnorm, silu_mul, swiglu
+from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 
 X = Array((3, 5, 64), "float32")
 W = Array((64,), "float32")
@@ -52,6 +53,13 @@ def test_shared_output_is_written_once(dtype: str, present: bool) -> None:
 @pytest.mark.parametrize("shape", [(0, 64), (3, 0, 64)])
 def test_zero_rows_are_empty(shape: tuple[int, ...]) -> None:
     assert bind(rmsnorm, {"x": Array(shape, "float32")}).empty
+
+
+def test_an_empty_input_is_empty_whatever_the_outputs_are() -> None:
+    tokens = {"ends": Array((5,), "int32"), "classes": Array((0,), "int32"), "order": Array((0,), "int32")}
+    bound = bind(sorted_embedding_bwd, {**tokens, "dout": Array((0, 64), "float32")})
+    assert bound.outputs["dweight"] == Array((5, 64), "float32") and bound.empty
+    assert not bind(rmsnorm, {"x": X}).empty
 
 
 ERRORS = {

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Case, Op, testing
+from cute_ops import FLOATS, Case, Op, Tensor, testing
 from cute_ops.ops import OPS
+from cute_ops.tools import gradient
 
 torch = pytest.importorskip("torch")
 SMALL = [(op, case) for op in OPS if op.grad for case in op.cases if testing.elements(case) <= 20000]
@@ -17,37 +20,96 @@ SMALL = [(op, case) for op in OPS if op.grad for case in op.cases if testing.ele
 
 @pytest.mark.parametrize(("op", "case"), SMALL, ids=lambda v: v.name)
 def test_gradient(op: Op, case: Case) -> None:
-    import array_api_compat.torch as xp
-
-    backward = op.grad
-    assert backward is not None
     attrs = testing.attributes(op, case)
-    arrays = {
-        n: a.astype(np.float64) if a is not None and n in op.differentiable else a
-        for n, a in testing.inputs(op, case, "float32").items()
-    }
+    arrays = testing.in_float64(testing.inputs(op, case, "float32"))
     tensors = {
         n: None if a is None else torch.from_numpy(a).requires_grad_(n in op.differentiable) for n, a in arrays.items()
     }
-    result = op.reference(xp, *tensors.values(), **attrs)
-    outputs = dict(zip(op.outputs, result if isinstance(result, tuple) else (result,), strict=True))
+    raw = testing.run_reference(op, tensors, attrs)
+    outputs = dict(zip(op.shown, testing.shown(op, raw), strict=True))
     rng = np.random.default_rng(1)
-    cotangents = {f"d{n}": torch.from_numpy(rng.standard_normal(tuple(outputs[n].shape))) for n in op.shown}
-    wanted = {f"d{n}": t for n, t in tensors.items() if t is not None and n in op.differentiable}
-    exact = dict(
-        zip(
-            wanted,
-            torch.autograd.grad([outputs[n] for n in op.shown], list(wanted.values()), list(cotangents.values())),
-            strict=True,
-        )
+    cotangents = {n: torch.from_numpy(rng.standard_normal(tuple(y.shape))) for n, y in outputs.items()}
+    wanted = {n: t for n, t in tensors.items() if t is not None and n in op.differentiable}
+    exact = torch.autograd.grad(list(outputs.values()), list(wanted.values()), list(cotangents.values()))
+    got = gradient.backward(op, tensors, raw, cotangents, attrs)
+    for name, expected in zip(wanted, exact, strict=True):
+        torch.testing.assert_close(got[name], expected, rtol=1e-9, atol=1e-9)
+    gradient.check(op, testing.small(case))
+
+
+def declared(forward: Callable[..., Any], backward: Callable[..., Any]) -> Op:
+    """``out = forward(xp, x, w)``, whose gradients ``backward(xp, x, w, dout)`` gives."""
+    inputs = {"x": Tensor("*m n", "T"), "w": Tensor("n", "T")}
+    common: dict[str, Any] = {"dtypes": {"T": FLOATS}, "kernel": "a:B"}
+    grad = Op(
+        "mine_bwd", inputs={**inputs, "dout": inputs["x"]}, outputs={f"d{n}": t for n, t in inputs.items()},
+        reference=backward, **common,
+    )  # fmt: skip
+    return Op("mine", inputs=inputs, outputs={"out": inputs["x"]}, reference=forward, grad=grad, **common)
+
+
+def products(xp: Any, x: Any, w: Any) -> Any:
+    return x * w
+
+
+def gradients(xp: Any, x: Any, w: Any, dout: Any) -> tuple[Any, Any]:
+    return dout * w, xp.sum(dout * x, axis=tuple(range(x.ndim - 1)))
+
+
+def but_one(xp: Any, x: Any, w: Any, dout: Any) -> tuple[Any, Any]:
+    dx, dw = gradients(xp, x, w, dout)
+    dx[1, 2] = 0
+    return dx, dw
+
+
+WRONG: dict[str, tuple[Callable[..., Any], str]] = {
+    "a factor": (lambda xp, *given: (-3 * gradients(xp, *given)[0], gradients(xp, *given)[1]), "`x` by mine_bwd is -?"),
+    "one of a thousand": (lambda xp, *given: (gradients(xp, *given)[0], 1.001 * gradients(xp, *given)[1]), "`w` by"),
+    "one element": (but_one, "`x` by"),
+    "one row's sum": (lambda xp, x, w, dout: (dout * w, (dout * x)[0]), "`w` by"),
+    "zeros": (lambda xp, x, w, dout: (dout * 0, gradients(xp, x, w, dout)[1]), "`x` by mine_bwd is 0 along a random "),
+    "not a number": (lambda xp, x, w, dout: (dout * w, w * xp.nan), "`w` by mine_bwd is nan along a random"),
+    "another shape": (
+        lambda xp, x, w, dout: (dout * w, dout * x), r"`w` by mine_bwd has the shape \(3, 8\), expected \(8,\)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_wrong_gradient_is_found(wrong: str) -> None:
+    case = Case("small", {"m": (3,), "n": 8})
+    gradient.check(declared(products, gradients), case)
+    reference, message = WRONG[wrong]
+    with pytest.raises(AssertionError, match=f"^mine: the gradient of {message}"):
+        gradient.check(declared(products, reference), case)
+
+
+def test_a_reference_with_too_many_outputs_is_named() -> None:
+    with pytest.raises(TypeError, match="its reference returned 2 outputs, declared are 1"):
+        gradient.check(declared(lambda xp, x, w: (x, w), gradients), Case("small", {"m": (3,), "n": 8}))
+
+
+@pytest.mark.parametrize(
+    ("function", "slope"),
+    [
+        (lambda xp, x: abs(x), lambda xp, x: xp.sign(x)),
+        (lambda xp, x: xp.maximum(x, x * 0) ** 2, lambda xp, x: 2 * xp.maximum(x, x * 0)),
+        (lambda xp, x: xp.log(x), lambda xp, x: 1 / x),
+        (lambda xp, x: xp.sqrt(x), lambda xp, x: 0.5 / xp.sqrt(x)),
+        (lambda xp, x: xp.tanh(100 * x), lambda xp, x: 100 * (1 - xp.tanh(100 * x) ** 2)),
+    ],
+    ids=["abs", "relu2", "log", "sqrt", "steep"],
+)
+def test_kinks_and_poles_are_no_wrong_gradients(
+    function: Callable[[Any, Any], Any], slope: Callable[[Any, Any], Any]
+) -> None:
+    """Of a thousand numbers some lie nearer to a kink than a long step is, and half have no logarithm."""
+    op = declared(
+        lambda xp, x, w: function(xp, x) + w,
+        lambda xp, x, w, dout: (dout * slope(xp, x), xp.sum(dout, axis=tuple(range(x.ndim - 1)))),
     )
-    known = {**tensors, **outputs, **cotangents}
-    gradients = backward.reference(xp, *(known.get(n) for n in backward.inputs), **attrs)
-    gradients = gradients if isinstance(gradients, tuple) else (gradients,)
-    got = dict(zip(backward.outputs, gradients, strict=True))
-    for name, gradient in exact.items():
-        value = got[name] if got[name] is not None else got[backward.outputs[name].same_as or ""]
-        torch.testing.assert_close(value, gradient, rtol=1e-9, atol=1e-9)
+    for seed in range(50):
+        gradient.check(op, Case("small", {"m": (16,), "n": 65}), seed)
 
 
 def test_the_tolerance_rule_rejects_a_wrong_result() -> None:

@@ -295,6 +295,9 @@ def test_linear_errors() -> None:
         cute_ops_jax.linear_cross_entropy(hidden, weight, target, bias.astype(np.float16))
     with pytest.raises(ValueError, match="option `reduction` is 'max'"):
         cute_ops_jax.linear_cross_entropy(hidden, weight, target, reduction="max")
+    for rows in (0, 3):
+        with pytest.raises(ValueError, match="attribute `label_smoothing` is 2"):
+            cute_ops_jax.linear_cross_entropy(hidden[:rows], weight, target[:rows], label_smoothing=2.0)
 
 
 def test_a_gradient_in_place_is_an_alias_that_xla_knows(fake_kernels: Any) -> None:

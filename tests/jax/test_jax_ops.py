@@ -225,3 +225,20 @@ def test_a_reference_that_breaks_its_declaration_is_named() -> None:
     wrong = cute_ops_jax.register(scale_op(reference=lambda xp, x, *, factor: (x, x)))
     with pytest.raises(TypeError, match="its reference returned 2 outputs, declared are 1"):
         wrong(np.ones((2, 3), np.float32))
+    wrong = cute_ops_jax.register(scale_op(reference=lambda xp, x, *, factor: [x]))
+    with pytest.raises(TypeError, match="its reference returned a list for `out`, declared is float32"):
+        wrong(np.ones((2, 3), np.float32))
+
+
+@pytest.mark.parametrize("outputs", [("total",), ("total", "same")])
+def test_an_empty_input_leaves_no_output_unwritten(outputs: tuple[str, ...]) -> None:
+    """A kernel's entry returns at once where its first argument is empty, and a sum may start at a value."""
+    rows, row = Tensor("*m n", "T"), Tensor("n", "T")
+    op = Op(
+        "start", inputs={"x": rows, "value": row}, dtypes={"T": ("float32",)}, kernel="nowhere:Start",
+        outputs={name: {"total": row, "same": rows}[name] for name in outputs},
+        reference=lambda xp, x, value: (xp.sum(x, axis=0) + value, x)[: len(outputs)],
+    )  # fmt: skip
+    function, given = cute_ops_jax.register(op), (np.ones((0, 6), np.float32), np.arange(6, dtype=np.float32))
+    np.testing.assert_array_equal(jax.tree.leaves(function(*given))[0], given[1])
+    assert "= cute_" not in str(jax.make_jaxpr(function)(*given))

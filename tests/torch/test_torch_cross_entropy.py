@@ -359,6 +359,24 @@ def test_linear_without_rows() -> None:
     assert not loss and not dweight.any()
 
 
+@pytest.mark.parametrize("rows", [0, 3])
+@pytest.mark.parametrize("wanted", [False, True])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"label_smoothing": 2.0}, "`label_smoothing` is 2.0, expected a number from 0 to 1"),
+        ({"z_loss": float("nan")}, "`z_loss` is nan, expected a number"),
+        ({"ignore_index": 2**40}, "`ignore_index` is 1099511627776, which no target of int32 can be"),
+    ],
+)
+def test_linear_refuses_attributes_whatever_the_rows(
+    rows: int, wanted: bool, changes: dict[str, Any], message: str
+) -> None:
+    hidden = torch.randn(rows, 16, requires_grad=wanted)
+    with pytest.raises(ValueError, match=f"^cute.cross_entropy: attribute {message}"):
+        cute_ops_torch.linear_cross_entropy(hidden, torch.randn(5, 16), torch.zeros(rows, dtype=torch.int32), **changes)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 def test_linear_in_transforms(reduction: str) -> None:
     (hidden, weight, bias), target = linear("cpu")

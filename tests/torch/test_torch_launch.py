@@ -171,6 +171,18 @@ def test_zero_rows_launch_nothing(compiled: Any) -> None:
     assert not compiled.calls
 
 
+def test_an_empty_input_launches_nothing_and_leaves_no_output_unwritten(compiled: Any) -> None:
+    """A kernel's entry returns at once where its first argument is empty."""
+    total = Op(
+        "total", inputs={"x": Tensor("*m n", "T"), "start": Tensor("n", "T")}, outputs={"out": Tensor("n", "T")},
+        dtypes={"T": FLOATS}, reference=lambda xp, x, start: xp.sum(x, axis=0) + start, kernel=rmsnorm.kernel,
+    )  # fmt: skip
+    launcher, start, out = Launcher(total), torch.arange(64.0), torch.full((64,), torch.nan)
+    assert torch.equal(launcher.launch(torch.randn(0, 64), start), start)
+    launcher.into(torch.randn(0, 64), start, out)
+    assert torch.equal(out, start) and not compiled.calls
+
+
 def test_outputs_are_compact_whatever_the_inputs_are(compiled: Any) -> None:
     x = torch.randn(3, 4, 64).transpose(0, 1)
     out, residual_out = Launcher(add_rmsnorm).launch(x, x)

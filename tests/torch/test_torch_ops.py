@@ -184,3 +184,26 @@ def test_a_reference_that_returns_its_input_gives_a_copy() -> None:
     out = cute_ops_torch.register(same, namespace="cute_test")(x)
     assert out.data_ptr() != x.data_ptr()
     assert torch.equal(out, x)
+
+
+@pytest.mark.parametrize(
+    ("reference", "returned"),
+    [
+        (lambda xp, x: xp.sum(x, axis=-1), "float32[2] for `out`, declared is float32[2, 3]."),
+        (lambda xp, x: xp.astype(x, xp.float64), "float64[2, 3] for `out`, declared is float32[2, 3]."),
+        (lambda xp, x: None, "nothing for `out`, declared is float32[2, 3]."),
+        (lambda xp, x: [x], "a list for `out`, declared is float32[2, 3]."),
+        (lambda xp, x: (x, x), "2 outputs, declared are 1."),
+        (lambda xp, x: (), "0 outputs, declared are 1."),
+    ],
+    ids=["shape", "dtype", "nothing", "list", "more", "fewer"],
+)
+def test_a_reference_that_breaks_its_declaration_is_named(
+    reference: Callable[..., Any], returned: str, request: pytest.FixtureRequest
+) -> None:
+    name = f"broken_{request.node.callspec.id}"
+    broken = Op(name, inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T")}, dtypes={"T": FLOATS},
+                reference=reference, kernel="nowhere:Broken")  # fmt: skip
+    with pytest.raises(TypeError) as caught:
+        cute_ops_torch.register(broken, namespace="cute_test")(torch.randn(2, 3))
+    assert str(caught.value) == f"cute.{name}: its reference returned {returned}"

@@ -1,0 +1,108 @@
+"""Holds the reference of a backward op to the derivative of the forward's, in float64 on NumPy arrays.
+
+It needs no framework: along a random direction ``v`` of one input, the outputs' product with random cotangents must
+change by ``<gradient, v>``.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from cute_ops import testing
+from cute_ops.op import Case, Op
+
+DRAWS = 3
+# Long steps round least, and short ones cross no kink, such as that of abs at 0: one of them must agree.
+STEPS = (1e-2, 1e-4, 1e-6, 1e-8)
+# Errors allowed, of the norm of the products whose sum a derivative is, and of the norm of those that it changes.
+TOLERANCE, ROUNDING = 1e-4, 1e-14
+# The products of outputs and cotangents, whose sum is differentiated, at given inputs.
+Terms = Callable[[testing.Arrays], np.ndarray]
+
+
+def check(op: Op, case: Case, seed: int = 0) -> None:
+    """Raise AssertionError unless ``op.grad`` gives the gradient of every differentiable input of this case."""
+    attrs = testing.attributes(op, case)
+    arrays = testing.in_float64(testing.inputs(op, case, "float32", seed))
+    rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{case.name}".encode())])
+    with np.errstate(all="ignore"):
+        raw = testing.run_reference(op, arrays, attrs)
+        outputs = {n: y for n, y in zip(op.shown, testing.shown(op, raw), strict=True) if y is not None}
+        finite = {n: np.isfinite(y) for n, y in outputs.items() if y.dtype.kind == "f"}
+        for _ in range(DRAWS):
+            # Nothing is asked of outputs that are not finite, such as the logarithm of a negative number.
+            cotangents = {n: np.where(there, rng.standard_normal(there.shape), 0.0) for n, there in finite.items()}
+            terms = partial(_terms, op, attrs, cotangents)
+            for name, gradient in backward(op, arrays, raw, cotangents, attrs).items():
+                x: Any = arrays[name]
+                if x is None:
+                    continue
+                if gradient is None or gradient.shape != x.shape:
+                    came = None if gradient is None else gradient.shape
+                    raise AssertionError(f"{_what(op, name)} has the shape {came}, expected {x.shape}")
+                v = rng.standard_normal(x.shape)
+                if not all(there.all() for there in finite.values()):
+                    v, gradient = (np.where(np.isfinite(gradient), a, 0.0) for a in (v, gradient))
+                _check_direction(op, name, gradient, v, arrays, terms)
+
+
+def backward(
+    op: Op, inputs: Mapping[str, Any], raw: tuple[Any, ...], cotangents: Mapping[str, Any], attrs: Mapping[str, Any]
+) -> dict[str, Any]:
+    """The gradients by input, from the reference of ``op.grad``, wired by names as :class:`cute_ops.Op` says.
+
+    Args:
+        op: a declaration with a gradient.
+        inputs: arrays of one framework, by name.
+        raw: what the reference gave for them.
+        cotangents: by name of the output.
+        attrs: all attributes.
+    """
+    grad: Any = op.grad
+    known = {**inputs, **dict(zip(op.outputs, raw, strict=True)), **{f"d{n}": c for n, c in cotangents.items()}}
+    given = {name: known.get(name) for name in grad.inputs}
+    found = testing.run_reference(grad, given, {name: attrs[name] for name in grad.attrs})
+    gradients = dict(zip(grad.outputs, found, strict=True))
+    # Where all dtypes are equal, one array may serve for two gradients.
+    shared = {d: t.same_as for d, t in grad.outputs.items() if t.same_as and gradients[d] is None}
+    return {name: gradients[shared.get(f"d{name}", f"d{name}")] for name in op.differentiable}
+
+
+def _terms(
+    op: Op, attrs: Mapping[str, Any], cotangents: Mapping[str, np.ndarray], arrays: testing.Arrays
+) -> np.ndarray:
+    raw = testing.run_reference(op, arrays, attrs)
+    outputs = dict(zip(op.shown, testing.differentiated(op, arrays, raw, attrs), strict=True))
+    return np.concatenate([(c * outputs[n])[c != 0] for n, c in cotangents.items()])
+
+
+def _check_direction(
+    op: Op, name: str, gradient: np.ndarray, v: np.ndarray, arrays: testing.Arrays, terms: Terms
+) -> None:
+    x: Any = arrays[name]
+
+    def change(h: float) -> float:
+        """What the sum changes by along ``v``, from a difference whose error is of order ``h^4``."""
+        at = {k: float(np.sum(terms({**arrays, name: x + k * h * v}))) for k in (-2, -1, 1, 2)}
+        return (8 * (at[1] - at[-1]) - (at[2] - at[-2])) / (12 * h)
+
+    given = float(np.sum(gradient * v))
+    allowed, rounding = TOLERANCE * np.linalg.norm(gradient * v), ROUNDING * (1 + np.linalg.norm(terms(arrays)))
+    changes = []
+    for h in STEPS:
+        changes.append(change(h))
+        if abs(changes[-1] - given) <= allowed + rounding / h:
+            return
+    nearest = min(changes, key=lambda found: abs(found - given))
+    raise AssertionError(
+        f"{_what(op, name)} is {given:.6g} along a random direction, where the reference changes by {nearest:.6g}"
+    )
+
+
+def _what(op: Op, name: str) -> str:
+    return f"{op.name}: the gradient of `{name}` by {op.grad.name if op.grad else None}"
