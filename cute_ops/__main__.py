@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
 
@@ -14,12 +13,11 @@ from rich.table import Table
 from cute_ops import dispatch, lookup
 from cute_ops.autotune import winners as tuned_calls
 from cute_ops.binding import bind
-from cute_ops.cli import Arches, author, bundles, console, fail, targets, tuning
+from cute_ops.cli import Arches, author, bundles, calls, console, fail, targets, tuning
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
 from cute_ops.jit import cache
 from cute_ops.jit.compile_pool import worker
-from cute_ops.shapes import FLOATS
 from cute_ops.tools import doctor
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help=__doc__, pretty_exceptions_enable=False)
@@ -36,9 +34,6 @@ app.command("manifest")(bundles.model)
 app.command("build")(bundles.build)
 app.command("warm-up")(bundles.warm_up)
 bundle_app.command("check")(bundles.show)
-
-OpName = StrEnum("OpName", {name: name for name in lookup.ours()})  # type: ignore[misc]
-Dtype = StrEnum("Dtype", {name: name for name in FLOATS})  # type: ignore[misc]
 
 
 @app.command("doctor")
@@ -60,28 +55,33 @@ def doctor_command() -> None:
 
 @app.command("compile")
 def compile_command(
-    op: Annotated[OpName, typer.Argument(help="Which op; a backward op ends in _bwd.")],
-    dtype: Annotated[list[Dtype] | None, typer.Option(help="Dtype of all tensors; repeat for more.")] = None,
-    n: Annotated[list[int] | None, typer.Option(help="Size of the last dim; repeat for more.")] = None,
+    op: Annotated[str, typer.Argument(metavar="OP", help="rmsnorm, rmsnorm_bwd, ..., or yours: file.py:name.")],
+    dtype: Annotated[list[str] | None, typer.Option(help=f"{calls.DTYPE}; repeat. Default: bfloat16.")] = None,
+    n: calls.Sizes = None,
     arch: Arches = None,
-    rows: Annotated[int, typer.Option(help="Number of rows; only its class (few or many) matters.")] = 4096,
-    without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
+    rows: calls.Rows = 4096,
+    with_: calls.With = None,
+    without: calls.Without = None,
     dump: Annotated[Path | None, typer.Option(help="Folder for PTX and cubin.")] = None,
 ) -> None:
     """Compile kernels into the cache, for this GPU or any other; needs no GPU.
 
+    Of optional inputs those are passed that most of the op's cases have.
+
     Example: python -m cute_ops compile rmsnorm --dtype bfloat16 --n 4096 --n 8192 --arch sm_90a
     """
-    declaration = lookup.find(op.value)
-    dtypes = dtype or [Dtype("bfloat16")]
+    try:
+        declaration = lookup.find(op)
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint="OP") from error
+    calls.check_dtypes([declaration], dtype or [])
     table = Table("kernel", "seconds", "file")
     for where in targets(arch):
-        for kind in dtypes:
-            for size in n or [4096]:
+        for kind in dtype or ["bfloat16"]:
+            for size in calls.sizes_of(declaration, n, [4096]):
+                given = calls.example(declaration, kind, rows, size, with_ or (), without or ())
                 try:
-                    variant = dispatch.foresee(
-                        bind(declaration, author.example(declaration, kind.value, rows, size, without or [])), {}, where
-                    ).variant
+                    variant = dispatch.foresee(bind(declaration, given), {}, where).variant
                     if dump:
                         dump.mkdir(parents=True, exist_ok=True)
                         seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump

@@ -7,10 +7,10 @@ symbolic (torch ``SymInt``, JAX symbolic dims): they are only compared and passe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cute_ops.errors import message
+from cute_ops.errors import meant, message
 from cute_ops.op import Op, Tensor
 from cute_ops.shapes import Array
 
@@ -76,7 +76,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
 
     unknown = inputs.keys() - op.inputs.keys()
     if unknown:
-        raise fail(TypeError, f"unknown argument {_quoted(sorted(unknown))}; it takes {_quoted(op.inputs)}.")
+        raise fail(TypeError, f"unknown argument {_unknown(unknown, op.inputs)}; it takes {_quoted(op.inputs)}.")
     for name, tensor in op.inputs.items():
         array = given[name]
         if array is None:
@@ -170,7 +170,7 @@ def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
 def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
     unknown = attrs.keys() - op.attrs.keys()
     if unknown:
-        raise fail(TypeError, f"unknown attribute {_quoted(sorted(unknown))}; it takes {_quoted(op.attrs)}.")
+        raise fail(TypeError, f"unknown attribute {_unknown(unknown, op.attrs)}; it takes {_quoted(op.attrs)}.")
     full = {}
     for name, default in op.attrs.items():
         value = attrs.get(name, default)
@@ -223,6 +223,10 @@ def check_returned(binding: Binding, results: Sequence[Any], array: Callable[[An
 
 def _text(array: Array | None) -> str:
     return "nothing" if array is None else f"{array.dtype}{list(array.shape)}"
+
+
+def _unknown(names: Iterable[str], known: Iterable[str]) -> str:
+    return ", ".join(f"`{name}`{meant(name, known)}" for name in sorted(names))
 
 
 def _quoted(names: Any) -> str:

@@ -21,6 +21,14 @@ class CacheError(RuntimeError):
     """The cache folder cannot be trusted or used. Says which folder and what to do."""
 
 
+def meant(name: str, known: Iterable[str]) -> str:
+    """A question for what is close to a name that is none: `` (did you mean eps?)``; empty where nothing is."""
+    from difflib import get_close_matches  # start-up time: programs without mistakes need none
+
+    close = get_close_matches(name, known, n=1)
+    return f" (did you mean {close[0]}?)" if close else ""
+
+
 class _Declared(Protocol):
     """A :class:`cute_ops.op.Tensor`."""
 

@@ -13,6 +13,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from cute_ops.errors import meant
 from cute_ops.op import Op
 
 
@@ -32,7 +33,8 @@ def find(name: str) -> Op:
     """
     if ":" not in name:
         if name not in ours():
-            raise ValueError(f"no op {name!r}; there are {', '.join(ours())}, and yours as module:name or file.py:name")
+            known = f"there are {', '.join(ours())}, and yours as module:name or file.py:name"
+            raise ValueError(f"no op {name!r}{meant(name, ours())}; {known}")
         return ours()[name]
     place, _, attribute = name.rpartition(":")
     module, (first, *rest) = load(place), attribute.split(".")
@@ -40,7 +42,8 @@ def find(name: str) -> Op:
     for _ in rest:
         found = found.grad if isinstance(found, Op) else None
     if not isinstance(found, Op) or any(step != "grad" for step in rest):
-        raise ValueError(f"{place} has no op {attribute!r}; it has {', '.join(of_module(module)) or 'none'}")
+        ops = of_module(module)
+        raise ValueError(f"{place} has no op {attribute!r}{meant(attribute, ops)}; it has {', '.join(ops) or 'none'}")
     return found
 
 

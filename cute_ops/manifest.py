@@ -25,6 +25,7 @@ from typing import Any
 
 from cute_ops import lookup
 from cute_ops.binding import Binding, bind
+from cute_ops.errors import meant
 from cute_ops.files import cache_dir, json_schema
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.variant import VECTOR
@@ -170,7 +171,7 @@ def _call(words: list[str], files: bool) -> Call:
         if match:
             key, dtype, shape, strides, align = match.groups()
             if dtype not in ITEMSIZE:
-                raise ValueError(f"unknown dtype {dtype!r} in {word!r}")
+                raise ValueError(f"unknown dtype {dtype!r}{meant(dtype, ITEMSIZE)} in {word!r}")
             sizes = tuple(ROWS if size == "*" else int(size) for size in shape.split(",") if size)
             inputs[key] = Array(sizes, dtype)
             if strides or align:

@@ -7,6 +7,8 @@ tests, benchmarks and documentation.
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Mapping
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -191,7 +193,8 @@ class Kernel(NamedTuple):
         name: ``"module:Class"``, imported only where it is compiled. Its compiled form is kept under the digest of its
             sources: of its module, of the packages that this is in and of what they import, also in functions, in the
             same package, in this one and beside it. Of other installed packages the modules count that are named in
-            imports, of frameworks and the compiler none.
+            imports, of frameworks and the compiler none. A script may name its own class, ``f"{__name__}:Class"``: it
+            is imported too where that is compiled, so what it runs stands under ``if __name__ == "__main__"``.
         sources: what else the kernel is made from, which no import statement names: files and folders, relative to the
             folder of the kernel's module, that are read while it is compiled, and modules that are imported by
             ``importlib`` or ``exec``, ``("data/table.bin", "mypackage.generated")``; a package that is installed counts
@@ -202,6 +205,22 @@ class Kernel(NamedTuple):
     name: str
     sources: tuple[str, ...] = ()
     least_sm: int = 80
+
+
+def importable(name: str) -> str:
+    """``__main__:Class`` as another process can import it: by the module's name or the file's. Other names, and those
+    of a notebook, which has no file, stay.
+    """
+    module, _, attribute = name.partition(":")
+    if module != "__main__":
+        return name
+    program = sys.modules[module]
+    spec, file = getattr(program, "__spec__", None), getattr(program, "__file__", None)
+    if spec:
+        module = spec.name
+    elif file and file.endswith(".py"):
+        module = os.path.basename(file).removesuffix(".py")  # noqa: PTH119 (start-up time)
+    return f"{module}:{attribute}"
 
 
 def _as_tuple(names: Any) -> Any:
@@ -279,7 +298,8 @@ class Op:
                 expected = " or ".join(kind.__name__ for kind in kinds)
                 raise ValueError(f"op {name}: {what} must be a {expected}, got {given!r}")
         made_from = Kernel(kernel) if isinstance(kernel, str) else kernel
-        self.kernel, self.least_sm, self.sources = made_from.name, made_from.least_sm, _as_tuple(made_from.sources)
+        self.kernel, self.least_sm = importable(made_from.name), made_from.least_sm
+        self.sources = _as_tuple(made_from.sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
         dims = {d.name for t in self.inputs.values() if not t.optional for d in t.dims}

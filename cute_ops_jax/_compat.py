@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import jax
 from jax._src.core import Primitive  # jax.extend.core has it too, but takes Pallas along: 20 ms
@@ -26,6 +26,7 @@ __all__ = [
     "needs_devices",
     "new_primitive",
     "register_lowering",
+    "reverse_only",
     "vary",
     "varying_axes",
 ]
@@ -48,6 +49,24 @@ def new_primitive(
     batching.primitive_batchers[primitive] = batch
     ad.primitive_jvps[primitive] = differentiate
     return primitive
+
+
+def reverse_only(name: str, refuse: Callable[..., NoReturn]) -> Callable[..., list[Any]]:
+    """The identity of several arrays. What batches, runs or lowers its forward-mode derivative calls ``refuse``;
+    reverse mode transposes that derivative first, to the identity.
+    """
+
+    def of_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
+        given = [t for t in tangents if type(t) is not ad.Zero]
+        results = iter(linear.bind(*given))
+        return primals, [t if type(t) is ad.Zero else next(results) for t in tangents]
+
+    same = new_primitive(name, lambda *avals: avals, lambda arrays, axes: (same.bind(*arrays), axes), of_tangents)
+    linear = new_primitive(f"{name}_jvp", lambda *avals: avals, refuse, refuse)
+    ad.primitive_transposes[linear] = lambda cotangents, *arrays: cotangents
+    register_lowering(same, lambda *arrays: arrays)
+    register_lowering(linear, refuse)
+    return cast(Callable[..., list[Any]], same.bind)
 
 
 def register_lowering(

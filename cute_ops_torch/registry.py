@@ -56,7 +56,8 @@ def _check(op: Op, namespace: str) -> None:
     known = _registered.get((namespace, op.name))
     name = f"torch.ops.{namespace}.{op.name}"
     if known is not None and known.op is not op:
-        raise ValueError(f"{name} is registered already, for another declaration")
+        hint = f"a changed op takes another name, or namespace: register({op.name}, '{namespace}_2')"
+        raise ValueError(f"{name} is registered already, for another declaration; {hint}")
     if known is None and hasattr(getattr(torch.ops, namespace), op.name):
         raise ValueError(f"{name} is there already: take another name or namespace")
 

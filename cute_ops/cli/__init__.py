@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from cute_ops import manifest
 from cute_ops.jit import target
 from cute_ops.jit.cache import Built
 from cute_ops.jit.target import Target
+from cute_ops.manifest import Call
 
 console = Console(soft_wrap=True)
 ARCHES = "sm_80, sm_90a, sm_90a:114 (with 114 SMs), ...; repeat, or commas."
@@ -43,6 +46,17 @@ def targets(arches: list[str] | None) -> list[Target]:
 def progress_bar(what: str) -> Progress:
     columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     return Progress(*columns, TextColumn("{task.description}"), console=console)
+
+
+def read_calls(paths: Sequence[Path], files: bool) -> list[Call]:
+    """The calls of manifests; none at all is a mistake."""
+    try:
+        calls = [call for path in paths for call in manifest.read(path, files)]
+    except (OSError, ValueError) as error:
+        fail(error)
+    if not calls:
+        fail(f"{', '.join(map(str, paths))}: no calls; on a CPU, where references run, a program records none")
+    return calls
 
 
 @contextmanager

@@ -16,12 +16,12 @@ from rich.table import Table
 
 from cute_ops import dispatch, hardware, lookup
 from cute_ops.binding import bind
-from cute_ops.cli import Arches, console, fail, targets
+from cute_ops.cli import Arches, calls, console, fail, targets
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Op
-from cute_ops.shapes import FLOATS, Array
+from cute_ops.shapes import FLOATS
 from cute_ops.tools import sass
 
 Which = Annotated[
@@ -30,7 +30,7 @@ Which = Annotated[
 ]
 Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}; repeat. Default: all.")]
 
-
+LENGTHS = 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072  # of the rows that are measured
 # Ops of other sizes than rows and columns.
 NOT_SWEPT = {"sorted_embedding_bwd": "it has classes; tests/torch/test_gpu_sweep.py sweeps embedding, which calls it"}
 
@@ -48,11 +48,12 @@ class CompiledKernel(NamedTuple):
 
 def inspect(
     op: Which,
-    dtype: Annotated[str, typer.Option(help="Dtype of all tensors.")] = "bfloat16",
-    n: Annotated[list[int] | None, typer.Option("--n", help="Size of the last dim; repeat. Default: 4096.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{calls.DTYPE}. Default: bfloat16.")] = None,
+    n: calls.Sizes = None,
     arch: Arches = None,
-    rows: Annotated[int, typer.Option(help="Number of rows.")] = 4096,
-    without: Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")] = None,
+    rows: calls.Rows = 4096,
+    with_: calls.With = None,
+    without: calls.Without = None,
     out: Annotated[Path | None, typer.Option("--out", "-o", help="Folder for PTX, SASS and cubin.")] = None,
 ) -> None:
     """Show registers, shared memory and memory accesses of kernels; needs no GPU.
@@ -64,10 +65,12 @@ def inspect(
     fit by registers, threads and shared memory.
     """
     table = Table("kernel", "threads", "registers", "stack", "local", "shared", "CTAs/SM", "to and from memory")
-    for declaration in _ops(op):
+    ops = calls.ops_of(op)
+    calls.check_dtypes(ops, [dtype] if dtype else [])
+    for declaration in ops:
         for target in targets(arch):
-            for size in n or [4096]:
-                given = example(declaration, dtype, rows, size, without or [])
+            for size in calls.sizes_of(declaration, n, [4096]):
+                given = calls.example(declaration, dtype or "bfloat16", rows, size, with_ or (), without or ())
                 variant = dispatch.foresee(bind(declaration, given), {}, target).variant
                 table.add_section()
                 for kernel in _kernels(variant, out):
@@ -120,13 +123,14 @@ def verify(
     if not sweep and (number, seed, processes, fraction, seconds) != (0, 0, 0, 1.0, float("inf")):
         raise typer.BadParameter("--round, --seed, --processes, --fraction and --seconds are a sweep's: add --sweep")
     if sweep:
-        _sweep(_ops(op) if op else list(lookup.ours().values()), number, seed, processes, fraction, seconds)
+        _sweep(calls.ops_of(op) if op else list(lookup.ours().values()), number, seed, processes, fraction, seconds)
     if not op:
         raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
     from cute_ops.tools.verify import installed
     from cute_ops.tools.verify import verify as verdicts
 
-    ops, failed, calls, cases = _ops(op), 0, 0, 0
+    ops, failed, called, cases = calls.ops_of(op), 0, 0, 0
+    calls.check_dtypes(ops, dtype or [])
     try:
         runners = installed(framework or ())
     except ValueError as error:
@@ -137,7 +141,7 @@ def verify(
     console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
     with console.status("") as status:
         for found in verdicts(ops, runners, dtype or FLOATS, repeats):
-            cases, calls = cases + 1, calls + found.calls
+            cases, called = cases + 1, called + found.calls
             line = f"{found.op} {found.case} {found.dtype} {found.framework}"
             status.update(line)
             if found.problem:
@@ -145,9 +149,11 @@ def verify(
                 console.print(f"[red]BAD [/] {line}", highlight=False)
                 console.print(f"     {found.problem}", highlight=False, markup=False)
     if not cases:
-        fail(f"{', '.join(o.name for o in ops)}: no cases are declared, so nothing was checked")
+        declared = any(o.cases for o in ops)
+        problem = f"no case takes {', '.join(dtype or FLOATS)}" if declared else "no cases are declared"
+        fail(f"{', '.join(o.name for o in ops)}: {problem}, so nothing was checked")
     what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
-    console.print(f"{cases - failed} of {cases} right, {calls} calls ({what})", highlight=False)
+    console.print(f"{cases - failed} of {cases} right, {called} calls ({what})", highlight=False)
     raise typer.Exit(int(failed > 0))
 
 
@@ -182,8 +188,8 @@ def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: floa
 
 def bench(
     op: Which,
-    dtype: Annotated[str, typer.Option(help="Dtype of all tensors.")] = "bfloat16",
-    n: Annotated[list[int] | None, typer.Option("--n", help="Sizes of the last dim; repeat.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{calls.DTYPE}. Default: bfloat16.")] = None,
+    n: calls.Sizes = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the table and the picture.")] = Path("out/bench"),
 ) -> None:
     """Measure an op and its gradient on this GPU: GB/s by row length, with what a large copy reaches drawn beside it.
@@ -199,13 +205,15 @@ def bench(
         fail(f"bench measures through PyTorch, which cannot be imported: {error}")
     if not measure.available():
         fail("bench needs a GPU and a PyTorch that can use it")
+    ops = calls.ops_of(op)
+    calls.check_dtypes(ops, [dtype] if dtype else [])
     ceiling = measure.copy_rate()
     table, rows_found = Table("op", "rows", "n", "us", "spread", "GB/s", "of a copy"), []
-    for declaration in _ops(op):
-        for size in n or (128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072):
+    for declaration in ops:
+        for size in calls.sizes_of(declaration, n, LENGTHS):
             rows = max((256 << 20) // (size * 4), 1)
             try:
-                found = measure.measure(declaration, example(declaration, dtype, rows, size, ["bias"], strict=False))
+                found = measure.measure(declaration, calls.example(declaration, dtype or "bfloat16", rows, size))
             except Exception as error:  # the other lengths are measured even if one has no kernel
                 console.print(
                     f"{declaration.name} n={size}: {type(error).__name__}: {error}", style="red", markup=False
@@ -224,27 +232,6 @@ def bench(
     lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in (*row, ceiling)) for row in rows_found]
     (out / "bench.csv").write_text(header + "\n".join(lines) + "\n")
     console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
-
-
-def example(op: Op, dtype: str, rows: int, n: int, without: list[str], strict: bool = True) -> dict[str, Array | None]:
-    """A call of an op: all inputs but some optional ones, with one dtype and one size."""
-    optional = [name for name, tensor in op.inputs.items() if tensor.optional]
-    unknown = [name for name in without if name not in optional]
-    if unknown and strict:
-        raise typer.BadParameter(f"{op.name} has no optional input {', '.join(unknown)}")
-    return {
-        name: None
-        if name in without and name in optional
-        else Array(tensor.of(op.example((rows,), n)), op.dtype_near(tensor, dtype))
-        for name, tensor in op.inputs.items()
-    }
-
-
-def _ops(name: str) -> list[Op]:
-    try:
-        return lookup.find_all(name)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
 
 
 def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:

@@ -17,7 +17,7 @@ from cute_ops import env, manifest
 from cute_ops.aot.build import build as build_bundle
 from cute_ops.aot.build import variants_of
 from cute_ops.aot.hf_config import calls_of_model
-from cute_ops.cli import AllowFiles, Arches, console, fail, progress, targets
+from cute_ops.cli import AllowFiles, Arches, console, fail, progress, read_calls, targets
 from cute_ops.errors import CacheError
 from cute_ops.jit import bundle, cache
 from cute_ops.shapes import FLOATS
@@ -83,7 +83,7 @@ def build(
     A program started with CUTE_OPS_BUNDLE=bundle/ compiles nothing of it. A package ships a bundle as a folder inside
     it that an entry point of the group cute_ops.bundles names: any-name = "package.folder".
     """
-    calls, wanted, start = _read(manifests, allow_files), targets(arch), time.perf_counter()
+    calls, wanted, start = read_calls(manifests, allow_files), targets(arch), time.perf_counter()
     try:
         total = len(variants_of(calls, wanted, lambda text: None))
         with progress(total, f"{out}:") as done:
@@ -100,7 +100,7 @@ def warm_up(manifests: Manifests, arch: Arches = None, allow_files: AllowFiles =
 
     Example: python -m cute_ops warm-up manifest.txt
     """
-    calls, start = _read(manifests, allow_files), time.perf_counter()
+    calls, start = read_calls(manifests, allow_files), time.perf_counter()
     try:
         variants = variants_of(calls, targets(arch), _skipped)
     except (ValueError, TypeError, NotImplementedError) as error:
@@ -124,13 +124,6 @@ def show(where: Annotated[Path, typer.Argument(help="The bundle's folder.")]) ->
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     text = f"{where}: {count} kernels for {', '.join(found.targets)}, sound; {versions}"
     console.print(text, highlight=False, markup=False)
-
-
-def _read(paths: list[Path], files: bool) -> list[manifest.Call]:
-    try:
-        return [call for path in paths for call in manifest.read(path, files)]
-    except (OSError, ValueError) as error:
-        fail(error)
 
 
 def _skipped(text: str) -> None:

@@ -11,17 +11,16 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from cute_ops import lookup, manifest
 from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.rows import bytes_moved
 from cute_ops.autotune.types import Trial
 from cute_ops.binding import Binding, bind
-from cute_ops.cli import AllowFiles, author, console, fail, progress_bar
+from cute_ops.cli import AllowFiles, calls, console, fail, progress_bar, read_calls
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir
 from cute_ops.jit import target
 from cute_ops.op import Case, Op
-from cute_ops.shapes import FLOATS, Array
+from cute_ops.shapes import Array
 
 # What a call of an op that is tuned by name reads and writes, and the row lengths of its cases that are worth it.
 BYTES, LONG_ROWS = 256 << 20, 256
@@ -34,9 +33,9 @@ def tune(
     ],
     dtype: Annotated[list[str] | None, typer.Option("--dtype", help="Of OP; repeat. Default: bfloat16.")] = None,
     n: Annotated[
-        list[int] | None, typer.Option("--n", help="Sizes of OP's last dim; repeat. Default: its cases'.")
+        list[int] | None, typer.Option("--n", min=1, help="Sizes of OP's dim n; repeat. Default: its cases'.")
     ] = None,
-    rows: Annotated[int | None, typer.Option(help="Rows of OP. Default: as many as make 256 MB.")] = None,
+    rows: Annotated[int | None, typer.Option(min=1, help="Rows of OP. Default: as many as make 256 MB.")] = None,
     least: Annotated[float, typer.Option(help="The part of the heuristic's time that a winner must save.")] = 0.02,
     anew: Annotated[bool, typer.Option("--anew", help="Also measure calls that a winner is remembered for.")] = False,
     out: Annotated[
@@ -58,7 +57,7 @@ def tune(
     program calls first, PyTorch's or JAX's. `build` puts what calls were tuned to into the bundle. See docs/tuning.md.
     """
     try:
-        trials = [trial for name in what for trial in _trials(name, dtype or ["bfloat16"], n, rows, allow_files)]
+        trials = [trial for name in what for trial in _trials(name, dtype, n, rows, allow_files)]
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
         fail(error)
     if not any(trial.binding.op.space for trial in trials):
@@ -109,25 +108,25 @@ def _table(outcomes: Sequence[tuner.Outcome]) -> Table:
 
 
 def _trials(
-    name: str, dtypes: Sequence[str], sizes: Sequence[int] | None, rows: int | None, files: bool = False
+    name: str, dtypes: Sequence[str] | None, sizes: Sequence[int] | None, rows: int | None, files: bool = False
 ) -> Iterator[Trial]:
     """Calls of an op by its cases or sizes, of every op of a file, or of a manifest."""
     path = Path(name)
     if path.suffix != ".py" and path.is_file():
-        for call in manifest.read(path, files):
+        for call in read_calls([path], files):
             if not call.dynamic:
                 yield Trial(bind(call.op, call.inputs, call.attrs), call.memory)
         return
-    for op in lookup.find_all(name):
+    ops = calls.ops_of(name)
+    calls.check_dtypes(ops, dtypes or [])
+    for op in ops:
         if op.space is None:
             continue
-        for dtype in dtypes:
-            if dtype not in FLOATS:
-                raise ValueError(f"unknown dtype {dtype!r}; known: {', '.join(FLOATS)}")
+        for dtype in dtypes or ["bfloat16"]:
             if sizes:
-                for size in sizes:
-                    few = bind(op, author.example(op, dtype, 1, size, [], strict=False))
-                    yield Trial(bind(op, author.example(op, dtype, rows or _rows(few), size, [])), {})
+                for size in calls.sizes_of(op, sizes, ()):
+                    few = bind(op, calls.example(op, dtype, 1, size))
+                    yield Trial(bind(op, calls.example(op, dtype, rows or _rows(few), size)), {})
             else:
                 for case in _cases(op):
                     yield Trial(_of_case(op, case, dtype, rows or _rows(_of_case(op, case, dtype, 1))), {})

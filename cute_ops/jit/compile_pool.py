@@ -18,10 +18,12 @@ from typing import Any
 from cute_ops import env, processes
 from cute_ops.errors import CompileError
 from cute_ops.jit.variant import Variant
+from cute_ops.op import importable
 
 # The worker must not find a GPU: a context would cost memory and could hang. The DSL's own cache is off: it lies in the
 # shared temporary folder.
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
+FRAMEWORKS = ("torch", "jax")
 IDLE_SECONDS = 60.0
 TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or 300.0
 _ERROR_TAIL = 4000
@@ -53,6 +55,7 @@ class Pool:
         """
         request = {
             "variant": variant.text, "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
+            "program": importable("__main__:").partition(":")[0],
         }  # fmt: skip
         thread = threading.get_ident()
         try:
@@ -101,7 +104,7 @@ os.register_at_fork(after_in_child=lambda: worker.__init__())  # type: ignore[mi
 
 def serve() -> None:
     """Compile what is asked for, see :func:`cute_ops.processes.requests`."""
-    for name in ("torch", "jax"):
+    for name in FRAMEWORKS:
         # TVM-FFI would import torch (1-2 s); kernels have no use for a framework.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     from cute_ops.jit.compiler import compile_variant
@@ -110,6 +113,10 @@ def serve() -> None:
         answer: dict[str, Any] = {}
         try:
             dump, variant = request["dump"], Variant.from_json(request["variant"])
+            if variant.kernel.startswith(f"{request['program']}:"):  # a program may import frameworks, a kernel not
+                for name in FRAMEWORKS:
+                    if name in sys.modules and sys.modules[name] is None:
+                        del sys.modules[name]
             _check_sources(variant)
             compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
             _check_sources(variant)  # what was imported was read between the two checks

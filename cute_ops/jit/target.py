@@ -32,7 +32,9 @@ def parse(arch: str) -> Target:
     """
     name, colon, count = arch.partition(":")
     if name not in ARCHES:
-        raise ValueError(f"unknown architecture {name!r}; known: {', '.join(ARCHES)}")
+        digits = "".join(filter(str.isdecimal, name))
+        close = "".join(f" (did you mean {known}?)" for known in ARCHES if str(sm(known)) == digits)
+        raise ValueError(f"unknown architecture {name!r}{close}; known: {', '.join(ARCHES)}")
     if colon and not (count.isdecimal() and int(count)):
         raise ValueError(f"{count!r} in {arch!r} is no number of SMs")
     return Target(name, int(count) if colon else ARCHES[name].number)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
 
+from cute_ops.errors import meant, message
 from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import alike
 from cute_ops_jax.primitive.primitive import in_order, one_for_each
@@ -59,7 +61,49 @@ def register(op: Op) -> Callable[..., Any]:
     call.__doc__ = op.doc
     call.__signature__ = header  # type: ignore[attr-defined]
     # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
-    return jax.jit(call, static_argnames=(*op.attrs, *op.options), inline=True)
+    traced = jax.jit(call, static_argnames=(*op.attrs, *op.options), inline=True)
+
+    @wraps(traced)
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return traced(*args, **kwargs)
+        except (TypeError, ValueError):
+            _check_arguments(op, header, args, kwargs)  # what jit refuses, it refuses without the op's name
+            raise
+
+    return function
+
+
+def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise TypeError for arguments of other names or number than declared, and for what jit cannot take."""
+
+    def fail(problem: str) -> NoReturn:
+        raise TypeError(message(op, problem)) from None
+
+    names = list(header.parameters)
+    takes = ", ".join(f"`{name}`" for name in names)
+    for name in kwargs:
+        if name not in names:
+            fail(f"unknown argument `{name}`{meant(name, names)}; it takes {takes}.")
+        if name in names[: len(args)]:
+            fail(f"argument `{name}` was given twice, by position and by name.")
+    if len(args) > len(names):
+        fail(f"{len(args)} arguments were given; it takes {takes}.")
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    for name, tensor in op.inputs.items():
+        if name not in given and not tensor.optional:
+            fail(f"argument `{name}` is required, but was not given.")
+        value = given.get(name)
+        if isinstance(value, str):
+            fail(f"argument `{name}` must be one array, got str.")
+    for name, default in {**op.attrs, **op.options}.items():
+        value, kind = given.get(name, default), type(default).__name__
+        if isinstance(value, jax.Array):  # or a tracer
+            came = f"{value.dtype}{list(value.shape)}"
+            why = "it is part of the compiled kernel, so it is given to jax.jit by static_argnames or not at all"
+            fail(f"attribute `{name}` must be {kind}, got a JAX array {came}: {why}.")
+        if not isinstance(value, Hashable):
+            fail(f"attribute `{name}` must be {kind}, got {value!r}.")
 
 
 def signature(op: Op) -> inspect.Signature:

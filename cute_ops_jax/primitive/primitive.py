@@ -83,9 +83,7 @@ class Stage:
             ValueError: shapes that do not fit together.
         """
         given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
-        for name, a in given.items():
-            if not (hasattr(a, "shape") and hasattr(a, "dtype")):
-                raise TypeError(message(self.op, f"argument `{name}` must be one array, got {type(a).__name__}."))
+        check_arrays(self.op, given)
         binding = self.bound(given, attrs)
         if binding.empty:
             arrays = [jnp.asarray(a) for a in given.values()]
@@ -125,11 +123,7 @@ class Stage:
             problem = f"is for inference only, it has no gradient; {self.op.inference_only}."
             given = specs(dict(zip(params["names"], primals, strict=True)))
             raise NotImplementedError(message(self.op, problem, given))
-        what = "only its first derivative exists, in reverse mode" if self.op.grad else "no gradient is declared for it"
-        raise NotImplementedError(
-            f"cute.{self.op.name}: {what}; for other derivatives differentiate its reference, "
-            f"op.reference(jax.numpy, ...)."
-        )
+        no_derivative(self.op)
 
     def _lower(
         self, run: Lowering, *arrays: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
@@ -158,10 +152,25 @@ class Stage:
         return run(binding, arrays, inplace)
 
 
+def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:
+    """Refuse a derivative that is not declared: of second order, or in forward mode."""
+    what = "only its first derivative exists, in reverse mode" if op.grad else "no gradient is declared for it"
+    raise NotImplementedError(
+        f"cute.{op.name}: {what}; for other derivatives differentiate its reference, op.reference(jax.numpy, ...)."
+    )
+
+
 @one_for_each
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
     return Stage(op)
+
+
+def check_arrays(op: Op, inputs: Mapping[str, Any]) -> None:
+    """Raise TypeError for an input that is no array: a list, a dictionary."""
+    for name, a in inputs.items():
+        if not (hasattr(a, "shape") and hasattr(a, "dtype")):
+            raise TypeError(message(op, f"argument `{name}` must be one array, got {type(a).__name__}."))
 
 
 def in_order(op: Op, inputs: Arrays) -> dict[str, Any]:

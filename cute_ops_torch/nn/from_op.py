@@ -13,6 +13,8 @@ from cute_ops.op import Op, Tensor
 from cute_ops_torch.registry import register
 
 _PUBLIC = "cute_ops_torch.nn"
+# What modules of torch.nn take by position after sizes: norms and GELU.
+_BY_POSITION = {"eps", "approximate"}
 # How parts of names are written.
 _WORDS = {
     "rmsnorm": "RMSNorm", "layernorm": "LayerNorm", "swiglu": "SwiGLU", "geglu": "GeGLU", "silu": "SiLU",
@@ -30,8 +32,8 @@ def module(op: Op, namespace: str = "cute") -> type[nn.Module]:
 
     Inputs that rows share are parameters: a ``weight`` starts as one, less the attribute ``weight_offset`` where there
     is one; others start as zero. The constructor takes the sizes of their dims, the op's attributes and options, a flag
-    for each optional parameter that is no weight (``bias=False``), ``device`` and ``dtype``. The module is called with
-    the other inputs.
+    for each optional parameter that is no weight (``bias=False``), ``device`` and ``dtype``; by position only sizes and
+    what :mod:`torch.nn`'s modules take next. The module is called with the other inputs.
     """
     learned = {name: t for name, t in op.inputs.items() if not t.rows and t.dims}
     flags = [name for name, t in learned.items() if t.optional and not name.endswith("weight")]
@@ -41,7 +43,8 @@ def module(op: Op, namespace: str = "cute") -> type[nn.Module]:
     signature = Signature(
         [
             *(Parameter(name, either) for name in sizes),
-            *(Parameter(name, either, default=value) for name, value in options.items()),
+            *(Parameter(name, either, default=options[name]) for name in options if name in _BY_POSITION),
+            *(Parameter(name, keyword, default=options[name]) for name in options if name not in _BY_POSITION),
             *(Parameter(name, keyword, default=False) for name in flags),
             *(Parameter(name, keyword, default=None) for name in ("device", "dtype") if learned),
         ]

@@ -13,6 +13,8 @@ from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 class LinearCrossEntropy(nn.Module):
     """:func:`cute_ops_torch.linear_cross_entropy` with a learned weight: ``(hidden, target) -> loss``.
 
+    By position it takes what :class:`torch.nn.LinearCrossEntropyLoss` does.
+
     Args:
         n: size of the hidden states' last dim.
         classes: number of classes.
@@ -23,7 +25,7 @@ class LinearCrossEntropy(nn.Module):
     """
 
     def __init__(
-        self, n: int, classes: int, bias: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0,
+        self, n: int, classes: int, *, bias: bool = False, ignore_index: int = -100, label_smoothing: float = 0.0,
         z_loss: float = 0.0, reduction: str = "mean", device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip

@@ -1,4 +1,4 @@
-"""Norms with learned parameters."""
+"""Norms with learned parameters. Arguments by position are those of :mod:`torch.nn`'s norms, in their order."""
 
 from __future__ import annotations
 
@@ -13,24 +13,31 @@ Device = torch.device | str | None
 class _Norm(nn.Module):
     """A norm's parameters."""
 
+    weight: nn.Parameter | None
+    bias: nn.Parameter | None
+
     def __init__(
-        self, n: int, eps: float, weight_offset: float, bias: bool, device: Device, dtype: torch.dtype | None
-    ) -> None:
+        self, n: int, eps: float, weight_offset: float, weight: bool, bias: bool, device: Device,
+        dtype: torch.dtype | None,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.n, self.eps, self.weight_offset = n, eps, weight_offset
-        self.weight = nn.Parameter(torch.empty(n, device=device, dtype=dtype))
-        self.bias = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if bias else None
+        for name, learned in (("weight", weight), ("bias", bias)):
+            start = nn.Parameter(torch.empty(n, device=device, dtype=dtype)) if learned else None
+            self.register_parameter(name, start)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Start as the plain norm: scale one, bias zero."""
-        nn.init.constant_(self.weight, 1.0 - self.weight_offset)
+        if self.weight is not None:
+            nn.init.constant_(self.weight, 1.0 - self.weight_offset)
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
     def extra_repr(self) -> str:
         offset = f", weight_offset={self.weight_offset}" if self.weight_offset else ""
-        return f"{self.n}, eps={self.eps}{offset}, bias={self.bias is not None}"
+        affine = "" if self.weight is not None else ", elementwise_affine=False"
+        return f"{self.n}, eps={self.eps}{affine}{offset}, bias={self.bias is not None}"
 
 
 class RMSNorm(_Norm):
@@ -39,17 +46,18 @@ class RMSNorm(_Norm):
     Args:
         n: size of the last dim.
         eps: added to the mean square.
-        weight_offset: added to the weight; 1.0 is Gemma's. The weight starts at ``1 - weight_offset``.
-        bias: learn a bias too.
+        elementwise_affine: learn a weight.
         device: where the parameters are.
         dtype: a float dtype; it need not be that of the input.
+        weight_offset: added to the weight; 1.0 is Gemma's. The weight starts at ``1 - weight_offset``.
+        bias: learn a bias too.
     """
 
     def __init__(
-        self, n: int, eps: float = 1e-6, weight_offset: float = 0.0, bias: bool = False, device: Device = None,
-        dtype: torch.dtype | None = None,
+        self, n: int, eps: float = 1e-6, elementwise_affine: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None, *, weight_offset: float = 0.0, bias: bool = False,
     ) -> None:  # fmt: skip
-        super().__init__(n, eps, weight_offset, bias, device, dtype)
+        super().__init__(n, eps, weight_offset, elementwise_affine, bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions.rmsnorm(x, self.weight, self.bias, self.eps, self.weight_offset)
@@ -68,15 +76,17 @@ class LayerNorm(_Norm):
     Args:
         n: size of the last dim.
         eps: added to the variance.
+        elementwise_affine: learn a weight, and a bias if ``bias`` says so too.
         bias: learn a bias.
         device: where the parameters are.
         dtype: a float dtype; it need not be that of the input.
     """
 
     def __init__(
-        self, n: int, eps: float = 1e-5, bias: bool = True, device: Device = None, dtype: torch.dtype | None = None
-    ) -> None:
-        super().__init__(n, eps, 0.0, bias, device, dtype)
+        self, n: int, eps: float = 1e-5, elementwise_affine: bool = True, bias: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__(n, eps, 0.0, elementwise_affine, elementwise_affine and bias, device, dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return functions.layernorm(x, self.weight, self.bias, self.eps)

@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from cute_ops import Op, hardware, lookup, testing
 from cute_ops.__main__ import app
 from cute_ops.binding import bind
-from cute_ops.cli import author
+from cute_ops.cli import author, calls
 from cute_ops.dispatch import foresee
 from cute_ops.jit.target import parse
 from cute_ops.tools import sass
@@ -134,7 +134,7 @@ def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
 
 def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
     op = lookup.find("rmsnorm_bwd")
-    variant = foresee(bind(op, author.example(op, "bfloat16", 4096, 4096, ["bias"])), {}, parse("sm_90a")).variant
+    variant = foresee(bind(op, calls.example(op, "bfloat16", 4096, 4096)), {}, parse("sm_90a")).variant
     kernels = list(author._kernels(variant, None))
     assert kernels[0].threads == variant.tile["threads"]
     # The ring of rows: stages of x and dout, shared by the CTAs of a cluster.
@@ -194,14 +194,51 @@ def test_bench_writes_a_table_and_a_picture(
         author.bench("silu_mul", out=tmp_path)
 
 
-def test_mistakes_are_explained() -> None:
-    for arguments, text in (
-        (("verify", "nothing"), "no op 'nothing'; there are rmsnorm"),
-        (("inspect", "no/such/file.py"), "cannot import no/such/file.py"),
-        (("inspect", "rmsnorm", "--without", "x"), "rmsnorm has no optional input x"),
-    ):
-        result = run(*arguments)
-        assert result.returncode == 2 and text in " ".join(result.stderr.replace("│", " ").split()), result.stderr
+WIDE = """
+from cute_ops import FLOATS, Op, Tensor
+X = Tensor("*m d", "T")
+wide = Op("wide", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=min, kernel="copying:Copy")
+"""
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ("verify nothing", "no op 'nothing'; there are rmsnorm"),
+        ("verify rmsnrm", "no op 'rmsnrm' (did you mean rmsnorm?); there are"),
+        (f"inspect {SOFTCAP}:sofcap", "has no op 'sofcap' (did you mean softcap?); it has softcap_bwd, softcap"),
+        ("inspect no/such/file.py", "cannot import no/such/file.py"),
+        ("inspect rmsnorm --without x", "rmsnorm has no optional input x"),
+        ("compile rmsnorm --with biass", "rmsnorm has no optional input biass (did you mean bias?)"),
+        ("inspect rmsnorm --dtype float8", "no input of rmsnorm, rmsnorm_bwd may be float8"),
+        ("compile rmsnorm --dtype bf16", "may be bf16 (did you mean bfloat16?), but float32, float16, bfloat16"),
+        ("verify rmsnorm --dtype float64", "no input of rmsnorm, rmsnorm_bwd may be float64"),
+        ("tune rmsnorm --dtype float64", "no input of rmsnorm, rmsnorm_bwd may be float64"),
+        ("inspect rope --n 64", "rope has no dim n but h, d, r"),
+        ("tune rope --n 64", "rope has no dim n but h, d, r"),
+        ("inspect rmsnorm --n 0", "greater than or equal to 1"),
+        ("compile rmsnorm --rows 0", "greater than or equal to 1"),
+        ("tune rmsnorm --n 0", "greater than or equal to 1"),
+        ("inspect WIDE", "wide declares no case that says how large its dim d is"),
+        ("inspect WIDE --n 64", "declare a case to give its dims sizes"),
+    ],
+)
+def test_mistakes_are_explained(tmp_path: Path, arguments: str, text: str) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    words = arguments.replace("WIDE", str(tmp_path / "wide.py")).split()
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "2000"})
+    assert result.exit_code == 2 and text in " ".join(result.output.replace("│", " ").split()), result.output
+
+
+def test_the_optional_inputs_are_those_of_most_cases() -> None:
+    """The README's example compiled a norm with a bias, which few models have."""
+    absent = {
+        name: [key for key, array in calls.example(lookup.find(name), "bfloat16", 8, 64).items() if array is None]
+        for name in ("rmsnorm", "rmsnorm_bwd", "layernorm", "add_rmsnorm_bwd")
+    }
+    assert absent == {"rmsnorm": ["bias"], "rmsnorm_bwd": ["bias"], "layernorm": [], "add_rmsnorm_bwd": ["bias"]}
+    asked = calls.example(lookup.find("rmsnorm"), "bfloat16", 8, 64, with_=["bias"], without=["weight"])
+    assert asked["bias"] is not None and asked["weight"] is None
 
 
 def test_help_teaches() -> None:

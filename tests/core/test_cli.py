@@ -54,7 +54,7 @@ def test_dump_keeps_what_the_compiler_made(cache_folder: Path, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        (("compile", "nothing"), "Invalid value for"),
+        (("compile", "nothing"), "Invalid value for OP: no op 'nothing'; there are"),
         (("compile", "silu_mul", "--arch", "sm_1"), "unknown architecture 'sm_1'; known: sm_80"),
         (("compile", "silu_mul", "--without", "gate"), "silu_mul has no optional input gate"),
     ],
@@ -138,3 +138,5 @@ def test_doctor_reports_a_broken_framework(monkeypatch: pytest.MonkeyPatch) -> N
 def test_unknown_arch_of_target() -> None:
     with pytest.raises(ValueError, match="unknown architecture 'sm_70'; known: sm_80"):
         target.parse("sm_70")
+    with pytest.raises(ValueError, match=r"unknown architecture 'sm_90' \(did you mean sm_90a\?\); known: sm_80"):
+        target.parse("sm_90")

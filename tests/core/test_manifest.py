@@ -166,7 +166,8 @@ def test_a_manifest_that_cannot_be_written_costs_only_the_record(
     ("line", "text"),
     [
         ("nothing x:float32[4]", "m.txt, line 2: no op 'nothing'; there are rmsnorm"),
-        ("rmsnorm x:float33[4]", "unknown dtype 'float33' in 'x:float33[4]'"),
+        ("rmsnorm x:bf16[4]", "unknown dtype 'bf16' (did you mean bfloat16?) in 'x:bf16[4]'"),
+        ("rmsnorm x:float32[4] epsilon=1.0", "unknown attribute `epsilon` (did you mean eps?); it takes `eps`"),
         ("rmsnorm x=bfloat16", "Expecting value"),
         ("rmsnorm x", "'x' is neither an input, like x:bfloat16[*,4096], nor an attribute"),
         ("rmsnorm x:float32[4,8]/strides=8", "has 1 strides for 2 dims"),
@@ -326,3 +327,12 @@ def test_targets() -> None:
     for wrong in ("sm_90a:", "sm_90a:x", "sm_90a:0"):
         with pytest.raises(ValueError, match="is no number of SMs"):
             parse(wrong)
+
+
+@pytest.mark.parametrize("command", ["build FILE -o BUNDLE", "warm-up FILE", "tune FILE"])
+def test_a_manifest_without_calls_is_a_mistake(tmp_path: Path, command: str) -> None:
+    """It made an empty bundle; tuning said that no search space was declared."""
+    (tmp_path / "empty.txt").write_text(manifest.HEADER)
+    words = command.replace("FILE", str(tmp_path / "empty.txt")).replace("BUNDLE", str(tmp_path / "bundle")).split()
+    result = CliRunner().invoke(app, words, env={"COLUMNS": "200"})
+    assert result.exit_code == 1 and "empty.txt: no calls;" in result.stdout and not (tmp_path / "bundle").exists()

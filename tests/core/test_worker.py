@@ -6,6 +6,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -264,3 +265,57 @@ def test_only_the_machine_code(worker: Pool, variant: Make, tmp_path: Path) -> N
     (resources,) = sass.resources(tmp_path / "a.so")
     assert "Copy" in resources.kernel and 0 < resources.registers < 64 and resources.stack == resources.local == 0
     assert "STG.E.U16" in sass.sass(tmp_path / "a.so")
+
+
+PROGRAM = """
+import cutlass.cute as cute
+from cute_ops import FLOATS, Array, Op, Tensor, dispatch
+from cute_ops.binding import bind
+from cute_ops.jit import cache
+from cute_ops.jit.target import parse
+
+class Fill:
+    def __init__(self, variant):
+        pass
+
+    @cute.kernel
+    def kernel(self, mOut: cute.Tensor):
+        row, _, _ = cute.arch.block_idx()
+        mOut[row, 0] = mOut.element_type(1)
+
+    @cute.jit
+    def __call__(self, mX: cute.Tensor, mOut: cute.Tensor, stream):
+        self.kernel(mOut).launch(grid=[mX.shape[0], 1, 1], block=[1, 1, 1], stream=stream)
+
+X = Tensor("*m n", "T")
+op = Op("fill", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, reference=lambda xp, x: xp.ones_like(x),
+        kernel=f"{__name__}:Fill")
+
+if __name__ == "__main__":
+    cache.build(dispatch.foresee(bind(op, {"x": Array((4, 1), "float32")}), {}, parse("sm_90a")).variant)
+    print("compiled", op.kernel)
+"""
+
+
+@pytest.mark.parametrize(
+    ("start", "kernel"), [(["script.py"], "script:Fill"), (["-m", "package.mine"], "package.mine:Fill")]
+)
+def test_a_program_compiles_its_own_kernel(cache_folder: Path, tmp_path: Path, start: list[str], kernel: str) -> None:
+    """The compiler's process has another ``__main__``, and no frameworks for kernels of other modules."""
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "mine.py").write_text(PROGRAM)
+    (tmp_path / "script.py").write_text(f"import torch\n{PROGRAM}")
+    path = os.pathsep.join(sys.path)
+    ran = subprocess.run(
+        [sys.executable, *start], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert ran.stdout == f"compiled {kernel}\n", ran.stdout + ran.stderr
+
+
+def test_a_notebooks_kernel_says_what_to_do(cache_folder: Path) -> None:
+    ran = subprocess.run(
+        [sys.executable], input=PROGRAM, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert ran.returncode == 1 and "'__main__' of '__main__:Fill' cannot be found; a notebook has no" in ran.stderr

@@ -68,11 +68,32 @@ def test_text(call: Any, kind: type[Exception], text: str) -> None:
         assert str(caught.value) == text
 
 
-def test_missing_and_unknown_arguments_read_as_in_python() -> None:
-    with pytest.raises(TypeError, match="missing a required argument: 'x'"):
-        cute_ops_jax.rmsnorm()
-    with pytest.raises(TypeError, match="unexpected keyword argument 'epsilon'"):
-        cute_ops_jax.rmsnorm(X, epsilon=1.0)
+TAKES = "it takes `x`, `weight`, `bias`, `eps`, `weight_offset`."
+TRACED = """\
+attribute `eps` must be float, got a JAX array float32[]: it is part of the compiled kernel, so it is given to \
+jax.jit by static_argnames or not at all."""
+
+
+@pytest.mark.parametrize(
+    ("call", "text"),
+    [
+        (with_bad("rmsnorm"), "argument `x` is required, but was not given."),
+        (with_bad("rmsnorm", X, epsilon=1.0), f"unknown argument `epsilon` (did you mean eps?); {TAKES}"),
+        (with_bad("rmsnorm", X, mode="fast"), f"unknown argument `mode`; {TAKES}"),
+        (with_bad("rmsnorm", X, x=X), "argument `x` was given twice, by position and by name."),
+        (with_bad("rmsnorm", X, W, W, 1e-6, 0.0, 1), f"6 arguments were given; {TAKES}"),
+        (with_bad("rmsnorm", "x"), "argument `x` must be one array, got str."),
+        (with_bad("rmsnorm", X, eps=[1e-6]), "attribute `eps` must be float, got [1e-06]."),
+        (lambda: cute_ops_jax.rmsnorm(X, eps=jnp.float32(1e-6)), TRACED),
+        (lambda: jax.jit(lambda eps: cute_ops_jax.rmsnorm(X, eps=eps))(1e-6), TRACED),
+        (lambda: jax.grad(lambda eps: cute_ops_jax.rmsnorm(X, None, None, eps).sum())(1e-6), TRACED),
+    ],
+    ids=["missing", "near", "unknown", "twice", "too many", "text", "unhashable", "array", "jit", "grad"],
+)
+def test_arguments_that_jit_refuses_are_named(call: Any, text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        call()
+    assert str(caught.value) == f"cute.rmsnorm: {text}"
 
 
 def some(op: Op) -> list[np.ndarray]:
@@ -88,11 +109,15 @@ def test_forward_mode_and_second_order_say_what_to_do(op: Op) -> None:
         return sum(jnp.sum(jnp.sin(o)) for o in jax.tree.leaves(cute_ops_jax.register(op)(*filled.values())))
 
     given = [arrays[i] for i in wrt]
-    with pytest.raises(TypeError, match="forward-mode autodiff"):
-        jax.jvp(loss, given, given)
-    for second in (jax.hessian(loss), jax.grad(lambda *given: jnp.sum(jax.grad(loss)(*given)))):
+    for other in (
+        lambda *given: jax.jvp(loss, given, given),
+        jax.jit(lambda *given: jax.jvp(loss, given, given)),
+        jax.jacfwd(jax.jit(loss)),
+        jax.hessian(loss),
+        jax.grad(lambda *given: jnp.sum(jax.grad(loss)(*given))),
+    ):
         with pytest.raises(NotImplementedError) as caught:
-            second(*given)
+            other(*given)
         assert str(caught.value) == (
             f"cute.{op.name}: only its first derivative exists, in reverse mode; for other derivatives differentiate "
             "its reference, op.reference(jax.numpy, ...)."

@@ -70,7 +70,7 @@ def test_modules_with_options() -> None:
     expected = nn.functional.cross_entropy(hidden @ head.weight.T + head.bias, target, reduction="none")
     torch.testing.assert_close(head(hidden, target), expected)
     assert repr(head).startswith("LinearCrossEntropy(16, 9, bias=True, ignore_index=-100, label_smoothing=0.0, ")
-    norm = cute_ops_torch.nn.RMSNormFP8(64, 1e-5, 1.0, 128)
+    norm = cute_ops_torch.nn.RMSNormFP8(64, 1e-5, weight_offset=1.0, block=128)
     assert not norm.weight.any()
     assert repr(norm) == "RMSNormFP8(64, eps=1e-05, weight_offset=1.0, block=128)"
 
@@ -80,6 +80,8 @@ def test_rmsnorm_module() -> None:
     ours, x = norm.weight.data.uniform_(), torch.randn(3, 64)
     torch.testing.assert_close(norm(x), nn.functional.rms_norm(x, (64,), ours, 1e-5))
     assert repr(norm) == "RMSNorm(64, eps=1e-05, bias=False)"
+    plain = cute_ops_torch.nn.RMSNorm(64, elementwise_affine=False)
+    assert repr(plain) == "RMSNorm(64, eps=1e-06, elementwise_affine=False, bias=False)"
     norm.reset_parameters()
     assert torch.equal(norm.weight, torch.ones(64))
 
@@ -104,6 +106,39 @@ def test_layernorm_module() -> None:
     norm.reset_parameters()
     torch.testing.assert_close(norm(x), nn.functional.layer_norm(x, (64,)))
     assert cute_ops_torch.nn.LayerNorm(64, bias=False).bias is None
+
+
+@pytest.mark.parametrize(
+    ("name", "by_position"),
+    [
+        ("RMSNorm", (64, 1e-6, True)),
+        ("RMSNorm", (64, 1e-6, False, "meta", torch.bfloat16)),
+        ("LayerNorm", (64, 1e-5, False)),
+        ("LayerNorm", (64, 1e-5, True, False, "meta", torch.bfloat16)),
+        ("GELU", ("none",)),
+    ],
+)
+def test_arguments_by_position_mean_what_they_mean_to_torch(name: str, by_position: tuple[Any, ...]) -> None:
+    """torch's order of arguments, with which ``RMSNorm(64, 1e-6, True)`` had a weight offset of True."""
+    ours, theirs = (getattr(package, name)(*by_position) for package in (cute_ops_torch.nn, nn))
+    assert {k: (p.shape, p.dtype, p.device) for k, p in ours.named_parameters()} == {
+        k: (p.shape, p.dtype, p.device) for k, p in theirs.named_parameters()
+    }
+    if "meta" not in by_position:
+        x = torch.randn(3, 64)
+        torch.testing.assert_close((ours(x), *ours.parameters()), (theirs(x), *theirs.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("name", "by_position"),
+    [
+        ("RMSNorm", (64, 1e-6, True, None, None, 1.0)), ("RMSNormFP8", (64, 1e-6, True)), ("CrossEntropy", (None,)),
+        ("LinearCrossEntropy", (16, 9, True)), ("RoPE", (True,)), ("QKNormRoPE", (64, 1e-6, None)),
+    ],
+)  # fmt: skip
+def test_arguments_beyond_torchs_go_by_name(name: str, by_position: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match="positional argument"):
+        getattr(cute_ops_torch.nn, name)(*by_position)
 
 
 def test_silu_mul_module() -> None:

@@ -171,10 +171,14 @@ def test_registering_ones_own_op() -> None:
     torch.testing.assert_close(function(x, x[0])[1], x * x[0])
     assert torch.ops.cute_test.double(x)[1].shape == (0,)
     torch.library.opcheck(torch.ops.cute_test.double.default, (x,), {"factor": 3})
-    twin = Op("double", inputs=own.inputs, outputs=own.outputs, dtypes=own.dtypes, attrs=own.attrs,
-              reference=double_reference, kernel="nowhere:Double")  # fmt: skip
-    with pytest.raises(ValueError, match=r"torch\.ops\.cute_test\.double is registered already"):
+    twin = Op("double", inputs=own.inputs, outputs=own.outputs, dtypes=own.dtypes, attrs=own.attrs, kernel="no:Double",
+              reference=lambda xp, x, *scale, **attrs: double_reference(xp, -x, *scale, **attrs))  # fmt: skip
+    with pytest.raises(ValueError, match=r"torch\.ops\.cute_test\.double is registered already") as refused:
         cute_ops_torch.register(twin, namespace="cute_test")
+    assert str(refused.value).endswith("another name, or namespace: register(double, 'cute_test_2')")
+    changed = cute_ops_torch.register(twin, namespace="cute_test_2")
+    for run in (changed, torch.compile(lambda x: changed(x), fullgraph=True, backend="aot_eager")):
+        torch.testing.assert_close(run(x)[0], -2 * x)
 
 
 def test_a_reference_that_returns_its_input_gives_a_copy() -> None:
