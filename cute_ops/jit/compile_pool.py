@@ -24,6 +24,8 @@ from cute_ops.op import importable
 # shared temporary folder.
 SETTINGS = {"CUDA_VISIBLE_DEVICES": "", "CUTE_DSL_DISABLE_FILE_CACHING": "1"}
 FRAMEWORKS = ("torch", "jax")
+# The program as a worker can import it.
+_PROGRAM = importable("__main__:").partition(":")[0]
 IDLE_SECONDS = 60.0
 TIMEOUT_SECONDS = env.COMPILE_TIMEOUT.read() or 300.0
 _ERROR_TAIL = 4000
@@ -55,7 +57,7 @@ class Pool:
         """
         request = {
             "variant": variant.text, "path": str(path.absolute()), "dump": str(dump.absolute()) if dump else None,
-            "program": importable("__main__:").partition(":")[0],
+            "program": _PROGRAM,
         }  # fmt: skip
         thread = threading.get_ident()
         try:

@@ -19,7 +19,6 @@ from cute_ops.errors import message
 from cute_ops.jit.layout import folded
 from cute_ops.jit.plan import Plan
 from cute_ops.shapes import Array
-from cute_ops_jax.distributed.slices import present
 from cute_ops_jax.primitive import ffi
 from cute_ops_jax.primitive.arrays import spec
 
@@ -57,8 +56,8 @@ def kernel(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False)
     variant = chosen.plan.variant
     ffi.ensure(variant)
     given |= {n: jnp.broadcast_to(given[n], shape) for n, shape in chosen.expanded.items()}
-    views = [given[n].reshape(a.shape) for n, a in present(chosen.folded.inputs).items()]
-    made = present(chosen.folded.outputs)
+    views = [given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None]
+    made = {n: out for n, out in chosen.folded.outputs.items() if out is not None}
     results = [
         jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype))
         for out in (*made.values(), *chosen.plan.workspaces.values())
@@ -70,7 +69,8 @@ def kernel(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False)
     # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
     flat = jax.ffi.ffi_call(variant.symbol, results, input_output_aliases=aliases)(*views)
     # The results beyond the outputs are scratch arrays.
-    return [array.reshape(out.shape) for array, out in zip(flat, present(binding.outputs).values(), strict=False)]
+    shapes = [out.shape for out in binding.outputs.values() if out is not None]
+    return [array.reshape(shape) for array, shape in zip(flat, shapes, strict=False)]
 
 
 class Chosen(NamedTuple):
@@ -91,14 +91,14 @@ def choose(binding: Binding) -> Chosen:
     Raises:
         NotImplementedError: other symbolic sizes, or a GPU that no kernel is built for.
     """
-    symbolic = any(_symbolic(size) for a in present(binding.inputs).values() for size in a.shape)
+    symbolic = any(_symbolic(size) for a in binding.inputs.values() if a is not None for size in a.shape)
     expanded = _expanded(binding)
     whole = binding._replace(inputs=_with_shapes(binding.inputs, expanded)) if expanded else binding
     flat = _with_leading_dims(whole, folded(whole))
     target, device = dispatch.target_of(binding, ffi.device_target), ffi.here()
     if not symbolic:
         return Chosen(flat, dispatch.choose(flat, {}, target, device), expanded)
-    shapes = {n: a.shape for n, a in present(flat.inputs).items()}
+    shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
     inner = {n: shape[len(shape) - len(binding.op.inputs[n].dims) :] for n, shape in shapes.items()}
     problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
     if not problem:
@@ -117,7 +117,7 @@ def choose(binding: Binding) -> Chosen:
 
 def by_name(binding: Binding, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:
     """The inputs of a call by name."""
-    return dict(zip(present(binding.inputs), arrays, strict=True))
+    return dict(zip((n for n, a in binding.inputs.items() if a is not None), arrays, strict=True))
 
 
 def _expanded(binding: Binding) -> Shapes:

@@ -83,7 +83,7 @@ class Stage:
             ValueError: shapes that do not fit together.
         """
         given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
-        check_arrays(self.op, given)
+        _check_arrays(self.op, given)
         binding = self.bound(given, attrs)
         if binding.empty:
             arrays = [jnp.asarray(a) for a in given.values()]
@@ -166,21 +166,26 @@ def stage(op: Op) -> Stage:
     return Stage(op)
 
 
-def check_arrays(op: Op, inputs: Mapping[str, Any]) -> None:
-    """Raise TypeError for an input that is no array: a list, a dictionary."""
+def _check_arrays(op: Op, inputs: Mapping[str, Any]) -> None:
     for name, a in inputs.items():
         if not (hasattr(a, "shape") and hasattr(a, "dtype")):
             raise TypeError(message(op, f"argument `{name}` must be one array, got {type(a).__name__}."))
 
 
 def in_order(op: Op, inputs: Arrays) -> dict[str, Any]:
-    """The inputs that are there, in declared order."""
-    return slices.present({name: inputs.get(name) for name in op.inputs})
+    """The inputs that are there, in declared order.
+
+    Raises:
+        TypeError: an input that is no array: a list, a dictionary.
+    """
+    given = {name: inputs[name] for name in op.inputs if inputs.get(name) is not None}
+    _check_arrays(op, given)
+    return given
 
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
     """The results of a call by name."""
-    return dict(zip(slices.present(binding.outputs), results, strict=True))
+    return dict(zip((n for n, out in binding.outputs.items() if out is not None), results, strict=True))
 
 
 def _automatic() -> bool:
@@ -190,7 +195,8 @@ def _automatic() -> bool:
 
 
 def _params(binding: Binding, inplace: bool) -> dict[str, Any]:
-    return {"names": tuple(slices.present(binding.inputs)), "attrs": tuple(binding.attrs.items()), "inplace": inplace}
+    names = tuple(n for n, a in binding.inputs.items() if a is not None)
+    return {"names": names, "attrs": tuple(binding.attrs.items()), "inplace": inplace}
 
 
 @lru_cache(maxsize=1024)
