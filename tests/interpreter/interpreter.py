@@ -49,6 +49,8 @@ class Kind:
     def __init__(self, dtype):
         self.dtype = np.dtype(dtype)
         self.size, self.width = self.dtype.itemsize, 8 * self.dtype.itemsize
+        self.word = np.dtype(f"u{self.size}")
+        self.each = np.frombuffer(b"\1" * self.size, self.word)[0]  # one in each byte
 
     def __call__(self, x):
         return np.atleast_1d(np.asarray(x)).astype(self.dtype).view(Lanes)
@@ -80,7 +82,8 @@ class Memory:
         active = np.broadcast_to(now.mask, (len(offsets), now.count))
         places = np.broadcast_to(address + offsets[:, None], active.shape)
         index = np.where(active & (places >= 0) & (places < self.bytes.size), places, 0) // kind.size
-        wrong = active & ((index * kind.size != places) | ~self.inside.reshape(-1, kind.size)[index].all(-1))
+        whole = self.inside.view(kind.word)[index] == kind.each
+        wrong = active & ((index * kind.size != places) | ~whole)
         if wrong.any():
             raise IndexError(f"{kind.dtype} at {places[wrong][0]}, off its alignment or outside of all tensors")
         return index, active
@@ -91,7 +94,7 @@ class Memory:
     def write(self, address, offsets, kind, values):
         index, active = self._places(address, offsets, kind)
         self.bytes.view(kind.dtype)[index[active]] = np.broadcast_to(values, active.shape)[active]
-        np.add.at(self.stores, (index[active][:, None] * kind.size + np.arange(kind.size)).ravel(), 1)
+        np.add.at(self.stores.view(kind.word), index[active], kind.each)
 
 
 class Registers:
@@ -279,6 +282,7 @@ class Rewrite(ast.NodeTransformer):
         return ast.parse(opposite, mode="eval").body if isinstance(node.op, ast.Not) else node
 
 
+@cache
 def jit(function):
     @cache
     def made():
