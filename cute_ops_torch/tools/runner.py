@@ -100,7 +100,9 @@ def _call(op: Op, tensors: list[torch.Tensor | None], attrs: Mapping[str, Any]) 
 
 
 def to_torch(array: np.ndarray) -> torch.Tensor:
-    flat = np.frombuffer(np.ascontiguousarray(array).tobytes() or b"", dtype=np.uint8).copy()
+    if not array.size:
+        return torch.empty(array.shape, dtype=DTYPES[str(array.dtype)], device=device())
+    flat = np.frombuffer(np.ascontiguousarray(array).tobytes(), dtype=np.uint8).copy()
     return torch.from_numpy(flat).view(DTYPES[str(array.dtype)]).reshape(array.shape).to(device())
 
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops import FLOATS, Case, Op, Tensor, lookup, testing
 from cute_ops.ops import OPS
 from cute_ops_torch.library import schema
-from cute_ops_torch.tools import stubs
+from cute_ops_torch.tools import runner, stubs
 
 
 @pytest.mark.feature("eager, against float64")
@@ -211,3 +211,9 @@ def test_a_reference_that_breaks_its_declaration_is_named(
     with pytest.raises(TypeError) as caught:
         cute_ops_torch.register(broken, namespace="cute_test")(torch.randn(2, 3))
     assert str(caught.value) == f"cute.{name}: its reference returned {returned}"
+
+
+def test_verify_takes_a_case_without_rows() -> None:
+    op = lookup.find("rmsnorm")
+    arrays = testing.inputs(op, Case("none", {"m": (0,), "n": 8}), "bfloat16")
+    testing.check(op, arrays, op.attrs, runner.run(op, arrays, op.attrs))
