@@ -383,7 +383,7 @@ def test_a_compiler_has_limits_of_its_own(begun: Callable[[], int]) -> None:
     from cute_ops import processes
 
     request = {
-        "variant": variant("Spinning").text, "path": "/nowhere/a.so", "dump": None, "number": 1,
+        "variant": variant("Spinning").text, "path": "/nowhere/a.so", "dump": None, "program": "", "number": 1,
         "sys_path": sys.path, "seconds": 0.3 - processes._GRACE_SECONDS,
     }  # fmt: skip
     command = [sys.executable, "-P", processes.__file__, "cute_ops.jit.compile_pool"]
