@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
 
-import moving
 from ptx import Kernel
 
 DTYPES = {4: np.uint32, 2: np.uint16, 1: np.uint8}
+
+
+@pytest.fixture(scope="session")
+def moving() -> Any:
+    """It imports the compiler, which takes a second: for these tests, not while tests are collected."""
+    return importlib.import_module("moving")
 
 
 def numbered(count: int, itemsize: int) -> bytearray:
@@ -27,7 +34,7 @@ def run(kernel: Kernel, x: bytearray, number: int, thread: int, itemsize: int, e
     return np.frombuffer(out, DTYPES[itemsize])
 
 
-def test_the_compiler_still_takes_two_branches_for_one(tmp_path: Path) -> None:
+def test_the_compiler_still_takes_two_branches_for_one(moving: Any, tmp_path: Path) -> None:
     """libNVVM 13.0 to 13.5 merges two ``shufflevector`` of one vector, whichever lanes they take."""
     found = []
     for hidden in (True, False):
@@ -46,7 +53,7 @@ def test_the_compiler_still_takes_two_branches_for_one(tmp_path: Path) -> None:
 @pytest.mark.parametrize("rows", ["bfloat16", "float32"])
 @pytest.mark.parametrize("weights", ["bfloat16", "float32"])
 def test_a_weight_beside_rows_that_start_anywhere(
-    rows: str, weights: str, n: int, threads: int, tmp_path: Path
+    rows: str, weights: str, n: int, threads: int, moving: Any, tmp_path: Path
 ) -> None:
     columns = moving.Columns(rows, weights, n, threads)
     tile, itemsize = columns.tile, moving.ITEMSIZE[weights]
@@ -63,7 +70,7 @@ def test_a_weight_beside_rows_that_start_anywhere(
 
 
 @pytest.mark.parametrize(("itemsize", "vec"), [(4, 4), (4, 2), (4, 1), (2, 8), (2, 4), (2, 2), (1, 16), (1, 8), (1, 4)])
-def test_vectors_of_a_row_that_starts_anywhere(itemsize: int, vec: int, tmp_path: Path) -> None:
+def test_vectors_of_a_row_that_starts_anywhere(itemsize: int, vec: int, moving: Any, tmp_path: Path) -> None:
     n, threads = 62 * vec - 1, 32
     kernel = Kernel(moving.compile_to_ptx(moving.Windows(itemsize, vec, n), tmp_path))
     for start in range(vec):

@@ -14,12 +14,12 @@ from cute_ops import FLOATS, Case, Op, Tensor, testing
 from cute_ops.ops import OPS
 from cute_ops.tools import gradient
 
-torch = pytest.importorskip("torch")
 SMALL = [(op, case) for op in OPS if op.grad for case in op.cases if testing.elements(case) <= 20000]
 
 
 @pytest.mark.parametrize(("op", "case"), SMALL, ids=lambda v: v.name)
 def test_gradient(op: Op, case: Case) -> None:
+    torch = pytest.importorskip("torch")  # here: of pytest's processes, one may do
     attrs = testing.attributes(op, case)
     arrays = testing.in_float64(testing.inputs(op, case, "float32"))
     tensors = {
