@@ -33,6 +33,9 @@ def _compile_quickly() -> None:
     os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 
+# Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix.
+os.environ.pop("PYTHONUNBUFFERED", None)
+
 # Before any folder's conftest imports JAX or torch.
 if not target.device_count():
     _compile_quickly()
