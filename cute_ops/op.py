@@ -194,7 +194,8 @@ class Kernel(NamedTuple):
             sources: of its module, of the packages that this is in and of what they import, also in functions, in the
             same package, in this one and beside it. Of other installed packages the modules count that are named in
             imports, of frameworks and the compiler none. A script may name its own class, ``f"{__name__}:Class"``: it
-            is imported too where that is compiled, so what it runs stands under ``if __name__ == "__main__"``.
+            is imported too where that is compiled, so what it runs stands under ``if __name__ == "__main__"``. So may a
+            notebook: the class is compiled with the functions, imports and constants of other cells that it uses.
         sources: what else the kernel is made from, which no import statement names: files and folders, relative to the
             folder of the kernel's module, that are read while it is compiled, and modules that are imported by
             ``importlib`` or ``exec``, ``("data/table.bin", "mypackage.generated")``; a package that is installed counts
@@ -208,8 +209,11 @@ class Kernel(NamedTuple):
 
 
 def importable(name: str) -> str:
-    """``__main__:Class`` as another process can import it: by the module's name or the file's. Other names, and those
-    of a notebook, which has no file, stay.
+    """``__main__:Class`` as another process can import it: by the name of the program's module or file, or of a module
+    made from a notebook's cells. Other names stay, and those of a program whose source is not known.
+
+    Raises:
+        ValueError: a notebook's class that refers to what no module can hold.
     """
     module, _, attribute = name.partition(":")
     if module != "__main__":
@@ -220,6 +224,10 @@ def importable(name: str) -> str:
         module = spec.name
     elif file and file.endswith(".py"):
         module = os.path.basename(file).removesuffix(".py")  # noqa: PTH119 (start-up time)
+    elif attribute:
+        from cute_ops import notebook  # start-up time: few programs are notebooks
+
+        module = notebook.module_of(attribute, vars(program)) or module
     return f"{module}:{attribute}"
 
 
@@ -298,7 +306,10 @@ class Op:
                 expected = " or ".join(kind.__name__ for kind in kinds)
                 raise ValueError(f"op {name}: {what} must be a {expected}, got {given!r}")
         made_from = Kernel(kernel) if isinstance(kernel, str) else kernel
-        self.kernel, self.least_sm = importable(made_from.name), made_from.least_sm
+        try:
+            self.kernel, self.least_sm = importable(made_from.name), made_from.least_sm
+        except ValueError as error:
+            raise ValueError(f"op {name}: {error}") from None
         self.sources = _as_tuple(made_from.sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}

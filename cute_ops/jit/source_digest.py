@@ -100,7 +100,7 @@ def _digest(first: str, declared: tuple[str, ...], what: str) -> str:
     finder = _Finder()
     module = finder.find(first)
     if module is None or module.path is None:
-        hint = "; a notebook has no file that the compiler's process could import: %%writefile makes one of a cell"
+        hint = "; this program has no file that the compiler's process could import: put the kernel in one"
         raise ImportError(f"cute_ops: {what.format(repr(first))} cannot be found{hint if first == '__main__' else ''}")
     folder = os.path.dirname(module.path)
     files = {name: os.path.join(folder, name) for name in declared if os.path.exists(os.path.join(folder, name))}

@@ -313,9 +313,58 @@ def test_a_program_compiles_its_own_kernel(cache_folder: Path, tmp_path: Path, s
     assert ran.stdout == f"compiled {kernel}\n", ran.stdout + ran.stderr
 
 
-def test_a_notebooks_kernel_says_what_to_do(cache_folder: Path) -> None:
+def test_a_program_without_a_file_says_what_to_do(cache_folder: Path) -> None:
     ran = subprocess.run(
         [sys.executable], input=PROGRAM, env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert ran.returncode == 1 and "'__main__' of '__main__:Fill' cannot be found; a notebook has no" in ran.stderr
+    assert ran.returncode == 1 and "'__main__' of '__main__:Fill' cannot be found; this program has no" in ran.stderr
+
+
+# Runs cells as a notebook does: their source is known to linecache alone.
+NOTEBOOK = """
+import __main__, linecache
+def run(*cells):
+    for text in cells:
+        name = f"<cell {len(linecache.cache)}>"
+        linecache.cache[name] = len(text), None, text.splitlines(True), name
+        exec(compile(text, name, "exec"), vars(__main__))
+"""
+KERNEL = PROGRAM[PROGRAM.index("class Fill") : PROGRAM.index("X = ")]
+IMPORTS, DECLARATION = PROGRAM[: PROGRAM.index("class Fill")], PROGRAM[PROGRAM.index("X = ") :]
+# A global of the notebook that has the name of a local variable of the kernel.
+SHARED = """
+from dataclasses import dataclass
+row = object()
+ONES, HUGE = (1, 1), float("inf")
+
+@dataclass(frozen=True)
+class Base:
+    variant: object
+
+def block():
+    return [*ONES, 1]
+
+@cute.jit
+def fill(mOut: cute.Tensor, row):
+    mOut[row, 0] = mOut.element_type(1)
+"""
+CELL = (
+    KERNEL.replace("class Fill:", "class Fill(Base):")
+    .replace("block=[1, 1, 1]", "block=block()")
+    .replace("mOut[row, 0] = mOut.element_type(1)", "fill(mOut, row)")
+    .replace("    def __init__(self, variant):\n        pass\n", "")
+)
+
+
+def test_a_notebooks_kernel_is_compiled_with_what_it_refers_to(cache_folder: Path) -> None:
+    """And again after one of its cells has changed."""
+    cells = [IMPORTS, SHARED, CELL + DECLARATION, SHARED.replace("element_type(1)", "element_type(2)"), DECLARATION]
+    code = f"{NOTEBOOK}\nrun(*{cells!r})\nassert cache.counters.compiled == 2, cache.counters"
+    path = os.pathsep.join(sys.path)
+    ran = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    kernels = re.findall(r"compiled (cute_ops_cell_[0-9a-f]{16}):Fill\n", ran.stdout)
+    assert len(kernels) == len(set(kernels)) == 2, ran.stdout + ran.stderr
