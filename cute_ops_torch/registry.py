@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Iterator
 from functools import cached_property
 from importlib import import_module
+from itertools import count
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
 
     The op has a CUDA implementation, the reference on CPU, a fake kernel, reverse-mode autograd and a vmap rule.
     Autocast does not change its inputs: kernels accumulate in float32 whatever these are, so a cast would cost
-    bandwidth and gain nothing. Registering the same declaration again returns the same function.
+    bandwidth and gain nothing. Registering the same declaration again returns the same function. A declaration that a
+    cell of a notebook or a module that was reloaded makes anew takes the name over; what was made of the one before
+    keeps to that.
 
     Returns:
         The op as a Python function, with the declaration's signature and docstring.
@@ -54,31 +57,54 @@ def define(op: Op, namespace: str = "cute") -> Registered:
 
 def _check(op: Op, namespace: str) -> None:
     known = _registered.get((namespace, op.name))
+    if known is not None and (known.op is op or _declared_anew(known, op)):
+        return
     name = f"torch.ops.{namespace}.{op.name}"
-    if known is not None and known.op is not op:
+    if known is not None:
         hint = f"a changed op takes another name, or namespace: register({op.name}, '{namespace}_2')"
         raise ValueError(f"{name} is registered already, for another declaration; {hint}")
-    if known is None and hasattr(getattr(torch.ops, namespace), op.name):
+    if hasattr(getattr(torch.ops, namespace), op.name):
         raise ValueError(f"{name} is there already: take another name or namespace")
 
 
+def _origin(op: Op) -> tuple[str, Any, Any]:
+    """Where a declaration comes from: a module's name and what changes when that runs again, itself or its spec."""
+    name = getattr(op.reference, "__module__", "")
+    module = sys.modules.get(name)
+    return name, module, getattr(module, "__spec__", None)
+
+
+def _declared_anew(known: Registered, op: Op) -> bool:
+    """Whether an op is declared by the module of a registered one, in a later run of it or a cell of a notebook."""
+    (before, first_module, first_spec), (name, module, spec) = known.origin, _origin(op)
+    notebook = name == "__main__" and spec is None and not hasattr(module, "__file__")
+    return name == before and (notebook or module is not first_module or spec is not first_spec)
+
+
 def _define(op: Op, namespace: str) -> Registered:
-    key = (namespace, op.name)
-    if key in _registered:
-        return _registered[key]
+    key, names = (namespace, op.name), getattr(torch.ops, namespace)
+    known = _registered.get(key)
+    if known is not None and known.op is op:
+        return known
+    # torch cannot change a definition, and what was made of the one before lives on: the new one has another name in
+    # programs, and `torch.ops.<namespace>.<name>` leads to it.
+    name = op.name if known is None else next(n for k in count(2) if not hasattr(names, n := f"{op.name}_v{k}"))
     gradient = None if op.grad is None else _define(op.grad, namespace)
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     library = _libraries[namespace]
     # Exact strides: Inductor must not pass a layout that eager would have refused.
-    library.define(schema(op), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
-    made = _registered[key] = Registered(op, getattr(getattr(torch.ops, namespace), op.name).default, gradient)
-    library.impl(op.name, _deferred(lambda: made.launcher.launch), "CUDA")
-    library.impl(op.name, _deferred(lambda: cpu_kernel(op)), "CPU")
-    library.impl(op.name, autograd_kernel(op, made.overload, made.fast_path, made.nodes), "Autograd")
-    register_fake(library, op.name, _deferred(lambda: fake_kernel(op, made.lower)))
+    library.define(schema(op, name), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    packet = getattr(names, name)
+    made = _registered[key] = Registered(op, packet.default, gradient)
+    if known is not None:
+        setattr(names, op.name, packet)
+    library.impl(name, _deferred(lambda: made.launcher.launch), "CUDA")
+    library.impl(name, _deferred(lambda: cpu_kernel(op)), "CPU")
+    library.impl(name, autograd_kernel(op, made.overload, made.fast_path, made.nodes), "Autograd")
+    register_fake(library, name, _deferred(lambda: fake_kernel(op, made.lower)))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))
-    torch.library.register_vmap(f"{namespace}::{op.name}", vmap, lib=library)
+    torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
     if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:
         distributed.shard(op, made.overload, library)
     return made
@@ -104,12 +130,13 @@ class Registered:
         op: the declaration.
         overload: the op.
         gradient: the backward op.
+        origin: where the declaration came from.
         nodes: its autograd nodes.
         fast_path: the way past the dispatcher.
     """
 
     def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
-        self.op, self.overload, self.gradient = op, overload, gradient
+        self.op, self.overload, self.gradient, self.origin = op, overload, gradient, _origin(op)
         self.nodes = Nodes(op, lambda: gradient.raw if gradient else None)
         self.fast_path = FastPath(op, lambda: self.launcher, self.nodes)
         self._lowered = False

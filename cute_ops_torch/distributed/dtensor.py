@@ -46,7 +46,7 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
         results = layout.wrap_outputs(raw if isinstance(raw, tuple | list) else (raw,))
         return results[0] if len(results) == 1 else results
 
-    add_rule(f"{library.ns}::{op.name}", call, library)
+    add_rule(overload.name(), call, library)
 
 
 def add_rule(name: str, call: Callable[..., Any], library: torch.library.Library) -> None:

@@ -104,8 +104,8 @@ def _of_function(function: FunctionType, seen: dict[int, Any]) -> Iterator[str]:
     # A wrapper has the module name of the function it wraps; its code object names the file.
     try:
         yield source_digest.of_file(function.__code__.co_filename)
-    except OSError:
-        yield _NEVER
+    except OSError:  # of a notebook, whose cells may define it again
+        yield f"{_NEVER} {id(function)}"
     yield from _words([cell.cell_contents for cell in function.__closure__ or () if cell != CellType()], seen)
     yield from _words([function.__defaults__, function.__kwdefaults__], seen)
     # Other modules may have set numbers of its module.

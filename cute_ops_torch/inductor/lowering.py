@@ -32,7 +32,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)
     # With the namespace's length my.ops_norm and my_ops.norm have different names.
-    stem, length = f"{overload.namespace}_{op.name}", len(overload.namespace)
+    stem, length = f"{overload.namespace}_{overload._opname}", len(overload.namespace)
     kernels = {device: f"{stem}_{device}{length}" for device in ("cuda", "cpu")}
     # Inductor's code calls these once for each place that calls the op, and keeps the functions that they return.
     setattr(extern_kernels, kernels["cuda"], lambda *place: call_site(op, CallSite(*place), launcher))

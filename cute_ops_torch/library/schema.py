@@ -15,12 +15,12 @@ from cute_ops.op import Op, Tensor
 _SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
 
 
-def schema(op: Op) -> str:
+def schema(op: Op, name: str | None = None) -> str:
     """``rmsnorm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-06, ...) -> Tensor``."""
     inputs = [f"Tensor? {name}=None" if t.optional else f"Tensor {name}" for name, t in op.inputs.items()]
     attrs = [f"{_SCHEMA_TYPES[type(value)]} {name}={_default(value)}" for name, value in op.attrs.items()]
     outputs = ", ".join("Tensor" for _ in op.outputs)
-    return f"{op.name}({', '.join(inputs + attrs)}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
+    return f"{name or op.name}({', '.join(inputs + attrs)}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
 
 
 def _default(value: Any) -> str:

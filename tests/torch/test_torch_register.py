@@ -6,7 +6,11 @@ import itertools
 import math
 import sys
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module, reload
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -118,3 +122,55 @@ def test_nan_is_refused_where_it_is_given() -> None:
     with pytest.raises(ValueError, match=r"^cute\.no_nan: attribute `a` is nan, expected a number"):
         function(torch.ones(2, 3), math.nan)
     assert function(torch.ones(2, 3), math.inf).eq(2).all()
+
+
+MODULE = """
+from cute_ops import FLOATS, Op, Tensor
+X = {"dtypes": {"T": FLOATS}, "kernel": "a:B"}
+ROWS = Tensor("*m n", "T")
+grad = Op("anew_bwd", inputs={"dout": ROWS}, outputs={"dx": ROWS}, reference=lambda xp, dout: dout * FACTOR, **X)
+op = Op("anew", inputs={"x": ROWS}, outputs={"out": ROWS}, grad=grad, reference=lambda xp, x: x * FACTOR, **X)
+"""
+
+
+def in_a_notebook(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Declarations of two runs of a cell."""
+    program = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", program)
+    for factor in "23":
+        exec(MODULE.replace("FACTOR", factor), vars(program))
+        yield program
+
+
+def in_a_module(path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Declarations of a module, and of the same one after it was edited."""
+    monkeypatch.syspath_prepend(path)
+    file = path / "declares_anew.py"
+    file.write_text(MODULE.replace("FACTOR", "2"))
+    yield (module := import_module("declares_anew"))
+    file.write_text(MODULE.replace("FACTOR", "3.0"))
+    yield reload(module)
+
+
+@pytest.mark.parametrize("place", [in_a_notebook, in_a_module])
+def test_a_declaration_that_is_made_anew(place: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes the name over, also in a program that looks it up; what was made of the first one stays as it is."""
+    made, namespace = [], getattr(torch.ops, place.__name__)
+    by_name = torch.compile(lambda x: namespace.anew(x), fullgraph=True)
+    for factor, module in zip((2, 3), place(tmp_path, monkeypatch), strict=True):
+        function = cute_ops_torch.register(module.op, place.__name__)
+        assert cute_ops_torch.register(module.op, place.__name__) is function
+        compiled = torch.compile(function, fullgraph=True)
+        made += [(factor, f) for f in (function, namespace.anew, torch.vmap(function), compiled)]
+        for expected, each in [*made, (factor, by_name)]:
+            x = torch.ones(2, 3, requires_grad=True)
+            out = each(x)
+            (dx,) = torch.autograd.grad(out.sum(), x)
+            assert out.eq(expected).all() and dx.eq(expected).all()
+        torch.library.opcheck(namespace.anew.default, (torch.ones(2, 3, requires_grad=True),))
+
+
+def test_two_declarations_of_a_name_in_one_run_are_refused() -> None:
+    cute_ops_torch.register(declare("twice"), "twice")
+    with pytest.raises(ValueError, match=r"torch\.ops\.twice\.twice is registered already, for another declaration"):
+        cute_ops_torch.register(declare("twice"), "twice")
