@@ -10,11 +10,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from cute_ops.dims import Dim
 from cute_ops.errors import meant, message
 from cute_ops.op import Op, Tensor
 from cute_ops.shapes import Array
 
 INT64 = 2**63
+# An argument, one of its dims, and the size that it came with.
+Declared = tuple[str, Dim, Any]
 
 
 class Binding(NamedTuple):
@@ -70,6 +73,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
     dims: dict[str, Any] = {}
     dtypes: dict[str, str] = {}
     where: dict[str, str] = {}
+    later: list[Declared] = []
 
     def fail(kind: type[Exception], problem: str) -> Exception:
         return kind(message(op, problem, given, dims, dtypes))
@@ -92,7 +96,10 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
                 conflict = f"has dtype {array.dtype}, but {tensor.dtype}={first} from `{where[tensor.dtype]}`."
                 raise fail(TypeError, f"argument `{name}` {conflict}")
             where.setdefault(tensor.dtype, name)
-        _bind_dims(fail, name, tensor, array, dims)
+        later += _bind_dims(fail, name, tensor, array, dims)
+    for name, dim, size in _bind_expressions(fail, later, dims) if later else ():
+        free = next(n for n in dim.names if n not in dims)
+        raise fail(ValueError, f"argument `{name}` has {dim}={size}, from which {free} does not follow.")
     for name, tensor in op.inputs.items():
         array = given[name]
         if tensor.broadcast and array is not None:
@@ -108,11 +115,15 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         absent = tensor.given is not None and given[tensor.given] is None
         if tensor.same_as is not None:
             absent |= binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
+        for dim in () if absent else tensor.dims:
+            if not dim.name and (wrong := dim.wrong(dims)):
+                raise fail(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
         outputs[name] = None if absent else Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype))
     return Binding(op, dims, dtypes, full_attrs, given, outputs)
 
 
-def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
+def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> list[Declared]:
+    """Check an argument's dims and bind names; returns the dims that say nothing before other arguments are bound."""
     names, shape = tensor.dims, tuple(array.shape)
     if len(shape) < len(names) or (tensor.rows is None and len(shape) != len(names)):
         least = "at least " if tensor.rows else ""
@@ -125,13 +136,45 @@ def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[st
         first = dims.setdefault(tensor.rows, lead)
         if len(first) != split or any(a != b for a, b in zip(first, lead, strict=True)):
             raise fail(ValueError, f"argument `{name}` has leading dims {lead}, but *{tensor.rows}={first}.")
+    expressions = []
     for dim, size in zip(names, shape[split:], strict=True):
-        if dim.factor != 1 and size % dim.factor != 0:
-            problem = f"argument `{name}` has {dim}={size}, expected a multiple of {dim.factor}."
-            raise fail(ValueError, problem)
-        first = dims.setdefault(dim.name, size if dim.factor == 1 else size // dim.factor)
-        if size != (first if dim.factor == 1 else dim.factor * first):
+        if not dim.name:
+            expressions.append((name, dim, size))
+            continue
+        first = dims.setdefault(dim.name, size)
+        if size != first:
             raise fail(ValueError, f"argument `{name}` has {dim}={size}, but {dim.name}={first}.")
+    return _bind_expressions(fail, expressions, dims) if expressions else expressions
+
+
+def _bind_expressions(fail: Any, sizes: list[Declared], dims: dict[str, Any]) -> list[Declared]:
+    """Check dims that are expressions and bind what follows from them; returns those that say nothing yet."""
+    while later := [each for each in sizes if not _bind_expression(fail, each, dims)]:
+        if len(later) == len(sizes):
+            break
+        sizes = later
+    return later
+
+
+def _bind_expression(fail: Any, declared: Declared, dims: dict[str, Any]) -> bool:
+    """Whether all names of a dim have sizes, one of which may follow from the dim's."""
+    name, dim, size = declared
+    expected = dim.of(dims)
+    if expected is not None:
+        wrong = dim.wrong(dims)
+        if wrong or size != expected:
+            has = f"{dim}={size}, but {dim.bound(dims)}" if dim.names else f"a dim of {size}, expected {dim}"
+            raise fail(ValueError, f"argument `{name}` has {has}{wrong and f': expected {wrong}'}.")
+        return True
+    if free := dim.binds(dims):
+        try:
+            found = dim.solve(size, dims)
+        except ValueError as error:
+            raise fail(ValueError, f"argument `{name}` has {dim}={size}, expected {error}.") from None
+        if found is not None:
+            dims[free] = found
+            return True
+    return False
 
 
 def _check_broadcast(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:

@@ -14,8 +14,9 @@ from functools import cached_property
 from typing import Any, NamedTuple
 
 from cute_ops.config import DEFAULT, Tuning
+from cute_ops.dims import Dim
 from cute_ops.op_checks import problems
-from cute_ops.shapes import ITEMSIZE, Dim, parse
+from cute_ops.shapes import ITEMSIZE, parse
 
 
 class OneOf:
@@ -53,11 +54,12 @@ class Tensor(_TensorFields):
     """One input or output of an op.
 
     Args:
-        shape: dims separated by blanks, ``"*m n"``. A name binds a dim, ``2n`` is twice that size; one leading
-            ``*name`` binds any number of leading dims, the rows: a row of an output depends on the rows of the same
-            name at its index, and on all of any other tensor. The empty string is a scalar. An input with ``*#name``
-            has only the last few of these leading dims, or all, any of them 1, and is shared by (broadcasts over) the
-            others.
+        shape: dims separated by blanks, ``"*m n"``. A name binds a dim; ``2n``, ``n/2`` (which must divide), ``g*r``,
+            ``b+1``, ``k-1``, ``ceil(k/128)`` and ``3`` are sizes that follow, and all but ``ceil`` bind a name that no
+            other dim does. One leading ``*name`` binds any number of leading dims, the rows: a row of an output depends
+            on the rows of the same name at its index, and on all of any other tensor. The empty string is a scalar. An
+            input with ``*#name`` has only the last few of these leading dims, or all, any of them 1, and is shared by
+            (broadcasts over) the others.
         dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``).
         optional: the input may be ``None``.
         given: for outputs: it exists only when this input was passed.
@@ -90,12 +92,12 @@ class Tensor(_TensorFields):
 
     def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape for these sizes, with all leading dims."""
-        own = [dims[d.name] if d.factor == 1 else d.factor * dims[d.name] for d in self.dims]
+        own = [dims[d.name] if d.name else d.of(dims) for d in self.dims]
         return (*(dims[self.rows] if self.rows else ()), *own)
 
     def has(self, dim: str) -> bool:
-        """Whether it has a dim, or leading dims, of this name."""
-        return dim == self.rows or any(d.name == dim for d in self.dims)
+        """Whether it has leading dims of this name, or a dim with this name in it."""
+        return dim == self.rows or any(dim in d.names for d in self.dims)
 
     @property
     def wrong(self) -> str:
@@ -313,7 +315,7 @@ class Op:
         self.sources = _as_tuple(made_from.sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
-        dims = {d.name for t in self.inputs.values() if not t.optional for d in t.dims}
+        dims = {name for t in self.inputs.values() if not t.optional for d in t.dims for name in d.names}
         if static is None:
             static = WhileFew("n") if "n" in dims else ()
         words: Any = (static,) if isinstance(static, WhileFew) else _as_tuple(static)
@@ -378,7 +380,8 @@ class Op:
         tensors = [*self.inputs.values(), *self.outputs.values()]
         known = {**(self.cases[0].dims if self.cases else {}), "n": n}
         known |= {name: size(known, self.attrs) for name, size in self.derived.items()}
-        return {d.name: known[d.name] for t in tensors for d in t.dims} | {t.rows: lead for t in tensors if t.rows}
+        sizes = {name: known[name] for t in tensors for d in t.dims for name in d.names}
+        return sizes | {t.rows: lead for t in tensors if t.rows}
 
     @cached_property
     def shown(self) -> tuple[str, ...]:

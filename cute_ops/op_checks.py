@@ -137,7 +137,12 @@ def _dims(op: Op) -> Iterator[str]:
     for name, t in tensors:
         if wrong := t.wrong:
             yield f"{name}: {wrong}"
-    bound = {d.name for t in op.inputs.values() for d in t.dims}
+    required = [t for t in op.inputs.values() if not t.optional]
+    for name, t in op.inputs.items():
+        known = _bound([*required, t])
+        if lost := [(d, free) for d in t.dims for free in d.names if free not in known]:
+            yield f"{name}: nothing says how large {lost[0][1]} is in {str(lost[0][0])!r}; {_bind_it(t.optional)}"
+    bound = _bound(op.inputs.values())
     if both := sorted(bound & op.derived.keys()):
         yield f"dim {both[0]!r} is derived, but an input binds it"
     leading = {t.rows for _, t in tensors if t.rows}
@@ -152,21 +157,35 @@ def _dims(op: Op) -> Iterator[str]:
             yield f"input {name!r} is below {t.upper_bound!r}, which is no dim of an input; there are {sorted(bound)}"
     for name, t in op.outputs.items():
         there = _there(op, t)
-        known = {d.name for i in there for d in i.dims} | op.derived.keys()
-        if free := [d.name for d in t.dims if d.name not in known]:
+        known = _bound(there) | op.derived.keys()
+        if free := [n for d in t.dims for n in d.names if n not in known]:
             yield f"{name} has dim {free[0]}, neither an input's nor in `derived`"
         if t.rows and t.rows not in {i.rows for i in there}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
     yield from _named_dims(op, bound)
-    shared = {*op.parallel, *op.contracted}
+    shared = {*op.parallel, *op.contracted, *([op.split.dim] if op.split else [])}
     for name, t in tensors:
-        if any(d.factor > 1 and d.name in shared for d in t.dims):
+        if any(not d.name and shared.intersection(d.names) for d in t.dims):
             yield f"a slice of a dim that devices share is no slice of {name}: {t.shape!r}"
+
+
+def _bound(tensors: Iterable[Tensor]) -> set[str]:
+    """The names that the dims of some inputs bind together."""
+    dims, known, count = [d for t in tensors for d in t.dims], set[str](), -1
+    while len(known) > count:
+        count = len(known)
+        known |= {d.binds(known) for d in dims} - {""}
+    return known
+
+
+def _bind_it(optional: bool) -> str:
+    where = "it or a required input" if optional else "a required input"
+    return f"a dim of {where} must be that name, or an expression without 'ceil' of which it is the only unknown"
 
 
 def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
     """Dims that the declaration calls by name."""
-    always = {d.name for t in op.inputs.values() if not t.optional for d in t.dims} | op.derived.keys()
+    always = _bound(t for t in op.inputs.values() if not t.optional) | op.derived.keys()
     for what, names, known, kind in (
         ("static", op.static, always, "a required input"), ("parallel", op.parallel, bound, "an input"),
         ("contracted", op.contracted, bound, "an input"),

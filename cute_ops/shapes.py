@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache
 from typing import Any, NamedTuple
+
+from cute_ops import dims
+from cute_ops.dims import Dim
 
 FLOATS = ("float32", "float16", "bfloat16")
 ITEMSIZE = {
@@ -18,21 +20,6 @@ class Array(NamedTuple):
 
     shape: tuple[Any, ...]
     dtype: str
-
-
-class Dim(NamedTuple):
-    """One dim of a declared shape, ``factor`` times the size that its name binds: ``n``, ``2n``."""
-
-    factor: int
-    name: str
-
-    def of(self, dims: Mapping[str, Any]) -> Any:
-        """The size, None where the name's is not known."""
-        size = dims.get(self.name)
-        return None if size is None else size if self.factor == 1 else self.factor * size
-
-    def __str__(self) -> str:
-        return self.name if self.factor == 1 else f"{self.factor}{self.name}"
 
 
 class Shape(NamedTuple):
@@ -51,13 +38,14 @@ def parse(shape: str) -> Shape:
     words = shape.split()
     leading = words.pop(0) if shape.startswith("*") else ""
     rows = leading.removeprefix("*").removeprefix("#")
-    parts = [(word, word.lstrip("0123456789")) for word in words]
-    dims = tuple(Dim(int(word.removesuffix(name) or 1), name) for word, name in parts)
+    found = [dims.parse(word) for word in words]
+    known = tuple(dim for dim in found if dim is not None)
     wrong = ""
-    if any("*" in word for word in words):
+    if any(word.startswith("*") for word in words):
         wrong = f"leading dims must come first, got {shape!r}"
-    elif any(word[0] == "0" or not name.isidentifier() for word, name in parts) or (
-        leading and not rows.isidentifier()
-    ):
+    elif leading and not rows.isidentifier():
         wrong = f"{shape!r} is not a shape like '*m n' or '*#m 2n'"
-    return Shape(rows or None, leading.startswith("*#"), dims, wrong)
+    elif len(known) < len(found):
+        word = words[found.index(None)]
+        wrong = f"{word!r} in {shape!r} is not a size like 'n', '2n', 'g*r', 'n/2', 'b+1', 'ceil(k/128)' or '3'"
+    return Shape(rows or None, leading.startswith("*#"), known, wrong)

@@ -41,7 +41,7 @@ def _names(tensor: Tensor, array: Array, cut: set[str]) -> tuple[str | None, ...
     lead = len(array.shape) - len(tensor.dims)
     # Counted from the last one: what broadcasts has the last few. A dim of one element is not cut.
     rows = [f"{tensor.rows}{lead - i}" if array.shape[i] != 1 else None for i in range(lead)]
-    return (*rows, *(d.name if d.factor == 1 and d.name in cut else None for d in tensor.dims))
+    return (*rows, *(d.name if d.name in cut else None for d in tensor.dims))
 
 
 def _all(found: Factors) -> set[str]:

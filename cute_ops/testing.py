@@ -277,14 +277,19 @@ def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowe
             )
 
 
-def small(case: Case, most: int = 65) -> Case:
-    """The case at a size for a CPU: its last dims shrink in proportion, so that they still fit together."""
+def small(case: Case, most: int = 65, op: Op | None = None) -> Case:
+    """The case at a size for a CPU: its last dims shrink in proportion, so that they still fit together, to multiples
+    of what they must be multiples of in ``op``.
+    """
     largest = max((v for v in case.dims.values() if not isinstance(v, tuple)), default=1)
+    tensors = [*op.inputs.values(), *op.outputs.values()] if op else []
+    units = {n: d.divisor for t in tensors for d in t.dims if not d.ceil and d.divisor > 1 for n in d.names}
 
-    def shrink(size: int) -> int:
-        return max(size * most // largest, 1) if largest > most else size
+    def shrink(name: str, size: int) -> int:
+        unit = units.get(name, 1)
+        return max(size * most // largest // unit, 1) * unit if largest > most else size
 
-    dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else shrink(v) for k, v in case.dims.items()}
+    dims = {k: tuple(min(s, 3) for s in v) if isinstance(v, tuple) else shrink(k, v) for k, v in case.dims.items()}
     return case._replace(dims=dims)
 
 

@@ -39,7 +39,7 @@ def check_dtypes(ops: Sequence[Op], dtypes: Sequence[str]) -> None:
 
 def sizes_of(op: Op, sizes: Sequence[int] | None, default: Sequence[int]) -> Sequence[int]:
     """The sizes of the dim ``n``: those asked for, else the default; one, which nothing uses, of an op without it."""
-    dims = list(dict.fromkeys(dim.name for tensor in op.inputs.values() for dim in tensor.dims))
+    dims = list(dict.fromkeys(name for t in op.inputs.values() for dim in t.dims for name in dim.names))
     if sizes and "n" not in dims:
         where = "its dims have the sizes of its first case" if op.cases else "declare a case to give its dims sizes"
         raise typer.BadParameter(f"{op.name} has no dim n but {', '.join(dims)}: {where}", param_hint="--n")

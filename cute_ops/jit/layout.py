@@ -76,9 +76,8 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
         view = views.get(name)
         shape = view.shape if view else array.shape
         place = memory.get(name) or Memory(compact(shape))
-        sizes = [static.get(d.name) for d in tensor.dims]
-        known: list[int | None] = [None] * (len(shape) - len(sizes))
-        known += [None if size is None else d.factor * size for d, size in zip(tensor.dims, sizes, strict=True)]
+        known: list[int | None] = [None] * (len(shape) - len(tensor.dims))
+        known += [static.get(d.name) if d.name else d.of(static) for d in tensor.dims]
         strides = view.strides if view else place.strides
         if tensor.dims:
             keys[name] = tensor_key(name, array.dtype, shape, tuple(known), Memory(strides, place.address))

@@ -26,8 +26,8 @@ from typing import NamedTuple
 # The modules that every compile runs besides the kernel's: a change in one changes every kernel's name. A test compares
 # this list with what a compiling process has imported of this package.
 DRIVER = (
-    "cute_ops", "cute_ops.array_api", "cute_ops.config", "cute_ops.env", "cute_ops.errors", "cute_ops.files",
-    "cute_ops.files.json_schema", "cute_ops.hardware", "cute_ops.jit", "cute_ops.jit.compile_pool",
+    "cute_ops", "cute_ops.array_api", "cute_ops.config", "cute_ops.dims", "cute_ops.env", "cute_ops.errors",
+    "cute_ops.files", "cute_ops.files.json_schema", "cute_ops.hardware", "cute_ops.jit", "cute_ops.jit.compile_pool",
     "cute_ops.jit.compiler", "cute_ops.jit.source_digest", "cute_ops.jit.target", "cute_ops.jit.toolchain",
     "cute_ops.jit.variant", "cute_ops.kernels", "cute_ops.kernels.lib", "cute_ops.kernels.lib.entry", "cute_ops.op",
     "cute_ops.op_checks", "cute_ops.processes", "cute_ops.shapes",

@@ -94,7 +94,7 @@ def memory(op: Op, arrays: Mapping[str, Array | None], base: str) -> dict[str, M
 
 def swept(op: Op) -> str:
     """The dim whose size is swept: the row length, or the size of a head."""
-    names = [dim.name for tensor in op.inputs.values() for dim in tensor.dims]
+    names = [name for tensor in op.inputs.values() for dim in tensor.dims for name in dim.names]
     return "n" if "n" in names else "d"
 
 

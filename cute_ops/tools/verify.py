@@ -83,7 +83,7 @@ def _case(op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats
     for name, runner in runners.items():
         device = runner.device()
         kernels = device == "cuda"
-        scaled = case if kernels else testing.small(case)
+        scaled = case if kernels else testing.small(case, op=op)
         arrays, attrs = testing.inputs(op, scaled, dtype), testing.attributes(op, scaled)
         calls = repeats if kernels else 1
         try:
@@ -103,7 +103,7 @@ def _case(op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats
 def _gradient(op: Op, case: Case) -> Verdict:
     """Whether the backward op's reference is the derivative of the forward's."""
     try:
-        gradient.check(op, testing.small(case))
+        gradient.check(op, testing.small(case, op=op))
         problem = ""
     except Exception as error:  # also where a reference takes no float64
         problem = problem_of(error)

@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cute_ops import Op, hardware, lookup, testing
+from cute_ops import FLOATS, Case, Op, Tensor, hardware, lookup, testing
 from cute_ops.__main__ import app
 from cute_ops.binding import bind
 from cute_ops.cli import author, calls
@@ -82,6 +82,17 @@ def test_a_wrong_gradient_is_shown() -> None:
         "where the reference changes by (.*)", verdict.problem,
     )  # fmt: skip
     assert found and float(found[1]) == pytest.approx(-3 * float(found[2]), rel=1e-4)
+
+
+def test_cases_shrink_to_sizes_that_divide() -> None:
+    half = Op(
+        "half", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n/2", "T")}, dtypes={"T": FLOATS},
+        reference=lambda xp, x: x[..., ::2], kernel="a:B", cases=(Case("llama", {"m": (2,), "n": 4096}),),
+    )  # fmt: skip
+    assert testing.small(half.cases[0], op=half).dims == {"m": (2,), "n": 64}
+    runners = {"numpy": FakeGPU()}
+    runners["numpy"].device = lambda: "cpu"  # type: ignore[method-assign]
+    assert [v.problem for v in verify([half], runners, ("float32",))] == [""]
 
 
 class FakeGPU:

@@ -183,6 +183,55 @@ def test_multiples_of_a_dim() -> None:
         bind(backward, {"x": X, "dout": X})
 
 
+SIZES = {
+    "ends": Tensor("b+1", "int32"), "x": Tensor("b k", "T"), "scale": Tensor("b ceil(k/128)", "T"),
+    "q": Tensor("g*r d", "T"), "v": Tensor("g d/2 3", "T"),
+}  # fmt: skip
+
+
+def sizes_op(outputs: str = "2k r d/2 k-1 ceil(d/4)") -> Op:
+    return Op(
+        "sizes", inputs=SIZES, outputs={"out": Tensor(outputs, "T")}, dtypes={"T": FLOATS}, kernel="a:B",
+        reference=lambda xp, *arrays: arrays[1],
+    )  # fmt: skip
+
+
+def sizes_of(**changed: tuple[int, ...]) -> dict[str, Array]:
+    shapes = {"ends": (6,), "x": (5, 300), "scale": (5, 3), "q": (8, 10), "v": (2, 5, 3), **changed}
+    return {name: Array(shape, "int32" if name == "ends" else "float32") for name, shape in shapes.items()}
+
+
+def test_sizes_follow_from_others() -> None:
+    bound = bind(sizes_op(), sizes_of())
+    assert bound.dims == {"b": 5, "k": 300, "g": 2, "r": 4, "d": 10}
+    assert bound.outputs == {"out": Array((600, 4, 5, 299, 3), "float32")}
+
+
+@pytest.mark.parametrize(
+    ("changed", "problem"),
+    [
+        ({"x": (6, 300)}, "argument `x` has b=6, but b=5."),
+        ({"ends": (0,)}, "argument `ends` has b+1=0, expected at least 1."),
+        ({"scale": (5, 4)}, "argument `scale` has ceil(k/128)=4, but k=300."),
+        ({"q": (7, 10)}, "argument `q` has g*r=7, expected a multiple of 2."),
+        ({"v": (2, 4, 3)}, "argument `v` has d/2=4, but d=10."),
+        ({"q": (8, 11)}, "argument `v` has d/2=5, but d=11: expected a multiple of 2."),
+        ({"v": (2, 5, 4)}, "argument `v` has a dim of 4, expected 3."),
+        ({"q": (0, 10), "v": (0, 5, 3)}, "argument `q` has g*r=0, from which r does not follow."),
+        ({"x": (5, 0), "scale": (5, 0)}, "output `out` has k-1, but k=0: expected at least 0."),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_follow(changed: dict[str, tuple[int, ...]], problem: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        bind(sizes_op(), sizes_of(**changed))
+    assert str(caught.value).splitlines()[0] == f"cute.sizes: {problem}"
+
+
+def test_an_output_that_would_be_half_a_number() -> None:
+    with pytest.raises(ValueError, match=r"^cute.sizes: output `out` has k/7, but k=300: expected a multiple of 7\."):
+        bind(sizes_op("k/7"), sizes_of())
+
+
 @pytest.mark.parametrize("lead", [(), (5,), (1, 5), (3, 5), (1, 1, 5), (3, 1), (1,), (1, 3, 1)])
 def test_leading_dims_that_broadcast(lead: tuple[int, ...]) -> None:
     x = Array((3, 5, 2, 8), "float32")
@@ -233,8 +282,8 @@ def test_declarations_are_checked() -> None:
         declare(inputs={"x": Tensor("*m n", "U")})
     with pytest.raises(ValueError, match="leading dims must come first"):
         declare(inputs={"x": Tensor("n *m", "T")})
-    for shape in ("*m n-1", "n *m", "0n", "* n", "*#m n"):
-        with pytest.raises(ValueError, match=r"leading dims must come first|not a shape like|cannot broadcast"):
+    for shape in ("*m n-k", "n *m", "0n", "* n", "*#m n", "b + 1", "ceil(n)", "n/0", "(n+1)/2", "2*3n", "n*"):
+        with pytest.raises(ValueError, match=r"leading dims must|not a shape like|not a size like|cannot broadcast"):
             declare(outputs={"out": Tensor(shape, "T")})
     with pytest.raises(ValueError, match=r"x cannot broadcast: no input has all of \*m"):
         declare(inputs={"x": Tensor("*#m n", "T")})

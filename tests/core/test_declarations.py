@@ -91,6 +91,21 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"'n' is a dim, and \*n are leading dims: take two names",
     ),
     "leading dims of no input": ({"outputs": {"out": Tensor("*p n", "T")}}, r"out has leading dims \*p, which are no"),
+    "a size rounded up that nothing binds": (
+        {"inputs": {"x": Tensor("*m ceil(n/2)", "T")}},
+        r"x: nothing says how large n is in 'ceil\(n/2\)'; a dim of a required input must be that name, or an "
+        "expression without 'ceil' of which it is the only unknown",
+    ),
+    "a product of two names that nothing binds": (
+        {"inputs": {"x": Tensor("*m g*r", "T")}, "outputs": {"out": Tensor("*m", "T")}},
+        r"x: nothing says how large g is in 'g\*r'",
+    ),
+    "a square": ({"inputs": {"x": Tensor("*m n*n", "T")}}, r"x: nothing says how large n is in 'n\*n'"),
+    "a product that only another absent input binds": (
+        {"inputs": {"x": ROWS, "a": Tensor("g", "T", optional=True), "b": Tensor("g*r", "T", optional=True)}},
+        r"b: nothing says how large g is in 'g\*r'; a dim of it or a required input must be that name",
+    ),
+    "an output of an unknown size": ({"outputs": {"out": Tensor("*m k+1", "T")}}, "out has dim k, neither an input's"),
     "static": ({"static": ("k",)}, r"static has 'k', which is no dim of a required input; there are \['n'\]"),
     "static while few": ({"static": (WhileFew("k"),)}, r"static has 'k', which is no dim of a required input"),
     "static always and while few": ({"static": ("n", WhileFew("n"))}, "static has 'n' twice"),

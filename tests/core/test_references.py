@@ -34,7 +34,7 @@ def test_gradient(op: Op, case: Case) -> None:
     got = gradient.backward(op, tensors, raw, cotangents, attrs)
     for name, expected in zip(wanted, exact, strict=True):
         torch.testing.assert_close(got[name], expected, rtol=1e-9, atol=1e-9)
-    gradient.check(op, testing.small(case))
+    gradient.check(op, testing.small(case, op=op))
 
 
 def declared(forward: Callable[..., Any], backward: Callable[..., Any]) -> Op:

@@ -80,6 +80,12 @@ def test_what_cannot_be_shared_is_refused() -> None:
     }  # fmt: skip
     with pytest.raises(ValueError, match=r"a slice of a dim that devices share is no slice of x: '\*m 2n'"):
         Op("halves", sharding=Sharding(parallel=("n",)), **declared)
+    for sharding in (Sharding(split=Split("n", lambda *a: a)), Sharding(contracted=("n",))):
+        with pytest.raises(ValueError, match=r"is no slice of x: '\*m 2n'"):
+            Op("halves", sharding=sharding, **declared)
+    tied = {"inputs": {"q": Tensor("*m g*r", "T"), "k": Tensor("*m g", "T")}, "outputs": {"out": Tensor("*m g", "T")}}
+    with pytest.raises(ValueError, match=r"is no slice of q: '\*m g\*r'"):
+        Op("heads", sharding=Sharding(parallel=("g",)), **{**declared, **tied})
     with pytest.raises(ValueError, match="it splits 'k', which is no dim of an input"):
         Op("halves", sharding=Sharding(split=Split("k", lambda *a: a)), **declared)
 
@@ -117,6 +123,16 @@ def test_devices_share_leading_dims_of_one_name() -> None:
         named = factors(bind(op, {n: y if n == "y" else x for n in op.inputs}))
         assert named["x"] == ("m2", "m1", None) and named["y"] == (None, None)
     assert backward.sums("dy", "m") and not backward.sums("dx", "p")
+
+
+def test_dims_of_expressions_stay_whole() -> None:
+    tied = Op(
+        "tied", inputs={"q": Tensor("*m g*r d", "T"), "k": Tensor("*m g d", "T"), "scale": Tensor("ceil(d/4)", "T")},
+        outputs={"out": Tensor("*m g*r d", "T")}, dtypes={"T": FLOATS}, reference=lambda xp, q, *_: q, kernel="m:K",
+    )  # fmt: skip
+    given = {"q": Array((5, 8, 6), "float32"), "k": Array((5, 2, 6), "float32"), "scale": Array((2,), "float32")}
+    whole = ("m1", None, None)
+    assert factors(bind(tied, given)) == {"q": whole, "k": whole, "scale": (None,), "out": whole}
 
 
 def test_factors_of_a_backward() -> None:

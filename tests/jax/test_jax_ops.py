@@ -217,6 +217,33 @@ def test_a_users_op_is_registered_like_ours() -> None:
     np.testing.assert_array_equal(scale(x, factor=3.0), 3 * x)
 
 
+def tied_reference(xp: Any, q: Any, k: Any, ends: Any) -> Any:
+    heads = xp.reshape(q, (*k.shape[:-1], q.shape[-2] // k.shape[-2], q.shape[-1])) * k[..., None, :]
+    flat = xp.reshape(heads, q.shape)
+    return flat[..., : q.shape[-1] // 2] - flat[..., q.shape[-1] // 2 :]
+
+
+def test_sizes_that_follow_from_others_may_be_symbolic() -> None:
+    tied = cute_ops_jax.register(Op(
+        "tied", inputs={"q": Tensor("*m b g*r d", "T"), "k": Tensor("*m b g d", "T"), "ends": Tensor("b+1", "int32")},
+        outputs={"out": Tensor("*m b g*r d/2", "T")}, dtypes={"T": ("float32",)}, reference=tied_reference,
+        kernel="m:K",
+    ))  # fmt: skip
+    m, b, g, r, half = jax.export.symbolic_shape("m, b, g, r, half")
+
+    def specs(heads: Any) -> list[jax.ShapeDtypeStruct]:
+        shapes = (m, b, heads, 2 * half), (m, b, g, 2 * half), (b + 1,)
+        return [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, ("float32", "float32", "int32"), strict=True)]
+
+    assert jax.eval_shape(tied, *specs(g * r)).shape == (m, b, g * r, half)
+    exported = jax.export.export(jax.jit(tied))(*specs(3 * g))  # JAX finds no sizes from a product of two
+    assert exported.out_avals[0].shape == (m, b, 3 * g, half)
+    rng, ends = np.random.default_rng(0), np.zeros(5, np.int32)
+    q, k = (rng.standard_normal((3, 4, heads, 8), np.float32) for heads in (6, 2))
+    np.testing.assert_array_equal(exported.call(q, k, ends), tied_reference(np, q, k, ends))
+    np.testing.assert_array_equal(jax.vmap(tied, (1, 1, None), 1)(q[:, None], k[:, None], ends)[:, 0], tied(q, k, ends))
+
+
 def test_a_reference_that_breaks_its_declaration_is_named() -> None:
     wrong = cute_ops_jax.register(scale_op(reference=lambda xp, x, *, factor: xp.sum(x * factor, axis=-1)))
     with pytest.raises(TypeError) as caught:

@@ -230,6 +230,22 @@ def what_lacks_a_sharded_dim_is_a_sum(world: World) -> None:
             world.close(one.detach(), right.detach(), f"{op.name} {of_inputs}")
 
 
+@check
+def tied_heads_are_gathered(world: World) -> None:
+    """A slice of ``g*r`` heads is no slice of the groups' keys, so each rank gets all of both."""
+    q, k = Declared("*m g*r d", "T"), Declared("*m g d", "T")
+    tied = Op(
+        "tied", inputs={"q": q, "k": k}, outputs={"out": q}, dtypes={"T": FLOATS}, kernel="m:K",
+        reference=lambda xp, q, k: q * xp.repeat_interleave(k, q.shape[-2] // k.shape[-2], -2),
+    )  # fmt: skip
+    whole = [torch.randn(s, device="cpu") for s in ((8, 3, 8, 6), (8, 3, 4, 6))]
+    for cut in (Shard(2), Shard(0)) if not world.few else ():
+        torch.manual_seed(0)
+        out = registered(tied)(*(spread(t, world.line, [cut]) for t in whole))
+        assert out.placements == (cut if cut.dim == 0 else Replicate(),)
+        world.close(out, registered(tied)(*whole))
+
+
 @cache
 def registered(op: Op) -> Any:
     cute_ops_torch.register(op, "mine")

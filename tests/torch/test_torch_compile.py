@@ -13,7 +13,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import cute_ops_torch
-from cute_ops import Op, testing
+from cute_ops import FLOATS, Op, Tensor, testing
 
 
 @pytest.fixture(autouse=True)
@@ -42,6 +42,35 @@ def test_dynamic_rows_compile_once(backend: str) -> None:
         for m in (2, 5, 9, 33):
             torch.testing.assert_close(run(compiled, m), run(block, m), rtol=1e-4, atol=1e-4)
     assert counters["stats"]["unique_graphs"] == 1
+
+
+def tied_reference(xp: Any, q: torch.Tensor, k: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    heads = xp.reshape(q, (*k.shape[:-1], q.shape[-2] // k.shape[-2], q.shape[-1])) * k[..., None, :]
+    flat = xp.reshape(heads, q.shape)
+    return flat[..., : q.shape[-1] // 2] - flat[..., q.shape[-1] // 2 :]
+
+
+TIED = Op(
+    "tied", inputs={"q": Tensor("*m b g*r d", "T"), "k": Tensor("*m b g d", "T"), "ends": Tensor("b+1", "int32")},
+    outputs={"out": Tensor("*m b g*r d/2", "T")}, dtypes={"T": FLOATS}, reference=tied_reference, kernel="m:K",
+)  # fmt: skip
+
+
+def test_sizes_that_follow_from_others_may_be_symbolic() -> None:
+    function = cute_ops_torch.register(TIED, "sizes")
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+
+    def given(b: int, g: int, r: int, d: int) -> tuple[torch.Tensor, ...]:
+        return torch.randn(3, b, g * r, d), torch.randn(3, b, g, d), torch.zeros(b + 1, dtype=torch.int32)
+
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        for sizes in ((4, 2, 3, 8), (5, 3, 5, 6), (7, 4, 2, 10)):
+            tensors = given(*sizes)
+            torch.testing.assert_close(compiled(*tensors), function(*tensors))
+    torch.library.opcheck(torch.ops.sizes.tied.default, tensors)
+    q, k, ends = given(4, 2, 3, 8)
+    one_by_one = torch.stack([function(one, other, ends) for one, other in zip(q, k, strict=True)])
+    torch.testing.assert_close(torch.vmap(function, (0, 0, None))(q, k, ends), one_by_one)
 
 
 def test_automatic_dynamic_rows_compile_twice_at_most() -> None:
