@@ -10,8 +10,8 @@ from cute_ops.dims import Dim
 
 FLOATS = ("float32", "float16", "bfloat16")
 ITEMSIZE = {
-    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
-    "float8_e4m3fn": 1, "bool": 1,
+    "float64": 8, "int64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
+    "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "bool": 1,
 }  # fmt: skip
 
 

@@ -23,7 +23,11 @@ from cute_ops.binding import as_outputs
 from cute_ops.op import Case, Op, Tensor
 from cute_ops.shapes import Array
 
-EPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "float8_e4m3fn": 2.0**-3}
+# The distance from 1 to the next number of a dtype. Integers, which are not in here, must be equal.
+EPS = {
+    "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7, "float64": 2.0**-52, "float8_e4m3fn": 2.0**-3,
+    "float8_e5m2": 2.0**-2, "float8_e8m0fnu": 1.0,
+}  # fmt: skip
 Arrays = Mapping[str, np.ndarray | None]
 
 
@@ -66,7 +70,7 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
             continue
         normal = rng.standard_normal(spec.shape, dtype=np.float32)
         values = 1 + normal / 4 if name.endswith("weight") else _valid(tensor, normal)
-        made[name] = values.astype(numpy_dtype(spec.dtype))
+        made[name] = as_dtype(values, spec.dtype)
     op.arrange(np, made)
     return made
 
@@ -81,9 +85,18 @@ def sample(
         if tensor.upper_bound:
             made.append(rng.integers(0, n, shape).astype(op.dtype_choices(tensor)[-1]))
         else:
-            kind = numpy_dtype(op.dtype_near(tensor, dtype))
-            made.append(_valid(tensor, rng.standard_normal(shape, dtype=np.float32)).astype(kind))
+            values = _valid(tensor, rng.standard_normal(shape, dtype=np.float32))
+            made.append(as_dtype(values, op.dtype_near(tensor, dtype)))
     return made
+
+
+def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
+    """Numbers around zero as a dtype has them: ``float8_e8m0fnu`` has powers of two alone, ``uint32`` is bits."""
+    if dtype == "float8_e8m0fnu":
+        values = np.exp2(np.rint(values))
+    elif dtype == "uint32":
+        values = np.abs(values) * 2.0**28
+    return values.astype(numpy_dtype(dtype))
 
 
 def _valid(tensor: Tensor, normal: np.ndarray) -> np.ndarray:
@@ -137,7 +150,7 @@ def dtype_name(array: Any) -> str:
 
 
 def expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """The reference in float64 on the same values; outputs stay float64."""
+    """The reference in float64 on the same values; outputs are float64."""
     return _expected(op, arrays, attrs, run_reference(op, arrays, attrs))
 
 
@@ -146,7 +159,9 @@ def _expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any], lows:
     present = dict(zip(op.outputs, lows, strict=True))
     # In float64 all dtypes are equal, so an output that shares another's array is missing here.
     shared = {n: t.same_as for n, t in op.outputs.items() if t.same_as and exact[n] is None}
-    return tuple(None if present[n] is None else exact[shared.get(n, n)] for n in op.outputs)
+    found = {n: None if present[n] is None else exact[shared.get(n, n)] for n in op.outputs}
+    xp = namespace(arrays.values())
+    return tuple(None if a is None else xp.astype(a, xp.float64) for a in found.values())
 
 
 def in_float64(arrays: Mapping[str, Any]) -> dict[str, Any]:
@@ -193,9 +208,9 @@ def _losses(xp: Any, arrays: Mapping[str, Any], lows: tuple[Any, ...], exacts: t
     the largest element.
     """
     wide = [xp.astype(a, xp.float64) for a in arrays.values() if a is not None and not _is_integer(a)]
-    largest, losses = max(_largest(xp, xp.abs(a), xp.isfinite(a)) for a in wide), []
+    largest, losses = max((_largest(xp, xp.abs(a), xp.isfinite(a)) for a in wide), default=0.0), []
     for low, exact in zip(lows, exacts, strict=True):
-        if low is None or exact is None:
+        if low is None or exact is None or dtype_name(low) not in EPS:
             losses.append(0.0)
             continue
         got, finite = xp.astype(low, xp.float64), xp.isfinite(exact)
@@ -207,7 +222,7 @@ def _losses(xp: Any, arrays: Mapping[str, Any], lows: tuple[Any, ...], exacts: t
 
 
 def _allowed(xp: Any, low: Any, exact: Any, loss: float) -> Any:
-    tolerance = 2 * (EPS[dtype_name(low)] * xp.abs(exact) + loss)
+    tolerance = 2 * (EPS.get(dtype_name(low), 0.0) * xp.abs(exact) + loss)
     # Only of an element that the reference's dtype has no room for nothing is asked.
     overflows = xp.isfinite(exact) & xp.isinf(xp.astype(low, xp.float64))
     return xp.where(overflows, xp.full_like(tolerance, math.inf), tolerance)

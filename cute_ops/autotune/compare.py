@@ -267,7 +267,7 @@ def _check(
             continue
         finite = np.isfinite(value) & np.isfinite(tolerance)
         largest = float(np.max(np.abs(value), initial=0.0, where=finite))
-        eps = testing.EPS[binding.outputs[name].dtype]  # type: ignore[union-attr]
+        eps = testing.EPS.get(binding.outputs[name].dtype, 0.0)  # type: ignore[union-attr]
         loss = float(np.max(tolerance / 2 - eps * np.abs(value), initial=0.0, where=finite))
         floors[name] = loss / largest if largest else testing.EPS["float32"]
     return floors

@@ -28,7 +28,9 @@ Which = Annotated[
     str,
     typer.Argument(metavar="OP", help="rmsnorm, or yours: file.py, file.py:name, module:name; gradients come along."),
 ]
-Dtypes = Annotated[list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}; repeat. Default: all.")]
+Dtypes = Annotated[
+    list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}, ...; repeat. Default: all of the op's.")
+]
 
 LENGTHS = 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072  # of the rows that are measured
 # Ops of other sizes than rows and columns.
@@ -140,7 +142,7 @@ def verify(
     where = {name: runner.device() for name, runner in runners.items()}
     console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
     with console.status("") as status:
-        for found in verdicts(ops, runners, dtype or FLOATS, repeats):
+        for found in verdicts(ops, runners, dtype or (), repeats):
             cases, called = cases + 1, called + found.calls
             line = f"{found.op} {found.case} {found.dtype} {found.framework}"
             status.update(line)
@@ -150,7 +152,7 @@ def verify(
                 console.print(f"     {found.problem}", highlight=False, markup=False)
     if not cases:
         declared = any(o.cases for o in ops)
-        problem = f"no case takes {', '.join(dtype or FLOATS)}" if declared else "no cases are declared"
+        problem = f"no case takes {', '.join(dtype or ())}" if declared else "no cases are declared"
         fail(f"{', '.join(o.name for o in ops)}: {problem}, so nothing was checked")
     what = "kernels" if "cuda" in where.values() else "references, no kernel: there is no GPU here"
     console.print(f"{cases - failed} of {cases} right, {called} calls ({what})", highlight=False)

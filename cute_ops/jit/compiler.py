@@ -124,7 +124,8 @@ def _dtype(name: str) -> Any:
 
     names = {
         "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16", "int64": "Int64", "int32": "Int32",
-        "int8": "Int8", "uint8": "Uint8", "float8_e4m3fn": "Float8E4M3FN", "float64": "Float64", "bool": "Boolean",
+        "uint32": "Uint32", "int8": "Int8", "uint8": "Uint8", "float8_e4m3fn": "Float8E4M3FN",
+        "float8_e5m2": "Float8E5M2", "float8_e8m0fnu": "Float8E8M0FNU", "float64": "Float64", "bool": "Boolean",
     }  # fmt: skip
     return getattr(cutlass, names[name])
 

@@ -137,7 +137,10 @@ class _NullArray:
     """An array without memory on a CUDA device, handed over by DLPack."""
 
     _CUDA = 2
-    _CODES: ClassVar = {"int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10}
+    _CODES: ClassVar = {
+        "int": 0, "uint": 1, "float": 2, "bfloat": 4, "bool": 6, "float8_e4m3fn": 10, "float8_e5m2": 12,
+        "float8_e8m0fnu": 14,
+    }  # fmt: skip
 
     def __init__(self, key: TensorKey, device: int) -> None:
         kind = key.dtype if key.dtype in self._CODES else key.dtype.rstrip("0123456789")

@@ -64,17 +64,26 @@ def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
 
 
 def verify(
-    ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = FLOATS, repeats: int = 20
+    ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = (), repeats: int = 20
 ) -> Iterator[Verdict]:
-    """Check ops: one verdict for each op, case, dtype and framework, and one for each gradient and case."""
+    """Check ops: one verdict for each op, case, dtype and framework, and one for each gradient and case.
+
+    Args:
+        ops: the declarations.
+        runners: the frameworks.
+        dtypes: of the first dtype variable that a case leaves open; all that it may be where none is said.
+        repeats: calls on a GPU, which must give the same bits.
+    """
     for op in ops:
         for case in op.cases:
             if op.grad:
                 yield _gradient(op, case)
-            for dtype in dtypes:
-                free = [t for t in op.inputs.values() if t.dtype in op.dtypes and t.dtype not in case.dtypes]
-                if free and dtype not in op.dtype_choices(free[0]):
-                    continue
+            free = [
+                t for t in op.inputs.values()
+                if t.dtype in op.dtypes and t.dtype not in case.dtypes and not t.upper_bound
+            ]  # fmt: skip
+            choices = op.dtype_choices(free[0]) if free else FLOATS
+            for dtype in (d for d in dtypes or choices if d in choices or not free):
                 yield from _case(op, case, dtype, runners, repeats)
 
 

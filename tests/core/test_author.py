@@ -84,6 +84,25 @@ def test_a_wrong_gradient_is_shown() -> None:
     assert found and float(found[1]) == pytest.approx(-3 * float(found[2]), rel=1e-4)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e8m0fnu", "uint32"])
+def test_dtypes_that_none_of_our_ops_has(dtype: str) -> None:
+    result = run("verify", "tests/core/kernels/narrow.py", "--dtype", dtype)
+    assert result.returncode == 0 and "2 of 2 right, 2 calls" in result.stdout, result.stdout + result.stderr
+    case = Case("many", {"m": (1000,), "n": 2})
+    drawn = testing.inputs(lookup.find(f"{ROOT}/tests/core/kernels/narrow.py:copy_{dtype}"), case, dtype)["x"]
+    assert drawn is not None and not np.isnan(drawn.astype(np.float64)).any() and len(np.unique(drawn)) > 5
+
+
+def test_integers_must_be_equal() -> None:
+    op = lookup.find(f"{ROOT}/tests/core/kernels/narrow.py:copy_uint32")
+    arrays = testing.inputs(op, op.cases[0], "uint32")
+    x = arrays["x"]
+    assert x is not None
+    testing.check(op, arrays, {}, (x,))
+    with pytest.raises(AssertionError, match="error 1 exceeds 0 at"):
+        testing.check(op, arrays, {}, (x + np.uint32(1),))
+
+
 def test_cases_shrink_to_sizes_that_divide() -> None:
     half = Op(
         "half", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n/2", "T")}, dtypes={"T": FLOATS},

@@ -73,6 +73,18 @@ def test_sizes_that_follow_from_others_may_be_symbolic() -> None:
     torch.testing.assert_close(torch.vmap(function, (0, 0, None))(q, k, ends), one_by_one)
 
 
+@pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e8m0fnu", "uint32"])
+def test_dtypes_that_none_of_our_ops_has(dtype: str) -> None:
+    x = Tensor("*m n", dtype)
+    op = Op(f"copy_{dtype}", inputs={"x": x}, outputs={"out": x}, dtypes={}, reference=lambda xp, x: x, kernel="m:K")
+    function = cute_ops_torch.register(op, "narrow")
+    rows = torch.arange(24, dtype=torch.uint8).view(getattr(torch, dtype)).reshape(2, -1)
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        out = run(rows)
+        assert out.dtype == rows.dtype and torch.equal(out.view(torch.uint8), rows.view(torch.uint8))
+        assert out.data_ptr() != rows.data_ptr()
+
+
 def test_automatic_dynamic_rows_compile_twice_at_most() -> None:
     compiled = torch.compile(block, fullgraph=True, backend="aot_eager")
     for m in (2, 5, 9, 33):
