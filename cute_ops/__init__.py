@@ -4,7 +4,7 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 ``cute_ops_torch`` and ``cute_ops_jax`` turn every declaration into an op of their framework.
 """
 
-from cute_ops.array_api import widen
+from cute_ops.array_api import cast, widen
 from cute_ops.config import Needs, Problem, Space, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew
@@ -29,6 +29,7 @@ __all__ = [
     "Tensor",
     "Tuning",
     "WhileFew",
+    "cast",
     "vary",
     "widen",
 ]

@@ -36,7 +36,7 @@ def erfc(xp: Any, x: Any) -> Any:
 
 
 def cast(xp: Any, x: Any, dtype: str, like: Any) -> Any:
-    """``x`` in a dtype that only ml_dtypes gives NumPy; float64 where ``like`` is, for exact values."""
+    """``x`` in the dtype of this name, of NumPy's or ml_dtypes'; float64 where ``like`` is, for exact values."""
     if like.dtype == xp.float64:
         return x
     if hasattr(xp, dtype):

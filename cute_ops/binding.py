@@ -25,7 +25,7 @@ class Binding(NamedTuple):
 
     Attributes:
         dims: sizes by dim name; leading dims as a tuple.
-        dtypes: dtype names by variable.
+        dtypes: dtype names by variable, and by attribute that names an output's.
         inputs: the arrays as given, None where absent.
         outputs: the arrays to produce, None where absent.
     """
@@ -105,6 +105,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         if tensor.broadcast and array is not None:
             _check_broadcast(fail, name, tensor, array, dims)
     full_attrs = _attributes(op, attrs or {}, fail)
+    dtypes |= {t.dtype: full_attrs[t.dtype] for t in op.outputs.values() if t.dtype in full_attrs}
     binding = Binding(op, dims, dtypes, full_attrs, given, {})
     problem = op.check(binding)
     if problem:

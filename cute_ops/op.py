@@ -60,7 +60,8 @@ class Tensor(_TensorFields):
             on the rows of the same name at its index, and on all of any other tensor. The empty string is a scalar. An
             input with ``*#name`` has only the last few of these leading dims, or all, any of them 1, and is shared by
             (broadcasts over) the others.
-        dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``).
+        dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``); of outputs also an attribute whose
+            value is the dtype's name, ``attrs={"out_dtype": OneOf("bfloat16", "float32")}``.
         optional: the input may be ``None``.
         given: for outputs: it exists only when this input was passed.
         same_as: for outputs: when the named output has the same dtype, that one serves for this one too
@@ -347,7 +348,8 @@ class Op:
         return f"Op {self.name}({ins}) -> {outs}"
 
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
-        choices: tuple[str, ...] = self.dtypes.get(tensor.dtype, (tensor.dtype,))
+        """The dtypes that an input or output may have."""
+        choices: tuple[str, ...] = {**self.choices, **self.dtypes}.get(tensor.dtype, (tensor.dtype,))
         return choices
 
     def dtype_near(self, tensor: Tensor, dtype: str) -> str:

@@ -60,7 +60,7 @@ def _names(op: Op) -> Iterator[str]:
                 yield f"{what} {name!r} has no name of an argument; {_NAMES}"
             if name in _TAKEN:
                 yield f"{what} {name!r} must have another name: this one has a meaning in references or schemas"
-    every = [*op.inputs, *op.outputs, *op.attrs, *options]
+    every = [*op.inputs, *op.outputs, *op.attrs, *options, *(op.dtypes.keys() & op.attrs.keys())]
     if len(set(every)) < len(every):
         yield f"names used twice: {sorted({name for name in every if every.count(name) > 1})}"
 
@@ -92,11 +92,25 @@ def _dtypes(op: Op, known: frozenset[str]) -> Iterator[str]:
             if name not in known:
                 yield f"dtype variable {variable} may be {name!r}, which is none of {', '.join(sorted(known))}"
     for name, t in [*op.inputs.items(), *op.outputs.items()]:
-        if t.dtype not in op.dtypes and t.dtype not in known:
+        if t.dtype in op.attrs:
+            yield from _dtype_of_attribute(op, name, t, known)
+        elif t.dtype not in op.dtypes and t.dtype not in known:
             yield f"{name} has dtype {t.dtype!r}, neither a variable nor a dtype"
     for name, t in op.outputs.items():
         if t.dtype in op.dtypes and all(i.dtype != t.dtype for i in _there(op, t)):
             yield f"output {name!r} has dtype {t.dtype}, which no input binds that is there whenever it is"
+
+
+def _dtype_of_attribute(op: Op, name: str, tensor: Tensor, known: frozenset[str]) -> Iterator[str]:
+    what = f"{name} has the dtype that attribute {tensor.dtype!r} names"
+    if name in op.inputs:
+        yield f"{what}, as only outputs may"
+    if tensor.same_as or tensor.donates:
+        yield f"{what}, so it cannot be another's array by {'same_as' if tensor.same_as else 'donates'!r}"
+    if other := [value for value in op.choices.get(tensor.dtype, (op.attrs[tensor.dtype],)) if value not in known]:
+        yield f"{what}, which may be {other[0]!r}, none of {', '.join(sorted(known))}"
+    elif tensor.dtype not in op.choices:
+        yield f"{what}, which must say what it may be: OneOf({op.attrs[tensor.dtype]!r}, ...)"
 
 
 def _there(op: Op, output: Tensor) -> list[Tensor]:
@@ -231,8 +245,9 @@ def _gradient(op: Op) -> Iterator[str]:
                 yield f"input {name!r} has no gradient: {grad.name} gives no 'd{name}'; {_meant(name)}"
         elif op.inputs[name].optional and f"d{name}" in grad.outputs and grad.outputs[f"d{name}"].given != name:
             yield f"{grad.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
+    cotangents = {t.dtype for t in op.outputs.values()}  # which tell an attribute that is their dtype
     for name, default in op.attrs.items():
-        if name not in grad.attrs and name not in op.no_gradient:
+        if name not in grad.attrs and name not in op.no_gradient and name not in cotangents:
             yield f"attribute {name!r} does not reach the gradient: {grad.name} has none; {_meant(name)}"
         elif name in grad.attrs and type(grad.attrs[name]) is not type(default):
             kinds = [type(value).__name__ for value in (default, grad.attrs[name])]

@@ -93,6 +93,11 @@ def test_dtypes_that_none_of_our_ops_has(dtype: str) -> None:
     assert drawn is not None and not np.isnan(drawn.astype(np.float64)).any() and len(np.unique(drawn)) > 5
 
 
+def test_an_output_whose_dtype_an_attribute_names() -> None:
+    result = run("verify", "tests/core/kernels/rounding.py")
+    assert "14 of 14 right, 12 calls" in result.stdout, result.stdout + result.stderr
+
+
 def test_integers_must_be_equal() -> None:
     op = lookup.find(f"{ROOT}/tests/core/kernels/narrow.py:copy_uint32")
     arrays = testing.inputs(op, op.cases[0], "uint32")

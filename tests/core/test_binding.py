@@ -166,6 +166,15 @@ def test_an_attribute_takes_one_of_its_values() -> None:
         OneOf("tanh", 1)
 
 
+def test_an_attribute_names_the_dtype_of_an_output() -> None:
+    op = table_op(attrs={"to": OneOf("bfloat16", "float32")}, outputs={"out": Tensor("*m h r", "to")})
+    given = {"table": Array((4,), "float16"), "x": Array((3, 2, 8), "float16")}
+    assert [bind(op, given, attrs).outputs["out"].dtype for attrs in ({}, {"to": "float32"})] == ["bfloat16", "float32"]  # type: ignore[union-attr]
+    assert op.dtype_choices(op.outputs["out"]) == ("bfloat16", "float32")
+    with pytest.raises(ValueError, match="attribute `to` must be 'bfloat16' or 'float32', got 'float16'"):
+        bind(op, given, {"to": "float16"})
+
+
 def test_multiples_of_a_dim() -> None:
     bound = bind(swiglu, {"x": X})
     assert bound.dims == {"m": (3, 5), "n": 32}

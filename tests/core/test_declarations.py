@@ -73,6 +73,27 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no dtypes": ({"dtypes": {"T": ()}}, "dtype variable T must have a tuple of dtype names"),
     "dtypes as text": ({"dtypes": {"T": "float32"}}, "dtype variable T must have a tuple of dtype names, got"),
     "unknown dtype": ({"dtypes": {"T": ("float33",)}}, "dtype variable T may be 'float33', which is none of bfloat16"),
+    "the dtype of an attribute of any value": (
+        {"attrs": {"to": "float32"}, "outputs": {"out": Tensor("*m n", "to")}},
+        r"out has the dtype that attribute 'to' names, which must say what it may be: OneOf\('float32', \.\.\.\)",
+    ),
+    "the dtype of an attribute that is none": (
+        {"attrs": {"to": OneOf("float32", "float33")}, "outputs": {"out": Tensor("*m n", "to")}},
+        "out has the dtype that attribute 'to' names, which may be 'float33', none of bfloat16",
+    ),
+    "the dtype of a number": (
+        {"attrs": {"to": 1.0}, "outputs": {"out": Tensor("*m n", "to")}}, "'to' names, which may be 1.0, none of bfl"
+    ),
+    "an input's dtype by attribute": (
+        {"attrs": {"to": OneOf("float32")}, "inputs": {"x": ROWS, "w": Tensor("n", "to")}},
+        "w has the dtype that attribute 'to' names, as only outputs may",
+    ),
+    "another's array with the dtype of an attribute": (
+        {"attrs": {"to": OneOf("float32")},
+         "outputs": {"out": ROWS, "other": Tensor("*m n", "to", same_as="out")}},
+        "other has the dtype that attribute 'to' names, so it cannot be another's array by 'same_as'",
+    ),
+    "an attribute and a dtype variable": ({"attrs": {"T": OneOf("float32")}}, r"names used twice: \['T'\]"),
     "dtype of no input": (
         {"dtypes": {"T": FLOATS, "U": FLOATS}, "outputs": {"out": Tensor("*m n", "U")}},
         "output 'out' has dtype U, which no input binds",

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,7 +15,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, Tensor, testing
+from cute_ops import Op, Tensor, lookup, testing
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import stage
 from cute_ops_jax.tools import stubs
@@ -242,6 +244,16 @@ def test_sizes_that_follow_from_others_may_be_symbolic() -> None:
     q, k = (rng.standard_normal((3, 4, heads, 8), np.float32) for heads in (6, 2))
     np.testing.assert_array_equal(exported.call(q, k, ends), tied_reference(np, q, k, ends))
     np.testing.assert_array_equal(jax.vmap(tied, (1, 1, None), 1)(q[:, None], k[:, None], ends)[:, 0], tied(q, k, ends))
+
+
+def test_an_attribute_names_the_dtype_of_an_output() -> None:
+    op = lookup.find(f"{Path(__file__).parents[1]}/core/kernels/rounding.py:double")
+    double, x = cute_ops_jax.register(op), np.ones((3, 8), np.float32)
+    for dtype in op.choices["out_dtype"]:
+        assert jax.eval_shape(partial(double, out_dtype=dtype), x).dtype == dtype
+        out, pull = jax.vjp(partial(double, out_dtype=dtype), x)
+        assert out.dtype == dtype
+        np.testing.assert_array_equal(pull(out)[0], 4 * x)
 
 
 def test_a_reference_that_breaks_its_declaration_is_named() -> None:

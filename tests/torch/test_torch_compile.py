@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from torch._dynamo import compiled_autograd
 from torch._dynamo.utils import counters
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops import FLOATS, Op, Tensor, lookup, testing
 
 
 @pytest.fixture(autouse=True)
@@ -83,6 +84,18 @@ def test_dtypes_that_none_of_our_ops_has(dtype: str) -> None:
         out = run(rows)
         assert out.dtype == rows.dtype and torch.equal(out.view(torch.uint8), rows.view(torch.uint8))
         assert out.data_ptr() != rows.data_ptr()
+
+
+def test_an_attribute_names_the_dtype_of_an_output() -> None:
+    op = lookup.find(f"{Path(__file__).parents[1]}/core/kernels/rounding.py:double")
+    function = cute_ops_torch.register(op, "rounding")
+    for dtype in op.choices["out_dtype"]:
+        x = torch.randn(3, 8, requires_grad=True)
+        for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+            out = run(x, out_dtype=dtype)
+            (dx,) = torch.autograd.grad(out.sum(), x)
+            assert (str(out.dtype), dx.dtype) == (f"torch.{dtype}", torch.float32) and dx.eq(2).all()
+        torch.library.opcheck(torch.ops.rounding.double.default, (x,), {"out_dtype": dtype})
 
 
 def test_automatic_dynamic_rows_compile_twice_at_most() -> None:
