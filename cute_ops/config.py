@@ -10,6 +10,7 @@ is advice, not configuration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, fields
 from itertools import product
@@ -17,6 +18,8 @@ from typing import Any, NamedTuple, Self
 
 from cute_ops.shapes import Array
 
+# Sizes of buckets for few rows: each power of two is one.
+POWERS = tuple(2**k for k in range(11))
 # A flat config, as variants, winners and cache keys keep it: numbers by name, and a ``form`` as text.
 Config = Mapping[str, Any]
 
@@ -57,6 +60,11 @@ class Problem(NamedTuple):
     arch: str
     sm_count: int
 
+    def size(self, name: str) -> int:
+        """The size of a dim; of leading dims their product."""
+        size = self.dims[name]
+        return math.prod(size) if isinstance(size, tuple) else size
+
 
 class Needs(NamedTuple):
     """What one CTA takes of an SM: less than the kernel surely takes, so that no config is lost.
@@ -80,13 +88,14 @@ class Space(NamedTuple):
     Args:
         configs: ``configs(problem, heuristic)``: what to try instead of the heuristic's config; doubles do no harm.
         needs: ``needs(problem, config)``: what a config takes. By default what its ``threads`` and ``resident`` say.
-        by_rows: whether few rows may get another config than many. Only where the bits of a row may depend on how many
-            rows there are: in ops that sum over rows.
+        buckets: dims that a winner may depend on besides the static ones, with the sizes up to which a winner holds:
+            ``{"m": (64, 512)}`` tells up to 64 from up to 512 and from more. Where these are rows, a row's bits may
+            depend on how many there are, so this is for ops that sum over rows. By default no row's bits do.
     """
 
     configs: Callable[[Problem, Config], Iterable[KernelConfig | Config]]
     needs: Callable[[Problem, Config], Needs] | None = None
-    by_rows: bool = False
+    buckets: Mapping[str, tuple[int, ...]] = {}
 
     def others(self, problem: Problem, heuristic: Config) -> list[dict[str, Any]]:
         """The configs to try, flat, without the heuristic's and without doubles."""
@@ -121,13 +130,19 @@ DEFAULT = Tuning()
 
 
 def vary(
-    *, needs: Callable[[Problem, Config], Needs] | None = None, by_rows: bool = False, **choices: Iterable[int]
+    *,
+    needs: Callable[[Problem, Config], Needs] | None = None,
+    buckets: Mapping[str, tuple[int, ...]] | None = None,
+    **choices: Iterable[int],
 ) -> Space:
-    """Every combination of some values, the heuristic's among them: ``vary(threads=(64, 128), unroll=(1, 2))``."""
+    """Every combination of some values, the heuristic's among them: ``vary(threads=(64, 128), unroll=(1, 2))``.
+
+    The other arguments are those of :class:`Space`.
+    """
     values = {name: tuple(v) for name, v in choices.items()}
 
     def configs(problem: Problem, heuristic: Config) -> Iterable[Config]:
         options = [dict.fromkeys((*([heuristic[n]] if n in heuristic else []), *v)) for n, v in values.items()]
         return ({**heuristic, **dict(zip(values, chosen, strict=True))} for chosen in product(*options))
 
-    return Space(configs, needs, by_rows)
+    return Space(configs, needs, buckets or {})

@@ -206,6 +206,12 @@ def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
     ):  # fmt: skip
         if unknown := [name for name in names if name not in known]:
             yield f"{what} has {unknown[0]!r}, which is no dim of {kind}; there are {sorted(known)}"
+    for name, sizes in (op.space.buckets if op.space else {}).items():
+        known = always | {t.rows for t in op.inputs.values() if t.rows and not t.optional}
+        if name not in known:
+            yield f"buckets has {name!r}, which is no dim of a required input; there are {sorted(known)}"
+        if not sizes or list(sizes) != sorted(set(sizes)) or any(type(s) is not int or s < 1 for s in sizes):
+            yield f"buckets of {name!r} must be rising sizes, (64, 512), got {sizes!r}"
     if twice := sorted({dim for dim in op.static if op.static.count(dim) > 1}):
         yield f"static has {twice[0]!r} twice: a dim is static always or while few"
     for name, t in op.outputs.items():

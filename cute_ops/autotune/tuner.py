@@ -206,7 +206,7 @@ def _others(group: Group, target: Target) -> Iterator[tuple[Trial, Signature]]:
     op, (binding, memory) = group.op, group.trials[0]
     given = {n: a for n, a in binding.inputs.items() if a}
     flat = all(memory[n].strides == compact(a.shape) for n, a in given.items() if n in memory)
-    if op.space is None or op.space.by_rows or not flat or not binding.rows:
+    if op.space is None or binding.leading in ("", *op.space.buckets) or not flat or not binding.rows:
         return
     counts = [trial.binding.rows for trial in group.trials]
     many = max(MANY_BYTES * binding.rows // max(bytes_moved(binding), 1), 1)

@@ -31,8 +31,6 @@ FORMAT, NAME = 2, "tuning.json"
 CONFIG = {str: int, "form": str}
 WINNER = {"call": str, "heuristic": CONFIG, "config": CONFIG}
 SHIPPED = Path(__file__).parent / "shipped"
-# Up to so many rows a power of two of them is a class of its own, where an op's config may depend on rows at all.
-FEW_ROWS = 1024
 LOCK_SECONDS = 10.0  # whoever writes the file for longer has stopped
 Items = tuple[tuple[str, int | str], ...]
 Key = tuple[str, Items]
@@ -63,8 +61,8 @@ def class_of(op: Op, problem: Problem) -> str:
     """The class of a call, in words: ``rmsnorm sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=4096``.
 
     An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes.
-    Attributes are there where they differ from their defaults, of numbers only whether they are zero. Rows are there in
-    ops whose configs may depend on them.
+    Attributes are there where they differ from their defaults, of numbers only whether they are zero. Other dims than
+    the static ones are there by their bucket, ``rows<=64 k>4096``, where the op's space has buckets for them.
     """
     # Another's op may have the name of one of ours, and would run with its config.
     own = op.kernel.startswith("cute_ops.kernels.")
@@ -77,10 +75,10 @@ def class_of(op: Op, problem: Problem) -> str:
             words += [f"{name}{'=' if value == 0 else '!='}0"] if (value == 0) != (default == 0) else []
         elif value != default:
             words.append(f"{name}={json.dumps(value)}".replace(" ", "\\u0020"))
-    if op.space and op.space.by_rows:
-        words.append(
-            f"rows<={1 << max(problem.m - 1, 0).bit_length()}" if problem.m <= FEW_ROWS else f"rows>{FEW_ROWS}"
-        )
+    rows = next((t.rows for t in (*op.outputs.values(), *op.inputs.values()) if t.rows), None)
+    for name, sizes in (op.space.buckets if op.space else {}).items():
+        fits = [f"<={size}" for size in sizes if problem.size(name) <= size]
+        words.append(f"{'rows' if name == rows else name}{fits[0] if fits else f'>{sizes[-1]}'}")
     return " ".join(words)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cute_ops import FLOATS, Array, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew, vary
+from cute_ops import FLOATS, Array, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, Tuning, WhileFew, vary
 from cute_ops.binding import bind
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -152,6 +152,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a space for its tuning": ({"tuning": vary(threads=(64,))}, r"tuning must be a Tuning, got Space\("),
     "a number for its kernel": ({"kernel": 7}, "kernel must be a str or Kernel, got 7"),
     "a dim for its sharding": ({"sharding": "n"}, "sharding must be a Sharding, got 'n'"),
+    "a bucket of no dim": (
+        {"tuning": Tuning(space=vary(threads=(64,), buckets={"k": (8,)}))},
+        r"buckets has 'k', which is no dim of a required input; there are \['m', 'n'\]",
+    ),
+    "buckets that fall": (
+        {"tuning": Tuning(space=vary(threads=(64,), buckets={"m": (512, 64)}))},
+        r"buckets of 'm' must be rising sizes, \(64, 512\), got \(512, 64\)",
+    ),
     "SM": ({"kernel": Kernel("a:B", least_sm=8.9)}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
     "an attribute that the gradient lacks": (
         {"attrs": {"a": 1.0}, "grad": backward()},

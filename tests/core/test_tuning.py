@@ -17,7 +17,22 @@ import numpy as np
 import pytest
 import typer
 
-from cute_ops import FLOATS, Array, Case, Needs, Op, Problem, Space, Tensor, Tuning, dispatch, manifest, testing, vary
+from cute_ops import (
+    FLOATS,
+    Array,
+    Case,
+    Needs,
+    Op,
+    Problem,
+    Space,
+    Tensor,
+    Tuning,
+    dispatch,
+    manifest,
+    testing,
+    vary,
+    widen,
+)
 from cute_ops.__main__ import cache_info
 from cute_ops.aot import build
 from cute_ops.autotune import bench_process, winners
@@ -31,7 +46,7 @@ from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import tuning as command
-from cute_ops.config import Config
+from cute_ops.config import POWERS, Config
 from cute_ops.dispatch import choose, foresee
 from cute_ops.errors import CompileError
 from cute_ops.jit import cache
@@ -211,7 +226,7 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
 def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
     """Bits of a row must not depend on its company: the heuristic does not look at it, and neither may candidates."""
     for op in (*OPS, *PARTS):
-        if op.space is None or op.space.by_rows:
+        if op.space is None or op.space.buckets:
             continue
         seen = []
         for rows in (100_000, 4096):
@@ -374,11 +389,44 @@ def test_calls_of_one_class_get_one_config() -> None:
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
     outcome = tuned(op, fake, trial(op, rows=512), trial(op, rows=8192))
     assert outcome.winner.measured["rows"][:2] == [512, 8192] and len(outcome.before) == 3
-    by_rows = make_op(space=vary(threads=(64,), by_rows=True))
+    by_rows = make_op(space=vary(threads=(64,), buckets={"m": POWERS}))
     calls = [
         w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, InProcessBench(fake))
     ]
     assert [call.split()[-1] for call in calls] == ["rows<=64", "rows>1024"]
+
+
+def test_winners_of_different_sizes_differ() -> None:
+    """By dims that are not static: of a product, whose rows are a dim, and whose static dims are all in the class."""
+    op = Op(
+        "product", inputs={"x": Tensor("m k", "T"), "w": Tensor("n k", "T")}, outputs={"out": Tensor("m n", "T")},
+        dtypes={"T": FLOATS}, static=("n",), kernel="copying:Copy",
+        reference=lambda xp, x, w: xp.astype(xp.matmul(*widen(xp, x, w.T)), x.dtype),
+        tuning=Tuning(lambda p: {"threads": 128}, vary(threads=(64, 256), buckets={"m": (64, 512), "k": (100,)})),
+    )  # fmt: skip
+
+    def call(m: int, k: int) -> Trial:
+        return Trial(bind(op, {"x": Array((m, k), "bfloat16"), "w": Array((32, k), "bfloat16")}), {})
+
+    sizes = (1, 8), (64, 100), (65, 100), (512, 101), (513, 8)
+    tails = [winners.class_of(op, signature(*call(*each), SM90).problem).partition(" n=32 ")[2] for each in sizes]
+    assert tails == ["m<=64 k<=100", "m<=64 k<=100", "m<=512 k<=100", "m<=512 k>100", "m>512 k<=100"]
+    few = tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0}), call(8, 8)).winner
+    many = tuned(op, Fake({64: 95.0, 128: 100.0, 256: 70.0}), call(4096, 8)).winner
+    assert len(few.measured["us"]) == 1  # a product without rows is not measured again with more
+    winners.remember([few, many])
+    dispatch.forget()
+    chosen = [choose(*call(m, 8), SM90).variant.tile["threads"] for m in (64, 65, 4096)]
+    assert chosen == [64, 128, 256]
+
+
+def test_keys_of_rows_are_those_of_shipped_winners() -> None:
+    backward = rmsnorm.grad
+    assert backward is not None
+    for rows, word in {0: "<=1", 1: "<=1", 3: "<=4", 1024: "<=1024", 1025: ">1024"}.items():
+        x = Array((rows, 64), "bfloat16")
+        problem = signature(bind(backward, {"x": x, "dout": x}), {}, SM90).problem
+        assert winners.class_of(backward, problem).endswith(f" n=64 rows{word}")
 
 
 def test_few_rows_and_many_are_measured_where_one_config_serves_both() -> None:
@@ -389,7 +437,7 @@ def test_few_rows_and_many_are_measured_where_one_config_serves_both() -> None:
     bound = bind(op, {"x": Array((2, 4, n), "bfloat16")})
     assert tuned(op, fake, Trial(bound, {"x": Memory((4 * n, n, 1), 16)})).winner.measured["rows"] == [8, many]
     assert tuned(op, fake, Trial(bound, {"x": Memory((8 * n, 2 * n, 1))})).winner.measured["rows"] == [8]
-    by_rows = make_op(space=vary(threads=(64,), by_rows=True))
+    by_rows = make_op(space=vary(threads=(64,), buckets={"m": POWERS}))
     assert tuned(by_rows, fake, trial(by_rows, 8, n)).winner.measured["rows"] == [8]
 
 

@@ -23,7 +23,7 @@ rows = Tensor("*m n", "T")
 narrow = Op(
     "narrow_silu", inputs={"x": rows}, outputs={"out": rows}, dtypes={"T": FLOATS}, reference=silu.reference,
     kernel=silu.kernel, cases=(Case("one", {"m": (3,), "n": 4096}),),
-    tuning=Tuning(lambda problem: {"threads": 32, "unroll": 1}, vary(threads=(128, 256), by_rows=True)),
+    tuning=Tuning(lambda problem: {"threads": 32, "unroll": 1}, vary(threads=(128, 256), buckets={"m": (1024,)})),
 )
 """
 CALLS = {

@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cute_ops.config import Config, Needs, Problem, Space
+from cute_ops.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import WARP
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.ops.rows import (
@@ -438,4 +438,4 @@ def needs(problem: Problem, flat: Config) -> Needs:
 
 
 FORWARD = Space(_forward_space, needs)
-BACKWARD = Space(_backward_space, needs, by_rows=True)
+BACKWARD = Space(_backward_space, needs, {"m": POWERS})

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cute_ops.config import Config, Problem, vary
+from cute_ops.config import POWERS, Config, Problem, vary
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
 from cute_ops.ops.rows import next_power
 from cute_ops.shapes import Array
@@ -45,4 +45,4 @@ def workspace(problem: Problem, flat: Config) -> dict[str, Array | None]:
 
 SPACE = vary(threads=(64, 128, 256), heads_per_thread=(1, 2, 4))
 # Depends on the number of rows, as ``resident`` sets how many partial sums the weights' gradients have.
-BACKWARD = vary(threads=(128, 256, 512), heads_per_thread=(1, 2), resident=(1, 2, 3, 4), by_rows=True)
+BACKWARD = vary(threads=(128, 256, 512), heads_per_thread=(1, 2), resident=(1, 2, 3, 4), buckets={"m": POWERS})
