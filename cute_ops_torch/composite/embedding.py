@@ -19,7 +19,7 @@ from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.nodes import Node
 from cute_ops_torch.library.reference import register_fake
 from cute_ops_torch.library.tensors import arrays, bind_tensors
-from cute_ops_torch.library.vmap import examples
+from cute_ops_torch.library.vmap import examples, stacked
 from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
@@ -133,14 +133,10 @@ def _vmap_gather(
 ) -> tuple[Tensor, int]:
     """A batch of indices is more tokens; tables go one by one."""
     index_dim, weight_dim, *_ = in_dims
-    if index_dim is not None:
-        index = index.movedim(index_dim, 0)
-    if weight_dim is None:
-        return torch.ops.cute.embedding(index, weight, padding_idx), 0
-    weights = weight.movedim(weight_dim, 0).unbind()
-    indices = [index] * len(weights) if index_dim is None else index.unbind()
-    each = [torch.ops.cute.embedding(i, w, padding_idx) for i, w in zip(indices, weights, strict=True)]
-    return torch.stack(each), 0
+    if weight_dim is None and index_dim is not None:
+        return torch.ops.cute.embedding(index.movedim(index_dim, 0), weight, padding_idx), 0
+    each = examples(info.batch_size, (index_dim, weight_dim), (index, weight))
+    return stacked(info.batch_size, [torch.ops.cute.embedding(i, w, padding_idx) for i, w in each]), 0
 
 
 def _vmap_gradient(
@@ -148,7 +144,7 @@ def _vmap_gradient(
 ) -> tuple[Tensor, int]:
     """Examples go one by one: each has a sum of its own."""
     each = examples(info.batch_size, in_dims[:2], (dout, index))
-    return torch.stack([torch.ops.cute.embedding_bwd(d, i, classes, padding_idx) for d, i in each]), 0
+    return stacked(info.batch_size, [torch.ops.cute.embedding_bwd(d, i, classes, padding_idx) for d, i in each]), 0
 
 
 # --- registration --------------------------------------------------------------------------------------------------

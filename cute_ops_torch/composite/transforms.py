@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch.autograd import forward_ad
 
-from cute_ops_torch.library.vmap import examples
+from cute_ops_torch.library.vmap import examples, stacked
 
 Tensor = torch.Tensor
 
@@ -47,7 +47,7 @@ class _Node(torch.autograd.Function):
     def vmap(cls, info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> Any:
         each = [cls.apply(*example) for example in examples(info.batch_size, in_dims, arguments)]  # type: ignore[no-untyped-call]
         columns = list(zip(*each, strict=True))
-        return tuple(map(torch.stack, columns)), (0,) * len(columns)
+        return tuple(stacked(info.batch_size, column) for column in columns), (0,) * len(columns)
 
 
 class _Step(_Node):

@@ -46,23 +46,30 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
             real = resolve(whole, outputs)
             out_dims = tuple(0 if o is r else None for o, r in zip(outputs, real, strict=True))
             return (outputs, out_dims) if isinstance(raw, tuple) else (raw, 0)
-        rows = [
-            overload(*[_readable(t[i]) if b else t for t, b in zip(tensors, batched, strict=True)], *args[arity:])
-            for i in range(info.batch_size)
-        ]
-        if isinstance(rows[0], tuple):
-            return tuple(torch.stack(column) for column in zip(*rows, strict=True)), (0,) * len(op.outputs)
-        return torch.stack(rows), 0
+        each = examples(info.batch_size, dims, args[:arity])
+        found = [overload(*map(_readable, example), *args[arity:]) for example in each]
+        if isinstance(found[0], tuple):
+            columns = zip(*found, strict=True)
+            return tuple(stacked(info.batch_size, column) for column in columns), (0,) * len(op.outputs)
+        return stacked(info.batch_size, found), 0
 
     return rule
 
 
 def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """The arguments of each of ``size`` examples; ``dims`` are their batch dims, None where not batched."""
-    each = [
-        a.movedim(d, 0).unbind() if isinstance(d, int) else [a] * size for a, d in zip(arguments, dims, strict=True)
-    ]
+    """The arguments of each of ``size`` examples; ``dims`` are their batch dims, None where not batched. Where there is
+    no example one of zeros, which tells the shapes of results; :func:`stacked` drops it.
+    """
+    count = max(size, 1)
+    moved = [a.movedim(d, 0) if isinstance(d, int) else None for a, d in zip(arguments, dims, strict=True)]
+    batches = [t if t is None or size else t.new_zeros((1, *t.shape[1:])) for t in moved]
+    each = [[a] * count if t is None else t.unbind() for a, t in zip(arguments, batches, strict=True)]
     return list(zip(*each, strict=True))
+
+
+def stacked(size: int, results: Sequence[torch.Tensor]) -> torch.Tensor:
+    """One result of each example of :func:`examples`, batched."""
+    return torch.stack(tuple(results))[:size]
 
 
 def _lead(

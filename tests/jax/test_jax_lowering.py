@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import FLOATS, Array, Op, Tensor, dispatch, testing
+from cute_ops import FLOATS, Array, Op, Tensor, dispatch, lookup, testing
 from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.layout import folded
@@ -107,6 +108,28 @@ def test_zero_rows_launch_nothing(op: Op, fake_kernels: Any) -> None:
     text = cuda_text(jax.grad(loss, testing.argnums(op)), *shaped(op, (0,)).values())
     assert not custom_calls(text)
     assert not fake_kernels.variants
+
+
+NOTHING = {
+    "k": ((2, 3, 0), (2, 4, 0)), "m": ((2, 0, 5), (2, 4, 5)), "n": ((2, 3, 5), (2, 0, 5)), "b": ((0, 3, 5), (0, 4, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", NOTHING)
+def test_a_product_of_nothing_is_its_epilogue(dim: str, fake_kernels: Any) -> None:
+    """A sum over no ``k`` is zero, to which the bias is added; gradients are as large as what they are of."""
+    function = cute_ops_jax.register(lookup.find(f"{Path(__file__).parents[1]}/core/kernels/product.py:product"))
+    rng = np.random.default_rng(0)
+    x, w = (rng.standard_normal(shape).astype(np.float32) for shape in NOTHING[dim])
+    bias = rng.standard_normal(w.shape[1]).astype(np.float32)
+    expected, pull = jax.vjp(lambda x, w, bias: x @ jnp.swapaxes(w, -1, -2) + bias, x, w, bias)
+    for run in (function, jax.jit(function), jax.vmap(function, (0, 0, None))):
+        out, ours = jax.vjp(run, x, w, bias)
+        np.testing.assert_array_equal(out, expected)
+        for got, right in zip(ours(out), pull(out), strict=True):
+            np.testing.assert_allclose(got, right, rtol=1e-6)
+    text = cuda_text(lambda *given: jax.vjp(function, *given)[1](expected), x, w, bias)
+    assert not custom_calls(text) and not fake_kernels.variants
 
 
 def test_other_platforms_take_the_reference(op: Op, fake_kernels: Any) -> None:

@@ -261,6 +261,11 @@ def test_vmap_of_every_subset_of_inputs(op: Op, make_inputs: Callable[..., Any])
             looped = zip(*[as_tuple(transformed(*one(i))) for i in range(3)], strict=True)
             for g, rows in zip(got, looped, strict=True):
                 torch.testing.assert_close(g, torch.stack(rows))
+        nothing = [t if d is None else t.narrow(d, 0, 0) for t, d in zip(many, dims, strict=True)]
+        # Torch refuses to add the number 0, as `loss_of` does, to a batch of nothing.
+        for transformed in (function, grad(lambda *t: as_tuple(function(*t))[0].sum(), floats)):
+            shapes = [t.shape for t in as_tuple(transformed(*one(0)))]
+            assert [t.shape for t in as_tuple(vmap(transformed, dims)(*nothing))] == [(0, *s) for s in shapes]
 
 
 @pytest.mark.feature("double backward and forward mode raise")

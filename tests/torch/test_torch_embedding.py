@@ -122,6 +122,8 @@ def test_transforms() -> None:
         table = weight if dims[1] is None else weights
         got, expected = (torch.vmap(f, dims)(index, table) for f in (cute_ops_torch.embedding, F.embedding))
         assert torch.equal(got, expected)
+        none = [t if d is None else t.narrow(d, 0, 0) for t, d in zip((index, table), dims, strict=True)]
+        assert torch.vmap(cute_ops_torch.embedding, dims)(*none).shape == (0, *expected.shape[1:])
     with pytest.raises(NotImplementedError, match=r"cute\.embedding: forward-mode AD"):
         torch.func.jvp(lambda w: cute_ops_torch.embedding(index, w), (weight,), (weight,))
 

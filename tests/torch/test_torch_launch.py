@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_ops import FLOATS, Op, Tensor, manifest
+import cute_ops_torch
+from cute_ops import FLOATS, Op, Tensor, lookup, manifest
 from cute_ops.aot import build
 from cute_ops.jit.target import parse
 from cute_ops.ops import OPS
@@ -181,6 +182,31 @@ def test_an_empty_input_launches_nothing_and_leaves_no_output_unwritten(compiled
     assert torch.equal(launcher.launch(torch.randn(0, 64), start), start)
     launcher.into(torch.randn(0, 64), start, out)
     assert torch.equal(out, start) and not compiled.calls
+
+
+PRODUCTS = lookup.find(f"{Path(__file__).parents[1]}/core/kernels/product.py:product")
+NOTHING = {
+    "k": ((2, 3, 0), (2, 4, 0)), "m": ((2, 0, 5), (2, 4, 5)), "n": ((2, 3, 5), (2, 0, 5)), "b": ((0, 3, 5), (0, 4, 5)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", NOTHING)
+def test_a_product_of_nothing_is_its_epilogue(dim: str, compiled: Any) -> None:
+    """A sum over no ``k`` is zero, to which the bias is added; gradients are as large as what they are of."""
+    function = cute_ops_torch.register(PRODUCTS, "nothing")
+    x, w = (torch.randn(shape, requires_grad=True) for shape in NOTHING[dim])
+    bias = torch.randn(w.shape[1], requires_grad=True)
+    expected = x @ w.mT + bias
+    cotangent = torch.randn_like(expected)
+    gradients = torch.autograd.grad(expected, (x, w, bias), cotangent)
+    dynamic = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    for run in (function, dynamic, torch.compile(function, fullgraph=True), torch.vmap(function, (0, 0, None))):
+        out = run(x, w, bias)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(torch.autograd.grad(out, (x, w, bias), cotangent), gradients)
+    given = [t.detach() for t in (x, w, bias)]
+    torch.testing.assert_close(Launcher(PRODUCTS).launch(*given), expected)  # as on a GPU
+    assert not compiled.calls
 
 
 def test_outputs_are_compact_whatever_the_inputs_are(compiled: Any) -> None:
