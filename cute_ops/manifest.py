@@ -185,7 +185,8 @@ def _call(words: list[str], files: bool) -> Call:
         else:
             raise ValueError(f"{word!r} is neither an input, like x:bfloat16[*,4096], nor an attribute, like eps=1e-5")
     call = Call(name, inputs, memory, _differing(op, attrs), dynamic)
-    bind(op, inputs, attrs)
+    if bind(op, inputs, attrs).empty:
+        raise ValueError("an input or output has no element: such a call runs the reference, no kernel")
     return call
 
 

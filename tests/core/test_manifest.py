@@ -169,6 +169,7 @@ def test_a_manifest_that_cannot_be_written_costs_only_the_record(
         ("rmsnorm x:bf16[4]", "unknown dtype 'bf16' (did you mean bfloat16?) in 'x:bf16[4]'"),
         ("rmsnorm x:float32[4] epsilon=1.0", "unknown attribute `epsilon` (did you mean eps?); it takes `eps`"),
         ("rmsnorm x=bfloat16", "Expecting value"),
+        ("rmsnorm x:float32[4,0]", "an input or output has no element: such a call runs the reference, no kernel"),
         ("rmsnorm x", "'x' is neither an input, like x:bfloat16[*,4096], nor an attribute"),
         ("rmsnorm x:float32[4,8]/strides=8", "has 1 strides for 2 dims"),
         ("rmsnorm x:float32[4,8] weight:float32[9]", "argument `weight` has n=9, but n=8"),
