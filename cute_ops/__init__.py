@@ -7,12 +7,13 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 from cute_ops.array_api import cast, widen
 from cute_ops.config import Needs, Problem, Space, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
-from cute_ops.op import Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew
+from cute_ops.op import Accumulation, Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew
 from cute_ops.shapes import FLOATS, Array
 
 __version__ = "0.1.0"
 __all__ = [
     "FLOATS",
+    "Accumulation",
     "Array",
     "CacheError",
     "Case",

@@ -37,6 +37,18 @@ class WhileFew:
         self.dims = dims
 
 
+class Accumulation(NamedTuple):
+    """How an output is summed up, as the tolerance of tests needs to know: one term after another.
+
+    Args:
+        over: the dims whose terms are added, ``("k",)`` of a product.
+        dtype: what the sum is kept in: ``"float32"``, ``"float22"`` (fp8 on Hopper's tensor cores) or ``"float16"``.
+    """
+
+    over: tuple[str, ...]
+    dtype: str = "float32"
+
+
 class _TensorFields(NamedTuple):
     shape: str
     dtype: str
@@ -48,6 +60,7 @@ class _TensorFields(NamedTuple):
     unread: bool = False
     hidden: bool = False
     donates: str | None = None
+    accumulates: Accumulation | None = None
 
 
 class Tensor(_TensorFields):
@@ -73,6 +86,8 @@ class Tensor(_TensorFields):
             no cotangent.
         donates: for outputs: the input of this shape and dtype whose memory this output may take, since nothing
             is read after it was written. It happens where the caller asks for it.
+        accumulates: for outputs: that it is a long sum, as tensor cores make it, ``Accumulation(("k",))``. By default
+            the tolerance is that of sums in float32 by the framework, which add up pairs or blocks.
     """
 
     # Cached: binding and planning ask for the parts of a shape some forty times per call.

@@ -8,6 +8,8 @@ from functools import cache
 from keyword import iskeyword
 from typing import TYPE_CHECKING
 
+from cute_ops.shapes import ACCUMULATORS
+
 if TYPE_CHECKING:
     from cute_ops.op import Op, Tensor
 
@@ -124,7 +126,7 @@ def _inputs(op: Op) -> Iterator[str]:
         if seen_optional and not t.optional:
             yield f"required input {name!r} comes after an optional one"
         seen_optional |= t.optional
-        if words := [word for word in ("given", "same_as", "donates", "hidden") if getattr(t, word)]:
+        if words := [word for word in ("given", "same_as", "donates", "hidden", "accumulates") if getattr(t, word)]:
             yield f"input {name!r} has {words[0]!r}, which outputs have"
     if all(t.optional for t in op.inputs.values()):
         yield "no input is required, so nothing says where a call runs"
@@ -142,6 +144,8 @@ def _outputs(op: Op) -> Iterator[str]:
         other = op.outputs.get(t.same_as) if t.same_as is not None else None
         if t.same_as is not None and (other is None or other is t or other.same_as or other.shape != t.shape):
             yield f"output {name!r} is the same as {t.same_as!r}, which is no other output of its shape that is written"
+        if t.accumulates and t.accumulates.dtype not in ACCUMULATORS:
+            yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
         if t.donates and (t.donates not in op.inputs or op.inputs[t.donates].declared != t.declared):
             yield f"{name} donates {t.donates!r}, which is no input of its shape and dtype"
 
@@ -174,6 +178,9 @@ def _dims(op: Op) -> Iterator[str]:
         known = _bound(there) | op.derived.keys()
         if free := [n for d in t.dims for n in d.names if n not in known]:
             yield f"{name} has dim {free[0]}, neither an input's nor in `derived`"
+        known |= {i.rows for i in there if i.rows}
+        if t.accumulates and (free := [n for n in t.accumulates.over if n not in known]):
+            yield f"output {name!r} accumulates over {free[0]!r}, no dim of an input; there are {sorted(known)}"
         if t.rows and t.rows not in {i.rows for i in there}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
     yield from _named_dims(op, bound)

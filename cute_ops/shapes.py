@@ -13,6 +13,8 @@ ITEMSIZE = {
     "float64": 8, "int64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2, "int8": 1, "uint8": 1,
     "float8_e4m3fn": 1, "float8_e5m2": 1, "float8_e8m0fnu": 1, "bool": 1,
 }  # fmt: skip
+# What sums are kept in, and the distance from 1 to the next number: Hopper's tensor cores keep 13 bits of sums of fp8.
+ACCUMULATORS = {"float32": 2.0**-23, "float22": 2.0**-13, "float16": 2.0**-10}
 
 
 class Array(NamedTuple):

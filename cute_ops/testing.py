@@ -5,7 +5,9 @@ Inputs are NumPy arrays. All other functions take NumPy arrays or those of a fra
 The rule: an element may differ from the float64 reference by at most twice what the reference itself loses
 when it runs in the inputs' dtypes with float32 arithmetic. That loss is one unit in the last place of the
 element, plus the most by which any element of that run misses by more (at least one float32 unit of the
-largest element, inputs included: a sum that cancels keeps the error of its terms). Nothing is tuned per op.
+largest element, inputs included: a sum that cancels keeps the error of its terms). Of an output that is
+declared to add ``k`` terms one after another, that is at least ``sqrt(k)`` units, of the dtype in which it
+adds: each step loses about one of the sum so far, in either direction. Nothing else is tuned per op.
 """
 
 from __future__ import annotations
@@ -19,9 +21,9 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from cute_ops.binding import as_outputs
-from cute_ops.op import Case, Op, Tensor
-from cute_ops.shapes import Array
+from cute_ops.binding import as_outputs, bind
+from cute_ops.op import Accumulation, Case, Op, Tensor
+from cute_ops.shapes import ACCUMULATORS, Array
 
 # The distance from 1 to the next number of a dtype. Integers, which are not in here, must be equal.
 EPS = {
@@ -191,10 +193,11 @@ def limits(
     lows = run_reference(op, arrays, attrs)
     exacts = _expected(op, arrays, attrs, lows)
     xp = namespace(arrays.values())
-    losses = _losses(xp, arrays, lows, exacts)
+    units = _units(op, arrays, attrs)
+    losses = _losses(xp, arrays, lows, exacts, units)
     for given in others:
         found = run_reference(op, given, attrs)
-        more = _losses(xp, given, found, _expected(op, given, attrs, found))
+        more = _losses(xp, given, found, _expected(op, given, attrs, found), units)
         losses = [max(pair) for pair in zip(losses, more, strict=True)]
     allowed = [
         None if low is None or exact is None else _allowed(xp, low, exact, loss)
@@ -203,20 +206,36 @@ def limits(
     return exacts, tuple(allowed)
 
 
-def _losses(xp: Any, arrays: Mapping[str, Any], lows: tuple[Any, ...], exacts: tuple[Any, ...]) -> list[float]:
-    """The most by which an element of each output misses by more than its own last place, at least one float32 unit of
-    the largest element.
+def _units(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> list[float]:
+    """What each output loses at least, as a part of the largest element."""
+    if not any(t.accumulates for t in op.outputs.values()):
+        return [EPS["float32"]] * len(op.outputs)
+    given = {n: None if a is None else Array(tuple(a.shape), dtype_name(a)) for n, a in arrays.items()}
+    dims = bind(op, given, attrs).dims
+
+    def terms(over: Iterable[str]) -> int:
+        return math.prod(math.prod(size) if isinstance(size := dims[name], tuple) else size for name in over)
+
+    sums = [t.accumulates or Accumulation(()) for t in op.outputs.values()]
+    return [ACCUMULATORS[a.dtype] * math.sqrt(max(terms(a.over), 1)) for a in sums]
+
+
+def _losses(
+    xp: Any, arrays: Mapping[str, Any], lows: tuple[Any, ...], exacts: tuple[Any, ...], units: Iterable[float]
+) -> list[float]:
+    """The most by which an element of each output misses by more than its own last place, at least its unit of the
+    largest element.
     """
     wide = [xp.astype(a, xp.float64) for a in arrays.values() if a is not None and not _is_integer(a)]
     largest, losses = max((_largest(xp, xp.abs(a), xp.isfinite(a)) for a in wide), default=0.0), []
-    for low, exact in zip(lows, exacts, strict=True):
+    for low, exact, unit in zip(lows, exacts, units, strict=True):
         if low is None or exact is None or dtype_name(low) not in EPS:
             losses.append(0.0)
             continue
         got, finite = xp.astype(low, xp.float64), xp.isfinite(exact)
         with np.errstate(invalid="ignore"):
             error = xp.abs(got - exact) - EPS[dtype_name(low)] * xp.abs(exact)
-        floor = EPS["float32"] * max(_largest(xp, xp.abs(exact), finite), largest)
+        floor = unit * max(_largest(xp, xp.abs(exact), finite), largest)
         losses.append(max(_largest(xp, error, finite & ~xp.isinf(got)), floor))
     return losses
 

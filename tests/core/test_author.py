@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cute_ops import FLOATS, Case, Op, Tensor, hardware, lookup, testing
+from cute_ops import FLOATS, Accumulation, Case, Op, Tensor, hardware, lookup, testing
 from cute_ops.__main__ import app
 from cute_ops.binding import bind
 from cute_ops.cli import author, calls
@@ -106,6 +106,32 @@ def test_integers_must_be_equal() -> None:
     testing.check(op, arrays, {}, (x,))
     with pytest.raises(AssertionError, match="error 1 exceeds 0 at"):
         testing.check(op, arrays, {}, (x + np.uint32(1),))
+
+
+def added_in_steps(x: np.ndarray, w: np.ndarray, bias: np.ndarray, bits: int, step: int = 16) -> np.ndarray:
+    """A product as tensor cores make it: sums of 16 terms, added to a number of so many bits, the others cut off."""
+    sums = np.zeros((x.shape[0], w.shape[0]))
+    for k in range(0, x.shape[1], step):
+        mantissa, exponent = np.frexp(sums + x[:, k : k + step].astype(np.float64) @ w[:, k : k + step].T)
+        sums = np.ldexp(np.trunc(mantissa * 2.0**bits) / 2.0**bits, exponent)
+    return (sums + bias).astype(x.dtype)
+
+
+def test_a_long_sum_may_lose_what_it_is_declared_to_be_kept_in() -> None:
+    op = lookup.find(f"{ROOT}/tests/core/kernels/product.py:product")
+    out = op.outputs["out"]
+    by_framework = Op(**{**_arguments(op), "outputs": {"out": out._replace(accumulates=None)}})
+    in_22_bits = Op(**{**_arguments(op), "outputs": {"out": out._replace(accumulates=Accumulation(("k",), "float22"))}})
+    arrays = testing.inputs(op, Case("long", {"b": (), "m": 32, "n": 48, "k": 4096}), "float32")
+    x, w, bias = arrays.values()
+    assert x is not None and w is not None and bias is not None
+    whole, short = added_in_steps(x, w, bias, 24), added_in_steps(x, w, bias, 14)
+    testing.check(op, arrays, {}, (whole,))
+    testing.check(in_22_bits, arrays, {}, (short,))
+    lacking = added_in_steps(x[:, 1:], w[:, 1:], bias, 24)
+    for other, wrong in ((by_framework, whole), (op, short), (op, lacking), (in_22_bits, 1.1 * short)):
+        with pytest.raises(AssertionError, match=r"product: output out: error .* exceeds"):
+            testing.check(other, arrays, {}, (wrong,))
 
 
 def test_cases_shrink_to_sizes_that_divide() -> None:

@@ -7,7 +7,21 @@ from typing import Any
 
 import pytest
 
-from cute_ops import FLOATS, Array, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, Tuning, WhileFew, vary
+from cute_ops import (
+    FLOATS,
+    Accumulation,
+    Array,
+    Finish,
+    Kernel,
+    OneOf,
+    Op,
+    Sharding,
+    Split,
+    Tensor,
+    Tuning,
+    WhileFew,
+    vary,
+)
 from cute_ops.binding import bind
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
@@ -159,6 +173,17 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "buckets that fall": (
         {"tuning": Tuning(space=vary(threads=(64,), buckets={"m": (512, 64)}))},
         r"buckets of 'm' must be rising sizes, \(64, 512\), got \(512, 64\)",
+    ),
+    "a sum over no dim": (
+        {"outputs": {"out": ROWS._replace(accumulates=Accumulation(("k",)))}},
+        r"output 'out' accumulates over 'k', no dim of an input; there are \['m', 'n'\]",
+    ),
+    "a sum in integers": (
+        {"outputs": {"out": ROWS._replace(accumulates=Accumulation(("n",), "int32"))}},
+        "output 'out' accumulates in 'int32', which is none of float32, float22, float16",
+    ),
+    "a sum of an input": (
+        {"inputs": {"x": ROWS._replace(accumulates=Accumulation(("n",)))}}, "input 'x' has 'accumulates', which out",
     ),
     "SM": ({"kernel": Kernel("a:B", least_sm=8.9)}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
     "an attribute that the gradient lacks": (

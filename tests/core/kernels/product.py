@@ -1,6 +1,6 @@
 """``out = x w^T + bias`` for each of a batch, and its gradient, for the tests of all frameworks."""
 
-from cute_ops import FLOATS, Case, Op, Tensor, widen
+from cute_ops import FLOATS, Accumulation, Case, Op, Tensor, widen
 
 
 def reference(xp, x, w, bias):
@@ -16,12 +16,18 @@ def gradient(xp, x, w, dout):
 
 
 X, W, BIAS, OUT = (Tensor(shape, "T") for shape in ("*b m k", "*b n k", "n", "*b m n"))
+
+
+def summed(tensor, *over):
+    return tensor._replace(accumulates=Accumulation(over))
+
+
 product_bwd = Op(
-    "product_bwd", inputs={"x": X, "w": W, "dout": OUT}, outputs={"dx": X, "dw": W, "dbias": BIAS}, static=(),
-    dtypes={"T": FLOATS}, reference=gradient, kernel="copying:Copy",
+    "product_bwd", inputs={"x": X, "w": W, "dout": OUT}, static=(), dtypes={"T": FLOATS}, reference=gradient,
+    outputs={"dx": summed(X, "n"), "dw": summed(W, "m"), "dbias": summed(BIAS, "b", "m")}, kernel="copying:Copy",
 )  # fmt: skip
 product = Op(
-    "product", inputs={"x": X, "w": W, "bias": BIAS}, outputs={"out": OUT}, dtypes={"T": FLOATS}, static=(),
-    reference=reference, kernel="copying:Copy", grad=product_bwd,
+    "product", inputs={"x": X, "w": W, "bias": BIAS}, outputs={"out": summed(OUT, "k")}, dtypes={"T": FLOATS},
+    static=(), reference=reference, kernel="copying:Copy", grad=product_bwd,
     cases=(Case("llama", {"b": (2,), "m": 512, "n": 1024, "k": 4096}),),
 )  # fmt: skip
