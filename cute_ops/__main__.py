@@ -12,7 +12,6 @@ from rich.table import Table
 
 from cute_ops import dispatch, lookup
 from cute_ops.autotune import winners as tuned_calls
-from cute_ops.binding import bind
 from cute_ops.cli import Arches, author, bundles, calls, console, fail, targets, tuning
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.files import cache_dir
@@ -58,6 +57,7 @@ def compile_command(
     op: Annotated[str, typer.Argument(metavar="OP", help="rmsnorm, rmsnorm_bwd, ..., or yours: file.py:name.")],
     dtype: Annotated[list[str] | None, typer.Option(help=f"{calls.DTYPE}; repeat. Default: bfloat16.")] = None,
     n: calls.Sizes = None,
+    dim: calls.Dims = None,
     arch: Arches = None,
     rows: calls.Rows = 4096,
     with_: calls.With = None,
@@ -78,10 +78,11 @@ def compile_command(
     table = Table("kernel", "seconds", "file")
     for where in targets(arch):
         for kind in dtype or ["bfloat16"]:
-            for size in calls.sizes_of(declaration, n, [4096]):
-                given = calls.example(declaration, kind, rows, size, with_ or (), without or ())
+            for sizes in calls.sizes_of(declaration, n, dim, [4096]):
+                given = calls.example(declaration, kind, rows, sizes, with_ or (), without or ())
+                binding = calls.bound(declaration, given)
                 try:
-                    variant = dispatch.foresee(bind(declaration, given), {}, where).variant
+                    variant = dispatch.foresee(binding, {}, where).variant
                     if dump:
                         dump.mkdir(parents=True, exist_ok=True)
                         seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump

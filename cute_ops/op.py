@@ -390,15 +390,16 @@ class Op:
         cotangents = [t for n, t in self.inputs.items() if n.startswith("d") and f"d{n}" not in self.outputs]
         return source is not None and not source.has(dim) and all(t.has(dim) for t in cotangents)
 
-    def example(self, lead: tuple[int, ...], n: int) -> dict[str, Any]:
-        """Sizes of a problem: these leading dims, ``n`` for the dim of that name, others as in the first case; derived
-        ones with the default attributes.
+    def example(self, lead: tuple[int, ...], n: int, sizes: Mapping[str, int] | None = None) -> dict[str, Any]:
+        """Sizes of a problem: these leading dims, ``n`` for the dim of that name, others as ``sizes`` or else the first
+        case says; derived ones with the default attributes.
         """
         tensors = [*self.inputs.values(), *self.outputs.values()]
-        known = {**(self.cases[0].dims if self.cases else {}), "n": n}
+        asked = sizes or {}
+        known = {**(self.cases[0].dims if self.cases else {}), "n": n, **asked}
         known |= {name: size(known, self.attrs) for name, size in self.derived.items()}
-        sizes = {name: known[name] for t in tensors for d in t.dims for name in d.names}
-        return sizes | {t.rows: lead for t in tensors if t.rows}
+        found = {name: known[name] for t in tensors for d in t.dims for name in d.names}
+        return found | {t.rows: (asked[t.rows],) if t.rows in asked else lead for t in tensors if t.rows}
 
     @cached_property
     def shown(self) -> tuple[str, ...]:

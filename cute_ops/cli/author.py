@@ -15,7 +15,6 @@ import typer
 from rich.table import Table
 
 from cute_ops import dispatch, hardware, lookup
-from cute_ops.binding import bind
 from cute_ops.cli import Arches, calls, console, fail, targets
 from cute_ops.errors import CompileError
 from cute_ops.jit.compile_pool import worker
@@ -52,6 +51,7 @@ def inspect(
     op: Which,
     dtype: Annotated[str | None, typer.Option(help=f"{calls.DTYPE}. Default: bfloat16.")] = None,
     n: calls.Sizes = None,
+    dim: calls.Dims = None,
     arch: Arches = None,
     rows: calls.Rows = 4096,
     with_: calls.With = None,
@@ -71,9 +71,9 @@ def inspect(
     calls.check_dtypes(ops, [dtype] if dtype else [])
     for declaration in ops:
         for target in targets(arch):
-            for size in calls.sizes_of(declaration, n, [4096]):
-                given = calls.example(declaration, dtype or "bfloat16", rows, size, with_ or (), without or ())
-                variant = dispatch.foresee(bind(declaration, given), {}, target).variant
+            for sizes in calls.sizes_of(declaration, n, dim, [4096]):
+                given = calls.example(declaration, dtype or "bfloat16", rows, sizes, with_ or (), without or ())
+                variant = dispatch.foresee(calls.bound(declaration, given), {}, target).variant
                 table.add_section()
                 for kernel in _kernels(variant, out):
                     dynamic = kernel.dynamic
@@ -94,6 +94,7 @@ def inspect(
 def verify(
     op: Annotated[str, typer.Argument(metavar="OP", help="As for inspect. Default with --sweep: all of ours.")] = "",
     dtype: Dtypes = None,
+    dim: calls.Dims = None,
     framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
     repeats: Annotated[int, typer.Option(help="Calls on a GPU, all of which must give the same bits.")] = 20,
     sweep: Annotated[bool, typer.Option("--sweep", help="Every row length, dtype and layout, in PyTorch.")] = False,
@@ -108,7 +109,8 @@ def verify(
     On a GPU kernels run: outputs and scratch arrays lie where memory was just filled with NaN, so that an element
     which is not written shows; calls are repeated, since a race gives other bits sooner or later; both frameworks must
     agree to the bit. On a CPU the declared reference runs. A backward op's reference is held to the derivative of the
-    forward's. Exit code 1 when anything is wrong.
+    forward's. Exit code 1 when anything is wrong. With --dim every case has these sizes in place of its own, also on a
+    CPU, where references otherwise run on small cases.
 
     With --sweep: every row length from 1 to 300, both sides of every length at which the heuristic changes its mind and
     random ones up to 262144, with 1, 2, 5, 201 and 4099 rows, in one pair of dtype and layout a length; twelve rounds
@@ -118,10 +120,9 @@ def verify(
 
     Example: python -m cute_ops verify rmsnorm --sweep --round 3
     """
-    if sweep and (dtype or framework):
-        raise typer.BadParameter(
-            "a sweep takes every dtype, in PyTorch", param_hint="--dtype" if dtype else "--framework"
-        )
+    if sweep and (dtype or framework or dim):
+        hint = "--dtype" if dtype else "--framework" if framework else "--dim"
+        raise typer.BadParameter("a sweep takes every dtype and its own sizes, in PyTorch", param_hint=hint)
     if not sweep and (number, seed, processes, fraction, seconds) != (0, 0, 0, 1.0, float("inf")):
         raise typer.BadParameter("--round, --seed, --processes, --fraction and --seconds are a sweep's: add --sweep")
     if sweep:
@@ -142,7 +143,7 @@ def verify(
     where = {name: runner.device() for name, runner in runners.items()}
     console.print(", ".join(f"{name} on {device}" for name, device in where.items()), highlight=False)
     with console.status("") as status:
-        for found in verdicts(ops, runners, dtype or (), repeats):
+        for found in verdicts(ops, runners, dtype or (), repeats, calls.parsed(ops, dim)):
             cases, called = cases + 1, called + found.calls
             line = f"{found.op} {found.case} {found.dtype} {found.framework}"
             status.update(line)
@@ -192,6 +193,7 @@ def bench(
     op: Which,
     dtype: Annotated[str | None, typer.Option(help=f"{calls.DTYPE}. Default: bfloat16.")] = None,
     n: calls.Sizes = None,
+    dim: calls.Dims = None,
     out: Annotated[Path, typer.Option("--out", "-o", help="Folder for the table and the picture.")] = Path("out/bench"),
 ) -> None:
     """Measure an op and its gradient on this GPU: GB/s by row length, with what a large copy reaches drawn beside it.
@@ -210,27 +212,26 @@ def bench(
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, [dtype] if dtype else [])
     ceiling = measure.copy_rate()
-    table, rows_found = Table("op", "rows", "n", "us", "spread", "GB/s", "of a copy"), []
+    table, rows_found = Table("op", "rows", "sizes", "us", "spread", "GB/s", "of a copy"), []
     for declaration in ops:
-        for size in calls.sizes_of(declaration, n, LENGTHS):
-            rows = max((256 << 20) // (size * 4), 1)
+        for sizes in calls.sizes_of(declaration, n, dim, LENGTHS):
+            kind, text = dtype or "bfloat16", " ".join(f"{name}={size}" for name, size in sizes.items())
+            rows = calls.many_rows(calls.bound(declaration, calls.example(declaration, kind, 1, sizes)))
             try:
-                found = measure.measure(declaration, calls.example(declaration, dtype or "bfloat16", rows, size))
+                found = measure.measure(declaration, calls.example(declaration, kind, rows, sizes))
             except Exception as error:  # the other lengths are measured even if one has no kernel
-                console.print(
-                    f"{declaration.name} n={size}: {type(error).__name__}: {error}", style="red", markup=False
-                )
+                console.print(f"{declaration.name} {text}: {type(error).__name__}: {error}", style="red", markup=False)
                 continue
-            rows_found.append((declaration.name, rows, size, *found))
+            rows_found.append((declaration.name, rows, text, *found))
             table.add_row(
-                declaration.name, str(rows), str(size), f"{found.us:.1f}", f"{found.low:.1f} to {found.high:.1f}",
+                declaration.name, str(rows), text, f"{found.us:.1f}", f"{found.low:.1f} to {found.high:.1f}",
                 f"{found.rate:.0f}", f"{found.rate / ceiling:.0%}",
             )  # fmt: skip
     if not rows_found:
         fail("nothing was measured")
     console.print(table)
     out.mkdir(parents=True, exist_ok=True)
-    header = "op,rows,n,us,us_min,us_max,gb_s,copy_gb_s\n"
+    header = "op,rows,sizes,us,us_min,us_max,gb_s,copy_gb_s\n"
     lines = [",".join(f"{v:.4g}" if isinstance(v, float) else str(v) for v in (*row, ceiling)) for row in rows_found]
     (out / "bench.csv").write_text(header + "\n".join(lines) + "\n")
     console.print(f"a large copy: {ceiling:.0f} GB/s; {out / 'bench.csv'}{_picture(rows_found, ceiling, out)}")
@@ -265,6 +266,11 @@ def short(name: str) -> str:
     return name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0].removeprefix("cute_opskernels_")[:40]
 
 
+def _first_size(sizes: str) -> int:
+    """``n=4096 k=512`` -> 4096."""
+    return int(sizes.partition(" ")[0].partition("=")[2] or 1)
+
+
 def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
     try:
         import matplotlib
@@ -275,10 +281,10 @@ def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
 
     figure, axes = pyplot.subplots(figsize=(7, 4))
     for name in dict.fromkeys(row[0] for row in rows):
-        points = sorted((row[2], row[6]) for row in rows if row[0] == name)
+        points = sorted((_first_size(row[2]), row[6]) for row in rows if row[0] == name)
         axes.plot(*zip(*points, strict=True), marker="o", label=name)
     axes.axhline(ceiling, color="gray", linestyle="--", label="a large copy")
-    axes.set(xscale="log", xlabel="row length", ylabel="GB/s", ylim=(0, None))
+    axes.set(xscale="log", xlabel="row length, or the first size that was asked for", ylabel="GB/s", ylim=(0, None))
     axes.legend()
     figure.tight_layout()
     figure.savefig(out / "bench.png", dpi=120)

@@ -1,21 +1,30 @@
-"""The calls that the options ``--dtype``, ``--n``, ``--rows``, ``--with`` and ``--without`` describe."""
+"""The calls that the options ``--dtype``, ``--n``, ``--dim``, ``--rows``, ``--with`` and ``--without`` describe."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import product
 from typing import Annotated
 
 import typer
 
 from cute_ops import lookup
+from cute_ops.autotune.rows import bytes_moved
+from cute_ops.binding import Binding, bind
 from cute_ops.errors import meant
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS, Array
 
 Sizes = Annotated[list[int] | None, typer.Option("--n", min=1, help="Size of the dim n; repeat for more.")]
+Dims = Annotated[
+    list[str] | None,
+    typer.Option("--dim", metavar="NAME=SIZE", help="Size of a dim by its name, k=512; repeat for more dims or sizes."),
+]
 Rows = Annotated[int, typer.Option(min=1, help="Number of rows; only its class (few or many) matters.")]
 With = Annotated[list[str] | None, typer.Option("--with", help="Pass an optional input; repeat.")]
 Without = Annotated[list[str] | None, typer.Option(help="Leave out an optional input; repeat.")]
+# What a call whose number of rows is not said reads and writes.
+BYTES = 256 << 20
 DTYPE = f"Dtype of all tensors that may have it, {', '.join(FLOATS)}, ..."
 
 
@@ -37,19 +46,60 @@ def check_dtypes(ops: Sequence[Op], dtypes: Sequence[str]) -> None:
             raise typer.BadParameter(problem, param_hint="--dtype")
 
 
-def sizes_of(op: Op, sizes: Sequence[int] | None, default: Sequence[int]) -> Sequence[int]:
-    """The sizes of the dim ``n``: those asked for, else the default; one, which nothing uses, of an op without it."""
-    dims = list(dict.fromkeys(name for t in op.inputs.values() for dim in t.dims for name in dim.names))
-    if sizes and "n" not in dims:
-        where = "its dims have the sizes of its first case" if op.cases else "declare a case to give its dims sizes"
-        raise typer.BadParameter(f"{op.name} has no dim n but {', '.join(dims)}: {where}", param_hint="--n")
-    return sizes or (default if "n" in dims else default[:1])
+def sizes_of(
+    op: Op, n: Sequence[int] | None, dims: Sequence[str] | None, default: Sequence[int]
+) -> list[dict[str, int]]:
+    """Sizes of an op's dims by name: every combination of those asked for. ``n`` has the default's where it is not."""
+    names = names_of(op)
+    if n and "n" not in names:
+        where = "the first case's are the sizes" if op.cases else "no case gives sizes"
+        problem = f"{op.name} has no dim n but {', '.join(names)}: {where} that no --dim NAME=SIZE does"
+        raise typer.BadParameter(problem, param_hint="--n")
+    asked = {"n": list(n or ())}
+    for name, sizes in parsed([op], dims).items():
+        asked.setdefault(name, []).extend(sizes)
+    asked["n"] = asked["n"] or list(default if "n" in names else [])
+    given = {name: sizes for name, sizes in asked.items() if sizes}
+    return [dict(zip(given, chosen, strict=True)) for chosen in product(*given.values())]
+
+
+def parsed(ops: Sequence[Op], dims: Sequence[str] | None) -> dict[str, list[int]]:
+    """The sizes that ``--dim k=512`` gives to dims, which one of the ops must have."""
+    names = list(dict.fromkeys(name for op in ops for name in names_of(op)))
+    found: dict[str, list[int]] = {}
+    for word in dims or ():
+        name, _, size = word.partition("=")
+        if not size.isdecimal() or int(size) < 1:
+            raise typer.BadParameter(f"{word!r} is not NAME=SIZE, such as k=512", param_hint="--dim")
+        if name not in names:
+            what = ", ".join(op.name for op in ops)
+            problem = f"{what}: no dim {name}{meant(name, names)}, but {', '.join(names)}"
+            raise typer.BadParameter(problem, param_hint="--dim")
+        found.setdefault(name, []).append(int(size))
+    return found
+
+
+def names_of(op: Op) -> list[str]:
+    """The names of the dims, and of the leading dims, of an op's inputs."""
+    inputs = op.inputs.values()
+    found = [name for t in inputs for dim in t.dims for name in dim.names] + [t.rows for t in inputs if t.rows]
+    return list(dict.fromkeys(found))
+
+
+def many_rows(one: Binding) -> int:
+    """Rows with which a call moves :data:`BYTES`, from the call with one row."""
+    return max(BYTES // bytes_moved(one), 1)
 
 
 def example(
-    op: Op, dtype: str, rows: int, n: int, with_: Sequence[str] = (), without: Sequence[str] = ()
+    op: Op,
+    dtype: str,
+    rows: int,
+    sizes: Mapping[str, int],
+    with_: Sequence[str] = (),
+    without: Sequence[str] = (),
 ) -> dict[str, Array | None]:
-    """A call with one dtype and one size, and with the optional inputs that most of the op's cases have."""
+    """A call with one dtype and these sizes, and with the optional inputs that most of the op's cases have."""
     optional = [name for name, tensor in op.inputs.items() if tensor.optional]
     for name in (*with_, *without):
         if name not in optional:
@@ -57,11 +107,20 @@ def example(
     rare = [name for name in optional if 2 * sum(name in case.absent for case in op.cases) > len(op.cases)]
     absent = {*rare, *without} - {*with_}
     try:
-        sizes = op.example((rows,), n)
+        dims = op.example((rows,), sizes.get("n", 1), sizes)
     except KeyError as error:
-        problem = f"{op.name} declares no case that says how large its dim {error.args[0]} is"
+        name = error.args[0]
+        problem = f"{op.name} declares no case that says how large its dim {name} is: --dim {name}=SIZE does"
         raise typer.BadParameter(problem, param_hint="OP") from None
     return {
-        name: None if name in absent else Array(tensor.of(sizes), op.dtype_near(tensor, dtype))
+        name: None if name in absent else Array(tensor.of(dims), op.dtype_near(tensor, dtype))
         for name, tensor in op.inputs.items()
     }
+
+
+def bound(op: Op, given: Mapping[str, Array | None]) -> Binding:
+    """The checked call of an example, or what is wrong with the sizes that were asked for."""
+    try:
+        return bind(op, given)
+    except (TypeError, ValueError) as error:
+        raise typer.BadParameter(str(error).partition("\n")[0]) from error

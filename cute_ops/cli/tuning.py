@@ -12,7 +12,6 @@ import typer
 from rich.table import Table
 
 from cute_ops.autotune import tuner, winners
-from cute_ops.autotune.rows import bytes_moved
 from cute_ops.autotune.types import Trial
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import AllowFiles, calls, console, fail, progress_bar, read_calls
@@ -22,8 +21,8 @@ from cute_ops.jit import target
 from cute_ops.op import Case, Op
 from cute_ops.shapes import Array
 
-# What a call of an op that is tuned by name reads and writes, and the row lengths of its cases that are worth it.
-BYTES, LONG_ROWS = 256 << 20, 256
+# The row lengths of an op's cases that are worth it, of an op that is tuned by name.
+LONG_ROWS = 256
 
 
 def tune(
@@ -35,6 +34,7 @@ def tune(
     n: Annotated[
         list[int] | None, typer.Option("--n", min=1, help="Sizes of OP's dim n; repeat. Default: its cases'.")
     ] = None,
+    dim: calls.Dims = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of OP. Default: as many as make 256 MB.")] = None,
     least: Annotated[float, typer.Option(help="The part of the heuristic's time that a winner must save.")] = 0.02,
     anew: Annotated[bool, typer.Option("--anew", help="Also measure calls that a winner is remembered for.")] = False,
@@ -57,7 +57,7 @@ def tune(
     program calls first, PyTorch's or JAX's. `build` puts what calls were tuned to into the bundle. See docs/tuning.md.
     """
     try:
-        trials = [trial for name in what for trial in _trials(name, dtype, n, rows, allow_files)]
+        trials = [trial for name in what for trial in _trials(name, dtype, n, rows, allow_files, dim)]
     except (ValueError, TypeError, RuntimeError, OSError, NotImplementedError) as error:
         fail(error)
     if not any(trial.binding.op.space for trial in trials):
@@ -108,7 +108,12 @@ def _table(outcomes: Sequence[tuner.Outcome]) -> Table:
 
 
 def _trials(
-    name: str, dtypes: Sequence[str] | None, sizes: Sequence[int] | None, rows: int | None, files: bool = False
+    name: str,
+    dtypes: Sequence[str] | None,
+    lengths: Sequence[int] | None,
+    rows: int | None,
+    files: bool = False,
+    dims: Sequence[str] | None = None,
 ) -> Iterator[Trial]:
     """Calls of an op by its cases or sizes, of every op of a file, or of a manifest."""
     path = Path(name)
@@ -123,13 +128,15 @@ def _trials(
         if op.space is None:
             continue
         for dtype in dtypes or ["bfloat16"]:
-            if sizes:
-                for size in calls.sizes_of(op, sizes, ()):
-                    few = bind(op, calls.example(op, dtype, 1, size))
-                    yield Trial(bind(op, calls.example(op, dtype, rows or _rows(few), size)), {})
+            if lengths or dims:
+                for sizes in calls.sizes_of(op, lengths, dims, [4096]):
+                    few = calls.bound(op, calls.example(op, dtype, 1, sizes))
+                    given = calls.example(op, dtype, rows or calls.many_rows(few), sizes)
+                    yield Trial(calls.bound(op, given), {})
             else:
                 for case in _cases(op):
-                    yield Trial(_of_case(op, case, dtype, rows or _rows(_of_case(op, case, dtype, 1))), {})
+                    few = _of_case(op, case, dtype, 1)
+                    yield Trial(_of_case(op, case, dtype, rows or calls.many_rows(few)), {})
 
 
 def _cases(op: Op) -> list[Case]:
@@ -147,8 +154,3 @@ def _of_case(op: Op, case: Case, dtype: str, rows: int) -> Binding:
         if n not in case.absent
     }
     return bind(op, given, {n: v for n, v in case.attrs.items() if n in op.attrs})
-
-
-def _rows(one: Binding) -> int:
-    """Rows that fill the bytes of a call, from a call of one row."""
-    return max(BYTES // bytes_moved(one), 1)

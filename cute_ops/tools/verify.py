@@ -11,6 +11,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib import import_module
 from importlib.util import find_spec
+from itertools import product
 from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
@@ -64,8 +65,9 @@ def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
 
 
 def verify(
-    ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = (), repeats: int = 20
-) -> Iterator[Verdict]:
+    ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = (), repeats: int = 20,
+    sizes: Mapping[str, Sequence[int]] | None = None,
+) -> Iterator[Verdict]:  # fmt: skip
     """Check ops: one verdict for each op, case, dtype and framework, and one for each gradient and case.
 
     Args:
@@ -73,26 +75,41 @@ def verify(
         runners: the frameworks.
         dtypes: of the first dtype variable that a case leaves open; all that it may be where none is said.
         repeats: calls on a GPU, which must give the same bits.
+        sizes: of dims by name, which cases have in place of their own, every combination.
     """
     for op in ops:
-        for case in op.cases:
+        for case, asked in product(op.cases, _combined(sizes or {})):
             if op.grad:
-                yield _gradient(op, case)
+                yield _gradient(op, case, asked)
             free = [
                 t for t in op.inputs.values()
                 if t.dtype in op.dtypes and t.dtype not in case.dtypes and not t.upper_bound
             ]  # fmt: skip
             choices = op.dtype_choices(free[0]) if free else FLOATS
             for dtype in (d for d in dtypes or choices if d in choices or not free):
-                yield from _case(op, case, dtype, runners, repeats)
+                yield from _case(op, case, dtype, runners, repeats, asked)
 
 
-def _case(op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats: int) -> Iterator[Verdict]:
+def _combined(sizes: Mapping[str, Sequence[int]]) -> list[dict[str, int]]:
+    return [dict(zip(sizes, chosen, strict=True)) for chosen in product(*sizes.values())]
+
+
+def _resized(case: Case, asked: Mapping[str, int]) -> Case:
+    """The case with these sizes, of leading dims as one, which its name tells."""
+    known = {n: size for n, size in asked.items() if n in case.dims}
+    dims = {n: (size,) if isinstance(case.dims[n], tuple) else size for n, size in known.items()}
+    name = " ".join([case.name, *(f"{n}={size}" for n, size in known.items())])
+    return case._replace(name=name, dims={**case.dims, **dims})
+
+
+def _case(
+    op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats: int, asked: Mapping[str, int]
+) -> Iterator[Verdict]:
     first: tuple[str, Outputs] | None = None
     for name, runner in runners.items():
         device = runner.device()
         kernels = device == "cuda"
-        scaled = case if kernels else testing.small(case, op=op)
+        scaled = _resized(case if kernels else testing.small(case, op=op), asked)
         arrays, attrs = testing.inputs(op, scaled, dtype), testing.attributes(op, scaled)
         calls = repeats if kernels else 1
         try:
@@ -106,13 +123,14 @@ def _case(op: Op, case: Case, dtype: str, runners: Mapping[str, Runner], repeats
             problem = ""
         except Exception as error:  # whatever is wrong with a kernel belongs into its line
             problem = problem_of(error)
-        yield Verdict(op.name, case.name, dtype, name, device, calls, problem)
+        yield Verdict(op.name, scaled.name, dtype, name, device, calls, problem)
 
 
-def _gradient(op: Op, case: Case) -> Verdict:
+def _gradient(op: Op, case: Case, asked: Mapping[str, int]) -> Verdict:
     """Whether the backward op's reference is the derivative of the forward's."""
+    case = _resized(testing.small(case, op=op), asked)
     try:
-        gradient.check(op, testing.small(case, op=op))
+        gradient.check(op, case)
         problem = ""
     except Exception as error:  # also where a reference takes no float64
         problem = problem_of(error)

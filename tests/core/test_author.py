@@ -16,7 +16,7 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from cute_ops import FLOATS, Accumulation, Case, Op, Tensor, hardware, lookup, testing
+from cute_ops import FLOATS, Accumulation, Array, Case, Op, Tensor, hardware, lookup, testing
 from cute_ops.__main__ import app
 from cute_ops.binding import bind
 from cute_ops.cli import author, calls
@@ -27,6 +27,7 @@ from cute_ops.tools.verify import verify
 
 ROOT = Path(__file__).parents[2]
 SOFTCAP = "examples/custom_op/softcap.py"
+PRODUCT = str(ROOT / "tests/core/kernels/product.py")
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -118,7 +119,7 @@ def added_in_steps(x: np.ndarray, w: np.ndarray, bias: np.ndarray, bits: int, st
 
 
 def test_a_long_sum_may_lose_what_it_is_declared_to_be_kept_in() -> None:
-    op = lookup.find(f"{ROOT}/tests/core/kernels/product.py:product")
+    op = lookup.find(f"{PRODUCT}:product")
     out = op.outputs["out"]
     by_framework = Op(**{**_arguments(op), "outputs": {"out": out._replace(accumulates=None)}})
     in_22_bits = Op(**{**_arguments(op), "outputs": {"out": out._replace(accumulates=Accumulation(("k",), "float22"))}})
@@ -161,6 +162,22 @@ class FakeGPU:
         return outputs
 
 
+class ShapeOf(FakeGPU):
+    """A CPU that expects inputs whose last dim has this size."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def device(self) -> str:
+        return "cpu"
+
+    def run(self, op: Op, arrays: testing.Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
+        x = arrays["x"]
+        assert x is not None and x.shape[-1] == self.size
+        return super().run(op, arrays, attrs)
+
+
 def last_bit(out: np.ndarray, call: int) -> None:
     if call % 7 == 6:
         out.view(np.uint16)[..., 0] ^= 1
@@ -200,7 +217,7 @@ def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
 
 def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
     op = lookup.find("rmsnorm_bwd")
-    variant = foresee(bind(op, calls.example(op, "bfloat16", 4096, 4096)), {}, parse("sm_90a")).variant
+    variant = foresee(bind(op, calls.example(op, "bfloat16", 4096, {"n": 4096})), {}, parse("sm_90a")).variant
     kernels = list(author._kernels(variant, None))
     assert kernels[0].threads == variant.tile["threads"]
     # The ring of rows: stages of x and dout, shared by the CTAs of a cluster.
@@ -248,7 +265,7 @@ def test_bench_writes_a_table_and_a_picture(
     text = capsys.readouterr().out
     assert "50%" in text and "RuntimeError: no kernel for this" in text and "a large copy: 4000 GB/s" in text
     lines = (tmp_path / "bench.csv").read_text().splitlines()
-    assert len(lines) == 3 and lines[1].startswith("silu_mul,") and lines[1].endswith(",2000,4000")
+    assert len(lines) == 3 and lines[1].startswith("silu_mul,349525,n=128,") and lines[1].endswith(",2000,4000")
     assert (tmp_path / "bench.png").read_bytes().startswith(b"\x89PNG")
     author.bench(SOFTCAP, n=[256], out=tmp_path / "own")
     assert (tmp_path / "own" / "bench.csv").read_text().splitlines()[1].startswith("softcap,")
@@ -286,7 +303,13 @@ wide = Op("wide", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, ref
         ("compile rmsnorm --rows 0", "greater than or equal to 1"),
         ("tune rmsnorm --n 0", "greater than or equal to 1"),
         ("inspect WIDE", "wide declares no case that says how large its dim d is"),
-        ("inspect WIDE --n 64", "declare a case to give its dims sizes"),
+        ("inspect WIDE --n 64", "wide has no dim n but d, m: no case gives sizes that no --dim NAME=SIZE does"),
+        ("inspect WIDE --dim n=64", "wide: no dim n, but d, m"),
+        ("compile rope --dim heads=4", "rope: no dim heads, but h, d, r, m"),
+        ("verify rmsnorm --dim n=0", "'n=0' is not NAME=SIZE, such as k=512"),
+        ("tune rmsnorm --dim 64", "'64' is not NAME=SIZE, such as k=512"),
+        ("inspect rope --dim r=96", "cute.rope: heads have d=128 elements, expected at least 2r=192"),
+        ("verify rmsnorm --sweep --dim n=64", "a sweep takes every dtype and its own sizes, in PyTorch"),
     ],
 )
 def test_mistakes_are_explained(tmp_path: Path, arguments: str, text: str) -> None:
@@ -296,14 +319,31 @@ def test_mistakes_are_explained(tmp_path: Path, arguments: str, text: str) -> No
     assert result.exit_code == 2 and text in " ".join(result.output.replace("│", " ").split()), result.output
 
 
+def test_sizes_by_the_names_of_dims(tmp_path: Path) -> None:
+    (tmp_path / "wide.py").write_text(WIDE)
+    wide, product = lookup.find(f"{tmp_path / 'wide.py'}:wide"), lookup.find(f"{PRODUCT}:product")
+    assert calls.sizes_of(wide, None, ["d=8", "m=3", "d=4"], [64]) == [{"d": 8, "m": 3}, {"d": 4, "m": 3}]
+    assert calls.example(wide, "bfloat16", 5, {"d": 8}) == {"x": Array((5, 8), "bfloat16")}
+    assert calls.example(wide, "bfloat16", 5, {"d": 8, "m": 3}) == {"x": Array((3, 8), "bfloat16")}
+    (sizes,) = calls.sizes_of(product, [256], ["k=512"], [64])
+    shapes = {n: a and a.shape for n, a in calls.example(product, "bfloat16", 7, sizes).items()}
+    assert shapes == {"x": (7, 512, 512), "w": (7, 256, 512), "bias": (256,)}
+    result = run("verify", PRODUCT, "--dim", "k=130", "--dim", "k=1", "--dtype", "float32", "--framework", "jax")
+    assert "4 of 4 right, 2 calls" in result.stdout, result.stdout + result.stderr
+    names = [v.case for v in verify([product], {"numpy": ShapeOf(130)}, ("float32",), sizes={"k": [130]})]
+    assert names == ["llama k=130"] * 2
+
+
 def test_the_optional_inputs_are_those_of_most_cases() -> None:
     """The README's example compiled a norm with a bias, which few models have."""
     absent = {
-        name: [key for key, array in calls.example(lookup.find(name), "bfloat16", 8, 64).items() if array is None]
+        name: [
+            key for key, array in calls.example(lookup.find(name), "bfloat16", 8, {"n": 64}).items() if array is None
+        ]
         for name in ("rmsnorm", "rmsnorm_bwd", "layernorm", "add_rmsnorm_bwd")
     }
     assert absent == {"rmsnorm": ["bias"], "rmsnorm_bwd": ["bias"], "layernorm": [], "add_rmsnorm_bwd": ["bias"]}
-    asked = calls.example(lookup.find("rmsnorm"), "bfloat16", 8, 64, with_=["bias"], without=["weight"])
+    asked = calls.example(lookup.find("rmsnorm"), "bfloat16", 8, {"n": 64}, with_=["bias"], without=["weight"])
     assert asked["bias"] is not None and asked["weight"] is None
 
 

@@ -45,6 +45,7 @@ from cute_ops.autotune.tuner import Outcome, tune
 from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
+from cute_ops.cli import calls
 from cute_ops.cli import tuning as command
 from cute_ops.config import POWERS, Config
 from cute_ops.dispatch import choose, foresee
@@ -390,10 +391,10 @@ def test_calls_of_one_class_get_one_config() -> None:
     outcome = tuned(op, fake, trial(op, rows=512), trial(op, rows=8192))
     assert outcome.winner.measured["rows"][:2] == [512, 8192] and len(outcome.before) == 3
     by_rows = make_op(space=vary(threads=(64,), buckets={"m": POWERS}))
-    calls = [
+    names = [
         w.winner.call for w in tune([trial(by_rows, rows=r) for r in (60, 64, 2000, 90000)], SM90, InProcessBench(fake))
     ]
-    assert [call.split()[-1] for call in calls] == ["rows<=64", "rows>1024"]
+    assert [call.split()[-1] for call in names] == ["rows<=64", "rows>1024"]
 
 
 def test_winners_of_different_sizes_differ() -> None:
@@ -908,7 +909,7 @@ def test_the_command_takes_an_ops_cases(gpu: Fake) -> None:
     assert {b.op.name for b in sizes} == {"softmax", "softmax_bwd"}
     assert {b.dims["n"] for b in sizes} == {4097, 4096, 50257, 262144}
     moved = [sum(2 * a.shape[0] * a.shape[1] for a in (*b.inputs.values(), *b.outputs.values()) if a) for b in sizes]
-    assert all(0.9 * command.BYTES < m <= command.BYTES for m in moved)
+    assert all(0.9 * calls.BYTES < m <= calls.BYTES for m in moved)
 
 
 def test_the_command_explains_mistakes(gpu: Fake) -> None:
