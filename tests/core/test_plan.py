@@ -124,6 +124,21 @@ def test_what_is_always_static_stays_so(monkeypatch: pytest.MonkeyPatch) -> None
     assert variants[-1].tensors["x"].shape == (None, None, 128)  # type: ignore[union-attr]
 
 
+def test_sizes_of_expressions_are_constants_where_their_names_are() -> None:
+    """A name that only a product binds may be static, too."""
+    op = Op(
+        "tied", inputs={"q": Tensor("g*r d", "T"), "k": Tensor("g d/2 3", "T"), "scale": Tensor("g+1 ceil(d/4)", "T")},
+        outputs={"out": Tensor("r 2d", "T")}, dtypes={"T": FLOATS}, static=("r", "d"), kernel="cute_ops.kernels:K",
+        reference=lambda xp, q, *_: q,
+    )  # fmt: skip
+    shapes = {"q": (8, 6), "k": (2, 3, 3), "scale": (3, 2)}
+    variant = plan(bind(op, {n: Array(s, "float32") for n, s in shapes.items()}), {}, SM90).variant
+    assert variant.dims == {"r": 4, "d": 6}
+    assert {n: key and key.shape for n, key in variant.tensors.items()} == {
+        "q": (None, 6), "k": (None, 3, 3), "scale": (None, 2), "out": (4, 12),
+    }  # fmt: skip
+
+
 def test_a_variant_survives_json() -> None:
     variant = plan_for((2, 3, 64)).variant
     again = Variant.from_json(variant.text)
