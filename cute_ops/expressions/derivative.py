@@ -1,0 +1,294 @@
+"""Reverse derivatives: from an expression, the expression of its operands' gradients.
+
+The derivative's operands are what it reads: operands of the expression, the outputs' cotangents and, where asked for,
+outputs that were saved. Forward values are computed again. A gradient has the shape of the cotangents; its parts say
+over which dims they are to be summed: a row vector's over the rows, a column vector's over the columns, a scalar's over
+both.
+
+Where a function has no derivative, the choice is that of ``torch.autograd``: 0 at 0 of ``relu``, ``abs`` and ``sign``;
+half to each of two equal arguments of ``minimum`` and ``maximum``, which is JAX's choice too; equal shares to the equal
+largest elements of a row, as ``torch.amax`` and ``jax.numpy.max``; one inside and on the bounds of ``clip``. ``astype``
+hands its cotangent on unrounded.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from cute_ops.expressions.graph import Expression, Graph, Node, Operand
+from cute_ops.expressions.reference import CUBE, SLOPE
+from cute_ops.expressions.symbols import Symbol, Tracing
+from cute_ops.expressions.tracing import Namespace
+from cute_ops.expressions.words import WORDS
+
+
+class Source(NamedTuple):
+    """What an operand of a derivative is: the ``operand``, ``cotangent`` or ``output`` at this position."""
+
+    role: str
+    position: int
+
+
+class Part(NamedTuple):
+    """One output of a derivative: an addend of an operand's gradient.
+
+    Attributes:
+        operand: the operand, by index.
+        half: of a packed operand, the half that this is the gradient of: ``[:n]`` or ``[n:]``.
+        rows, columns: it is to be summed over the rows, over the columns. Dims that the operand has and the output has
+            not are broadcast.
+    """
+
+    operand: int
+    half: str
+    rows: bool
+    columns: bool
+
+
+class Derivative(NamedTuple):
+    """Gradients of operands.
+
+    Attributes:
+        expression: reads ``sources``, computes ``parts``, in order.
+        sources: what its operands are.
+        parts: what its outputs are; every wanted operand, or each of its halves, has at least one.
+    """
+
+    expression: Expression
+    sources: tuple[Source, ...]
+    parts: tuple[Part, ...]
+
+
+def differentiate(expression: Expression, wanted: Sequence[int] | None = None, saved: Sequence[int] = ()) -> Derivative:
+    """The gradients of operands.
+
+    Args:
+        expression: what is differentiated.
+        wanted: operands, by index; all that are not of bools where it is not given.
+        saved: outputs that may be read. They are where that means to read or compute less, as of ``tanh``.
+
+    Raises:
+        ValueError: an operand of bools is wanted, or the derivative is too large.
+    """
+    kinds = [operand.kind for operand in expression.operands]
+    if wanted is None:
+        wanted = [i for i, kind in enumerate(kinds) if kind.dtype != "bool"]
+    if bools := [i for i in wanted if kinds[i].dtype == "bool"]:
+        raise ValueError(f"operand {bools[0]} of an expression holds bools, which have no gradient")
+    found = [_derivative(expression, wanted, given) for given in ((tuple(saved), ()) if saved else ((),))]
+    return min(found, key=_price)
+
+
+def _price(derivative: Derivative) -> tuple[int, ...]:
+    """What a derivative reads per element, tiles alone, and then what it computes."""
+    operands = derivative.expression.operands
+    return sum(1 + o.packed for o in operands if o.kind.rows and o.kind.columns), *derivative.expression.cost
+
+
+def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[int]) -> Derivative:
+    count, kinds = len(expression.operands), expression.output_kinds
+    sources = [Source("operand", i) for i in range(count)]
+    sources += [Source(role, i) for role in ("cotangent", "output") for i in range(len(kinds))]
+    operands = expression.operands + tuple(Operand(kind) for kind in (*kinds, *kinds))
+    names = [f"{source.role} {source.position}" for source in sources]
+    graph = Tracing("a derivative", dict(zip(names, operands, strict=True)))
+    outputs = {expression.outputs[i]: graph.operand(count + len(kinds) + i) for i in saved}
+    forward = _copied(expression, graph, range(count), outputs)
+    backward = _Backward(expression, graph, forward)
+    for i, (output, kind) in enumerate(zip(expression.outputs, kinds, strict=True)):
+        if kind.dtype != "bool":
+            backward.hand(output, _Excess(False, False), Symbol(graph, graph.operand(count + i)))
+    backward.run()
+    parts, results = [], []
+    for i in wanted:
+        for half in ("[:n]", "[n:]") if expression.operands[i].packed else ("",):
+            for excess, gradient in backward.of_operand(i, half):
+                parts.append(Part(i, half, *excess))
+                results.append(gradient)
+    return _without_unread(graph.finish(results), sources, tuple(parts))
+
+
+def _copied(expression: Expression, graph: Graph, operands: Sequence[int], instead: Mapping[int, int]) -> list[int]:
+    """The nodes of an expression in another graph, in which its operands have other indices; leaves may be replaced."""
+    nodes: list[int] = []
+    for i, node in enumerate(expression.nodes):
+        if i in instead and node.word != "operand":
+            nodes.append(instead[i])
+        elif node.word == "operand":
+            nodes.append(graph.operand(operands[node.operand], node.half))
+        elif node.word == "n":
+            nodes.append(graph.length())
+        elif node.word == "constant":
+            truth = {"true": True, "false": False}
+            nodes.append(graph.constant(truth[node.value] if node.value in truth else float(node.value)))
+        else:
+            nodes.append(graph.add(node.word, *(nodes[arg] for arg in node.args), value=node.value))
+    return nodes
+
+
+def _without_unread(expression: Expression, sources: Sequence[Source], parts: tuple[Part, ...]) -> Derivative:
+    """Only the operands that are read; one with columns, if the length of a row is."""
+    read = {node.operand for node in expression.nodes if node.word == "operand"}
+    if any(node.word == "n" for node in expression.nodes) and not any(
+        expression.operands[i].kind.columns for i in read
+    ):
+        read.add(next(i for i, operand in enumerate(expression.operands) if operand.kind.columns))
+    kept = sorted(read)
+    place = [kept.index(i) if i in read else -1 for i in range(len(sources))]
+    graph = Graph(expression.operands[i] for i in kept)
+    nodes = _copied(expression, graph, place, {})
+    return Derivative(graph.finish([nodes[i] for i in expression.outputs]), tuple(sources[i] for i in kept), parts)
+
+
+class _Excess(NamedTuple):
+    """Dims over which a value's cotangent is still to be summed, because the value was broadcast along them."""
+
+    rows: bool
+    columns: bool
+
+
+class _Backward:
+    """Cotangents of an expression's nodes.
+
+    A node's is kept apart by what it is to be summed over, since a sum over rows is not taken here and one over columns
+    only where it must be. Rules are linear, so each is handed on by itself.
+    """
+
+    def __init__(self, expression: Expression, graph: Tracing, forward: Sequence[int]) -> None:
+        self.expression, self.graph, self.forward = expression, graph, forward
+        self.cotangents: list[dict[_Excess, Symbol]] = [{} for _ in expression.nodes]
+
+    def hand(self, i: int, excess: _Excess, cotangent: Symbol) -> None:
+        before = self.cotangents[i].get(excess)
+        self.cotangents[i][excess] = cotangent if before is None else before + cotangent
+
+    def run(self) -> None:
+        """From the outputs to the operands."""
+        for i in reversed(range(len(self.expression.nodes))):
+            node = self.expression.nodes[i]
+            if node.word in WORDS:
+                for excess, cotangent in self.cotangents[i].items():
+                    (self._row if WORDS[node.word].reduces else self._word)(i, node, excess, cotangent)
+
+    def of_operand(self, index: int, half: str) -> Iterable[tuple[_Excess, int]]:
+        """Addends of an operand's gradient."""
+        nodes = self.expression.nodes
+        found = next((i for i, node in enumerate(nodes) if node == Node("operand", (), f"{index}{half}")), None)
+        if found is None or not self.cotangents[found]:
+            return [(_Excess(False, False), self.graph.constant(0.0))]
+        addends: dict[_Excess, Symbol] = {}
+        for excess, cotangent in self.cotangents[found].items():
+            if excess.columns and not self._columns(cotangent):
+                excess, cotangent = _Excess(excess.rows, False), self._summed(cotangent)
+            addends[excess] = addends[excess] + cotangent if excess in addends else cotangent
+        return [(excess, addends[excess]._id) for excess in sorted(addends)]
+
+    def _word(self, i: int, node: Node, excess: _Excess, cotangent: Symbol) -> None:
+        y, *args = (Symbol(self.graph, self.forward[j]) for j in (i, *node.args))
+        kinds = self.expression.kinds
+        gradients = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, *args)
+        for j, gradient in zip(node.args, gradients, strict=True):
+            if gradient is not None:
+                rows = (kinds[i].rows or excess.rows) and not kinds[j].rows
+                columns = (kinds[i].columns or excess.columns) and not kinds[j].columns
+                self.hand(j, _Excess(rows, columns), gradient)
+
+    def _row(self, i: int, node: Node, excess: _Excess, cotangent: Symbol) -> None:
+        """Of a reduction, whose result has no columns: its cotangent is summed over them first."""
+        if excess.columns:
+            cotangent = self._summed(cotangent)
+        y, x = Symbol(self.graph, self.forward[i]), Symbol(self.graph, self.forward[node.args[0]])
+        (gradient,) = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, x)
+        self.hand(node.args[0], _Excess(excess.rows, False), gradient)
+
+    def _summed(self, cotangent: Symbol) -> Symbol:
+        if self._columns(cotangent):
+            return self.graph.apply("sum", cotangent)
+        return cotangent * Symbol(self.graph, self.graph.length())
+
+    def _columns(self, x: Symbol) -> bool:
+        return self.graph.kinds[x._id].columns
+
+
+def _clip(xp: Any, d: Any, y: Any, x: Any, low: Any, high: Any) -> tuple[Any, ...]:
+    inside, over = (low <= x) & (x <= high), xp.maximum(x, low) > high
+    return xp.where(inside, d, 0.0), xp.where((x < low) & ~over, d, 0.0), xp.where(over, d, 0.0)
+
+
+def _divide(xp: Any, d: Any, y: Any, a: Any, b: Any) -> tuple[Any, ...]:
+    da = d / b
+    return da, -(da * y)
+
+
+def _extreme(xp: Any, d: Any, first: Any, equal: Any) -> tuple[Any, ...]:
+    """Of minimum and maximum: the first argument's cotangent where it is the result, half to each where both are."""
+    half = 0.5 * d
+    return xp.where(equal, half, xp.where(first, d, 0.0)), xp.where(equal, half, xp.where(first, 0.0, d))
+
+
+def _gelu_tanh(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
+    s = xp.sigmoid(2 * SLOPE * (x + CUBE * x**3))
+    near = xp.clip(x, -16.0, 16.0)  # beyond, s is 0 or 1, and the square would overflow
+    return (d * s * (1 + near * (1 - s) * (2 * SLOPE * (1 + 3 * CUBE * near**2))),)
+
+
+def _silu(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
+    s = xp.sigmoid(x)
+    return (d * s * (1 + x * (1 - s)),)
+
+
+def _density(xp: Any, x: Any) -> Any:
+    """The normal distribution's."""
+    return xp.exp(-0.5 * x**2) * (1 / math.sqrt(2 * math.pi))
+
+
+def _max(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
+    ties = xp.sum(xp.where(x == y, 1.0, 0.0), axis=-1, keepdims=True)
+    return (xp.where(x == y, d / ties, 0.0),)
+
+
+# From a namespace, the cotangent, the word's result and its arguments to the arguments' cotangents, not yet summed over
+# what was broadcast; None where there is none. A reduction's cotangent has no columns.
+DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
+    "add": lambda xp, d, y, a, b: (d, d),
+    "subtract": lambda xp, d, y, a, b: (d, -d),
+    "multiply": lambda xp, d, y, a, b: (d * b, d * a),
+    "divide": _divide,
+    "negative": lambda xp, d, y, x: (-d,),
+    "reciprocal": lambda xp, d, y, x: (-d * y**2,),
+    "square": lambda xp, d, y, x: (2 * d * x,),
+    "sqrt": lambda xp, d, y, x: (0.5 * d / y,),
+    "rsqrt": lambda xp, d, y, x: (-0.5 * d * y**3,),
+    "abs": lambda xp, d, y, x: (d * xp.sign(x),),
+    "sign": lambda xp, d, y, x: (None,),
+    "floor": lambda xp, d, y, x: (None,),
+    "exp": lambda xp, d, y, x: (d * y,),
+    "exp2": lambda xp, d, y, x: (d * y * math.log(2),),
+    "log": lambda xp, d, y, x: (d / x,),
+    "log1p": lambda xp, d, y, x: (d / (1 + x),),
+    "tanh": lambda xp, d, y, x: (d * (1 - y**2),),
+    "sigmoid": lambda xp, d, y, x: (d * y * (1 - y),),
+    "softplus": lambda xp, d, y, x: (d * xp.sigmoid(x),),
+    "erf": lambda xp, d, y, x: (d * (2 / math.sqrt(math.pi)) * xp.exp(-(x**2)),),
+    "ndtr": lambda xp, d, y, x: (d * _density(xp, x),),
+    "relu": lambda xp, d, y, x: (xp.where(y <= 0, 0.0, d),),
+    "silu": _silu,
+    "gelu": lambda xp, d, y, x: (d * (xp.ndtr(x) + x * _density(xp, x)),),
+    "gelu_tanh": _gelu_tanh,
+    "minimum": lambda xp, d, y, a, b: _extreme(xp, d, a < b, a == b),
+    "maximum": lambda xp, d, y, a, b: _extreme(xp, d, a > b, a == b),
+    "clip": _clip,
+    "where": lambda xp, d, y, c, a, b: (None, xp.where(c, d, 0.0), xp.where(c, 0.0, d)),
+    "astype": lambda xp, d, y, x: (d,),
+    "equal": lambda xp, d, y, a, b: (None, None),
+    "less": lambda xp, d, y, a, b: (None, None),
+    "less_equal": lambda xp, d, y, a, b: (None, None),
+    "logical_and": lambda xp, d, y, a, b: (None, None),
+    "logical_or": lambda xp, d, y, a, b: (None, None),
+    "logical_not": lambda xp, d, y, x: (None,),
+    "sum": lambda xp, d, y, x: (d,),
+    "mean": lambda xp, d, y, x: (d / x.shape[-1],),
+    "max": _max,
+}

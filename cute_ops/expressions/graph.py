@@ -1,0 +1,203 @@
+"""Expressions: hash-consed graphs of words over operands.
+
+A value is a float32 or a bool, and has rows, columns, both or neither: operands are tiles ``(*m, n)``, row vectors
+``(n,)``, column vectors ``(*m, 1)`` and scalars, and a word's result has what any argument has, as NumPy broadcasts.
+Equal values are one node, and an :class:`Expression` is a tuple, equal to any other that does the same with the same
+operands. Kernels import this module, so that it imports the standard library only.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from cute_ops.expressions.words import ROUNDS_TO, WORDS
+
+# Bounds of what is read from files. The derivative of a written-out GELU has 40 nodes and is 20 deep.
+MOST_NODES, MOST_DEPTH, MOST_OPERANDS, MOST_OUTPUTS = 1000, 200, 32, 32
+LEAVES = ("operand", "constant", "n")
+
+
+class Kind(NamedTuple):
+    """What a value is: which dims it has, and its dtype."""
+
+    rows: bool
+    columns: bool
+    dtype: str = "float32"
+
+    def __str__(self) -> str:
+        """``t`` tile, ``r`` row vector, ``c`` column vector, ``s`` scalar; ``t?`` of bools."""
+        return "scrt"[2 * self.columns + self.rows] + "?" * (self.dtype == "bool")
+
+
+SCALAR = Kind(False, False)
+
+
+class Operand(NamedTuple):
+    """What is given; ``packed``, its rows are two of the expression's, ``[gate | up]``, and it is read by halves."""
+
+    kind: Kind
+    packed: bool = False
+
+    def __str__(self) -> str:
+        return "2" * self.packed + str(self.kind)
+
+
+SHAPES = {
+    "*m n": Operand(Kind(True, True)),
+    "n": Operand(Kind(False, True)),
+    "*m 1": Operand(Kind(True, False)),
+    "": Operand(SCALAR),
+    "*m 2n": Operand(Kind(True, True), packed=True),
+    "2n": Operand(Kind(False, True), packed=True),
+}
+SHAPES |= {f"bool {s}".strip(): o._replace(kind=o.kind._replace(dtype="bool")) for s, o in SHAPES.items()}
+OPERANDS = {str(operand): operand for operand in SHAPES.values()}
+
+
+class Node(NamedTuple):
+    """A word of earlier nodes, or a leaf.
+
+    Attributes:
+        word: a word, or one of :data:`LEAVES`: an operand, a constant, or the length of a row as a number.
+        args: nodes, by index.
+        value: of an operand ``0``, ``0[:n]`` or ``0[n:]``; of a constant its number; of ``astype`` the dtype.
+    """
+
+    word: str
+    args: tuple[int, ...] = ()
+    value: str = ""
+
+    @property
+    def operand(self) -> int:
+        """Of an operand: its index."""
+        return int(self.value.partition("[")[0])
+
+    @property
+    def half(self) -> str:
+        """Of a half of a packed operand: ``[:n]`` or ``[n:]``; else empty."""
+        return self.value[len(self.value.partition("[")[0]) :]
+
+
+class Expression(NamedTuple):
+    """Outputs computed from operands.
+
+    Attributes:
+        operands: what is given.
+        nodes: leaves and words in the order in which outputs need them, arguments first.
+        kinds: the kind of each node.
+        outputs: nodes, by index.
+    """
+
+    operands: tuple[Operand, ...]
+    nodes: tuple[Node, ...]
+    kinds: tuple[Kind, ...]
+    outputs: tuple[int, ...]
+
+    @property
+    def output_kinds(self) -> tuple[Kind, ...]:
+        return tuple(self.kinds[i] for i in self.outputs)
+
+    @property
+    def cost(self) -> tuple[int, int]:
+        """``(MUFU, other)`` instructions per element."""
+        words = [WORDS[node.word] for node in self.nodes if node.word not in LEAVES]
+        return sum(word.mufu for word in words), sum(word.fma for word in words)
+
+
+class Graph:
+    """Nodes as they are made, each once. A node is its index, and arguments come before it."""
+
+    def __init__(self, operands: Iterable[Operand]) -> None:
+        self.operands = tuple(operands)
+        self.nodes: list[Node] = []
+        self.kinds: list[Kind] = []
+        self._index: dict[Node, int] = {}
+        # What nodes are sorted by: nothing that depends on when they were made.
+        self._order: list[tuple[object, ...]] = []
+        self._depth: list[int] = []
+        if len(self.operands) > MOST_OPERANDS:
+            raise ValueError(f"an expression has at most {MOST_OPERANDS} operands, got {len(self.operands)}")
+
+    def operand(self, index: int, half: str = "") -> int:
+        operand = self.operands[index]
+        if operand.packed != (half in ("[:n]", "[n:]")):
+            raise ValueError(f"operand {index} is {'packed' if operand.packed else 'not packed'}, read as {half!r}")
+        return self._make(Node("operand", (), f"{index}{half}"), operand.kind)
+
+    def constant(self, value: float | bool) -> int:
+        """A number or a bool."""
+        if isinstance(value, bool):
+            return self._make(Node("constant", (), str(value).lower()), Kind(False, False, "bool"))
+        value = float(value)
+        if math.isnan(value):
+            raise ValueError("NaN is no constant of an expression")
+        return self._make(Node("constant", (), repr(value)), SCALAR)
+
+    def length(self) -> int:
+        """The number of elements of a row."""
+        return self._make(Node("n"), SCALAR)
+
+    def add(self, word: str, *args: int, value: str = "") -> int:
+        """A word of nodes.
+
+        Raises:
+            ValueError: there is no such word, it takes other arguments, or the graph becomes too large.
+        """
+        declared = WORDS.get(word)
+        if declared is None:
+            raise ValueError(f"{word!r} is no word of expressions")
+        got = "".join(self.kinds[i].dtype[0] for i in args)
+        if got != declared.takes:
+            raise ValueError(f"{word} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
+        if (value in ROUNDS_TO) != (word == "astype") or (value and word != "astype"):
+            raise ValueError(f"{word} {value!r}: {', '.join(ROUNDS_TO)} belong to astype")
+        rows, columns = any(self.kinds[i].rows for i in args), any(self.kinds[i].columns for i in args)
+        if declared.reduces and not columns:
+            raise ValueError(f"{word} of a value without columns")
+        if declared.commutes:
+            args = tuple(sorted(args, key=self._order.__getitem__))
+        dtype = "bool" if declared.gives == "b" else "float32"
+        return self._make(Node(word, args, value), Kind(rows, columns and not declared.reduces, dtype))
+
+    def finish(self, outputs: Sequence[int]) -> Expression:
+        """What the outputs need, numbered in the order in which they need it."""
+        if not 0 < len(outputs) <= MOST_OUTPUTS:
+            raise ValueError(f"an expression has 1 to {MOST_OUTPUTS} outputs, got {len(outputs)}")
+        number: dict[int, int] = {}
+
+        def visit(i: int) -> None:
+            for arg in self.nodes[i].args:
+                if arg not in number:
+                    visit(arg)
+            number[i] = len(number)
+
+        for i in outputs:
+            if i not in number:
+                visit(i)
+        nodes = tuple(
+            Node(node.word, tuple(number[arg] for arg in node.args), node.value)
+            for node in (self.nodes[i] for i in number)
+        )
+        kinds = tuple(self.kinds[i] for i in number)
+        return Expression(self.operands, nodes, kinds, tuple(number[i] for i in outputs))
+
+    def _make(self, node: Node, kind: Kind) -> int:
+        index = self._index.get(node)
+        if index is not None:
+            return index
+        depth = 1 + max((self._depth[arg] for arg in node.args), default=0)
+        if len(self.nodes) >= MOST_NODES or depth > MOST_DEPTH:
+            raise ValueError(f"an expression has at most {MOST_NODES} nodes and is at most {MOST_DEPTH} deep")
+        index = self._index[node] = len(self.nodes)
+        self.nodes.append(node)
+        self.kinds.append(kind)
+        self._depth.append(depth)
+        first = {"operand": 0, "constant": 2}.get(node.word, 1)
+        self._order.append((first, node.word, node.value, *(self._order[arg] for arg in node.args)))
+        return index
+
+
+def _dtypes(letters: str) -> str:
+    return f"({', '.join({'f': 'float32', 'b': 'bool'}[letter] for letter in letters)})"

@@ -1,0 +1,140 @@
+"""Words that are written out: ``x / (1 + exp(-x))`` is ``silu(x)``.
+
+A word's device function takes fewer instructions than its parts, and does not overflow where they do. Constants may be
+rounded to bfloat16 anywhere along the way, as ``jax.nn.gelu`` rounds them. ``maximum(x, 0)`` becomes ``relu(x)``, whose
+derivative at 0 is 0, where that of ``maximum`` is a half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Protocol
+
+from cute_ops.expressions.graph import Node
+from cute_ops.expressions.reference import CUBE, SLOPE
+
+TOLERANCE = 2**-7  # of a product of two constants that were rounded to bfloat16
+_GELU_TANH = {1: SLOPE, 3: SLOPE * CUBE}
+_GELU_SIGMOID = {power: 2 * c for power, c in _GELU_TANH.items()}
+_GELU_ERF = {1: math.sqrt(0.5)}
+_TRIES = 40  # nodes that one polynomial may consist of
+
+
+class _Graph(Protocol):
+    """A :class:`cute_ops.expressions.simplify.SimplifyingGraph`, which uses this module."""
+
+    nodes: list[Node]
+
+    def add(self, word: str, *args: int, value: str = "") -> int: ...
+
+    def number(self, i: int) -> float | bool | None: ...
+
+    def arg(self, i: int, word: str) -> int | None: ...
+
+
+def recognize(g: _Graph, word: str, args: tuple[int, ...]) -> int | None:
+    """The node that the written-out word stands for, None where it stands for itself."""
+    if word == "multiply":
+        return _gated(g, args)
+    if word == "maximum":
+        return next((g.add("relu", i) for i, j in (args, args[::-1]) if g.number(j) == 0), None)
+    if word == "divide":
+        summed = g.arg(args[0], "sum")
+        if summed is not None and g.nodes[args[1]].word == "n":
+            return g.add("mean", summed)
+        exponent = _one_plus_exp(g, args[1])
+        return None if exponent is None else g.add("multiply", args[0], _sigmoid(g, exponent))
+    if word == "reciprocal":
+        root, exponent = g.arg(args[0], "sqrt"), _one_plus_exp(g, args[0])
+        return _sigmoid(g, exponent) if exponent is not None else None if root is None else g.add("rsqrt", root)
+    if word in ("log", "log1p"):
+        exponent = _one_plus_exp(g, args[0]) if word == "log" else g.arg(args[0], "exp")
+        return None if exponent is None else g.add("softplus", exponent)
+    return None
+
+
+def _sigmoid(g: _Graph, exponent: int) -> int:
+    """``1 / (1 + exp(exponent))``."""
+    return g.add("sigmoid", g.add("negative", exponent))
+
+
+def _plus_one(g: _Graph, i: int) -> int | None:
+    """``x`` of ``1 + x``."""
+    if g.nodes[i].word != "add":
+        return None
+    return next((x for x, one in (g.nodes[i].args, g.nodes[i].args[::-1]) if g.number(one) == 1), None)
+
+
+def _one_plus_exp(g: _Graph, i: int) -> int | None:
+    """``x`` of ``1 + exp(x)``."""
+    power = _plus_one(g, i)
+    return None if power is None else g.arg(power, "exp")
+
+
+def _gated(g: _Graph, args: tuple[int, ...]) -> int | None:
+    """``x`` times a function of ``x`` that goes from 0 to 1: silu and both forms of gelu."""
+    scale, factors = 1.0, list(args)
+    for i in args:
+        if g.nodes[i].word == "multiply":
+            factors.remove(i)
+            factors += g.nodes[i].args
+    for i in list(factors):
+        number = g.number(i)
+        if number is not None:
+            scale *= number
+            factors.remove(i)
+    if len(factors) != 2 or scale not in (0.5, 1):
+        return None
+    for x, gate in (factors, factors[::-1]):
+        if scale == 1 and g.nodes[gate] == Node("ndtr", (x,)):
+            return g.add("gelu", x)
+        argument = g.arg(gate, "sigmoid")
+        if scale == 1 and argument is not None:
+            if argument == x:
+                return g.add("silu", x)
+            if _close(g, argument, x, _GELU_SIGMOID):
+                return g.add("gelu_tanh", x)
+        bent = _plus_one(g, gate) if scale == 0.5 else None
+        if bent is not None:
+            for word, inside, meant in (("tanh", _GELU_TANH, "gelu_tanh"), ("erf", _GELU_ERF, "gelu")):
+                argument = g.arg(bent, word)
+                if argument is not None and _close(g, argument, x, inside):
+                    return g.add(meant, x)
+    return None
+
+
+def _close(g: _Graph, i: int, x: int, wanted: Mapping[int, float]) -> bool:
+    """Whether a node is this polynomial of ``x``, up to the rounding of constants."""
+    found = _polynomial(g, i, x, [_TRIES])
+    return found is not None and found.keys() == wanted.keys() and all(
+        math.isclose(found[power], wanted[power], rel_tol=TOLERANCE) for power in wanted
+    )  # fmt: skip
+
+
+def _polynomial(g: _Graph, i: int, x: int, left: list[int]) -> dict[int, float] | None:
+    """The coefficients of a node as a polynomial of ``x`` by power, None if it is none; ``left`` bounds the search."""
+    left[0] -= 1
+    node, number = g.nodes[i], g.number(i)
+    if i == x:
+        return {1: 1.0}
+    if number is not None:
+        return {0: float(number)}
+    if left[0] < 0 or node.word not in ("add", "subtract", "multiply", "divide", "square", "negative"):
+        return None
+    parts = [_polynomial(g, arg, x, left) for arg in node.args]
+    first, second = parts[0], parts[-1]
+    if first is None or second is None or len(first) * len(second) > 16:
+        return None
+    if node.word in ("add", "subtract"):
+        sign = 1 if node.word == "add" else -1
+        return {p: first.get(p, 0.0) + sign * second.get(p, 0.0) for p in first.keys() | second.keys()}
+    if node.word == "negative":
+        return {p: -c for p, c in first.items()}
+    if node.word == "divide":
+        return {p: c / second[0] for p, c in first.items()} if second.keys() == {0} and second[0] else None
+    product: dict[int, float] = {}
+    for p, c in first.items():
+        for q, d in second.items():
+            product[p + q] = product.get(p + q, 0.0) + c * d
+    return product

@@ -1,0 +1,130 @@
+"""What words mean: array-API functions, and the evaluation of an expression with them.
+
+float64 operands give exact values: nothing is rounded, by ``astype`` neither. All others are computed in float32.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cute_ops.array_api import cast, erfc, sigmoid, widen
+from cute_ops.expressions.graph import Expression
+
+# tanh approximation of GELU: 0.5 * x * (1 + tanh(SLOPE * (x + CUBE * x^3))).
+SLOPE, CUBE = math.sqrt(2 / math.pi), 0.044715
+# What larger numbers become, infinities too, as kernels' conversions do it.
+FP8_LARGEST = 448.0
+
+
+def evaluate(
+    expression: Expression, xp: Any, operands: Sequence[Any], dtypes: Sequence[str | None] | None = None
+) -> tuple[Any, ...]:
+    """The outputs of an expression on arrays.
+
+    Args:
+        expression: what is computed.
+        xp: the arrays' namespace: ``numpy``, ``array_api_compat.torch``, ``jax.numpy``.
+        operands: arrays that broadcast as the operands were declared, of any float dtype or bool.
+        dtypes: what outputs are rounded to, once; None leaves one in float32, or bool.
+    """
+    arrays = [a if a.dtype == xp.bool else widen(xp, a)[0] for a in operands]
+    accumulator = xp.float64 if any(a.dtype == xp.float64 for a in arrays) else xp.float32
+    place = {"device": arrays[0].device} if "torch" in xp.__name__ else {}
+    values: list[Any] = []
+    for node in expression.nodes:
+        if node.word == "operand":
+            array = arrays[node.operand]
+            values.append(_half(array, node.half) if node.half else array)
+        elif node.word == "constant" and node.value in ("true", "false"):
+            values.append(xp.asarray(node.value == "true", **place))
+        elif node.word in ("constant", "n"):
+            number = _row_length(expression, arrays) if node.word == "n" else float(node.value)
+            values.append(xp.asarray(number, dtype=accumulator, **place))
+        else:
+            args = [values[i] for i in node.args]
+            values.append(REFERENCE[node.word](xp, *args, *([node.value] if node.value else [])))
+    outputs = [values[i] for i in expression.outputs]
+    return tuple(
+        cast(xp, out, dtype, out) if dtype else out
+        for out, dtype in zip(outputs, dtypes or [None] * len(outputs), strict=True)
+    )
+
+
+def _half(array: Any, half: str) -> Any:
+    n = array.shape[-1] // 2
+    return array[..., :n] if half == "[:n]" else array[..., n:]
+
+
+def _row_length(expression: Expression, arrays: Sequence[Any]) -> int:
+    """Elements of a row of a value with columns."""
+    return next(
+        int(array.shape[-1]) // (1 + operand.packed)
+        for array, operand in zip(arrays, expression.operands, strict=True) if operand.kind.columns
+    )  # fmt: skip
+
+
+def _erf(xp: Any, x: Any) -> Any:
+    if hasattr(xp, "erf"):
+        return xp.erf(x)
+    # jax.numpy has none, jax.lax has. Whoever hands over a namespace has imported it.
+    lax = getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
+    if lax is not None:
+        return lax.erf(x)
+    return xp.reshape(xp.asarray([math.erf(v) for v in xp.reshape(x, (-1,)).tolist()], dtype=x.dtype), x.shape)
+
+
+def _rounded(xp: Any, x: Any, dtype: str) -> Any:
+    if dtype == "float8_e4m3fn" and x.dtype != xp.float64:
+        x = xp.where(xp.abs(x) > FP8_LARGEST, xp.sign(x) * FP8_LARGEST, x)  # frameworks differ beyond it
+    return xp.astype(cast(xp, x, dtype, x), x.dtype)
+
+
+def _normal_cdf(xp: Any, x: Any) -> Any:
+    return erfc(xp, -x / math.sqrt(2)) / 2  # 1 + erf would cancel in the far negative
+
+
+# From a namespace and float32 or float64 arrays; of astype the last argument is the dtype's name.
+REFERENCE: Mapping[str, Callable[..., Any]] = {
+    "add": lambda xp, x, y: x + y,
+    "subtract": lambda xp, x, y: x - y,
+    "multiply": lambda xp, x, y: x * y,
+    "divide": lambda xp, x, y: x / y,
+    "negative": lambda xp, x: -x,
+    "reciprocal": lambda xp, x: 1 / x,
+    "square": lambda xp, x: x * x,
+    "sqrt": lambda xp, x: xp.sqrt(x),
+    "rsqrt": lambda xp, x: 1 / xp.sqrt(x),
+    "abs": lambda xp, x: xp.abs(x),
+    "sign": lambda xp, x: xp.sign(x),
+    "floor": lambda xp, x: xp.floor(x),
+    "exp": lambda xp, x: xp.exp(x),
+    "exp2": lambda xp, x: xp.exp2(x),
+    "log": lambda xp, x: xp.log(x),
+    "log1p": lambda xp, x: xp.log1p(x),
+    "tanh": lambda xp, x: xp.tanh(x),
+    "sigmoid": sigmoid,
+    "softplus": lambda xp, x: xp.where(x < 0, 0.0, x) + xp.log1p(xp.exp(-xp.abs(x))),
+    "erf": _erf,
+    "ndtr": _normal_cdf,
+    "relu": lambda xp, x: xp.where(x < 0, 0.0, x),  # NaN stays
+    "silu": lambda xp, x: x * sigmoid(xp, x),
+    "gelu": lambda xp, x: x * _normal_cdf(xp, x),
+    "gelu_tanh": lambda xp, x: x * sigmoid(xp, 2 * SLOPE * (x + CUBE * x * x * x)),
+    "minimum": lambda xp, x, y: xp.minimum(x, y),
+    "maximum": lambda xp, x, y: xp.maximum(x, y),
+    "clip": lambda xp, x, low, high: xp.minimum(xp.maximum(x, low), high),
+    "where": lambda xp, condition, x, y: xp.where(condition, x, y),
+    "astype": _rounded,
+    "equal": lambda xp, x, y: x == y,
+    "less": lambda xp, x, y: x < y,
+    "less_equal": lambda xp, x, y: x <= y,
+    "logical_and": lambda xp, x, y: xp.logical_and(x, y),
+    "logical_or": lambda xp, x, y: xp.logical_or(x, y),
+    "logical_not": lambda xp, x: xp.logical_not(x),
+    "sum": lambda xp, x: xp.sum(x, axis=-1, keepdims=True),
+    "mean": lambda xp, x: xp.mean(x, axis=-1, keepdims=True),
+    "max": lambda xp, x: xp.max(x, axis=-1, keepdims=True),
+}

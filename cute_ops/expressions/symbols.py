@@ -1,0 +1,340 @@
+"""Symbols: what a traced function computes with. Their operators write down words.
+
+Values are float32 or bool, and a bool among floats counts as 0 or 1. What a symbol cannot do raises
+:class:`TraceError`, which names the line of the function and what to write instead.
+"""
+
+from __future__ import annotations
+
+import linecache
+import math
+import operator
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from numbers import Real
+from types import FrameType
+from typing import Any, NoReturn
+
+from cute_ops.expressions.graph import Operand
+from cute_ops.expressions.simplify import SimplifyingGraph
+from cute_ops.expressions.words import OFFERED, WORDS
+
+MOST_POWER = 8
+# Frames of these packages are between a function's line and us.
+_LIBRARIES = ("array_api_compat", "functools", "jax", "numpy", "torch")
+
+
+class TraceError(TypeError):
+    """A function does what an expression cannot say. The message names the line and what to write instead."""
+
+
+class Tracing(SimplifyingGraph):
+    """The graph of one call of a function."""
+
+    def __init__(self, function: str, operands: Mapping[str, Operand]) -> None:
+        super().__init__(operands.values())
+        self.function, self.names = function, tuple(operands)
+
+    def refuse(self, what: str, instead: str, at: tuple[str, int] | None = None) -> NoReturn:
+        """Raises :class:`TraceError`, for the line that runs or another one."""
+        file, line = at or _line()
+        source = linecache.getline(file, line).strip()
+        where = f"{file}:{line}" + (f": {source}" if source else "")
+        raise TraceError(f"cute_ops: {self.function} cannot be traced: {what}\n  {where}\n  {instead}") from None
+
+    def apply(self, word: str, *args: Any, value: str = "") -> Symbol:
+        """A word of symbols and numbers."""
+        takes = WORDS[word].takes
+        if len(args) != len(takes):
+            call = f"xp.{word}({', '.join('xyz'[: len(takes)])})"
+            self.refuse(f"xp.{word} of {len(args)} argument{'s' * (len(args) != 1)}", f"write {call}")
+        nodes = [self.node(x, word) for x in args]
+        bools = [self.kinds[i].dtype == "bool" for i in nodes]
+        floats = [i for i, letter in enumerate(takes) if letter == "f"]
+        if any(letter == "b" and not bools[i] for i, letter in enumerate(takes)):
+            self.refuse(f"{word} of a value that is no bool", "write a comparison, such as x != 0")
+        if floats and all(bools[i] for i in floats):
+            instead = "write xp.logical_and, xp.logical_or or xp.logical_not, or xp.where(condition, 1.0, 0.0)"
+            self.refuse(f"{word} of bools", instead)
+        for i in floats:
+            if bools[i]:
+                nodes[i] = self.add("where", nodes[i], self.constant(1.0), self.constant(0.0))
+        if WORDS[word].reduces and not self.kinds[nodes[0]].columns:
+            if not self.kinds[nodes[0]].rows:
+                self.refuse(f"{word} of a scalar", "leave it out: a scalar has no rows")
+            return Symbol(self, nodes[0])  # a column vector: its last dim is 1
+        return Symbol(self, self.add(word, *nodes, value=value))
+
+    def node(self, x: Any, word: str) -> int:
+        """The node of a word's argument."""
+        if isinstance(x, Packed):
+            x._refuse(f"{word} of {x._name}, which is packed")
+        if isinstance(x, Symbol):
+            if x._graph is not self:
+                self.refuse(f"{word} of a value of another trace", "return values; keep none outside of the function")
+            return x._id
+        if isinstance(x, Size):
+            return self.length() if x._factor == 1 else self.add("multiply", self.length(), self.constant(x._factor))
+        number = as_number(x)
+        if number is not None:
+            if math.isnan(number):
+                self.refuse(f"{word} of NaN", "write a number")
+            return self.constant(number)
+        if hasattr(x, "shape") and hasattr(x, "dtype"):
+            library = type(x).__module__.partition(".")[0]
+            self.refuse(
+                f"{word} of a {library} array of shape {tuple(x.shape)}, which is no operand",
+                "make it a parameter of the function",
+            )
+        if x is None:
+            self.refuse(f"{word} of None", "test an operand that may be left out: `if bias is not None`")
+        self.refuse(f"{word} of a {type(x).__name__}", "write an operand, a value or a number")
+
+
+def is_users(frame: FrameType) -> bool:
+    """Whether a function is neither ours nor a library's."""
+    module = str(frame.f_globals.get("__name__", ""))
+    return not module.startswith(__package__) and module.partition(".")[0] not in _LIBRARIES
+
+
+def _line() -> tuple[str, int]:
+    """The line of the user's function that runs."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and not is_users(frame):
+        frame = frame.f_back
+    return frame.f_code.co_filename, frame.f_lineno
+
+
+def as_number(x: Any) -> float | bool | None:
+    """A number of Python's or of NumPy's as a bool or a float; None of all else."""
+    if type(x).__module__ == "numpy" and getattr(x, "ndim", None) == 0:
+        x = x.item()
+    return x if isinstance(x, bool) else float(x) if isinstance(x, Real) else None
+
+
+class Size:
+    """The last dim of a value, ``factor`` times ``n``."""
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __init__(self, graph: Tracing, factor: int) -> None:
+        self._graph, self._factor = graph, factor
+
+    def __floordiv__(self, divisor: object) -> Size:
+        if divisor != self._factor:
+            self._graph.refuse("a part of a row", "declare an operand as `*m 2n` to read its halves")
+        return Size(self._graph, 1)
+
+    def __rtruediv__(self, x: Any) -> Symbol:
+        return self._graph.apply("divide", x, self)
+
+    def __bool__(self) -> NoReturn:
+        self._graph.refuse("a decision on the length of a row", "one expression serves all lengths")
+
+    def __eq__(self, other: object) -> bool:
+        return bool(self)
+
+    def __lt__(self, other: object) -> bool:
+        return bool(self)
+
+    __le__ = __gt__ = __ge__ = __lt__
+
+    def __index__(self) -> int:
+        return int(bool(self))
+
+
+class Shape:
+    """The shape of a value, of which the last dim alone is known."""
+
+    def __init__(self, graph: Tracing, last: Size | int) -> None:
+        self._graph, self._last = graph, last
+
+    def __getitem__(self, index: object) -> Size | int:
+        return self._last if index == -1 else self._refuse()
+
+    def __iter__(self) -> NoReturn:
+        self._refuse()
+
+    def __len__(self) -> int:
+        self._refuse()
+
+    def _refuse(self) -> NoReturn:
+        self._graph.refuse("a shape", "write shape[-1]; one expression serves all numbers of rows")
+
+
+# NumPy's own numbers bring their operators.
+_OPERATORS: Mapping[str, Callable[..., Any]] = {
+    "add": operator.add, "subtract": operator.sub, "multiply": operator.mul, "divide": operator.truediv,
+    "power": operator.pow, "less": operator.lt, "less_equal": operator.le, "greater": operator.gt,
+    "greater_equal": operator.ge, "equal": operator.eq, "not_equal": operator.ne,
+}  # fmt: skip
+
+
+class Given:
+    """What a function is given. Frameworks' own functions, which find it among their arguments, are refused."""
+
+    _graph: Tracing
+    __hash__ = None  # type: ignore[assignment]
+
+    def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **_: Any) -> Any:
+        own = _OPERATORS.get(function.__name__)
+        others = [x for x in inputs if not isinstance(x, Given)]
+        if own and others and all(hasattr(x, "dtype") and as_number(x) is not None for x in others):
+            return own(*(x if isinstance(x, Given) else as_number(x) for x in inputs))
+        self._foreign("numpy", function.__name__, inputs)
+
+    def __array_function__(self, function: Any, types: Any, args: Sequence[Any], options: Any) -> Any:
+        self._foreign("numpy", function.__name__, args)
+
+    def __array__(self, *_: Any, **__: Any) -> Any:
+        self._foreign("numpy", "asarray")
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
+        given = [*args, *(options or {}).values()]
+        flat = [x for arg in given for x in (arg if isinstance(arg, list | tuple) else [arg])]
+        next(x for x in flat if isinstance(x, Given))._foreign("torch", getattr(function, "__name__", ""), flat)
+
+    def _foreign(self, library: str, name: str, args: Sequence[Any] = ()) -> NoReturn:
+        name = name.strip("_")
+        for x in args:
+            if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, Given) and as_number(x) is None:
+                self._graph.node(x, name)
+        word = f"xp.{name}" if name in OFFERED else "the word of xp that does it"
+        self._graph.refuse(f"{library}{f'.{name}' if name else ''} of a value", f"write {word}")
+
+
+def _operator(word: str, swapped: bool = False) -> Callable[[Any, Any], Symbol]:
+    if swapped:
+        return lambda self, other: self._graph.apply(word, other, self)
+    return lambda self, other: self._graph.apply(word, self, other)
+
+
+def _refused(what: str, instead: str) -> Callable[..., Any]:
+    return lambda self, *_: self._graph.refuse(what, instead)
+
+
+_DECISION = (
+    "write xp.where(condition, a, b); for max(a, b) and min(a, b) xp.maximum and xp.minimum; for `and`, `or` and `not` "
+    "xp.logical_and, xp.logical_or and xp.logical_not"
+)
+_NUMBER = "write the word of xp that does it, as xp.exp for math.exp; a value is known on the GPU only"
+
+
+class Symbol(Given):
+    """A value: a node of a graph."""
+
+    def __init__(self, graph: Tracing, node: int) -> None:
+        self._graph, self._id = graph, node
+
+    __add__ = __radd__ = _operator("add")
+    __mul__ = __rmul__ = _operator("multiply")
+    __sub__, __rsub__ = _operator("subtract"), _operator("subtract", swapped=True)
+    __truediv__, __rtruediv__ = _operator("divide"), _operator("divide", swapped=True)
+    __lt__, __le__ = _operator("less"), _operator("less_equal")
+    __gt__, __ge__ = _operator("less", swapped=True), _operator("less_equal", swapped=True)
+    __eq__ = _operator("equal")  # type: ignore[assignment]
+    __and__ = __rand__ = _operator("logical_and")
+    __or__ = __ror__ = _operator("logical_or")
+
+    def __ne__(self, other: object) -> Symbol:  # type: ignore[override]
+        return ~(self._graph.apply("equal", self, other))
+
+    def __neg__(self) -> Symbol:
+        return self._graph.apply("negative", self)
+
+    def __pos__(self) -> Symbol:
+        return self
+
+    def __abs__(self) -> Symbol:
+        return self._graph.apply("abs", self)
+
+    def __invert__(self) -> Symbol:
+        return self._graph.apply("logical_not", self)
+
+    def __pow__(self, power: Any) -> Symbol:
+        """Small integers by squaring, and half ones by a root."""
+        number = as_number(power)
+        if number in (0.5, -0.5):
+            return self._graph.apply("sqrt" if number == 0.5 else "rsqrt", self)
+        if not number or number not in range(-MOST_POWER, MOST_POWER + 1):
+            what = f"a power other than 1 to {MOST_POWER}, -1 to -{MOST_POWER}, 0.5 and -0.5"
+            self._graph.refuse(what, "write xp.exp(y * xp.log(x))")
+        result, bits = self, f"{abs(int(number)):b}"
+        for bit in bits[1:]:
+            result = self._graph.apply("square", result)
+            result = result * self if bit == "1" else result
+        return result if number > 0 else self._graph.apply("reciprocal", result)
+
+    def __rpow__(self, base: Any) -> Symbol:
+        word = {2.0: "exp2", math.e: "exp"}.get(as_number(base) or 0.0)
+        if word is None:
+            self._graph.refuse("a power of another number than 2 and e", "write xp.exp(x * math.log(base))")
+        return self._graph.apply(word, self)
+
+    @property
+    def dtype(self) -> str:
+        return self._graph.kinds[self._id].dtype
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self._graph, Size(self._graph, 1) if self._graph.kinds[self._id].columns else 1)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, Symbol):
+            self._graph.refuse("a mask as an index: the shape would depend on values", "write xp.where(mask, x, 0.0)")
+        instead = "declare an operand as `*m 2n` to read its halves, x[..., :n] and x[..., n:]"
+        self._graph.refuse("an index of a value", instead)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # a question of a library's
+            raise AttributeError(name)
+        self._graph.refuse(f".{name} of a value", f"write xp.{name}(x)" if name in OFFERED else "write a word of xp")
+
+    __bool__ = _refused("Python's control flow on a value", _DECISION)
+    __float__ = _refused("float() of a value", _NUMBER)
+    __int__ = __index__ = _refused("int() of a value", "write xp.floor(x)")
+    __round__ = __floor__ = __trunc__ = __ceil__ = _refused("rounding a value", "write xp.floor(x)")
+    __len__ = __iter__ = __contains__ = __reversed__ = _refused("a value as a sequence", "rows have any length")
+    __setitem__ = __delitem__ = _refused("writing into a value", "write x = xp.where(mask, new, x)")
+    __floordiv__ = __rfloordiv__ = _refused("// of a value", "write xp.floor(x / y)")
+    __mod__ = __rmod__ = __divmod__ = __rdivmod__ = _refused("% of a value", "write x - y * xp.floor(x / y)")
+    __matmul__ = __rmatmul__ = _refused("a product of matrices", "an expression is what happens to its result")
+    __xor__ = __rxor__ = _refused("^ of a value", "write a != b with xp.where(a, 1.0, 0.0)")
+    __lshift__ = __rlshift__ = __rshift__ = __rrshift__ = _refused("a shift of a value", "write x * 2**k")
+    __call__ = _refused("a call of a value", "write a word of xp")
+
+
+class Packed(Symbol):
+    """A packed operand, whose halves are values."""
+
+    def __init__(self, graph: Tracing, index: int) -> None:
+        super().__init__(graph, -1)
+        self._index, self._name = index, graph.names[index]
+
+    @property
+    def dtype(self) -> str:
+        return self._graph.operands[self._index].kind.dtype
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(self._graph, Size(self._graph, 2))
+
+    def __getitem__(self, index: Any) -> Symbol:
+        match index:
+            case (first, slice(start=None, stop=Size(_factor=1), step=None)) if first is ...:
+                half = "[:n]"
+            case (first, slice(start=Size(_factor=1), stop=None, step=None)) if first is ...:
+                half = "[n:]"
+            case _:
+                self._refuse(f"an index of {self._name} that is neither of its halves")
+        return Symbol(self._graph, self._graph.operand(self._index, half))
+
+    def _refuse(self, what: str) -> NoReturn:
+        x = self._name
+        self._graph.refuse(what, f"write {x}[..., :n] and {x}[..., n:] with n = {x}.shape[-1] // 2")
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        self._refuse(f"{name} of {self._name}, which is packed")

@@ -1,0 +1,188 @@
+"""Tracing: a Python function of a namespace and arrays is called once, with symbols.
+
+    def gelu_add(xp, x, bias, residual):
+        return gelu(x + bias) + residual
+
+    trace(gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"})
+
+All values are computed in float32; ``xp.astype`` rounds where it stands, and outputs are rounded once, when they are
+stored.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+from numbers import Real
+from traceback import walk_tb
+from typing import Any
+
+from cute_ops.errors import first_line, meant
+from cute_ops.expressions.graph import SHAPES, Expression, Operand
+from cute_ops.expressions.reference import REFERENCE
+from cute_ops.expressions.simplify import fold
+from cute_ops.expressions.symbols import Packed, Symbol, TraceError, Tracing, is_users
+from cute_ops.expressions.words import OFFERED, ROUNDS_TO, WORDS
+
+
+def trace(
+    function: Callable[..., Any],
+    operands: Mapping[str, str | Operand | None],
+    attrs: Mapping[str, Any] | None = None,
+) -> Expression:
+    """The expression of ``function(xp, **operands, **attrs)``.
+
+    Args:
+        function: functions of single elements and reductions of rows; returns a value or a tuple of values.
+        operands: the shape of each by the parameter's name: ``*m n`` a tile, ``n`` a row vector, ``*m 1`` a column
+            vector, empty a scalar. ``*m 2n`` and ``2n`` are packed, and read as ``x[..., :n]`` and ``x[..., n:]`` with
+            ``n = x.shape[-1] // 2``. ``bool *m n`` is a mask. An operand that is left out is None.
+        attrs: what is known now: numbers become constants.
+
+    Raises:
+        TraceError: the function does what an expression cannot say.
+        ValueError: a shape is none of the above, or the expression is too large.
+    """
+    declared = {name: _operand(name, shape) for name, shape in operands.items() if shape is not None}
+    plain = inspect.unwrap(function)
+    graph = Tracing(getattr(plain, "__qualname__", type(plain).__name__), declared)
+    given: dict[str, Any] = dict.fromkeys(operands)
+    for i, (name, operand) in enumerate(declared.items()):
+        given[name] = Packed(graph, i) if operand.packed else Symbol(graph, graph.operand(i))
+    try:
+        returned = function(Namespace(graph), **given, **(attrs or {}))
+    except TypeError as error:  # of a library that knows no symbols, as JAX
+        if isinstance(error, TraceError) or Symbol.__name__ not in str(error):
+            raise
+        frame, line = [each for each in walk_tb(error.__traceback__) if is_users(each[0])][-1]
+        what = f"a library's function of a value: {first_line(error)[:100]}"
+        graph.refuse(what, "write the word of xp that does it", (frame.f_code.co_filename, line))
+    code = getattr(plain, "__code__", None)
+    at = (code.co_filename, code.co_firstlineno) if code else None
+    results = returned if isinstance(returned, tuple) else (returned,)
+    expression = graph.finish([_output(graph, x, at) for x in results])
+    depends: list[bool] = []
+    for node in expression.nodes:
+        depends.append(node.word == "operand" or any(depends[i] for i in node.args))
+    if not all(depends[i] for i in expression.outputs):
+        _output(graph, 1.0, at)
+    return expression
+
+
+def _output(graph: Tracing, x: Any, at: tuple[str, int] | None) -> int:
+    """The node of what a function returns."""
+    if isinstance(x, Symbol) and not isinstance(x, Packed):
+        return graph.node(x, "return")
+    what = f"{x._name}, which is packed" if isinstance(x, Packed) else f"a {type(x).__name__}"
+    if isinstance(x, Real):
+        what = "a value that depends on no operand"
+    graph.refuse(f"it returns {what}", "return a value or a tuple of values", at)
+
+
+def _operand(name: str, shape: str | Operand) -> Operand:
+    if isinstance(shape, Operand):
+        return shape
+    if shape not in SHAPES:
+        raise ValueError(f"operand `{name}` has shape {shape!r}; shapes are {', '.join(map(repr, SHAPES))}")
+    return SHAPES[shape]
+
+
+def call(word: str, *args: Any, **options: Any) -> Any:
+    """A word as a function of its own, of symbols, of arrays or of numbers."""
+    symbol = next((x for x in args if isinstance(x, Symbol)), None)
+    if symbol is not None:
+        return getattr(Namespace(symbol._graph), word)(*args, **options)
+    if all(isinstance(x, Real) for x in args):
+        return fold(word, *args)
+    import array_api_compat  # start-up time: tracing needs none
+
+    return REFERENCE[word](array_api_compat.array_namespace(*(x for x in args if not isinstance(x, Real))), *args)
+
+
+# What is asked for and not there, and what to write.
+_INSTEAD = {
+    "min": "-xp.max(-x, axis=-1, keepdims=True)",
+    "var": "xp.mean(xp.square(x - xp.mean(x, axis=-1, keepdims=True)), axis=-1, keepdims=True)",
+    "power": "x ** 2",
+    "softmax": "e = xp.exp(x - xp.max(x, axis=-1, keepdims=True)) and e / xp.sum(e, axis=-1, keepdims=True)",
+    **dict.fromkeys(("asarray", "full_like", "ones_like", "zeros_like"), "the number itself"),
+    **dict.fromkeys(("nonzero", "unique_values"), "xp.where(mask, x, 0.0): shapes may not depend on values"),
+}
+
+
+class Namespace:
+    """``xp``: the words, by the array API's names where it has them."""
+
+    pi, e, inf = math.pi, math.e, math.inf
+
+    def __init__(self, graph: Tracing) -> None:
+        self._graph = graph
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("float32", "bool", *ROUNDS_TO):
+            return name
+        if name in WORDS:
+            return partial(self._word, name)
+        if name in _INSTEAD:
+            self._graph.refuse(f"xp.{name} is no word", f"write {_INSTEAD[name]}")
+        self._graph.refuse(
+            f"xp.{name} is no word{meant(name, OFFERED)}",
+            "words are functions of single elements, and xp.sum, xp.mean and xp.max of rows",
+        )
+
+    def _word(self, word: str, *args: Any, **options: Any) -> Any:
+        if options:
+            self._graph.refuse(f"xp.{word} with {', '.join(options)}=", f"write xp.{word} without")
+        if all(isinstance(x, Real) for x in args) and len(args) == len(WORDS[word].takes):
+            value = fold(word, *args)
+            return self._graph.refuse(f"{word}{args} is no number", "write a number") if value is None else value
+        return self._graph.apply(word, *args)
+
+    def greater(self, x: Any, y: Any) -> Any:
+        return self._word("less", y, x)
+
+    def greater_equal(self, x: Any, y: Any) -> Any:
+        return self._word("less_equal", y, x)
+
+    def not_equal(self, x: Any, y: Any) -> Any:
+        return self._word("logical_not", self._word("equal", x, y))
+
+    def pow(self, x: Any, power: Any) -> Any:
+        return x**power
+
+    def clip(self, x: Any, min: Any = None, max: Any = None) -> Any:
+        if min is None or max is None:
+            x = x if min is None else self._word("maximum", x, min)
+            return x if max is None else self._word("minimum", x, max)
+        return self._word("clip", x, min, max)
+
+    def astype(self, x: Any, dtype: Any) -> Any:
+        """Rounds to a narrow float; a bool to 0 or 1, a float to whether it is not 0."""
+        name = str(getattr(dtype, "name", getattr(dtype, "__name__", dtype))).rpartition(".")[2]
+        if name == "bool":
+            return x if getattr(x, "dtype", "") == "bool" else self.not_equal(x, 0.0)
+        if name not in ("float32", *ROUNDS_TO):
+            kinds = ", ".join(("float32", "bool", *ROUNDS_TO))
+            self._graph.refuse(f"astype to {name}", f"round to one of {kinds}; values are computed in float32")
+        if isinstance(x, Symbol) and x.dtype == "bool":
+            x = self._word("where", x, 1.0, 0.0)
+        return x if name == "float32" else self._graph.apply("astype", x, value=name)
+
+    def sum(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        return self._reduced("sum", x, axis, keepdims)
+
+    def mean(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        return self._reduced("mean", x, axis, keepdims)
+
+    def max(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        return self._reduced("max", x, axis, keepdims)
+
+    def _reduced(self, word: str, x: Any, axis: Any, keepdims: bool) -> Any:
+        if axis not in (-1, (-1,)) or keepdims is not True:
+            instead = f"write xp.{word}(x, axis=-1, keepdims=True)"
+            if word == "max":
+                instead += ", or xp.maximum(x, y)"
+            self._graph.refuse(f"xp.{word} of anything but whole rows", instead)
+        return self._graph.apply(word, x)

@@ -1,0 +1,446 @@
+"""Expressions: what is traced, how it is written, what is recognised, and what is refused in which words."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+import cute_ops.expressions
+from cute_ops.expressions import TraceError, differentiate, digest, evaluate, gelu, parse, text_of, trace
+from cute_ops.expressions.derivative import DERIVATIVE
+from cute_ops.expressions.graph import MOST_DEPTH, MOST_NODES
+from cute_ops.expressions.reference import REFERENCE
+from cute_ops.expressions.words import OFFERED, WORDS
+
+TILES = {"x": "*m n", "y": "*m n"}
+ROW = {"axis": -1, "keepdims": True}
+
+
+def written(function: Callable[..., Any], operands: dict[str, Any] | None = None) -> str:
+    return text_of(trace(function, operands or {"x": "*m n"}))
+
+
+def gelu_add(xp: Any, x: Any, bias: Any, residual: Any) -> Any:
+    return gelu(x + bias) + residual
+
+
+def halves(xp: Any, x: Any) -> Any:
+    n = x.shape[-1] // 2
+    return xp.silu(x[..., :n]) * x[..., n:]
+
+
+@pytest.mark.parametrize(
+    ("function", "operands", "expected"),
+    [
+        (gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"}, "e1(t,r,t) add 0 1; gelu 3; add 2 4 -> 5"),
+        (halves, {"x": "*m 2n"}, "e1(2t) silu 0[:n]; multiply 0[n:] 1 -> 2"),
+        (halves, {"x": "2n"}, "e1(2r) silu 0[:n]; multiply 0[n:] 1 -> 2"),
+        (lambda xp, x, y: (y, x), TILES, "e1(t,t) -> 1 0"),
+        (lambda xp, x, s: x * s, {"x": "*m 1", "s": ""}, "e1(c,s) multiply 0 1 -> 2"),
+        (lambda xp, x, m: xp.where(m, x, 0), {"x": "n", "m": "bool *m n"}, "e1(r,t?) where 1 0 0.0 -> 2"),
+        (lambda xp, x, bias: x if bias is None else x + bias, {"x": "n", "bias": None}, "e1(r) -> 0"),
+        (lambda xp, x: (x > 0) * x, None, "e1(t) less 0.0 0; where 1 1.0 0.0; multiply 0 2 -> 3"),
+        (lambda xp, x: xp.astype(x, xp.bfloat16) + 1, None, "e1(t) astype 0 bfloat16; add 1 1.0 -> 2"),
+        (lambda xp, x: xp.astype(xp.astype(x, "float16"), np.float16), None, "e1(t) astype 0 float16 -> 1"),
+        (lambda xp, x: xp.astype(xp.astype(x, xp.float32), xp.bool), None, "e1(t) equal 0 0.0; logical_not 1 -> 2"),
+        (lambda xp, x: xp.sum(x, **ROW) / x.shape[-1], None, "e1(t) mean 0 -> 1"),
+        (lambda xp, x: xp.sum(xp.max(x, **ROW), **ROW), None, "e1(t) max 0 -> 1"),
+        (lambda xp, x: 1 / (x - xp.max(-x, **ROW)), None, "e1(t) negative 0; max 1; subtract 0 2; reciprocal 3 -> 4"),
+        (lambda xp, x: np.float32(0.5) * (xp.sqrt(2.0) * x), None,
+         "e1(t) multiply 0 1.4142135623730951; multiply 1 0.5 -> 2"),
+        (lambda xp, x: np.float32(2) - x, None, "e1(t) subtract 2.0 0 -> 1"),
+        (lambda xp, x: np.float64(2) < x, None, "e1(t) less 2.0 0 -> 1"),
+        (lambda xp, x: x**5 + x**-2 + x**0.5 + 2**x, None,
+         "e1(t) square 0; square 1; multiply 0 2; reciprocal 1; add 3 4; sqrt 0; add 5 6; exp2 0; add 7 8 -> 9"),
+        (lambda xp, x: xp.clip(xp.clip(x, min=-1), -2, 2), None, "e1(t) maximum 0 -1.0; clip 1 -2.0 2.0 -> 2"),
+    ],
+)  # fmt: skip
+def test_what_is_traced(function: Callable[..., Any], operands: Any, expected: str) -> None:
+    assert written(function, operands) == expected
+    assert text_of(parse(expected)) == expected
+
+
+def test_the_text_is_the_same_however_it_is_written() -> None:
+    def first(xp: Any, x: Any, y: Any) -> Any:
+        a = xp.exp(x)
+        unused = xp.tanh(y)  # noqa: F841
+        b = xp.sigmoid(y)
+        return a * b + 2 * (x + y)
+
+    def second(xp: Any, x: Any, y: Any) -> Any:
+        t = (y + x) * 2
+        t += xp.sigmoid(y) * xp.exp(x)
+        return t
+
+    one, two = trace(first, TILES), trace(second, TILES)
+    assert one == two and hash(one) == hash(two) and digest(one) == digest(two) == digest(parse(text_of(one)))
+    assert digest(trace(first, {"x": "*m n", "y": "n"})) != digest(one)
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        (lambda xp, x: x + 0, "0"), (lambda xp, x: x * 1, "0"), (lambda xp, x: x / 1, "0"), (lambda xp, x: x - 0, "0"),
+        (lambda xp, x: +x, "0"), (lambda xp, x: xp.where(True, x, x + 1), "0"),
+        (lambda xp, x: xp.where(x > 0, x, x), "0"), (lambda xp, x: 0 - x, "negative 0"), (lambda xp, x: 0 - (-x), "0"),
+        (lambda xp, x: x * x, "square 0"), (lambda xp, x: x / 4, "multiply 0 0.25"),
+        (lambda xp, x: x / 3, "divide 0 3.0"),
+        (lambda xp, x: 3 * -x, "multiply 0 -3.0"), (lambda xp, x: 2 + -x, "subtract 2.0 0"),
+        (lambda xp, x: x - -2 * xp.exp(1.0) * x, "multiply 0 -5.43656365691809; subtract 0 1"),
+        (lambda xp, x: ~~(x < 1) & True, "less 0 1.0"), (lambda xp, x: (x < 1) | (x < 1), "less 0 1.0"),
+        (lambda xp, x: x * 0, "multiply 0 0.0"), (lambda xp, x: x - x, "subtract 0 0"),
+    ],
+)  # fmt: skip
+def test_what_is_simplified(function: Callable[..., Any], expected: str) -> None:
+    text = written(function)
+    assert text == ("e1(t) -> 0" if expected == "0" else f"e1(t) {expected} -> {1 + expected.count(';')}")
+
+
+def test_a_simplification_does_not_take_a_dim_away() -> None:
+    operands = {"x": "*m n", "y": "*m 1"}
+    text = written(lambda xp, x, y: xp.sum(xp.where(x > 0, y, y), **ROW), operands)
+    assert text == "e1(t,c) less 0.0 0; where 2 1 1; sum 3 -> 4"
+
+
+SLOPE = math.sqrt(2 / math.pi)
+
+
+@pytest.mark.parametrize(
+    ("word", "function"),
+    [
+        ("silu", lambda xp, x: x * xp.sigmoid(x)), ("silu", lambda xp, x: x / (1 + xp.exp(-x))),
+        ("silu", lambda xp, x: x * (1 / (1 + xp.exp(-x)))), ("sigmoid", lambda xp, x: 1 / (1 + xp.exp(-x))),
+        ("sigmoid", lambda xp, x: (xp.exp(-1 * x) + 1) ** -1),
+        ("gelu_tanh", lambda xp, x: 0.5 * x * (1 + xp.tanh(SLOPE * (x + 0.044715 * x**3)))),
+        ("gelu_tanh", lambda xp, x: x * (0.5 * (1.0 + xp.tanh(x * 0.7978845608 * (1 + 0.044715 * x * x))))),
+        ("gelu_tanh", lambda xp, x: 0.5 * (x * (xp.tanh(0.796875 * (x + 0.044677734375 * (x * x * x))) + 1))),
+        ("gelu_tanh", lambda xp, x: x * xp.sigmoid(1.5957691216 * (x + 0.044715 * xp.pow(x, 3)))),
+        ("gelu", lambda xp, x: 0.5 * x * (1 + xp.erf(x / math.sqrt(2)))),
+        ("gelu", lambda xp, x: x * 0.5 * (1 + xp.erf(x * 0.70703125))), ("gelu", lambda xp, x: x * xp.ndtr(x)),
+        ("relu", lambda xp, x: xp.maximum(x, 0)), ("relu", lambda xp, x: xp.maximum(0.0, x)),
+        ("softplus", lambda xp, x: xp.log(1 + xp.exp(x))), ("softplus", lambda xp, x: xp.log1p(xp.exp(x))),
+        ("rsqrt", lambda xp, x: 1 / xp.sqrt(x)), ("rsqrt", lambda xp, x: xp.reciprocal(x**0.5)),
+    ],
+)  # fmt: skip
+def test_what_is_recognised(word: str, function: Callable[..., Any]) -> None:
+    assert written(function) == f"e1(t) {word} 0 -> 1"
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda xp, x: 0.5 * x * (1 + xp.tanh(SLOPE * (x + 0.05 * x**3))), lambda xp, x: x * xp.sigmoid(1.702 * x),
+        lambda xp, x: 0.5 * x * (1 + xp.erf(x)), lambda xp, x: x * (1 + xp.erf(x / math.sqrt(2))),
+        lambda xp, x: x * (1 + xp.tanh(SLOPE * (x + 0.044715 * x**3))), lambda xp, x: xp.log(2 + xp.exp(x)),
+        lambda xp, x: x / (1 - xp.exp(-x)), lambda xp, x: xp.maximum(x, 1),
+        lambda xp, x: 0.5 * x * (1 + xp.tanh(SLOPE * (xp.exp(x) + 0.044715 * x**3))),
+    ],
+)  # fmt: skip
+def test_what_only_looks_alike_is_not(function: Callable[..., Any]) -> None:
+    x = np.linspace(0.1, 2, 7)
+    text = written(function)
+    assert not re.search("gelu|silu|relu|softplus", text)
+    assert evaluate(parse(text), np, [x])[0] == pytest.approx(function(_Numbers, x), rel=1e-12)
+
+
+class _Numbers:
+    """Just enough of a namespace to run a function on NumPy arrays."""
+
+    exp, log, tanh, maximum = np.exp, np.log, np.tanh, np.maximum
+
+    @staticmethod
+    def sigmoid(x: Any) -> Any:
+        return 1 / (1 + np.exp(-x))
+
+    @staticmethod
+    def erf(x: Any) -> Any:
+        return np.vectorize(math.erf)(x)
+
+
+def test_every_word_is_in_every_table() -> None:
+    assert REFERENCE.keys() == DERIVATIVE.keys() == WORDS.keys()
+    for name in OFFERED:
+        assert callable(getattr(cute_ops.expressions, name))
+    with pytest.raises(AttributeError, match="no attribute 'cumsum'"):
+        _ = cute_ops.expressions.cumsum
+
+
+def test_a_word_is_a_function_of_arrays_and_numbers_too() -> None:
+    x = np.asarray([-1.0, 2.0])
+    assert gelu(x) == pytest.approx([-0.15865525393145707, 1.9544997361036416])
+    assert cute_ops.expressions.maximum(x, 0.5) == pytest.approx([0.5, 2])
+    assert gelu(2.0) == pytest.approx(1.9544997361036416)
+
+
+def test_outputs_are_rounded_once_and_values_are_float32() -> None:
+    import ml_dtypes
+
+    x = np.asarray([1.0, 3.0], ml_dtypes.bfloat16)
+    expression = trace(lambda xp, x: (x / 3, xp.astype(x / 3, xp.bfloat16) * 3, x > 2), {"x": "n"})
+    wide, rounded, over = evaluate(expression, np, [x])
+    assert (str(wide.dtype), str(rounded.dtype), str(over.dtype)) == ("float32", "float32", "bool")
+    assert wide[0] == np.float32(1) / np.float32(3) and rounded[0] == 3 * np.float32(ml_dtypes.bfloat16(1 / 3))
+    narrow, _, _ = evaluate(expression, np, [x], ["bfloat16", None, None])
+    assert str(narrow.dtype) == "bfloat16"
+    exact = evaluate(expression, np, [x.astype(np.float64)], ["bfloat16", None, None])
+    assert str(exact[0].dtype) == "float64" and exact[1][0] == 1.0
+
+
+def test_float8_saturates() -> None:
+    expression = trace(lambda xp, x: xp.astype(x, xp.float8_e4m3fn), {"x": "n"})
+    x = np.asarray([1e9, -np.inf, 500, 17.0, np.nan], np.float32)
+    assert evaluate(expression, np, [x])[0] == pytest.approx([448, -448, 448, 16, np.nan], nan_ok=True)
+
+
+def test_the_cost_is_the_sum_of_the_words() -> None:
+    assert trace(gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"}).cost == (2, 17)
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    ("text", "why"),
+    [
+        ("", "it is not of the form"), ("e1(t) add 0 1.0", "it is not of the form"),
+        ("e2(t) -> 0", "its format is 'e2'"),
+        ("e1(q) -> 0", "'q' is no operand"), ("e1(t) -> 1", "'1' stands for nothing"), ("e1(2t) -> 0", "is packed"),
+        ("e1(t) -> 0[:n]", "is not packed"), ("e1(t) add 0 2; exp 0 -> 1", "'2' stands for nothing"),
+        ("e1(t) system 0 -> 1", "'system' is no word"),
+        ("e1(t) add 0 -> 1", r"add takes \(float32, float32\), got \(float32\)"),
+        ("e1(t) logical_not 0 -> 1", r"takes \(bool\), got \(float32\)"),
+        ("e1(t) astype 0 float64 -> 1", "belong to astype"),
+        ("e1(t) astype 0 -> 1", "astype takes"), ("e1(t)  -> 0", "it is not of the form"),
+        ("e1(t) exp  0 -> 1", "is no expression"),
+        ("e1(c) sum 0 -> 1", "sum of a value without columns"), ("e1(t) add 0 nan -> 1", "NaN is no constant"),
+        ("e1(t) add 0 1_0.0 -> 1", "is not how the expression is written, but 'e1.t. add 0 10.0 -> 1'"),
+        ("e1(t) add 1.0 0 -> 1", "is not how"), ("e1(t) exp 0; tanh 0 -> 2", "is not how"),
+        ("e1(t) exp 00 -> 1", "is not how"),
+        ("e1(t) exp 0; exp 0; add 1 2 -> 3", "is not how"), ("e1(t) add 0 infinity -> 1", "is not how"),
+        ("e1(t) exp ٠ -> 1", "is not how"), ("e1(t) -> 0\n", "is not how"),
+        ("e1(t) exp 0;exp 1 -> 2", "is no expression"),
+        ("e1() -> 0", "stands for nothing"), ("e1(" + ",".join("t" * 33) + ") -> 0", "at most 32 operands"),
+        ("e1(t) -> " + " ".join("0" * 33), "1 to 32 outputs"), ("e1(t) -> " + "0" * 40000, "at most 32768 characters"),
+        ("e1(t) " + "; ".join(f"exp {i}" for i in range(MOST_DEPTH)) + f" -> {MOST_DEPTH}", "deep"),
+        ("e1(t) " + "; ".join(f"add 0 {i}.0" for i in range(MOST_NODES)) + f" -> {MOST_NODES}", "at most 1000 nodes"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_none_is_refused(text: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        parse(text)
+
+
+def test_no_mangled_text_is_read_as_another_expression() -> None:
+    rng = np.random.default_rng(0)
+    text = "e1(t,r,2t,c?) add 0 1; less 2[:n] 4; where 3 0.5 -1e-06; logical_and 3 5; max 4; add 4 7; mean 0 -> 8 2[n:]"
+    alphabet = sorted(set(text))
+    for _ in range(2000):
+        letters = list(text)
+        for place in rng.integers(len(text), size=rng.integers(1, 4)):
+            letters[place] = alphabet[rng.integers(len(alphabet))]
+        mangled = "".join(letters)
+        try:
+            found = parse(mangled)
+        except ValueError:
+            continue
+        assert text_of(found) == mangled
+
+
+# What cannot be traced
+
+
+def loop(xp: Any, x: Any) -> Any:
+    total = 0.0
+    for part in x:
+        total = total + part
+    return total
+
+
+def write(xp: Any, x: Any) -> Any:
+    x[..., 0] = 0.0
+    return x
+
+
+def branch(xp: Any, x: Any) -> Any:
+    if x > 0:
+        return x
+    return -x
+
+
+ARRAY = np.ones(4, np.float32)
+CONTROL = "write xp.where(condition, a, b); for max(a, b)"
+REFUSED: list[tuple[Callable[..., Any], str, str]] = [
+    (branch, "Python's control flow on a value", CONTROL),
+    (lambda xp, x: bool(x), "Python's control flow on a value", CONTROL),
+    (lambda xp, x: max(x, 0), "Python's control flow on a value", "xp.maximum"),
+    (lambda xp, x: 0 < x < 1, "Python's control flow on a value", "xp.logical_and"),
+    (lambda xp, x: x > 0 and x, "Python's control flow on a value", "xp.logical_and"),
+    (lambda xp, x: float(x), "float() of a value", "write the word of xp"),
+    (lambda xp, x: math.exp(x), "float() of a value", "as xp.exp for math.exp"),
+    (lambda xp, x: math.floor(x), "rounding a value", "write xp.floor(x)"),
+    (lambda xp, x: int(x), "int() of a value", "write xp.floor(x)"),
+    (lambda xp, x: [1, 2][x], "int() of a value", "write xp.floor(x)"),
+    (loop, "a value as a sequence", "rows have any length"),
+    (lambda xp, x: len(x), "a value as a sequence", "rows have any length"),
+    (write, "writing into a value", "write x = xp.where(mask, new, x)"),
+    (lambda xp, x: x[x > 0], "a mask as an index: the shape would depend on values", "write xp.where(mask, x, 0.0)"),
+    (lambda xp, x: x[..., 0], "an index of a value", "declare an operand as `*m 2n`"),
+    (lambda xp, x: x[..., : x.shape[-1] // 2], "a part of a row", "declare an operand as `*m 2n`"),
+    (lambda xp, x: x.shape[0], "a shape", "write shape[-1]"),
+    (lambda xp, x: x * len(x.shape), "a shape", "write shape[-1]"),
+    (lambda xp, x: x if x.shape[-1] > 4 else -x, "a decision on the length of a row", "one expression serves"),
+    (lambda xp, x: range(x.shape[-1]), "a decision on the length of a row", "one expression serves"),
+    (lambda xp, x: xp.cumsum(x), "xp.cumsum is no word (did you mean sum?)", "words are functions of single elements"),
+    (lambda xp, x: xp.sigmiod(x), "xp.sigmiod is no word (did you mean sigmoid?)", "words are functions"),
+    (lambda xp, x: xp.linalg.norm(x), "xp.linalg is no word", "words are functions"),
+    (lambda xp, x: xp.min(x, **ROW), "xp.min is no word", "write -xp.max(-x, axis=-1, keepdims=True)"),
+    (lambda xp, x: xp.nonzero(x), "xp.nonzero is no word", "shapes may not depend on values"),
+    (lambda xp, x: x + xp.zeros_like(x), "xp.zeros_like is no word", "write the number itself"),
+    (lambda xp, x: xp.sum(x), "xp.sum of anything but whole rows", "write xp.sum(x, axis=-1, keepdims=True)"),
+    (lambda xp, x: xp.max(x, 0), "xp.max of anything but whole rows", "or xp.maximum(x, y)"),
+    (lambda xp, x: xp.exp(x, x), "xp.exp of 2 arguments", "write xp.exp(x)"),
+    (lambda xp, x: xp.where(x, x), "xp.where of 2 arguments", "write xp.where(x, y, z)"),
+    (lambda xp, x: xp.exp(x, out=x), "xp.exp with out=", "write xp.exp without"),
+    (lambda xp, x: xp.where(x, x, x), "where of a value that is no bool", "write a comparison, such as x != 0"),
+    (lambda xp, x: x & x, "logical_and of a value that is no bool", "write a comparison"),
+    (lambda xp, x: (x > 0) + (x < 1), "add of bools", "write xp.logical_and"),
+    (lambda xp, x: xp.exp(x > 0), "exp of bools", "xp.where(condition, 1.0, 0.0)"),
+    (lambda xp, x: xp.log(-1.0) * x, "log(-1.0,) is no number", "write a number"),
+    (lambda xp, x: x * math.nan, "multiply of NaN", "write a number"),
+    (lambda xp, x: x * None, "multiply of None", "test an operand that may be left out"),
+    (lambda xp, x: x + "1", "add of a str", "write an operand, a value or a number"),
+    (lambda xp, x: x**x, "a power other than 1 to 8", "write xp.exp(y * xp.log(x))"),
+    (lambda xp, x: 3**x, "a power of another number than 2 and e", "write xp.exp(x * math.log(base))"),
+    (lambda xp, x: x // 2, "// of a value", "write xp.floor(x / y)"),
+    (lambda xp, x: x @ x, "a product of matrices", "an expression is what happens to its result"),
+    (lambda xp, x: xp.astype(x, xp.int32), "xp.int32 is no word", "words are functions"),
+    (lambda xp, x: xp.astype(x, np.float64), "astype to float64", "values are computed in float32"),
+    (lambda xp, x: x.sum(), ".sum of a value", "write xp.sum(x)"),
+    (lambda xp, x: x.T, ".T of a value", "write a word of xp"),
+    (lambda xp, x: x + ARRAY, "add of a numpy array of shape (4,), which is no operand", "make it a parameter"),
+    (lambda xp, x: ARRAY * x, "multiply of a numpy array of shape (4,), which is no operand", "make it a parameter"),
+    (lambda xp, x: np.exp(x), "numpy.exp of a value", "write xp.exp"),
+    (lambda xp, x: np.where(x > 0, x, 0), "numpy.where of a value", "write xp.where"),
+    (lambda xp, x: np.sort(x), "numpy.sort of a value", "write the word of xp that does it"),
+    (lambda xp, x: np.asarray(x), "numpy.asarray of a value", "write the word of xp that does it"),
+    (lambda xp, x: 1.0, "it returns a value that depends on no operand", "return a value or a tuple of values"),
+    (lambda xp, x: 1 / x.shape[-1], "it returns a value that depends on no operand", "return a value"),
+    (lambda xp, x: None, "it returns a NoneType", "return a value or a tuple of values"),
+    (lambda xp, x: {"out": x}, "it returns a dict", "return a value or a tuple of values"),
+    (lambda xp, x: ARRAY, "it returns a ndarray", "return a value or a tuple of values"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("function", "what", "instead"), REFUSED)
+def test_what_cannot_be_traced_says_so(function: Callable[..., Any], what: str, instead: str) -> None:
+    with pytest.raises(TraceError) as caught:
+        trace(function, {"x": "*m n"})
+    headline, line, advice = str(caught.value).split("\n")
+    assert headline.startswith(f"cute_ops: {function.__qualname__} cannot be traced: {what}")
+    assert re.match(rf"  {re.escape(__file__)}:\d+: .", line)
+    assert advice.startswith("  ") and instead in advice
+
+
+def test_the_line_is_the_function_s_own() -> None:
+    with pytest.raises(TraceError, match=r"test_expressions\.py:\d+: if x > 0:\n"):
+        trace(branch, {"x": "*m n"})
+    with pytest.raises(TraceError, match=r"test_expressions\.py:\d+: x\[..., 0\] = 0\.0\n"):
+        trace(write, {"x": "*m n"})
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda xp, x: x + 1, "add of x, which is packed"), (lambda xp, x: x.T, "T of x, which is packed"),
+        (lambda xp, x: x[..., :4], "an index of x that is neither of its halves"),
+        (lambda xp, x: x, "it returns x, which"),
+        (lambda xp, x: x[: x.shape[-1] // 2], "an index of x that is neither"),
+        (lambda xp, x: np.exp(x), "numpy.exp of a"),
+        (lambda xp, x: x[..., x.shape[-1] // 4 :], "a part of a row"),
+    ],
+)  # fmt: skip
+def test_a_packed_operand_is_read_by_halves(function: Callable[..., Any], what: str) -> None:
+    with pytest.raises(TraceError, match=re.escape(what)):
+        trace(function, {"x": "*m 2n"})
+
+
+def test_a_framework_s_functions_and_arrays_are_refused() -> None:
+    torch, jax = pytest.importorskip("torch"), pytest.importorskip("jax")
+    given: list[tuple[Callable[..., Any], str]] = [
+        (lambda xp, x: torch.exp(x), "torch.exp of a value\n.*\n  write xp.exp"),
+        (lambda xp, x: torch.nn.functional.silu(x), "torch.silu of a value\n.*\n  write xp.silu"),
+        (lambda xp, x: torch.where(x > 0, x, 0.0), "torch.where of a value\n.*\n  write xp.where"),
+        (lambda xp, x: x * torch.ones(3), "multiply of a torch array of shape (3,), which is no operand"),
+        (lambda xp, x: torch.ones(3) * x, "mul of a torch array of shape (3,), which is no operand"),
+        (lambda xp, x: jax.numpy.exp(x), "a library's function of a value: TypeError: "),
+        (lambda xp, x: jax.nn.gelu(x), "a library's function of a value: TypeError: gelu requires ndarray"),
+        (lambda xp, x: x * jax.numpy.ones(3), "array of shape (3,), which is no operand"),
+        (lambda xp, x: jax.numpy.ones(3) * x, "array of shape (3,), which is no operand"),
+    ]
+    for function, what in given:
+        with pytest.raises(TraceError, match=re.escape(what).replace(r"\.\*", ".*").replace("\\\n", "\n")) as caught:
+            trace(function, {"x": "*m n"})
+        assert f"  {__file__}:" in str(caught.value)
+
+
+def test_a_value_of_another_trace_is_refused() -> None:
+    kept: list[Any] = []
+    trace(lambda xp, x: kept.append(x) or x, {"x": "n"})
+    with pytest.raises(TraceError, match="multiply of a value of another trace"):
+        trace(lambda xp, x: x * kept[0], {"x": "n"})
+
+
+def test_a_wrong_shape_and_too_large_an_expression() -> None:
+    with pytest.raises(ValueError, match=r"operand `x` has shape '\*m k'; shapes are '\*m n', 'n', "):
+        trace(lambda xp, x: x, {"x": "*m k"})
+
+    def deep(xp: Any, x: Any) -> Any:
+        for _ in range(MOST_DEPTH):
+            x = xp.tanh(x)
+        return x
+
+    with pytest.raises(ValueError, match="is at most 200 deep"):
+        trace(deep, {"x": "n"})
+
+
+# Derivatives
+
+
+def test_a_derivative_reads_only_what_it_needs() -> None:
+    found = differentiate(trace(gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"}))
+    assert [tuple(s) for s in found.sources] == [("operand", 0), ("operand", 1), ("cotangent", 0)]
+    assert [tuple(p) for p in found.parts] == [(0, "", False, False), (1, "", True, False), (2, "", False, False)]
+    assert found.expression.outputs[0] == found.expression.outputs[1]
+
+
+@pytest.mark.parametrize("word", ["tanh", "exp", "sigmoid", "sqrt", "rsqrt", "reciprocal", "relu"])
+def test_a_saved_output_is_read_instead(word: str) -> None:
+    expression = trace(lambda xp, x, y: getattr(xp, word)(x + y), TILES)
+    assert [s.role for s in differentiate(expression, saved=[0]).sources] == ["cotangent", "output"]
+    assert [s.role for s in differentiate(expression).sources] == ["operand", "operand", "cotangent"]
+
+
+def test_a_saved_output_that_does_not_help_is_not_read() -> None:
+    found = differentiate(trace(lambda xp, x, y: x * y, TILES), saved=[0])
+    assert [tuple(s) for s in found.sources] == [("operand", 0), ("operand", 1), ("cotangent", 0)]
+
+
+def test_an_operand_without_influence_has_a_gradient_of_zero() -> None:
+    found = differentiate(trace(lambda xp, x, y: xp.floor(x) + 2 * y, TILES))
+    assert text_of(found.expression) == "e1(t) multiply 0 2.0 -> 0.0 1"
+    only = differentiate(trace(lambda xp, x, y: x * y, TILES), [1])
+    assert text_of(only.expression) == "e1(t,t) multiply 0 1 -> 2" and [s.position for s in only.sources] == [0, 0]
+
+
+def test_bools_have_no_gradient() -> None:
+    expression = trace(lambda xp, x, m: (xp.where(m, x, 0), x > 1), {"x": "*m n", "m": "bool *m n"})
+    found = differentiate(expression)
+    assert [p.operand for p in found.parts] == [0]
+    assert [tuple(s) for s in found.sources] == [("operand", 1), ("cotangent", 0)]
+    with pytest.raises(ValueError, match="operand 1 of an expression holds bools"):
+        differentiate(expression, [1])

@@ -1,0 +1,310 @@
+"""Random expressions: NumPy, torch and JAX agree, and derivatives are those of torch, of JAX and of differences.
+
+A random program is run twice: traced, and on arrays with functions of torch and JAX that know nothing of ours.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+
+from cute_ops.expressions import differentiate, evaluate, parse, text_of, trace
+from cute_ops.expressions.derivative import Derivative
+from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.words import WORDS
+
+OPERANDS = {"x": "*m n", "y": "*m n", "bias": "n", "scale": "*m 1", "s": "", "packed": "*m 2n", "mask": "bool *m n"}
+FLOATS = [name for name in OPERANDS if name != "mask"]
+M, N = (2, 3), 5
+SHAPES = {"x": (*M, N), "y": (*M, N), "bias": (N,), "scale": (*M, 1), "s": (), "packed": (*M, 2 * N), "mask": (*M, N)}
+COUNT, CHUNK = 500, 100
+
+
+@cache
+def torch_words() -> Mapping[str, Any]:
+    torch = pytest.importorskip("torch")  # here: of pytest's processes, one may do
+    functional = torch.nn.functional
+    return {
+        **{name: getattr(torch, name) for name in WORDS if hasattr(torch, name)},
+        "equal": torch.eq, "gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "ndtr": torch.special.ndtr, "silu": functional.silu,
+        "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)), "max": lambda x: torch.amax(x, -1, True),
+        "mean": lambda x: torch.mean(x, -1, True), "sum": lambda x: torch.sum(x, -1, True),
+    }  # fmt: skip
+
+
+@cache
+def jax_words() -> Mapping[str, Any]:
+    jax = pytest.importorskip("jax")
+    jnp = jax.numpy
+    return {
+        **{name: getattr(jnp, name) for name in WORDS if hasattr(jnp, name)},
+        **{name: getattr(jax.nn, name) for name in ("relu", "sigmoid", "silu", "softplus")},
+        "erf": jax.lax.erf, "gelu": lambda x: jax.nn.gelu(x, approximate=False), "gelu_tanh": jax.nn.gelu,
+        "ndtr": jax.scipy.special.ndtr, "rsqrt": jax.lax.rsqrt, "max": lambda x: jnp.max(x, -1, keepdims=True),
+        "mean": lambda x: jnp.mean(x, -1, keepdims=True), "sum": lambda x: jnp.sum(x, -1, keepdims=True),
+    }  # fmt: skip
+
+
+def namespaces() -> list[tuple[Any, Any]]:
+    """torch's and JAX's, and what makes their arrays of NumPy's."""
+    torch, jnp = pytest.importorskip("torch"), pytest.importorskip("jax.numpy")
+    return [(pytest.importorskip("array_api_compat.torch"), torch.from_numpy), (jnp, jnp.asarray)]
+
+
+# Arguments are brought to where the function is smooth.
+NEAR = {
+    "exp": ["tanh"], "exp2": ["tanh"], "log": ["square", "plus"], "log1p": ["square"], "sqrt": ["square", "plus"],
+    "rsqrt": ["square", "plus"], "reciprocal": ["square", "plus"],
+}  # fmt: skip
+
+
+class Step(NamedTuple):
+    """A word of earlier values; a number stands for itself."""
+
+    word: str
+    args: tuple[int | float, ...]
+
+
+class Program(NamedTuple):
+    """Steps whose first values are the operands' (of a packed one both halves), and the values that are returned."""
+
+    steps: tuple[Step, ...]
+    outputs: tuple[int, ...]
+
+    def __call__(self, words: Mapping[str, Any], given: Mapping[str, Any], n: Any) -> tuple[Any, ...]:
+        values = [given[name] for name in FLOATS if name != "packed"]
+        values += [given["packed"][..., :n], given["packed"][..., n:], given["mask"]]
+        for word, args in self.steps:
+            read = [values[x] if isinstance(x, int) else x for x in args]
+            values.append(OPERATORS[word](*read) if word in OPERATORS else words[word](*read))
+        return tuple(values[i] for i in self.outputs)
+
+    def traced(self) -> Expression:
+        def function(xp: Any, **given: Any) -> Any:
+            row = {"axis": -1, "keepdims": True}
+            words: dict[str, Any] = {name: getattr(xp, name) for name in WORDS if not WORDS[name].reduces}
+            words |= {name: lambda x, name=name: getattr(xp, name)(x, **row) for name in ("sum", "mean", "max")}
+            return self(words, given, given["packed"].shape[-1] // 2)
+
+        return trace(function, OPERANDS)
+
+
+OPERATORS: Mapping[str, Any] = {
+    "add": lambda x, y: x + y, "subtract": lambda x, y: x - y, "multiply": lambda x, y: x * y,
+    "divide": lambda x, y: x / (y * y + 1.5), "plus": lambda x: x + 0.3, "negative": lambda x: -x,
+    "cube": lambda x: x**3,
+}  # fmt: skip
+UNARY = [
+    *(name for name, word in WORDS.items() if word.takes == "f" and not word.reduces and name != "astype"), "cube",
+]  # fmt: skip
+
+
+def program(seed: int) -> Program:
+    rng = np.random.default_rng(seed)
+    floats, bools, columns = list(range(7)), [7], {0, 1, 2, 5, 6}  # of the values; those that have columns
+    steps: list[Step] = []
+
+    def add(word: str, *args: int | float) -> int:
+        steps.append(Step(word, args))
+        new = 7 + len(steps)
+        if word not in ("sum", "mean", "max") and any(isinstance(x, int) and x in columns for x in args):
+            columns.add(new)
+        return new
+
+    def some(kind: list[int]) -> int:
+        return kind[-1 - min(int(rng.exponential(2.5)), len(kind) - 1)]
+
+    columns.add(7)
+    while len(steps) < rng.integers(3, 14):
+        choice = rng.random()
+        if choice < 0.45:
+            word, x = str(rng.choice(UNARY)), some(floats)
+            for before in NEAR.get(word, []):
+                x = add(before, x)
+            floats.append(add(word, x))
+        elif choice < 0.75:
+            word = str(rng.choice(["add", "subtract", "multiply", "divide", "minimum", "maximum"]))
+            constant = word not in ("minimum", "maximum") and rng.random() < 0.3
+            floats.append(
+                add(word, some(floats), float(rng.choice([1, -1, 2, 0.25, 0.7, -3])) if constant else some(floats))
+            )
+        elif choice < 0.83:
+            comparison = str(rng.choice(["less", "less_equal", "equal", "logical_and", "logical_or", "logical_not"]))
+            pool = bools if comparison.startswith("logical") else floats
+            bools.append(add(comparison, *(some(pool) for _ in WORDS[comparison].takes)))
+        elif choice < 0.9:
+            floats.append(add("where", some(bools), some(floats), some(floats)))
+        elif choice < 0.93:
+            floats.append(add("clip", some(floats), -0.7, 0.9))
+        elif floats[-1] in columns:
+            floats.append(add(str(rng.choice(["sum", "mean", "max"])), floats[-1]))
+    outputs = [floats[-1]] + ([some(floats)] if rng.random() < 0.3 else [])
+    return Program(tuple(steps), tuple(outputs))
+
+
+def arrays(seed: int, dtype: Any = np.float64) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    given = {name: np.asarray(rng.standard_normal(SHAPES[name])).astype(dtype) for name in FLOATS}
+    return given | {"mask": rng.random(SHAPES["mask"]) < 0.5}
+
+
+def gradients(
+    derivative: Derivative, given: Sequence[Any], cotangents: Sequence[Any], outputs: Sequence[Any] = ()
+) -> dict[int, np.ndarray]:
+    """What a derivative's parts add up to, by operand."""
+    sources = {"operand": given, "cotangent": cotangents, "output": outputs}
+    read = [np.asarray(sources[source.role][source.position]) for source in derivative.sources]
+    found = {part.operand: np.zeros(np.shape(given[part.operand])) for part in derivative.parts}
+    for part, value in zip(derivative.parts, evaluate(derivative.expression, np, read), strict=True):
+        if part.columns:
+            value = np.sum(value, axis=-1, keepdims=True)
+        if part.rows:
+            value = np.sum(value, axis=tuple(range(value.ndim - 1)))
+        whole = found[part.operand]
+        target = {"": whole, "[:n]": whole[..., :N], "[n:]": whole[..., N:]}[part.half] if whole.ndim else whole
+        target[...] += value if target.ndim else np.reshape(value, ())
+    return found
+
+
+def close(found: Any, wanted: Any, tolerance: float) -> None:
+    found, wanted = np.asarray(found, np.float64), np.asarray(wanted, np.float64)
+    scale = max(1, np.abs(wanted).max(initial=0))
+    np.testing.assert_allclose(found, wanted, rtol=tolerance, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("start", range(0, COUNT, CHUNK))
+def test_values_and_gradients_are_torch_s(start: int) -> None:
+    torch = pytest.importorskip("torch")
+    for seed in range(start, start + CHUNK):
+        made, given = program(seed), arrays(seed)
+        expression = made.traced()
+        assert parse(text_of(expression)) == expression
+        tensors = {name: torch.from_numpy(a) for name, a in given.items()}
+        for name in FLOATS:
+            tensors[name].requires_grad_()
+        wanted = made(torch_words(), tensors, N)
+        found = evaluate(expression, np, list(given.values()))
+        for value, tensor in zip(found, wanted, strict=True):
+            close(value, tensor.detach(), 1e-9)
+        cotangents = [np.random.default_rng(i).standard_normal(value.shape) for i, value in enumerate(found)]
+        derivative = differentiate(expression, saved=range(len(found)) if seed % 2 else ())
+        assert parse(text_of(derivative.expression)) == derivative.expression
+        mine = gradients(derivative, list(given.values()), cotangents, found)
+        active = [(w, torch.from_numpy(c)) for w, c in zip(wanted, cotangents, strict=True) if w.requires_grad]
+        theirs = (
+            torch.autograd.grad(
+                [w for w, _ in active],
+                [tensors[name] for name in FLOATS],
+                [c for _, c in active],
+                materialize_grads=True,
+            )
+            if active
+            else [torch.zeros(SHAPES[name]) for name in FLOATS]
+        )
+        for i, gradient in enumerate(theirs):
+            close(mine[i], gradient, 1e-8)
+
+
+@pytest.mark.parametrize("start", range(0, COUNT, CHUNK))
+def test_values_are_the_same_in_all_namespaces(start: int) -> None:
+    with pytest.importorskip("jax").enable_x64(True):
+        for seed in range(start, start + CHUNK):
+            expression = program(seed).traced()
+            given = list(arrays(seed).values())
+            exact = evaluate(expression, np, given)
+            for xp, convert in namespaces():
+                found = evaluate(expression, xp, [convert(a) for a in given])
+                for value, wanted in zip(found, exact, strict=True):
+                    assert value.shape == wanted.shape and str(value.dtype).endswith("float64")
+                    close(value, wanted, 1e-9)
+
+
+def test_float32_is_near_in_all_namespaces() -> None:
+    steep = {"floor", "sign", "less", "less_equal", "equal"}
+    smooth = [s for s in range(100) if not steep & {step.word for step in program(s).steps}]
+    for seed in smooth:
+        expression = program(seed).traced()
+        exact = evaluate(expression, np, list(arrays(seed).values()))
+        given = list(arrays(seed, np.float32).values())
+        for xp, convert in ((np, np.asarray), *namespaces()):
+            if "jax" in xp.__name__ and seed >= 15:  # each of its functions is compiled for each dtype and shape
+                continue
+            for value, wanted in zip(evaluate(expression, xp, [convert(a) for a in given]), exact, strict=True):
+                assert str(value.dtype).endswith("float32")
+                close(value, wanted, 2e-4)
+
+
+def test_gradients_are_jax_s() -> None:
+    jax = pytest.importorskip("jax")
+    with jax.enable_x64(True):
+        for seed in range(8):
+            made, given = program(seed), arrays(seed)
+            expression = made.traced()
+
+            def run(*floats: Any, made: Program = made, mask: Any = given["mask"]) -> Any:
+                return made(jax_words(), {**dict(zip(FLOATS, floats, strict=True)), "mask": mask}, N)
+
+            values, pull = jax.vjp(run, *(jax.numpy.asarray(given[name]) for name in FLOATS))
+            cotangents = [np.random.default_rng(i).standard_normal(value.shape) for i, value in enumerate(values)]
+            theirs = pull(tuple(jax.numpy.asarray(c) for c in cotangents))
+            mine = gradients(differentiate(expression), list(given.values()), cotangents)
+            for i, gradient in enumerate(theirs):
+                close(mine[i], gradient, 1e-8)
+
+
+@pytest.mark.parametrize("word", [name for name, word in WORDS.items() if "f" in word.takes and word.gives == "f"])
+def test_every_word_s_derivative_is_that_of_differences(word: str) -> None:
+    takes = WORDS[word].takes.replace("b", "")
+    names = ["x", "y", "z"][: len(takes)]
+
+    def function(xp: Any, **given: Any) -> Any:
+        args = [given[name] for name in names]
+        if WORDS[word].reduces:
+            return getattr(xp, word)(*args, axis=-1, keepdims=True)
+        if word == "astype":
+            return xp.astype(*args, xp.bfloat16)
+        if word == "clip":
+            args = [args[0], args[1] - 0.5, args[2]]
+        return getattr(xp, word)(*([args[0] > 1.1] if word == "where" else []), *args)
+
+    expression = trace(function, dict.fromkeys(names, "*m n"))
+    rng, step = np.random.default_rng(3), 1e-6
+    given = [rng.uniform(0.3, 1.9, (4, 5)) for _ in names]
+    (out,) = evaluate(expression, np, given)
+    cotangent = rng.standard_normal(out.shape)
+    mine = gradients(differentiate(expression), given, [cotangent])
+    for i, x in enumerate(given):
+        for place in np.ndindex(x.shape):
+            moved = []
+            for sign in (1, -1):
+                others = [a.copy() for a in given]
+                others[i][place] += sign * step
+                moved.append(np.sum(evaluate(expression, np, others)[0] * cotangent))
+            assert mine[i][place] == pytest.approx((moved[0] - moved[1]) / (2 * step), abs=1e-6)
+
+
+ROW = {"axis": -1, "keepdims": True}
+
+
+@pytest.mark.parametrize(
+    ("function", "dx", "dy"),
+    [
+        (lambda xp, x, y: xp.max(x, **ROW), [0.5, 0, 0.5, 0], 0),
+        (lambda xp, x, y: xp.maximum(x, 1.0), [1, 0, 1, 0.5], 0),
+        (lambda xp, x, y: xp.minimum(x, y), [0, 0.5, 0, 1], [1, 0.5, 1, 0]),
+        (lambda xp, x, y: xp.relu(x - 1), [1, 0, 1, 0], 0),
+        (lambda xp, x, y: xp.abs(x - 1), [1, -1, 1, 0], 0), (lambda xp, x, y: xp.clip(x, -1.0, 1.0), [0, 1, 0, 1], 0),
+    ],
+)  # fmt: skip
+def test_where_there_is_no_derivative(function: Any, dx: list[float], dy: Any) -> None:
+    given = [np.asarray([[3.0, -1.0, 3.0, 1.0]]), np.asarray([[2.0, -1.0, 1.0, 4.0]])]
+    expression = trace(function, {"x": "*m n", "y": "*m n"})
+    (out,) = evaluate(expression, np, given)
+    mine = gradients(differentiate(expression), given, [np.ones(out.shape)])
+    assert mine[0].ravel() == pytest.approx(dx)
+    assert mine[1].ravel() == pytest.approx(np.broadcast_to(dy, 4))
