@@ -18,7 +18,7 @@ class Word(NamedTuple):
         takes: one letter per argument, ``f`` for a float32 and ``b`` for a bool.
         gives: the letter of the result.
         mufu: instructions of the device function that an SM does 16 of per cycle: exponentials, reciprocals, roots,
-            conversions, rounding.
+            rounding to integers and to bfloat16.
         fma: its other float32 instructions, of which an SM does 128 per cycle.
         commutes: the order of the arguments does not matter; the graph sorts them.
         reduces: it combines a row's elements to one.
@@ -45,18 +45,18 @@ WORDS = {
     "abs": Word("f"),
     "sign": Word("f", fma=4),
     "floor": Word("f", mufu=1, fma=0),
-    "exp": Word("f", mufu=1),
+    "exp": Word("f", mufu=1, fma=6),
     "exp2": Word("f", mufu=1, fma=0),
     "log": Word("f", fma=19),
     "log1p": Word("f", fma=18),
     "tanh": Word("f", mufu=2, fma=12),
     "sigmoid": Word("f", mufu=2, fma=2),
-    "softplus": Word("f", mufu=1, fma=21),
+    "softplus": Word("f", mufu=1, fma=26),
     "erf": Word("f", mufu=1, fma=18),
-    "ndtr": Word("f", mufu=2, fma=14),
+    "ndtr": Word("f", mufu=2, fma=20),
     "relu": Word("f"),
     "silu": Word("f", mufu=2, fma=3),
-    "gelu": Word("f", mufu=2, fma=15),
+    "gelu": Word("f", mufu=2, fma=21),
     "gelu_tanh": Word("f", mufu=2, fma=6),
     "minimum": Word("ff", commutes=True),
     "maximum": Word("ff", commutes=True),

@@ -314,7 +314,9 @@ def launch(run, grid, block, **_):
 
 lane = lambda: now.tidx % WARP  # noqa: E731
 ARCH = Names(
-    fmax=np.fmax, fmin=np.fmin, warp_reduction=warp_reduction, inline_ptx=inline_ptx, lane_idx=lambda: Int32(lane()),
+    fmax=lambda x, y, nan=False: (np.maximum if nan else np.fmax)(x, y),
+    fmin=lambda x, y, nan=False: (np.minimum if nan else np.fmin)(x, y),
+    warp_reduction=warp_reduction, inline_ptx=inline_ptx, lane_idx=lambda: Int32(lane()),
     grid_dim=lambda: [*map(Int32, now.grid)], thread_idx=lambda: [*map(Int32, now.thread)],
     block_idx=lambda: [*map(Int32, now.block)], block_idx_in_cluster=lambda: Int32(now.rank),
     map_dsmem_ptr=lambda p, peer: p._replace(address=p.address + (peer - now.rank) * p.step),
@@ -337,7 +339,8 @@ ARCH = Names(
 )  # fmt: skip
 MATH = Names(
     rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),
-    exp2=lambda x, **_: np.exp2(x), exp=lambda x, **_: np.exp(x), absf=np.abs,
+    exp2=lambda x, **_: np.exp2(x), exp=lambda x, **_: np.exp(x), absf=np.abs, log1p=np.log1p, tanh=np.tanh,
+    floor=np.floor, erf=lambda x: Float32(np.vectorize(math.erf)(x)),
 )  # fmt: skip
 COPIES = Names(
     CopyG2ROp=Names, CopyR2GOp=Names, LoadCacheMode=Names(GLOBAL=0, ALWAYS=0),
@@ -363,6 +366,7 @@ SMEM = Names(
 CUTLASS = Names(
     cute=CUTE, utils=Names(SmemAllocator=lambda: SMEM), const_expr=lambda x: x, Constexpr=None, range=dynamic_range,
     range_constexpr=range, min=np.minimum, max=np.maximum,
-    select_=lambda c, a, b: np.atleast_1d(np.where(c, a, b)).view(Lanes), Boolean=KINDS["Bool"], **KINDS,
+    select_=lambda c, a, b: np.atleast_1d(np.where(c, a, b)).view(Lanes), Boolean=KINDS["Bool"], Float8E4M3FN=FP8,
+    **KINDS,
 )  # fmt: skip
 MODULES = {"cutlass": CUTLASS, "cutlass.cute": CUTE, "cutlass.cute.nvgpu": COPIES}

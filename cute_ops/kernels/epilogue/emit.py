@@ -1,0 +1,48 @@
+"""An expression, computed in registers."""
+
+from cutlass import Boolean, Float32
+
+from cute_ops.expressions.text import parse
+from cute_ops.kernels.epilogue.words import DEVICE
+
+
+class Emitter:
+    """Computes an expression's outputs from one element of each operand.
+
+    A kernel makes it where it knows its attributes, ``Emitter(variant.attrs["expression"])``, and calls it for each
+    element. What outputs do not need is not computed.
+
+    Args:
+        text: the expression's text.
+    """
+
+    def __init__(self, text):
+        self.expression = parse(text)
+
+    def __call__(self, *operands, length=None, reduce=None):
+        """The outputs, fp32 or Boolean.
+
+        Args:
+            operands: an fp32 or Boolean element of each operand; of a packed one a pair, an element of each half.
+            length: the number of elements of a row, for expressions that use it.
+            reduce: ``reduce(word, x)``, the sum, mean or largest of a row, for expressions with reductions.
+        """
+        values = []
+        for node in self.expression.nodes:
+            args = [values[i] for i in node.args]
+            if node.word == "operand":
+                given = operands[node.operand]
+                values.append(given[node.half == "[n:]"] if node.half else given)
+            elif node.word == "n":
+                values.append(Float32(length))
+            elif node.value in ("true", "false"):
+                values.append(Boolean(node.value == "true"))
+            elif node.word == "constant":
+                values.append(Float32(float(node.value)))
+            elif node.word == "astype":
+                values.append(DEVICE["astype"](*args, node.value))
+            elif node.word in DEVICE:
+                values.append(DEVICE[node.word](*args))
+            else:
+                values.append(reduce(node.word, *args))
+        return tuple(values[i] for i in self.expression.outputs)

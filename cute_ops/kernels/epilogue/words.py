@@ -1,0 +1,108 @@
+"""Device functions of an expression's words, in fp32, one element at a time.
+
+Reciprocals and roots are the hardware's, right to 2 units in the last place; denormal numbers may count as 0. exp,
+tanh, erf and logarithms are the math library's, because the hardware's lose bits of large arguments or small results.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32
+
+from cute_ops.kernels.lib.activation import TAIL, TAIL_SCALE, gelu_tanh, sigmoid, silu
+
+ROUNDS_TO = {"float16": Float16, "bfloat16": BFloat16, "float8_e4m3fn": Float8E4M3FN}
+
+
+def where(condition, x, y):
+    return Float32(cutlass.select_(condition, x, y))
+
+
+def divide(x, y):
+    return x * cute.arch.rcp_approx(y)
+
+
+def sign(x):
+    return where(x < 0.0, Float32(-1.0), where(x > 0.0, Float32(1.0), x))  # 0 and NaN stay
+
+
+def exp2(x):
+    return cute.math.exp2(x, fastmath=True)
+
+
+def softplus(x):
+    return relu(x) + cute.math.log1p(cute.math.exp(cute.math.absf(x) * -1.0))
+
+
+def ndtr(x):
+    """The normal distribution's cdf, by its tail as in :func:`cute_ops.kernels.lib.activation.gelu_exact`. Its
+    exponential is written as derivatives write the density, so that both are computed once.
+    """
+    t = cute.arch.rcp_approx(cute.math.absf(x) * TAIL_SCALE + 1.0)
+    q = t * TAIL[-1] + TAIL[-2]
+    for c in reversed(TAIL[:-2]):
+        q = q * t + c
+    tail = q * t * cute.math.exp(x * x * -0.5)
+    return where(x < 0.0, tail, 1.0 - tail)
+
+
+def relu(x):
+    return maximum(x, 0.0)
+
+
+def clip(x, low, high):
+    return minimum(maximum(x, low), high)
+
+
+def minimum(x, y):
+    """NaN where either is."""
+    return cute.arch.fmin(x, y, nan=True)
+
+
+def maximum(x, y):
+    return cute.arch.fmax(x, y, nan=True)
+
+
+def astype(x, dtype):
+    return ROUNDS_TO[dtype](x).to(Float32)
+
+
+# Fp32 and Boolean elements to an element; of astype the last argument is the dtype's name. Reductions are not here:
+# who computes rows has them.
+DEVICE = {
+    "add": lambda x, y: x + y,
+    "subtract": lambda x, y: x - y,
+    "multiply": lambda x, y: x * y,
+    "divide": divide,
+    "negative": lambda x: x * -1.0,
+    "reciprocal": cute.arch.rcp_approx,
+    "square": lambda x: x * x,
+    "sqrt": lambda x: cute.math.sqrt(x, fastmath=True),
+    "rsqrt": lambda x: cute.math.rsqrt(x, fastmath=True),
+    "abs": cute.math.absf,
+    "sign": sign,
+    "floor": cute.math.floor,
+    "exp": cute.math.exp,
+    "exp2": exp2,
+    "log": cute.math.log,
+    "log1p": cute.math.log1p,
+    "tanh": cute.math.tanh,
+    "sigmoid": sigmoid,
+    "softplus": softplus,
+    "erf": cute.math.erf,
+    "ndtr": ndtr,
+    "relu": relu,
+    "silu": lambda x: silu(x)[0],
+    "gelu": lambda x: x * ndtr(x),
+    "gelu_tanh": lambda x: gelu_tanh(x)[0],
+    "minimum": minimum,
+    "maximum": maximum,
+    "clip": clip,
+    "where": where,
+    "astype": astype,
+    "equal": lambda x, y: x == y,
+    "less": lambda x, y: x < y,
+    "less_equal": lambda x, y: x <= y,
+    "logical_and": lambda x, y: x & y,
+    "logical_or": lambda x, y: x | y,
+    "logical_not": lambda x: x ^ True,
+}

@@ -1,0 +1,174 @@
+"""Expressions in kernels: what words' device functions compute, and that they compile, at the cost that is declared."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import FLOATS, Array, Op, Tensor
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
+from cute_ops.expressions import differentiate, evaluate, text_of, trace
+from cute_ops.expressions.words import ROUNDS_TO, WORDS
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
+from cute_ops.tools import sass
+
+sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
+import interpreter
+from kernel_calls import interpreted
+
+POINTWISE = [name for name, word in WORDS.items() if not word.reduces]
+WIDE = {"x": "*m n", "bias": "n", "scale": "*m 1", "packed": "*m 2n"}
+
+
+@pytest.fixture
+def emitter() -> Iterator[Any]:
+    with interpreted():
+        yield importlib.import_module("cute_ops.kernels.epilogue.emit").Emitter
+
+
+def computed(emitter: Any, text: str, *given: Any, **options: Any) -> list[np.ndarray]:
+    """What a kernel computes of float32 elements, one for each of as many threads."""
+    kinds = [interpreter.KINDS["Bool"] if np.asarray(x).dtype == bool else interpreter.Float32 for x in given]
+    return [np.asarray(x) for x in emitter(text)(*(kind(x) for kind, x in zip(kinds, given, strict=True)), **options)]
+
+
+@pytest.mark.parametrize("word", [name for name in POINTWISE if name != "astype"])
+def test_device_functions_are_the_references(word: str, emitter: Any) -> None:
+    """Large and small arguments too, infinities and NaN; logarithms and roots of positive ones."""
+    takes, rng = WORDS[word].takes, np.random.default_rng(0)
+    near, far = rng.standard_normal(4000), rng.standard_normal(400) * 10.0 ** rng.integers(-12, 13, 400)
+    floats = np.concatenate([near, far, [0.0, np.inf, -np.inf, np.nan]]).astype(np.float32)
+    if word in ("log", "log1p", "sqrt", "rsqrt"):
+        floats = np.abs(floats)
+    given = [rng.permutation(floats) if i else floats for i in range(len(takes))]
+    given = [x > 0 if letter == "b" else x for x, letter in zip(given, takes, strict=True)]
+    names = "xyz"[: len(takes)]
+    shapes = {name: "bool n" if letter == "b" else "n" for name, letter in zip(names, takes, strict=True)}
+    expression = trace(lambda xp, **values: getattr(xp, word)(*values.values()), shapes)
+    (found,) = computed(emitter, text_of(expression), *given)
+    with np.errstate(all="ignore"):
+        wide = [x if x.dtype == bool else x.astype(np.float64) for x in given]
+        (exact,) = evaluate(expression, np, wide)
+    if found.dtype == bool:
+        assert np.array_equal(found, exact)
+        return
+    # Not what float32 has no number for, and not infinite arguments, which a formula may multiply by 0.
+    kept = (np.abs(exact) < 3e38) & (np.abs(exact) > 1e-30) & np.all([np.isfinite(x) for x in wide], axis=0)
+    tail = word in ("gelu", "gelu_tanh", "ndtr", "sigmoid", "silu")  # its exponential is rounded before it is taken
+    assert kept.sum() > 2000
+    np.testing.assert_allclose(found[kept], exact[kept], rtol=5e-6 if tail else 1e-6)
+    if word in ("minimum", "maximum", "relu", "clip", "where", "abs", "negative", "sign"):
+        assert np.array_equal(found, exact.astype(np.float32), equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", ROUNDS_TO)
+def test_rounding_is_the_reference_s(dtype: str, emitter: Any) -> None:
+    x = np.random.default_rng(0).standard_normal(1000).astype(np.float32)
+    expression = trace(lambda xp, x: xp.astype(x, dtype) * 3, {"x": "n"})
+    assert np.array_equal(computed(emitter, text_of(expression), x)[0], evaluate(expression, np, [x])[0])
+
+
+def test_an_emitter_reads_halves_masks_lengths_and_rows(emitter: Any) -> None:
+    def function(xp: Any, packed: Any, mask: Any) -> Any:
+        n = packed.shape[-1] // 2
+        gate, up = packed[..., :n], packed[..., n:]
+        centred = gate - xp.mean(gate, axis=-1, keepdims=True)
+        return xp.where(mask, centred * up, 0.5), up / n, ~mask & True
+
+    expression = trace(function, {"packed": "2n", "mask": "bool n"})
+    rng = np.random.default_rng(0)
+    packed, mask = rng.standard_normal(32).astype(np.float32), rng.random(16) < 0.5
+    halves = tuple(interpreter.Float32(x) for x in (packed[:16], packed[16:]))
+
+    def reduce(word: str, x: Any) -> Any:
+        return interpreter.Float32(getattr(np, word)(np.asarray(x)))
+
+    found = emitter(text_of(expression))(halves, interpreter.KINDS["Bool"](mask), length=16, reduce=reduce)
+    for value, wanted in zip(found, evaluate(expression, np, [packed, mask]), strict=True):
+        np.testing.assert_allclose(value, wanted, rtol=1e-6)
+
+
+# What compiles
+
+
+@pytest.fixture
+def instructions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], list[str]]:
+    """From an expression's text to the kernel's instructions."""
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent / "kernels"), *sys.path])
+
+    def code(text: str) -> list[str]:
+        path = tmp_path / "kernel.cubin"
+        worker.compile(variant(text), path)
+        assert [(kernel.stack, kernel.local) for kernel in sass.resources(path)] == [(0, 0)]
+        command = [sass.tool("cuobjdump"), "--dump-sass", str(path)]
+        listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+        return re.findall(r"/\*[0-9a-f]{4}\*/\s+(?:@!?U?P\w+ +)?([A-Z][A-Z0-9_.]+)", listing)
+
+    return code
+
+
+def variant(text: str) -> Variant:
+    shapes = {"x": "*m n", "bias": "n", "scale": "*m", "packed": "*m 2n"}
+    op = Op(
+        "expressed",
+        inputs={name: Tensor(shape, "T") for name, shape in shapes.items()},
+        outputs={"out": Tensor("*m n", "T")},
+        dtypes={"T": FLOATS},
+        attrs={"expression": ""},
+        reference=lambda xp, x, **_: x,
+        kernel="expressed:Expressed",
+    )
+    sizes = {"x": (4, 64), "bias": (64,), "scale": (4,), "packed": (4, 128)}
+    arrays = {name: Array(size, "float32") for name, size in sizes.items()}
+    return choose(bind(op, arrays, {"expression": text}), {}, parse("sm_90a")).variant
+
+
+def every_word(xp: Any, x: Any, bias: Any, scale: Any, packed: Any) -> Any:
+    """All words, no two of which have an instruction in common."""
+    n, least, some = packed.shape[-1] // 2, scale, x > bias
+    for i, word in enumerate(POINTWISE):
+        floats = [x + float(i), bias, packed[..., n:]]
+        bools = [floats[0] > scale, packed[..., :n] > scale]
+        if word == "astype":
+            values = [xp.astype(floats[0] * (2.0 + j), dtype) for j, dtype in enumerate(ROUNDS_TO)]
+        else:
+            values = [getattr(xp, word)(*((bools if letter == "b" else floats).pop(0) for letter in WORDS[word].takes))]
+        for value in values:
+            least, some = (least, some | value) if value.dtype == "bool" else (xp.minimum(least, value), some)
+    return xp.where(some, least, packed[..., :n])
+
+
+def test_every_word_compiles_at_its_cost(instructions: Callable[[str], list[str]]) -> None:
+    expression = trace(every_word, WIDE)
+    assert {node.word for node in expression.nodes} >= set(POINTWISE)
+    names = [name.partition(".")[0] for name in instructions(text_of(expression))]
+    slow = sum(names.count(name) for name in ("MUFU", "F2F", "FRND"))
+    assert slow == expression.cost[0] - (len(ROUNDS_TO) - 1)  # of the roundings only bfloat16's
+
+
+def gated(xp: Any, x: Any, bias: Any, scale: Any, packed: Any) -> Any:
+    n = packed.shape[-1] // 2
+    return (xp.silu(packed[..., :n]) * packed[..., n:] + x + bias) * scale
+
+
+def scaled_gelu(xp: Any, x: Any, bias: Any, scale: Any) -> Any:
+    return xp.gelu(x + bias) * scale
+
+
+def test_expressions_and_derivatives_compile(instructions: Callable[[str], list[str]]) -> None:
+    derivative = differentiate(trace(scaled_gelu, {"x": "*m n", "bias": "n", "scale": "*m 1"}))
+    assert [source.role for source in derivative.sources] == ["operand", "operand", "operand", "cotangent"]
+    for expression in (trace(gated, WIDE), derivative.expression):
+        names = [name.partition(".")[0] for name in instructions(text_of(expression))]
+        assert names.count("MUFU") == 2  # the density and the cdf of a gelu's derivative share an exponential
