@@ -10,10 +10,10 @@
     evaluate(expression, numpy, [x, bias, residual])     # the reference
     differentiate(expression).expression                 # an expression, too
 
-Every word is a function here, ``gelu``, and one of ``xp``, ``xp.gelu``. Modules: ``words`` (which there are), ``graph``
-(expressions), ``tracing`` and ``symbols`` (from a function), ``simplify`` and ``recognize`` (while it is traced),
-``text`` (as text, and back), ``reference`` (on arrays), ``derivative``. Kernels import ``text``: this package imports
-none of the others by itself.
+Words are functions of ``xp``, ``xp.gelu``. Those that the array API lacks are functions here, too, of symbols and of
+arrays. Modules: ``words`` (which there are), ``graph`` (expressions), ``tracing`` and ``symbols`` (from a function),
+``simplify`` and ``recognize`` (while it is traced), ``text`` (as text, and back), ``reference`` (on arrays),
+``derivative``. Kernels import ``text`` and what it needs, so that this package imports nothing by itself.
 """
 
 from functools import partial
@@ -29,6 +29,6 @@ _HOMES = {
 def __getattr__(name: str) -> Any:
     if name in _HOMES:
         return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
-    if name in import_module(f"{__name__}.words").OFFERED:
+    if name in import_module(f"{__name__}.words").FUNCTIONS:
         return partial(import_module(f"{__name__}.tracing").call, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

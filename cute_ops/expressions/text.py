@@ -53,7 +53,7 @@ def parse(given: str) -> Expression:
     try:
         expression = _parse(given)
     except ValueError as error:
-        raise ValueError(f"{shown!r} is no expression: {error}") from None
+        raise ValueError(f"{shown!r} is no expression: {str(error)[:200]}") from None
     if text_of(expression) != given:
         raise ValueError(f"{shown!r} is not how the expression is written, but {text_of(expression)[:200]!r}")
     return expression

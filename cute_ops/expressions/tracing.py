@@ -22,7 +22,7 @@ from typing import Any
 from cute_ops.errors import first_line, meant
 from cute_ops.expressions.graph import SHAPES, Expression, Operand
 from cute_ops.expressions.reference import REFERENCE
-from cute_ops.expressions.simplify import fold
+from cute_ops.expressions.simplify import NUMBERS, fold
 from cute_ops.expressions.symbols import Packed, Symbol, TraceError, Tracing, is_users
 from cute_ops.expressions.words import OFFERED, ROUNDS_TO, WORDS
 
@@ -89,16 +89,15 @@ def _operand(name: str, shape: str | Operand) -> Operand:
     return SHAPES[shape]
 
 
-def call(word: str, *args: Any, **options: Any) -> Any:
-    """A word as a function of its own, of symbols, of arrays or of numbers."""
-    symbol = next((x for x in args if isinstance(x, Symbol)), None)
-    if symbol is not None:
-        return getattr(Namespace(symbol._graph), word)(*args, **options)
-    if all(isinstance(x, Real) for x in args):
-        return fold(word, *args)
+def call(word: str, x: Any) -> Any:
+    """A word of one argument as a function of its own: of a symbol, an array or a number."""
+    if isinstance(x, Symbol):
+        return x._graph.apply(word, x)
+    if isinstance(x, Real):
+        return REFERENCE[word](NUMBERS, x)
     import array_api_compat  # start-up time: tracing needs none
 
-    return REFERENCE[word](array_api_compat.array_namespace(*(x for x in args if not isinstance(x, Real))), *args)
+    return REFERENCE[word](array_api_compat.array_namespace(x), x)
 
 
 # What is asked for and not there, and what to write.
@@ -106,6 +105,7 @@ _INSTEAD = {
     "min": "-xp.max(-x, axis=-1, keepdims=True)",
     "var": "xp.mean(xp.square(x - xp.mean(x, axis=-1, keepdims=True)), axis=-1, keepdims=True)",
     "power": "x ** 2",
+    "isnan": "x != x",
     "softmax": "e = xp.exp(x - xp.max(x, axis=-1, keepdims=True)) and e / xp.sum(e, axis=-1, keepdims=True)",
     **dict.fromkeys(("asarray", "full_like", "ones_like", "zeros_like"), "the number itself"),
     **dict.fromkeys(("nonzero", "unique_values"), "xp.where(mask, x, 0.0): shapes may not depend on values"),

@@ -75,5 +75,7 @@ WORDS = {
 }
 # What `astype` rounds to. Values are float32 otherwise.
 ROUNDS_TO = ("float16", "bfloat16", "float8_e4m3fn")
+# Those that the array API lacks, which the package offers as functions of their own.
+FUNCTIONS = ("erf", "exp2", "gelu", "gelu_tanh", "ndtr", "relu", "rsqrt", "sigmoid", "silu", "softplus")
 # What a namespace offers: words, and what is written with other words.
 OFFERED = frozenset(WORDS) | {"greater", "greater_equal", "not_equal", "pow"}
