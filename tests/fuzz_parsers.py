@@ -1,4 +1,5 @@
-"""Feed damaged files to what reads them: manifests, bundles, tuning files, exported programs, entries of the cache.
+"""Feed damaged files and texts to what reads them: expressions, manifests, bundles, tuning files, exported programs,
+entries of the cache.
 
     python tests/fuzz_parsers.py --parser bundle --seconds 600
     python tests/fuzz_parsers.py --parser export --seed 7 --case 1234      # one case again, in this process
@@ -292,9 +293,35 @@ def export_reader(where: Path) -> Reader:
     return read
 
 
+def expression_reader(where: Path) -> Reader:
+    from cute_ops.expressions import parse, text_of
+    from cute_ops.expressions.graph import MOST_DEPTH, MOST_NODES
+
+    text = "e1(t,r,2t,c?) add 0 1; less 2[:n] 4; where 3 0.5 -1e-06; logical_and 3 5; max 4; add 4 7; mean 0 -> 8 2[n:]"
+    letters = "".join(sorted({*text, *"45"}))
+
+    def read(rng: random.Random, elsewhere: Callable[[], None]) -> bool:
+        given = text
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            at, word = rng.randrange(len(given)), rng.choice(WORDS if rng.randrange(3) == 0 else letters)
+            given = given[:at] + word + given[at + rng.randrange(2) :]
+        if rng.randrange(50) == 0:  # as large as it may be, and larger
+            count = rng.choice((MOST_DEPTH, MOST_NODES)) - rng.randrange(3)
+            given = f"e1(t) {'; '.join(f'add {i} {i}' for i in range(count))} -> {count}"
+        try:
+            expression = parse(given)
+        except ValueError as error:
+            check_text(error)
+            return False
+        require(text_of(expression) == given, f"{given!r} is read as {text_of(expression)!r}")
+        return True
+
+    return read
+
+
 READERS = {
-    "manifest": manifest_reader, "bundle": bundle_reader, "tuning": tuning_reader, "export": export_reader,
-    "cache": cache_reader,
+    "expression": expression_reader, "manifest": manifest_reader, "bundle": bundle_reader, "tuning": tuning_reader,
+    "export": export_reader, "cache": cache_reader,
 }  # fmt: skip
 
 

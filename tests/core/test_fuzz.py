@@ -18,7 +18,7 @@ TESTS = Path(__file__).parents[1]
     "random changes in manifests, bundles, tuning files, exports and the cache: bits, types, names, numbers, nesting",
     "what is read is valid, or an error says what is wrong", "nothing",
 )  # fmt: skip
-@pytest.mark.parametrize("parser", ["manifest", "bundle", "tuning", "cache", "export"])
+@pytest.mark.parametrize("parser", ["expression", "manifest", "bundle", "tuning", "cache", "export"])
 def test_damaged_files_are_explained(parser: str) -> None:
     if parser == "export" and not (find_spec("jax") and find_spec("flatbuffers")):
         pytest.skip("exports need JAX and flatbuffers")
