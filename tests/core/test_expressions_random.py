@@ -22,6 +22,7 @@ FLOATS = [name for name in OPERANDS if name != "mask"]
 M, N = (2, 3), 5
 SHAPES = {"x": (*M, N), "y": (*M, N), "bias": (N,), "scale": (*M, 1), "s": (), "packed": (*M, 2 * N), "mask": (*M, N)}
 COUNT, CHUNK = 500, 100
+ROW = {"axis": -1, "keepdims": True}
 
 
 @cache
@@ -86,9 +87,8 @@ class Program(NamedTuple):
 
     def traced(self) -> Expression:
         def function(xp: Any, **given: Any) -> Any:
-            row = {"axis": -1, "keepdims": True}
             words: dict[str, Any] = {name: getattr(xp, name) for name in WORDS if not WORDS[name].reduces}
-            words |= {name: lambda x, name=name: getattr(xp, name)(x, **row) for name in ("sum", "mean", "max")}
+            words |= {name: lambda x, name=name: getattr(xp, name)(x, **ROW) for name in ("sum", "mean", "max")}
             return self(words, given, given["packed"].shape[-1] // 2)
 
         return trace(function, OPERANDS)
@@ -257,6 +257,43 @@ def test_gradients_are_jax_s() -> None:
                 close(mine[i], gradient, 1e-8)
 
 
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda xp, x, scale, bias, s: xp.sum(x + scale, **ROW), lambda xp, x, scale, bias, s: xp.mean(x + s, **ROW) * x,
+        lambda xp, x, scale, bias, s: xp.sum(x + scale, **ROW) + scale + xp.exp(s),
+        lambda xp, x, scale, bias, s: xp.sum(scale - xp.sum(bias - s * x, **ROW) + x, **ROW),
+        lambda xp, x, scale, bias, s: (xp.sum(bias * s, **ROW) + s, scale * s + xp.mean(bias, **ROW)),
+        lambda xp, x, scale, bias, s: (xp.exp(scale) * x, xp.exp(scale), xp.exp(bias), bias * x / x.shape[-1]),
+        lambda xp, x, scale, bias, s: xp.sum(xp.where(x > bias, scale, s), **ROW),
+    ],
+)  # fmt: skip
+def test_what_is_broadcast_in_a_row_is_summed_over_it(function: Any) -> None:
+    torch, names = pytest.importorskip("torch"), ("x", "scale", "bias", "s")
+    given = arrays(0)
+    tensors = {name: torch.from_numpy(given[name]).requires_grad_() for name in names}
+    wanted = function(pytest.importorskip("array_api_compat.torch"), **tensors)
+    wanted = wanted if isinstance(wanted, tuple) else (wanted,)
+    cotangents = [np.random.default_rng(i).standard_normal(tuple(value.shape)) for i, value in enumerate(wanted)]
+    theirs = torch.autograd.grad(
+        wanted, list(tensors.values()), [torch.from_numpy(c) for c in cotangents], materialize_grads=True
+    )
+    derivative = differentiate(trace(function, {name: OPERANDS[name] for name in names}))
+    mine = gradients(derivative, [given[name] for name in names], cotangents)
+    for i, gradient in enumerate(theirs):
+        close(mine[i], gradient, 1e-12)
+
+
+@pytest.mark.parametrize("word", ["silu", "gelu", "gelu_tanh", "sigmoid", "softplus", "tanh", "relu", "erf", "ndtr"])
+def test_derivatives_do_not_overflow(word: str) -> None:
+    x = np.asarray([-1e36, -1e13, -200, 200, 1e13, 1e36], np.float32)
+    derivative = differentiate(trace(lambda xp, x: getattr(xp, word)(x), {"x": "n"}))
+    with np.errstate(over="ignore"):
+        (found,) = evaluate(derivative.expression, np, [x, np.ones_like(x)][: len(derivative.sources)])
+    right = float(word not in ("sigmoid", "tanh", "erf", "ndtr"))
+    assert found == pytest.approx([0, 0, 0, right, right, right], abs=1e-30)
+
+
 @pytest.mark.parametrize("word", [name for name, word in WORDS.items() if "f" in word.takes and word.gives == "f"])
 def test_every_word_s_derivative_is_that_of_differences(word: str) -> None:
     takes = WORDS[word].takes.replace("b", "")
@@ -286,9 +323,6 @@ def test_every_word_s_derivative_is_that_of_differences(word: str) -> None:
                 others[i][place] += sign * step
                 moved.append(np.sum(evaluate(expression, np, others)[0] * cotangent))
             assert mine[i][place] == pytest.approx((moved[0] - moved[1]) / (2 * step), abs=1e-6)
-
-
-ROW = {"axis": -1, "keepdims": True}
 
 
 @pytest.mark.parametrize(
