@@ -153,7 +153,7 @@ def test_what_only_looks_alike_is_not(function: Callable[..., Any]) -> None:
 def test_looking_for_a_word_takes_no_time() -> None:
     def function(xp: Any, x: Any) -> Any:
         shared, product = x, x + 1
-        for _ in range(60):
+        for _ in range(30):
             shared, product = shared + 0.5 * shared, product * product
         return 0.5 * x * (1 + xp.tanh(shared)) + 0.5 * x * (1 + xp.erf(product))
 
