@@ -6,7 +6,7 @@
         return gelu(x + bias) + residual
 
     expression = trace(gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"})
-    text_of(expression)                                     # e1(t,r,t) add 0 1; gelu 3; add 2 4 -> 5
+    text_of(expression)                                  # e1(t,r,t) add 0 1; gelu 3; add 2 4 -> 5
     evaluate(expression, numpy, [x, bias, residual])     # the reference
     differentiate(expression).expression                 # an expression, too
 

@@ -111,7 +111,7 @@ def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[i
 
 
 def _copied(expression: Expression, graph: Graph, operands: Sequence[int], instead: Mapping[int, int]) -> list[int]:
-    """The nodes of an expression in another graph, in which its operands have other indices; leaves may be replaced."""
+    """An expression's nodes in another graph: its operands have other indices, and some nodes stand ``instead``."""
     nodes: list[int] = []
     for i, node in enumerate(expression.nodes):
         if i in instead and node.word != "operand":

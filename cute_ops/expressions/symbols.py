@@ -112,10 +112,26 @@ def as_number(x: Any) -> float | bool | None:
     return x if isinstance(x, bool) else float(x) if isinstance(x, Real) else None
 
 
-class Size:
-    """The last dim of a value, ``factor`` times ``n``."""
+def _operator(word: str, swapped: bool = False) -> Callable[[Any, Any], Symbol]:
+    if swapped:
+        return lambda self, other: self._graph.apply(word, other, self)
+    return lambda self, other: self._graph.apply(word, self, other)
 
+
+class Arithmetic:
+    """The operators that values and sizes have."""
+
+    _graph: Tracing
     __hash__ = None  # type: ignore[assignment]
+
+    __add__ = __radd__ = _operator("add")
+    __mul__ = __rmul__ = _operator("multiply")
+    __sub__, __rsub__ = _operator("subtract"), _operator("subtract", swapped=True)
+    __truediv__, __rtruediv__ = _operator("divide"), _operator("divide", swapped=True)
+
+
+class Size(Arithmetic):
+    """The last dim of a value, ``factor`` times ``n``; a number, but for indices."""
 
     def __init__(self, graph: Tracing, factor: int) -> None:
         self._graph, self._factor = graph, factor
@@ -124,9 +140,6 @@ class Size:
         if divisor != self._factor:
             self._graph.refuse("a part of a row", "declare an operand as `*m 2n` to read its halves")
         return Size(self._graph, 1)
-
-    def __rtruediv__(self, x: Any) -> Symbol:
-        return self._graph.apply("divide", x, self)
 
     def __bool__(self) -> NoReturn:
         self._graph.refuse("a decision on the length of a row", "one expression serves all lengths")
@@ -170,17 +183,16 @@ _OPERATORS: Mapping[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-class Given:
-    """What a function is given. Frameworks' own functions, which find it among their arguments, are refused."""
+class NoArray:
+    """What frameworks' own functions find among their arguments: they are refused."""
 
     _graph: Tracing
-    __hash__ = None  # type: ignore[assignment]
 
     def __array_ufunc__(self, function: Any, method: str, *inputs: Any, **_: Any) -> Any:
         own = _OPERATORS.get(function.__name__)
-        others = [x for x in inputs if not isinstance(x, Given)]
+        others = [x for x in inputs if not isinstance(x, NoArray)]
         if own and others and all(hasattr(x, "dtype") and as_number(x) is not None for x in others):
-            return own(*(x if isinstance(x, Given) else as_number(x) for x in inputs))
+            return own(*(x if isinstance(x, NoArray) else as_number(x) for x in inputs))
         self._foreign("numpy", function.__name__, inputs)
 
     def __array_function__(self, function: Any, types: Any, args: Sequence[Any], options: Any) -> Any:
@@ -193,21 +205,15 @@ class Given:
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), options: Any = None) -> Any:
         given = [*args, *(options or {}).values()]
         flat = [x for arg in given for x in (arg if isinstance(arg, list | tuple) else [arg])]
-        next(x for x in flat if isinstance(x, Given))._foreign("torch", getattr(function, "__name__", ""), flat)
+        next(x for x in flat if isinstance(x, NoArray))._foreign("torch", getattr(function, "__name__", ""), flat)
 
     def _foreign(self, library: str, name: str, args: Sequence[Any] = ()) -> NoReturn:
         name = name.strip("_")
         for x in args:
-            if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, Given) and as_number(x) is None:
+            if hasattr(x, "shape") and hasattr(x, "dtype") and not isinstance(x, NoArray) and as_number(x) is None:
                 self._graph.node(x, name)
         word = f"xp.{name}" if name in OFFERED else "the word of xp that does it"
         self._graph.refuse(f"{library}{f'.{name}' if name else ''} of a value", f"write {word}")
-
-
-def _operator(word: str, swapped: bool = False) -> Callable[[Any, Any], Symbol]:
-    if swapped:
-        return lambda self, other: self._graph.apply(word, other, self)
-    return lambda self, other: self._graph.apply(word, self, other)
 
 
 def _refused(what: str, instead: str) -> Callable[..., Any]:
@@ -221,16 +227,12 @@ _DECISION = (
 _NUMBER = "write the word of xp that does it, as xp.exp for math.exp; a value is known on the GPU only"
 
 
-class Symbol(Given):
+class Symbol(Arithmetic, NoArray):
     """A value: a node of a graph."""
 
     def __init__(self, graph: Tracing, node: int) -> None:
         self._graph, self._id = graph, node
 
-    __add__ = __radd__ = _operator("add")
-    __mul__ = __rmul__ = _operator("multiply")
-    __sub__, __rsub__ = _operator("subtract"), _operator("subtract", swapped=True)
-    __truediv__, __rtruediv__ = _operator("divide"), _operator("divide", swapped=True)
     __lt__, __le__ = _operator("less"), _operator("less_equal")
     __gt__, __ge__ = _operator("less", swapped=True), _operator("less_equal", swapped=True)
     __eq__ = _operator("equal")  # type: ignore[assignment]

@@ -50,6 +50,7 @@ def halves(xp: Any, x: Any) -> Any:
         (lambda xp, x: xp.astype(xp.astype(x, "float16"), np.float16), None, "e1(t) astype 0 float16 -> 1"),
         (lambda xp, x: xp.astype(xp.astype(x, xp.float32), xp.bool), None, "e1(t) equal 0 0.0; logical_not 1 -> 2"),
         (lambda xp, x: xp.sum(x, **ROW) / x.shape[-1], None, "e1(t) mean 0 -> 1"),
+        (lambda xp, x: xp.sum(x, **ROW) / (x.shape[-1] - 1), None, "e1(t) sum 0; subtract n 1.0; divide 1 2 -> 3"),
         (lambda xp, x: xp.sum(xp.max(x, **ROW), **ROW), None, "e1(t) max 0 -> 1"),
         (lambda xp, x: 1 / (x - xp.max(-x, **ROW)), None, "e1(t) negative 0; max 1; subtract 0 2; reciprocal 3 -> 4"),
         (lambda xp, x: np.float32(0.5) * (xp.sqrt(2.0) * x), None,
