@@ -225,10 +225,21 @@ def backward(problem: Problem, centred: bool = False) -> NormConfig:
     """The config of a backward; arguments as those of :func:`forward`."""
     two_pass = NormConfig("two_pass", TWO_PASS_THREADS, clusters=2 * problem.sm_count)
     if problem.n is None:
-        return two_pass
+        return _in_step(problem, two_pass)
     row, row_bytes = row_of(problem), problem.n * bytes_of(problem, INPUTS)
     few = _few_rows(problem, row, row_bytes) or _overlapped(problem, row, row_bytes)
-    return few or _persistent_backward(problem, row, row_bytes, centred) or two_pass
+    return few or _in_step(problem, _persistent_backward(problem, row, row_bytes, centred) or two_pass)
+
+
+def _in_step(problem: Problem, config: NormConfig) -> NormConfig:
+    """With so many clusters that all unaligned rows of one start at the same place of a vector.
+
+    Where there are column sums, the number of rows of their workspace sees to that.
+    """
+    if config.sort_period or row_of(problem).aligned or {"dweight", "dbias"} & problem.dtypes.keys():
+        return config
+    period = WIDEST_VECTOR * config.align_vectors
+    return replace(config, clusters=max(config.clusters // period, 1) * period)
 
 
 def _persistent_backward(problem: Problem, row: Row, row_bytes: int, centred: bool) -> NormConfig | None:
@@ -399,10 +410,13 @@ def _forward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
 
 def _backward_space(problem: Problem, flat: Config) -> Iterator[NormConfig]:
     """Other stages, CTAs per SM and cluster sizes of the persistent form; other forms have no alternatives."""
-    config, row = NormConfig.of(flat), row_of(problem)
-    if config.form != "persistent":
-        return
-    one = config.clusters // config.resident
+    config = NormConfig.of(flat)
+    if config.form == "persistent":
+        yield from (_in_step(problem, other) for other in _other_walks(problem, config))
+
+
+def _other_walks(problem: Problem, config: NormConfig) -> Iterator[NormConfig]:
+    row, one = row_of(problem), config.clusters // config.resident
     for stages in (2, 3, 4):
         for resident in range(max(config.resident - 1, 1), config.resident + 3):
             yield replace(config, stages=stages, resident=resident, clusters=one * resident)
