@@ -1,7 +1,8 @@
 """Finds ops by name: ours, and those of a user's module or file.
 
 ``rmsnorm`` is one of ours. ``package.module:name`` and ``path/to/file.py:name`` are ops that a module or file binds to
-that name. ``.grad`` behind a name means the gradient.
+that name. ``.grad`` behind a name means the gradient; the name of one of several ops that compute it, or of a form that
+leaves gradients out, means that one: ``file.py:norm.norm_bwd_only_dx``.
 """
 
 from __future__ import annotations
@@ -22,7 +23,12 @@ def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
     from cute_ops.ops import OPS, PARTS  # start-up time: a program of one's own op needs none of ours
 
-    return {op.name: op for forward in (*OPS, *PARTS) for op in (forward, forward.grad) if op}
+    return {op.name: op for forward in (*OPS, *PARTS) for op in _family(forward)}
+
+
+def _family(op: Op) -> list[Op]:
+    """An op, the ops that compute its gradient, and their forms that leave some of it out."""
+    return [form for each in (op, *op.steps) for form in (each, *each.forms)]
 
 
 def find(name: str) -> Op:
@@ -39,27 +45,29 @@ def find(name: str) -> Op:
     place, _, attribute = name.rpartition(":")
     module, (first, *rest) = load(place), attribute.split(".")
     found = getattr(module, first, None)
-    for _ in rest:
-        found = found.grad if isinstance(found, Op) else None
-    if not isinstance(found, Op) or any(step != "grad" for step in rest):
+    for step in rest:
+        if not isinstance(found, Op):
+            break
+        found = found.grad if step == "grad" else {op.name: op for op in _family(found)}.get(step)
+    if not isinstance(found, Op):
         ops = of_module(module)
         raise ValueError(f"{place} has no op {attribute!r}{meant(attribute, ops)}; it has {', '.join(ops) or 'none'}")
     return found
 
 
 def find_all(name: str) -> list[Op]:
-    """The op of a name and its gradient, or every op of a module or file.
+    """The op of a name and those of its gradient, or every op of a module or file.
 
     Raises:
         ValueError: there is none.
     """
     if ":" in name or not _is_place(name):
         op = find(name)
-        return [o for o in (op, op.grad) if o is not None]
+        return [op, *op.steps]
     ops = of_module(load(name))
     if not ops:
         raise ValueError(f"{name} declares no op")
-    return list({id(o): o for op in ops.values() for o in (op, op.grad) if o is not None}.values())
+    return list({id(o): o for op in ops.values() for o in (op, *op.steps)}.values())
 
 
 def of_module(module: ModuleType) -> dict[str, Op]:
@@ -77,8 +85,8 @@ def place(op: Op) -> str | None:
     for where, module in (*modules, (getattr(program, "__file__", None), program)):
         for name, value in list(getattr(module, "__dict__", {}).items()) if where else ():
             # By type(value): isinstance may run an object's own code, for instance one that warns.
-            if issubclass(type(value), Op) and op in (value, value.grad):
-                return f"{where}:{name}{'' if value is op else '.grad'}"
+            if issubclass(type(value), Op) and op in _family(value):
+                return f"{where}:{name}{'' if value is op else '.grad' if value.grad is op else f'.{op.name}'}"
     return None
 
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping
-from functools import cached_property
+from collections.abc import Callable, Collection, Mapping
+from copy import copy
+from functools import cached_property, partial
+from itertools import combinations
 from typing import Any, NamedTuple
 
 from cute_ops.config import DEFAULT, Tuning
@@ -61,6 +63,7 @@ class _TensorFields(NamedTuple):
     hidden: bool = False
     donates: str | None = None
     accumulates: Accumulation | None = None
+    skippable: bool = False
 
 
 class Tensor(_TensorFields):
@@ -88,6 +91,8 @@ class Tensor(_TensorFields):
             is read after it was written. It happens where the caller asks for it.
         accumulates: for outputs: that it is a long sum, as tensor cores make it, ``Accumulation(("k",))``. By default
             the tolerance is that of sums in float32 by the framework, which add up pairs or blocks.
+        skippable: for outputs of a backward op: its kernel gets None for this one, and spares its work, where nobody
+            wants this gradient. The reference always returns it.
     """
 
     # Cached: binding and planning ask for the parts of a shape some forty times per call.
@@ -249,6 +254,17 @@ def importable(name: str) -> str:
     return f"{module}:{attribute}"
 
 
+# Ops without some of their skippable outputs, by op and the outputs that are left.
+_forms: dict[tuple[Op, tuple[str, ...]], Op] = {}
+
+
+def _without(places: Collection[int], reference: Callable[..., Any], *args: Any, **attrs: Any) -> tuple[Any, ...]:
+    """What a reference returns, without the outputs at these places."""
+    returned = reference(*args, **attrs)
+    results = returned if isinstance(returned, tuple) else (returned,)
+    return tuple(result for k, result in enumerate(results) if k not in places)
+
+
 def _as_tuple(names: Any) -> Any:
     """A tuple of names; what was given as one name stays, to be refused."""
     return names if isinstance(names, str) else tuple(names)
@@ -273,7 +289,9 @@ class Op:
         tuning: how the kernel is configured: ``Tuning(heuristic, space=vary(threads=(64, 128)))``.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
-            ``d<input>`` are the gradients; attributes pass by name.
+            ``d<input>`` are the gradients; attributes pass by name. Or several such ops, run in this order, each of
+            which may read outputs of earlier ones by name: ``grad=(linear_dgrad, linear_wgrad)``. Those run whose
+            gradients are wanted, and those that they read from.
         no_gradient: floating inputs that ``grad`` gives no gradient, and attributes that it does not depend on.
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
@@ -299,7 +317,7 @@ class Op:
         static: WhileFew | tuple[str | WhileFew, ...] | None = None,
         tuning: Tuning = DEFAULT,
         sharding: Sharding = Sharding(),  # noqa: B008 (an immutable value)
-        grad: Op | None = None,
+        grad: Op | tuple[Op, ...] | None = None,
         no_gradient: tuple[str, ...] = (),
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
         inference_only: str = "",
@@ -312,6 +330,8 @@ class Op:
         self.name = name
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
+        # Those that the kernel takes, also where a form of the op lacks some.
+        self.kernel_outputs = tuple(self.outputs)
         for argument, tensor in [*self.inputs.items(), *self.outputs.items()]:
             if not isinstance(tensor, Tensor) or not isinstance(tensor.shape, str):
                 raise ValueError(f"op {name}: {argument} must be a Tensor with its shape as text, got {tensor!r}")
@@ -343,6 +363,8 @@ class Op:
         self.contracted = _as_tuple(sharding.contracted)
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
         self.grad = grad
+        if not all(isinstance(step, Op) for step in self.steps):
+            raise ValueError(f"op {name}: grad must be an Op or a tuple of Ops, got {grad!r}")
         self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})
         self.inference_only = inference_only
@@ -354,7 +376,7 @@ class Op:
         self._validate()
         # Keyword arguments of the Python functions beyond inputs and attributes, with their defaults.
         self.options = finish.defaults if finish else {}
-        if grad is not None and any(t.donates for t in grad.outputs.values()):
+        if any(t.donates for step in self.steps for t in step.outputs.values()):
             self.options["inplace_backward"] = False
 
     def __repr__(self) -> str:
@@ -373,9 +395,57 @@ class Op:
         return dtype if dtype in choices else choices[0]
 
     @property
+    def steps(self) -> tuple[Op, ...]:
+        """The backward ops in the order in which they run; none where no gradient is declared."""
+        if self.grad is None:
+            return ()
+        return self.grad if isinstance(self.grad, tuple) else (self.grad,)
+
+    @property
     def differentiable(self) -> tuple[str, ...]:
         """The inputs that have a gradient."""
-        return tuple(name for name in self.inputs if self.grad and f"d{name}" in self.grad.outputs)
+        given = {output for step in self.steps for output in step.outputs}
+        return tuple(name for name in self.inputs if f"d{name}" in given)
+
+    def backward(self, wanted: Collection[str], present: Collection[str]) -> tuple[Op, ...]:
+        """The ops that compute gradients, in order: no step, and of no step a skippable output, that nobody reads.
+
+        Args:
+            wanted: the inputs that need a gradient.
+            present: the inputs that are not None. What is absent with another one needs no form of its own.
+        """
+        read = {f"d{name}" for name in wanted if name in present}
+        chosen: list[Op] = []
+        for step in reversed(self.steps):
+            if read & step.outputs.keys():
+                absent = {name for name, t in step.outputs.items() if t.given in self.inputs and t.given not in present}
+                idle = any(t.skippable for name, t in step.outputs.items() if name not in read | absent)
+                chosen.insert(0, step.only(*read) if idle else step)
+                read |= step.inputs.keys()
+        return tuple(chosen)
+
+    def only(self, *outputs: str) -> Op:
+        """The op without those skippable outputs that are not named here; the same one every time."""
+        left = tuple(name for name, t in self.outputs.items() if name in outputs or not t.skippable)
+        if left == tuple(self.outputs):
+            return self
+        if (self, left) not in _forms:
+            form, skipped = copy(self), frozenset(k for k, name in enumerate(self.outputs) if name not in left)
+            form.name = f"{self.name}_only_{'_'.join(left)}"
+            form.outputs = {name: self.outputs[name] for name in left}
+            form.__dict__.pop("shown", None)  # which is cached
+            form.grad, form.no_gradient = None, ()
+            form.reference = partial(_without, skipped, self.reference)
+            _forms.setdefault((self, left), form)  # one of several threads is the first
+        return _forms[self, left]
+
+    @property
+    def forms(self) -> tuple[Op, ...]:
+        """The op without some of its skippable outputs, in every way."""
+        skippable = [name for name, t in self.outputs.items() if t.skippable]
+        kept = [names for k in range(len(skippable)) for names in combinations(skippable, k)]
+        found = [self.only(*names) for names in kept if names or len(skippable) < len(self.outputs)]
+        return tuple(found)
 
     def sums(self, output: str, dim: str) -> bool:
         """Whether an output without this dim, or without the leading dims of this name, is a sum over it, of which

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from keyword import iskeyword
 from typing import TYPE_CHECKING
@@ -126,7 +126,8 @@ def _inputs(op: Op) -> Iterator[str]:
         if seen_optional and not t.optional:
             yield f"required input {name!r} comes after an optional one"
         seen_optional |= t.optional
-        if words := [word for word in ("given", "same_as", "donates", "hidden", "accumulates") if getattr(t, word)]:
+        only_outputs = "given", "same_as", "donates", "hidden", "accumulates", "skippable"
+        if words := [word for word in only_outputs if getattr(t, word)]:
             yield f"input {name!r} has {words[0]!r}, which outputs have"
     if all(t.optional for t in op.inputs.values()):
         yield "no input is required, so nothing says where a call runs"
@@ -135,6 +136,8 @@ def _inputs(op: Op) -> Iterator[str]:
 def _outputs(op: Op) -> Iterator[str]:
     if not op.shown:
         yield "it has no output that is not hidden"
+    if len({form.name for form in op.forms}) < len(op.forms):
+        yield f"forms without its skippable outputs have one name: {sorted(form.name for form in op.forms)}"
     for name, t in op.outputs.items():
         if words := [word for word in ("optional", "upper_bound", "unread") if getattr(t, word)]:
             yield f"output {name!r} has {words[0]!r}, which inputs have"
@@ -146,6 +149,10 @@ def _outputs(op: Op) -> Iterator[str]:
             yield f"output {name!r} is the same as {t.same_as!r}, which is no other output of its shape that is written"
         if t.accumulates and t.accumulates.dtype not in ACCUMULATORS:
             yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
+        if other is not None and other.skippable:
+            yield f"output {name!r} is the same as {t.same_as!r}, which is skippable: one that serves for two is not"
+        if t.skippable and op.split is not None and op.split.merge is not None:
+            yield f"output {name!r} is skippable, but the merge of slices takes all outputs"
         if t.donates and (t.donates not in op.inputs or op.inputs[t.donates].declared != t.declared):
             yield f"{name} donates {t.donates!r}, which is no input of its shape and dtype"
 
@@ -233,38 +240,69 @@ def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
 
 def _gradient(op: Op) -> Iterator[str]:
     """What a gradient that is declared leaves out."""
-    if op.grad is None:
+    if not op.steps:
         if op.no_gradient:
             yield f"it says which have no gradient, {op.no_gradient}, but declares none"
         return
-    grad = op.grad
     if op.inference_only:
         yield "it is for inference only, yet declares a gradient"
-    known = op.inputs.keys() | op.outputs.keys() | {f"d{name}" for name in op.outputs}
-    if unknown := sorted(grad.inputs.keys() - known):
-        yield f"gradient {grad.name} asks for {unknown}"
-    twice = [f"d{name}" for name in op.outputs if f"d{name}" in op.inputs.keys() | op.outputs.keys()]
-    if both := [name for name in twice if name in grad.inputs]:
-        yield f"gradient {grad.name} asks for {both[0]!r}: that argument, or the cotangent of {both[0][1:]!r}?"
-    if unknown := sorted(grad.outputs.keys() - {f"d{name}" for name in op.inputs}):
-        yield f"gradient {grad.name} has the outputs {unknown}, which are no 'd' and an input of {list(op.inputs)}"
+    by_step = [(step, name) for step in op.steps for name in step.outputs]
+    given = {name: step for step, name in by_step}
+    for name in given:
+        if len(twice := [step.name for step, other in by_step if other == name]) > 1:
+            yield f"{name!r} is given by two steps of the gradient, {' and '.join(twice)}"
+    yield from _wiring(op, given)
     if unknown := sorted(set(op.no_gradient) - op.inputs.keys() - op.attrs.keys()):
         yield f"no_gradient has {unknown}, which are neither inputs nor attributes"
+    names = " and ".join(step.name for step in op.steps)
+    gives, have = ("gives", "has") if len(op.steps) == 1 else ("give", "have")
     for name in op.inputs:
-        if (f"d{name}" in grad.outputs) == (name in op.no_gradient):
-            if name in op.no_gradient:
-                yield f"input {name!r} has no gradient by `no_gradient`, but {grad.name} gives 'd{name}'"
-            elif _floating(op, op.inputs[name]):
-                yield f"input {name!r} has no gradient: {grad.name} gives no 'd{name}'; {_meant(name)}"
-        elif op.inputs[name].optional and f"d{name}" in grad.outputs and grad.outputs[f"d{name}"].given != name:
-            yield f"{grad.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
+        step = given.get(f"d{name}")
+        if step is not None and name in op.no_gradient:
+            yield f"input {name!r} has no gradient by `no_gradient`, but {step.name} gives 'd{name}'"
+        elif step is None and name not in op.no_gradient and _floating(op, op.inputs[name]):
+            yield f"input {name!r} has no gradient: {names} {gives} no 'd{name}'; {_meant(name)}"
+        # A step that gives nothing else runs only where the input is there.
+        elif op.inputs[name].optional and step and len(step.outputs) > 1 and step.outputs[f"d{name}"].given != name:
+            yield f"{step.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
     cotangents = {t.dtype for t in op.outputs.values()}  # which tell an attribute that is their dtype
     for name, default in op.attrs.items():
-        if name not in grad.attrs and name not in op.no_gradient and name not in cotangents:
-            yield f"attribute {name!r} does not reach the gradient: {grad.name} has none; {_meant(name)}"
-        elif name in grad.attrs and type(grad.attrs[name]) is not type(default):
-            kinds = [type(value).__name__ for value in (default, grad.attrs[name])]
-            yield f"attribute {name!r} is {kinds[0]}, but in {grad.name} {kinds[1]}"
+        reached = [step for step in op.steps if name in step.attrs]
+        if not reached and name not in op.no_gradient and name not in cotangents:
+            yield f"attribute {name!r} does not reach the gradient: {names} {have} none; {_meant(name)}"
+        for step in reached:
+            if type(step.attrs[name]) is not type(default):
+                kinds = [type(value).__name__ for value in (default, step.attrs[name])]
+                yield f"attribute {name!r} is {kinds[0]}, but in {step.name} {kinds[1]}"
+
+
+def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
+    """Whether each step of the gradient gets what it asks for, and is asked for what it gives; ``given`` is the step by
+    output.
+    """
+    cotangents, before = {f"d{name}" for name in op.outputs}, set[str]()
+    known = op.inputs.keys() | op.outputs.keys() | cotangents
+    ambiguous = cotangents & (op.inputs.keys() | op.outputs.keys())
+    for k, step in enumerate(op.steps):
+        unknown = sorted(step.inputs.keys() - known - before)
+        if late := [name for name in unknown if name in given]:
+            yield f"gradient {step.name} asks for {late[0]!r}, which {given[late[0]].name} gives, but not before it"
+        if unknown:
+            yield f"gradient {step.name} asks for {unknown}"
+        if both := [name for name in step.inputs if name in ambiguous]:
+            yield f"gradient {step.name} asks for {both[0]!r}: that argument, or the cotangent of {both[0][1:]!r}?"
+        if unknown := [name for name in step.attrs if name not in op.attrs]:
+            yield f"gradient {step.name} has the attribute {unknown[0]!r}, which nothing gives it: {op.name} has none"
+        if taken := sorted(step.outputs.keys() & known):
+            yield f"gradient {step.name} gives {taken[0]!r}, which is the name of something that it is given"
+        read = {name for later in op.steps[k + 1 :] for name in later.inputs}
+        if idle := sorted(step.outputs.keys() - {f"d{name}" for name in op.inputs} - read):
+            where = ", and no later step reads them" if len(op.steps) > 1 else ""
+            yield f"gradient {step.name} has the outputs {idle}, which are no 'd' and an input of {[*op.inputs]}{where}"
+        before |= step.outputs.keys()
+        lost = {t.donates: name for name, t in step.outputs.items() if t.donates and t.donates in read}
+        for source, name in lost.items():
+            yield f"gradient {step.name} may write {name!r} over {source!r}, but a later step reads {source!r}"
 
 
 def _floating(op: Op, tensor: Tensor) -> bool:

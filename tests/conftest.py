@@ -6,14 +6,15 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import dispatch
+from cute_ops import FLOATS, Op, Tensor, dispatch
 from cute_ops.jit import target
 from cute_ops.ops import OPS
 
@@ -146,3 +147,46 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pa
     dispatch.forget()
     yield where
     dispatch.forget()
+
+
+class Product(NamedTuple):
+    """``out = tanh(x @ w.T)``, a user's op whose gradient is three ops: of the product, then of x and of w from that.
+
+    Attributes:
+        op: the declaration.
+        ran: of which of the four a reference has run or was traced.
+    """
+
+    op: Op
+    ran: set[str]
+
+
+_products = count()
+
+
+@pytest.fixture
+def product() -> Product:
+    """Another one for each test: no two declarations of one name can be registered."""
+    number, ran = next(_products), set[str]()
+    x, w, out = Tensor("*m k", "T"), Tensor("n k", "T"), Tensor("*m n", "T")
+
+    def declare(name: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor], compute: Any, **fields: Any) -> Op:
+        def reference(xp: Any, *arrays: Any) -> Any:
+            ran.add(name)
+            return compute(xp, *arrays)
+
+        return Op(
+            f"{name}_{number}", inputs=inputs, outputs=outputs, dtypes={"T": FLOATS}, reference=reference, kernel="a:B",
+            **fields,
+        )  # fmt: skip
+
+    def rows(xp: Any, a: Any) -> Any:
+        return xp.reshape(a, (-1, a.shape[-1]))
+
+    steps = (
+        declare("inner", {"out": out, "dout": out}, {"dinner": out}, lambda xp, out, dout: dout * (1 - out * out)),
+        declare("dgrad", {"w": w, "dinner": out}, {"dx": x}, lambda xp, w, dinner: dinner @ w),
+        declare("wgrad", {"x": x, "dinner": out}, {"dw": w}, lambda xp, x, d: rows(xp, d).T @ rows(xp, x)),
+    )
+    forward: Callable[..., Any] = lambda xp, x, w: xp.tanh(x @ w.T)  # noqa: E731
+    return Product(declare("product", {"x": x, "w": w}, {"out": out}, forward, grad=steps), ran)

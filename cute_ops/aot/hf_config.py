@@ -125,11 +125,9 @@ def _rows(
 
     full = {key: value for key, value in attrs.items() if op.attrs.get(key) != value}
     yield Call(name, arrays(op, sizes), attrs=full)
-    if train and op.grad is not None:
+    for step in op.steps if train else ():
         first = next(iter(sizes.values()))
         known = {
-            n: sizes.get(n, first)
-            for n, t in op.grad.inputs.items()
-            if n in sizes or n.startswith("d") or not t.optional
+            n: sizes.get(n, first) for n, t in step.inputs.items() if n in sizes or n.startswith("d") or not t.optional
         }
-        yield Call(op.grad.name, arrays(op.grad, known), attrs=full)
+        yield Call(step.name, arrays(step, known), attrs=full)

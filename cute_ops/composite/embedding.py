@@ -53,9 +53,7 @@ embedding_bwd = Op(
     attrs={"padding_idx": -1},
     **_COMMON,
 )
-embedding = Op(
-    "embedding", inputs={"index": _INDEX, "weight": _WEIGHT}, outputs={"out": _ROWS}, grad=embedding_bwd, **_COMMON
-)
+embedding = Op("embedding", inputs={"index": _INDEX, "weight": _WEIGHT}, outputs={"out": _ROWS}, **_COMMON)
 
 
 def padding(padding_idx: int | None, classes: int) -> int:

@@ -68,12 +68,13 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
     for group in groups(binding):
         views |= _merge_leading(binding, memory, group)
     keys: dict[str, TensorKey | None] = {}
-    for name, tensor in (*op.inputs.items(), *op.outputs.items()):
-        array = binding.inputs[name] if name in binding.inputs else binding.outputs[name]
+    tensors, arrays = {**op.inputs, **op.outputs}, {**binding.inputs, **binding.outputs}
+    for name in (*op.inputs, *op.kernel_outputs):
+        array = arrays.get(name)
         if array is None:
             keys[name] = None
             continue
-        view = views.get(name)
+        tensor, view = tensors[name], views.get(name)
         shape = view.shape if view else array.shape
         place = memory.get(name) or Memory(compact(shape))
         known: list[int | None] = [None] * (len(shape) - len(tensor.dims))

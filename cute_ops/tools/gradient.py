@@ -54,7 +54,7 @@ def check(op: Op, case: Case, seed: int = 0) -> None:
 def backward(
     op: Op, inputs: Mapping[str, Any], raw: tuple[Any, ...], cotangents: Mapping[str, Any], attrs: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The gradients by input, from the reference of ``op.grad``, wired by names as :class:`cute_ops.Op` says.
+    """The gradients by input, from the references of ``op.grad``, wired by names as :class:`cute_ops.Op` says.
 
     Args:
         op: a declaration with a gradient.
@@ -63,14 +63,15 @@ def backward(
         cotangents: by name of the output.
         attrs: all attributes.
     """
-    grad: Any = op.grad
     known = {**inputs, **dict(zip(op.outputs, raw, strict=True)), **{f"d{n}": c for n, c in cotangents.items()}}
-    given = {name: known.get(name) for name in grad.inputs}
-    found = testing.run_reference(grad, given, {name: attrs[name] for name in grad.attrs})
-    gradients = dict(zip(grad.outputs, found, strict=True))
-    # Where all dtypes are equal, one array may serve for two gradients.
-    shared = {d: t.same_as for d, t in grad.outputs.items() if t.same_as and gradients[d] is None}
-    return {name: gradients[shared.get(f"d{name}", f"d{name}")] for name in op.differentiable}
+    for step in op.backward(op.differentiable, [name for name, a in inputs.items() if a is not None]):
+        given = {name: known.get(name) for name in step.inputs}
+        found = testing.run_reference(step, given, {name: attrs[name] for name in step.attrs})
+        results = dict(zip(step.outputs, found, strict=True))
+        # Where all dtypes are equal, one array may serve for two outputs.
+        shared = {name: t.same_as for name, t in step.outputs.items() if t.same_as and results[name] is None}
+        known |= {name: results[shared.get(name, name)] for name in results}
+    return {name: known.get(f"d{name}") for name in op.differentiable}
 
 
 def _terms(
@@ -105,4 +106,4 @@ def _check_direction(
 
 
 def _what(op: Op, name: str) -> str:
-    return f"{op.name}: the gradient of `{name}` by {op.grad.name if op.grad else None}"
+    return f"{op.name}: the gradient of `{name}` by {' and '.join(step.name for step in op.steps)}"

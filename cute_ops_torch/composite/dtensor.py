@@ -69,7 +69,7 @@ def _scale(gradient: DTensor, dloss: Tensor) -> DTensor:
 
 def _embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Tokens and columns of the table may be sharded, classes may not: torch's own embedding masks them."""
-    layout = Layout(declared.embedding, (index, weight))
+    layout = Layout(declared.embedding, (index, weight), differentiable=("weight",))
     if any(p.is_shard(0) for p in cast(DTensor, weight).placements):
         problem = "argument `weight` is sharded along its classes; torch.nn.functional.embedding takes it so."
         raise NotImplementedError(refusal(layout.binding, problem))

@@ -146,6 +146,20 @@ def test_cases_shrink_to_sizes_that_divide() -> None:
     assert [v.problem for v in verify([half], runners, ("float32",))] == [""]
 
 
+def test_a_gradient_of_several_ops_is_verified(product: Any) -> None:
+    cases = (Case("small", {"m": (3,), "k": 4, "n": 5}),)
+    (verdict,) = verify([Op(**{**_arguments(product.op), "grad": product.op.grad, "cases": cases})], {})
+    assert (verdict.framework, verdict.problem) == ("gradient", "")
+
+
+def test_forms_without_some_outputs_are_verified() -> None:
+    op = lookup.find("rmsnorm_bwd")
+    op = Op(**{**_arguments(op), "cases": op.cases[:1]})
+    verdicts = list(verify([op], {"fake": FakeGPU()}, ["float32"], repeats=1))
+    assert [v.op for v in verdicts] == [op.name, *(form.name for form in op.forms)] and len(verdicts) == 4
+    assert not any(v.problem for v in verdicts)
+
+
 class FakeGPU:
     """A runner whose kernel is what the test says; ``calls`` counts."""
 

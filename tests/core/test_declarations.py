@@ -40,7 +40,8 @@ def declare(name: str = "mine", **changes: Any) -> Op:
 
 
 def backward(inputs: dict[str, Tensor] | None = None, **changes: Any) -> Op:
-    return declare("mine_bwd", inputs=inputs or {"dout": ROWS}, **{"outputs": {"dx": ROWS}, **changes})
+    fields = {"name": "mine_bwd", "inputs": inputs or {"dout": ROWS}, "outputs": {"dx": ROWS}}
+    return declare(**{**fields, **changes})
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
@@ -212,6 +213,43 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
          outputs={"dx": ROWS, "dw": ROW})},
         "mine_bwd gives 'dw' also where there is no 'w': declare it with given='w'",
     ),
+    "a gradient of an attribute of its own": (
+        {"grad": backward(attrs={"a": 1.0})}, "mine_bwd has the attribute 'a', which nothing gives it: mine has none",
+    ),
+    "a gradient of no op": ({"grad": (backward(), "mine_bwd")}, "grad must be an Op or a tuple of Ops, got"),
+    "a gradient twice": (
+        {"grad": (backward(), backward(name="again"))}, "'dx' is given by two steps of the gradient, mine_bwd and",
+    ),
+    "a step that asks for what comes later": (
+        {"grad": (backward({"inner": ROWS}), backward(name="first", outputs={"inner": ROWS}))},
+        "gradient mine_bwd asks for 'inner', which first gives, but not before it",
+    ),
+    "a step that nobody reads": (
+        {"grad": (backward(name="first", outputs={"inner": ROWS}), backward())},
+        r"first has the outputs \['inner'\], which are no 'd' .* and no later step reads them",
+    ),
+    "a step that gives what it is given": (
+        {"grad": (backward(name="first", inputs={"x": ROWS}, outputs={"dout": ROWS}), backward())},
+        "first gives 'dout', which is the name of something that it is given",
+    ),
+    "a step that overwrites what the next one reads": (
+        {"inputs": {"x": ROWS, "y": ROWS}, "grad": (
+            backward(name="first", outputs={"dx": ROWS._replace(donates="dout")}), backward(outputs={"dy": ROWS}))},
+        "first may write 'dx' over 'dout', but a later step reads 'dout'",
+    ),
+    "skippable input": ({"inputs": {"x": ROWS._replace(skippable=True)}}, "input 'x' has 'skippable', which outputs"),
+    "skippable, but serves for two": (
+        {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROWS._replace(skippable=True)}},
+        "output 'a' is the same as 'b', which is skippable",
+    ),
+    "skippable, but merged": (
+        {"outputs": {"a": ROWS._replace(skippable=True)}, "sharding": Sharding(split=Split("n", dict, dict))},
+        "output 'a' is skippable, but the merge of slices takes all outputs",
+    ),
+    "skippable outputs whose names are joined": (
+        {"outputs": {name: ROWS._replace(skippable=True) for name in ("a", "b", "a_b")}},
+        "forms without its skippable outputs have one name",
+    ),
     "an argument or a cotangent": (
         {"inputs": {"x": ROWS, "dout": ROWS}, "grad": backward(), "no_gradient": ("dout",)},
         "mine_bwd asks for 'dout': that argument, or the cotangent of 'out'",
@@ -301,3 +339,28 @@ def test_every_gradient_refuses_what_its_op_refuses() -> None:
 def test_there_is_one_zero() -> None:
     """-0.0 equals 0.0, whose kernel would be found for it."""
     assert math.copysign(1.0, bind(rmsnorm, NORM, {"weight_offset": -0.0}).attrs["weight_offset"]) == 1.0
+
+
+def test_a_gradient_is_the_ops_that_somebody_reads(product: Any) -> None:
+    inner, dgrad, wgrad = product.op.steps
+    for wanted, ops in (("xw", (inner, dgrad, wgrad)), ("x", (inner, dgrad)), ("w", (inner, wgrad)), ("", ())):
+        assert product.op.backward(wanted, "xw") == ops
+    assert product.op.differentiable == ("x", "w")
+
+
+@pytest.mark.parametrize(
+    ("wanted", "absent", "form"),
+    [
+        (("x", "weight", "bias"), (), ""), (("x", "weight"), ("bias",), ""), (("x",), ("weight", "bias"), ""),
+        (("x",), (), "_only_dx"), (("x",), ("bias",), "_only_dx"), (("weight",), (), "_only_dx_dweight"),
+        (("bias",), ("weight",), ""),
+    ],
+)  # fmt: skip
+def test_a_backward_op_leaves_out_what_nobody_wants(wanted: Any, absent: Any, form: str) -> None:
+    """What is absent anyway needs no other form: calls with all that there is keep their kernels."""
+    (op,) = rmsnorm.backward(wanted, [name for name in rmsnorm.inputs if name not in absent])
+    assert op.name == f"rmsnorm_bwd{form}" and (op is rmsnorm.grad) == (not form)
+    given = {"x": X, "dout": X, **{name: W for name in ("weight", "bias") if name not in absent}}
+    variant = plan(bind(op, given), {}, parse("sm_90a")).variant
+    passed = {name: variant.tensors[name] is not None for name in ("dx", "dweight", "dbias")}
+    assert passed == {name: name in op.outputs and name[1:] not in absent for name in passed}

@@ -113,6 +113,28 @@ def test_processes_record_into_one_file(tmp_path: Path) -> None:
     assert len(manifest.read(tmp_path / "m.txt")) == 40
 
 
+def test_every_op_of_a_gradient_is_found_by_its_place(tmp_path: Path) -> None:
+    """Also where a module binds none of them, and forms without some outputs."""
+    (tmp_path / "steps.py").write_text(
+        textwrap.dedent("""
+        from cute_ops import Op, Tensor
+        ROWS, ROW = Tensor("*m n", "float32"), Tensor("n", "float32")
+        def declare(name, inputs, outputs, **fields):
+            return Op(name, inputs=inputs, outputs=outputs, dtypes={}, reference=None, kernel="a:B", **fields)
+        mine = declare("mine", {"x": ROWS, "w": ROW}, {"out": ROWS}, grad=(
+            declare("first", {"dout": ROWS}, {"dx": ROWS}), declare("second", {"w": ROW}, {"dw": ROW})))
+        norm = declare("norm", {"x": ROWS, "w": ROW}, {"out": ROWS}, grad=declare(
+            "norm_bwd", {"w": ROW, "dout": ROWS}, {"dx": ROWS, "dw": ROW._replace(skippable=True)}))
+        """)
+    )
+    for name in ("mine", "mine.first", "mine.second", "norm", "norm.grad", "norm.norm_bwd_only_dx"):
+        op = lookup.find(f"{tmp_path / 'steps.py'}:{name}")
+        assert lookup.place(op) == f"steps:{name}"
+    with pytest.raises(ValueError, match=r"has no op 'mine\.third'; it has mine, norm"):
+        lookup.find(f"{tmp_path / 'steps.py'}:mine.third")
+    assert lookup.place(lookup.find("rmsnorm_bwd_only_dx")) == "rmsnorm_bwd_only_dx"
+
+
 def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
     """Also when it is declared in the script that runs."""
     (tmp_path / "mine.py").write_text(

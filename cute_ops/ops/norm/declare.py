@@ -15,7 +15,10 @@ from cute_ops.shapes import FLOATS
 ROWS = Tensor("*m n", "T")
 # The last two inputs of a norm, and their gradients.
 COLUMNS = {"weight": Tensor("n", "W", optional=True), "bias": Tensor("n", "B", optional=True)}
-DCOLUMNS = {"dweight": Tensor("n", "W", given="weight"), "dbias": Tensor("n", "B", given="bias")}
+DCOLUMNS = {
+    "dweight": Tensor("n", "W", given="weight", skippable=True),
+    "dbias": Tensor("n", "B", given="bias", skippable=True),
+}
 DTYPES = {"T": FLOATS, "W": FLOATS, "B": FLOATS}
 
 
