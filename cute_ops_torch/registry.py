@@ -17,6 +17,7 @@ from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.library.autograd import autograd_kernel
+from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, register_fake
 from cute_ops_torch.library.schema import schema
@@ -28,7 +29,7 @@ _lock, _lowering = threading.RLock(), threading.RLock()
 
 
 def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
-    """Make ``torch.ops.<namespace>.<name>`` of a declaration, and of its gradient.
+    """Make ``torch.ops.<namespace>.<name>`` of a declaration, and of those of its gradient.
 
     The op has a CUDA implementation, the reference on CPU, a fake kernel, reverse-mode autograd and a vmap rule.
     Autocast does not change its inputs: kernels accumulate in float32 whatever these are, so a cast would cost
@@ -50,7 +51,7 @@ def define(op: Op, namespace: str = "cute") -> Registered:
     """What :func:`register` does, without making the Python function."""
     with _lock:
         # Refuse what is to be refused, of the gradient too, before defining anything: a second try would find it there.
-        for stage in filter(None, (op, op.grad)):
+        for stage in (op, *op.steps):
             _check(stage, namespace)
         return _define(op, namespace)
 
@@ -89,7 +90,7 @@ def _define(op: Op, namespace: str) -> Registered:
     # torch cannot change a definition, and what was made of the one before lives on: the new one has another name in
     # programs, and `torch.ops.<namespace>.<name>` leads to it.
     name = op.name if known is None else next(n for k in count(2) if not hasattr(names, n := f"{op.name}_v{k}"))
-    gradient = None if op.grad is None else _define(op.grad, namespace)
+    gradient = {step: _define(step, namespace) for step in op.steps}
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     library = _libraries[namespace]
@@ -129,15 +130,15 @@ class Registered:
     Attributes:
         op: the declaration.
         overload: the op.
-        gradient: the backward op.
         origin: where the declaration came from.
         nodes: its autograd nodes.
         fast_path: the way past the dispatcher.
     """
 
-    def __init__(self, op: Op, overload: Any, gradient: Registered | None) -> None:
-        self.op, self.overload, self.gradient, self.origin = op, overload, gradient, _origin(op)
-        self.nodes = Nodes(op, lambda: gradient.raw if gradient else None)
+    def __init__(self, op: Op, overload: Any, gradient: dict[Op, Registered]) -> None:
+        self.op, self.overload, self.origin = op, overload, _origin(op)
+        self._gradient = gradient
+        self.nodes = Nodes(op, lambda step: self._beside(step).raw)
         self.fast_path = FastPath(op, lambda: self.launcher, self.nodes)
         self._lowered = False
 
@@ -155,10 +156,15 @@ class Registered:
     def function(self) -> Callable[..., Any]:
         """The Python function."""
         inplace = None
-        if self.gradient is not None and "inplace_backward" in self.op.options:
-            backward = self.gradient.raw, self.gradient.launcher.into
-            inplace = make_inplace(self.op, self.overload, self.launcher, *backward)
+        if "inplace_backward" in self.op.options:
+            nodes = Nodes(self.op, lambda step: self._beside(step).overwriting)
+            inplace = make_inplace(self.op, self.overload, self.launcher, nodes)
         return make_function(self.op, self.overload, self.fast_path, inplace=inplace)
+
+    @cached_property
+    def overwriting(self) -> Callable[..., Any]:
+        """The same as :attr:`raw`, but outputs take the memory of the inputs that are donated to them."""
+        return inplace_gradient(self.op, self.raw, self.launcher.into)
 
     def lower(self) -> None:
         """Register the op's lowering with Inductor, the first time a fake kernel runs while Inductor is loaded.
@@ -173,9 +179,16 @@ class Registered:
                 # Importing Inductor takes over a second, so only programs that have loaded it get this far.
                 lowering = import_module("cute_ops_torch.inductor.lowering")
                 lowering.register_lowering(self.op, self.overload, self.launcher)
-                if self.gradient:
-                    self.gradient.lower()
+                for form in [form for step in self.op.steps for form in (step, *step.forms)]:
+                    self._beside(form).lower()
                 self._lowered = True
+
+    def _beside(self, step: Op) -> Registered:
+        """An op of the gradient; one that is narrowed to some outputs is registered when it is first needed."""
+        with _lock:
+            if step not in self._gradient:
+                self._gradient[step] = _define(step, self.overload.namespace)
+            return self._gradient[step]
 
 
 def register_lowerings() -> None:

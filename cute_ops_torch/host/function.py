@@ -16,7 +16,6 @@ from cute_ops_torch.host import codegen
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.host.modes import EXACT, modes_active
-from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver
 
@@ -97,7 +96,7 @@ def postprocessing(op: Op) -> Call:
     return postprocess
 
 
-def make_inplace(op: Op, overload: Call, launcher: Launcher, gradient: Call, into: Call) -> Call:
+def make_inplace(op: Op, overload: Call, launcher: Launcher, nodes: Nodes) -> Call:
     """The raw function of an op with a gradient that overwrites the inputs that it reuses.
 
     Where a mode is active it is the op itself: a compiler plans memory on its own.
@@ -106,12 +105,9 @@ def make_inplace(op: Op, overload: Call, launcher: Launcher, gradient: Call, int
         op: the declaration.
         overload: the registered op.
         launcher: its CUDA implementation.
-        gradient: the backward op's function, raw.
-        into: its CUDA implementation with outputs given.
+        nodes: its autograd nodes with such a gradient.
     """
-    assert op.grad is not None
-    inplace = inplace_gradient(op.grad, gradient, into)
-    nodes, arity = Nodes(op, lambda: inplace), len(op.inputs)
+    arity = len(op.inputs)
 
     def dispatched(*args: Any) -> Any:
         if torch.compiler.is_compiling() or modes_active():

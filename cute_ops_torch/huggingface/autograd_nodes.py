@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from cute_ops_torch import functions
+from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm_bwd
+from cute_ops_torch import functions, registry
 from cute_ops_torch.huggingface.packed_weights import packed_view
 from cute_ops_torch.library.inplace import overwriting
 from cute_ops_torch.library.no_gradient import once
 from cute_ops_torch.library.nodes import row_major
-from cute_ops_torch.registry import family
 
 Tensor = torch.Tensor
 
@@ -56,7 +56,7 @@ class _SiluMLP(torch.autograd.Function):
 
 def _swiglu_bwd_and_product(gate_up: Tensor, dproduct: Tensor) -> tuple[Tensor, Tensor]:
     """The gradient, and ``silu(gate) * up``: in the memory of the arguments, unless another backward needs them."""
-    _, run, into = family("cute", "swiglu_again")
+    _, run, into = registry.family("cute", "swiglu_again")
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
     # A thread stores only where it has read, except that the vectors of unaligned halves of a row overlap.
     if not keep and dproduct.shape[-1] * dproduct.itemsize % 16 == 0:
@@ -162,6 +162,10 @@ def _input_gradient(dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
     return result
 
 
+# The backward with a weight that is frozen.
+_without_weight = registry.define(add_rmsnorm_bwd.only()).overload
+
+
 def rmsnorm_and_residual(x: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """``(rmsnorm(x), x)``; the backward adds the gradients of both in one pass."""
     return _RMSNormAndResidual.apply(x, weight, eps)  # type: ignore[no-untyped-call, no-any-return]
@@ -182,5 +186,8 @@ class _RMSNormAndResidual(torch.autograd.Function):
             return dresidual, None, None
         x, weight = ctx.saved_tensors
         dout, dresidual = row_major(dout), None if dresidual is None else row_major(dresidual)
-        _, dx, dweight, _ = torch.ops.cute.add_rmsnorm_bwd(x, dout, dresidual, weight, None, ctx.eps, 0.0)
+        given = x, dout, dresidual, weight, None, ctx.eps, 0.0
+        if not ctx.needs_input_grad[1]:
+            return _without_weight(*given)[1], None, None
+        _, dx, dweight, _ = torch.ops.cute.add_rmsnorm_bwd(*given)
         return dx, dweight, None

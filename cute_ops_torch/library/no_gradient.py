@@ -43,7 +43,8 @@ def without_gradient_text(op: Op) -> str:
     """Why an op cannot be differentiated."""
     if op.inference_only:
         return f"is for inference only, it has no gradient; {op.inference_only}."
-    also = ", so there is no double backward" if op.name.endswith("_bwd") else ""
+    backward = all(name.startswith("d") for name in op.outputs) and any(name.startswith("d") for name in op.inputs)
+    also = ", so there is no double backward" if backward else ""
     return f"has no gradient of its own{also}."
 
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import _SingleLevelFunction
 
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import resolver
@@ -28,28 +28,29 @@ class Node(_SingleLevelFunction):
 
 
 class Nodes:
-    """One op: a node for each set of inputs that are not None and each value of the attributes.
+    """One op: a node for each set of inputs that are not None, of those that need a gradient, and of attributes.
 
     ``apply`` of a Function takes 0.1 us for each argument, so a node has the attributes in it, and absent inputs are no
-    arguments of it.
+    arguments of it. What nobody wants is known when a node is made: the backward looks nothing up.
     """
 
-    def __init__(self, op: Op, gradient: Callable[[], Call | None]) -> None:
-        """``gradient`` makes the backward op's raw function, None where there is none, when it is first needed."""
-        self._op, self._gradient = op, gradient
+    def __init__(self, op: Op, function: Callable[[Op], Call]) -> None:
+        """``function`` makes the raw function of an op that computes a part of the gradient."""
+        self._op, self._function = op, function
         self._known: dict[Any, Any] = {}
 
     def of(self, tensors: Sequence[Any], attrs: Sequence[Any]) -> Any:
         """The node of calls like this one: ``apply(run, *inputs)`` returns ``run(*inputs)``, without absent inputs."""
-        given = tuple(name for name, t in zip(self._op.inputs, tensors, strict=True) if t is not None)
-        key = given, tuple((type(a), a) for a in attrs)
+        given = {name: t for name, t in zip(self._op.inputs, tensors, strict=True) if t is not None}
+        names, wanted = tuple(given), tuple(name for name, t in given.items() if t.requires_grad)
+        key = names, wanted, tuple((type(a), a) for a in attrs)
         try:
             found = self._known.get(key)
         except TypeError:  # a compiler traces with an attribute that is symbolic and has no hash
-            return self._make(given, attrs)
+            return self._make(names, wanted, attrs)
         if found is None:
             make_room(self._known)
-            found = self._known[key] = self._make(given, attrs)
+            found = self._known[key] = self._make(names, wanted, attrs)
         return found
 
     def apply(self, run: Call, *args: Any) -> Any:
@@ -63,12 +64,15 @@ class Nodes:
 
         return self.of(tensors, attrs).apply(run_given, *[t for t in tensors if t is not None])
 
-    def _make(self, given: tuple[str, ...], attrs: Sequence[Any]) -> Any:
-        op, gradient = self._op, self._gradient()
-        if op.grad is None or gradient is None:
-            forward, backward = _without_gradient(op, given)
+    def _make(self, given: tuple[str, ...], wanted: tuple[str, ...], attrs: Sequence[Any]) -> Any:
+        op = self._op
+        if op.steps:
+            named = dict(zip(op.attrs, attrs, strict=True))
+            absent = {f"d{name}" for name in op.inputs if name not in given}
+            steps = [_Step.of(step, self._function(step), named, absent, given) for step in op.backward(wanted, given)]
+            forward, backward = _with_gradient(op, steps[0] if len(steps) == 1 else _chain(steps), given)
         else:
-            forward, backward = _with_gradient(op, op.grad, gradient, given, dict(zip(op.attrs, attrs, strict=True)))
+            forward, backward = _without_gradient(op, given)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
         made: Any = type(f"cute_{op.name}", (Node,), methods)
         # Slots cost less than a dict.
@@ -76,9 +80,59 @@ class Nodes:
         return made
 
 
-def _with_gradient(
-    op: Op, grad: Op, gradient: Call, given: tuple[str, ...], attrs: Mapping[str, Any]
-) -> tuple[Call, Call]:
+class _Step(NamedTuple):
+    """A backward op of one call, or several as one.
+
+    Attributes:
+        inputs: its inputs, by name.
+        outputs: the names of its outputs.
+        run: ``run(*inputs, *attributes)``, raw.
+        attributes: the values.
+        resolve: ``resolve(inputs, raw outputs)``: the outputs, None where absent.
+    """
+
+    inputs: Mapping[str, Tensor]
+    outputs: tuple[str, ...]
+    run: Call
+    attributes: tuple[Any, ...]
+    resolve: Call
+
+    @classmethod
+    def of(cls, op: Op, run: Call, attrs: Mapping[str, Any], absent: Collection[str], given: Collection[str]) -> _Step:
+        """One backward op.
+
+        Args:
+            op: its declaration.
+            run: its raw function.
+            attrs: the attributes of the forward's call.
+            absent: gradients of inputs that are None, which nobody reads.
+            given: inputs of the forward that are not None.
+        """
+        outputs, attributes = tuple(op.outputs), tuple(attrs[name] for name in op.attrs)
+        resolve = resolver(op, [name for name in outputs if name not in absent], given)
+        return cls(op.inputs, outputs, run, attributes, resolve)
+
+
+def _chain(steps: Sequence[_Step]) -> _Step:
+    """Backward ops in order as one, each of which may read what earlier ones gave; also none at all."""
+    made = {name for step in steps for name in step.outputs}
+    every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
+    # What one step requires, all get.
+    inputs = dict(sorted(every, key=lambda each: not each[1].optional))
+    outputs = tuple(name for step in steps for name in step.outputs)
+
+    def run(*given: Any) -> tuple[Any, ...]:
+        known = dict(zip(inputs, given, strict=True))
+        for step in steps:
+            found = [known[name] for name in step.inputs]
+            raw = step.run(*found, *step.attributes)
+            known |= zip(step.outputs, step.resolve(found, raw if len(step.outputs) > 1 else (raw,)), strict=True)
+        return tuple(known[name] for name in outputs)
+
+    return _Step(inputs, outputs, run, (), lambda found, raw: raw)
+
+
+def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, Call]:
     """Forward and backward, wired by names as :class:`cute_ops.Op` describes.
 
     Both run in every training step, so where each tensor goes is worked out here and they only index: loops in them
@@ -91,11 +145,10 @@ def _with_gradient(
     # What a backward has: saved inputs and outputs, cotangents, and at last None for all else.
     values = [*(given[k] for k in inputs), *(list(op.outputs)[k] for k in outputs), *cotangents]
     arguments = _take([values.index(name) if name in values else len(values) for name in grad.inputs])
-    gradients = [list(grad.outputs).index(d) if (d := f"d{n}") in grad.outputs else len(grad.outputs) for n in given]
+    gradients = [grad.outputs.index(d) if (d := f"d{n}") in grad.outputs else len(grad.outputs) for n in given]
     results = _take([len(grad.outputs), *gradients])  # `run`, the first argument, has none
-    attributes = tuple(attrs[name] for name in grad.attrs)
-    resolve = resolver(grad, [list(grad.outputs)[k] for k in gradients if k < len(grad.outputs)], given)
-    prepare = _Cotangents(op, grad)
+    gradient, attributes, resolve = grad.run, grad.attributes, grad.resolve
+    prepare = _Cotangents(op, grad.inputs)
     read, required = prepare.read, prepare.required
     mark, nothing = _marker(op, given), (None,) * (1 + len(given))
     saved, alone = _take([*inputs, *(len(given) + k for k in outputs)]), len(grad.outputs) == 1
@@ -142,7 +195,7 @@ def _take(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]
 
 
 class _Cotangents:
-    """Makes cotangents what the backward op can read.
+    """Makes cotangents what the backward can read, which has these inputs.
 
     Attributes:
         read: the places of those that it reads, whether their last dim must be contiguous, and whether they may be None
@@ -150,8 +203,8 @@ class _Cotangents:
         required: the places of those that it needs. A backward with one cotangent runs only if that is there.
     """
 
-    def __init__(self, op: Op, grad: Op) -> None:
-        declared = [grad.inputs.get(f"d{name}") for name in op.outputs]
+    def __init__(self, op: Op, inputs: Mapping[str, Tensor]) -> None:
+        declared = [inputs.get(f"d{name}") for name in op.outputs]
         required = [k for k, t in enumerate(declared) if t and not t.optional]
         self.read = [(k, bool(t.dims), t.optional and bool(required)) for k, t in enumerate(declared) if t]
         self.required = [] if len(declared) == 1 else required

@@ -1,5 +1,6 @@
 """Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``structure``, ``turn`` or
-``any_op`` run for everything declared, ``op`` and ``trained`` for what has a gradient.
+``any_op`` run for everything declared, ``op`` and ``trained`` for what has a gradient, ``form`` for backward ops
+without some of their outputs.
 """
 
 from __future__ import annotations
@@ -23,8 +24,10 @@ from cute_ops.ops import OPS, PARTS
 from cute_ops.shapes import FLOATS, ITEMSIZE
 from cute_ops_torch.host import launch
 from cute_ops_torch.library.tensors import DTYPES, NAMES
+from cute_ops_torch.registry import define
 
 STAGES = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
+FORMS = tuple(form for op in OPS for step in op.steps for form in step.forms)
 
 
 def to_torch(array: np.ndarray | None, device: str = "cpu") -> torch.Tensor | None:
@@ -57,7 +60,7 @@ class Problem(NamedTuple):
 
     @property
     def raw(self) -> Any:
-        return getattr(torch.ops.cute, self.op.name).default
+        return define(self.op).overload
 
     def inputs(self) -> dict[str, np.ndarray | None]:
         return testing.inputs(self.op, self.case, self.dtype)
@@ -116,7 +119,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # one a case, in turn; values, which are the reference's own, one a set of inputs.
     kinds = (
         ("problem", STAGES, FLOATS if gpu else ("turn",)), ("structure", STAGES, ("float32", "bfloat16")),
-        ("turn", STAGES, ("turn",)), ("trained", [op for op in OPS if op.grad], ("turn",)),
+        ("form", FORMS, FLOATS if gpu else ("turn",)), ("turn", STAGES, ("turn",)),
+        ("trained", [op for op in OPS if op.grad], ("turn",)),
     )  # fmt: skip
     for fixture, ops, dtypes in kinds:
         if fixture not in metafunc.fixturenames:
@@ -172,7 +176,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     against its variant, and writes the outputs where they lie.
     """
     record = Compiled([], [])
-    stages = {op.name: op for op in STAGES}
+    stages = {op.name: op for op in (*STAGES, *FORMS)}
 
     def get(variant: Variant) -> Callable[..., None]:
         record.variants.append(variant)

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops.ops import OPS
 
 
 def leaves(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -287,3 +288,99 @@ def test_forward_mode_and_second_order_raise(op: Op, make_inputs: Callable[..., 
         assert loss(first).ndim == 0  # no tangent, no error
     with pytest.raises(NotImplementedError, match="no double backward"):
         grad(lambda x: grad(loss)(x).sum())(first)
+
+
+# --- gradients that nobody wants ------------------------------------------------------------------------------------
+
+
+def compiled_by(backend: str) -> Callable[..., Any]:
+    def compile(function: Callable[..., Any]) -> Callable[..., Any]:
+        torch._dynamo.reset()
+        return torch.compile(function, backend=backend, fullgraph=True)
+
+    return compile
+
+
+WAYS = {
+    "eager": lambda function: function,
+    "checkpoint": lambda function: partial(checkpoint, function, use_reentrant=False),
+    "aot": compiled_by("aot_eager"), "inductor": compiled_by("inductor"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_of_a_gradient_run_where_somebody_reads_them(product: Any, way: str) -> None:
+    """One function, of which another call wants other gradients; the graph is run twice."""
+    function = WAYS[way](cute_ops_torch.register(product.op, "steps"))
+    for wanted in ("xw", "x", "w", "xw"):
+        x, w = (torch.randn(size).requires_grad_(n in wanted) for n, size in (("x", (2, 3, 4)), ("w", (5, 4))))
+        some = [t for t in (x, w) if t.requires_grad]
+        expected = torch.autograd.grad(torch.tanh(x @ w.T).sin().sum(), some)
+        loss = function(x, w).sin().sum()
+        product.ran.clear()
+        for keep in (True, False):
+            torch.testing.assert_close(torch.autograd.grad(loss, some, retain_graph=keep), expected)
+        again = {"product"} if way == "checkpoint" else set()
+        assert product.ran - again == {"inner", *({"x": "dgrad", "w": "wgrad"}[name] for name in wanted)}
+
+
+def test_a_gradient_that_is_asked_for_by_name(product: Any) -> None:
+    """Torch tells a node which inputs need a gradient, not which of these a call asks for."""
+    function = cute_ops_torch.register(product.op, "steps")
+    x, w = torch.randn(2, 3, 4, requires_grad=True), torch.randn(5, 4, requires_grad=True)
+    expected = torch.autograd.grad(torch.tanh(x @ w.T).sum(), (x, w))
+    out = function(x, w).sum()
+    for given, e in zip((x, w), expected, strict=True):
+        torch.testing.assert_close(torch.autograd.grad(out, inputs=[given], retain_graph=True), (e,))
+    (once_more,) = torch.autograd.grad(out, [w])
+    assert x.grad is w.grad is None and torch.equal(once_more, torch.autograd.grad(function(x, w).sum(), [w])[0])
+
+
+def test_what_only_an_unwanted_gradient_reads_is_not_saved(product: Any) -> None:
+    function = cute_ops_torch.register(product.op, "steps")
+    for wanted, shapes in (("xw", {(2, 4), (5, 4), (2, 5)}), ("x", {(5, 4), (2, 5)}), ("w", {(2, 4), (2, 5)})):
+        x, w = torch.randn(2, 4).requires_grad_("x" in wanted), torch.randn(5, 4).requires_grad_("w" in wanted)
+        assert {tuple(t.shape) for t in function(x, w).grad_fn.saved_tensors} == shapes
+
+
+class Names(TorchDispatchMode):
+    """The names of our ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "cute":
+            self.seen.append(func.name().removeprefix("cute::"))
+        return func(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("way", ["eager", "checkpoint", "inductor"])
+@pytest.mark.parametrize(("frozen", "suffix"), [((), ""), (("bias",), "_dweight"), (("weight", "bias"), "")])
+@pytest.mark.parametrize("name", ["rmsnorm", "add_rmsnorm", "layernorm"])
+def test_frozen_weights_of_norms_have_no_gradient(
+    name: str, frozen: tuple[str, ...], suffix: str, way: str, make_inputs: Callable[..., Any]
+) -> None:
+    op = next(op for op in OPS if op.name == name)
+    function = WAYS[way](loss_of(function_of(op)))
+    every = leaves(make_inputs(op))
+    expected = dict(zip(op.inputs, torch.autograd.grad(function(*every), every), strict=True))
+    given = {n: t.detach().requires_grad_(n not in frozen) for n, t in zip(op.inputs, every, strict=True)}
+    loss = function(*given.values())
+    with Names() as names:
+        loss.backward()
+    first = "_dx_dresidual" if name == "add_rmsnorm" else "_dx"
+    assert names.seen[-1] == f"{name}_bwd" + (f"_only{first}{suffix}" if frozen else "")
+    for n, t in given.items():
+        assert (t.grad is None) == (n in frozen)
+        assert n in frozen or torch.equal(t.grad, expected[n])
+
+
+def test_examples_of_a_frozen_norm_are_one_backward() -> None:
+    """A gradient of the weight would be one for each example."""
+    x, w = torch.randn(3, 2, 8), torch.randn(8)
+    for argnums, calls in ((0, 1), ((0, 1), 3)):
+        with Names() as names:
+            vmap(grad(loss_of(cute_ops_torch.rmsnorm), argnums), (0, None))(x, w)
+        assert sum(name.startswith("rmsnorm_bwd") for name in names.seen) == calls

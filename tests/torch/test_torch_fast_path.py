@@ -41,10 +41,9 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
 
     def one(op: Op) -> Made:
         if op.name not in made:
-            gradient = one(op.grad).function if op.grad else None
             library.define(schema(op))
             overload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
-            launcher, nodes = launch.Launcher(op), Nodes(op, lambda: gradient)
+            launcher, nodes = launch.Launcher(op), Nodes(op, lambda step: one(step).function)
             fast = fast_path.FastPath(op, lambda: launcher, nodes)
             library.impl(op.name, lambda *args: launcher.launch(*args), "CPU")
             kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr())
@@ -94,6 +93,15 @@ def test_gradients(op: Op, make: Any, make_inputs: Callable[..., Any], compiled:
         for one in got:
             torch.testing.assert_close(one, expected, rtol=1e-4, atol=1e-4)
     assert compiled.calls == [op.name, op.grad.name] * 2 * (2 + len(douts))
+
+
+def test_known_calls_that_want_other_gradients_are_told_apart(make: Any, compiled: Any) -> None:
+    made, x, w = make(rmsnorm), torch.randn(4, 104, requires_grad=True), torch.ones(104)
+    for _ in range(2):
+        for weight, backward in ((w, "rmsnorm_bwd_only_dx"), (w.clone().requires_grad_(), "rmsnorm_bwd")):
+            for call in (made.function, made.raw):
+                call(x, weight).sum().backward()
+                assert compiled.calls[-2:] == ["rmsnorm", backward]
 
 
 def test_inputs_left_out_get_no_gradient(op: Op, make: Any, make_inputs: Callable[..., Any]) -> None:

@@ -462,6 +462,24 @@ def test_gradients_of_heads_come_joined_from_the_rotation(
         assert e is None or torch.equal(e, got[name]), name
 
 
+def test_frozen_norms_have_no_gradient() -> None:
+    """Those of a residual stream too; all other gradients are the same."""
+    model, tokens = llama(), torch.randint(0, 97, (2, 19))
+    cute_ops_torch.patch(model)
+    expected = gradients(model, tokens)
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" not in name)
+    with Counts() as counts:
+        got = gradients(model, tokens)
+    ran = {name for name in counts.of if "rmsnorm_bwd" in name}
+    assert ran == {"cute::add_rmsnorm_bwd_only_dx_dresidual", "cute::rmsnorm_bwd_only_dx"}
+    for name, e in expected.items():
+        if "norm" in name:
+            assert got[name] is None
+        else:
+            torch.testing.assert_close(got[name], e, rtol=1e-4, atol=1e-6)
+
+
 def test_projections_that_somebody_looks_at_are_called() -> None:
     """A hook on a projection, or tables passed by position, prevent the fused rotation; results stay the same."""
     model, tokens, seen = llama(), torch.randint(0, 97, (2, 19)), []
