@@ -1,7 +1,8 @@
-"""The reverse-mode rule: an op and the backward op that it declares, wired by argument names.
+"""The reverse-mode rule: an op and the backward ops that it declares, wired by argument names.
 
-An input of the backward op that is named like an input or output of the op is that array, ``d<output>`` is the
-cotangent, and its output ``d<input>`` is the gradient.
+An input of a backward op that is named like an input or output of the op is that array, ``d<output>`` is the cotangent,
+and its output ``d<input>`` is the gradient. Nothing is computed, or saved for it, that no input which is differentiated
+needs: a frozen weight has no gradient.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 from cute_ops_jax import _compat
 from cute_ops_jax.primitive.arrays import Attributes
 from cute_ops_jax.primitive.primitive import no_derivative, stage
 
 Arrays = dict[str, jax.Array]
+# The arrays that the backward reads, by name, and one whose shape says which inputs are differentiated.
+Saved = tuple[Arrays, jax.Array | None]
 
 
 class Call(NamedTuple):
@@ -44,29 +47,33 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
         outputs = forward(inputs, dict(call.attrs)).items()
         return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs if a is not None}
 
-    if op.grad is None:
+    if not op.steps:
         return run
-    grad, backward = op.grad, partial(stage, op.grad)  # its stage is made when a gradient is first asked for
+    stage_of = stage  # a step's is made when a gradient is first asked for
+    reads = {name for step in op.steps for name in step.inputs}
+    # The inputs whose gradient can be left out.
+    optional = [n for n in op.differentiable if len(op.steps) > 1 or op.steps[0].outputs[f"d{n}"].skippable]
 
-    def forward_rule(call: Call, primals: dict[str, Any]) -> tuple[Arrays, Arrays]:
+    def forward_rule(call: Call, primals: dict[str, Any]) -> tuple[Arrays, Saved]:
         inputs = {name: primal.value for name, primal in primals.items()}
         outputs = run(call, inputs)
-        return outputs, {name: a for name, a in {**inputs, **outputs}.items() if name in grad.inputs}
+        wanted = [name for name, primal in primals.items() if name not in optional or primal.perturbed]
+        needed = {name for step in op.backward(wanted, inputs) for name in step.inputs}
+        # JAX needs one structure of what is saved, whichever inputs are differentiated; shapes may differ.
+        mark = jnp.zeros((0, *(int(name in wanted) for name in optional))) if optional else None
+        kept = {n: a if n in needed else jnp.zeros(0) for n, a in {**inputs, **outputs}.items() if n in reads}
+        return outputs, (kept, mark)
 
-    def backward_rule(call: Call, saved: Arrays, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
-        given: dict[str, Any] = dict(saved)
-        for name, cotangent in cotangents.items():
-            wanted = grad.inputs.get(f"d{name}")
-            if wanted is None:
-                continue
-            zero = isinstance(cotangent, SymbolicZero)
-            # The output was not used: leave its cotangent out where the declaration allows it, to save reading zeros.
-            given[f"d{name}"] = (None if wanted.optional else jnp.zeros_like(cotangent)) if zero else cotangent
-        results = backward()(given, {name: value for name, value in call.attrs if name in grad.attrs}, call.inplace)
-        for name, tensor in grad.outputs.items():
-            if results[name] is None and tensor.same_as is not None:
-                results[name] = results[tensor.same_as]
-        return ({name: results.get(f"d{name}") for name in call.names},)  # None is a zero gradient
+    def backward_rule(call: Call, saved: Saved, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
+        kept, mark = saved
+        sizes = {} if mark is None else dict(zip(optional, mark.shape[1:], strict=True))
+        known: dict[str, Any] = {**kept, **{f"d{name}": cotangent for name, cotangent in cotangents.items()}}
+        for step in op.backward([name for name in call.names if sizes.get(name, 1)], call.names):
+            given = {name: _as_input(tensor, known.get(name)) for name, tensor in step.inputs.items()}
+            results = stage_of(step)(given, {n: value for n, value in call.attrs if n in step.attrs}, call.inplace)
+            shared = {n: t.same_as for n, t in step.outputs.items() if t.same_as and results[n] is None}
+            known |= {n: results[shared.get(n, n)] for n in results}
+        return ({name: known.get(f"d{name}") for name in call.names},)  # None is a zero gradient
 
     function = jax.custom_vjp(run, nondiff_argnums=(0,))
     function.defvjp(forward_rule, backward_rule, symbolic_zeros=True)
@@ -78,3 +85,12 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
         return outputs
 
     return reverse_only
+
+
+def _as_input(declared: Tensor, given: Any) -> Any:
+    """An input of a backward op. The cotangent of an output that was not used is left out where the declaration allows
+    it, to save reading zeros.
+    """
+    if not isinstance(given, SymbolicZero):
+        return given
+    return None if declared.optional else jnp.zeros_like(given)

@@ -135,6 +135,16 @@ def test_one_all_reduce_of_one_weight(through_ffi: Any) -> None:
     assert re.search(r"f32\[6\]\S* all-reduce\(", text)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+def test_no_all_reduce_of_a_frozen_weight(kind: AxisType, through_ffi: Any, fake_kernels: Any) -> None:
+    function, mesh = through_ffi(RMSNORM), mesh_of(kind)
+    with jax.set_mesh(mesh):
+        x, w = placed(mesh, inputs(RMSNORM)[:2], (jax.P(("data", "seq")), jax.P()))
+        run = jax.jit(lambda x, w: jax.vjp(lambda x: function(x, w), x)[1](x))
+        assert not collectives(run.lower(x, w).compile().as_text())
+    assert {variant.op for variant in fake_kernels.variants} == {"rmsnorm_bwd_only_dx"}  # nobody reads the forward
+
+
 @pytest.mark.feature("FFI: shard_map, with and without replication checks")
 @pytest.mark.parametrize("check", [True, False])
 def test_inside_of_shard_map(any_op: Op, check: bool, through_ffi: Any, close: Close) -> None:

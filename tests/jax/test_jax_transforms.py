@@ -14,6 +14,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import stage
 
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
@@ -351,3 +352,77 @@ def test_threads_may_trace_at_once(any_op: Op, device: jax.Device, through_ffi: 
 
 def test_primitives_are_named_after_their_ops(op: Op) -> None:
     assert stage(op).primitive.name == f"cute_{op.name}"
+
+
+def scanned(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Calls whose first input is differentiated in the second turn, whether or not the first turn's is."""
+    return lambda x, w: jax.lax.scan(lambda c, _: (jnp.sin(function(c, w) @ w), None), x, None, length=2)[0]
+
+
+def on_two_devices(function: Callable[..., Any]) -> Callable[..., Any]:
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    return jax.shard_map(function, mesh=mesh, in_specs=(jax.P("rows"), jax.P()), out_specs=jax.P("rows"))
+
+
+WAYS: dict[str, Callable[..., Any]] = {
+    "plain": lambda function: function, "jit": jax.jit, "checkpoint": jax.checkpoint, "scan": scanned,
+    "shard_map": on_two_devices, "vmap": lambda function: jax.vmap(function, (0, None)),
+    "scan of checkpoint": lambda function: scanned(jax.checkpoint(function)),
+    "jit of shard_map": lambda function: jax.jit(on_two_devices(function)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_steps_of_a_gradient_run_where_somebody_reads_them(product: Any, way: str, close: Close) -> None:
+    """One function, of which another call wants other gradients."""
+    rng = np.random.default_rng(0)
+    x, w = rng.standard_normal((2, 3, 4), np.float32), rng.standard_normal((5, 4), np.float32)
+    ours, plain = map(WAYS[way], (cute_ops_jax.register(product.op), lambda x, w: jnp.tanh(x @ w.T)))
+    for argnums in ((0, 1), (0,), (1,), (0, 1)):
+        wanted = {"inner", *(("dgrad", "wgrad")[k] for k in argnums)}
+        # The second turn of a scan needs the gradient of what the first one made from w.
+        wanted |= {"dgrad"} if "scan" in way else set()
+        gradient, expected = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), argnums) for f in (ours, plain))
+        assert set(re.findall(r"cute_(inner|dgrad|wgrad)_", str(jax.make_jaxpr(gradient)(x, w)))) == wanted
+        close(jax.jit(gradient)(x, w), jax.jit(expected)(x, w))
+
+
+def test_what_only_an_unwanted_gradient_reads_is_not_saved(product: Any) -> None:
+    x, w, function = jnp.ones((2, 4)), jnp.ones((5, 4)), jax.jit(cute_ops_jax.register(product.op))
+    for given, other, kept in ((x, w, {(5, 4), (2, 5)}), (w, x, {(2, 4), (2, 5)})):
+        call = (lambda x: function(x, other)) if given is x else (lambda w: function(other, w))  # noqa: B023
+        _, pull = jax.vjp(call, given)
+        assert {a.shape for a in jax.tree.leaves(pull) if a.size} == kept
+
+
+@pytest.mark.parametrize(
+    ("frozen", "suffix"), [((), ""), (("bias",), "_dweight"), (("weight", "bias"), ""), (("weight",), "_dbias")]
+)
+@pytest.mark.parametrize("name", ["rmsnorm", "add_rmsnorm", "layernorm"])
+def test_frozen_weights_of_norms_have_no_gradient(
+    name: str, frozen: tuple[str, ...], suffix: str, close: Close
+) -> None:
+    op = next(op for op in OPS if op.name == name)
+    arrays = testing.sample(op, (ROWS,), N, np.random.default_rng(7))
+    every = range(len(arrays))
+    argnums = tuple(k for k, n in enumerate(op.inputs) if n not in frozen)
+    expected = jax.grad(loss(op), tuple(every))(*arrays)
+    stopped = lambda *given: loss(op)(  # noqa: E731
+        *(jax.lax.stop_gradient(a) if n in frozen else a for n, a in zip(op.inputs, given, strict=True))
+    )
+    first = "_dx_dresidual" if name == "add_rmsnorm" else "_dx"
+    for run, chosen in ((jax.grad(loss(op), argnums), argnums), (jax.grad(stopped, tuple(every)), every)):
+        found = set(re.findall(rf"cute_({name}_bwd\w*)\[", str(jax.make_jaxpr(run)(*arrays))))
+        assert found == {f"{name}_bwd" + (f"_only{first}{suffix}" if frozen else "")}
+        got = dict(zip(chosen, jax.jit(run)(*arrays), strict=True))
+        for k, a in got.items():
+            close(a, expected[k] if k in argnums else np.zeros_like(expected[k]))
+
+
+def test_examples_of_a_frozen_norm_are_one_backward() -> None:
+    """A gradient of the weight would be one for each example, in a loop."""
+    op = next(op for op in OPS if op.name == "rmsnorm")
+    x, w = examples(op)[0], jnp.ones(N)
+    for argnums, loops in ((0, False), ((0, 1), True)):
+        text = str(jax.make_jaxpr(jax.vmap(jax.grad(loss(op), argnums), (0, None)))(x, w))
+        assert ("scan[" in text or "while[" in text) == loops
