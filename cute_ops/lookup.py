@@ -1,8 +1,8 @@
 """Finds ops by name: ours, and those of a user's module or file.
 
 ``rmsnorm`` is one of ours. ``package.module:name`` and ``path/to/file.py:name`` are ops that a module or file binds to
-that name. ``.grad`` behind a name means the gradient; the name of one of several ops that compute it, or of a form that
-leaves gradients out, means that one: ``file.py:norm.norm_bwd_only_dx``.
+that name. ``.grad`` behind a name means the gradient; the name of one of several ops that compute it, or of one that is
+narrowed to some of its outputs, means that one: ``file.py:norm.norm_bwd_only_dx``.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ def ours() -> dict[str, Op]:
 
 
 def _family(op: Op) -> list[Op]:
-    """An op, the ops that compute its gradient, and their forms that leave some of it out."""
-    return [form for each in (op, *op.steps) for form in (each, *each.forms)]
+    """An op and the ops that compute its gradient, whole and narrowed."""
+    return [found for each in (op, *op.steps) for found in (each, *each.narrowed)]
 
 
 def find(name: str) -> Op:

@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Mapping
 from copy import copy
-from functools import cached_property, partial
+from functools import cached_property, partial, update_wrapper
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -255,7 +255,7 @@ def importable(name: str) -> str:
 
 
 # Ops without some of their skippable outputs, by op and the outputs that are left.
-_forms: dict[tuple[Op, tuple[str, ...]], Op] = {}
+_narrowed: dict[tuple[Op, tuple[str, ...]], Op] = {}
 
 
 def _without(places: Collection[int], reference: Callable[..., Any], *args: Any, **attrs: Any) -> tuple[Any, ...]:
@@ -330,7 +330,7 @@ class Op:
         self.name = name
         self.inputs = dict(inputs)
         self.outputs = dict(outputs)
-        # Those that the kernel takes, also where a form of the op lacks some.
+        # Those that the kernel takes, also of an op that is narrowed.
         self.kernel_outputs = tuple(self.outputs)
         for argument, tensor in [*self.inputs.items(), *self.outputs.items()]:
             if not isinstance(tensor, Tensor) or not isinstance(tensor.shape, str):
@@ -412,7 +412,7 @@ class Op:
 
         Args:
             wanted: the inputs that need a gradient.
-            present: the inputs that are not None. What is absent with another one needs no form of its own.
+            present: the inputs that are not None. What is absent with another one narrows no op.
         """
         read = {f"d{name}" for name in wanted if name in present}
         chosen: list[Op] = []
@@ -429,18 +429,19 @@ class Op:
         left = tuple(name for name, t in self.outputs.items() if name in outputs or not t.skippable)
         if left == tuple(self.outputs):
             return self
-        if (self, left) not in _forms:
-            form, skipped = copy(self), frozenset(k for k, name in enumerate(self.outputs) if name not in left)
-            form.name = f"{self.name}_only_{'_'.join(left)}"
-            form.outputs = {name: self.outputs[name] for name in left}
-            form.__dict__.pop("shown", None)  # which is cached
-            form.grad, form.no_gradient = None, ()
-            form.reference = partial(_without, skipped, self.reference)
-            _forms.setdefault((self, left), form)  # one of several threads is the first
-        return _forms[self, left]
+        if (self, left) not in _narrowed:
+            made, skipped = copy(self), frozenset(k for k, name in enumerate(self.outputs) if name not in left)
+            made.name = f"{self.name}_only_{'_'.join(left)}"
+            made.outputs = {name: self.outputs[name] for name in left}
+            made.__dict__.pop("shown", None)  # which is cached
+            made.grad, made.no_gradient = None, ()
+            made.reference = partial(_without, skipped, self.reference)
+            update_wrapper(made.reference, self.reference, ("__module__",), ())  # where it is declared
+            _narrowed.setdefault((self, left), made)  # one of several threads is the first
+        return _narrowed[self, left]
 
     @property
-    def forms(self) -> tuple[Op, ...]:
+    def narrowed(self) -> tuple[Op, ...]:
         """The op without some of its skippable outputs, in every way."""
         skippable = [name for name, t in self.outputs.items() if t.skippable]
         kept = [names for k in range(len(skippable)) for names in combinations(skippable, k)]

@@ -136,8 +136,8 @@ def _inputs(op: Op) -> Iterator[str]:
 def _outputs(op: Op) -> Iterator[str]:
     if not op.shown:
         yield "it has no output that is not hidden"
-    if len({form.name for form in op.forms}) < len(op.forms):
-        yield f"forms without its skippable outputs have one name: {sorted(form.name for form in op.forms)}"
+    if len({each.name for each in op.narrowed}) < len(op.narrowed):
+        yield f"narrowed to some outputs it has one name twice: {sorted(each.name for each in op.narrowed)}"
     for name, t in op.outputs.items():
         if words := [word for word in ("optional", "upper_bound", "unread") if getattr(t, word)]:
             yield f"output {name!r} has {words[0]!r}, which inputs have"

@@ -179,8 +179,8 @@ class Registered:
                 # Importing Inductor takes over a second, so only programs that have loaded it get this far.
                 lowering = import_module("cute_ops_torch.inductor.lowering")
                 lowering.register_lowering(self.op, self.overload, self.launcher)
-                for form in [form for step in self.op.steps for form in (step, *step.forms)]:
-                    self._beside(form).lower()
+                for op in [op for step in self.op.steps for op in (step, *step.narrowed)]:
+                    self._beside(op).lower()
                 self._lowered = True
 
     def _beside(self, step: Op) -> Registered:

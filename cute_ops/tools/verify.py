@@ -68,7 +68,7 @@ def verify(
     ops: Iterable[Op], runners: Mapping[str, Runner], dtypes: Sequence[str] = (), repeats: int = 20,
     sizes: Mapping[str, Sequence[int]] | None = None,
 ) -> Iterator[Verdict]:  # fmt: skip
-    """Check ops and their forms: one verdict for each, case, dtype and framework, and one for each gradient and case.
+    """Check ops, whole and narrowed: one verdict for each op, case, dtype and framework, and one for each gradient.
 
     Args:
         ops: the declarations.
@@ -77,7 +77,7 @@ def verify(
         repeats: calls on a GPU, which must give the same bits.
         sizes: of dims by name, which cases have in place of their own, every combination.
     """
-    for op in [form for each in ops for form in (each, *each.forms)]:
+    for op in [found for each in ops for found in (each, *each.narrowed)]:
         for case, asked in product(op.cases, _combined(sizes or {})):
             if op.steps:
                 yield _gradient(op, case, asked)

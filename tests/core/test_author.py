@@ -152,11 +152,11 @@ def test_a_gradient_of_several_ops_is_verified(product: Any) -> None:
     assert (verdict.framework, verdict.problem) == ("gradient", "")
 
 
-def test_forms_without_some_outputs_are_verified() -> None:
+def test_ops_narrowed_to_some_outputs_are_verified() -> None:
     op = lookup.find("rmsnorm_bwd")
     op = Op(**{**_arguments(op), "cases": op.cases[:1]})
     verdicts = list(verify([op], {"fake": FakeGPU()}, ["float32"], repeats=1))
-    assert [v.op for v in verdicts] == [op.name, *(form.name for form in op.forms)] and len(verdicts) == 4
+    assert [v.op for v in verdicts] == [op.name, *(each.name for each in op.narrowed)] and len(verdicts) == 4
     assert not any(v.problem for v in verdicts)
 
 

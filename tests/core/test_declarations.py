@@ -248,7 +248,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "skippable outputs whose names are joined": (
         {"outputs": {name: ROWS._replace(skippable=True) for name in ("a", "b", "a_b")}},
-        "forms without its skippable outputs have one name",
+        "narrowed to some outputs it has one name twice",
     ),
     "an argument or a cotangent": (
         {"inputs": {"x": ROWS, "dout": ROWS}, "grad": backward(), "no_gradient": ("dout",)},
@@ -349,17 +349,17 @@ def test_a_gradient_is_the_ops_that_somebody_reads(product: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("wanted", "absent", "form"),
+    ("wanted", "absent", "suffix"),
     [
         (("x", "weight", "bias"), (), ""), (("x", "weight"), ("bias",), ""), (("x",), ("weight", "bias"), ""),
         (("x",), (), "_only_dx"), (("x",), ("bias",), "_only_dx"), (("weight",), (), "_only_dx_dweight"),
         (("bias",), ("weight",), ""),
     ],
 )  # fmt: skip
-def test_a_backward_op_leaves_out_what_nobody_wants(wanted: Any, absent: Any, form: str) -> None:
-    """What is absent anyway needs no other form: calls with all that there is keep their kernels."""
+def test_a_backward_op_leaves_out_what_nobody_wants(wanted: Any, absent: Any, suffix: str) -> None:
+    """What is absent anyway narrows no op: calls with all that there is keep their kernels."""
     (op,) = rmsnorm.backward(wanted, [name for name in rmsnorm.inputs if name not in absent])
-    assert op.name == f"rmsnorm_bwd{form}" and (op is rmsnorm.grad) == (not form)
+    assert op.name == f"rmsnorm_bwd{suffix}" and (op is rmsnorm.grad) == (not suffix)
     given = {"x": X, "dout": X, **{name: W for name in ("weight", "bias") if name not in absent}}
     variant = plan(bind(op, given), {}, parse("sm_90a")).variant
     passed = {name: variant.tensors[name] is not None for name in ("dx", "dweight", "dbias")}

@@ -114,7 +114,7 @@ def test_processes_record_into_one_file(tmp_path: Path) -> None:
 
 
 def test_every_op_of_a_gradient_is_found_by_its_place(tmp_path: Path) -> None:
-    """Also where a module binds none of them, and forms without some outputs."""
+    """Also where a module binds none of them, and narrowed to some outputs."""
     (tmp_path / "steps.py").write_text(
         textwrap.dedent("""
         from cute_ops import Op, Tensor

@@ -30,7 +30,7 @@ from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
 from cute_ops.shapes import Array
 
-ALL = [form for op in (*OPS, *PARTS) for each in (op, *op.steps) for form in (each, *each.forms)]
+ALL = [op for part in (*OPS, *PARTS) for each in (part, *part.steps) for op in (each, *each.narrowed)]
 VECTOR = 16
 LAYOUTS = ("compact", "off", "apart", "spaced")
 KINDS = {str(kind.dtype): kind for kind in interpreter.KINDS.values()}

@@ -35,7 +35,7 @@ from cute_ops_jax.primitive.primitive import Stage, stage
 jax.config.update("jax_num_cpu_devices", 8)
 
 STAGES = {op.name: op for op in itertools.chain(OPS, PARTS, (op.grad for op in OPS if op.grad))}
-FORMS = {form.name: form for op in OPS for step in op.steps for form in step.forms}
+NARROWED = {each.name: each for op in OPS for step in op.steps for each in step.narrowed}
 
 
 DIFFERENTIABLE = tuple(op for op in OPS if op.grad)
@@ -128,7 +128,7 @@ class FakeKernels:
     def __init__(self) -> None:
         self.variants: list[Variant] = []
         self.calls: list[tuple[str, list[tuple[int, ...]]]] = []
-        self.ops = {**STAGES, **FORMS}
+        self.ops = {**STAGES, **NARROWED}
 
     def get(self, variant: Variant) -> Any:
         import tvm_ffi

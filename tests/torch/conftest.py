@@ -1,6 +1,6 @@
 """Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``structure``, ``turn`` or
-``any_op`` run for everything declared, ``op`` and ``trained`` for what has a gradient, ``form`` for backward ops
-without some of their outputs.
+``any_op`` run for everything declared, ``op`` and ``trained`` for what has a gradient, ``narrowed`` for backward
+ops of some of their outputs.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from cute_ops_torch.library.tensors import DTYPES, NAMES
 from cute_ops_torch.registry import define
 
 STAGES = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
-FORMS = tuple(form for op in OPS for step in op.steps for form in step.forms)
+NARROWED = tuple(each for op in OPS for step in op.steps for each in step.narrowed)
 
 
 def to_torch(array: np.ndarray | None, device: str = "cpu") -> torch.Tensor | None:
@@ -119,7 +119,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # one a case, in turn; values, which are the reference's own, one a set of inputs.
     kinds = (
         ("problem", STAGES, FLOATS if gpu else ("turn",)), ("structure", STAGES, ("float32", "bfloat16")),
-        ("form", FORMS, FLOATS if gpu else ("turn",)), ("turn", STAGES, ("turn",)),
+        ("narrowed", NARROWED, FLOATS if gpu else ("turn",)), ("turn", STAGES, ("turn",)),
         ("trained", [op for op in OPS if op.grad], ("turn",)),
     )  # fmt: skip
     for fixture, ops, dtypes in kinds:
@@ -176,7 +176,7 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     against its variant, and writes the outputs where they lie.
     """
     record = Compiled([], [])
-    stages = {op.name: op for op in (*STAGES, *FORMS)}
+    stages = {op.name: op for op in (*STAGES, *NARROWED)}
 
     def get(variant: Variant) -> Callable[..., None]:
         record.variants.append(variant)

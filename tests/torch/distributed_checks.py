@@ -37,6 +37,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Sharding, testing
@@ -158,6 +159,29 @@ def every_op_stays_on_its_rows(world: World) -> None:
             for name, gradient in gradients.items():
                 parts = tuple(c if c.is_replicate() else Partial() for c in cuts)
                 assert gradient.placements == (cuts if op.inputs[name].rows else parts), (op.name, name)
+
+
+@check
+def frozen_weights_have_no_gradient(world: World) -> None:
+    """Ranks add up no gradient that nobody wants."""
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func.name())
+            return func(*args, **kwargs or {})
+
+    torch.manual_seed(0)
+    x, weight, seen = torch.randn(5, 3, 8, device=world.device), torch.randn(8, device=world.device), list[str]()
+    whole = x.clone().requires_grad_()
+    cute_ops_torch.rmsnorm(whole, weight).sin().sum().backward()
+    given = spread(x, world.line, [Shard(0)]).requires_grad_()
+    out = cute_ops_torch.rmsnorm(given, spread(weight, world.line, [Replicate()]))
+    with CommDebugMode() as moved, Names():
+        out.backward(spread(torch.cos(cute_ops_torch.rmsnorm(x, weight)), world.line, [Shard(0)]))
+    assert moved.get_total_counts() == 0
+    assert {name for name in seen if "rmsnorm_bwd" in name} == {"cute::rmsnorm_bwd_only_dx"}
+    assert given.grad is not None and whole.grad is not None
+    world.close(given.grad, whole.grad)
 
 
 @check

@@ -49,8 +49,8 @@ def test_values_against_float64(problem: Any) -> None:
     problem.check(problem.raw(*tensors, **problem.attrs))
 
 
-def test_values_of_backward_ops_without_some_outputs(form: Any) -> None:
-    test_values_against_float64(form)
+def test_values_of_narrowed_ops(narrowed: Any) -> None:
+    test_values_against_float64(narrowed)
 
 
 @pytest.mark.feature("GPU: deterministic")
