@@ -43,7 +43,9 @@ def variants(arch: target.Target) -> Iterator[Variant]:
     """The variants of every declared case, dtype and layout."""
     for layout in LAYOUTS:
         for dtype in FLOATS:
-            for op in (*OPS, *PARTS, *(op.grad for op in OPS if op.grad)):
+            steps = [step for op in OPS for step in op.steps]
+            narrowed = [each for step in steps for each in step.narrowed] if layout == "compact" else []
+            for op in (*OPS, *PARTS, *steps, *narrowed):
                 for case in op.cases:
                     tensors = [
                         None if spec is None else laid_out(op.inputs[name], spec, layout)

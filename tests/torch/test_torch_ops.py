@@ -21,6 +21,10 @@ def test_values_against_float64(problem: Any) -> None:
     problem.check(problem.raw(*problem.tensors(), **problem.attrs))
 
 
+def test_values_of_narrowed_ops(narrowed: Any) -> None:
+    narrowed.check(narrowed.raw(*narrowed.tensors(), **narrowed.attrs))
+
+
 _checked: set[Any] = set()
 
 
