@@ -55,9 +55,9 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
             yield from _rows("rmsnorm", {"x": size, "weight": size}, dtype, attrs, train, (*LEAD, heads))
         summed = list(_rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train))
         yield from summed
-        if train:  # after the last layer the sum does not go on
-            last = {name: array for name, array in summed[-1].inputs.items() if name != "dresidual_out"}
-            yield Call("add_rmsnorm_bwd", last, attrs=summed[-1].attrs)
+        for call in summed[1:]:  # after the last layer the sum does not go on
+            last = {name: array for name, array in call.inputs.items() if name != "dresidual_out"}
+            yield Call(call.name, last, attrs=call.attrs)
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation in _GATED and "intermediate_size" in config:
         gated, attrs = _GATED[activation]
@@ -131,3 +131,5 @@ def _rows(
             n: sizes.get(n, first) for n, t in step.inputs.items() if n in sizes or n.startswith("d") or not t.optional
         }
         yield Call(step.name, arrays(step, known), attrs=full)
+        if step.narrowed:  # of frozen weights
+            yield Call(step.only().name, arrays(step, known), attrs=full)

@@ -657,8 +657,15 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
         with torch.no_grad():
             for prompt in (tokens[:1, :9], tokens[:3, :1]):
                 model(prompt)
+    for name, p in model.named_parameters():
+        p.requires_grad_("norm" not in name)
+    loss = model(tokens, labels=tokens).loss
+    with calls:
+        loss.backward()
+        model(tokens, labels=tokens).loss.backward()
     told = {build.variant_of(c, sm90).symbol for c in calls_of_model(model.config.to_dict(), "float32", train=True)}
     names = {call.name for call in calls.found.values()}
     assert {"rmsnorm", "rmsnorm_bwd", "rope", "rope_bwd", "cross_entropy_step", "sorted_embedding_bwd"} <= names
+    assert "rmsnorm_bwd_only_dx" in names and ("add_rmsnorm_bwd_only_dx_dresidual" in names) == (kind != "Gemma")
     assert ("rope_bwd_joined" in names) == (kind != "Qwen3")
     assert not [str(call) for symbol, call in calls.found.items() if symbol not in told]
