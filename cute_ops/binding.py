@@ -26,8 +26,10 @@ class Binding(NamedTuple):
     Attributes:
         dims: sizes by dim name; leading dims as a tuple.
         dtypes: dtype names by variable, and by attribute that names an output's.
+        attrs: all attributes and scalars by name.
         inputs: the arrays as given, None where absent.
         outputs: the arrays to produce, None where absent.
+        results: what the reference returns: the inputs that are mutated, then the outputs.
     """
 
     op: Op
@@ -36,6 +38,7 @@ class Binding(NamedTuple):
     attrs: Mapping[str, Any]
     inputs: Mapping[str, Array | None]
     outputs: Mapping[str, Array | None]
+    results: Mapping[str, Array | None]
 
     @property
     def rows(self) -> Any:
@@ -47,7 +50,7 @@ class Binding(NamedTuple):
         """The name of the leading dims that count as rows: those of the outputs, where there are several groups; empty
         where there are none.
         """
-        tensors = (*self.op.outputs.values(), *self.op.inputs.values())
+        tensors = (*self.op.results.values(), *self.op.inputs.values())
         return next((t.rows for t in tensors if t.rows and t.rows in self.dims), "")
 
     @property
@@ -106,11 +109,12 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
             _check_broadcast(fail, name, tensor, array, dims)
     full_attrs = _attributes(op, attrs or {}, fail)
     dtypes |= {t.dtype: full_attrs[t.dtype] for t in op.outputs.values() if t.dtype in full_attrs}
-    binding = Binding(op, dims, dtypes, full_attrs, given, {})
+    binding = Binding(op, dims, dtypes, full_attrs, given, {}, {})
     problem = op.check(binding)
     if problem:
         raise fail(ValueError, problem)
-    dims |= {name: size(dims, full_attrs) for name, size in op.derived.items()}
+    constants = {name: full_attrs[name] for name in op.attrs}
+    dims |= {name: size(dims, constants) for name, size in op.derived.items()}
     outputs: dict[str, Array | None] = {}
     for name, tensor in op.outputs.items():
         absent = tensor.given is not None and given[tensor.given] is None
@@ -120,7 +124,8 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
             if not dim.name and (wrong := dim.wrong(dims)):
                 raise fail(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
         outputs[name] = None if absent else Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype))
-    return Binding(op, dims, dtypes, full_attrs, given, outputs)
+    results = {**{name: given[name] for name in op.mutates}, **outputs}
+    return Binding(op, dims, dtypes, full_attrs, given, outputs, results)
 
 
 def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> list[Declared]:
@@ -212,26 +217,29 @@ def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
 
 
 def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
-    unknown = attrs.keys() - op.attrs.keys()
+    unknown = attrs.keys() - op.keywords.keys()
     if unknown:
-        raise fail(TypeError, f"unknown attribute {_unknown(unknown, op.attrs)}; it takes {_quoted(op.attrs)}.")
+        raise fail(TypeError, f"unknown attribute {_unknown(unknown, op.keywords)}; it takes {_quoted(op.keywords)}.")
     full = {}
-    for name, default in op.attrs.items():
+    for name, default in op.keywords.items():
         value = attrs.get(name, default)
-        kind = type(default)
+        kind, what = type(default), "scalar" if name in op.scalars else "attribute"
         # bool is an int in Python, but `eps=True` is a mistake.
         ok = isinstance(value, (int, float) if kind is float else kind) and (kind is bool) == isinstance(value, bool)
         if not ok:
-            raise fail(TypeError, f"attribute `{name}` must be {kind.__name__}, got {value!r}.")
+            raise fail(TypeError, f"{what} `{name}` must be {kind.__name__}, got {value!r}.")
         if name in op.choices and value not in op.choices[name]:
             values = _one_of(tuple(repr(v) for v in op.choices[name]))
             raise fail(ValueError, f"attribute `{name}` must be {values}, got {value!r}.")
-        if kind is float and math.isnan(value):
+        if kind is float and math.isnan(value) and name in op.attrs:
             raise fail(
                 ValueError, f"attribute `{name}` is nan, expected a number: kernels are found by equal attributes."
             )
         if kind is int and not -INT64 <= value < INT64:
-            raise fail(ValueError, f"attribute `{name}` is {value}, expected a number of 64 bits.")
+            raise fail(ValueError, f"{what} `{name}` is {value}, expected a number of 64 bits.")
+        if name in op.scalars:
+            full[name] = kind(value)
+            continue
         # -0.0 equals 0.0, so both would find the same kernel: only 0.0 is used.
         full[name] = value + 0.0 if kind is float else kind(value)
     return full
@@ -244,8 +252,8 @@ def as_outputs(op: Op, returned: Any) -> tuple[Any, ...]:
         TypeError: more or fewer than are declared.
     """
     results = returned if isinstance(returned, tuple) else (returned,)
-    if len(results) != len(op.outputs):
-        problem = f"its reference returned {len(results)} outputs, declared are {len(op.outputs)}."
+    if len(results) != len(op.results):
+        problem = f"its reference returned {len(results)} outputs, declared are {len(op.results)}."
         raise TypeError(message(op, problem))
     return results
 
@@ -256,7 +264,7 @@ def check_returned(binding: Binding, results: Sequence[Any], array: Callable[[An
     Args:
         array: describes one of the framework's arrays.
     """
-    for (name, declared), result in zip(binding.outputs.items(), results, strict=True):
+    for (name, declared), result in zip(binding.results.items(), results, strict=True):
         known = result is None or (hasattr(result, "shape") and hasattr(result, "dtype"))
         got = array(result) if known and result is not None else None
         if not known or got != declared:

@@ -191,4 +191,5 @@ def _call(words: list[str], files: bool) -> Call:
 
 
 def _differing(op: Op, attrs: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in attrs.items() if name not in op.attrs or value != op.attrs[name]}
+    """What a line holds: attributes that differ from their defaults. A scalar's value makes no other kernel."""
+    return {n: v for n, v in attrs.items() if n not in op.scalars and (n not in op.attrs or v != op.attrs[n])}

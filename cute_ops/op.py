@@ -277,14 +277,19 @@ class Op:
         name: the op's name; it becomes ``torch.ops.cute.<name>`` and ``cute_ops_jax.<name>``.
         inputs: tensors by argument name, in call order. Optional ones come last.
         outputs: tensors by name, in return order.
+        mutates: inputs that the kernel writes. In PyTorch a call changes them in place; in JAX it returns the new
+            arrays before the outputs. Such an op may have no outputs, and has no gradient.
         dtypes: the dtype names that each dtype variable may take.
         attrs: default by attribute name: ``float``, ``int``, ``bool`` or ``str``; or the values that an attribute
             may take, ``OneOf("tanh", "none")``. A default is finite, as torch's schemas have it.
+        scalars: default by name of numbers that one kernel takes any value of: a ``float``, float32 in the kernel, or
+            an ``int``, of 64 bits. They follow the attributes; references get both by name.
         static: dims that are compile-time constants: always, each size a kernel of its own, or ``WhileFew``; the others
             never are. ``WhileFew("n")`` where not said and there is an ``n``. Attributes always are.
         sharding: which dims several devices may share.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
-            jax.numpy; it returns one array or a tuple, ``None`` where an output is absent.
+            jax.numpy; it returns one array or a tuple, ``None`` where an output is absent. It writes no input: the new
+            values of those that the op mutates come before the outputs.
         kernel: ``"module:Class"``, or a :class:`Kernel` that says more.
         tuning: how the kernel is configured: ``Tuning(heuristic, space=vary(threads=(64, 128)))``.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
@@ -314,6 +319,8 @@ class Op:
         reference: Callable[..., Any],
         kernel: str | Kernel,
         attrs: Mapping[str, Any] | None = None,
+        scalars: Mapping[str, float] | None = None,
+        mutates: tuple[str, ...] = (),
         static: WhileFew | tuple[str | WhileFew, ...] | None = None,
         tuning: Tuning = DEFAULT,
         sharding: Sharding = Sharding(),  # noqa: B008 (an immutable value)
@@ -351,6 +358,9 @@ class Op:
         self.sources = _as_tuple(made_from.sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
         self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
+        self.scalars = dict(scalars or {})
+        self.keywords = {**self.attrs, **self.scalars}
+        self.mutates = _as_tuple(mutates)
         dims = {name for t in self.inputs.values() if not t.optional for d in t.dims for name in d.names}
         if static is None:
             static = WhileFew("n") if "n" in dims else ()
@@ -433,7 +443,8 @@ class Op:
             made, skipped = copy(self), frozenset(k for k, name in enumerate(self.outputs) if name not in left)
             made.name = f"{self.name}_only_{'_'.join(left)}"
             made.outputs = {name: self.outputs[name] for name in left}
-            made.__dict__.pop("shown", None)  # which is cached
+            for cached in ("shown", "results"):
+                made.__dict__.pop(cached, None)
             made.grad, made.no_gradient = None, ()
             made.reference = partial(_without, skipped, self.reference)
             update_wrapper(made.reference, self.reference, ("__module__",), ())  # where it is declared
@@ -471,6 +482,11 @@ class Op:
         known |= {name: size(known, self.attrs) for name, size in self.derived.items()}
         found = {name: known[name] for t in tensors for d in t.dims for name in d.names}
         return found | {t.rows: (asked[t.rows],) if t.rows in asked else lead for t in tensors if t.rows}
+
+    @cached_property
+    def results(self) -> dict[str, Tensor]:
+        """What the reference returns: the inputs that the op mutates, then the outputs."""
+        return {**{name: self.inputs[name] for name in self.mutates}, **self.outputs}
 
     @cached_property
     def shown(self) -> tuple[str, ...]:

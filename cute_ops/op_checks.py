@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from keyword import iskeyword
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cute_ops.shapes import ACCUMULATORS
 
@@ -30,6 +30,7 @@ def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
     yield from _names(op)
     yield from _attributes(op)
     yield from _inputs(op)
+    yield from _mutated(op)
     yield from _dtypes(op, frozenset(itemsize))
     yield from _outputs(op)
     yield from _dims(op)
@@ -41,7 +42,7 @@ def _strings(op: Op) -> Iterator[str]:
     module, found, name = op.kernel.partition(":")
     if not found or not all(part.isidentifier() for part in [*module.split("."), name]):
         yield f"kernel must be 'module:Class', got {op.kernel!r}"
-    for what in ("static", "parallel", "contracted", "sources", "no_gradient"):
+    for what in ("static", "parallel", "contracted", "sources", "no_gradient", "mutates"):
         given = getattr(op, what)
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             yield f"{what} must be a tuple of names, got {given!r}"
@@ -56,13 +57,16 @@ def _names(op: Op) -> Iterator[str]:
     if not _is_name(op.name):
         yield f"its name {op.name!r} is no name of a function; {_NAMES}"
     options = op.finish.defaults if op.finish else {}
-    for what, names in (("input", op.inputs), ("attribute", op.attrs), ("output", op.outputs), ("option", options)):
+    for what, names in (
+        ("input", op.inputs), ("attribute", op.attrs), ("scalar", op.scalars), ("output", op.outputs),
+        ("option", options),
+    ):  # fmt: skip
         for name in names:
             if not _is_name(name):
                 yield f"{what} {name!r} has no name of an argument; {_NAMES}"
             if name in _TAKEN:
                 yield f"{what} {name!r} must have another name: this one has a meaning in references or schemas"
-    every = [*op.inputs, *op.outputs, *op.attrs, *options, *(op.dtypes.keys() & op.attrs.keys())]
+    every = [*op.inputs, *op.outputs, *op.attrs, *op.scalars, *options, *(op.dtypes.keys() & op.attrs.keys())]
     if len(set(every)) < len(every):
         yield f"names used twice: {sorted({name for name in every if every.count(name) > 1})}"
 
@@ -76,16 +80,22 @@ def _is_name(name: str) -> bool:
 
 
 def _attributes(op: Op) -> Iterator[str]:
-    for name, default in op.attrs.items():
-        if type(default) not in _KINDS:
-            kinds = ", ".join(kind.__name__ for kind in _KINDS)
-            yield f"attribute {name!r} has the default {default!r}, expected one of {kinds}"
-        if isinstance(default, float) and (not math.isfinite(default) or 0 < abs(default) < _LEAST_NORMAL):
-            yield f"attribute {name!r} has the default {default!r}, which torch's schemas cannot say: take a finite one"
-        if type(default) is int and not -_INT64 <= default < _INT64:
-            yield f"attribute {name!r} has the default {default!r}, which is no 64-bit number"
+    yield from _defaults("attribute", op.attrs, _KINDS)
+    yield from _defaults("scalar", op.scalars, (int, float))
+    for name in op.attrs:
         if any(value != value for value in op.choices.get(name, ())):
             yield f"attribute {name!r} may be nan, which equals no value that a call has"
+
+
+def _defaults(what: str, defaults: Mapping[str, Any], kinds: tuple[type, ...]) -> Iterator[str]:
+    for name, default in defaults.items():
+        if type(default) not in kinds:
+            expected = ", ".join(kind.__name__ for kind in kinds)
+            yield f"{what} {name!r} has the default {default!r}, expected one of {expected}"
+        if isinstance(default, float) and (not math.isfinite(default) or 0 < abs(default) < _LEAST_NORMAL):
+            yield f"{what} {name!r} has the default {default!r}, which torch's schemas cannot say: take a finite one"
+        if type(default) is int and not -_INT64 <= default < _INT64:
+            yield f"{what} {name!r} has the default {default!r}, which is no 64-bit number"
 
 
 def _dtypes(op: Op, known: frozenset[str]) -> Iterator[str]:
@@ -133,8 +143,28 @@ def _inputs(op: Op) -> Iterator[str]:
         yield "no input is required, so nothing says where a call runs"
 
 
+def _mutated(op: Op) -> Iterator[str]:
+    if unknown := sorted(set(op.mutates) - op.inputs.keys()):
+        yield f"it mutates {unknown}, which are no inputs; there are {list(op.inputs)}"
+    if twice := sorted({name for name in op.mutates if op.mutates.count(name) > 1}):
+        yield f"mutates has {twice[0]!r} twice"
+    for name in op.mutates:
+        if op.inputs[name].unread or op.inputs[name].broadcast:
+            yield f"it mutates {name!r}, which broadcasts or is not read"
+    if both := [name for name, t in op.outputs.items() if t.donates in op.mutates]:
+        yield f"output {both[0]!r} donates {op.outputs[both[0]].donates!r}, which the op mutates"
+    if op.mutates and op.steps:
+        yield f"it mutates inputs, so it cannot have the gradient {op.steps[0].name}: a backward needs their old values"
+    if op.mutates and op.finish is not None:
+        yield "it mutates inputs, so it has no `finish`: that changes outputs, which a framework differentiates"
+    if op.mutates and op.split is not None:
+        yield "it mutates inputs, so it cannot be split: a device's slice is a call of its own"
+    if op.mutates and op.space is not None:
+        yield "it mutates inputs, so its config cannot be measured: every run would change the next one's inputs"
+
+
 def _outputs(op: Op) -> Iterator[str]:
-    if not op.shown:
+    if not op.shown and not op.mutates:
         yield "it has no output that is not hidden"
     if len({each.name for each in op.narrowed}) < len(op.narrowed):
         yield f"narrowed to some outputs it has one name twice: {sorted(each.name for each in op.narrowed)}"
@@ -252,7 +282,7 @@ def _gradient(op: Op) -> Iterator[str]:
         if len(twice := [step.name for step, other in by_step if other == name]) > 1:
             yield f"{name!r} is given by two steps of the gradient, {' and '.join(twice)}"
     yield from _wiring(op, given)
-    if unknown := sorted(set(op.no_gradient) - op.inputs.keys() - op.attrs.keys()):
+    if unknown := sorted(set(op.no_gradient) - op.inputs.keys() - op.keywords.keys()):
         yield f"no_gradient has {unknown}, which are neither inputs nor attributes"
     names = " and ".join(step.name for step in op.steps)
     gives, have = ("gives", "has") if len(op.steps) == 1 else ("give", "have")
@@ -266,14 +296,16 @@ def _gradient(op: Op) -> Iterator[str]:
         elif op.inputs[name].optional and step and len(step.outputs) > 1 and step.outputs[f"d{name}"].given != name:
             yield f"{step.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
     cotangents = {t.dtype for t in op.outputs.values()}  # which tell an attribute that is their dtype
-    for name, default in op.attrs.items():
-        reached = [step for step in op.steps if name in step.attrs]
-        if not reached and name not in op.no_gradient and name not in cotangents:
-            yield f"attribute {name!r} does not reach the gradient: {names} {have} none; {_meant(name)}"
-        for step in reached:
-            if type(step.attrs[name]) is not type(default):
-                kinds = [type(value).__name__ for value in (default, step.attrs[name])]
-                yield f"attribute {name!r} is {kinds[0]}, but in {step.name} {kinds[1]}"
+    for what in ("attrs", "scalars"):
+        kind = {"attrs": "attribute", "scalars": "scalar"}[what]
+        for name, default in getattr(op, what).items():
+            reached = {step.name: getattr(step, what) for step in op.steps if name in getattr(step, what)}
+            if not reached and name not in op.no_gradient and name not in cotangents:
+                yield f"{kind} {name!r} does not reach the gradient: {names} {have} none; {_meant(name)}"
+            for step_name, others in reached.items():
+                if type(others[name]) is not type(default):
+                    kinds = [type(value).__name__ for value in (default, others[name])]
+                    yield f"{kind} {name!r} is {kinds[0]}, but in {step_name} {kinds[1]}"
 
 
 def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
@@ -291,8 +323,9 @@ def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
             yield f"gradient {step.name} asks for {unknown}"
         if both := [name for name in step.inputs if name in ambiguous]:
             yield f"gradient {step.name} asks for {both[0]!r}: that argument, or the cotangent of {both[0][1:]!r}?"
-        if unknown := [name for name in step.attrs if name not in op.attrs]:
-            yield f"gradient {step.name} has the attribute {unknown[0]!r}, which nothing gives it: {op.name} has none"
+        for what, own, wanted in (("attribute", op.attrs, step.attrs), ("scalar", op.scalars, step.scalars)):
+            if lost := [name for name in wanted if name not in own]:
+                yield f"gradient {step.name} has the {what} {lost[0]!r}, which nothing gives it: {op.name} has none"
         if taken := sorted(step.outputs.keys() & known):
             yield f"gradient {step.name} gives {taken[0]!r}, which is the name of something that it is given"
         read = {name for later in op.steps[k + 1 :] for name in later.inputs}
@@ -300,8 +333,8 @@ def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
             where = ", and no later step reads them" if len(op.steps) > 1 else ""
             yield f"gradient {step.name} has the outputs {idle}, which are no 'd' and an input of {[*op.inputs]}{where}"
         before |= step.outputs.keys()
-        lost = {t.donates: name for name, t in step.outputs.items() if t.donates and t.donates in read}
-        for source, name in lost.items():
+        overwritten = {t.donates: name for name, t in step.outputs.items() if t.donates and t.donates in read}
+        for source, name in overwritten.items():
             yield f"gradient {step.name} may write {name!r} over {source!r}, but a later step reads {source!r}"
 
 

@@ -31,7 +31,7 @@ def factors(binding: Binding, split: bool = False) -> Factors:
     found = {n: _names(t, a, cut) for n, t in tensors.items() if (a := arrays[n]) is not None}
     dims = {f: t.rows for n, t in tensors.items() if t.rows for f in found[n][: len(found[n]) - len(t.dims)]}
     whole = {
-        f for n in op.outputs if n in found for f in _all(found) - apart - set(found[n])
+        f for n in op.results if n in found for f in _all(found) - apart - set(found[n])
         if not op.sums(n, dims.get(f) or f)
     }  # fmt: skip
     return {n: tuple(None if f in whole else f for f in each) for n, each in found.items()}

@@ -38,7 +38,7 @@ def numpy_dtype(name: str) -> np.dtype:
 
 
 def attributes(op: Op, case: Case) -> dict[str, Any]:
-    return {**op.attrs, **{k: v for k, v in case.attrs.items() if k in op.attrs}}
+    return {**op.keywords, **{k: v for k, v in case.attrs.items() if k in op.keywords}}
 
 
 def specs(op: Op, case: Case, dtype: str) -> dict[str, Array | None]:
@@ -157,11 +157,11 @@ def expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> tup
 
 
 def _expected(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any], lows: tuple[Any, ...]) -> tuple[Any, ...]:
-    exact = dict(zip(op.outputs, run_reference(op, in_float64(arrays), attrs), strict=True))
-    present = dict(zip(op.outputs, lows, strict=True))
+    exact = dict(zip(op.results, run_reference(op, in_float64(arrays), attrs), strict=True))
+    present = dict(zip(op.results, lows, strict=True))
     # In float64 all dtypes are equal, so an output that shares another's array is missing here.
     shared = {n: t.same_as for n, t in op.outputs.items() if t.same_as and exact[n] is None}
-    found = {n: None if present[n] is None else exact[shared.get(n, n)] for n in op.outputs}
+    found = {n: None if present[n] is None else exact[shared.get(n, n)] for n in op.results}
     xp = namespace(arrays.values())
     return tuple(None if a is None else xp.astype(a, xp.float64) for a in found.values())
 
@@ -208,15 +208,15 @@ def limits(
 
 def _units(op: Op, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> list[float]:
     """What each output loses at least, as a part of the largest element."""
-    if not any(t.accumulates for t in op.outputs.values()):
-        return [EPS["float32"]] * len(op.outputs)
+    if not any(t.accumulates for t in op.results.values()):
+        return [EPS["float32"]] * len(op.results)
     given = {n: None if a is None else Array(tuple(a.shape), dtype_name(a)) for n, a in arrays.items()}
     dims = bind(op, given, attrs).dims
 
     def terms(over: Iterable[str]) -> int:
         return math.prod(math.prod(size) if isinstance(size := dims[name], tuple) else size for name in over)
 
-    sums = [t.accumulates or Accumulation(()) for t in op.outputs.values()]
+    sums = [t.accumulates or Accumulation(()) for t in op.results.values()]
     return [ACCUMULATORS[a.dtype] * math.sqrt(max(terms(a.over), 1)) for a in sums]
 
 
@@ -282,7 +282,7 @@ def check(
 
 def compare(op: Op, outputs: tuple[Any, ...], expecteds: tuple[Any, ...], allowed: tuple[Any, ...]) -> None:
     """As :func:`check`, with what is expected and allowed known."""
-    for name, got, exact, tolerance in zip(op.outputs, outputs, expecteds, allowed, strict=True):
+    for name, got, exact, tolerance in zip(op.results, outputs, expecteds, allowed, strict=True):
         if exact is None or tolerance is None:
             if got is not None:
                 raise AssertionError(f"{op.name}: output {name} should be absent")

@@ -59,7 +59,7 @@ def compile_variant(variant: Variant, path: Path, dump: Path | None = None) -> N
         if keep:
             keep.mkdir(parents=True, exist_ok=True)
             options += f" --keep-cubin --dump-dir {keep}" + (" --keep-ptx" if dump else "")
-        entry = _entry(kernel, tuple(key is not None for key in variant.args))
+        entry = _entry(kernel, variant)
         # What runs is the exported object: an engine that could run it here would be a quarter of the time.
         compiled = cute.compile(entry, *arguments, stream, options=options, no_jit_engine=True)
         if dump:
@@ -96,16 +96,19 @@ def _dynamic_shared(module: str) -> list[int | None]:
     return found
 
 
-def _entry(kernel: Any, present: tuple[bool, ...]) -> Any:
-    """The exported function: it takes the tensors that are present and hands None for the others."""
+def _entry(kernel: Any, variant: Variant) -> Any:
+    """The exported function: it takes what is present and hands the kernel each argument once, None for the others."""
     from cute_ops.kernels.lib.entry import Entry
 
-    return Entry(kernel, present)
+    taken = [name for name, key in zip(variant.names, variant.args, strict=True) if key]
+    return Entry(kernel, tuple(taken.index(name) if name in taken else None for name in dict.fromkeys(variant.names)))
 
 
 def _fake(key: TensorKey) -> Any:
     import cutlass.cute as cute
 
+    if key.layout == "number":
+        return _dtype(key.dtype)(0)
     shape = tuple(cute.sym_int64() if size is None else size for size in key.shape)
     dtype = _dtype(key.dtype)
     if key.layout == "flat":

@@ -132,6 +132,12 @@ def _row_key(
     return TensorKey(name, dtype, known, kind, align=ITEMSIZE[dtype], row_align=ITEMSIZE[dtype])
 
 
+def number_key(name: str, default: float) -> TensorKey:
+    """What a kernel knows of a number that is passed by value: its type, which is its default's."""
+    dtype = "float32" if isinstance(default, float) else "int64"
+    return TensorKey(name, dtype, (), "number", align=ITEMSIZE[dtype], row_align=ITEMSIZE[dtype])
+
+
 def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
     """The shapes of inputs that are compact with leading dims folded: those of one name into one, or where an input is
     shared by the outer ones, into outer and inner ones.

@@ -117,9 +117,9 @@ def preload(function: Callable[..., Any], variant: Variant, device: int) -> None
     the capture of a CUDA graph in this or another thread where memory is allocated for it. The call made here passes
     arrays without memory, for which nothing is launched.
     """
-    empty = [_NullArray(key, device) for key in variant.args if key]
+    given = [0 if key.layout == "number" else _NullArray(key, device) for key in variant.args if key]
     with _lock, target.relaxed_capture():
-        function(*(tvm_ffi().from_dlpack(array) for array in empty))
+        function(*(a if isinstance(a, int) else tvm_ffi().from_dlpack(a) for a in given))
 
 
 class _Managed(ctypes.Structure):

@@ -14,7 +14,7 @@ from cute_ops.config import Config, Problem
 from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.jit import source_digest, toolchain
-from cute_ops.jit.layout import Layout, Memory, View, compact, layout, tensor_key
+from cute_ops.jit.layout import Layout, Memory, View, compact, layout, number_key, tensor_key
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import VECTOR, Variant
 from cute_ops.shapes import Array
@@ -86,7 +86,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
         aligns={n: min(key.align, key.row_align) if vectors[n] else VECTOR for n, key in present.items()},
-        attrs=binding.attrs, arch=target.arch, sm_count=target.sm_count,
+        attrs={name: binding.attrs[name] for name in op.attrs}, arch=target.arch, sm_count=target.sm_count,
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
 
@@ -101,9 +101,12 @@ def configured(call: Signature, config: Config) -> Plan:
             workspaces[name] = scratch
             shape, dynamic = scratch.shape, (None,) * len(scratch.shape)
             keys[name] = tensor_key(name, scratch.dtype, shape, dynamic, Memory(compact(shape)))
+    again = [name for name in op.mutates if keys[name]]
+    numbers = [number_key(name, default) for name, default in op.scalars.items()]
     variant = Variant(
-        op=op.name, kernel=op.kernel, arch=call.problem.arch, names=tuple(keys), args=tuple(keys.values()),
-        static=tuple(call.static.items()), attributes=tuple(call.binding.attrs.items()),
+        op=op.name, kernel=op.kernel, arch=call.problem.arch, names=(*keys, *again, *op.scalars),
+        args=(*keys.values(), *(keys[name] for name in again), *numbers),
+        static=tuple(call.static.items()), attributes=tuple(call.problem.attrs.items()),
         config=tuple(sorted(config.items())), toolchain=toolchain.versions(),
         sources=source_digest.key(op.kernel, op.sources), declared=op.sources,
     )  # fmt: skip

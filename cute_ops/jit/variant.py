@@ -26,7 +26,8 @@ class TensorKey(NamedTuple):
         dtype: dtype name.
         shape: one entry per dim as passed: an int where static, None where dynamic.
         layout: ``flat`` is compact row-major; ``strided`` has free strides on all dims but the last, which
-            is contiguous; ``scattered``, one number per row, has free strides on all of them.
+            is contiguous; ``scattered``, one number per row, has free strides on all of them; ``number`` is no
+            tensor but a number that is passed by value.
         align: bytes that divide the base address, at most 16.
         row_align: bytes that divide every stride but the last, at most 16.
     """
@@ -34,7 +35,7 @@ class TensorKey(NamedTuple):
     name: str
     dtype: str
     shape: tuple[int | None, ...]
-    layout: Literal["flat", "strided", "scattered"]
+    layout: Literal["flat", "strided", "scattered", "number"]
     align: int
     row_align: int
 
@@ -64,7 +65,7 @@ class _Fields(NamedTuple):
 # As JSON, for :mod:`cute_ops.files.json_schema`.
 TENSOR_SHAPE = {
     "name": str, "dtype": frozenset(ITEMSIZE), "shape": [json_schema.Either(int, None)],
-    "layout": frozenset({"flat", "strided", "scattered"}), "align": int, "row_align": int,
+    "layout": frozenset({"flat", "strided", "scattered", "number"}), "align": int, "row_align": int,
 }  # fmt: skip
 SHAPE = {
     "op": str, "kernel": str, "arch": str, "names": [str], "args": [json_schema.Either(TENSOR_SHAPE, None)],
@@ -81,7 +82,8 @@ class Variant(_Fields):
         op: the op's name.
         kernel: ``module:Class``.
         arch: SM target, ``sm_90a``.
-        args: the tensors in call order: inputs, outputs, workspaces; None where absent.
+        args: what the exported function takes, in order: inputs, outputs, workspaces, None where absent; once more
+            the inputs that the kernel writes, since to XLA these are results, too; numbers.
         names: their names, absent ones included.
         static: compile-time dims, None for a dynamic one.
         attributes: compile-time attributes.

@@ -66,7 +66,7 @@ def backward(
     known = {**inputs, **dict(zip(op.outputs, raw, strict=True)), **{f"d{n}": c for n, c in cotangents.items()}}
     for step in op.backward(op.differentiable, [name for name, a in inputs.items() if a is not None]):
         given = {name: known.get(name) for name in step.inputs}
-        found = testing.run_reference(step, given, {name: attrs[name] for name in step.attrs})
+        found = testing.run_reference(step, given, {name: attrs[name] for name in step.keywords})
         results = dict(zip(step.outputs, found, strict=True))
         # Where all dtypes are equal, one array may serve for two outputs.
         shared = {name: t.same_as for name, t in step.outputs.items() if t.same_as and results[name] is None}

@@ -142,7 +142,7 @@ def problem_of(error: Exception) -> str:
 
 
 def _same(other: str, op: Op, before: Outputs, after: Outputs) -> None:
-    for name, a, b in zip(op.outputs, before, after, strict=True):
+    for name, a, b in zip(op.results, before, after, strict=True):
         if a is None and b is None:
             continue
         if a is None or b is None or a.tobytes() != b.tobytes():

@@ -85,6 +85,32 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "optional output": ({"outputs": {"out": ROWS._replace(optional=True)}}, "output 'out' has 'optional', which"),
     "no output": ({"outputs": {}}, "it has no output that is not hidden"),
     "hidden": ({"outputs": {"out": ROWS._replace(hidden=True)}}, "it has no output that is not hidden"),
+    "mutates what is no input": ({"mutates": ("out",)}, r"it mutates \['out'\], which are no inputs; there"),
+    "mutates as text": ({"mutates": "x"}, "mutates must be a tuple of names, got 'x'"),
+    "mutates twice": ({"mutates": ("x", "x")}, "mutates has 'x' twice"),
+    "mutates what is not read": (
+        {"inputs": {"x": ROWS._replace(unread=True)}, "mutates": ("x",)}, "it mutates 'x', which broadcasts or is not",
+    ),
+    "mutates what is donated": (
+        {"mutates": ("x",), "outputs": {"out": ROWS._replace(donates="x")}}, "output 'out' donates 'x', which the op",
+    ),
+    "mutates with a gradient": ({"mutates": ("x",), "grad": backward()}, "it mutates inputs, so it cannot have the"),
+    "mutates with a finish": (
+        {"mutates": ("x",), "finish": Finish(dict, {"by": ("sum", "none")}, {})}, "it mutates inputs, so it has no",
+    ),
+    "mutates with a search space": (
+        {"mutates": ("x",), "tuning": Tuning(dict, vary(threads=(64,)))}, "its config cannot be measured",
+    ),
+    "mutates and splits": (
+        {"mutates": ("x",), "sharding": Sharding(split=Split("n", dict))}, "it mutates inputs, so it cannot be split",
+    ),
+    "a flag as a scalar": ({"scalars": {"a": True}}, "scalar 'a' has the default True, expected one of int, float"),
+    "nan as a scalar's default": ({"scalars": {"a": math.nan}}, "scalar 'a' has the default nan, which torch's"),
+    "attribute and scalar": ({"attrs": {"a": 1.0}, "scalars": {"a": 1.0}}, r"names used twice: \['a'\]"),
+    "a scalar that the gradient has as an attribute": (
+        {"scalars": {"a": 1.0}, "grad": backward(attrs={"a": 1.0})},
+        "gradient mine_bwd has the attribute 'a', which nothing gives it: mine has none",
+    ),
     "no dtypes": ({"dtypes": {"T": ()}}, "dtype variable T must have a tuple of dtype names"),
     "dtypes as text": ({"dtypes": {"T": "float32"}}, "dtype variable T must have a tuple of dtype names, got"),
     "unknown dtype": ({"dtypes": {"T": ("float33",)}}, "dtype variable T may be 'float33', which is none of bfloat16"),
@@ -334,6 +360,18 @@ def test_every_gradient_refuses_what_its_op_refuses() -> None:
         bind(op.grad, given)
         with pytest.raises(ValueError, match=f"attribute `{name}` is {problem}"):
             bind(op.grad, given, {name: value})
+
+
+def test_a_scalar_may_be_any_number() -> None:
+    op, given = declare(scalars={"a": 1.0, "k": 0}), {"x": X}
+    for value in (2, -0.0, math.inf, math.nan):
+        assert repr(bind(op, given, {"a": value}).attrs["a"]) == repr(float(value))
+    with pytest.raises(TypeError, match=r"^cute.mine: scalar `a` must be float, got True"):
+        bind(op, given, {"a": True})
+    with pytest.raises(TypeError, match=r"^cute.mine: scalar `k` must be int, got 1.0"):
+        bind(op, given, {"k": 1.0})
+    with pytest.raises(ValueError, match=r"scalar `k` is 9223372036854775808, expected a number of 64 bits"):
+        bind(op, given, {"k": 2**63})
 
 
 def test_there_is_one_zero() -> None:

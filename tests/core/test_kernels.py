@@ -17,10 +17,11 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import Array, Op, hardware
+from cute_ops import Array, Op, hardware, lookup
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
 from cute_ops.files import cache_dir
+from cute_ops.jit import cache, loader, target
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
@@ -88,6 +89,27 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
     for kernel in kernels:
         assert (kernel.stack, kernel.local) == (0, 0), kernel
         assert kernel.registers * variant.tile["threads"] <= REGISTERS, kernel
+
+
+WRITING = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py"))
+
+
+@pytest.mark.parametrize("name", ["store", "follow", "axpy", "axpy_bwd"])
+def test_kernels_that_write_inputs_and_take_numbers_compile(name: str, cache_folder: Path) -> None:
+    """What is exported takes inputs that are written twice, and numbers by value, of any Python number."""
+    ops = WRITING.store, WRITING.follow, WRITING.axpy, WRITING.axpy.grad
+    (op,) = (op for op in ops if op.name == name)
+    variant = variant_of(op, "bfloat16", 64, "sm_90a")
+    function = cache.get(variant)
+    with pytest.raises(TypeError) as raised:
+        function()
+    taken = re.findall(r"_vararg_\d+: (Tensor\(.*?, \w+\)|\w+)", str(raised.value))
+    assert len(taken) == sum(key is not None for key in variant.args)
+    numbers = [key.dtype for key in variant.args if key and key.layout == "number"]
+    assert [word for word in taken if "(" not in word] == numbers
+    if not target.device_count():
+        with pytest.raises(RuntimeError, match="Cuda Runtime Error"):  # all arguments are what it takes
+            loader.preload(function, variant, 0)
 
 
 # Rows that leave a thread 64 registers: their weight and bias wait outside until the row's sum is known.

@@ -67,6 +67,19 @@ def test_what_was_recorded_is_what_ran(
     assert call.attrs == {"eps": 1e-5}, "only what differs from the declaration"
 
 
+def test_a_line_holds_no_value_of_a_scalar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    axpy = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py")).axpy
+    rows = Array((5, 8), "float32")
+
+    def program() -> None:
+        for alpha in (1.5, 2.5):
+            choose(bind(axpy, {"x": rows, "y": rows}, {"alpha": alpha}), {}, SM90)
+
+    (call,) = recorded(tmp_path / "m.txt", program, monkeypatch)
+    assert str(call) == "writing:axpy x:float32[5,8] y:float32[5,8]"
+    assert manifest.parse(f"{call} alpha=1.5\n{call} alpha=2.5") == [call]
+
+
 @pytest.mark.parametrize("name", ["adamw", "sum_bwd", "scale"])
 def test_what_ran_on_a_vector_is_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     """Its number is a row's, of which there is one."""

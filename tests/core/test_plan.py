@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import math
+from pathlib import Path
+
 import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor, WhileFew, dispatch, lookup
@@ -155,6 +159,27 @@ def test_every_field_changes_the_name() -> None:
     assert set(other) == set(variant._fields)
     names = {variant._replace(**{field: value}).symbol for field, value in other.items()}
     assert len(names | {variant.symbol}) == len(other) + 1
+
+
+WRITING = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py"))
+
+
+def test_what_is_written_comes_twice_and_numbers_come_last() -> None:
+    """To XLA the new value of an input is a result: its call has the same memory as an argument and as a result."""
+    rows, gain = Array((4, 64), "bfloat16"), Array((), "float32")
+    given = {"state": rows, "x": rows, "gain": gain}
+    first, other = (plan(bind(WRITING.follow, given, {"keep": value}), {}, SM90).variant for value in (0.5, math.nan))
+    assert first.names == ("state", "x", "gain", "out", "state", "keep")
+    assert [key and key.layout for key in first.args] == ["flat"] * 5 + ["number"]
+    assert first.args[0] is first.args[4] and first.attributes == ()
+    assert first.symbol == other.symbol, "one kernel for all values"
+    assert Variant.from_json(first.text) == first
+
+
+def test_what_writes_nothing_has_the_name_that_it_had() -> None:
+    variant = plan_for((4, 64)).variant
+    assert variant.names == ("x", "weight", "bias", "out")
+    assert "number" not in variant.text and set(variant._fields) == set(json.loads(variant.text))
 
 
 TABLE = Op(
