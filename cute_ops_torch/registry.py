@@ -20,7 +20,7 @@ from cute_ops_torch.library.autograd import autograd_kernel
 from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import cpu_kernel, fake_kernel, register_fake
-from cute_ops_torch.library.schema import schema
+from cute_ops_torch.library.schema import returning, schema
 from cute_ops_torch.library.vmap import vmap_rule
 
 _libraries: dict[str, torch.library.Library] = {}
@@ -100,10 +100,10 @@ def _define(op: Op, namespace: str) -> Registered:
     made = _registered[key] = Registered(op, packet.default, gradient)
     if known is not None:
         setattr(names, op.name, packet)
-    library.impl(name, _deferred(lambda: made.launcher.launch), "CUDA")
-    library.impl(name, _deferred(lambda: cpu_kernel(op)), "CPU")
-    library.impl(name, autograd_kernel(op, made.overload, made.fast_path, made.nodes), "Autograd")
-    register_fake(library, name, _deferred(lambda: fake_kernel(op, made.lower)))
+    library.impl(name, returning(op, _deferred(lambda: made.launcher.launch)), "CUDA")
+    library.impl(name, returning(op, _deferred(lambda: cpu_kernel(op))), "CPU")
+    library.impl(name, returning(op, autograd_kernel(op, made.overload, made.fast_path, made.nodes)), "Autograd")
+    register_fake(library, name, returning(op, _deferred(lambda: fake_kernel(op, made.lower))))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))
     torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
     if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:

@@ -43,8 +43,8 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
             raw = overload(*local, *attrs)
         else:
             raw = run_on_slice(op, overload, dict(zip(op.inputs, local, strict=True)), layout.binding.attrs, own)
-        results = layout.wrap_outputs(raw if isinstance(raw, tuple | list) else (raw,))
-        return results[0] if len(results) == 1 else results
+        results = layout.wrap_outputs(() if raw is None else raw if isinstance(raw, tuple | list) else (raw,))
+        return None if not results else results[0] if len(results) == 1 else results
 
     add_rule(overload.name(), call, library)
 
@@ -87,8 +87,8 @@ class Layout:
         wanted: which outputs are computed; by default all.
 
     Raises:
-        TypeError: a plain tensor beside DTensors as an input that has a gradient, or what the op refuses.
-        ValueError: DTensors of several meshes, or what the op refuses.
+        TypeError: a plain tensor beside DTensors as an input that has a gradient or is written, or what the op refuses.
+        ValueError: DTensors of several meshes, an input that is written and placed otherwise, or what the op refuses.
 
     Attributes:
         binding: the call with its whole arrays.
@@ -108,7 +108,7 @@ class Layout:
         first = next(iter(sharded))
         self.mesh = sharded[first].device_mesh
         for name in given:
-            if name in (differentiable or op.differentiable) and name not in sharded:
+            if name in (*(differentiable or op.differentiable), *op.mutates) and name not in sharded:
                 problem = f"argument `{name}` is a torch.Tensor, but `{first}` is a DTensor; distribute both."
                 raise TypeError(refusal(self.binding, problem))
             if name in sharded and sharded[name].device_mesh != self.mesh:
@@ -118,6 +118,13 @@ class Layout:
         self.split = op.split.dim if op.split else None
         self.factors = self._choose_factors({n: (named[n], t.placements) for n, t in sharded.items()})
         self._inputs = [self._input_placements(named[n]) if n in given else () for n in op.inputs]
+        for name, placements in zip(op.inputs, self._inputs, strict=True):
+            if name in op.mutates and name in given and sharded[name].placements != placements:
+                problem = (
+                    f"argument `{name}` is written, so this call cannot redistribute it from "
+                    f"{sharded[name].placements} to {placements}; do so before it."
+                )
+                raise ValueError(refusal(self.binding, problem))
         self.slice = None
         if self.split is not None and self.split in self.factors:
             self.slice = Slice.of_mesh(self.mesh, self.factors.index(self.split), self.binding.dims[self.split])
@@ -154,16 +161,21 @@ class Layout:
 
     def local_inputs(self, tensors: Tensors) -> list[Tensor | None]:
         """This rank's parts of the inputs."""
-        return [None if t is None else self._local(t, p) for t, p in zip(tensors, self._inputs, strict=True)]
+        names = self.binding.op.inputs
+        return [
+            None if t is None else self._local(name, t, p)
+            for name, t, p in zip(names, tensors, self._inputs, strict=True)
+        ]
 
-    def _local(self, tensor: Tensor, placements: tuple[Placement, ...]) -> Tensor:
+    def _local(self, name: str, tensor: Tensor, placements: tuple[Placement, ...]) -> Tensor:
         if not isinstance(tensor, DTensor):
             tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         if tensor.placements != placements:
             # Detached: the redistributed tensor would require a gradient, which has no way back.
             tensor = cast(DTensor, tensor.detach()).redistribute(placements=placements)
         local = tensor.to_local()
-        return local if local.ndim == 0 or local.stride(-1) == 1 else local.contiguous()
+        readable = local.ndim == 0 or local.stride(-1) == 1 or name in self.binding.op.mutates
+        return local if readable else local.contiguous()
 
     def wrap_outputs(self, local: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The outputs, from this rank's parts of them."""

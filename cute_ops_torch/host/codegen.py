@@ -55,7 +55,7 @@ KERNEL_CALL = """
 def make({values}):
     def {name}({parameters}):
 {allocations}        _kernel({arguments})
-        return {outputs}
+{finish}        return {outputs}
     return {name}
 """
 

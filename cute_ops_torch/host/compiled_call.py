@@ -22,9 +22,9 @@ class CompiledCall(NamedTuple):
     """A planned call. Nothing is left to decide or to loop over when it runs.
 
     Attributes:
-        run: ``run(*inputs)`` takes the inputs that are not None, allocates the outputs and returns them.
-        fill: ``fill(wanted)`` makes ``call(*inputs, *outputs)``, which takes outputs of these names to write to. What
-            else the kernel writes is allocated for the call.
+        run: ``run(*inputs, *scalars)`` takes the inputs that are not None, allocates the outputs and returns them.
+        fill: ``fill(wanted)`` makes ``call(*inputs, *outputs, *scalars)``, which takes outputs of these names to write
+            to. What else the kernel writes is allocated for the call.
     """
 
     run: Run
@@ -38,10 +38,12 @@ def of_kernel(binding: Binding, chosen: Plan, kernel: Run, device: torch.device)
 
 
 class _KernelCall:
-    """Writes the source of a kernel's calls. Its arguments are inputs, outputs and workspaces, those that are there.
+    """Writes the source of a kernel's calls. Its arguments are those of the variant that are there.
 
     Attributes:
         inputs: names of the inputs that are there.
+        written: names of those that the kernel writes.
+        scalars: names of the numbers that it takes.
         outputs: variable and array by name of the output, None where it is absent.
     """
 
@@ -50,17 +52,19 @@ class _KernelCall:
         # Inductor's allocator: a third of the host time of `torch.empty`.
         self.new = getattr(torch._C._dynamo.guards, f"_empty_strided_{device.type}")
         self.inputs = [name for name, array in binding.inputs.items() if array is not None]
+        self.written = [name for name in binding.op.mutates if name in self.inputs]
+        self.scalars = list(binding.op.scalars)
         self.outputs = {name: (f"_out{k}", array) for k, (name, array) in enumerate(binding.outputs.items())}
 
     def run(self) -> Run:
-        outputs = ", ".join(variable for variable, _ in self.outputs.values())
-        return self._make("run", self.inputs, tuple(self.outputs), outputs)
+        outputs = ", ".join(variable for variable, _ in self.outputs.values()) or "()"
+        return self._make("run", [*self.inputs, *self.scalars], tuple(self.outputs), outputs)
 
     def fill(self, wanted: tuple[str, ...]) -> Run:
         present = tuple(name for name, (_, array) in self.outputs.items() if array is not None)
-        if wanted == present and not self.chosen.views and not self.chosen.workspaces:
+        if wanted == present and not (self.chosen.views or self.chosen.workspaces or self.written):
             return self.kernel
-        parameters = [*self.inputs, *(self.outputs[name][0] for name in wanted)]
+        parameters = [*self.inputs, *(self.outputs[name][0] for name in wanted), *self.scalars]
         return self._make("fill", parameters, tuple(name for name in present if name not in wanted), "None")
 
     def _make(self, name: str, parameters: list[str], allocated: tuple[str, ...], returned: str) -> Run:
@@ -72,10 +76,15 @@ class _KernelCall:
         for k, array in enumerate(self.chosen.workspaces.values()):
             allocations.append(_new(f"_work{k}", tuple(array.shape), DTYPES[array.dtype], values))
             arguments.append(f"_work{k}")
+        arguments += [self._view(n, n, values) for n in self.written]
+        finish = ""
+        if self.written:
+            values["_increment_version"] = torch.autograd.graph.increment_version
+            finish = f"        _increment_version(({', '.join(self.written)},))\n"
         make = codegen.maker(
             codegen.KERNEL_CALL, f"{self.binding.op.name}.{name}", values, name=name, parameters=", ".join(parameters),
-            allocations="".join(f"        {line}\n" for line in allocations), arguments=", ".join(arguments),
-            outputs=returned,
+            allocations="".join(f"        {line}\n" for line in allocations), finish=finish,
+            arguments=", ".join([*arguments, *self.scalars]), outputs=returned,
         )  # fmt: skip
         made: Run = make(**values)
         return made
@@ -104,17 +113,21 @@ def _new(variable: str, shape: tuple[int, ...], dtype: torch.dtype, values: dict
 def of_reference(binding: Binding) -> CompiledCall:
     """The same by the reference, for a call with an empty input or output: no kernel can be launched on nothing."""
     inputs = [name for name, array in binding.inputs.items() if array is not None]
+    names = [*inputs, *binding.op.scalars]
 
-    def run(*given: torch.Tensor) -> Any:
-        there = dict(zip(inputs, given, strict=True))
-        return run_reference(binding, [there.get(name) for name in binding.inputs])
+    def run(*given: Any) -> Any:
+        there = dict(zip(names, given, strict=True))
+        numbers = {name: there[name] for name in binding.op.scalars}
+        call = binding._replace(attrs={**binding.attrs, **numbers})
+        return run_reference(call, [there.get(name) for name in binding.inputs])
 
     def fill(wanted: tuple[str, ...]) -> Run:
-        def call(*tensors: torch.Tensor) -> None:
-            result = run(*tensors[: len(inputs)])
+        def call(*args: Any) -> None:
+            there = dict(zip((*inputs, *wanted, *binding.op.scalars), args, strict=True))
+            result = run(*(there[name] for name in names))
             made = dict(zip(binding.outputs, result if isinstance(result, tuple) else (result,), strict=True))
-            for name, out in zip(wanted, tensors[len(inputs) :], strict=True):
-                out.copy_(made[name])
+            for name in wanted:
+                there[name].copy_(made[name])
 
         return call
 

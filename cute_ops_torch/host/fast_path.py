@@ -7,6 +7,7 @@ a call that no mode observes and that is not found yet is specialized.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from cute_ops.op import Op
 from cute_ops_torch.host.compiled_call import CompiledCall
 from cute_ops_torch.host.guards import Call, GuardedCalls, Link, guarded, kinds
 from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.library.mutation import refuse_gradients
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import filler, parameters
 
@@ -38,28 +40,36 @@ class FastPath:
         args = self._fill_defaults(args)
         arity = len(self._op.inputs)
         tensors, attrs = args[:arity], args[arity:]
+        given = [t for t in tensors if t is not None]
+        differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
+        if differentiated:
+            refuse_gradients(self._op, tensors)
         call = self._launcher().find(tensors, attrs)
         known = self._calls.put(tensors[0].shape, (call, kinds(tensors)), lambda: self._guard(call, tensors, attrs))
         out = known(*args)
         if out is not None:
             return out
         # No guard fits where one tensor is two arguments or an attribute is NaN.
-        given = [t for t in tensors if t is not None]
-        if torch.is_grad_enabled() and torch._C._any_requires_grad(*given):
-            return self._nodes.of(tensors, attrs).apply(call.run, *given)
-        return call.run(*given)
+        constants = len(self._op.attrs)
+        run = partial(self._nodes.of(tensors, attrs[:constants]).apply, call.run) if differentiated else call.run
+        return run(*given, *attrs[constants:])
 
     def _guard(self, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Link:
         op = self._op
-        given = ", ".join(name for name, t in zip(op.inputs, tensors, strict=True) if t is not None)
+        names = [name for name, t in zip(op.inputs, tensors, strict=True) if t is not None]
+        given = ", ".join([*names, *op.scalars])
         values: dict[str, Any] = {"_run": call.run, "_ad": forward_ad}
-        result = f"_run({given})"
+        conditions, result = ["_ad._current_level < 0"], f"_run({given})"
         if any(t is not None and t.requires_grad for t in tensors):
-            values |= {"_node": self._nodes.of(tensors, attrs).apply, "_grad_enabled": torch.is_grad_enabled}
-            result = f"_node(_run, {given}) if _grad_enabled() else {result}"
+            values["_grad_enabled"] = torch.is_grad_enabled
+            if op.mutates:
+                conditions.append("not _grad_enabled()")
+            else:
+                values["_node"] = self._nodes.of(tensors, attrs[: len(op.attrs)]).apply
+                result = f"_node(_run, {given}) if _grad_enabled() else {result}"
         return guarded(
-            op, tensors, attrs, ["_ad._current_level < 0"], values, parameters=parameters(op),
-            arguments=", ".join((*op.inputs, *op.attrs)), result=result,
+            op, tensors, attrs, conditions, values, parameters=parameters(op),
+            arguments=", ".join((*op.inputs, *op.keywords)), result=result,
         )  # fmt: skip
 
 

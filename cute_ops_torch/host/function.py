@@ -53,10 +53,10 @@ def make_function(
         "_profiled": torch.autograd._profiler_enabled,  # type: ignore[attr-defined]
         "_exact": EXACT, "_get": fast_path.table.get, "_overload": overload, "_specialize": specialize,
     }  # fmt: skip
-    arguments, returned, choose = ", ".join((*op.inputs, *op.attrs)), "_out", ""
+    arguments, returned, choose = ", ".join((*op.inputs, *op.keywords)), "_out" if op.outputs else "None", ""
     if not raw and (op.options or any(t.given or t.same_as or t.hidden for t in op.outputs.values())):
         values["_postprocess"] = postprocessing(op)
-        attributes, options = ("".join(f"{name}, " for name in names) for names in (op.attrs, _own_options(op)))
+        attributes, options = ("".join(f"{name}, " for name in names) for names in (op.keywords, _own_options(op)))
         returned = f"_postprocess(_out, ({', '.join(op.inputs)},), ({attributes}), {options})"
     if not raw and inplace is not None:
         values["_inplace"] = inplace
@@ -88,7 +88,7 @@ def postprocessing(op: Op) -> Call:
         if finish is not None and options != finish.plain:
             from array_api_compat import torch as xp  # lazily: few calls need it, and it takes 30 ms to import
 
-            inputs, attrs = dict(zip(op.inputs, tensors, strict=True)), dict(zip(op.attrs, attributes, strict=True))
+            inputs, attrs = dict(zip(op.inputs, tensors, strict=True)), dict(zip(op.keywords, attributes, strict=True))
             results = dict(finish.apply(xp, inputs, results, attrs, **options))
         found = tuple(results.values())
         return found[0] if len(found) == 1 else found

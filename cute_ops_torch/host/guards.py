@@ -15,6 +15,7 @@ import torch
 
 from cute_ops.op import Op
 from cute_ops_torch.host import codegen
+from cute_ops_torch.library.mutation import apart
 from cute_ops_torch.library.remembered import make_room
 
 Call = Callable[..., Any]
@@ -35,7 +36,7 @@ def guarded(
     Args:
         op: the declaration.
         tensors: the inputs of the call.
-        attrs: its attributes.
+        attrs: its attributes and scalars.
         conditions: source of what else must hold.
         values: what the texts use.
         texts: ``parameters``, ``arguments`` and ``result`` of the template.
@@ -45,10 +46,14 @@ def guarded(
     strides: Any = [list(t.stride()) for t in given.values()]
     guard = _TensorGuards(*given.values(), dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
     same = [f"{name} is None" for name in op.inputs if name not in given]
+    named = dict(zip(op.keywords, attrs, strict=True))
     same += [f"{name} == _given_{name}" for name in op.attrs]
+    same += [f"type({name}) is _type_{name}" for name in op.scalars]
     same += [f"_same({', '.join(given)})", aligned({name: t.data_ptr() for name, t in given.items()}), *conditions]
+    same += apart(op, tensors) if op.mutates else []
     values = {"_same": guard.check, **values}
-    values |= {f"_given_{name}": value for name, value in zip(op.attrs, attrs, strict=True)}
+    values |= {f"_given_{name}": named[name] for name in op.attrs}
+    values |= {f"_type_{name}": type(named[name]) for name in op.scalars}
     make = codegen.maker(
         codegen.GUARDED, f"{op.name}.guarded", values, name=op.name, condition=" and ".join(same), **texts
     )

@@ -16,6 +16,7 @@ from cute_ops.op import Op
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.host.compiled_call import CompiledCall, Run
 from cute_ops_torch.host.guards import GuardedCalls, Link, guarded, kinds
+from cute_ops_torch.library.mutation import check_memory
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler, parameters
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, memory
@@ -29,9 +30,9 @@ class Launcher:
 
     Attributes:
         calls: the planned calls by all that binding and planning depend on.
-        launch: ``launch(*inputs, *attributes)`` returns new outputs; trailing arguments may be left out.
-        into: ``into(*inputs, *attributes, *outputs)`` fills compact outputs that are 16-byte aligned, or None where the
-            caller does not want one.
+        launch: ``launch(*inputs, *attributes, *scalars)`` returns new outputs; trailing arguments may be left out.
+        into: ``into(*inputs, *attributes, *scalars, *outputs)`` fills compact outputs that are 16-byte aligned, or None
+            where the caller does not want one.
     """
 
     def __init__(self, op: Op) -> None:
@@ -42,12 +43,15 @@ class Launcher:
         self.launch, self.into = self._launches.call(), self._fills.call()
 
     def find(self, tensors: Tensors, attrs: Sequence[Any]) -> CompiledCall:
-        """The planned call; plans it the first time."""
+        """The planned call, of any value of the scalars; plans it the first time."""
+        if self.op.mutates:
+            check_memory(self.op, tensors)
         # Kernels are compiled for an alignment of at most 16 bytes.
         places = [
             None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() & 15) for t in tensors
         ]
-        key = (*places, *attrs)
+        constants = len(self.op.attrs)
+        key = (*places, *attrs[:constants], *map(type, attrs[constants:]))
         call = self.calls.get(key)
         if call is None:
             call = prepare(self.op, tensors, attrs)
@@ -64,15 +68,15 @@ class Launcher:
         def guard() -> Link:
             return guarded(
                 op, tensors, attrs, [], {"_run": call.run}, parameters=parameters(op),
-                arguments=", ".join((*op.inputs, *op.attrs)), result=f"_run({', '.join(given)})",
+                arguments=", ".join((*op.inputs, *op.keywords)), result=f"_run({', '.join((*given, *op.scalars))})",
             )  # fmt: skip
 
         self._launches.put(tensors[0].shape, (call, kinds(tensors)), guard)
-        return call.run(*given.values())
+        return call.run(*given.values(), *attrs[len(op.attrs) :])
 
     def _specialize_into(self, *args: Any) -> None:
         op = self.op
-        arity, count = len(op.inputs), len(op.inputs) + len(op.attrs)
+        arity, count = len(op.inputs), len(op.inputs) + len(op.keywords)
         tensors, attrs, outputs = args[:arity], args[arity:count], args[count:]
         call = self.find(tensors, attrs)
         variables = [f"_out{k}" for k, _ in enumerate(outputs)]
@@ -81,15 +85,15 @@ class Launcher:
         fill = call.fill(wanted)
 
         def guard() -> Link:
-            arguments = ", ".join((*op.inputs, *op.attrs, *variables))
+            arguments = ", ".join((*op.inputs, *op.keywords, *variables))
             absent = [f"{name} is {'not ' if name in given else ''}None" for name in variables]
             return guarded(
                 op, tensors, attrs, absent, {"_fill": fill}, parameters=arguments, arguments=arguments,
-                result=f"_fill({', '.join(given)})",
+                result=f"_fill({', '.join((*given, *op.scalars))})",
             )  # fmt: skip
 
         self._fills.put(tensors[0].shape, (call, kinds(tensors), wanted), guard)
-        fill(*[t for t in (*tensors, *outputs) if t is not None])
+        fill(*[t for t in (*tensors, *outputs) if t is not None], *attrs[len(op.attrs) :])
 
 
 def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> CompiledCall:

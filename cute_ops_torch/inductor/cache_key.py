@@ -50,7 +50,7 @@ def of_op(op: Op) -> str:
     """
     if lookup.ours().get(op.name) is op:
         return ""
-    parts = [op.name, op.inputs, op.outputs, op.dtypes, op.attrs, op.derived, op.reference]
+    parts = [op.name, op.inputs, op.outputs, op.dtypes, op.keywords, op.mutates, op.derived, op.reference]
     return hashlib.sha256("\n".join(_words(parts, {})).encode()).hexdigest()
 
 

@@ -28,6 +28,8 @@ from cute_ops_torch.library.schema import defaults
 def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
     """Register the lowering of an op."""
     _mark_caches(op)
+    if op.mutates or op.scalars:
+        return  # Inductor's own call of ``torch.ops`` knows what is written, and takes numbers that are symbolic
     arity, names, tail = len(op.inputs), (*op.inputs, *op.attrs), defaults(op)
     default = dict(zip(names[len(names) - len(tail) :], tail, strict=True))
     fallback = lowering.fallback_handler(overload, add_to_fallback_set=False)

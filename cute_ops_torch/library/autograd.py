@@ -15,6 +15,7 @@ from torch.autograd import forward_ad
 
 from cute_ops.errors import message
 from cute_ops.op import Op
+from cute_ops_torch.library.mutation import refuse_gradients
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import arrays
@@ -100,6 +101,7 @@ def dispatching_kernel(op: Op, overload: Any, inputs: Call, node: Call) -> Call:
             refuse_tangents(op, inputs(*args))
         if not (_is_grad_enabled() and _any_requires_grad(*args)):
             return run(*args)
+        refuse_gradients(op, inputs(*args))
         if not _C._are_functorch_transforms_active():
             return node(run, *args)
         # functorch has entered its level by the time it calls an autograd kernel. A Function that stays

@@ -17,7 +17,7 @@ from cute_ops_torch.library.tensors import arrays
 
 Call = Callable[..., Any]
 # What a context stores besides tensors.
-_SLOTS = ("required", "given")
+_SLOTS = ("required", "given", "numbers")
 
 
 class Node(_SingleLevelFunction):
@@ -31,7 +31,8 @@ class Nodes:
     """One op: a node for each set of inputs that are not None, of those that need a gradient, and of attributes.
 
     ``apply`` of a Function takes 0.1 us for each argument, so a node has the attributes in it, and absent inputs are no
-    arguments of it. What nobody wants is known when a node is made: the backward looks nothing up.
+    arguments of it. Scalars are: they follow the inputs. What nobody wants is known when a node is made: the backward
+    looks nothing up.
     """
 
     def __init__(self, op: Op, function: Callable[[Op], Call]) -> None:
@@ -40,7 +41,9 @@ class Nodes:
         self._known: dict[Any, Any] = {}
 
     def of(self, tensors: Sequence[Any], attrs: Sequence[Any]) -> Any:
-        """The node of calls like this one: ``apply(run, *inputs)`` returns ``run(*inputs)``, without absent inputs."""
+        """The node of calls like this one: ``apply(run, *inputs, *scalars)``, without absent inputs, returns
+        ``run(*inputs, *scalars)``.
+        """
         given = {name: t for name, t in zip(self._op.inputs, tensors, strict=True) if t is not None}
         names, wanted = tuple(given), tuple(name for name, t in given.items() if t.requires_grad)
         key = names, wanted, tuple((type(a), a) for a in attrs)
@@ -54,15 +57,15 @@ class Nodes:
         return found
 
     def apply(self, run: Call, *args: Any) -> Any:
-        """``run(*inputs, *attributes)`` as a node."""
-        arity = len(self._op.inputs)
-        tensors, attrs = args[:arity], args[arity:]
+        """``run(*inputs, *attributes, *scalars)`` as a node."""
+        arity, count = len(self._op.inputs), len(self._op.inputs) + len(self._op.attrs)
+        tensors, attrs, numbers = args[:arity], args[arity:count], args[count:]
 
         def run_given(*given: Any) -> Any:
             rest = iter(given)
-            return run(*[None if t is None else next(rest) for t in tensors], *attrs)
+            return run(*[None if t is None else next(rest) for t in tensors], *attrs, *rest)
 
-        return self.of(tensors, attrs).apply(run_given, *[t for t in tensors if t is not None])
+        return self.of(tensors, attrs).apply(run_given, *[t for t in tensors if t is not None], *numbers)
 
     def _make(self, given: tuple[str, ...], wanted: tuple[str, ...], attrs: Sequence[Any]) -> Any:
         op = self._op
@@ -86,8 +89,9 @@ class _Step(NamedTuple):
     Attributes:
         inputs: its inputs, by name.
         outputs: the names of its outputs.
-        run: ``run(*inputs, *attributes)``, raw.
+        run: ``run(*inputs, *attributes, *scalars)``, raw.
         attributes: the values.
+        scalars: the names.
         resolve: ``resolve(inputs, raw outputs)``: the outputs, None where absent.
     """
 
@@ -95,6 +99,7 @@ class _Step(NamedTuple):
     outputs: tuple[str, ...]
     run: Call
     attributes: tuple[Any, ...]
+    scalars: tuple[str, ...]
     resolve: Call
 
     @classmethod
@@ -110,7 +115,7 @@ class _Step(NamedTuple):
         """
         outputs, attributes = tuple(op.outputs), tuple(attrs[name] for name in op.attrs)
         resolve = resolver(op, [name for name in outputs if name not in absent], given)
-        return cls(op.inputs, outputs, run, attributes, resolve)
+        return cls(op.inputs, outputs, run, attributes, tuple(op.scalars), resolve)
 
 
 def _chain(steps: Sequence[_Step]) -> _Step:
@@ -120,16 +125,17 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     # What one step requires, all get.
     inputs = dict(sorted(every, key=lambda each: not each[1].optional))
     outputs = tuple(name for step in steps for name in step.outputs)
+    scalars = tuple(dict.fromkeys(name for step in steps for name in step.scalars))
 
     def run(*given: Any) -> tuple[Any, ...]:
-        known = dict(zip(inputs, given, strict=True))
+        known = dict(zip((*inputs, *scalars), given, strict=True))
         for step in steps:
             found = [known[name] for name in step.inputs]
-            raw = step.run(*found, *step.attributes)
+            raw = step.run(*found, *step.attributes, *(known[name] for name in step.scalars))
             known |= zip(step.outputs, step.resolve(found, raw if len(step.outputs) > 1 else (raw,)), strict=True)
         return tuple(known[name] for name in outputs)
 
-    return _Step(inputs, outputs, run, (), lambda found, raw: raw)
+    return _Step(inputs, outputs, run, (), scalars, lambda found, raw: raw)
 
 
 def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, Call]:
@@ -138,7 +144,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
     Both run in every training step, so where each tensor goes is worked out here and they only index: loops in them
     cost 1 us and 3 us.
     """
-    single = len(op.outputs) == 1
+    single, count, taken = len(op.outputs) == 1, len(given), len(given) + len(op.scalars)
     inputs = [k for k, name in enumerate(given) if name in grad.inputs]
     outputs = [k for k, name in enumerate(op.outputs) if name in grad.inputs]
     cotangents = [f"d{name}" for name in op.outputs]
@@ -146,23 +152,27 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
     values = [*(given[k] for k in inputs), *(list(op.outputs)[k] for k in outputs), *cotangents]
     arguments = _take([values.index(name) if name in values else len(values) for name in grad.inputs])
     gradients = [grad.outputs.index(d) if (d := f"d{n}") in grad.outputs else len(grad.outputs) for n in given]
-    results = _take([len(grad.outputs), *gradients])  # `run`, the first argument, has none
+    # `run`, the first argument, has none, nor have scalars, the last ones.
+    results = _take([len(grad.outputs), *gradients, *[len(grad.outputs)] * len(op.scalars)])
     gradient, attributes, resolve = grad.run, grad.attributes, grad.resolve
     prepare = _Cotangents(op, grad.inputs)
     read, required = prepare.read, prepare.required
-    mark, nothing = _marker(op, given), (None,) * (1 + len(given))
-    saved, alone = _take([*inputs, *(len(given) + k for k in outputs)]), len(grad.outputs) == 1
+    mark, nothing = _marker(op, given), (None,) * (1 + taken)
+    saved, alone = _take([*inputs, *(taken + k for k in outputs)]), len(grad.outputs) == 1
+    numbers, has_numbers = _take([count + list(op.scalars).index(n) for n in grad.scalars]), bool(grad.scalars)
 
     # `save_for_backward` and `set_materialize_grads` assign these attributes and do nothing else.
-    def forward(ctx: Any, run: Call, *tensors: Any) -> Any:
-        out = run(*tensors)
+    def forward(ctx: Any, run: Call, *args: Any) -> Any:
+        out = run(*args)
         made = (out,) if single else out
-        ctx.to_save = saved(tensors + made)
+        if has_numbers:
+            ctx.numbers = numbers(args)
+        ctx.to_save = saved(args + made)
         ctx.materialize_grads = False
         if required:
             ctx.required = [(made[k].shape, made[k].dtype) for k in required]
         if mark is not None:
-            mark(ctx, tensors, made)
+            mark(ctx, args, made)
         return out
 
     def forward_of_inputs(ctx: Any, run: Call, *tensors: Any) -> Any:
@@ -179,10 +189,10 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
                     return nothing
                 break
         found = arguments((*ctx.saved_tensors, *cotangents, None))
-        raw = gradient(*found, *attributes)
+        raw = gradient(*found, *attributes, *(ctx.numbers if has_numbers else ()))
         return results((*resolve(found, (raw,) if alone else raw), None))
 
-    only_inputs = len(inputs) == len(given) and not (outputs or required or mark)
+    only_inputs = len(inputs) == count and not (outputs or required or mark or op.scalars)
     return forward_of_inputs if only_inputs else forward, backward
 
 
@@ -233,7 +243,7 @@ def _marker(op: Op, given: tuple[str, ...]) -> Call | None:
     resolve = resolver(op)
 
     def mark(ctx: Any, tensors: tuple[Any, ...], results: tuple[Any, ...]) -> None:
-        there = dict(zip(given, tensors, strict=True))
+        there = dict(zip(given, tensors, strict=False))  # scalars follow
         real = resolve([there.get(name) for name in op.inputs], results)
         idle = [r for r, used, t in zip(results, real, declared, strict=True) if r is not used or t.hidden]
         ctx.mark_non_differentiable(*idle)
@@ -249,14 +259,15 @@ def row_major(cotangent: torch.Tensor) -> torch.Tensor:
 def _without_gradient(op: Op, given: tuple[str, ...]) -> tuple[Call, Call]:
     """Forward, and a backward that raises. Backward ops are such ops: there is no double backward."""
 
-    def forward(ctx: Any, run: Call, *tensors: Any) -> Any:
-        there = dict(zip(given, tensors, strict=True))
+    def forward(ctx: Any, run: Call, *args: Any) -> Any:
+        there = dict(zip(given, args, strict=False))
         ctx.given = arrays(op, [there.get(name) for name in op.inputs])
-        return run(*tensors)
+        return run(*args)
 
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        wanted = dict(zip(given, ctx.needs_input_grad[1:], strict=True))
+        wanted = dict(zip(given, ctx.needs_input_grad[1:], strict=False))
         gradients = no_gradients(op, ctx.given, cotangents, [wanted.get(name, False) for name in op.inputs])
-        return None, *[g for name, g in zip(op.inputs, gradients, strict=True) if name in given]
+        found = [g for name, g in zip(op.inputs, gradients, strict=True) if name in given]
+        return None, *found, *[None for _ in op.scalars]
 
     return forward, backward

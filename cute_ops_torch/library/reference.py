@@ -9,6 +9,7 @@ import torch
 
 from cute_ops.binding import Binding, as_outputs, check_returned
 from cute_ops.op import Op
+from cute_ops_torch.library.mutation import check_memory, write_back
 from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import Tensors, absent_dtype, array, bind_tensors, check_strides
 
@@ -22,6 +23,7 @@ def cpu_kernel(op: Op) -> Callable[..., Any]:
         tensors, attrs = args[:arity], args[arity:]
         binding = bind_tensors(op, tensors, attrs)
         check_strides(binding, tensors)
+        check_memory(op, tensors)
         return run_reference(binding, tensors)
 
     return run
@@ -48,8 +50,10 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
     def fake(*args: Any) -> Any:
         on_trace()
         args = fill(args)
-        # Attributes are compile-time constants: a symbolic one is pinned to its value here.
+        # Attributes are compile-time constants: a symbolic one is pinned to its value here. A scalar's is not needed.
         tensors, attrs = args[:arity], [float(a) if isinstance(a, torch.SymFloat) else a for a in args[arity:]]
+        named = zip(op.keywords.items(), attrs, strict=True)
+        attrs = [d if n in op.scalars and isinstance(a, torch.SymInt) else a for (n, d), a in named]
         binding = bind_tensors(op, tensors, attrs)
         check_strides(binding, tensors)
         like = next(t for t in tensors if t is not None)
@@ -66,9 +70,9 @@ def fake_kernel(op: Op, on_trace: Callable[[], None]) -> Callable[..., Any]:
 
 def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
     """The reference of a call that a compiler traces, as the raw op returns it."""
-    default = {**dict.fromkeys(op.inputs), **op.attrs}
+    default = {**dict.fromkeys(op.inputs), **op.keywords}
     given = {**default, **dict(zip(default, args, strict=False)), **kwargs}
-    tensors, attrs = [given[name] for name in op.inputs], {name: given[name] for name in op.attrs}
+    tensors, attrs = [given[name] for name in op.inputs], {name: given[name] for name in op.keywords}
     like = next(t for t in tensors if t is not None)
     binding = bind_tensors(op, tensors, list(attrs.values()))
     outputs: list[Any] = []
@@ -82,12 +86,14 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
 
 
 def run_reference(binding: Binding, tensors: Tensors) -> Any:
-    """The reference's outputs as the raw op returns them: compact, new, empty where absent."""
+    """The reference's outputs as the raw op returns them: compact, new, empty where absent. What the op mutates is
+    written.
+    """
     op = binding.op
     taken = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
-    outputs = []
-    for (name, declared), result in zip(op.outputs.items(), _results(binding, tensors), strict=True):
-        if binding.outputs[name] is None:
+    results: list[Any] = []
+    for (name, declared), result in zip(op.results.items(), _results(binding, tensors), strict=True):
+        if binding.results[name] is None:
             like = next(t for t in tensors if t is not None)
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
         result = result.contiguous()
@@ -95,7 +101,8 @@ def run_reference(binding: Binding, tensors: Tensors) -> Any:
             result = result.clone()  # torch forbids outputs that share memory with an input or each other
         if result.numel():
             taken.add(result.untyped_storage().data_ptr())
-        outputs.append(result)
+        results.append(result)
+    outputs = write_back(op, tensors, results)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 

@@ -13,14 +13,22 @@ from typing import Any
 from cute_ops.op import Op, Tensor
 
 _SCHEMA_TYPES = {float: "float", int: "int", bool: "bool", str: "str"}
+# A compiled graph serves all values of an integer that it need not know; torch fixes floats.
+_SCALAR_TYPES = {float: "float", int: "SymInt"}
 
 
 def schema(op: Op, name: str | None = None) -> str:
     """``rmsnorm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-06, ...) -> Tensor``."""
-    inputs = [f"Tensor? {name}=None" if t.optional else f"Tensor {name}" for name, t in op.inputs.items()]
+    written = {name: f"(w{k}!)" for k, name in enumerate(op.mutates)}
+    inputs = [
+        f"Tensor{written.get(name, '')}" + (f"? {name}=None" if t.optional else f" {name}")
+        for name, t in op.inputs.items()
+    ]
     attrs = [f"{_SCHEMA_TYPES[type(value)]} {name}={_default(value)}" for name, value in op.attrs.items()]
+    scalars = [f"{_SCALAR_TYPES[type(value)]} {name}={value!r}" for name, value in op.scalars.items()]
     outputs = ", ".join("Tensor" for _ in op.outputs)
-    return f"{name or op.name}({', '.join(inputs + attrs)}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
+    arguments = ", ".join(inputs + attrs + scalars)
+    return f"{name or op.name}({arguments}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
 
 
 def _default(value: Any) -> str:
@@ -28,6 +36,15 @@ def _default(value: Any) -> str:
     if not isinstance(value, str):
         return repr(value)
     return '"' + "".join(f"\\{ord(c):03o}" if c in '"\\' or c < " " else c for c in value) + '"'
+
+
+def returning(op: Op, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """A kernel as the dispatcher takes it: of an op without outputs it returns None, not an empty tuple."""
+
+    def call(*args: Any) -> None:
+        kernel(*args)
+
+    return kernel if op.outputs else call
 
 
 def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
@@ -40,7 +57,7 @@ def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
     """
     optional, required = (": Tensor | None = None", ": Tensor") if annotated else ("=None", "")
     inputs = [name + (optional if t.optional else required) for name, t in op.inputs.items()]
-    named = {**op.attrs, **(op.options if options else {})}
+    named = {**op.keywords, **(op.options if options else {})}
     attrs = [f"{n}: {type(v).__name__} = {_quoted(v)}" if annotated else f"{n}={_quoted(v)}" for n, v in named.items()]
     return ", ".join(inputs + attrs)
 
@@ -52,13 +69,13 @@ def _quoted(value: Any) -> str:
 
 def defaults(op: Op) -> tuple[Any, ...]:
     """The values of the trailing arguments that a call may leave out."""
-    return (*(None for t in op.inputs.values() if t.optional), *op.attrs.values())
+    return (*(None for t in op.inputs.values() if t.optional), *op.keywords.values())
 
 
 @cache
 def filler(op: Op) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
     """A function that appends defaults to a call's arguments: the dispatcher drops trailing ones that equal them."""
-    arity, tail = len(op.inputs) + len(op.attrs), defaults(op)
+    arity, tail = len(op.inputs) + len(op.keywords), defaults(op)
     missing = {n: tail[len(tail) - (arity - n) :] for n in range(arity - len(tail), arity)}
     return lambda args: args if len(args) == arity else args + missing[len(args)]
 

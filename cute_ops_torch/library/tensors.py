@@ -36,7 +36,7 @@ def bind_tensors(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Binding:
         if tensor.device != first[1]:
             problem = f"argument `{name}` is on {tensor.device}, but `{first[0]}` is on {first[1]}."
             raise ValueError(message(op, problem, given))
-    return bind(op, given, dict(zip(op.attrs, attrs, strict=True)))
+    return bind(op, given, dict(zip(op.keywords, attrs, strict=True)))
 
 
 def arrays(op: Op, tensors: Tensors) -> dict[str, Array | None]:

@@ -3,6 +3,8 @@
 This needs leading dims of one name on every batched input and on every output. Otherwise it would mix examples: if an
 output sums over rows (a weight's gradient), if a batched input has no rows (a weight per example), or if rows of other
 leading dims are batched (each example's ``*m`` would see all examples' ``*p``). Then the op runs once per example.
+
+An input that the op writes has to be batched where any is: the examples' values for one tensor would be several.
 """
 
 from __future__ import annotations
@@ -12,8 +14,10 @@ from typing import Any
 
 import torch
 
+from cute_ops.errors import message
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.schema import filler, resolver
+from cute_ops_torch.library.tensors import arrays
 
 
 def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
@@ -27,9 +31,11 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
         dims = [*in_dims, *[None] * (len(args) - len(in_dims))][:arity]
         tensors = [t if d is None else t.movedim(d, 0) for t, d in zip(args[:arity], dims, strict=True)]
         batched = [d is not None for d in dims]
+        _refuse_shared(op, tensors, batched)
         gives = [o.given is None or args[list(op.inputs).index(o.given)] is not None for o in op.outputs.values()]
         groups = {t.rows for t, b in zip(declared, batched, strict=True) if b}
         groups |= {o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given}
+        read = [_readable if name not in op.mutates else _same for name in op.inputs]
         group = next(iter(groups))
         if len(groups) == 1 and group:
             own = [d.rows == group for d in declared]
@@ -41,19 +47,35 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
                 _whole(t, d, b, info.batch_size, lead) if t is not None and o and not (d.broadcast and shared) else t
                 for t, d, b, o in zip(tensors, declared, batched, own, strict=True)
             ]
-            raw = overload(*map(_readable, whole), *args[arity:])
+            raw = overload(*(take(t) for take, t in zip(read, whole, strict=True)), *args[arity:])
+            if not op.outputs:
+                return None, None
             outputs = raw if isinstance(raw, tuple) else (raw,)
             real = resolve(whole, outputs)
             out_dims = tuple(0 if o is r else None for o, r in zip(outputs, real, strict=True))
             return (outputs, out_dims) if isinstance(raw, tuple) else (raw, 0)
         each = examples(info.batch_size, dims, args[:arity])
-        found = [overload(*map(_readable, example), *args[arity:]) for example in each]
+        found = [overload(*(take(t) for take, t in zip(read, example, strict=True)), *args[arity:]) for example in each]
+        if not op.outputs:
+            return None, None
         if isinstance(found[0], tuple):
             columns = zip(*found, strict=True)
             return tuple(stacked(info.batch_size, column) for column in columns), (0,) * len(op.outputs)
         return stacked(info.batch_size, found), 0
 
     return rule
+
+
+def _refuse_shared(op: Op, tensors: Sequence[Any], batched: Sequence[bool]) -> None:
+    given = zip(op.inputs, tensors, batched, strict=True)
+    shared = [name for name, t, b in given if t is not None and not b and name in op.mutates]
+    if shared and any(batched):
+        other = next(name for name, b in zip(op.inputs, batched, strict=True) if b)
+        problem = (
+            f"vmap: `{shared[0]}` is written but not batched, while `{other}` is: every example would write its own "
+            f"values into one tensor; batch `{shared[0]}` too."
+        )
+        raise ValueError(message(op, problem, arrays(op, tensors)))
 
 
 def examples(size: int, dims: Sequence[Any], arguments: Sequence[Any]) -> list[tuple[Any, ...]]:
@@ -87,6 +109,10 @@ def _whole(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[
     tail = tensor.shape[tensor.ndim - len(declared.dims) :]
     ones = (None,) * (batched + len(lead) + len(tail) - tensor.ndim)
     return tensor[(*[slice(None)] * batched, *ones)].expand(size, *lead, *tail)
+
+
+def _same(tensor: Any) -> Any:
+    return tensor
 
 
 def _readable(tensor: Any) -> Any:

@@ -38,7 +38,7 @@ def module(op: Op, namespace: str = "cute") -> type[nn.Module]:
     learned = {name: t for name, t in op.inputs.items() if not t.rows and t.dims}
     flags = [name for name, t in learned.items() if t.optional and not name.endswith("weight")]
     sizes = list(dict.fromkeys(size for t in learned.values() for dim in t.dims for size in dim.names))
-    options = {**op.attrs, **op.options}
+    options = {**op.keywords, **op.options}
     either, keyword = Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY
     signature = Signature(
         [

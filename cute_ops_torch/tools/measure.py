@@ -86,7 +86,9 @@ def run(binding: Binding, chosen: Plan, arrays: Arrays) -> tuple[np.ndarray | No
 def _filling(binding: Binding, chosen: Plan) -> Callable[..., Any]:
     """``fill(*inputs, *outputs)`` by a plan, without those that are absent."""
     outputs = tuple(name for name, array in binding.outputs.items() if array is not None)
-    return planned_call(binding, chosen, torch.device(place())).fill(outputs)
+    fill = planned_call(binding, chosen, torch.device(place())).fill(outputs)
+    numbers = [binding.attrs[name] for name in binding.op.scalars]
+    return (lambda *tensors: fill(*tensors, *numbers)) if numbers else fill
 
 
 def _present(tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:

@@ -29,7 +29,7 @@ def text(ops: Iterable[Op] = OPS) -> str:
 
 def _function(op: Op) -> str:
     outputs = [f"Tensor{' | None' if t.given else ''}" for t in op.outputs.values() if not t.hidden]
-    returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
+    returns = "None" if not outputs else outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
     arguments = parameters(op, annotated=True, options=True)
     head = f"def {op.name}({arguments}) -> {returns}: ...\n"
     if len(head) <= 120:

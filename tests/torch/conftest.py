@@ -162,28 +162,28 @@ def make_inputs() -> Callable[..., list[torch.Tensor]]:
 
 
 class Compiled(NamedTuple):
-    """What stands for the compiler: the variants it was asked for, and how often kernels ran."""
+    """What stands for the compiler: the variants it was asked for, how often kernels ran, and the ops it knows."""
 
     variants: list[Variant]
     calls: list[str]
+    ops: dict[str, Op]
 
 
 @pytest.fixture
 def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     """Kernels that run the reference on a CPU's memory, so that planning and launching are tested without a GPU.
 
-    Like a compiled kernel, one takes the tensors that are present, checks shapes, strides, alignments and dtypes
-    against its variant, and writes the outputs where they lie.
+    Like a compiled kernel, one takes the tensors that are present, and numbers, checks shapes, strides, alignments and
+    dtypes against its variant, and writes the outputs where they lie.
     """
-    record = Compiled([], [])
-    stages = {op.name: op for op in (*STAGES, *NARROWED)}
+    record = Compiled([], [], {op.name: op for op in (*STAGES, *NARROWED)})
 
     def get(variant: Variant) -> Callable[..., None]:
         record.variants.append(variant)
 
-        def kernel(*given: torch.Tensor) -> None:
+        def kernel(*given: Any) -> None:
             record.calls.append(variant.op)
-            _run(stages[variant.op], variant, given)
+            _run(record.ops[variant.op], variant, given)
 
         return kernel
 
@@ -193,12 +193,17 @@ def compiled(monkeypatch: pytest.MonkeyPatch) -> Compiled:
     return record
 
 
-def _run(op: Op, variant: Variant, given: Sequence[torch.Tensor]) -> None:
+def _run(op: Op, variant: Variant, given: Sequence[Any]) -> None:
     present = [key for key in variant.args if key is not None]
-    assert len(present) == len(given)
-    for key, tensor in zip(present, given, strict=True):
-        _fits(key, tensor)
-    by_name = {key.name: t for key, t in zip(present, given, strict=True)}
+    by_name: dict[str, Any] = {}
+    for key, value in zip(present, given, strict=True):
+        if key.layout == "number":
+            assert type(value) in (int, float)
+        else:
+            _fits(key, value)
+            # What a kernel writes of its inputs comes twice.
+            assert by_name.setdefault(key.name, value).data_ptr() == value.data_ptr()
+        by_name[key.name] = value
     arrays = {n: to_numpy(by_name.get(n)) for n in op.inputs}
     by_row = ((arrays[n], len(t.dims)) for n, t in op.inputs.items() if t.rows)
     lead = next((a.shape[: a.ndim - dims] for a, dims in by_row if a is not None), ())
@@ -209,8 +214,9 @@ def _run(op: Op, variant: Variant, given: Sequence[torch.Tensor]) -> None:
             rows = array.reshape(-1, *array.shape[array.ndim - len(tensor.dims) :])
             rows = np.concatenate([rows] * (math.prod(lead) // len(rows)))
             arrays[name] = rows.reshape(*lead, *rows.shape[1:])
-    results = testing.run_reference(op, arrays, variant.attrs)
-    for name, result in zip(op.outputs, results, strict=True):
+    numbers = {key.name: by_name[key.name] for key in present if key.layout == "number"}
+    results = testing.run_reference(op, arrays, {**variant.attrs, **numbers})
+    for name, result in zip(op.results, results, strict=True):
         assert (result is None) == (name not in by_name)
         if result is not None:
             by_name[name].copy_(to_torch(result).reshape(by_name[name].shape))

@@ -40,7 +40,7 @@ from torch.distributed.tensor.parallel import (
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Sharding, testing
+from cute_ops import FLOATS, Op, Sharding, lookup, testing
 from cute_ops import Tensor as Declared
 from cute_ops.composite import chunks
 from cute_ops.ops import OPS
@@ -337,6 +337,32 @@ def misuse_is_refused(world: World) -> None:
     logits, target = spread(torch.randn(4, 6, device=world.device), world.line, [Shard(1)]), torch.zeros(4).long()
     with raises(ValueError, "attribute `classes` is 3, expected 0, or at least n=6"):
         torch.ops.cute.cross_entropy(logits, target.to(world.device), classes=3)
+
+
+@check
+def what_is_written_stays_where_it_is(world: World) -> None:
+    if world.few:
+        return  # the op's kernels are compiled in other tests
+    torch.manual_seed(0)
+    state, x, gain = torch.randn(8, 6), torch.randn(8, 6), torch.tensor(2.0)
+    writing = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
+    follow, store = (cute_ops_torch.register(op, "writing") for op in (writing.follow, writing.store))
+    shared = spread(state, world.line, [Shard(0)])
+    local = shared.to_local().data_ptr()
+    for given in ([Shard(0)], [Replicate()]):
+        kept = follow(shared, spread(x, world.line, given), spread(gain, world.line, [Replicate()]))
+        world.close(kept, follow(state, x, gain), "kept")
+        world.close(shared, state, "state")
+    assert shared.to_local().data_ptr() == local
+    index = torch.arange(8, dtype=torch.int32)
+    cache, whole = torch.zeros(12, 6), [Replicate()]
+    placed = spread(cache, world.line, whole)
+    store(placed, spread(x, world.line, [Shard(0)]), spread(index, world.line, [Shard(0)]))
+    world.close(placed, torch.cat([x, cache[8:]]), "cache")
+    with raises(ValueError, "argument `cache` is written, so this call cannot redistribute it from (Shard(dim=0),) to"):
+        store(spread(cache, world.line, [Shard(0)]), spread(x, world.line, whole), spread(index, world.line, whole))
+    with raises(TypeError, "argument `cache` is a torch.Tensor, but `rows` is a DTensor; distribute both."):
+        store(cache, spread(x, world.line, whole), spread(index, world.line, whole))
 
 
 class raises:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -12,14 +13,14 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_ops import Op, dispatch
+from cute_ops import Op, dispatch, lookup
 from cute_ops.ops import OPS
 from cute_ops_torch.host import fast_path, function, launch
 from cute_ops_torch.library import autograd, reference, remembered
 from cute_ops_torch.library import tensors as binding
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.reference import fake_kernel
-from cute_ops_torch.library.schema import schema
+from cute_ops_torch.library.schema import returning, schema
 
 NAMESPACE = "cute_fast_path"
 rmsnorm = OPS[0]
@@ -45,10 +46,12 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             overload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
             launcher, nodes = launch.Launcher(op), Nodes(op, lambda step: one(step).function)
             fast = fast_path.FastPath(op, lambda: launcher, nodes)
-            library.impl(op.name, lambda *args: launcher.launch(*args), "CPU")
+            compiled.ops[op.name] = op
+            library.impl(op.name, returning(op, lambda *args: launcher.launch(*args)), "CPU")
             kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr())
-            library.impl(op.name, kernel, "Autograd")
-            torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake_kernel(op, lambda: None), lib=library)
+            library.impl(op.name, returning(op, kernel), "Autograd")
+            fake = returning(op, fake_kernel(op, lambda: None))
+            torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=library)
             call = function.make_function(op, overload, fast, raw=True, device="cpu")
             made[op.name] = Made(overload, call, fast, nodes)
         return made[op.name]
@@ -352,3 +355,121 @@ def test_a_parameter_after_a_tensor_is_known(make: Any, monkeypatch: pytest.Monk
     monkeypatch.setattr(made.fast_path, "_fill_defaults", None)
     for arguments in calls * 2:
         torch.testing.assert_close(made.function(*arguments), torch.ops.cute.rmsnorm(*arguments))
+
+
+WRITING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_inputs_are_written_in_place(make: Any, compiled: Any, raw: bool) -> None:
+    """In the caller's memory, views of a larger tensor too, and autograd is told."""
+    made = make(WRITING.store)
+    whole = torch.zeros(2, 12, 16)
+    rows, index = torch.randn(3, 8), torch.tensor([7, 0, 3], dtype=torch.int32)
+    for cache in (whole[0, :, :8], whole[1, :, 8:]):
+        for call in (made.raw, made.raw) if raw else (made.function, made.function):
+            before = cache._version
+            assert call(cache, rows, index) is None
+            assert torch.equal(cache[index.long()], rows) and cache._version > before
+            cache[3] = 5.0
+    assert whole.count_nonzero() == 2 * (2 * 8 + 8)
+    assert compiled.calls == ["store"] * 4 and {v.op for v in compiled.variants} == {"store"}
+
+
+def test_outputs_come_beside_what_is_written(make: Any, compiled: Any) -> None:
+    made = make(WRITING.follow)
+    state, x, gain = torch.ones(3, 8), torch.ones(3, 8), torch.tensor(3.0)
+    kept = made.function(state, x, gain, 0.25)
+    assert torch.equal(kept, torch.full((3, 8), 0.25)) and torch.equal(state, torch.full((3, 8), 3.25))
+
+
+def test_a_new_value_of_a_scalar_is_a_known_call(make: Any, compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    made, x, y = make(WRITING.axpy), torch.randn(3, 8), torch.randn(3, 8)
+    made.function(x, y, 1.5, 0)
+    monkeypatch.setattr(made.fast_path, "specialize", None)
+    monkeypatch.setattr(launch.Launcher, "find", None)
+    for k in range(70):
+        assert torch.equal(made.raw(x, y, k / 2, 3)[:, 3:], (y + k / 2 * x)[:, 3:])
+        assert torch.equal(made.function(x, y, alpha=-k / 2, first=8), y)
+    assert made.function(x, y, float("nan")).isnan().all() and made.function(x, y, float("inf"))[x > 0].isinf().all()
+    assert len(compiled.variants) == 1
+
+
+def test_scalars_reach_the_gradient(make: Any, compiled: Any) -> None:
+    made = make(WRITING.axpy)
+    for call in (made.function, made.raw):
+        for alpha in (1.5, 2.5):
+            x, y = (torch.randn(3, 8, requires_grad=True) for _ in range(2))
+            call(x, y, alpha, 5).backward(torch.ones(3, 8))
+            assert torch.equal(x.grad[:, 5:], torch.full((3, 3), alpha)) and not x.grad[:, :5].any()
+            assert torch.equal(y.grad, torch.ones(3, 8))
+    assert [v.op for v in compiled.variants] == ["axpy", "axpy_bwd"]
+
+
+@pytest.mark.parametrize("value", [True, "1.0", None])
+def test_what_is_no_number_is_no_scalar(make: Any, value: Any) -> None:
+    made, x = make(WRITING.axpy), torch.randn(3, 8)
+    made.function(x, x + 1, 1.0)
+    with pytest.raises(TypeError, match=r"^cute\.axpy: scalar `alpha` must be float, got"):
+        made.function(x, x + 1, value)
+
+
+def cases() -> dict[str, tuple[Callable[[], tuple[Any, ...]], type[Exception], str]]:
+    """Calls of ``store`` that torch refuses of its own in-place ops."""
+    rows, index = torch.randn(3, 8), torch.tensor([7, 0, 3], dtype=torch.int32)
+
+    def overlapping() -> tuple[Any, ...]:
+        return torch.zeros(20).as_strided((12, 8), (1, 1)), rows, index
+
+    return {
+        "expanded": (lambda: (torch.zeros(8).expand(12, 8), rows, index), ValueError, "several of its elements are"),
+        "overlapping": (overlapping, ValueError, r"with strides \(1, 1\) several of its elements are one place"),
+        "aliased": (lambda: ((t := torch.zeros(12, 8)), t[:3], index), ValueError, "but shares memory with `rows`"),
+        "alias": (lambda: ((t := torch.zeros(12, 8)), t[2:5], index), ValueError, "shares memory with `rows`"),
+        "leaf": (lambda: (torch.zeros(12, 8).requires_grad_(), rows, index), NotImplementedError, "`cache` requires"),
+        "rows": (
+            lambda: (torch.zeros(12, 8), rows.clone().requires_grad_(), index), NotImplementedError,
+            r"argument `rows` requires grad, but an op that writes its inputs has no gradient: call it under "
+            r"torch\.no_grad\(\), or with rows\.detach\(\)",
+        ),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("wrong", cases())
+def test_memory_that_cannot_be_written_is_refused(make: Any, compiled: Any, wrong: str, known: bool) -> None:
+    """Also after a call of the same shapes, strides and dtypes: whether tensors overlap is not a matter of these."""
+    made = make(WRITING.store)
+    arguments, error, problem = cases()[wrong]
+    given = arguments()
+    if known:
+        with torch.no_grad():
+            made.function(
+                *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in map(apart, given))
+            )
+    ran = len(compiled.calls)
+    for call in (made.function, made.raw):
+        with pytest.raises(error, match=f"^cute.store: .*{problem}"):
+            call(*given)
+    assert len(compiled.calls) == ran
+    if error is NotImplementedError:
+        with torch.no_grad():
+            made.function(*given)
+            made.raw(*given)
+        with pytest.raises(error, match=problem):
+            made.function(*given)
+
+
+def apart(tensor: torch.Tensor) -> torch.Tensor:
+    """The same values where each element has a place of its own."""
+    return tensor.detach().contiguous()
+
+
+def test_tensors_within_each_other_may_be_written(make: Any, compiled: Any) -> None:
+    """Two caches in one tensor, as engines allocate them."""
+    made, both = make(WRITING.store), torch.zeros(12, 2, 8)
+    index = torch.tensor([7, 0, 3], dtype=torch.int32)
+    for k in (0, 1):
+        made.function(both[:, k], both[:, 1 - k][:3] + k + 1, index)
+    assert both.count_nonzero() == 6 * 8
+    made.function(both[:6, 0], both[6:9, 1], index % 6)
