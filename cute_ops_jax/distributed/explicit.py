@@ -26,7 +26,7 @@ def by_type(call: Call, together: Together, arrays: Arrays, binding: Binding) ->
     kinds = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     left = {a for a, kind in kinds.items() if kind != AxisType.Manual}
     explicit = {a for a, kind in kinds.items() if kind == AxisType.Explicit}
-    outputs = present(binding.outputs)
+    outputs = present(binding.results)
     if not left:
         found = call(arrays, binding.attrs)
         return [found[n] for n in outputs]

@@ -52,7 +52,7 @@ def by_partitioner(program: Program, binding: Binding, arrays: Sequence[Any]) ->
     from jax.experimental.xla_metadata import set_xla_metadata
 
     named = factors(binding, split=True)
-    names, outputs = present(binding.inputs), present(binding.outputs)
+    names, outputs = present(binding.inputs), present(binding.results)
 
     def cut(mesh: Any, known: Mapping[str, Any]) -> Cuts:
         # Arrays that nobody placed, under jax.set_mesh, have no axes to name.

@@ -74,7 +74,7 @@ def spec_of(names: Sequence[str | None], cuts: Cuts) -> PartitionSpec:
 def of_one_device(binding: Binding, call: Call, together: Together, cuts: Cuts) -> Local:
     """The program of one device: ``call`` on its slices, combined with the results of the others."""
     op, attrs = binding.op, binding.attrs
-    inputs, outputs = present(binding.inputs), present(binding.outputs)
+    inputs, outputs = present(binding.inputs), present(binding.results)
     split = () if op.split is None else cuts.get(op.split.dim, ())
 
     def local(*slices: Any) -> list[Any]:
@@ -93,7 +93,7 @@ def present(arrays: Mapping[str, T | None]) -> dict[str, T]:
 def _added(binding: Binding, local: Local, cuts: Cuts) -> Local:
     """``local`` with every output that is a sum over slices added up over the devices."""
     op, named = binding.op, factors(binding)
-    inputs, outputs = present(binding.inputs), present(binding.outputs)
+    inputs, outputs = present(binding.inputs), present(binding.results)
 
     def run(*arrays: Any) -> list[Any]:
         over = {n: tuple(a for f, axes in cuts.items() if f not in named[n] for a in axes) for n in outputs}

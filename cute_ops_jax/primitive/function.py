@@ -40,7 +40,7 @@ def register(op: Op) -> Callable[..., Any]:
         bound = header.bind(*args, **kwargs)
         bound.apply_defaults()
         given = in_order(op, bound.arguments)
-        attrs = tuple((name, bound.arguments[name]) for name in op.attrs)
+        attrs = tuple((name, bound.arguments[name]) for name in op.keywords)
         options = {name: bound.arguments[name] for name in op.options}
         inplace = options.pop("inplace_backward", False)
         if options:
@@ -49,7 +49,7 @@ def register(op: Op) -> Callable[..., Any]:
         given = dict(zip(given, alike(list(given.values())), strict=True))
         found = run(Call(tuple(given), attrs, inplace), given)
         results = [
-            found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.outputs.items() if not t.hidden
+            found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.results.items() if not t.hidden
         ]
         if op.finish is not None:
             shown = dict(zip(op.shown, results, strict=True))
@@ -61,7 +61,7 @@ def register(op: Op) -> Callable[..., Any]:
     call.__doc__ = op.doc
     call.__signature__ = header  # type: ignore[attr-defined]
     # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
-    traced = jax.jit(call, static_argnames=(*op.attrs, *op.options), inline=True)
+    traced = jax.jit(call, static_argnames=(*op.keywords, *op.options), inline=True)
 
     @wraps(traced)
     def function(*args: Any, **kwargs: Any) -> Any:
@@ -96,12 +96,14 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
         value = given.get(name)
         if isinstance(value, str):
             fail(f"argument `{name}` must be one array, got str.")
-    for name, default in {**op.attrs, **op.options}.items():
+    for name, default in {**op.keywords, **op.options}.items():
         value, kind = given.get(name, default), type(default).__name__
         if isinstance(value, jax.Array):  # or a tracer
-            came = f"{value.dtype}{list(value.shape)}"
+            came, what = f"{value.dtype}{list(value.shape)}", "attribute"
             why = "it is part of the compiled kernel, so it is given to jax.jit by static_argnames or not at all"
-            fail(f"attribute `{name}` must be {kind}, got a JAX array {came}: {why}.")
+            if name in op.scalars:
+                what, why = "scalar", "it is a number of the host; declare it as an input of shape () to take an array"
+            fail(f"{what} `{name}` must be {kind}, got a JAX array {came}: {why}.")
         if not isinstance(value, Hashable):
             fail(f"attribute `{name}` must be {kind}, got {value!r}.")
 
@@ -109,12 +111,12 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
 def signature(op: Op) -> inspect.Signature:
     """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text."""
     kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.outputs.values() if not tensor.hidden]
+    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.results.values() if not tensor.hidden]
     parameters = []
     for name, tensor in op.inputs.items():
         default, annotation = (None, "ArrayLike | None") if tensor.optional else (required, "ArrayLike")
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
-    for name, value in {**op.attrs, **op.options}.items():
+    for name, value in {**op.keywords, **op.options}.items():
         parameters.append(inspect.Parameter(name, kind, default=value, annotation=type(value).__name__))
     returns = outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
     return inspect.Signature(parameters, return_annotation=returns)

@@ -58,19 +58,19 @@ def kernel(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False)
     given |= {n: jnp.broadcast_to(given[n], shape) for n, shape in chosen.expanded.items()}
     views = [given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None]
     made = {n: out for n, out in chosen.folded.outputs.items() if out is not None}
-    results = [
-        jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype))
-        for out in (*made.values(), *chosen.plan.workspaces.values())
-    ]
+    written = {n: a for n in op.mutates if (a := chosen.folded.inputs[n]) is not None}
+    numbers = ffi.attributes(op.scalars, binding.attrs) if op.scalars else {}
+    scratch = chosen.plan.workspaces
+    results = {**made, **scratch, **written}
+    shapes = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in results.values()]
     # XLA copies an aliased operand that is read later.
-    operands = {n: i for i, n in enumerate(given)}
-    donated = {i: op.outputs[n].donates for i, n in enumerate(made)} if inplace else {}
-    aliases = {operands[n]: i for i, n in donated.items() if n in operands}
-    # No attributes: scalars are part of the variant (jax-tvm-ffi 0.1.3 corrupts memory with some).
-    flat = jax.ffi.ffi_call(variant.symbol, results, input_output_aliases=aliases)(*views)
-    # The results beyond the outputs are scratch arrays.
-    shapes = [out.shape for out in binding.outputs.values() if out is not None]
-    return [array.reshape(shape) for array, shape in zip(flat, shapes, strict=False)]
+    operands, places = {n: i for i, n in enumerate(given)}, {n: i for i, n in enumerate(results)}
+    donated = {n: op.outputs[n].donates for n in made} if inplace else {}
+    donated |= {n: n for n in written}
+    aliases = {operands[source]: places[n] for n, source in donated.items() if source in operands}
+    call = jax.ffi.ffi_call(variant.symbol, list(shapes), input_output_aliases=aliases)
+    found = dict(zip(results, call(*views, **numbers), strict=True))
+    return [found[n].reshape(a.shape) for n, a in binding.results.items() if a is not None]
 
 
 class Chosen(NamedTuple):
@@ -134,10 +134,12 @@ def _with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
         tensor = op.inputs[name]
         if tensor.rows and not tensor.broadcast:
             dims[tensor.rows] = shape[: len(shape) - len(tensor.dims)]
-    dims |= {name: size(dims, binding.attrs) for name, size in op.derived.items()}
+    constants = {name: binding.attrs[name] for name in op.attrs}
+    dims |= {name: size(dims, constants) for name, size in op.derived.items()}
     inputs = _with_shapes(binding.inputs, shapes)
     outputs = {n: out and out._replace(shape=op.outputs[n].of(dims)) for n, out in binding.outputs.items()}
-    return binding._replace(dims=dims, inputs=inputs, outputs=outputs)
+    results = {**{n: inputs[n] for n in op.mutates}, **outputs}
+    return binding._replace(dims=dims, inputs=inputs, outputs=outputs, results=results)
 
 
 def _with_shapes(arrays: Mapping[str, Array | None], shapes: Shapes) -> dict[str, Array | None]:

@@ -1,7 +1,8 @@
 """An op as a JAX primitive: one per declaration, the backward op included.
 
-A primitive takes the inputs that are present, in declared order and with any leading dims, and gives the outputs that
-exist. Its parameters are plain values: the names of those inputs, the attributes, and whether inputs are donated.
+A primitive takes the inputs that are present, in declared order and with any leading dims, and gives the new values of
+those that the op mutates, then the outputs that exist. Its parameters are plain values: the names of those inputs, the
+attributes with the scalars, and whether inputs are donated.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class Stage:
             results = self.partitioned.bind(*given.values(), **_params(binding, inplace))
         else:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
-        return dict.fromkeys(self.op.outputs) | named(binding, results)
+        return dict.fromkeys(self.op.results) | named(binding, results)
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
         """The checked call. Tracing, abstract evaluation and lowering of one call share it.
@@ -102,7 +103,7 @@ class Stage:
             attrs: attributes by name; those that are missing have their default.
         """
         given = tuple((name, tuple(a.shape), a.dtype) for name, a in arrays.items())
-        full = {**self.op.attrs, **attrs}
+        full = {**self.op.keywords, **attrs}
         return _bound(self.op, given, tuple(full.items()), tuple(map(type, full.values())))
 
     def _on_one_device(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
@@ -114,8 +115,8 @@ class Stage:
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
     ) -> list[_compat.ShapedArray]:
-        outputs = self.bound(dict(zip(names, avals, strict=True)), dict(attrs)).outputs.values()
-        return [_compat.aval_like(avals[0], out.shape, jnp.dtype(out.dtype)) for out in outputs if out is not None]
+        results = self.bound(dict(zip(names, avals, strict=True)), dict(attrs)).results.values()
+        return [_compat.aval_like(avals[0], out.shape, jnp.dtype(out.dtype)) for out in results if out is not None]
 
     def _differentiate(self, primals: Sequence[Any], tangents: Sequence[Any], **params: Any) -> NoReturn:
         """Reached by a second derivative, and by any derivative of an op without a gradient."""
@@ -185,7 +186,7 @@ def in_order(op: Op, inputs: Arrays) -> dict[str, Any]:
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:
     """The results of a call by name."""
-    return dict(zip((n for n, out in binding.outputs.items() if out is not None), results, strict=True))
+    return dict(zip((n for n, out in binding.results.items() if out is not None), results, strict=True))
 
 
 def _automatic() -> bool:

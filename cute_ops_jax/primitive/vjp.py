@@ -70,7 +70,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
         known: dict[str, Any] = {**kept, **{f"d{name}": cotangent for name, cotangent in cotangents.items()}}
         for step in op.backward([name for name in call.names if sizes.get(name, 1)], call.names):
             given = {name: _as_input(tensor, known.get(name)) for name, tensor in step.inputs.items()}
-            results = stage_of(step)(given, {n: value for n, value in call.attrs if n in step.attrs}, call.inplace)
+            results = stage_of(step)(given, {n: value for n, value in call.attrs if n in step.keywords}, call.inplace)
             shared = {n: t.same_as for n, t in step.outputs.items() if t.same_as and results[n] is None}
             known |= {n: results[shared.get(n, n)] for n in results}
         return ({name: known.get(f"d{name}") for name in call.names},)  # None is a zero gradient

@@ -52,7 +52,7 @@ def batch(
 
     example = {name: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) for name, a in batched.items()}
     one = stage.bound({name: example.get(name, a) for name, (a, _) in given.items()}, dict(attrs))
-    groups = {op.inputs[name].rows for name in batched} | {op.outputs[name].rows for name in present(one.outputs)}
+    groups = {op.inputs[name].rows for name in batched} | {op.results[name].rows for name in present(one.results)}
     group = next(iter(groups))
     if len(groups) == 1 and group:
         # Inputs that broadcast over leading dims broadcast over one more, unless one of them is batched: then all of

@@ -22,7 +22,7 @@ def run(op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray | 
     """Call the op's primitive under ``jit``; None for absent outputs."""
     names = tuple(name for name, a in arrays.items() if a is not None)
     found = _jitted(op, names, tuple(attrs.items()))(*(arrays[name] for name in names))
-    return tuple(None if found[name] is None else np.asarray(found[name]) for name in op.outputs)
+    return tuple(None if found[name] is None else np.asarray(found[name]) for name in op.results)
 
 
 @cache

@@ -136,14 +136,19 @@ class FakeKernels:
         self.variants.append(variant)
         return tvm_ffi.convert(partial(self._run, variant))
 
-    def _run(self, variant: Variant, *tensors: Any) -> None:
+    def _run(self, variant: Variant, *given: Any) -> None:
         op = self.ops[variant.op]
         present = [name for name, key in zip(variant.names, variant.args, strict=True) if key]
+        count = len(given) - len(op.scalars)
+        tensors, numbers = given[:count], dict(zip(present[count:], given[count:], strict=True))
         self.calls.append((variant.symbol, [tuple(t.shape) for t in tensors]))
-        arrays = dict(zip(present, map(as_numpy, tensors), strict=True))
+        arrays: dict[str, np.ndarray] = {}
+        for name, array in zip(present, map(as_numpy, tensors), strict=False):
+            # What a kernel writes of its inputs comes twice.
+            assert arrays.setdefault(name, array).ctypes.data == array.ctypes.data
         inputs = {name: arrays.get(name) for name in op.inputs}
-        results = testing.run_reference(op, inputs, variant.attrs)
-        for name, result in zip(op.outputs, results, strict=True):
+        results = testing.run_reference(op, inputs, {**variant.attrs, **numbers})
+        for name, result in zip(op.results, results, strict=True):
             if result is not None:
                 arrays[name][...] = result
         for name in arrays.keys() - op.inputs.keys() - op.outputs.keys():
