@@ -373,8 +373,6 @@ class Op:
         self.contracted = _as_tuple(sharding.contracted)
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
         self.grad = grad
-        if not all(isinstance(step, Op) for step in self.steps):
-            raise ValueError(f"op {name}: grad must be an Op or a tuple of Ops, got {grad!r}")
         self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})
         self.inference_only = inference_only
@@ -383,11 +381,8 @@ class Op:
         self.cases = cases
         self.arrange = arrange or (lambda xp, arrays: None)
         self.doc = doc
+        self._derive()
         self._validate()
-        # Keyword arguments of the Python functions beyond inputs and attributes, with their defaults.
-        self.options = finish.defaults if finish else {}
-        if any(t.donates for step in self.steps for t in step.outputs.values()):
-            self.options["inplace_backward"] = False
 
     def __repr__(self) -> str:
         ins = ", ".join(f"{n}{'?' if t.optional else ''}: {t.declared}" for n, t in self.inputs.items())
@@ -403,19 +398,6 @@ class Op:
         """This dtype where the tensor may have it, else the first that it may."""
         choices = self.dtype_choices(tensor)
         return dtype if dtype in choices else choices[0]
-
-    @property
-    def steps(self) -> tuple[Op, ...]:
-        """The backward ops in the order in which they run; none where no gradient is declared."""
-        if self.grad is None:
-            return ()
-        return self.grad if isinstance(self.grad, tuple) else (self.grad,)
-
-    @property
-    def differentiable(self) -> tuple[str, ...]:
-        """The inputs that have a gradient."""
-        given = {output for step in self.steps for output in step.outputs}
-        return tuple(name for name in self.inputs if f"d{name}" in given)
 
     def backward(self, wanted: Collection[str], present: Collection[str]) -> tuple[Op, ...]:
         """The ops that compute gradients, in order: no step, and of no step a skippable output, that nobody reads.
@@ -443,11 +425,10 @@ class Op:
             made, skipped = copy(self), frozenset(k for k, name in enumerate(self.outputs) if name not in left)
             made.name = f"{self.name}_only_{'_'.join(left)}"
             made.outputs = {name: self.outputs[name] for name in left}
-            for cached in ("shown", "results"):
-                made.__dict__.pop(cached, None)
             made.grad, made.no_gradient = None, ()
             made.reference = partial(_without, skipped, self.reference)
             update_wrapper(made.reference, self.reference, ("__module__",), ())  # where it is declared
+            made._derive()
             _narrowed.setdefault((self, left), made)  # one of several threads is the first
         return _narrowed[self, left]
 
@@ -483,15 +464,27 @@ class Op:
         found = {name: known[name] for t in tensors for d in t.dims for name in d.names}
         return found | {t.rows: (asked[t.rows],) if t.rows in asked else lead for t in tensors if t.rows}
 
-    @cached_property
-    def results(self) -> dict[str, Tensor]:
-        """What the reference returns: the inputs that the op mutates, then the outputs."""
-        return {**{name: self.inputs[name] for name in self.mutates}, **self.outputs}
+    def _derive(self) -> None:
+        """Set what follows from the rest of the declaration.
 
-    @cached_property
-    def shown(self) -> tuple[str, ...]:
-        """The outputs that a Python function returns."""
-        return tuple(name for name, t in self.outputs.items() if not t.hidden)
+        Attributes:
+            steps: the backward ops in the order in which they run; none where no gradient is declared.
+            differentiable: the inputs that have a gradient.
+            results: what the reference returns: the inputs that the op mutates, then the outputs.
+            shown: the outputs that a Python function returns.
+            options: keyword arguments of the Python functions beyond inputs and attributes, with their defaults.
+        """
+        steps = self.grad if isinstance(self.grad, tuple) else () if self.grad is None else (self.grad,)
+        if not all(isinstance(step, Op) for step in steps):
+            raise ValueError(f"op {self.name}: grad must be an Op or a tuple of Ops, got {self.grad!r}")
+        self.steps: tuple[Op, ...] = steps
+        given = {name: tensor for step in steps for name, tensor in step.outputs.items()}
+        self.differentiable = tuple(name for name in self.inputs if f"d{name}" in given)
+        self.results = {**{name: self.inputs[name] for name in self.mutates if name in self.inputs}, **self.outputs}
+        self.shown = tuple(name for name, t in self.outputs.items() if not t.hidden)
+        self.options: dict[str, Any] = self.finish.defaults if self.finish else {}
+        if any(tensor.donates for tensor in given.values()):
+            self.options["inplace_backward"] = False
 
     def check_options(self, options: Mapping[str, Any]) -> None:
         """Raise ValueError for a value that an option does not take."""
