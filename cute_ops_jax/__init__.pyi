@@ -97,3 +97,10 @@ def adamw(
     beta2: float = 0.999,
     eps: float = 1e-08,
 ) -> tuple[Array, Array, Array]: ...
+def causal_conv1d(
+    x: ArrayLike,
+    weight: ArrayLike,
+    bias: ArrayLike | None = None,
+    initial_state: ArrayLike | None = None,
+    activation: str = "none",
+) -> tuple[Array, Array]: ...

@@ -6,6 +6,7 @@ __all__ = [
     "adamw",
     "add_rmsnorm",
     "add_rmsnorm_fp8",
+    "causal_conv1d",
     "cross_entropy",
     "geglu",
     "gelu",
@@ -105,3 +106,10 @@ def adamw(
     beta2: float = 0.999,
     eps: float = 1e-08,
 ) -> tuple[Tensor, Tensor, Tensor]: ...
+def causal_conv1d(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    initial_state: Tensor | None = None,
+    activation: str = "none",
+) -> tuple[Tensor, Tensor]: ...

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
+from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.op import Case, Op
 from cute_ops.shapes import FLOATS
@@ -113,6 +114,41 @@ def test_rows_off_a_vector_beyond_one_for_each_cluster(name: str) -> None:
     arrays = testing.inputs(op, case, "bfloat16")
     call = kernel_calls.Call(op, arrays, {}, op.attrs, "", lambda _: arrays)
     testing.check(op, arrays, op.attrs, kernel_calls.run(call))
+
+
+CONV = [op for op in ALL if "conv" in op.name]
+# Spans of one step, of several, and of all rows; several spans, channels and CTAs to a thread, a warp or a CTA.
+CONV_CONFIGS = [
+    None, ConvConfig(64, channels=8, ahead=3, span=12, resident=1, sms=1), ConvConfig(32, 4, 3, 96, 1, 4),
+    ConvConfig(128, 4, 6, 6, 1, 7), ConvConfig(64, 2, 1, 24, 2, 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("width", [2, 3, 4])
+@pytest.mark.parametrize("op", CONV, ids=lambda op: op.name)
+def test_convolutions_of_any_length(op: Op, width: int) -> None:
+    """Sequences shorter than the taps, and those that end about a span's end."""
+    rng = np.random.default_rng(width)
+    for i, s in enumerate((*range(1, 21), 23, 24, 25, 47, 48, 49, 61)):
+        n, rows = int(rng.choice([1, 7, 8, 12, 64, 130, 264])), int(rng.choice([1, 2, 5]))
+        call = kernel_calls.made(op, rows, n, FLOATS[i % 3], LAYOUTS[i % 4], rng, s=s, w=width)
+        config = CONV_CONFIGS[(i + width) % 5]
+        kernel_calls.check(call._replace(tile=config and config.flat()))
+
+
+def test_neither_spans_nor_calls_change_the_bits_of_a_convolution() -> None:
+    op = CONV[0]
+    arrays = testing.inputs(op, Case("", op.example((3,), 24, {"s": 50})), "bfloat16")
+    call = kernel_calls.Call(op, arrays, {}, {"activation": "silu"}, "", lambda _: arrays)
+    out, final = kernel_calls.run(call)
+    for config in CONV_CONFIGS[1:]:
+        np.testing.assert_array_equal(out, kernel_calls.run(call._replace(tile=config.flat()))[0])
+    x, state = arrays["x"], arrays["initial_state"]
+    for start, end in ((0, 2), (2, 21), (21, 22), (22, 50)):
+        given = {**arrays, "x": np.ascontiguousarray(x[:, start:end]), "initial_state": state}
+        part, state = kernel_calls.run(call._replace(arrays=given))
+        np.testing.assert_array_equal(out[:, start:end], part)
+    np.testing.assert_array_equal(final, state)
 
 
 def dropping(self: Any) -> Any:

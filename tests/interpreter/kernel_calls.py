@@ -73,9 +73,10 @@ class Call(NamedTuple):
         return binding, plan(binding, self.where, parse("sm_90a"), config=self.tile)
 
 
-def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Generator) -> Call:
+def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Generator, **sizes: int) -> Call:
     """A call with random inputs. Each row has one number that is large beside the others: where a kernel leaves that
-    out, or takes it twice, its result is another one in every dtype.
+    out, or takes it twice, its result is another one in every dtype. ``sizes``: of dims that are as in the op's first
+    case otherwise.
     """
     absent = tuple(name for name, t in op.inputs.items() if t.optional and rng.random() < 0.3)
     own = next((t.dtype for t in op.inputs.values() if t.dtype in op.dtypes and not t.upper_bound), "")
@@ -84,7 +85,7 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
     dtypes = {v: str(rng.choice(kinds)) for v, kinds in free.items() if v != own and kinds}
     if rng.random() < 0.5:
         dtypes = {v: kinds[0] for v, kinds in op.dtypes.items() if kinds[0] not in FLOATS}
-    dims = op.example((rows,), n)
+    dims = op.example((rows,), n, sizes)
     if "t" in dims:  # tokens and classes of an embedding
         dims |= {"t": 30 * rows, "c": 40}
     case = Case("", dims, dtypes, absent)
