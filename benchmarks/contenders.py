@@ -131,7 +131,15 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         p = keep * p - size * m / (scale.abs() * v.sqrt() + attrs["eps"])
         return p.to(param.dtype), m.to(mean.dtype), v.to(square.dtype)
 
+    def causal_conv1d(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        # It wants (batch, channels, seqlen), and zeros before each sequence.
+        (_, s, n), taps = x.shape, weight.shape[1] - 1
+        out = F.conv1d(x.transpose(1, 2), weight[:, None], bias, padding=taps, groups=n)[..., :s].transpose(1, 2)
+        last = F.pad(x[:, -taps:], (0, 0, max(taps - s, 0), 0))
+        return F.silu(out) if attrs.get("activation") == "silu" else out, last
+
     return {
+        "causal_conv1d": causal_conv1d,
         "cross_entropy_step": cross_entropy_step,
         "swiglu_again": swiglu_again,
         "adamw": adamw,
@@ -331,7 +339,19 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         p = keep * p - size * m / (jnp.abs(scale) * jnp.sqrt(v) + attrs["eps"])
         return p.astype(param.dtype), m.astype(mean.dtype), v.astype(square.dtype)
 
+    def causal_conv1d(x: Any, weight: Any, bias: Any) -> tuple[Any, Any]:
+        (n, width), (_, s, _) = weight.shape, x.shape
+        taps = weight.T[:, None].astype(jnp.float32)
+        out = jax.lax.conv_general_dilated(
+            x.astype(jnp.float32), taps, (1,), [(width - 1, 0)], dimension_numbers=("NWC", "WIO", "NWC"),
+            feature_group_count=n,
+        ) + bias.astype(jnp.float32)  # fmt: skip
+        out = jax.nn.silu(out) if attrs.get("activation") == "silu" else out
+        last = jnp.pad(x[:, 1 - width :], ((0, 0), (max(width - 1 - s, 0), 0), (0, 0)))
+        return out.astype(x.dtype), last
+
     function = {
+        "causal_conv1d": causal_conv1d,
         "cross_entropy_step": cross_entropy_step,
         "swiglu_again": swiglu_again,
         "adamw": adamw,

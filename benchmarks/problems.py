@@ -85,7 +85,7 @@ class Problem:
         return f"{self.rows}x{self.n} {self.dtype}{extra}" + ("" if self.layout == "flat" else f" {self.layout}")
 
     def arrays(self) -> dict[str, Array]:
-        """The inputs: all that are declared but of the biases only the layer norm's."""
+        """The inputs: all that are declared but an initial state and, of the biases, those of norms without a mean."""
         by_variable = {
             "T": self.dtype,
             "W": self.weight or self.dtype,
@@ -102,7 +102,7 @@ class Problem:
         made = {}
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
-            if name != "bias" or self.op == "layernorm":
+            if name != "initial_state" and (name != "bias" or self.op in ("layernorm", "causal_conv1d")):
                 kind = by_variable.get(t.dtype, t.dtype)
                 made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, kind)
         return made
@@ -223,6 +223,11 @@ def _qk(op: str, batch: int, seqlen: int, heads: int, kv_heads: int, headdim: in
     return Problem(op, batch * seqlen, n, lead=(batch, seqlen), sizes=sizes, **more)
 
 
+def _conv(batch: int, seqlen: int, channels: int, width: int = 4, activation: str = "silu", **more: Any) -> Problem:
+    sizes, attrs = (("s", seqlen), ("w", width)), (("activation", activation),)
+    return Problem("causal_conv1d", batch * seqlen, channels, lead=(batch,), sizes=sizes, attrs=attrs, **more)
+
+
 _EXACT = (("approximate", "none"),)
 _PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "layernorm": (
@@ -275,6 +280,12 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "qk_norm_rope": (
         _qk("qk_norm_rope", 4, 4096, 32, 8), _qk("qk_norm_rope", 4, 4096, 32, 8, strided=True),
         _qk("qk_norm_rope", 4, 8192, 16, 8), _qk("qk_norm_rope", 64, 1, 32, 8),
+    ),
+    # Channels of Mamba-2 2.7B, Jamba, Mamba 370M, LFM2, and a step of decoding.
+    "causal_conv1d": (
+        _conv(8, 4096, 5376), _conv(4, 8192, 8192), _conv(8, 4096, 2048), _conv(8, 4096, 2048, 3, "none"),
+        _conv(1, 2048, 5376), _conv(64, 1, 5376), _conv(8, 4096, 5376, strided=True),
+        _conv(8, 4096, 2048, dtype="float32"),
     ),
     "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),
 }  # fmt: skip
