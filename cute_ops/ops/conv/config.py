@@ -50,12 +50,11 @@ def needs(problem: Problem, flat: Config) -> Needs:
     return Needs(config.threads, LEAST_REGISTERS + held * config.channels, resident=config.resident)
 
 
-SPACE = vary(needs=needs, threads=(64, 128, 256), ahead=(3, 6), span=(24, 48, 96), resident=(2, 3, 4))
+SPACE = vary(needs=needs, ahead=(3, 6), span=(24, 48, 96), resident=(2, 3, 4))
 # Depends on the number of rows, as the grouping of the parameters' gradients does.
 BACKWARD = vary(
     needs=needs,
     buckets={"m": POWERS, "s": POWERS},
-    threads=(64, 128, 256),
     ahead=(3, 6),
     span=(48, 96, 192),
     resident=(2, 3, 4),
