@@ -1,0 +1,212 @@
+"""Matrix products without a GPU: the order of tiles, the choice of configs, what the kernel refuses and its machine
+code.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from itertools import pairwise, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cute_ops import Array, Op, testing
+from cute_ops.binding import bind
+from cute_ops.hardware import ARCHES
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
+from cute_ops.jit.variant import Variant
+from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
+from cute_ops.ops.gemm.config import choose, configs, cycles
+from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
+from cute_ops.tools import sass
+
+KERNELS = str(Path(__file__).parent / "kernels")
+TARGET = parse("sm_90a")
+
+
+def arrays(op: Op, m: tuple[int, ...] = (4096,), n: int = 4096, k: int = 4096, dtype: str = "bfloat16") -> Any:
+    return {name: Array(t.of({"m": m, "n": n, "k": k}), dtype) for name, t in op.inputs.items()}
+
+
+# --- the order of tiles --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("group", [1, 2, 8])
+@pytest.mark.parametrize("by_columns", [0, 1])
+def test_every_tile_once(group: int, by_columns: int) -> None:
+    for rows, columns in product([1, 2, 3, 7, 8, 9, 16, 29], repeat=2):
+        order = [tile_of(i, rows, columns, group, by_columns) for i in range(rows * columns)]
+        assert sorted(order) == sorted(product(range(rows), range(columns)))
+        along = 0 if by_columns else 1
+        assert all(abs(a[along] - b[along]) <= 1 for a, b in pairwise(order))
+
+
+def test_tiles_that_run_together_read_few_rows_and_columns() -> None:
+    together = [tile_of(i, 64, 112, 8, 0) for i in range(64)]
+    assert len({row for row, _ in together}) == len({column for _, column in together}) == 8
+
+
+def test_the_smaller_operand_is_read_again() -> None:
+    assert bytes_by_grouping(32, 224, 8, 8192, 57344) == (8192 + 4 * 57344, 57344 + 28 * 8192)
+    tall, wide = bytes_by_grouping(8, 1, 8, 2048, 256), bytes_by_grouping(1, 8, 8, 256, 2048)
+    assert tall == wide[::-1]
+
+
+# --- configs -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("itemsize", "sm_count"), list(product([2, 4], [132, 114])))
+def test_every_config_fits_an_sm(itemsize: int, sm_count: int) -> None:
+    for config in configs("sm_90a", sm_count, 2, itemsize):
+        sub_m, sub_n = config.subtile(itemsize)
+        subtiles, left = divmod(config.tile_m * config.tile_n, sub_m * sub_n)
+        assert (left, config.tile_m % sub_m, config.tile_n % sub_n) == (0, 0, 0)
+        assert subtiles % config.store_stages == 0 and config.store_stages >= 2
+        assert config.shared(2) + 1024 <= ARCHES["sm_90a"].shared_per_cta
+        assert config.stages >= 3
+        assert config.accumulators <= 160
+        assert 1 <= config.clusters * config.cluster_m * config.cluster_n <= sm_count
+        assert GemmConfig.of(config.flat()) == config
+
+
+def test_large_products_take_large_tiles_that_clusters_share() -> None:
+    for case in CASES:
+        (*lead, n, k) = (*case.dims["m"], case.dims["n"], case.dims["k"])
+        m = int(np.prod(lead))
+        if m * n * k >= 2**36:
+            config = choose(m, n, k, 2, 2, "sm_90a", 132)
+            assert config.tile_m * config.tile_n == 128 * 256
+            assert config.cluster_m * config.cluster_n == 2
+
+
+def test_a_tile_more_than_clusters_takes_another_wave() -> None:
+    config = GemmConfig("cooperative", 128, 256, 4, 66, 2)
+    one, two = (cycles(config, tiles * 256, 256, 4096, 2, 2) for tiles in (66, 67))
+    assert (two, one) == (2 * one, cycles(config, 1, 1, 4096, 2, 2))
+
+
+def test_few_rows_take_small_tiles() -> None:
+    config = choose(64, 4096, 4096, 2, 2, "sm_90a", 132)
+    assert (config.tile_m, config.tile_n) == (64, 64)
+
+
+# --- what the kernel takes -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arch", "k", "memory", "problem"),
+    [
+        ("sm_90a", 1001, {}, "argument `x` has rows that do not start on 16 bytes.*k=1001.*multiples of 8 elements"),
+        ("sm_90a", 64, {"weight": Memory((64, 1), 8)}, "argument `weight` has rows that do not start on 16 bytes"),
+        ("sm_90a", 64, {"x": Memory((68, 1), 0)}, "argument `x` has rows that do not start on 16 bytes"),
+        ("sm_80", 64, {}, "its kernels need SM 9.0 or newer, the target is SM 8.0"),
+        ("sm_100a", 64, {}, "its kernel runs on SM 9.0 alone, the target is SM 10.0"),
+    ],
+)
+def test_refused(arch: str, k: int, memory: dict[str, Memory], problem: str) -> None:
+    with pytest.raises(NotImplementedError, match=rf"(?s)^cute\.linear: {problem}.*bound so far: \*m=\(5,\)"):
+        plan(bind(linear, arrays(linear, (5,), 32, k)), memory, parse(arch))
+
+
+def test_too_many_rows() -> None:
+    with pytest.raises(NotImplementedError, match="it takes at most 2147418112 rows, got 2147483648"):
+        plan(bind(linear, arrays(linear, (2**31,), 8, 8)), {}, TARGET)
+
+
+def test_one_kernel_for_all_sizes_of_a_config() -> None:
+    config = choose(4096, 4096, 4096, 2, 2, "sm_90a", 132).flat()
+    symbols = {
+        plan(bind(linear, arrays(linear, m, n, k)), {}, TARGET, config=config).variant.symbol
+        for m, n, k in [((1,), 8, 8), ((7,), 4096, 1024), ((2**20,), 57344, 8192)]
+    }
+    assert len(symbols) == 1
+
+
+@pytest.mark.parametrize("op", PRODUCTS, ids=lambda op: op.name)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_references(op: Op, case: Any) -> None:
+    given = testing.inputs(op, testing.small(case), "bfloat16")
+    (got,) = testing.run_reference(op, given, {})
+    first, second = (a.astype(np.float64) for a in given.values() if a is not None)
+    if op is linear_dweight:
+        exact = np.einsum("mn,mk->nk", *(a.reshape(-1, a.shape[-1]) for a in (first, second)))
+    else:
+        exact = np.einsum("...n,nk->...k" if op is linear_dx else "...k,nk->...n", first, second)
+    kind = np.float32 if op is linear_float32 else ml_dtypes.bfloat16
+    assert got.dtype == kind
+    np.testing.assert_allclose(got.astype(np.float64), exact, rtol=2**-8, atol=1e-3 * np.abs(exact).max())
+
+
+# --- machine code --------------------------------------------------------------------------------------------------
+
+
+class Form(NamedTuple):
+    """A kernel whose machine code is read."""
+
+    op: Op
+    config: GemmConfig
+    n: int = 4096
+    dtype: str = "bfloat16"
+
+
+FORMS = {
+    "cooperative": Form(linear, GemmConfig("cooperative", 128, 256, 4, 66, 2)),
+    "cooperative-float32": Form(linear_float32, GemmConfig("cooperative", 256, 128, 4, 66, 1, 2), dtype="float16"),
+    "pingpong-dweight": Form(linear_dweight, GemmConfig("pingpong", 128, 160, 5, 66, 2, store_stages=2)),
+    "pingpong-dx": Form(linear_dx, GemmConfig("pingpong", 128, 128, 6, 132)),
+    "odd-columns": Form(linear, GemmConfig("cooperative", 128, 256, 4, 66, 2), n=4095),
+}
+
+
+@pytest.fixture
+def compiled(tmp_path: Path) -> Callable[[Variant], Path]:
+    def cubin(variant: Variant) -> Path:
+        worker.compile(variant, tmp_path / "kernel.cubin")
+        return tmp_path / "kernel.cubin"
+
+    return cubin
+
+
+def variant_of(form: Form) -> Variant:
+    binding = bind(form.op, arrays(form.op, n=form.n, dtype=form.dtype))
+    return plan(binding, {}, TARGET, config=form.config.flat()).variant
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
+    form = FORMS[name]
+    path = compiled(variant_of(form))
+    (kernel,) = sass.resources(path)
+    assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0)
+    code = sass.sass(path)
+    count = {word: len(re.findall(rf"\b{word}\b", code)) for word in ("HGMMA", "UTMALDG", "UTMASTG", "USETMAXREG")}
+    # A step's instructions stand there twice: those of the first step overwrite the registers.
+    per_step = form.config.tile_m // (64 * form.config.sharing) * form.config.tile_k // 16
+    assert count["HGMMA"] == 2 * per_step
+    # More waits would mean that the compiler runs one instruction after the other.
+    assert code.count("WARPGROUP.DEPBAR") == 2
+    assert count["UTMALDG"] >= 2 and count["USETMAXREG"] == 2
+    shared = form.config.cluster_m * form.config.cluster_n > 1
+    assert bool(re.search(r"UTMALDG\S*\.MULTICAST", code)) == shared
+    assert bool(count["UTMASTG"]) == (name != "odd-columns")
+    assert "ACQBULK" in code and "PREEXIT" in code  # griddepcontrol
+
+
+def test_epilogue(compiled: Callable[[Variant], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
+    relu = Op(
+        "linear_relu", inputs=linear.inputs, outputs=linear.outputs, dtypes=linear.dtypes, static=(),
+        reference=lambda xp, x, w: xp.maximum(linear.reference(xp, x, w), 0), kernel="linear_relu:LinearRelu",
+    )  # fmt: skip
+    path = compiled(variant_of(FORMS["cooperative"]._replace(op=relu)))
+    assert [(kernel.stack, kernel.local) for kernel in sass.resources(path)] == [(0, 0)]
+    assert len(re.findall(r"\bFMNMX|FSEL|HMNMX2", sass.sass(path))) >= 64
