@@ -1,0 +1,282 @@
+"""The products of a linear layer on a GPU, every config forced: exact where sums are exact, else within tolerance.
+
+Tests go from one tile and one step to everything at once, so that the first one to fail says most.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+
+import cute_ops_torch
+from cute_ops import Array, Op
+from cute_ops.binding import Binding, bind
+from cute_ops.hardware import sm
+from cute_ops.jit import cache, target
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import Plan, plan
+from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops.gemm.config import configs
+from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
+from cute_ops_torch.host.launch import planned_call
+from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
+
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+SECONDS = 20.0  # after which a kernel hangs
+CONFIGS = list(configs("sm_90a", 132, 2, 2))
+INTEGERS = 4  # the largest: sums of up to 2^19 products of these are exact in float32
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _compiled() -> None:
+    """Most kernels, compiled side by side: one after the other they take minutes."""
+    if sm(target.of_device().arch) != 90:
+        pytest.skip("the kernel runs on SM 9.0 alone")
+    wanted = [(linear, config, 64, "bfloat16") for config in CONFIGS]
+    wanted += [(op, config, 64, dtype) for op in PRODUCTS for config in FEW for dtype in HALVES]
+    wanted += [(op, config, 65, "bfloat16") for op in (linear, linear_float32) for config in FEW]
+    variants = []
+    for op, config, n, dtype in wanted:
+        shapes = {name: t.of({"m": (64,), "n": n, "k": 64}) for name, t in op.inputs.items()}
+        binding = bind(op, {name: Array(shape, dtype) for name, shape in shapes.items()})
+        variants.append(planned(binding, {}, config).variant)
+    for built in cache.build_all(variants):
+        assert built.error is None, built.error
+
+
+def name(config: GemmConfig) -> str:
+    return f"{config.form}-{config.tile_m}x{config.tile_n}-cluster{config.cluster_m}x{config.cluster_n}"
+
+
+every_config = pytest.mark.parametrize("config", CONFIGS, ids=name)
+every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
+# Both forms, with and without clusters.
+FEW = [
+    next(config for config in CONFIGS if name(config) == wanted)
+    for wanted in (
+        "cooperative-128x256-cluster2x1", "cooperative-256x128-cluster1x2", "pingpong-128x160-cluster2x1",
+        "pingpong-64x64-cluster1x1",
+    )
+]  # fmt: skip
+few_configs = pytest.mark.parametrize("config", FEW, ids=name)
+
+
+def operands(op: Op, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, exact: bool = True) -> list[Any]:
+    """Random inputs of a product with ``m`` rows of x and ``n`` rows of weight, each of ``k`` elements."""
+    generator = torch.Generator(DEVICE).manual_seed(m + 7 * n + 49 * k)
+    sizes = {"m": (m,), "n": n, "k": k}
+
+    def one(shape: tuple[int, ...]) -> torch.Tensor:
+        if exact:
+            values = torch.randint(-INTEGERS, INTEGERS + 1, shape, generator=generator, device=DEVICE).to(dtype)
+        else:
+            values = torch.randn(shape, generator=generator, device=DEVICE, dtype=torch.float32).to(dtype)
+        return values
+
+    return [one(tensor.of(sizes)) for tensor in op.inputs.values()]
+
+
+def expected(op: Op, tensors: list[torch.Tensor]) -> torch.Tensor:
+    """In float64."""
+    first, second = (t.double().flatten(0, -2) for t in tensors)
+    if op is linear_dweight:
+        return first.T @ second
+    return (first @ (second if op is linear_dx else second.T)).unflatten(0, tensors[0].shape[:-1])
+
+
+def rounded(op: Op, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """In float64, and by how much a sum in float32 that is rounded once may miss that."""
+    exact, terms = expected(op, tensors), expected(op, [t.abs() for t in tensors])
+    return exact, terms.mul_(2.0**-18).add_(exact.abs(), alpha=0.0 if op is linear_float32 else 2.0**-8)
+
+
+def filling(op: Op, tensors: list[torch.Tensor], config: GemmConfig) -> tuple[Callable[[], torch.Tensor], str]:
+    """A call with this config into an output of NaN, and its description."""
+    binding = bind_tensors(op, tensors, [])
+    chosen = planned(binding, memory(op, tensors), config)
+    made = binding.outputs[next(iter(op.outputs))]
+    assert made is not None
+    fill = planned_call(binding, chosen, torch.device(DEVICE)).fill(tuple(op.outputs))
+    what = f"{op.name} {name(config)} {dict(chosen.variant.config)}: {dict(binding.dims)}"
+
+    def call() -> torch.Tensor:
+        out = torch.full(made.shape, torch.nan, dtype=DTYPES[made.dtype], device=DEVICE)
+        fill(*tensors, out)
+        finish(what)
+        return out
+
+    return call, what
+
+
+def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) -> Plan:
+    """With this config, as it is for the op's output and for this GPU."""
+    where, itemsize = target.of_device(), 4 if binding.op is linear_float32 else 2
+    fitting = next(c for c in configs(where.arch, where.sm_count, 2, itemsize) if name(c) == name(config))
+    return plan(binding, places, where, config=fitting.flat())
+
+
+def finish(what: str) -> None:
+    """Wait for the GPU. One that hangs cannot be stopped from Python: the program ends and says what ran."""
+    event = torch.cuda.Event()
+    event.record()
+    deadline = time.monotonic() + SECONDS
+    while not event.query():
+        if time.monotonic() > deadline:
+            print(f"\nHANGS: {what}", file=sys.__stderr__, flush=True)
+            os._exit(3)
+        time.sleep(1e-4)
+
+
+def compare(got: torch.Tensor, exact: torch.Tensor, allowed: Any, config: GemmConfig, what: str) -> None:
+    """Say where a result is wrong: elements, tiles, and the worst one."""
+    wide = got.double()
+    wrong = ~((wide - exact).abs() <= allowed)
+    if not wrong.any():
+        return
+    rows, columns = (d.flatten() for d in wrong.flatten(0, -2).nonzero().unbind(1))
+    error = torch.where(wrong, (wide - exact).abs().nan_to_num(math.inf), -1.0).flatten(0, -2)
+    at = divmod(int(error.argmax()), error.shape[1])
+    tiles = sorted(set(zip((rows // config.tile_m).tolist(), (columns // config.tile_n).tolist(), strict=True)))
+    pytest.fail(
+        f"{what}\n  {len(rows)} of {got.numel()} elements are wrong, {int(got.isnan().sum())} are NaN\n"
+        f"  rows {int(rows.min())} to {int(rows.max())}, columns {int(columns.min())} to {int(columns.max())}\n"
+        f"  in {len(tiles)} tiles of {config.tile_m}x{config.tile_n}: {tiles[:8]}\n"
+        f"  in a tile, rows {sorted(set((rows % config.tile_m).tolist()))[:16]}, "
+        f"columns {sorted(set((columns % config.tile_n).tolist()))[:16]}\n"
+        f"  worst at {at}: got {wide.flatten(0, -2)[at].item():.8g}, expected {exact.flatten(0, -2)[at].item():.8g}",
+        pytrace=False,
+    )
+
+
+def check(op: Op, sizes: tuple[int, int, int], config: GemmConfig, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Integers, whose sums are exact."""
+    tensors = operands(op, *sizes, dtype)
+    call, what = filling(op, tensors, config)
+    exact = expected(op, tensors)
+    got = call()
+    compare(got, exact.to(got.dtype).double(), 0.0, config, f"{what} {dtype}")
+
+
+@every_config
+@pytest.mark.parametrize("steps", [1, 2, 9])
+def test_one_tile(config: GemmConfig, steps: int) -> None:
+    check(linear, (config.tile_m, config.tile_n, 64 * steps), config)
+
+
+@every_config
+def test_many_tiles(config: GemmConfig) -> None:
+    check(linear, (2048 + 64, 4096 + 64, 256), config)
+
+
+@every_product
+@few_configs
+def test_every_layout(product: Op, config: GemmConfig) -> None:
+    check(product, (1024, 768, 512), config)
+
+
+SIZES = [
+    (1, 8, 8), (1, 1, 8), (3, 5, 16), (17, 33, 72), (127, 129, 136), (129, 127, 1000), (255, 1001, 8), (513, 1023, 520),
+    (1000, 50257, 64), (4099, 77, 256), (8192, 8, 64), (1, 4096, 4096), (2, 28672, 64), (333, 512, 8192),
+]  # fmt: skip
+
+
+@few_configs
+@pytest.mark.parametrize("sizes", SIZES, ids=str)
+@pytest.mark.parametrize("product", [linear, linear_float32], ids=lambda op: op.name)
+def test_odd_sizes(product: Op, sizes: tuple[int, int, int], config: GemmConfig) -> None:
+    check(product, sizes, config)
+
+
+@few_configs
+@pytest.mark.parametrize("product", [linear_dx, linear_dweight], ids=lambda op: op.name)
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (77, 72, 136), (513, 1024, 520), (5000, 264, 104)], ids=str)
+def test_odd_rows_of_gradients(product: Op, sizes: tuple[int, int, int], config: GemmConfig) -> None:
+    check(product, sizes, config)
+
+
+@every_product
+@few_configs
+def test_float16(product: Op, config: GemmConfig) -> None:
+    check(product, (300, 520, 264), config, torch.float16)
+
+
+@few_configs
+def test_rows_with_a_stride(config: GemmConfig) -> None:
+    x, weight = operands(linear, 300, 200, 136)
+    tensors = [torch.cat([torch.full_like(t, torch.nan), t], 1)[:, t.shape[1] :] for t in (x, weight)]
+    call, what = filling(linear, tensors, config)
+    compare(call(), expected(linear, tensors).bfloat16().double(), 0.0, config, what)
+
+
+@few_configs
+def test_leading_dims(config: GemmConfig) -> None:
+    x, weight = operands(linear, 6 * 50, 200, 136)
+    tensors = [x.unflatten(0, (2, 3, 50)), weight]
+    call, what = filling(linear, tensors, config)
+    compare(call(), expected(linear, tensors).bfloat16().double(), 0.0, config, what)
+
+
+@every_config
+def test_normal_numbers_in_any_order_of_calls(config: GemmConfig) -> None:
+    """Products of several sizes back to back, without waiting: what one leaves in flight must not reach the next."""
+    sizes = [(1024, 2048, 64), (129, 4096, 2048), (4096, 1024, 128), (64, 512, 4096)]
+    given = [operands(linear, *s, exact=False) for s in sizes]
+    calls = [filling(linear, tensors, config) for tensors in given]
+    first = [call() for call, _ in calls]
+    for out, tensors, (_, what) in zip(first, given, calls, strict=True):
+        compare(out, *rounded(linear, tensors), config, what)
+    for _ in range(5):
+        for out, (call, what) in zip(first, calls, strict=True):
+            again = call()
+            assert torch.equal(out.view(torch.int16), again.view(torch.int16)), f"{what}: differs from call to call"
+
+
+@few_configs
+def test_rows_do_not_depend_on_others(config: GemmConfig) -> None:
+    x, weight = operands(linear, 1000, 512, 1024, exact=False)
+    call, _ = filling(linear, [x, weight], config)
+    whole = call()
+    for rows in (slice(0, 1), slice(137, 400)):
+        part, what = filling(linear, [x[rows].clone(), weight], config)
+        assert torch.equal(part(), whole[rows]), what
+
+
+@pytest.mark.parametrize("sizes", [(8192, 28672, 4096), (8192, 4096, 14336), (16384, 2048, 8192)], ids=str)
+@every_product
+def test_llama(product: Op, sizes: tuple[int, int, int]) -> None:
+    """Through the public function, with the config that the model of cycles chooses."""
+    function = cute_ops_torch.register(product)
+    tensors = operands(product, *sizes, exact=False)
+    out = function(*tensors)
+    finish(f"{product.name} {sizes}")
+    compare(out, *rounded(product, tensors), CONFIGS[0], f"{product.name} {sizes}")
+    assert torch.equal(out, function(*tensors))
+
+
+@pytest.fixture
+def captured() -> Iterator[torch.cuda.CUDAGraph]:
+    yield torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+
+
+def test_in_a_graph_behind_what_it_reads(captured: torch.cuda.CUDAGraph) -> None:
+    """A product that starts early (PDL) waits for what the kernel before it writes."""
+    function = cute_ops_torch.register(linear)
+    x, weight = operands(linear, 4096, 4096, 512)
+    function(x, weight)
+    with torch.cuda.graph(captured):
+        once = function(x * 2, weight)
+        twice = function(once.clamp(-4, 4), weight[:, :512].repeat(1, 8))
+    captured.replay()
+    finish("graph")
+    compare(once, expected(linear, [x * 2, weight]).bfloat16().double(), 0.0, CONFIGS[0], "first of a graph")
+    wide = [once.clamp(-4, 4), weight.repeat(1, 8)]
+    compare(twice, expected(linear, wide).bfloat16().double(), 0.0, CONFIGS[0], "second of a graph")
