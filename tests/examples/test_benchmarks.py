@@ -12,6 +12,7 @@ import device_time
 import everything
 import fusion
 import host_time
+import linear
 import linear_cross_entropy
 import llama_step
 import plot
@@ -22,6 +23,11 @@ import startup
 import summary
 import torch
 from problems import BY_NAME, Problem, by_importance, grid, smoke
+from rich.console import Console
+
+from cute_ops import Case, Op, testing
+from cute_ops.jit import target
+from cute_ops_torch.library.tensors import bind_tensors
 
 
 def test_spread() -> None:
@@ -356,6 +362,29 @@ def test_every_benchmark_has_a_limit_and_a_log(tmp_path: Path, monkeypatch: pyte
     assert (tmp_path / "logs" / "hangs.txt").read_text() == "here\n"
     assert (tmp_path / "logs" / "works.txt").read_text() == "0\n"
     assert everything.run("late", phases["works"], tmp_path, time.monotonic()) == "no time left"
+
+
+@pytest.mark.parametrize("op", linear.OPS, ids=lambda op: op.name)
+def test_products(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "of_device", lambda: target.parse("sm_90a"))
+    case = Case("small", {"m": (2, 40), "n": 64, "k": 72})
+    tensors = linear.inputs(op, case, torch.device("cpu"))
+    binding = bind_tensors(op, tensors, [])
+    assert len(linear.plans(binding, tensors, None)) == 1
+    assert all("x256-" in name for name in linear.plans(binding, tensors, "x256"))
+    exact = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), {})[0]
+    out = torch.full_like(exact, torch.nan)
+    assert linear.difference(out, exact) == "wrong: relative error inf at (0, 0)"
+    linear.matrix_product(op, *tensors, out)
+    assert linear.difference(out, exact) == ""
+    table = common.Table(tmp_path / "linear.csv", linear.COLUMNS)
+    samples = {linear.CUBLAS: [2.0, 3.0, 4.0], "fast": [1.5, 1.5, 2.0]}
+    status = {linear.CUBLAS: "ok", "fast": "ok", "slow": "wrong: relative error 1 at (3, 5)"}
+    linear.write(op, case, binding, status, samples, table, Console())
+    rows = common.read(tmp_path / "linear.csv")
+    assert [(row["m"], row["us"], row["of_cublas"], row["status"][:5]) for row in rows] == [
+        ("80", "3", "1", "ok"), ("80", "1.5", "2", "ok"), ("80", "", "", "wrong"),
+    ]  # fmt: skip
 
 
 def test_every_benchmark_takes_its_arguments() -> None:

@@ -1,0 +1,200 @@
+"""The products of a linear layer: time and TFLOPS of ours beside cuBLAS (torch.mm).
+
+Contenders of a shape take turns in one process. A sample is one replay of a CUDA graph of calls that rotate through
+sets of buffers, larger together than three times the L2 cache; medians and extremes are kept. Every result is compared
+with cuBLAS's first: a wrong one is not timed. A config that hangs ends the program, which then says which one it was;
+`--configs` leaves it out. Inputs are random normal numbers: power, and with it the clock, depends on the data.
+
+    python benchmarks/linear.py --out out/benchmarks                        # what the model of cycles chooses
+    python benchmarks/linear.py --out out/benchmarks --shapes 8b-gate-up --configs ""    # every config
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import Table, spread
+from rich.console import Console
+
+from cute_ops import Op
+from cute_ops.binding import Binding
+from cute_ops.config import Config
+from cute_ops.jit import cache, target
+from cute_ops.jit.plan import Plan, configured, signature
+from cute_ops.op import Case
+from cute_ops.ops.gemm.config import configs
+from cute_ops.ops.gemm.linear import CASES, linear, linear_dweight, linear_dx
+from cute_ops.shapes import ITEMSIZE
+from cute_ops_torch.host.launch import planned_call
+from cute_ops_torch.library.tensors import bind_tensors, memory
+from cute_ops_torch.tools.measure import graph_sampler
+
+COLUMNS = (
+    "op", "case", "m", "n", "k", "contender", "config", "status", "us", "us_min", "us_max", "tflops", "of_cublas",
+)  # fmt: skip
+OPS = (linear, linear_dx, linear_dweight)
+CUBLAS, OURS = "cuBLAS", "ours"
+LEAST_WORK = 2**30  # products and sums of a shape that is measured
+SAMPLE_US, WARM_UP_SECONDS, HANG_SECONDS = 3000.0, 2.0, 20.0
+WRONG = 2.0**-6  # of the largest element: a bfloat16 result that was summed in another order is closer
+Call = Callable[[], Any]
+Tensors = list[torch.Tensor]
+
+
+def matrix_product(op: Op, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    """The product of an op by cuBLAS."""
+    if op is linear_dweight:
+        torch.mm(first.flatten(0, -2).T, second.flatten(0, -2), out=out)
+    else:
+        torch.mm(first.flatten(0, -2), second.T if op is linear else second, out=out.flatten(0, -2))
+
+
+def inputs(op: Op, case: Case, device: torch.device) -> Tensors:
+    options: dict[str, Any] = {"device": device, "dtype": torch.bfloat16}
+    return [torch.randn(tensor.of(case.dims), **options) for tensor in op.inputs.values()]
+
+
+def filling(binding: Binding, chosen: Plan, device: torch.device) -> Callable[..., Any]:
+    """``fill(*inputs, out)`` by our kernel."""
+    return planned_call(binding, chosen, device).fill(tuple(binding.op.outputs))
+
+
+def name(config: Config) -> str:
+    cluster = f"{config.get('cluster_m', 1)}x{config.get('cluster_n', 1)}"
+    return f"{config['form']}-{config['tile_m']}x{config['tile_n']}-cluster{cluster}"
+
+
+def plans(binding: Binding, tensors: Tensors, wanted: str | None) -> dict[str, Plan]:
+    """Ours by name: the config that is chosen, or all whose names contain a text."""
+    where = target.of_device()
+    call = signature(binding, memory(binding.op, tensors), where)
+    chosen = binding.op.config(call.problem)
+    if wanted is None:
+        return {name(chosen): configured(call, chosen)}
+    every = [config.flat() for config in configs(where.arch, where.sm_count, 2, 2)]
+    return {name(config): configured(call, config) for config in every if wanted in name(config)}
+
+
+def finish(what: str) -> None:
+    """Wait for the GPU; end the program where it hangs."""
+    event = torch.cuda.Event()
+    event.record()
+    deadline = time.monotonic() + HANG_SECONDS
+    while not event.query():
+        if time.monotonic() > deadline:
+            print(f"HANGS: {what}", flush=True)
+            os._exit(3)
+        time.sleep(1e-4)
+
+
+def sampler(calls: Sequence[Call], stream: torch.cuda.Stream) -> Callable[[], float]:
+    """Microseconds of a call."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    with torch.cuda.stream(stream):
+        start.record()
+        for call in calls:
+            call()
+        end.record()
+    end.synchronize()
+    once = start.elapsed_time(end) * 1e3 / len(calls)
+    return graph_sampler(calls, len(calls) * math.ceil(SAMPLE_US / once / len(calls)), stream)
+
+
+def difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
+    """Where a result is wrong, empty where it is not."""
+    error = (got.float() - wanted.float()).abs().nan_to_num(math.inf).flatten(0, -2)
+    at = divmod(int(error.argmax()), error.shape[1])
+    relative = error[at].item() / wanted.float().abs().max().item()
+    return f"wrong: relative error {relative:.2g} at {at}" if relative > WRONG else ""
+
+
+def measure(op: Op, case: Case, wanted: str | None, rounds: int, table: Table, console: Console) -> None:
+    device, stream = torch.device("cuda"), torch.cuda.Stream()
+    first = inputs(op, case, device)
+    binding = bind_tensors(op, first, [])
+    (made,) = binding.outputs.values()
+    assert made is not None
+    moved = sum(t.nbytes for t in first) + math.prod(made.shape) * ITEMSIZE[made.dtype]
+    count = max(2, -(-3 * torch.cuda.get_device_properties(device).L2_cache_size // moved))
+    sets = [first, *(inputs(op, case, device) for _ in range(count - 1))]
+    outputs = [torch.empty(made.shape, dtype=torch.bfloat16, device=device) for _ in sets]
+    ours = plans(binding, first, wanted)
+    cache.build_all(each.variant for each in ours.values())
+
+    exact = torch.empty_like(outputs[0])
+    matrix_product(op, *first, exact)
+    calls = {CUBLAS: [partial(matrix_product, op, *given, out) for given, out in zip(sets, outputs, strict=True)]}
+    status = {CUBLAS: "ok"}
+    for label, chosen in ours.items():
+        fill = filling(binding, chosen, device)
+        outputs[0].fill_(torch.nan)
+        fill(*first, outputs[0])
+        finish(f"{op.name} {case.name} {label}")
+        status[label] = difference(outputs[0], exact) or "ok"
+        if status[label] == "ok":
+            calls[label] = [partial(fill, *given, out) for given, out in zip(sets, outputs, strict=True)]
+    stream.wait_stream(torch.cuda.current_stream())
+    samplers = {label: sampler(each, stream) for label, each in calls.items()}
+    begin = time.monotonic()
+    while time.monotonic() - begin < WARM_UP_SECONDS:
+        samplers[CUBLAS]()
+    samples: dict[str, list[float]] = {label: [] for label in samplers}
+    for _ in range(rounds):
+        for label, sample in samplers.items():
+            samples[label].append(sample())
+    write(op, case, binding, status, samples, table, console)
+
+
+def write(
+    op: Op, case: Case, binding: Binding, status: dict[str, str], samples: dict[str, list[float]], table: Table,
+    console: Console,
+) -> None:  # fmt: skip
+    """A row for each contender, and a line for the fastest of ours."""
+    sizes = {"m": binding.rows, "n": binding.dims["n"], "k": binding.dims["k"]}
+    times = {label: spread(each) for label, each in samples.items()}
+    for label, state in status.items():
+        row: dict[str, Any] = {"op": op.name, "case": case.name, **sizes, "status": state}
+        row |= {"contender": CUBLAS if label == CUBLAS else OURS, "config": "" if label == CUBLAS else label}
+        if label in times:
+            us = times[label]
+            row |= {"us": us.median, "us_min": us.low, "us_max": us.high}
+            row |= {"tflops": tflops(sizes, us.median), "of_cublas": times[CUBLAS].median / us.median}
+        table.add(row)
+        figures = f"{row['us']:.1f} us, {row['tflops']:.0f} TFLOPS" if label in times else state
+        ahead = f", {row['of_cublas']:.1%} of cuBLAS's speed" if label in times and label != CUBLAS else ""
+        console.print(f"{op.name} {case.name} {'x'.join(map(str, sizes.values()))} {label}: {figures}{ahead}")
+
+
+def tflops(sizes: dict[str, int], us: float) -> float:
+    return 2 * math.prod(sizes.values()) / us / 1e6
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--ops", nargs="*", default=[op.name for op in OPS], choices=[op.name for op in OPS])
+    parser.add_argument("--shapes", default="", help="only cases whose names contain this")
+    parser.add_argument("--configs", help="of ours those whose names contain this, instead of the chosen one")
+    parser.add_argument("--rounds", type=int, default=15)
+    given = parser.parse_args(arguments)
+    table, console = Table(given.out / "linear.csv", COLUMNS), Console()
+    for case in CASES:
+        work = math.prod(case.dims["m"]) * case.dims["n"] * case.dims["k"]
+        for op in OPS:
+            if op.name in given.ops and given.shapes in case.name and work >= LEAST_WORK:
+                try:
+                    measure(op, case, given.configs, given.rounds, table, console)
+                except NotImplementedError as refused:
+                    console.print(f"{op.name} {case.name}: {str(refused).splitlines()[0]}")
+
+
+if __name__ == "__main__":
+    main()
