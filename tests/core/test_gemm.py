@@ -198,6 +198,9 @@ def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     shared = form.config.cluster_m * form.config.cluster_n > 1
     assert bool(re.search(r"UTMALDG\S*\.MULTICAST", code)) == shared
     assert bool(count["UTMASTG"]) == (name != "odd-columns")
+    # The warp that loads has given most of its registers away.
+    loading = code[code.index("USETMAXREG.DEALLOC") : code.index("USETMAXREG.TRY_ALLOC")]
+    assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < 40
     assert "ACQBULK" in code and "PREEXIT" in code  # griddepcontrol
 
 

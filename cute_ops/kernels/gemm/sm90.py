@@ -180,30 +180,31 @@ class GemmSm90:
 
         steps = cute.ceil_div(k, tile.tile_k)
         slot = make_pipeline_state(PipelineUserType.Consumer, tile.stages)
-        clusters, start = cute.arch.grid_dim()[2], cute.arch.block_idx()[2]
+        clusters, start, tiles = cute.arch.grid_dim()[2], cute.arch.block_idx()[2], order[0] * order[1]
         if const_expr(pingpong):
+            if group == 1:
+                self._end_turn(group, True)
             start += group * clusters
             slot.advance(group * steps)
-            if group == 1:
-                self._end_turn(group)
-        for index in cutlass.range(start, order[0] * order[1], turns * clusters, unroll=1):
+        for index in cutlass.range(start, tiles, turns * clusters, unroll=1):
             if const_expr(pingpong):
                 # A slot's phase is one bit, so a warpgroup may wait for its slots only after the other one has waited
                 # for all of its own.
                 cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
-            slot = self._multiply(product, ring, slot, steps, group)
+            slot = self._multiply(product, ring, slot, steps, (group, index + clusters < tiles))
             if const_expr(pingpong):
                 slot.advance(steps)
             self._store(mma, rAcc, out, self._tile(index, order), thread, group if pingpong else 0)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
-    def _end_turn(self, group):
-        """Let the other warpgroup multiply."""
-        cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
+    def _end_turn(self, group, more):
+        """Let the other warpgroup multiply if it has one more tile."""
+        if more:
+            cute.arch.barrier_arrive(barrier_id=TURN + 1 - group, number_of_threads=2 * WARPGROUP)
 
     @cute.jit
-    def _multiply(self, product: cutlass.Constexpr, ring, slot, steps, group):
+    def _multiply(self, product: cutlass.Constexpr, ring, slot, steps, turn: cutlass.Constexpr):
         """Sum up a tile; one step's instructions run while the next one's are issued."""
         self._step(product, ring, slot, first=True)
         done = slot.clone()
@@ -215,7 +216,7 @@ class GemmSm90:
             done.advance()
             slot.advance()
         if const_expr(self.config.form == "pingpong"):
-            self._end_turn(group)
+            self._end_turn(*turn)
         warpgroup.wait_group(0)
         ring.consumer_release(done)
         return slot
