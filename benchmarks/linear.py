@@ -7,6 +7,7 @@ with cuBLAS's first: a wrong one is not timed. A config that hangs ends the prog
 
     python benchmarks/linear.py --out out/benchmarks                        # what the model of cycles chooses
     python benchmarks/linear.py --out out/benchmarks --shapes 8b-gate-up --configs ""    # every config
+    python benchmarks/linear.py --out out/benchmarks --shapes 8b --set group=4 stages=3  # other numbers in it
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import argparse
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -72,15 +73,14 @@ def name(config: Config) -> str:
     return f"{config['form']}-{config['tile_m']}x{config['tile_n']}-cluster{cluster}"
 
 
-def plans(binding: Binding, tensors: Tensors, wanted: str | None) -> dict[str, Plan]:
-    """Ours by name: the config that is chosen, or all whose names contain a text."""
+def plans(binding: Binding, tensors: Tensors, wanted: str | None, numbers: Mapping[str, int]) -> dict[str, Plan]:
+    """Ours by name: the config that is chosen, or all whose names contain a text; with these numbers in them."""
     where = target.of_device()
     call = signature(binding, memory(binding.op, tensors), where)
-    chosen = binding.op.config(call.problem)
-    if wanted is None:
-        return {name(chosen): configured(call, chosen)}
     every = [config.flat() for config in configs(where.arch, where.sm_count, 2, 2)]
-    return {name(config): configured(call, config) for config in every if wanted in name(config)}
+    found = [c for c in every if wanted in name(c)] if wanted is not None else [binding.op.config(call.problem)]
+    more = "".join(f" {key}={value}" for key, value in numbers.items())
+    return {name(config) + more: configured(call, {**config, **numbers}) for config in found}
 
 
 def finish(what: str) -> None:
@@ -116,7 +116,9 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
     return f"wrong: relative error {relative:.2g} at {at}" if relative > WRONG else ""
 
 
-def measure(op: Op, case: Case, wanted: str | None, rounds: int, table: Table, console: Console) -> None:
+def measure(
+    op: Op, case: Case, ours: Callable[[Binding, Tensors], dict[str, Plan]], rounds: int, table: Table, console: Console
+) -> None:
     device, stream = torch.device("cuda"), torch.cuda.Stream()
     first = inputs(op, case, device)
     binding = bind_tensors(op, first, [])
@@ -126,14 +128,16 @@ def measure(op: Op, case: Case, wanted: str | None, rounds: int, table: Table, c
     count = max(2, -(-3 * torch.cuda.get_device_properties(device).L2_cache_size // moved))
     sets = [first, *(inputs(op, case, device) for _ in range(count - 1))]
     outputs = [torch.empty(made.shape, dtype=torch.bfloat16, device=device) for _ in sets]
-    ours = plans(binding, first, wanted)
-    cache.build_all(each.variant for each in ours.values())
+    chosen_plans = ours(binding, first)
+    for built in cache.build_all(each.variant for each in chosen_plans.values()):
+        if built.error is not None:
+            raise built.error
 
     exact = torch.empty_like(outputs[0])
     matrix_product(op, *first, exact)
     calls = {CUBLAS: [partial(matrix_product, op, *given, out) for given, out in zip(sets, outputs, strict=True)]}
     status = {CUBLAS: "ok"}
-    for label, chosen in ours.items():
+    for label, chosen in chosen_plans.items():
         fill = filling(binding, chosen, device)
         outputs[0].fill_(torch.nan)
         fill(*first, outputs[0])
@@ -184,14 +188,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--shapes", default="", help="only cases whose names contain this")
     parser.add_argument("--configs", help="of ours those whose names contain this, instead of the chosen one")
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="numbers of every config of ours")
     given = parser.parse_args(arguments)
+    numbers = {key: int(value) for key, _, value in (text.partition("=") for text in given.set)}
+    ours = partial(plans, wanted=given.configs, numbers=numbers)
     table, console = Table(given.out / "linear.csv", COLUMNS), Console()
     for case in CASES:
         work = math.prod(case.dims["m"]) * case.dims["n"] * case.dims["k"]
         for op in OPS:
             if op.name in given.ops and given.shapes in case.name and work >= LEAST_WORK:
                 try:
-                    measure(op, case, given.configs, given.rounds, table, console)
+                    measure(op, case, ours, given.rounds, table, console)
                 except NotImplementedError as refused:
                     console.print(f"{op.name} {case.name}: {str(refused).splitlines()[0]}")
 

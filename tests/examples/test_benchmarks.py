@@ -370,8 +370,10 @@ def test_products(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     case = Case("small", {"m": (2, 40), "n": 64, "k": 72})
     tensors = linear.inputs(op, case, torch.device("cpu"))
     binding = bind_tensors(op, tensors, [])
-    assert len(linear.plans(binding, tensors, None)) == 1
-    assert all("x256-" in name for name in linear.plans(binding, tensors, "x256"))
+    assert len(linear.plans(binding, tensors, None, {})) == 1
+    found = linear.plans(binding, tensors, "x256", {"group": 4})
+    assert len(found) == 6
+    assert all("x256-" in name and plan.variant.tile["group"] == 4 for name, plan in found.items())
     exact = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), {})[0]
     out = torch.full_like(exact, torch.nan)
     assert linear.difference(out, exact) == "wrong: relative error inf at (0, 0)"

@@ -31,7 +31,8 @@ from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SECONDS = 20.0  # after which a kernel hangs
-CONFIGS = list(configs("sm_90a", 132, 2, 2))
+# Without clusters first.
+CONFIGS = sorted(configs("sm_90a", 132, 2, 2), key=lambda config: config.cluster_m * config.cluster_n)
 INTEGERS = 4  # the largest: sums of up to 2^19 products of these are exact in float32
 
 

@@ -80,7 +80,7 @@ def _declare(
         if wrong := _unsupported(problem, inputs):
             given = {n: Array(t.of(problem.dims), problem.dtypes[n]) for n, t in inputs.items()}
             raise NotImplementedError(message(op, wrong, given, problem.dims))
-        m, n, k = (problem.m if dim == "m" else problem.dims[dim] for dim in sizes)
+        m, n, k = map(problem.size, sizes)
         itemsize, out_itemsize = (ITEMSIZE[problem.dtypes[next(iter(names))]] for names in (inputs, outputs))
         return choose(m, n, k, itemsize, out_itemsize, problem.arch, problem.sm_count)
 
