@@ -7,6 +7,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,8 +16,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Array, Op, testing
+from cute_ops import Array, Case, Op, testing
 from cute_ops.binding import bind
+from cute_ops.errors import CompileError
 from cute_ops.hardware import ARCHES
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
@@ -117,6 +119,16 @@ def test_refused(arch: str, k: int, memory: dict[str, Memory], problem: str) -> 
         plan(bind(linear, arrays(linear, (5,), 32, k)), memory, parse(arch))
 
 
+@pytest.mark.parametrize("op", PRODUCTS, ids=lambda op: op.name)
+@pytest.mark.parametrize("zero", ["m", "n", "k"])
+def test_nothing_is_launched_for_nothing(op: Op, zero: str) -> None:
+    sizes: dict[str, Any] = {"m": (3, 5), "n": 8, "k": 8, zero: (3, 0) if zero == "m" else 0}
+    binding = bind(op, arrays(op, **sizes))
+    assert binding.empty
+    (out,) = testing.run_reference(op, testing.inputs(op, Case("", sizes), "float16"), {})
+    assert not out.any()
+
+
 def test_too_many_rows() -> None:
     with pytest.raises(NotImplementedError, match="it takes at most 2147418112 rows, got 2147483648"):
         plan(bind(linear, arrays(linear, (2**31,), 8, 8)), {}, TARGET)
@@ -202,6 +214,12 @@ def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     loading = code[code.index("USETMAXREG.DEALLOC") : code.index("USETMAXREG.TRY_ALLOC")]
     assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < 40
     assert "ACQBULK" in code and "PREEXIT" in code  # griddepcontrol
+
+
+def test_slots_that_subtiles_cannot_take_in_turn(compiled: Callable[[Variant], Path]) -> None:
+    form = FORMS["pingpong-dweight"]
+    with pytest.raises(CompileError, match="10 subtiles of 64 x 32 cannot take 3 slots in turn"):
+        compiled(variant_of(form._replace(config=replace(form.config, store_stages=3))))
 
 
 def test_epilogue(compiled: Callable[[Variant], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,13 +41,15 @@ class GemmSm90:
     """
 
     def __init__(self, variant):
-        self.config, self.keys = GemmConfig.of(variant.config), variant.args
-        self.pdl = True
-        out = variant.args[-1]
+        tile, out = GemmConfig.of(variant.config), variant.args[-1]
+        self.config, self.keys, self.pdl = tile, variant.args, True
         self.tma_store, self.row_vec = out.row_align % 16 == 0, out.row_align // out.itemsize
-        tile = self.config
         self.cluster = (tile.cluster_m, tile.cluster_n, 1)
         self.consumers = tile.sharing * WARPGROUP  # threads that wait for a slot
+        sub_m, sub_n = tile.subtile(out.itemsize)
+        subtiles, left = divmod(tile.tile_m * tile.tile_n, sub_m * sub_n)
+        if left or tile.store_stages < 2 or subtiles % tile.store_stages:
+            raise ValueError(f"{subtiles} subtiles of {sub_m} x {sub_n} cannot take {tile.store_stages} slots in turn")
 
     def epilogue(self, values):
         """What is stored, from the float32 sums of this thread's part of a subtile, as vectors of one length."""
