@@ -105,18 +105,28 @@ def test_few_rows_take_small_tiles() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arch", "k", "memory", "problem"),
+    ("arch", "k", "memory", "vectors"),
     [
-        ("sm_90a", 1001, {}, "argument `x` has rows that do not start on 16 bytes.*k=1001.*multiples of 8 elements"),
-        ("sm_90a", 64, {"weight": Memory((64, 1), 8)}, "argument `weight` has rows that do not start on 16 bytes"),
-        ("sm_90a", 64, {"x": Memory((68, 1), 0)}, "argument `x` has rows that do not start on 16 bytes"),
-        ("sm_80", 64, {}, "its kernels need SM 9.0 or newer, the target is SM 8.0"),
-        ("sm_100a", 64, {}, "its kernel runs on SM 9.0 alone, the target is SM 10.0"),
+        ("sm_90a", 64, {}, None),
+        ("sm_90a", 64, {"x": Memory((72, 1), 0)}, None),
+        ("sm_90a", 1001, {}, (1, 1)),
+        ("sm_90a", 1004, {}, (4, 4)),
+        ("sm_90a", 64, {"weight": Memory((64, 1), 8)}, (8, 4)),
+        ("sm_90a", 64, {"x": Memory((66, 1), 0)}, (2, 8)),
+        ("sm_80", 64, {}, (8, 8)),
+        ("sm_80", 62, {"x": Memory((64, 1), 0)}, (2, 2)),
+        ("sm_100a", 64, {}, (8, 8)),
     ],
 )
-def test_refused(arch: str, k: int, memory: dict[str, Memory], problem: str) -> None:
-    with pytest.raises(NotImplementedError, match=rf"(?s)^cute\.linear: {problem}.*bound so far: \*m=\(5,\)"):
-        plan(bind(linear, arrays(linear, (5,), 32, k)), memory, parse(arch))
+def test_what_goes_without_tma(arch: str, k: int, memory: dict[str, Memory], vectors: tuple[int, int] | None) -> None:
+    tile = plan(bind(linear, arrays(linear, (5,), 32, k)), memory, parse(arch)).variant.tile
+    assert (tile["form"] == "mma_sync") == (vectors is not None)
+    assert vectors is None or (tile["vec_a"], tile["vec_b"]) == vectors
+
+
+def test_rows_of_either_operand_across_the_sum_limit_vectors() -> None:
+    tile = plan(bind(linear_dweight, arrays(linear_dweight, (5,), 12, 6)), {}, TARGET).variant.tile
+    assert (tile["vec_a"], tile["vec_b"]) == (4, 2)
 
 
 @pytest.mark.parametrize("op", PRODUCTS, ids=lambda op: op.name)
@@ -130,7 +140,9 @@ def test_nothing_is_launched_for_nothing(op: Op, zero: str) -> None:
 
 
 def test_too_many_rows() -> None:
-    with pytest.raises(NotImplementedError, match="it takes at most 2147418112 rows, got 2147483648"):
+    with pytest.raises(
+        NotImplementedError, match=r"^cute\.linear: it takes at most 2147418112 rows\.\n.*\n.*\n  bound"
+    ):
         plan(bind(linear, arrays(linear, (2**31,), 8, 8)), {}, TARGET)
 
 
@@ -214,6 +226,24 @@ def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     loading = code[code.index("USETMAXREG.DEALLOC") : code.index("USETMAXREG.TRY_ALLOC")]
     assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < 40
     assert "ACQBULK" in code and "PREEXIT" in code  # griddepcontrol
+
+
+@pytest.mark.parametrize(
+    ("op", "arch", "n", "k"),
+    [
+        (linear, "sm_80", 4096, 4096), (linear, "sm_90a", 4095, 1001), (linear_dx, "sm_120a", 4096, 4096),
+        (linear_dweight, "sm_90a", 4095, 4092),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_machine_code_without_tma(op: Op, arch: str, n: int, k: int, compiled: Callable[[Variant], Path]) -> None:
+    path = compiled(plan(bind(op, arrays(op, n=n, k=k)), {}, parse(arch)).variant)
+    (kernel,) = sass.resources(path)
+    assert (kernel.stack, kernel.local) == (0, 0)
+    code = sass.sass(path)
+    assert len(re.findall(r"\bHMMA\.16816", code)) == 4 * 4 * 2  # a warp's 64 x 32 of a step of 32
+    assert len(re.findall(r"\bLDSM", code)) == 2 * (4 + 2)
+    assert ("LDSM.16.MT88" in code) == (op is not linear)  # of operands whose rows lie across the sum
 
 
 def test_slots_that_subtiles_cannot_take_in_turn(compiled: Callable[[Variant], Path]) -> None:

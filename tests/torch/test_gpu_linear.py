@@ -23,7 +23,7 @@ from cute_ops.jit import cache, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.ops.gemm.config import configs
+from cute_ops.ops.gemm.config import configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
@@ -36,8 +36,8 @@ CONFIGS = sorted(configs("sm_90a", 132, 2, 2), key=lambda config: config.cluster
 INTEGERS = 4  # the largest: sums of up to 2^19 products of these are exact in float32
 
 
-@pytest.fixture(autouse=True, scope="module")
-def _compiled() -> None:
+@pytest.fixture(scope="module")
+def with_tma() -> None:
     """Most kernels, compiled side by side: one after the other they take minutes."""
     if sm(target.of_device().arch) != 90:
         pytest.skip("the kernel runs on SM 9.0 alone")
@@ -57,7 +57,6 @@ def name(config: GemmConfig) -> str:
     return f"{config.form}-{config.tile_m}x{config.tile_n}-cluster{config.cluster_m}x{config.cluster_n}"
 
 
-every_config = pytest.mark.parametrize("config", CONFIGS, ids=name)
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
 # Both forms, with and without clusters.
 FEW = [
@@ -67,7 +66,18 @@ FEW = [
         "pingpong-64x64-cluster1x1",
     )
 ]  # fmt: skip
-few_configs = pytest.mark.parametrize("config", FEW, ids=name)
+
+
+def on_hopper(configs: list[GemmConfig]) -> Callable[[Any], Any]:
+    """A test for each of these configs, on a GPU that has TMA."""
+
+    def decorate(test: Any) -> Any:
+        return pytest.mark.usefixtures("with_tma")(pytest.mark.parametrize("config", configs, ids=name)(test))
+
+    return decorate
+
+
+every_config, few_configs = on_hopper(CONFIGS), on_hopper(FEW)
 
 
 def operands(op: Op, m: int, n: int, k: int, dtype: torch.dtype = torch.bfloat16, exact: bool = True) -> list[Any]:
@@ -120,6 +130,8 @@ def filling(op: Op, tensors: list[torch.Tensor], config: GemmConfig) -> tuple[Ca
 def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) -> Plan:
     """With this config, as it is for the op's output and for this GPU."""
     where, itemsize = target.of_device(), 4 if binding.op is linear_float32 else 2
+    if config.form == "mma_sync":
+        return plan(binding, places, where, config=config.flat())
     fitting = next(c for c in configs(where.arch, where.sm_count, 2, itemsize) if name(c) == name(config))
     return plan(binding, places, where, config=fitting.flat())
 
@@ -223,6 +235,45 @@ def test_leading_dims(config: GemmConfig) -> None:
     tensors = [x.unflatten(0, (2, 3, 50)), weight]
     call, what = filling(linear, tensors, config)
     compare(call(), expected(linear, tensors).bfloat16().double(), 0.0, config, what)
+
+
+@every_product
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        (128, 128, 32),
+        (128, 128, 320),
+        (1, 1, 1),
+        (3, 5, 7),
+        (256, 512, 1024),
+        (127, 129, 131),
+        (129, 127, 1001),
+        (513, 1023, 522),
+        (1000, 50257, 63),
+        (4099, 77, 254),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_without_tma(product: Op, sizes: tuple[int, int, int], dtype: torch.dtype) -> None:
+    tensors = operands(product, *sizes, dtype)
+    if dtype is torch.float16:  # sums that it holds
+        tensors = [t.clamp(-1, 1) for t in tensors]
+    config = without_tma(*(math.gcd(8, t.shape[-1]) for t in tensors))
+    call, what = filling(product, tensors, config)
+    got = call()
+    compare(got, expected(product, tensors).to(got.dtype).double(), 0.0, config, f"{what} {dtype}")
+    assert torch.equal(got, call())
+
+
+def test_slices_off_16_bytes() -> None:
+    x, weight = operands(linear, 300, 200, 136)
+    wide = [torch.cat([torch.full_like(t, torch.nan), t], 1) for t in (x, weight)]
+    for shift in (1, 2, 4):
+        tensors = [t[:, t.shape[1] // 2 :][:, shift : shift + 100] for t in wide]
+        got = cute_ops_torch.register(linear)(*tensors)
+        finish(f"slices shifted by {shift}")
+        compare(got, expected(linear, tensors).bfloat16().double(), 0.0, without_tma(1, 1), f"shifted by {shift}")
 
 
 @every_config

@@ -7,7 +7,7 @@ from typing import Literal
 
 from cute_ops.config import KernelConfig
 
-Form = Literal["cooperative", "pingpong"]
+Form = Literal["cooperative", "pingpong", "mma_sync"]
 WARPGROUP = 128  # threads
 MMA_M, MMA_K = 64, 16  # rows of a warpgroup's instruction; 16-bit elements of k that it takes
 STORE_BYTES = 64  # of a row of the subtile that is stored at once
@@ -18,7 +18,8 @@ class GemmConfig(KernelConfig):
     """How a product's tiles are computed. A CTA has a warpgroup that loads and two that multiply.
 
     Both multiply one tile, half of its rows each (``cooperative``), or each its own, one storing while the other
-    multiplies (``pingpong``).
+    multiplies (``pingpong``). Where TMA cannot load, or on other GPUs than Hopper, eight warps load and multiply
+    (``mma_sync``).
 
     Attributes:
         tile_m: rows of a tile.
@@ -30,6 +31,8 @@ class GemmConfig(KernelConfig):
         tile_k: elements of k in a slot.
         store_stages: subtiles in shared memory on their way out, of each group of warps that stores.
         group: clusters' tiles that are walked together, so that their operands stay in L2.
+        vec_a: elements that a thread of ``mma_sync`` loads of ``a`` at once.
+        vec_b: of ``b``.
     """
 
     form: Form
@@ -42,6 +45,8 @@ class GemmConfig(KernelConfig):
     tile_k: int = 64
     store_stages: int = 4
     group: int = 8
+    vec_a: int = 0
+    vec_b: int = 0
 
     @property
     def threads(self) -> int:

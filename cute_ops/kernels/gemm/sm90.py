@@ -19,8 +19,8 @@ from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.gemm.config import MMA_K, MMA_M, WARPGROUP, GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
+from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import row_count
 
 # Registers of a thread that loads and of one that multiplies: 128 * 40 + 256 * 232 of an SM's 65536.
 LOAD_REGISTERS, MULTIPLY_REGISTERS = 40, 232
@@ -40,9 +40,9 @@ class GemmSm90:
     Bytes moved per element: a and b once from memory as long as the tiles walked together find them in L2, out once.
     """
 
-    def __init__(self, variant):
+    def __init__(self, variant, epilogue):
         tile, out = GemmConfig.of(variant.config), variant.args[-1]
-        self.config, self.keys, self.pdl = tile, variant.args, True
+        self.config, self.epilogue, self.pdl = tile, epilogue, True
         self.tma_store, self.row_vec = out.row_align % 16 == 0, out.row_align // out.itemsize
         self.cluster = (tile.cluster_m, tile.cluster_n, 1)
         self.consumers = tile.sharing * WARPGROUP  # threads that wait for a slot
@@ -50,10 +50,6 @@ class GemmSm90:
         subtiles, left = divmod(tile.tile_m * tile.tile_n, sub_m * sub_n)
         if left or tile.store_stages < 2 or subtiles % tile.store_stages:
             raise ValueError(f"{subtiles} subtiles of {sub_m} x {sub_n} cannot take {tile.store_stages} slots in turn")
-
-    def epilogue(self, values):
-        """What is stored, from the float32 sums of this thread's part of a subtile, as vectors of one length."""
-        return values
 
     @cute.jit
     def launch(self, mA, mB, mD, stream):
@@ -288,25 +284,3 @@ class GemmSm90:
         for i in cutlass.range_constexpr(cute.size(tSgD, mode=[1])):
             if cute.elem_less(tScD[0, i, 0], mD.shape):
                 cute.copy(atom, rD[None, i, 0], tSgD[None, i, 0])
-
-
-def is_last_contiguous(m):
-    """Whether neighbours in the last dim are neighbours in memory: known at compile time."""
-    return isinstance(m.stride[1], int) and m.stride[1] == 1
-
-
-def by_row(m, key):
-    """A tensor as a matrix with its leading dims as rows."""
-    rows, n = row_count(m), m.shape[-1]
-    if key.layout == "strided" and key.rank > 2:
-        raise NotImplementedError(f"`{key.name}` has rows that no single stride steps over; call .contiguous()")
-    stride = m.stride[0] if key.layout == "strided" else Int64(n)
-    if key.row_align > key.itemsize:
-        stride = cute.assume(stride, divby=key.row_align // key.itemsize)
-    return cute.make_tensor(m.iterator, cute.make_layout((Int32(rows), Int32(n)), stride=(stride, 1)))
-
-
-def by_column(m, key):
-    """The same, transposed."""
-    rows = by_row(m, key)
-    return cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0]))

@@ -41,6 +41,11 @@ def choose(m: int, n: int, k: int, itemsize: int, out_itemsize: int, arch: str, 
     )
 
 
+def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
+    """For operands that are loaded in vectors of so many elements."""
+    return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
+
+
 def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, out_itemsize: int) -> int:
     """About how long a product takes: waves of tiles, each as long as the slowest of multiplying, shared memory and L2.
 

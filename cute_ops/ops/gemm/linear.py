@@ -1,6 +1,6 @@
 """A linear layer's products, of itself and of its gradients: declarations, reference maths, cases.
 
-They are not among :data:`cute_ops.ops.OPS` yet: their kernel was compiled and read, but has not run on a GPU.
+They are not among :data:`cute_ops.ops.OPS` yet: their kernels were compiled and read, but have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from cute_ops.config import Problem, Tuning
 from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import Case, Kernel, Op, Sharding, Tensor
-from cute_ops.ops.gemm.config import choose
+from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.ops.gemm.config import choose, without_tma
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
 
 HALVES = ("bfloat16", "float16")
-MOST_ROWS = 2**31 - 2**16  # TMA counts rows in 32 bits, and a tile may reach beyond the last one
+MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
 X, WEIGHT, OUT = Tensor("*m k", "T"), Tensor("n k", "T"), Tensor("*m n", "T")
 
 CASES = (
@@ -77,39 +77,29 @@ def _declare(
     """A product whose output has ``sizes[0]`` rows and ``sizes[1]`` columns, each a sum of ``sizes[2]`` terms."""
 
     def config(problem: Problem) -> GemmConfig:
-        if wrong := _unsupported(problem, inputs):
+        if problem.size("m") > MOST_ROWS:
             given = {n: Array(t.of(problem.dims), problem.dtypes[n]) for n, t in inputs.items()}
-            raise NotImplementedError(message(op, wrong, given, problem.dims))
-        m, n, k = map(problem.size, sizes)
-        itemsize, out_itemsize = (ITEMSIZE[problem.dtypes[next(iter(names))]] for names in (inputs, outputs))
-        return choose(m, n, k, itemsize, out_itemsize, problem.arch, problem.sm_count)
+            raise NotImplementedError(message(op, f"it takes at most {MOST_ROWS} rows.", given, problem.dims))
+        if sm(problem.arch) == 90 and all(problem.aligns[n] == VECTOR_BYTES for n in inputs):
+            itemsize, out_itemsize = (ITEMSIZE[problem.dtypes[next(iter(names))]] for names in (inputs, outputs))
+            m, n, k = map(problem.size, sizes)
+            return choose(m, n, k, itemsize, out_itemsize, problem.arch, problem.sm_count)
+        return without_tma(*(_vector(problem, n, t) for n, t in inputs.items()))
 
     op = Op(
         name, inputs=inputs, outputs=outputs, dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
-        kernel=Kernel(f"cute_ops.kernels.gemm.linear:{kernel}", least_sm=90), tuning=Tuning(config), **more,
+        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), **more,
     )  # fmt: skip
     return op
 
 
-def _unsupported(problem: Problem, inputs: Mapping[str, Tensor]) -> str:
-    """What keeps a call from the kernel, empty where nothing does."""
-    if sm(problem.arch) != 90:
-        return f"its kernel runs on SM 9.0 alone, the target is SM {sm(problem.arch) / 10:.1f}."
-    if problem.m > MOST_ROWS:
-        return f"it takes at most {MOST_ROWS} rows, got {problem.m}."
-    for name, tensor in inputs.items():
-        if problem.aligns[name] < VECTOR_BYTES:
-            elements = VECTOR_BYTES // ITEMSIZE[problem.dtypes[name]]
-            return (
-                f"argument `{name}` has rows that do not start on {VECTOR_BYTES} bytes, where TMA could load them: its "
-                f"address and the stride of its rows, {tensor.dims[-1]}={tensor.dims[-1].of(problem.dims)} if they are "
-                f"compact, must be multiples of {elements} elements."
-            )
-    return ""
+def _vector(problem: Problem, name: str, tensor: Tensor) -> int:
+    """Elements that divide the rows of an input, and what its address and its strides are multiples of."""
+    return math.gcd(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]], tensor.dims[-1].of(problem.dims))
 
 
-_ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape, rows of a stride that 16 bytes divide.
-        weight: ``T[n k]``, likewise.
+_ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape, any row stride.
+        weight: ``T[n k]``, any row stride. Rows of both should start on 16 bytes: others are slower.
 
     Returns:
         {out}, compact. Summed up in float32, rounded once; deterministic.
@@ -117,7 +107,7 @@ _ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape, rows of a str
     Raises:
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit together, a last dim that is not contiguous.
-        NotImplementedError: on a GPU, rows off 16 bytes or another GPU than Hopper.
+        NotImplementedError: on a GPU, more than 2^31 rows.
     """
 
 linear = _declare(

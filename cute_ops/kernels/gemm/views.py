@@ -1,0 +1,28 @@
+"""Tensors of a call as the matrices that a product takes."""
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_ops.kernels.lib.row_layout import row_count
+
+
+def is_last_contiguous(m):
+    """Whether neighbours in the last dim are neighbours in memory: known at compile time."""
+    return isinstance(m.stride[1], int) and m.stride[1] == 1
+
+
+def by_row(m, key):
+    """A tensor as a matrix with its leading dims as rows."""
+    rows, n = row_count(m), m.shape[-1]
+    if key.layout == "strided" and key.rank > 2:
+        raise NotImplementedError(f"`{key.name}` has rows that no single stride steps over; call .contiguous()")
+    stride = m.stride[0] if key.layout == "strided" else Int64(n)
+    if key.row_align > key.itemsize:
+        stride = cute.assume(stride, divby=key.row_align // key.itemsize)
+    return cute.make_tensor(m.iterator, cute.make_layout((Int32(rows), Int32(n)), stride=(stride, 1)))
+
+
+def by_column(m, key):
+    """The same, transposed."""
+    rows = by_row(m, key)
+    return cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0]))
