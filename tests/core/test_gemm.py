@@ -4,7 +4,9 @@ code.
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -27,7 +29,7 @@ from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
-from cute_ops.ops.gemm.config import choose, configs, cycles
+from cute_ops.ops.gemm.config import choose, configs, cycles, without_tma
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import sass
 
@@ -244,6 +246,44 @@ def test_machine_code_without_tma(op: Op, arch: str, n: int, k: int, compiled: C
     assert len(re.findall(r"\bHMMA\.16816", code)) == 4 * 4 * 2  # a warp's 64 x 32 of a step of 32
     assert len(re.findall(r"\bLDSM", code)) == 2 * (4 + 2)
     assert ("LDSM.16.MT88" in code) == (op is not linear)  # of operands whose rows lie across the sum
+
+
+@pytest.mark.parametrize(
+    ("op", "arch", "dtype", "sizes"),
+    [
+        (linear, "sm_80", "bfloat16", (130, 132, 72)), (linear_float32, "sm_90a", "float16", (130, 133, 71)),
+        (linear_dx, "sm_120a", "float16", (130, 70, 134)), (linear_dweight, "sm_80", "bfloat16", (72, 130, 132)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_results_without_tma(
+    op: Op, arch: str, dtype: str, sizes: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a CPU makes of the kernel's PTX: four CTAs, two with rows and columns that are not there."""
+    monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
+    from ptx_cta import Kernel
+
+    case = Case("", {"m": sizes[:1], "n": sizes[1], "k": sizes[2]})
+    rng = np.random.default_rng(0)
+    given = [rng.integers(-4, 5, t.of(case.dims)).astype(testing.numpy_dtype(dtype)) for t in op.inputs.values()]
+    binding = bind(op, {name: Array(a.shape, dtype) for name, a in zip(op.inputs, given, strict=True)})
+    vectors = [math.gcd(8, a.shape[1]) for a in given]
+    variant = plan(binding, {}, parse(arch), config=without_tma(*vectors).flat()).variant
+    worker.compile(variant, tmp_path / "kernel.o", tmp_path)
+    (exact,) = testing.run_reference(op, dict(zip(op.inputs, given, strict=True)), {})
+    tensors = [*given, np.full_like(exact, np.nan)]
+    memory = [bytearray(tensor.tobytes()) for tensor in tensors]
+    # Rows of these tensors in memory are columns of the matrices that are multiplied.
+    across = {linear_dx: (1,), linear_dweight: (0, 1)}.get(op, ())
+    arguments = [
+        struct.pack("<qiiq", i + 1 << 32, *(t.shape[::-1] if i in across else t.shape), t.shape[1])
+        for i, t in enumerate(tensors)
+    ]
+    rows, columns = (-(-size // 128) for size in exact.shape)
+    arguments += [struct.pack("<i", number) for number in (rows, columns, 0)]
+    (ptx,) = tmp_path.glob("*.ptx")
+    Kernel(ptx.read_text()).run(rows * columns, arguments, memory)
+    np.testing.assert_array_equal(np.frombuffer(memory[2], exact.dtype).reshape(exact.shape), exact)
 
 
 def test_slots_that_subtiles_cannot_take_in_turn(compiled: Callable[[Variant], Path]) -> None:
