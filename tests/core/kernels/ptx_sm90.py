@@ -1,0 +1,244 @@
+"""Runs a warp-specialised Hopper kernel's PTX on the CPU: TMA, mbarriers, named barriers and WGMMA of one CTA.
+
+Warps go in a random order, each until it has to wait. WGMMA and TMA act at once, in place: this finds wrong addresses,
+swizzles, coordinates, counts and phases, and waits without an end; not a wait that is missing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import ptx_cta
+from ptx_cta import HALVES, LANES, number
+
+# Inline assembly as single statements.
+WAIT = re.compile(
+    r"\{\s*\.reg \.pred\s+P1;\s*LAB_WAIT:\s*mbarrier\.try_wait\S+ P1, (\[[^\]]*\]), (\S+), \d+;"
+    r"\s*@P1 bra\.uni DONE;\s*bra\.uni\s+LAB_WAIT;\s*DONE:\s*\}"
+)
+MULTIPLY = re.compile(
+    r"\{\s*\.reg \.pred p;\s*setp\.ne\.b32 p, (\S+), 0;"
+    r"\s*wgmma\.mma_async\.(\S+)\s+(\{[^}]*\}), (\S+), (\S+), p, 1,\s+1,\s+(\d), (\d);\s*\}"
+)
+AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma")
+SHARED_BYTES, STEPS_WITHOUT_CHANGE = 1 << 18, 50
+
+
+class Map(NamedTuple):
+    """What a TMA descriptor says: a matrix in memory, and rows and columns of the part that is copied at once."""
+
+    tensor: np.ndarray
+    rows: int
+    columns: int
+
+    def places(self, start: int) -> Iterator[tuple[int, int, int]]:
+        """Row, first column and address in shared memory of every 16 bytes; rows there have 64 or 128 bytes."""
+        width = self.columns * self.tensor.itemsize
+        for row in range(self.rows):
+            for byte in range(0, width, 16):
+                yield row, byte // self.tensor.itemsize, swizzled(start + row * width + byte, width)
+
+
+def swizzled(address: int, width: int) -> int:
+    """Where 16 bytes lie in rows of this width."""
+    return address ^ (address >> 7 & width // 16 - 1) << 4
+
+
+class Kernel(ptx_cta.Kernel):
+    """The one entry of a PTX text."""
+
+    def __init__(self, text: str) -> None:
+        text = WAIT.sub(r"await.b32 \1, \2;", re.sub(r"//.*", "", text))
+        super().__init__(MULTIPLY.sub(r"multiply.\2 \3, \4, \5, \1, \6, \7;", text))
+
+
+class Cta:
+    """One CTA of a grid of ``(1, 1, count)``.
+
+    Args:
+        kernel: what runs.
+        index: of the CTA.
+        count: CTAs altogether.
+        arguments: parameters as bytes.
+        maps: TMA descriptors by the position of their parameter.
+        memory: block ``i + 1`` is ``memory[i]``.
+    """
+
+    def __init__(
+        self, kernel: Kernel, index: int, count: int, arguments: Sequence[bytes], maps: Mapping[int, Map],
+        memory: Sequence[np.ndarray] = (),
+    ) -> None:  # fmt: skip
+        self.kernel, self.index, self.count, self.maps = kernel, index, count, maps
+        self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
+        self.blocks = [np.zeros(SHARED_BYTES, np.uint8), *memory]
+        self.phases: dict[int, list[int]] = {}  # mbarriers: arrivals of a phase, missing ones, missing bytes, phase
+        self.named: dict[int, list[int]] = {}  # named barriers: threads that have arrived, phase
+
+    def run(self, seed: int) -> None:
+        """Run all warps to their end.
+
+        Raises:
+            RuntimeError: all that are left wait, or a named barrier is left with threads that have arrived.
+        """
+        rng = np.random.default_rng(seed)
+        warps = {w: Warp(self, w).run() for w in range(self.kernel.threads // LANES)}
+        before, unchanged = "", 0
+        while warps:
+            for w in rng.permutation(list(warps)):
+                if next(warps[w], None) is None:
+                    del warps[w]
+            now = f"{self.phases} {self.named} {list(warps)}"
+            unchanged = unchanged + 1 if now == before else 0
+            before = now
+            if unchanged > STEPS_WITHOUT_CHANGE:
+                raise RuntimeError(f"hangs: { ({int(w): next(warp) for w, warp in warps.items()}) }, {now}")
+        if any(arrived for arrived, _ in self.named.values()):
+            raise RuntimeError(f"threads have arrived that nobody waits for: {self.named}")
+
+    def arrive(self, address: int, arrivals: int, expected: int) -> None:
+        """Arrive at an mbarrier, to which this many more bytes will come, or fewer by those that have."""
+        barrier = self.phases[address]
+        barrier[1] -= arrivals
+        barrier[2] += expected
+        if barrier[1] < 0 or barrier[2] < 0:
+            raise RuntimeError(f"too many arrivals or bytes at the mbarrier at {address}: {barrier}")
+        if barrier[1:3] == [0, 0]:
+            barrier[1], barrier[3] = barrier[0], barrier[3] ^ 1
+
+
+class Warp(ptx_cta.Cta):
+    """The threads of one warp."""
+
+    def __init__(self, cta: Cta, index: int) -> None:
+        self.kernel, self.cta, self.index = cta.kernel, cta, index  # type: ignore[assignment]
+        self.arguments, self.blocks = cta.arguments, cta.blocks
+        self.threads, zero = np.arange(LANES), np.zeros(LANES, np.int64)
+        self.registers = {
+            "%tid.x": self.threads + LANES * index, "%ctaid.x": zero, "%ctaid.y": zero, "%ctaid.z": zero + cta.index,
+            "%nctaid.z": zero + cta.count, "%cluster_ctarank": zero, "__dynamic_shmem__0": zero,
+        }  # fmt: skip
+        self.registers |= {name: zero + i for i, name in enumerate(self.kernel.parameters)}
+
+    def run(self) -> Iterator[str]:  # type: ignore[override]
+        """Yields what it waits for."""
+        at, end = np.zeros(LANES, np.int64), len(self.kernel.statements)
+        while (here := at.min()) < end:
+            now = at == here
+            guard, op, operands = self.kernel.statements[here]
+            at[now] += 1
+            if guard:
+                now = now & ((self.registers[guard.lstrip("!")] != 0) != (guard[0] == "!"))
+            if not now.any() or op[0] in AT_ONCE:
+                continue
+            if op[0] == "bra":
+                at[now] = self.kernel.labels[operands[0][0]]
+            elif op[0] == "ret":
+                at[now] = end
+            elif op[0] in ("await", "bar"):
+                yield from self.wait(op, operands, now)
+            else:
+                self.act(op, operands, now)
+
+    def one(self, names: Sequence[str], now: np.ndarray) -> int:
+        """The sum of some registers and numbers in the first thread that is here."""
+        return int(sum(self.read(name) for name in names)[np.flatnonzero(now)[0]])
+
+    def wait(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> Iterator[str]:
+        first = self.one(operands[0], now)
+        if op[0] == "await":
+            while self.cta.phases[first][3] == self.one(operands[1], now):
+                yield f"mbarrier {first}"
+            return
+        threads = self.one(operands[1], now) if len(operands) > 1 else self.kernel.threads
+        barrier = self.cta.named.setdefault(first, [0, 0])
+        phase = barrier[1]
+        barrier[0] += LANES
+        if barrier[0] == threads:
+            barrier[:] = 0, phase + 1
+        while op[1] == "sync" and barrier[1] == phase:
+            yield f"barrier {first}"
+
+    def act(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> None:
+        if op[0] == "elect":
+            self.write(operands[0][0].split("|")[1], (self.threads == 0).astype(np.int64), now)
+        elif op[0] == "mbarrier" and op[1] == "init":
+            count = self.one(operands[1], now)
+            self.cta.phases[self.one(operands[0], now)] = [count, count, 0, 0]
+        elif op[0] == "mbarrier":
+            count = self.one(operands[2], now)
+            bytes_too = "expect_tx" in op
+            arrivals = int(now.sum()) * (1 if bytes_too else count)
+            self.cta.arrive(self.one(operands[1], now), arrivals, count if bytes_too else 0)
+        elif op[0] == "cp":
+            if "tensor" in op:
+                self.copy(operands, now, load="mbarrier::complete_tx::bytes" in op)
+        elif op[0] == "multiply":
+            self.multiply(op, operands)
+        elif op[0] == "stmatrix":
+            rows = sum(self.read(name) for name in operands[0])
+            for i, name in enumerate(operands[1]):
+                matrix = self.read(name).astype(np.uint32).view(np.uint8).reshape(8, 16)
+                for row, address in zip(matrix, rows[8 * i : 8 * i + 8], strict=True):
+                    self.blocks[0][int(address) : int(address) + 16] = row
+        elif op[0] in ("ld", "st"):
+            self.access(op, operands, now)
+        elif op[0] == "shfl":  # of the first lane, as make_warp_uniform has it
+            self.write(operands[0][0], np.repeat(self.read(operands[1][0])[:1], LANES), now)
+        elif op[0] == "cvta":
+            self.write(operands[0][0], self.read(operands[1][0]), now)
+        elif op[:2] == ["mul", "hi"]:
+            a, b = (number(self.read(name), op[-1]) for (name,) in operands[1:])
+            self.write(operands[0][0], number(a * b >> 32, op[-1]), now)
+        else:
+            self.compute(op, operands, now)
+
+    def copy(self, operands: list[list[str]], now: np.ndarray, load: bool) -> None:
+        """A part of a matrix by TMA, with zeros for what lies outside of it."""
+        shared, (name, *at) = operands[:2] if load else operands[1::-1]
+        which = self.cta.maps[self.one([name], now)]
+        first, top = (self.one([coordinate], now) for coordinate in at)
+        for row, column, address in which.places(self.one(shared, now)):
+            inside = which.tensor[
+                top + row : top + row + 1, first + column : first + column + 16 // which.tensor.itemsize
+            ]
+            place = self.blocks[0][address : address + 16].view(which.tensor.dtype)
+            if load:
+                place[:] = 0
+                place[: inside.size] = inside.reshape(-1)
+            elif inside.size:
+                if not np.isnan(inside.astype(np.float32)).all():
+                    raise RuntimeError(f"row {top + row}, column {first + column} is stored twice")
+                inside[0] = place[: inside.size]
+        if load:
+            moved = which.rows * which.columns * which.tensor.itemsize
+            self.cta.arrive(self.one(operands[2], now), 0, -moved)
+
+    def multiply(self, op: list[str], operands: list[list[str]]) -> None:
+        """This warp's 16 rows of a warpgroup's 64 x n x 16."""
+        sums, (a,), (b,), (keep,), *across = operands
+        n, half = int(re.search(r"n(\d+)k16", op[3])[1]), HALVES[op[-1]]  # type: ignore[index]
+        parts = []
+        for name, rows, (turned,) in ((a, range(self.index % 4 * 16, self.index % 4 * 16 + 16), across[0]),
+                                      (b, range(n), across[1])):  # fmt: skip
+            parts.append(self.operand(int(self.read(name)[0]), rows, turned == "1").view(half).astype(np.float32))
+        product = (parts[0] @ parts[1].T).reshape(2, 8, n // 8, 4, 2)
+        for i, name in enumerate(sums):
+            found = np.ascontiguousarray(product[i // 2 % 2, :, i // 4, :, i % 2]).reshape(-1)
+            if self.read(keep)[0]:
+                found = found + self.read(name).astype(np.uint32).view(np.float32)
+            self.registers[name] = found.view(np.uint32).astype(np.int64)
+
+    def operand(self, descriptor: int, rows: range, turned: bool) -> np.ndarray:
+        """Some rows of 16 numbers, as bits, of an operand in rows of 128 bytes; turned, its rows lie across those."""
+        start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        if descriptor >> 62 & 3 != 1:
+            raise NotImplementedError(f"a swizzle that is not of 128 bytes: {descriptor:#x}")
+        row, k = np.meshgrid(np.asarray(rows), np.arange(16), indexing="ij")
+        if turned:
+            address = start + row // 64 * leading + k // 8 * stride + k % 8 * 128 + row % 64 * 2
+        else:
+            address = start + row // 8 * stride + row % 8 * 128 + 2 * k
+        return self.blocks[0].view(np.uint16)[(address ^ (address >> 7 & 7) << 4) // 2]
