@@ -287,34 +287,39 @@ def test_results_without_tma(
 
 
 @pytest.mark.parametrize(
-    ("op", "form", "tile", "sizes"),
+    ("op", "form", "tile", "cluster", "sizes"),
     [
-        (linear, "cooperative", (128, 256), (130, 264, 72)), (linear, "pingpong", (128, 128), (300, 264, 456)),
-        (linear, "pingpong", (128, 128), (130, 333, 72)), (linear_float32, "cooperative", (256, 128), (260, 136, 200)),
-        (linear_dx, "pingpong", (128, 128), (130, 72, 264)),
-        (linear_dweight, "cooperative", (128, 256), (80, 136, 264)),
+        (linear, "cooperative", (128, 256), (1, 1), (130, 264, 72)),
+        (linear, "cooperative", (128, 256), (2, 1), (700, 264, 200)),
+        (linear, "pingpong", (128, 128), (1, 2), (300, 600, 456)),
+        (linear, "pingpong", (128, 128), (1, 1), (130, 333, 72)),
+        (linear_float32, "cooperative", (256, 128), (1, 2), (260, 136, 200)),
+        (linear_dx, "pingpong", (128, 128), (1, 1), (130, 72, 264)),
+        (linear_dweight, "cooperative", (128, 256), (1, 1), (80, 136, 264)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_results_with_tma(
-    op: Op, form: Any, tile: tuple[int, int], sizes: tuple[int, int, int], tmp_path: Path,
+    op: Op, form: Any, tile: tuple[int, int], cluster: tuple[int, int], sizes: tuple[int, int, int], tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    """What a CPU makes of the kernel's PTX: two persistent CTAs, whose warps go in a random order."""
+    """What a CPU makes of the kernel's PTX: two persistent clusters, whose warps go in a random order."""
     monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
-    from ptx_sm90 import Cta, Kernel, Map
+    from ptx_sm90 import Cluster, Kernel, Map
 
     case = Case("", {"m": sizes[:1], "n": sizes[1], "k": sizes[2]})
     rng = np.random.default_rng(0)
     given = [rng.integers(-4, 5, t.of(case.dims)).astype(ml_dtypes.bfloat16) for t in op.inputs.values()]
-    config = GemmConfig(form, *tile, 3, 2)
+    config = GemmConfig(form, *tile, 3, 2, *cluster)
     binding = bind(op, {name: Array(a.shape, "bfloat16") for name, a in zip(op.inputs, given, strict=True)})
     worker.compile(plan(binding, {}, TARGET, config=config.flat()).variant, tmp_path / "kernel.o", tmp_path)
     (exact,) = testing.run_reference(op, dict(zip(op.inputs, given, strict=True)), {})
     out = np.full_like(exact, np.nan)
     # Rows of these tensors in memory are columns of the matrices that are multiplied.
     across = {linear_dx: (1,), linear_dweight: (0, 1)}.get(op, ())
-    maps = {1 + 2 * i: Map(t, 64 if i in across else tile[i], 64) for i, t in enumerate(given)}
+    # Each of the CTAs that share a tile loads a part of it.
+    parts = (tile[0] // cluster[1], tile[1] // cluster[0])
+    maps = {1 + 2 * i: Map(t, 64 if i in across else parts[i], 64) for i, t in enumerate(given)}
     arguments = [b"0"]
     for i, tensor in enumerate(given):
         arguments += [bytes(128), struct.pack("<ii", *(tensor.shape[::-1] if i in across else tensor.shape))]
@@ -323,12 +328,12 @@ def test_results_with_tma(
         arguments += [bytes(128), struct.pack("<ii", *out.shape)]
     else:
         arguments += [struct.pack("<qiiq", 1 << 32, *out.shape, out.shape[1])]
-    rows, columns = (-(-size // part) for size, part in zip(out.shape, tile, strict=True))
+    rows, columns = (-(-out.shape[i] // (tile[i] * cluster[i])) for i in range(2))
     arguments += [struct.pack("<i", number) for number in (rows, columns, 0)]
     (ptx,) = tmp_path.glob("*.ptx")
     kernel, count = Kernel(ptx.read_text()), min(2, rows * columns)
     for index in range(count):
-        Cta(kernel, index, count, arguments, maps, [out.view(np.uint8).reshape(-1)]).run(seed=index)
+        Cluster(kernel, index, count, cluster, arguments, maps, [out.view(np.uint8).reshape(-1)]).run(seed=index)
     np.testing.assert_array_equal(out, exact)
 
 

@@ -1,6 +1,6 @@
 """A linear layer's products, of itself and of its gradients: declarations, reference maths, cases.
 
-They are not among :data:`cute_ops.ops.OPS` yet: their kernels were compiled and read, but have not run on a GPU.
+They are not among :data:`cute_ops.ops.OPS` yet: their kernels ran on a CPU, from their PTX, but not on a GPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Runs a warp-specialised Hopper kernel's PTX on the CPU: TMA, mbarriers, named barriers and WGMMA of one CTA.
+"""Runs a warp-specialised Hopper kernel's PTX on the CPU: TMA, mbarriers, named barriers and WGMMA of a cluster.
 
 Warps go in a random order, each until it has to wait. WGMMA and TMA act at once, in place: this finds wrong addresses,
 swizzles, coordinates, counts and phases, and waits without an end; not a wait that is missing.
@@ -25,6 +25,7 @@ MULTIPLY = re.compile(
 )
 AT_ONCE = ("griddepcontrol", "fence", "prefetch", "setmaxnreg", "wgmma")
 SHARED_BYTES, STEPS_WITHOUT_CHANGE = 1 << 18, 50
+RANK_BITS = 20  # of an address in another CTA: above these stands the rank, from 1
 
 
 class Map(NamedTuple):
@@ -55,27 +56,27 @@ class Kernel(ptx_cta.Kernel):
         super().__init__(MULTIPLY.sub(r"multiply.\2 \3, \4, \5, \1, \6, \7;", text))
 
 
-class Cta:
-    """One CTA of a grid of ``(1, 1, count)``.
+class Cluster:
+    """One cluster of a grid of ``(*shape, count)``.
 
     Args:
         kernel: what runs.
-        index: of the CTA.
-        count: CTAs altogether.
+        index: of the cluster.
+        count: clusters altogether.
+        shape: CTAs below and beside one another.
         arguments: parameters as bytes.
         maps: TMA descriptors by the position of their parameter.
         memory: block ``i + 1`` is ``memory[i]``.
     """
 
     def __init__(
-        self, kernel: Kernel, index: int, count: int, arguments: Sequence[bytes], maps: Mapping[int, Map],
-        memory: Sequence[np.ndarray] = (),
+        self, kernel: Kernel, index: int, count: int, shape: tuple[int, int], arguments: Sequence[bytes],
+        maps: Mapping[int, Map], memory: Sequence[np.ndarray] = (),
     ) -> None:  # fmt: skip
-        self.kernel, self.index, self.count, self.maps = kernel, index, count, maps
+        self.kernel, self.index, self.count, self.shape, self.maps = kernel, index, count, shape, maps
         self.arguments = dict(zip(kernel.parameters, arguments, strict=True))
-        self.blocks = [np.zeros(SHARED_BYTES, np.uint8), *memory]
-        self.phases: dict[int, list[int]] = {}  # mbarriers: arrivals of a phase, missing ones, missing bytes, phase
-        self.named: dict[int, list[int]] = {}  # named barriers: threads that have arrived, phase
+        self.ctas = [Cta(self, rank, memory) for rank in range(shape[0] * shape[1])]
+        self.barrier = [0, 0]
 
     def run(self, seed: int) -> None:
         """Run all warps to their end.
@@ -84,27 +85,40 @@ class Cta:
             RuntimeError: all that are left wait, or a named barrier is left with threads that have arrived.
         """
         rng = np.random.default_rng(seed)
-        warps = {w: Warp(self, w).run() for w in range(self.kernel.threads // LANES)}
+        count = self.kernel.threads // LANES
+        warps = {(cta.rank, w): Warp(cta, w).run() for cta in self.ctas for w in range(count)}
         before, unchanged = "", 0
         while warps:
             for w in rng.permutation(list(warps)):
-                if next(warps[w], None) is None:
-                    del warps[w]
-            now = f"{self.phases} {self.named} {list(warps)}"
+                if next(warps[tuple(w)], None) is None:
+                    del warps[tuple(w)]
+            now = f"{[(cta.phases, cta.named) for cta in self.ctas]} {list(warps)}"
             unchanged = unchanged + 1 if now == before else 0
             before = now
             if unchanged > STEPS_WITHOUT_CHANGE:
-                raise RuntimeError(f"hangs: { ({int(w): next(warp) for w, warp in warps.items()}) }, {now}")
-        if any(arrived for arrived, _ in self.named.values()):
-            raise RuntimeError(f"threads have arrived that nobody waits for: {self.named}")
+                raise RuntimeError(f"hangs: { ({w: next(warp) for w, warp in warps.items()}) }, {now}")
+        if any(arrived for cta in self.ctas for arrived, _ in cta.named.values()):
+            raise RuntimeError(f"threads have arrived that nobody waits for: {[cta.named for cta in self.ctas]}")
+
+
+class Cta:
+    """What the warps of one CTA share."""
+
+    def __init__(self, cluster: Cluster, rank: int, memory: Sequence[np.ndarray]) -> None:
+        self.cluster, self.kernel, self.rank = cluster, cluster.kernel, rank
+        self.blocks = [np.zeros(SHARED_BYTES, np.uint8), *memory]
+        self.phases: dict[int, list[int]] = {}  # mbarriers: arrivals of a phase, missing ones, missing bytes, phase
+        self.named: dict[int, list[int]] = {}  # named barriers: threads that have arrived, phase
 
     def arrive(self, address: int, arrivals: int, expected: int) -> None:
-        """Arrive at an mbarrier, to which this many more bytes will come, or fewer by those that have."""
+        """Arrive at an mbarrier, to which this many more bytes will come, or fewer by those that have: another CTA's
+        may come before they are expected.
+        """
         barrier = self.phases[address]
         barrier[1] -= arrivals
         barrier[2] += expected
-        if barrier[1] < 0 or barrier[2] < 0:
-            raise RuntimeError(f"too many arrivals or bytes at the mbarrier at {address}: {barrier}")
+        if barrier[1] < 0:
+            raise RuntimeError(f"too many arrivals at the mbarrier at {address}: {barrier}")
         if barrier[1:3] == [0, 0]:
             barrier[1], barrier[3] = barrier[0], barrier[3] ^ 1
 
@@ -114,11 +128,12 @@ class Warp(ptx_cta.Cta):
 
     def __init__(self, cta: Cta, index: int) -> None:
         self.kernel, self.cta, self.index = cta.kernel, cta, index  # type: ignore[assignment]
-        self.arguments, self.blocks = cta.arguments, cta.blocks
+        self.arguments, self.blocks, cluster = cta.cluster.arguments, cta.blocks, cta.cluster
         self.threads, zero = np.arange(LANES), np.zeros(LANES, np.int64)
         self.registers = {
-            "%tid.x": self.threads + LANES * index, "%ctaid.x": zero, "%ctaid.y": zero, "%ctaid.z": zero + cta.index,
-            "%nctaid.z": zero + cta.count, "%cluster_ctarank": zero, "__dynamic_shmem__0": zero,
+            "%tid.x": self.threads + LANES * index, "%ctaid.x": zero + cta.rank % cluster.shape[0],
+            "%ctaid.y": zero + cta.rank // cluster.shape[0], "%ctaid.z": zero + cluster.index,
+            "%nctaid.z": zero + cluster.count, "%cluster_ctarank": zero + cta.rank, "__dynamic_shmem__0": zero,
         }  # fmt: skip
         self.registers |= {name: zero + i for i, name in enumerate(self.kernel.parameters)}
 
@@ -137,7 +152,7 @@ class Warp(ptx_cta.Cta):
                 at[now] = self.kernel.labels[operands[0][0]]
             elif op[0] == "ret":
                 at[now] = end
-            elif op[0] in ("await", "bar"):
+            elif op[0] in ("await", "bar", "barrier"):
                 yield from self.wait(op, operands, now)
             else:
                 self.act(op, operands, now)
@@ -147,6 +162,9 @@ class Warp(ptx_cta.Cta):
         return int(sum(self.read(name) for name in names)[np.flatnonzero(now)[0]])
 
     def wait(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> Iterator[str]:
+        if op[0] == "barrier":
+            yield from self.wait_for_cluster(op)
+            return
         first = self.one(operands[0], now)
         if op[0] == "await":
             while self.cta.phases[first][3] == self.one(operands[1], now):
@@ -161,6 +179,12 @@ class Warp(ptx_cta.Cta):
         while op[1] == "sync" and barrier[1] == phase:
             yield f"barrier {first}"
 
+    def wait_for_cluster(self, op: list[str]) -> Iterator[str]:
+        barrier, threads = self.cta.cluster.barrier, len(self.cta.cluster.ctas) * self.kernel.threads
+        barrier[0] += LANES * ("arrive" in op)
+        while "wait" in op and barrier[0] < threads:
+            yield "cluster"
+
     def act(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> None:
         if op[0] == "elect":
             self.write(operands[0][0].split("|")[1], (self.threads == 0).astype(np.int64), now)
@@ -170,11 +194,19 @@ class Warp(ptx_cta.Cta):
         elif op[0] == "mbarrier":
             count = self.one(operands[2], now)
             bytes_too = "expect_tx" in op
-            arrivals = int(now.sum()) * (1 if bytes_too else count)
-            self.cta.arrive(self.one(operands[1], now), arrivals, count if bytes_too else 0)
+            for thread in np.flatnonzero(now):
+                address = int(sum(self.read(name) for name in operands[1])[thread])
+                rank = address >> RANK_BITS
+                cta = self.cta.cluster.ctas[rank - 1] if rank else self.cta
+                cta.arrive(address & (1 << RANK_BITS) - 1, 1 if bytes_too else count, count if bytes_too else 0)
+        elif op[0] == "mapa":
+            self.write(operands[0][0], self.read(operands[1][0]) + (self.read(operands[2][0]) + 1 << RANK_BITS), now)
         elif op[0] == "cp":
             if "tensor" in op:
-                self.copy(operands, now, load="mbarrier::complete_tx::bytes" in op)
+                ctas = self.cta.cluster.ctas
+                mask = self.one(operands[3], now) if "multicast::cluster" in op else 1 << self.cta.rank
+                taking = [cta for cta in ctas if mask >> cta.rank & 1]
+                self.copy(operands, now, taking if "mbarrier::complete_tx::bytes" in op else [])
         elif op[0] == "multiply":
             self.multiply(op, operands)
         elif op[0] == "stmatrix":
@@ -195,26 +227,26 @@ class Warp(ptx_cta.Cta):
         else:
             self.compute(op, operands, now)
 
-    def copy(self, operands: list[list[str]], now: np.ndarray, load: bool) -> None:
-        """A part of a matrix by TMA, with zeros for what lies outside of it."""
-        shared, (name, *at) = operands[:2] if load else operands[1::-1]
-        which = self.cta.maps[self.one([name], now)]
+    def copy(self, operands: list[list[str]], now: np.ndarray, taking: Sequence[Cta]) -> None:
+        """A part of a matrix by TMA into these CTAs, with zeros for what lies outside of it; where there are none, from
+        this one into the matrix.
+        """
+        shared, (name, *at) = operands[:2] if taking else operands[1::-1]
+        which = self.cta.cluster.maps[self.one([name], now)]
         first, top = (self.one([coordinate], now) for coordinate in at)
         for row, column, address in which.places(self.one(shared, now)):
-            inside = which.tensor[
-                top + row : top + row + 1, first + column : first + column + 16 // which.tensor.itemsize
-            ]
-            place = self.blocks[0][address : address + 16].view(which.tensor.dtype)
-            if load:
+            start = first + column
+            inside = which.tensor[top + row : top + row + 1, start : start + 16 // which.tensor.itemsize]
+            for cta in taking:
+                place = cta.blocks[0][address : address + 16].view(which.tensor.dtype)
                 place[:] = 0
                 place[: inside.size] = inside.reshape(-1)
-            elif inside.size:
+            if not taking and inside.size:
                 if not np.isnan(inside.astype(np.float32)).all():
-                    raise RuntimeError(f"row {top + row}, column {first + column} is stored twice")
-                inside[0] = place[: inside.size]
-        if load:
-            moved = which.rows * which.columns * which.tensor.itemsize
-            self.cta.arrive(self.one(operands[2], now), 0, -moved)
+                    raise RuntimeError(f"row {top + row}, column {start} is stored twice")
+                inside[0] = self.blocks[0][address : address + 16].view(which.tensor.dtype)[: inside.size]
+        for cta in taking:
+            cta.arrive(self.one(operands[2], now), 0, -which.rows * which.columns * which.tensor.itemsize)
 
     def multiply(self, op: list[str], operands: list[list[str]]) -> None:
         """This warp's 16 rows of a warpgroup's 64 x n x 16."""
