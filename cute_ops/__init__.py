@@ -4,11 +4,17 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 ``cute_ops_torch`` and ``cute_ops_jax`` turn every declaration into an op of their framework.
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from cute_ops.array_api import cast, widen
 from cute_ops.config import Needs, Problem, Space, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
 from cute_ops.op import Accumulation, Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew
 from cute_ops.shapes import FLOATS, Array
+
+if TYPE_CHECKING:
+    from cute_ops.ops.fused import fused
 
 __version__ = "0.1.0"
 __all__ = [
@@ -31,6 +37,14 @@ __all__ = [
     "Tuning",
     "WhileFew",
     "cast",
+    "fused",
     "vary",
     "widen",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Tracing is imported when it is first used: it takes time."""
+    if name != "fused":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module("cute_ops.ops.fused").fused

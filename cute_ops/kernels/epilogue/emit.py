@@ -9,8 +9,8 @@ from cute_ops.kernels.epilogue.words import DEVICE
 class Emitter:
     """Computes an expression's outputs from one element of each operand.
 
-    A kernel makes it where it knows its attributes, ``Emitter(variant.attrs["expression"])``, and calls it for each
-    element. What outputs do not need is not computed.
+    A kernel makes it where it knows its config, ``Emitter(config.expression)``, and calls it for each element. What
+    outputs do not need is not computed.
 
     Args:
         text: the expression's text.

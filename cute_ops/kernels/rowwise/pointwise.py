@@ -27,11 +27,21 @@ VECTOR_BYTES = 16
 
 
 class Part(NamedTuple):
-    """The ``index``-th of ``count`` equal parts of a tensor's rows, each ``n`` elements long."""
+    """The ``index``-th of ``count`` equal parts of a tensor's rows, each ``n`` elements long.
+
+    Inputs may be smaller: without ``rows`` it is a vector that all rows share, without ``columns`` each row has one
+    element, without both it is a scalar.
+    """
 
     name: str
     index: int = 0
     count: int = 1
+    rows: bool = True
+    columns: bool = True
+
+    @property
+    def tile(self):
+        return self.rows and self.columns
 
 
 class Pointwise:
@@ -39,29 +49,34 @@ class Pointwise:
 
     Where all tensors are compact and whole, they are one long row, whatever n; others go row by row. Tile: a CTA of
     ``threads`` takes ``unroll`` vectors per thread, ``threads`` apart, and more of them where alignment makes vectors
-    shorter than 16 bytes. All loads of a thread are in flight together: none hangs on a condition, since conversions
-    would follow it there and make the next load wait. CTAs that start while the previous kernel is busy have L2 fetch
-    what they will load. No shared memory. Bytes moved per element: every tensor once. Rows that start off half a
-    vector, unless they are short, go to :class:`~cute_ops.kernels.rowwise.pointwise_unaligned.PointwiseShifted`.
+    shorter than 16 bytes. A vector has 16 bytes of the widest tile that is read; of a wider tensor it takes several
+    accesses. All loads of a thread are in flight together: none hangs on a condition, since conversions would follow it
+    there and make the next load wait. CTAs that start while the previous kernel is busy have L2 fetch what they will
+    load. No shared memory. Bytes moved per element: every tensor once. Rows of tiles that start off half a vector,
+    unless they are short, go to :class:`~cute_ops.kernels.rowwise.pointwise_unaligned.PointwiseShifted`, which knows no
+    vectors and scalars.
 
     Args:
         variant: the kernel's variant.
         inputs, outputs: names of tensors, or parts of them.
         compute: fp32 elements to a tuple of fp32 elements.
+        config: a :class:`PointwiseConfig`, where the variant's has more.
     """
 
-    def __init__(self, variant, inputs, outputs, compute):
+    def __init__(self, variant, inputs, outputs, compute, config=None):
         self.inputs, self.outputs = _parts(inputs), _parts(outputs)
         self.keys = variant.tensors
         self.compute = compute
         self.n = variant.dims["n"]
         parts = (*self.inputs, *self.outputs)
-        self.one_row = all(p.count == 1 and self.keys[p.name].layout == "flat" for p in parts)
-        sizes = [ITEMSIZE[self.keys[p.name].dtype] for p in parts]
-        self.vec = min(min(self._start(p), VECTOR_BYTES) // size for p, size in zip(parts, sizes))
-        widest = VECTOR_BYTES // max(sizes)
-        config, self.shifted = PointwiseConfig.of(variant.config), None
-        if 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
+        self.one_row = all(map(self._follows, parts))
+        read = [p for p in self.inputs if p.tile] or self.outputs
+        widest = VECTOR_BYTES // max(self._itemsize(p) for p in read)
+        starts = [(self._start(p), self._itemsize(p)) for p in parts if p.columns]
+        self.vec = min([widest, *(start // size for start, size in starts if start < VECTOR_BYTES)])
+        config, self.shifted = config or PointwiseConfig.of(variant.config), None
+        tiles = all(p.tile for p in parts)
+        if tiles and 2 * self.vec < widest and (self.n is None or self.n >= 8 * widest):
             self.shifted = PointwiseShifted(variant, config, self.inputs, self.outputs, compute, widest)
         self.threads = config.threads
         self.unroll = config.unroll * max(widest // self.vec, 1)
@@ -73,12 +88,21 @@ class Pointwise:
         self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
         self.pdl = can_use_pdl(variant.arch)
 
+    def _itemsize(self, part):
+        return ITEMSIZE[self.keys[part.name].dtype]
+
+    def _follows(self, part):
+        """Whether each row of a part follows on the one before, so that they are one long row; scalars fit any."""
+        if not part.tile:
+            return not part.rows and not part.columns
+        return part.count == 1 and self.keys[part.name].layout == "flat"
+
     def _start(self, part):
         """Bytes, a power of two, that divide the address of every row of a part."""
         key = self.keys[part.name]
         if self.one_row:
             return key.align
-        start = min(key.align, key.row_align)
+        start = min(key.align, key.row_align) if part.rows else key.align
         if part.count > 1:
             # Of rows whose length is not known, only the whole row's alignment is.
             step = self.n * ITEMSIZE[key.dtype] if self.n is not None else ITEMSIZE[key.dtype]
@@ -132,7 +156,7 @@ class Pointwise:
         wait_for_previous(self.pdl)
         loaded = []
         for (_, _, left), addresses in zip(places, sources):
-            vectors = [fragment(mX.element_type, self.vec) for mX in inputs]
+            vectors = [fragment(mX.element_type, self.vec if p.columns else 1) for mX, p in zip(inputs, self.inputs)]
             for rX, address in zip(vectors, addresses):
                 if const_expr(self.even or self.whole):
                     load(rX, address)
@@ -149,7 +173,8 @@ class Pointwise:
         """fp32 fragments of the outputs."""
         results = [fragment(Float32, self.vec) for _ in self.outputs]
         for j in range(self.vec):
-            for rX, x in zip(results, self.compute(*(g[j] for g in given))):
+            elements = [g[j if part.columns else 0] for g, part in zip(given, self.inputs)]
+            for rX, x in zip(results, self.compute(*elements)):
                 rX[j] = x
         return results
 
@@ -178,9 +203,13 @@ class Pointwise:
 
     def _address(self, mX, part, n, row, first):
         itemsize = mX.element_type.width // 8
+        if not part.columns:
+            return row_address(mX, self.keys[part.name], row, 1) if part.rows else mX.iterator.toint()
         if self.one_row:
             return mX.iterator.toint() + first * itemsize
         first = first + part.index * Int64(n)
+        if not part.rows:
+            return mX.iterator.toint() + first * itemsize
         return row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1]) + first * itemsize
 
     def _store(self, rX, mX, part, n, row, first, left):

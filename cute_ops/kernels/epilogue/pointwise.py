@@ -1,0 +1,171 @@
+"""An expression of tiles, vectors and scalars, in one pass over ``[m, n]``, and sums of its values."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.epilogue.config import FusedConfig
+from cute_ops.kernels.epilogue.emit import Emitter
+from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.lib.copy import gmem_elements
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
+from cute_ops.kernels.rowwise.pointwise import Part, Pointwise
+
+WARP = 32
+
+
+class FusedPointwise:
+    """Computes the expression that its config names, its tiles by :class:`Pointwise`.
+
+    Vectors and scalars among the outputs are sums of its values in fp32, in a fixed order. Kernels read the inputs
+    again for them: :class:`RowSums` gives column vectors, :class:`ColumnParts` parts of the sums over rows in the
+    workspace ``dbias_parts``, which :class:`ColumnSum` adds up: to the row vector ``dbias``, or for a scalar to the
+    workspace ``dfactor_totals``, whose elements :class:`RowSums` adds up.
+    """
+
+    def __init__(self, variant):
+        config = FusedConfig.of(variant.config)
+        self.variant, self.names, self.n = variant, variant.names, variant.dims["n"]
+        self.emit = Emitter(config.expression)
+        self.read = {node.operand for node in self.emit.expression.nodes if node.word == "operand"}
+        self.inputs = []
+        for i, (name, operand) in enumerate(zip(config.reads.split(), self.emit.expression.operands)):
+            if i in self.read:
+                count, kind = 1 + operand.packed, operand.kind
+                self.inputs += [Part(name, half, count, kind.rows, kind.columns) for half in range(count)]
+        words = [word.partition("[") for word in config.writes.split()]
+        parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
+        # Outputs by what they are, each with its place among the expression's.
+        self.kinds = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
+        tiles = [part for _, part in self.kinds["t"]]
+        self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.kinds["t"]), config)
+
+    def _only(self, outputs):
+        """From an element of each part to these outputs'."""
+
+        def compute(*elements):
+            given = iter(elements)
+            operands = [
+                None if i not in self.read else (next(given), next(given)) if operand.packed else next(given)
+                for i, operand in enumerate(self.emit.expression.operands)
+            ]
+            values = self.emit(*operands, length=self.n)
+            return tuple(values[i] for i, _ in outputs)
+
+        return compute
+
+    @cute.jit
+    def __call__(self, *arguments):
+        tensors, stream = dict(zip(self.names, arguments)), arguments[-1]
+        inputs = tuple([tensors[part.name] for part in self.inputs])
+        tiles = tuple([tensors[part.name] for _, part in self.kinds["t"]])
+        self.tiles(inputs, tiles, stream)
+        rows, n = row_count(tiles[0]), extent(tiles[0], len(tiles[0].shape) - 1) // self.tiles.outputs[0].count
+        for output in self.kinds["c"]:
+            terms = Terms(self.variant, self.inputs, self._only([output]))
+            RowSums(self.variant.arch, terms)(inputs, tensors[output[1].name], rows, n, stream)
+        for output in [*self.kinds["r"], *self.kinds["s"]]:
+            part = output[1]
+            terms = Terms(self.variant, self.inputs, self._only([output]))
+            mParts = tensors[f"{part.name}_parts"]
+            ColumnParts(self.variant.arch, terms, part.index)(inputs, mParts, rows, n, stream)
+            if const_expr(part.index + 1 == part.count):
+                mTotals = tensors.get(f"{part.name}_totals", tensors[part.name])
+                ColumnSum(self.n, self.variant.arch)((mParts,), (mTotals,), stream)
+        for _, part in self.kinds["s"]:
+            mTotals = tensors[f"{part.name}_totals"]
+            terms = Terms(self.variant, (Part(f"{part.name}_totals", rows=False),), lambda x: (x,))
+            RowSums(self.variant.arch, terms)((mTotals,), tensors[part.name], Int64(1), n, stream)
+
+
+class Terms:
+    """One output of an expression, an element at a time."""
+
+    def __init__(self, variant, inputs, compute):
+        self.keys, self.inputs, self.compute = variant.tensors, inputs, compute
+
+    def __call__(self, inputs, row, column, n):
+        elements = []
+        for mX, part in zip(inputs, self.inputs):
+            address = mX.iterator.toint()
+            if part.rows:
+                address = row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1])
+            if part.columns:
+                address = address + (Int64(column) + part.index * n) * (mX.element_type.width // 8)
+            elements.append(gmem_elements(mX.element_type, address, 1)[0].to(Float32))
+        return self.compute(*elements)[0]
+
+
+class RowSums:
+    """``out[r] = sum_c terms[r, c]`` in fp32, rounded once to out's dtype; out is compact.
+
+    Tile: a CTA of 128 threads takes four rows, a warp each. No shared memory. Bytes moved: every input once.
+    """
+
+    threads = 4 * WARP
+
+    def __init__(self, arch, terms):
+        self.terms, self.pdl = terms, can_use_pdl(arch)
+
+    @cute.jit
+    def __call__(self, inputs, mOut, rows, n, stream):
+        per_cta = self.threads // WARP
+        self.kernel(inputs, mOut, rows, n).launch(
+            grid=[Int32((rows + (per_cta - 1)) // per_cta), 1, 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, mOut, rows: Int64, n: Int64):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        row, lane = Int64(bidx) * (self.threads // WARP) + tidx // WARP, tidx % WARP
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        if row < rows:
+            total = Float32(0.0)
+            for column in cutlass.range(lane, Int32(n), WARP, unroll=4):
+                total = total + self.terms(inputs, row, column, n)
+            total = cute.arch.warp_reduction(total, operator.add)
+            if lane == 0:
+                target = mOut.iterator.toint() + row * (mOut.element_type.width // 8)
+                gmem_elements(mOut.element_type, target, 1)[0] = total.to(mOut.element_type)
+
+
+class ColumnParts:
+    """``parts[p, c]``: the sum of ``terms[r, c]`` over every so many rows from ``p`` on, in fp32.
+
+    Tile: a CTA of 128 threads takes as many columns of a part. No shared memory. Bytes moved: every input once.
+    """
+
+    threads = 128
+
+    def __init__(self, arch, terms, half):
+        self.terms, self.half, self.pdl = terms, half, can_use_pdl(arch)
+
+    @cute.jit
+    def __call__(self, inputs, mParts, rows, n, stream):
+        self.kernel(inputs, mParts, rows, n).launch(
+            grid=[Int32((n + (self.threads - 1)) // self.threads), Int32(mParts.shape[0]), 1],
+            block=[self.threads, 1, 1],
+            stream=stream,
+            use_pdl=self.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, inputs, mParts, rows: Int64, n: Int64):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, part, _ = cute.arch.block_idx()
+        column = bidx * self.threads + tidx
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        if column < Int32(n):
+            total = Float32(0.0)
+            for row in cutlass.range(part, Int32(rows), Int32(mParts.shape[0]), unroll=4):
+                total = total + self.terms(inputs, Int64(row), column, n)
+            mParts[part, Int32(self.half * n) + column] = total

@@ -1,0 +1,212 @@
+"""An op from one Python function: its declaration, reference, kernel and gradient follow from the traced expression."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+from cute_ops.config import Config, Problem, Tuning, vary
+from cute_ops.expressions.derivative import Source, differentiate
+from cute_ops.expressions.graph import SHAPES, Expression
+from cute_ops.expressions.reference import evaluate
+from cute_ops.expressions.text import text_of
+from cute_ops.expressions.tracing import trace
+from cute_ops.expressions.words import WORDS
+from cute_ops.kernels.epilogue.config import FusedConfig
+from cute_ops.op import Case, OneOf, Op, Sharding, Tensor, WhileFew
+from cute_ops.ops.activation.config import THREADS, THREADS_OF_FIVE_STREAMS
+from cute_ops.shapes import FLOATS, ITEMSIZE, Array
+
+KERNEL = "cute_ops.kernels.epilogue.pointwise:FusedPointwise"
+SPACE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
+# What a sum over rows is divided into: the CTAs that share it.
+PARTS = 64
+CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
+
+
+def fused(
+    function: Callable[..., Any],
+    *,
+    operands: Mapping[str, str],
+    name: str = "",
+    outputs: Sequence[str] = (),
+    attrs: Mapping[str, Any] | None = None,
+    cases: tuple[Case, ...] = CASES,
+) -> Op:
+    """The op of a function, with a kernel that computes all of it in one pass, and a gradient.
+
+        def gelu_add(xp, x, bias, residual):
+            return xp.gelu(x + bias) + residual
+
+        gelu_add_op = cute_ops.fused(gelu_add, operands={"x": "*m n", "bias": "n", "residual": "*m n"})
+
+    Values are float32; outputs have the shape ``*m n`` and the tiles' dtype, and are rounded once. What a function may
+    do is in :mod:`cute_ops.expressions`.
+
+    Args:
+        function: ``function(xp, *operands, **attrs)`` in array-API style; returns a value or a tuple of values.
+        operands: their shapes: ``*m n`` a tile, ``*m 2n`` two side by side, ``n`` or ``2n`` a row vector, ``*m 1`` a
+            column vector, empty a scalar. Tiles share a dtype, vectors and scalars have their own.
+        name: the op's name, the function's by default.
+        outputs: their names, by default ``out``, or ``out0``, ``out1``, ...
+        attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
+        cases: named problems.
+
+    Raises:
+        TraceError: the function does what an expression cannot say.
+        ValueError: it does what is not fused yet, or the declaration is wrong.
+    """
+    name = name or function.__name__
+    defaults = {key: value.values[0] if isinstance(value, OneOf) else value for key, value in (attrs or {}).items()}
+    made = _Fused(name, function, operands, outputs, defaults)
+    first = made.backward(defaults)
+    inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
+    cotangents = {f"d{out}": Tensor("*m n", "T") for out in made.outputs}
+    # With other attributes a gradient may read other operands.
+    needed = operands.keys() if attrs else set(first.reads)
+    saved = {key: tensor._replace(unread=key not in needed) for key, tensor in inputs.items()}
+
+    def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
+        return made.reference(xp, arrays, attrs)
+
+    def reference_bwd(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
+        return made.reference_bwd(xp, arrays, attrs)
+
+    # Where the op is declared.
+    reference.__module__ = reference_bwd.__module__ = function.__module__
+    counts = any(node.word == "n" for node in (*made.forward(defaults).expression.nodes, *first.expression.nodes))
+    common: dict[str, Any] = {
+        "dtypes": {tensor.dtype: FLOATS for tensor in inputs.values()}, "attrs": attrs, "cases": cases,
+        "static": ("n",) if counts else WhileFew("n"), "kernel": KERNEL,
+        "sharding": Sharding(parallel=() if any("2n" in shape for shape in operands.values()) else ("n",)),
+    }  # fmt: skip
+    gradient = Op(
+        f"{name}_bwd", inputs=saved | cotangents, outputs={f"d{key}": tensor for key, tensor in inputs.items()},
+        reference=reference_bwd, doc=f"Gradient of :func:`{name}`.",
+        tuning=Tuning(lambda problem: made.backward(problem.attrs).config(problem), SPACE, made.workspace), **common,
+    )  # fmt: skip
+    return Op(
+        name, inputs=inputs, outputs={out: Tensor("*m n", "T") for out in made.outputs}, reference=reference,
+        tuning=Tuning(lambda problem: made.forward(problem.attrs).config(problem), SPACE), grad=gradient,
+        doc=inspect.getdoc(function) or f"``{name}`` in one pass.", **common,
+    )  # fmt: skip
+
+
+def _is_tile(shape: str) -> bool:
+    return shape in ("*m n", "*m 2n")
+
+
+def _dtype(name: str, shape: str) -> str:
+    return "T" if _is_tile(shape) else f"T_{name}"
+
+
+class _Formula(NamedTuple):
+    """What a kernel computes.
+
+    Attributes:
+        expression: the expression.
+        reads: the tensors that are its operands.
+        writes: the tensors that its outputs are of, ``dx[:n]`` a half of one.
+        kinds: what these are, a letter each as in the expression's text.
+        tile: a tile among the inputs.
+    """
+
+    expression: Expression
+    reads: tuple[str, ...]
+    writes: tuple[str, ...]
+    kinds: str
+    tile: str
+
+    def config(self, problem: Problem) -> FusedConfig:
+        """One vector per thread, as of :func:`cute_ops.ops.activation.config.pointwise`."""
+        read = [1 + o.packed for o in self.expression.operands if o.kind.rows and o.kind.columns]
+        threads = THREADS_OF_FIVE_STREAMS if sum(read) + len(self.writes) >= 5 else THREADS
+        wide = ITEMSIZE[problem.dtypes[self.tile]] == 4
+        texts = text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds
+        return FusedConfig(threads * (2 if wide else 1), 1, *texts)
+
+
+class _Fused:
+    """A function, traced for each combination of attributes."""
+
+    def __init__(
+        self, name: str, function: Callable[..., Any], operands: Mapping[str, str], outputs: Sequence[str],
+        defaults: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.name, self.function, self.operands = name, function, dict(operands)
+        count = len(trace(function, operands, defaults).outputs)
+        self.outputs = tuple(outputs) or (("out",) if count == 1 else tuple(f"out{i}" for i in range(count)))
+        if bools := [key for key, shape in operands.items() if "bool" in shape]:
+            self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
+        if not any(map(_is_tile, operands.values())):
+            self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
+        self.tile = next(key for key, shape in operands.items() if _is_tile(shape))
+        self.forward(defaults)
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise ValueError(f"cute_ops.fused: {self.name} cannot be fused: {why}")
+
+    def forward(self, attrs: Mapping[str, Any]) -> _Formula:
+        """The function itself."""
+        expression = trace(self.function, self.operands, attrs)
+        if rows := [node.word for node in expression.nodes if node.word in WORDS and WORDS[node.word].reduces]:
+            self._refuse(f"xp.{rows[0]} of a row is not fused yet; make it an operand, '*m 1'")
+        if len(expression.outputs) != len(self.outputs):
+            self._refuse(f"it returns {len(expression.outputs)} values, which are to be {', '.join(self.outputs)}")
+        for out, kind in zip(self.outputs, expression.output_kinds, strict=True):
+            if kind.dtype == "bool":
+                self._refuse(f"{out} holds bools; return xp.where({out}, 1.0, 0.0)")
+            if not (kind.rows and kind.columns):
+                self._refuse(f"{out} does not have the shape '*m n': compute it from a tile")
+        return _Formula(expression, tuple(self.operands), self.outputs, "t" * len(self.outputs), self.tile)
+
+    def backward(self, attrs: Mapping[str, Any]) -> _Formula:
+        """Terms of the gradients of all operands."""
+        found = differentiate(self.forward(attrs).expression)
+        tensors = [*self.operands]
+
+        def source(each: Source) -> str:
+            return tensors[each.position] if each.role == "operand" else f"d{self.outputs[each.position]}"
+
+        writes = tuple(f"d{tensors[part.operand]}{part.half}" for part in found.parts)
+        kinds = "".join(str(SHAPES[self.operands[tensors[part.operand]]].kind) for part in found.parts)
+        return _Formula(found.expression, tuple(map(source, found.sources)), writes, kinds, self.tile)
+
+    def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
+        """Parts of the sums over rows that gradients of row vectors and scalars are, and a scalar's, added up."""
+        made: dict[str, Array | None] = {}
+        for name, shape in self.operands.items():
+            if not SHAPES[shape].kind.rows:
+                n = problem.size("n") * (2 if shape == "2n" else 1)
+                made[f"d{name}_parts"] = Array((PARTS, n), "float32")
+                if shape == "":
+                    made[f"d{name}_totals"] = Array((n,), "float32")
+        return made
+
+    def reference(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The outputs."""
+        dtype = arrays[tuple(self.operands).index(self.tile)].dtype
+        return tuple(xp.astype(out, dtype) for out in evaluate(self.forward(attrs).expression, xp, arrays))
+
+    def reference_bwd(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The gradients of all operands."""
+        expression, reads, writes, *_ = self.backward(attrs)
+        given = dict(zip((*self.operands, *(f"d{out}" for out in self.outputs)), arrays, strict=True))
+        cotangent, gradients = arrays[-1], []
+        terms = dict.fromkeys(writes, xp.zeros_like(cotangent))
+        if reads:  # else all gradients are 0
+            terms = dict(zip(writes, evaluate(expression, xp, [given[name] for name in reads]), strict=True))
+        for name, shape in self.operands.items():
+            halves = [f"d{name}[:n]", f"d{name}[n:]"] if SHAPES[shape].packed else [f"d{name}"]
+            found = [_summed(xp, xp.broadcast_to(terms[half], cotangent.shape), shape) for half in halves]
+            gradients.append(xp.astype(found[0] if len(found) == 1 else xp.concat(found, axis=-1), given[name].dtype))
+        return tuple(gradients)
+
+
+def _summed(xp: Any, terms: Any, shape: str) -> Any:
+    """Of a vector or a scalar: the sum of its gradient's terms."""
+    kind, lead = SHAPES[shape].kind, tuple(range(len(terms.shape) - 1))
+    if not kind.columns:
+        terms = xp.sum(terms, axis=-1, keepdims=kind.rows)
+    return xp.sum(terms, axis=lead) if lead and not kind.rows else terms

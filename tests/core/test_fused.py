@@ -1,0 +1,151 @@
+"""Ops of functions: declarations, kernels against references, gradients."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import FLOATS, Array, Op, fused
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
+from cute_ops.expressions import TraceError
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.target import parse
+from cute_ops.op import Case
+from cute_ops.tools import gradient, sass
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
+sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
+import kernel_calls
+from fusing import COLUMN, OPS, PACKED, ROW, TILE
+
+ALL = [stage for op in OPS for stage in (op, op.grad) if stage]
+BY_NAME = {op.name: op for op in ALL}
+each = pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+
+
+def test_the_declaration_follows_from_the_function() -> None:
+    op = BY_NAME["affine"]
+    assert repr(op) == (
+        "Op affine(x: T[*m n], scale: T_scale[*m 1], shift: T_shift[]) -> line: T[*m n], curve: T[*m n]"
+    )
+    assert repr(op.grad) == (
+        "Op affine_bwd(x: T[*m n], scale: T_scale[*m 1], shift: T_shift[], dline: T[*m n], dcurve: T[*m n])"
+        " -> dx: T[*m n], dscale: T_scale[*m 1], dshift: T_shift[]"
+    )
+    assert op.doc == "A scaled tile, and its tanh."
+
+
+def test_a_gradient_keeps_what_it_reads() -> None:
+    def unread(name: str) -> list[str]:
+        return [key for key, tensor in BY_NAME[name].inputs.items() if tensor.unread]
+
+    assert unread("gelu_add_bwd") == ["residual"]
+    assert unread("by_length_bwd") == ["x", "bias"]
+    assert unread("averaged_bwd") == ["x", "y"]
+    assert unread("clipped_bwd") == []  # with other attributes it may read others
+
+
+@pytest.mark.parametrize("layout", kernel_calls.LAYOUTS)
+@each
+def test_kernels_compute_the_reference(op: Op, layout: str) -> None:
+    for i, (n, rows) in enumerate(((1, 1), (7, 5), (64, 3), (97, 4), (2048, 2))):
+        for dtype in FLOATS if n in (7, 64) else (FLOATS[i % 3],):
+            rng = np.random.default_rng([n, rows])
+            kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, rng))
+
+
+@each
+def test_kernels_for_any_length(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_calls, "plan", partial(kernel_calls.plan, fixed=False))
+    for n, rows in ((7, 5), (64, 3)):
+        for layout in ("compact", "apart"):
+            kernel_calls.check(kernel_calls.made(op, rows, n, "bfloat16", layout, np.random.default_rng(n)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("off", ["x", "bias"])
+def test_one_tensor_off_16_bytes(off: str, dtype: str) -> None:
+    for op in (BY_NAME["biased_gelu"], BY_NAME["biased_gelu_bwd"], BY_NAME["gated"]):
+        made = kernel_calls.made(op, 3, 64, dtype, "compact", np.random.default_rng(0))
+        shifted = kernel_calls.place(op.inputs[off], made.arrays[off], "off")
+        kernel_calls.check(made._replace(where={**made.where, off: shifted}))
+
+
+def test_sums_over_many_rows() -> None:
+    for name in ("gelu_add_bwd", "affine_bwd"):
+        made = kernel_calls.made(BY_NAME[name], 1201, 65, "float32", "apart", np.random.default_rng(0))
+        kernel_calls.check(made)
+
+
+def test_workspaces_do_not_grow_with_the_rows() -> None:
+    """As programs exported for any number of rows need it."""
+    calls = [
+        kernel_calls.made(BY_NAME["affine_bwd"], m, 8, "float32", "compact", np.random.default_rng(0)) for m in (3, 99)
+    ]
+    few, many = (call.planned()[1].workspaces for call in calls)
+    assert few == many == {"dshift_parts": Array((64, 8), "float32"), "dshift_totals": Array((8,), "float32")}
+
+
+@pytest.mark.parametrize("op", [op for op in OPS if op.name != "rounded"], ids=lambda op: op.name)
+@pytest.mark.parametrize("lead", [(3, 2), ()])
+def test_gradients(op: Op, lead: tuple[int, ...]) -> None:
+    attrs = {"kind": "silu"} if op.name == "chosen" else {"limit": 0.5} if op.name == "clipped" else {}
+    for chosen in ({}, attrs):
+        gradient.check(op, Case("", {"m": lead, "n": 5}, attrs=chosen))
+
+
+OLDER = [pytest.param(BY_NAME[name], "sm_80", id=f"{name}-sm_80") for name in ("gelu_add", "scaled_gate_bwd")]
+
+
+@pytest.mark.parametrize(("op", "arch"), [*(pytest.param(op, "sm_90a", id=op.name) for op in BY_NAME.values()), *OLDER])
+def test_kernels_compile(op: Op, arch: str, tmp_path: Path) -> None:
+    """Aligned tiles beside float32 vectors move 16 bytes at a time."""
+    sizes, path = op.example((64,), 4096), tmp_path / "kernel.cubin"
+    arrays = {name: Array(t.of(sizes), "bfloat16" if t.dtype == "T" else "float32") for name, t in op.inputs.items()}
+    worker.compile(choose(bind(op, arrays), {}, parse(arch)).variant, path)
+    kernels = sass.resources(path)
+    assert all((kernel.stack, kernel.local) == (0, 0) for kernel in kernels)
+    command = [sass.tool("cuobjdump"), "--dump-sass", str(path)]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    streamed = re.findall(r"STG\.E\.EF(\S*)", listing)  # by the first kernel; the others write sums
+    assert streamed
+    assert set(streamed) == {".128"}
+    assert ("LDG.E.128" in listing) == (op.name != "whole_bwd")  # which reads nothing
+
+
+REFUSED = {
+    "xp.mean of a row is not fused yet": (
+        lambda xp, x: x - xp.mean(x, axis=-1, keepdims=True), {"x": TILE}, {}
+    ),
+    "operand `mask` holds bools": (lambda xp, x, mask: xp.where(mask, x, 0.0), {"x": TILE, "mask": "bool *m n"}, {}),
+    "out1 holds bools": (lambda xp, x: (x, x > 0), {"x": TILE}, {}),
+    "out does not have the shape": (lambda xp, x, row: row * 2, {"x": TILE, "row": ROW}, {}),
+    "it has no tile": (lambda xp, row, column: row * column, {"row": ROW, "column": COLUMN}, {}),
+    "it returns 2 values, which are to be out": (lambda xp, x: (x, -x), {"x": TILE}, {"outputs": ("out",)}),
+    "operand `x` has shape 'm n'": (lambda xp, x: x, {"x": "m n"}, {}),
+    "x, which is packed": (lambda xp, x: x * 2, {"x": PACKED}, {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_fused_is_refused(message: str) -> None:
+    function, operands, more = REFUSED[message]
+    with pytest.raises((ValueError, TraceError), match=re.escape(message)):
+        fused(function, operands=operands, name="refused", **more)
+
+
+def test_attributes_may_not_change_what_is_returned() -> None:
+    def pair(xp: Any, x: Any, *, both: bool) -> Any:
+        return (x, -x) if both else x
+
+    op = fused(pair, operands={"x": TILE}, attrs={"both": False})
+    with pytest.raises(ValueError, match=r"^cute_ops\.fused: pair cannot be fused: it returns 2 values"):
+        op.reference(np, np.zeros((2, 3), "float32"), both=True)
