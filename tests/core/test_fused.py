@@ -47,7 +47,7 @@ def test_a_gradient_keeps_what_it_reads() -> None:
     def unread(name: str) -> list[str]:
         return [key for key, tensor in BY_NAME[name].inputs.items() if tensor.unread]
 
-    assert unread("gelu_add_bwd") == ["residual"]
+    assert unread("biased_gelu_bwd") == ["residual"]
     assert unread("by_length_bwd") == ["x", "bias"]
     assert unread("averaged_bwd") == ["x", "y"]
     assert unread("clipped_bwd") == []  # with other attributes it may read others
@@ -80,7 +80,7 @@ def test_one_tensor_off_16_bytes(off: str, dtype: str) -> None:
 
 
 def test_sums_over_many_rows() -> None:
-    for name in ("gelu_add_bwd", "affine_bwd"):
+    for name in ("biased_gelu_bwd", "affine_bwd"):
         made = kernel_calls.made(BY_NAME[name], 1201, 65, "float32", "apart", np.random.default_rng(0))
         kernel_calls.check(made)
 
@@ -102,7 +102,7 @@ def test_gradients(op: Op, lead: tuple[int, ...]) -> None:
         gradient.check(op, Case("", {"m": lead, "n": 5}, attrs=chosen))
 
 
-OLDER = [pytest.param(BY_NAME[name], "sm_80", id=f"{name}-sm_80") for name in ("gelu_add", "scaled_gate_bwd")]
+OLDER = [pytest.param(BY_NAME[name], "sm_80", id=f"{name}-sm_80") for name in ("biased_gelu", "scaled_gate_bwd")]
 
 
 @pytest.mark.parametrize(("op", "arch"), [*(pytest.param(op, "sm_90a", id=op.name) for op in BY_NAME.values()), *OLDER])

@@ -3,7 +3,7 @@
 from cute_ops import OneOf, fused
 
 
-def gelu_add(xp, x, bias, residual):
+def biased_gelu(xp, x, bias, residual):
     return xp.gelu(x + bias) + residual
 
 
@@ -50,13 +50,13 @@ def rounded(xp, x, y):
     return xp.astype(xp.exp(x), "bfloat16") * y
 
 
-def relu2(xp, x, row):
+def gated_relu(xp, x, row):
     return xp.square(xp.relu(x)) * row
 
 
 TILE, ROW, COLUMN, SCALAR, PACKED = "*m n", "n", "*m 1", "", "*m 2n"
 OPS = (
-    fused(gelu_add, operands={"x": TILE, "bias": ROW, "residual": TILE}),
+    fused(biased_gelu, operands={"x": TILE, "bias": ROW, "residual": TILE}),
     fused(gated, operands={"x": PACKED, "bias": "2n"}),
     fused(scaled_gate, operands={"x": PACKED, "up": TILE, "scale": COLUMN}),
     fused(clipped, operands={"x": TILE}, attrs={"limit": 1.5}),
@@ -67,5 +67,7 @@ OPS = (
     fused(averaged, operands={"x": TILE, "y": TILE}),
     fused(by_length, operands={"x": TILE, "bias": ROW}),
     fused(rounded, operands={"x": TILE, "y": TILE}),
-    fused(relu2, operands={"x": TILE, "row": ROW}),
+    fused(gated_relu, operands={"x": TILE, "row": ROW}),
 )
+# Those that frameworks can compute, and differentiate, from the function alone.
+PLAIN = [op for op in OPS if not op.attrs and op.name != "rounded"]

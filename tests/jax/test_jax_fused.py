@@ -1,0 +1,46 @@
+"""Ops of functions in JAX: values and gradients against JAX's own, under jit and vmap."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cute_ops import Op
+from cute_ops.expressions import evaluate, trace
+from cute_ops_jax import register
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+import fusing
+
+
+def plain(declared: Op) -> Callable[..., Any]:
+    """The function by JAX alone."""
+    expression = trace(getattr(fusing, declared.name), {name: t.shape for name, t in declared.inputs.items()})
+
+    def run(*arrays: Any) -> Any:
+        outputs = evaluate(expression, jnp, arrays)
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    return run
+
+
+@pytest.mark.parametrize("declared", fusing.PLAIN, ids=lambda op: op.name)
+def test_values_and_gradients_under_jit_and_vmap(declared: Op) -> None:
+    rng, sizes = np.random.default_rng(0), {"m": (3, 2), "n": 8}
+    arrays = [jnp.asarray(rng.standard_normal(t.of(sizes)), "float32") for t in declared.inputs.values()]
+    stacked = [jnp.stack([a, 2 * a]) for a in arrays]
+
+    def both(function: Callable[..., Any], *arrays: Any) -> Any:
+        outputs, pull = jax.vjp(function, *arrays)
+        return outputs, pull(jax.tree.map(jnp.cos, outputs))
+
+    for transform, given in ((jax.jit, arrays), (jax.vmap, stacked)):
+        found, wanted = (transform(lambda *a, f=f: both(f, *a))(*given) for f in (register(declared), plain(declared)))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
