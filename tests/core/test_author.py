@@ -26,7 +26,7 @@ from cute_ops.tools import sass
 from cute_ops.tools.verify import verify
 
 ROOT = Path(__file__).parents[2]
-SOFTCAP = "examples/custom_op/softcap.py"
+SOFTCAP, FUSED = "examples/custom_op/softcap.py", "examples/custom_op/fused.py"
 PRODUCT = str(ROOT / "tests/core/kernels/product.py")
 
 
@@ -41,10 +41,11 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
 
 
-def test_a_file_of_ones_own_is_verified_in_every_framework() -> None:
-    result = run("verify", SOFTCAP, "--dtype", "bfloat16", "--repeats", "2")
+@pytest.mark.parametrize(("file", "right"), [(SOFTCAP, "5 of 5 right, 4 calls"), (FUSED, "10 of 10 right, 8 calls")])
+def test_a_file_of_ones_own_is_verified_in_every_framework(file: str, right: str) -> None:
+    result = run("verify", file, "--dtype", "bfloat16", "--repeats", "2")
     assert result.returncode == 0, result.stdout + result.stderr
-    assert "torch on " in result.stdout and "jax on " in result.stdout and "5 of 5 right, 4 calls" in result.stdout
+    assert "torch on " in result.stdout and "jax on " in result.stdout and right in result.stdout
     assert ("references, no kernel" in result.stdout) == ("torch on cpu" in result.stdout)
 
 

@@ -22,7 +22,7 @@ from cute_ops.jit.target import parse
 from cute_ops.op import Op
 from cute_ops.shapes import FLOATS
 
-softcap = pytest.importorskip("softcap")
+softcap, fused = (pytest.importorskip(name) for name in ("softcap", "fused"))
 FOLDER = Path(softcap.__file__).parent
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 SHAPES = [(), (7,), (3, 5)]
@@ -85,6 +85,22 @@ def test_gradient_is_that_of_the_reference() -> None:
     ahead, behind = (softcap.reference(np, x + s, cap=20.0) for s in (step, -step))
     slope = softcap.reference_bwd(np, x, np.ones_like(x), cap=20.0)
     np.testing.assert_allclose(slope, (ahead - behind) / (2 * step), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_fused_function_and_its_gradient(device: str) -> None:
+    rng = np.random.default_rng(0)
+    x, bias, residual = (rng.standard_normal(shape).astype("float32") for shape in ((3, 256), 256, (3, 256)))
+    leaves = [torch.tensor(a, device=device, requires_grad=True) for a in (x, bias, residual)]
+    out = fused.gelu_add_torch(*leaves)
+    wanted = torch.nn.functional.gelu(leaves[0] + leaves[1]) + leaves[2]
+    torch.testing.assert_close(out, wanted)
+    gradients, exact = (torch.autograd.grad(y.square().sum(), leaves) for y in (out, wanted))
+    torch.testing.assert_close(gradients, exact)
+    with jax.default_device(jax.devices(device)[0]):
+        in_jax = jax.grad(lambda *a: jnp.sum(fused.gelu_add_jax(*a) ** 2), argnums=(0, 1, 2))(x, bias, residual)
+    for found, gradient in zip(in_jax, gradients, strict=True):
+        np.testing.assert_allclose(found, gradient.cpu(), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("op", [softcap.softcap, softcap.softcap_bwd], ids=lambda op: op.name)
