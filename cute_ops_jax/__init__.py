@@ -11,13 +11,14 @@ from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
 from cute_ops_jax.primitive.ffi_check import probe
-from cute_ops_jax.primitive.function import register
+from cute_ops_jax.primitive.function import fused, register
 
 _DECLARED = {op.name: op for op in OPS}
 # Imported when they are first asked for: most programs use neither, and start faster without their imports.
 _LAZY = {"export": "cute_ops_jax.exporting", "load": "cute_ops_jax.loading"}
 __all__ = [
     "embedding",
+    "fused",
     "linear_cross_entropy",
     "probe",
     "register",

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+import cute_ops
 from cute_ops.op import Op
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
@@ -45,6 +46,16 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     """
     with _lock:
         return define(op, namespace).function
+
+
+def fused(*, namespace: str = "cute", **declaration: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function with :func:`cute_ops.fused` and :func:`register`: callers leave out ``xp``.
+
+    Args:
+        namespace: as :func:`register` takes it.
+        declaration: keyword arguments of :func:`cute_ops.fused`.
+    """
+    return lambda function: register(cute_ops.fused(function, **declaration), namespace)
 
 
 def define(op: Op, namespace: str = "cute") -> Registered:

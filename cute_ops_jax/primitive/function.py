@@ -10,11 +10,21 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
+import cute_ops
 from cute_ops.errors import meant, message
 from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import alike
 from cute_ops_jax.primitive.primitive import in_order, one_for_each
 from cute_ops_jax.primitive.vjp import Call, differentiable
+
+
+def fused(**declaration: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorates a function with :func:`cute_ops.fused` and :func:`register`: callers leave out ``xp``.
+
+    Args:
+        declaration: keyword arguments of :func:`cute_ops.fused`.
+    """
+    return lambda function: register(cute_ops.fused(function, **declaration))
 
 
 @one_for_each

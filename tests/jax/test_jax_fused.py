@@ -14,7 +14,7 @@ import pytest
 
 from cute_ops import Op
 from cute_ops.expressions import evaluate, trace
-from cute_ops_jax import register
+from cute_ops_jax import fused, register
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 import fusing
@@ -44,3 +44,14 @@ def test_values_and_gradients_under_jit_and_vmap(declared: Op) -> None:
     for transform, given in ((jax.jit, arrays), (jax.vmap, stacked)):
         found, wanted = (transform(lambda *a, f=f: both(f, *a))(*given) for f in (register(declared), plain(declared)))
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
+
+
+def test_a_decorated_function_is_called_without_a_namespace() -> None:
+    @fused(operands={"x": "*m n", "weight": "n"}, name="weighted_in_jax")
+    def weighted(xp, x, weight):
+        """The tanh of x, weighted."""
+        return xp.tanh(x) * weight
+
+    x, weight = jnp.arange(24.0).reshape(3, 8) / 24, jnp.arange(8.0)
+    np.testing.assert_allclose(jax.jit(weighted)(x, weight=weight), jnp.tanh(x) * weight, rtol=1e-6)
+    assert weighted.__doc__ == "The tanh of x, weighted."

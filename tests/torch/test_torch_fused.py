@@ -12,12 +12,12 @@ from array_api_compat import torch as xp
 
 from cute_ops import Op
 from cute_ops.expressions import evaluate, trace
-from cute_ops_torch import register
+from cute_ops_torch import fused, register
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 import fusing
 
-pytestmark = pytest.mark.parametrize("declared", fusing.PLAIN, ids=lambda op: op.name)
+each = pytest.mark.parametrize("declared", fusing.PLAIN, ids=lambda op: op.name)
 
 
 def tensors(declared: Op) -> list[torch.Tensor]:
@@ -30,6 +30,7 @@ def as_tuple(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Te
     return outputs if isinstance(outputs, tuple) else (outputs,)
 
 
+@each
 def test_values_and_gradients(declared: Op) -> None:
     given = tensors(declared)
     wide = [t.detach().double().requires_grad_() for t in given]
@@ -43,11 +44,13 @@ def test_values_and_gradients(declared: Op) -> None:
         torch.testing.assert_close(gradient.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
+@each
 def test_the_op_is_a_good_citizen(declared: Op) -> None:
     register(declared)
     torch.library.opcheck(getattr(torch.ops.cute, declared.name).default, tuple(tensors(declared)))
 
 
+@each
 def test_compile_and_vmap_give_the_same_bits(declared: Op) -> None:
     function, given = register(declared), tensors(declared)
     outputs = as_tuple(function(*given))
@@ -56,3 +59,15 @@ def test_compile_and_vmap_give_the_same_bits(declared: Op) -> None:
     stacked = [torch.stack([t, 2 * t]).detach() for t in given]
     for out, wanted in zip(as_tuple(torch.vmap(function)(*stacked)), outputs, strict=True):
         assert torch.equal(out[0], wanted)
+
+
+def test_a_decorated_function_is_called_without_a_namespace() -> None:
+    @fused(operands={"x": "*m n", "weight": "n"}, namespace="fused_tests")
+    def weighted(xp, x, weight):
+        """The tanh of x, weighted."""
+        return xp.tanh(x) * weight
+
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    torch.testing.assert_close(weighted(x, weight=weight), torch.tanh(x) * weight)
+    assert weighted.__doc__ == "The tanh of x, weighted."
+    assert torch.ops.fused_tests.weighted(x, weight).shape == x.shape
