@@ -10,12 +10,13 @@ import pytest
 ROOT = Path(__file__).parents[2]
 PAGES = ["README.md", "CONTRIBUTING.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
 PAGES += ["SECURITY.md", "CHANGELOG.md", "benchmarks/results/README.md"]
-CODE = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("code", CODE, ids=["torch", "jax"])
-def test_code_runs(code: str) -> None:
-    exec(compile(code, "README.md", "exec"), {})
+@pytest.mark.parametrize("page", ["README.md", "docs/fused.md"])
+def test_code_runs(page: str) -> None:
+    namespace = {"__name__": page}
+    for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL):
+        exec(compile(code, page, "exec"), namespace)
 
 
 @pytest.mark.parametrize("page", PAGES)
