@@ -128,7 +128,7 @@ def test_processes_record_into_one_file(tmp_path: Path) -> None:
 
 def test_every_op_of_a_gradient_is_found_by_its_place(tmp_path: Path) -> None:
     """Also where a module binds none of them, and narrowed to some outputs."""
-    (tmp_path / "steps.py").write_text(
+    (tmp_path / "has_steps.py").write_text(
         textwrap.dedent("""
         from cute_ops import Op, Tensor
         ROWS, ROW = Tensor("*m n", "float32"), Tensor("n", "float32")
@@ -141,10 +141,10 @@ def test_every_op_of_a_gradient_is_found_by_its_place(tmp_path: Path) -> None:
         """)
     )
     for name in ("mine", "mine.first", "mine.second", "norm", "norm.grad", "norm.norm_bwd_only_dx"):
-        op = lookup.find(f"{tmp_path / 'steps.py'}:{name}")
-        assert lookup.place(op) == f"steps:{name}"
+        op = lookup.find(f"{tmp_path / 'has_steps.py'}:{name}")
+        assert lookup.place(op) == f"has_steps:{name}"
     with pytest.raises(ValueError, match=r"has no op 'mine\.third'; it has mine, norm"):
-        lookup.find(f"{tmp_path / 'steps.py'}:mine.third")
+        lookup.find(f"{tmp_path / 'has_steps.py'}:mine.third")
     assert lookup.place(lookup.find("rmsnorm_bwd_only_dx")) == "rmsnorm_bwd_only_dx"
 
 

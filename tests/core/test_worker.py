@@ -176,7 +176,7 @@ def test_sources_edited_during_a_compile_are_refused(
 def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.delenv("PYTHONDONTWRITEBYTECODE", raising=False)
-    (tmp_path / "steps.py").write_text(
+    (tmp_path / "reads_a_step.py").write_text(
         "import step_of_it\nclass Copy:\n    def __init__(self, _): raise ValueError(f'step {step_of_it.STEP}')\n"
     )
     helper = tmp_path / "step_of_it.py"
@@ -189,7 +189,8 @@ def test_bytecode_of_another_source_is_not_used(variant: Make, tmp_path: Path, m
     worker = Pool(1)
     with pytest.raises(CompileError, match="step 64"):
         worker.compile(
-            variant()._replace(kernel="steps:Copy", sources=source_digest.key("steps:Copy")), tmp_path / "a.so"
+            variant()._replace(kernel="reads_a_step:Copy", sources=source_digest.key("reads_a_step:Copy")),
+            tmp_path / "a.so",
         )
     worker.close()
 
