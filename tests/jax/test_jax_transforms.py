@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,9 +15,12 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops import Op, testing
 from cute_ops.ops import OPS
 from cute_ops_jax.primitive.primitive import stage
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from crossed import CROSS
 
 SIZE, ROWS, N = 3, 4, 6  # batch, rows, last dim
 Close = Callable[[Any, Any], None]
@@ -84,22 +89,6 @@ def test_vmap_over_rows_is_one_call_without_a_loop(any_op: Op) -> None:
     jaxpr = str(jax.make_jaxpr(jax.vmap(function_of(any_op), axes))(*moved))
     assert jaxpr.count(f"cute_{any_op.name}[") == 1
     assert "scan" not in jaxpr
-
-
-def total(xp: Any, rows: Any) -> Any:
-    return xp.sum(xp.reshape(rows, (-1, rows.shape[-1])), axis=0)
-
-
-ROWS_M, ROWS_P = Tensor("*m n", "T"), Tensor("*p n", "T")
-CROSS_BWD = Op(
-    "cross_bwd", inputs={"dout": ROWS_M, "x": ROWS_M, "y": ROWS_P}, outputs={"dx": ROWS_M, "dy": ROWS_P},
-    dtypes={"T": FLOATS}, kernel="cute_ops.kernels:K",
-    reference=lambda xp, dout, x, y: (dout * total(xp, y), xp.zeros_like(y) + total(xp, dout * x)),
-)  # fmt: skip
-CROSS = Op(
-    "cross", inputs={"x": ROWS_M, "y": ROWS_P}, outputs={"out": ROWS_M}, dtypes={"T": FLOATS}, grad=CROSS_BWD,
-    kernel="cute_ops.kernels:K", reference=lambda xp, x, y: x * total(xp, y),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("batched", [(True, False), (False, True), (True, True)], ids=str)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor, testing
+from cute_ops import Op, testing
 from cute_ops.ops import OPS
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from crossed import CROSS
 
 
 def leaves(tensors: list[torch.Tensor | None]) -> list[torch.Tensor | None]:
@@ -146,22 +151,6 @@ def test_selective_checkpoint(op: Op, make_inputs: Callable[..., Any], policy: C
         got = torch.autograd.grad(out, wanted(op, tensors))
     torch.testing.assert_close(got, expected, rtol=0, atol=0)
     assert count.calls == calls
-
-
-def total(xp: Any, rows: Any) -> Any:
-    return xp.sum(xp.reshape(rows, (-1, rows.shape[-1])), axis=0)
-
-
-ROWS_M, ROWS_P = Tensor("*m n", "T"), Tensor("*p n", "T")
-CROSS_BWD = Op(
-    "cross_bwd", inputs={"dout": ROWS_M, "x": ROWS_M, "y": ROWS_P}, outputs={"dx": ROWS_M, "dy": ROWS_P},
-    dtypes={"T": FLOATS}, kernel="cute_ops.kernels:K",
-    reference=lambda xp, dout, x, y: (dout * total(xp, y), xp.zeros_like(y) + total(xp, dout * x)),
-)  # fmt: skip
-CROSS = Op(
-    "cross", inputs={"x": ROWS_M, "y": ROWS_P}, outputs={"out": ROWS_M}, dtypes={"T": FLOATS}, grad=CROSS_BWD,
-    kernel="cute_ops.kernels:K", reference=lambda xp, x, y: x * total(xp, y),
-)  # fmt: skip
 
 
 @pytest.mark.parametrize("dims", [(0, None), (None, 1), (2, 0)], ids=str)
