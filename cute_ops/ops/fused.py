@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
 from cute_ops.config import Config, Problem, Tuning, vary
@@ -128,13 +129,14 @@ class _Formula(NamedTuple):
 
 
 class _Fused:
-    """A function, traced for each combination of attributes."""
+    """A function, traced once for each combination of attributes."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], operands: Mapping[str, str], outputs: Sequence[str],
         defaults: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.name, self.function, self.operands = name, function, dict(operands)
+        self._forward, self._backward = cache(self._traced), cache(self._differentiated)
         count = len(trace(function, operands, defaults).outputs)
         self.outputs = tuple(outputs) or (("out",) if count == 1 else tuple(f"out{i}" for i in range(count)))
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
@@ -149,7 +151,14 @@ class _Fused:
 
     def forward(self, attrs: Mapping[str, Any]) -> _Formula:
         """The function itself."""
-        expression = trace(self.function, self.operands, attrs)
+        return self._forward(tuple(attrs.items()))
+
+    def backward(self, attrs: Mapping[str, Any]) -> _Formula:
+        """Terms of the gradients of all operands."""
+        return self._backward(tuple(attrs.items()))
+
+    def _traced(self, attrs: tuple[tuple[str, Any], ...]) -> _Formula:
+        expression = trace(self.function, self.operands, dict(attrs))
         if rows := [node.word for node in expression.nodes if node.word in WORDS and WORDS[node.word].reduces]:
             self._refuse(f"xp.{rows[0]} of a row is not fused yet; make it an operand, '*m 1'")
         if len(expression.outputs) != len(self.outputs):
@@ -161,9 +170,8 @@ class _Fused:
                 self._refuse(f"{out} does not have the shape '*m n': compute it from a tile")
         return _Formula(expression, tuple(self.operands), self.outputs, "t" * len(self.outputs), self.tile)
 
-    def backward(self, attrs: Mapping[str, Any]) -> _Formula:
-        """Terms of the gradients of all operands."""
-        found = differentiate(self.forward(attrs).expression)
+    def _differentiated(self, attrs: tuple[tuple[str, Any], ...]) -> _Formula:
+        found = differentiate(self._forward(attrs).expression)
         tensors = [*self.operands]
 
         def source(each: Source) -> str:
@@ -174,7 +182,7 @@ class _Fused:
         return _Formula(found.expression, tuple(map(source, found.sources)), writes, kinds, self.tile)
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
-        """Parts of the sums over rows that gradients of row vectors and scalars are, and a scalar's, added up."""
+        """Partial sums over rows for gradients of row vectors and scalars; whole ones by column for scalars."""
         made: dict[str, Array | None] = {}
         for name, shape in self.operands.items():
             if not SHAPES[shape].kind.rows:
@@ -205,7 +213,7 @@ class _Fused:
 
 
 def _summed(xp: Any, terms: Any, shape: str) -> Any:
-    """Of a vector or a scalar: the sum of its gradient's terms."""
+    """The sum of a gradient's terms over the dims that its operand, of this shape, lacks."""
     kind, lead = SHAPES[shape].kind, tuple(range(len(terms.shape) - 1))
     if not kind.columns:
         terms = xp.sum(terms, axis=-1, keepdims=kind.rows)

@@ -149,3 +149,19 @@ def test_attributes_may_not_change_what_is_returned() -> None:
     op = fused(pair, operands={"x": TILE}, attrs={"both": False})
     with pytest.raises(ValueError, match=r"^cute_ops\.fused: pair cannot be fused: it returns 2 values"):
         op.reference(np, np.zeros((2, 3), "float32"), both=True)
+
+
+def test_a_function_is_traced_once_for_each_combination_of_attributes() -> None:
+    calls = []
+
+    def scaled(xp: Any, x: Any, *, factor: float) -> Any:
+        calls.append(factor)
+        return x * factor
+
+    op = fused(scaled, operands={"x": "*m n"}, attrs={"factor": 2.0})
+    calls.clear()
+    x = np.ones((2, 3), np.float32)
+    for factor in (2.0, 3.0, 2.0, 3.0):
+        (out,) = op.reference(np, x, factor=factor)
+        assert (out == factor).all()
+    assert calls == [3.0]
