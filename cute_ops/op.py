@@ -404,7 +404,7 @@ class Op:
 
         Args:
             wanted: the inputs that need a gradient.
-            present: the inputs that are not None. What is absent with another one narrows no op.
+            present: the inputs that are not None. An output that is absent because its input is does not narrow an op.
         """
         read = {f"d{name}" for name in wanted if name in present}
         chosen: list[Op] = []

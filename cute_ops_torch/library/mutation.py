@@ -27,7 +27,7 @@ def refuse_gradients(op: Op, tensors: Tensors) -> None:
 def check_memory(op: Op, tensors: Tensors) -> None:
     """Raise ValueError where an input that is written overlaps itself or another input.
 
-    Of two inputs that lie within each other with gaps nothing is known but where they begin.
+    Inputs with gaps, whose elements may interleave, are compared by their first addresses alone.
     """
     given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
     for name in op.mutates:
@@ -62,7 +62,7 @@ def _pairs(op: Op, given: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, i
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Bytes that are a tensor's alone, from its beginning on: one of one with gaps."""
+    """How many bytes from the first on surely belong to a tensor: all of a contiguous one, one where it has gaps."""
     return tensor.numel() * tensor.itemsize if tensor.is_contiguous() else min(tensor.numel(), 1)
 
 
