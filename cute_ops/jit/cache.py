@@ -39,6 +39,7 @@ _functions: dict[str, Callable[..., Any]] = {}
 _building: dict[str, threading.Lock] = {}
 os.register_at_fork(after_in_child=_building.clear)  # threads that compile are the parent's
 _guard = file_lock.between_threads()
+_storing = file_lock.between_threads()  # two threads that look for room at once would both find it
 
 
 class Counters:
@@ -287,9 +288,10 @@ def _store(where: Path, variant: Variant, built: Path, seconds: float) -> Path |
     data = built.read_bytes()
     record = {"variant": json.loads(variant.text), "sha256": hashlib.sha256(data).hexdigest(), "seconds": seconds}
     try:
-        _make_room(where, len(data))
-        # The object comes last: a reader that finds it also finds its record.
-        cache_dir.write_whole(where, {f"{path.stem}.json": json.dumps(record, indent=1).encode(), path.name: data})
+        with _storing:
+            _make_room(where, len(data))
+            # The object comes last: a reader that finds it also finds its record.
+            cache_dir.write_whole(where, {f"{path.stem}.json": json.dumps(record, indent=1).encode(), path.name: data})
     except OSError as error:
         log.warning("cannot keep a compiled kernel in %s (%s): the next process compiles it again", where, error)
         _remove(path)

@@ -11,7 +11,9 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ import pytest
 from cute_ops import CacheError, dispatch, manifest
 from cute_ops.aot import build
 from cute_ops.autotune import winners
-from cute_ops.files import folder_swap
+from cute_ops.files import cache_dir, folder_swap
 from cute_ops.jit import bundle, cache, loader, toolchain
 from cute_ops.jit.bundle import Bundle
 from cute_ops.jit.target import parse
@@ -452,6 +454,14 @@ def test_a_cache_that_holds_no_whole_bundle(
     tmp_path: Path, cache_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cache, "MAX_BYTES", 1)
+    both, write = threading.Barrier(2), cache_dir.write_whole
+
+    def written_at_once(*args: Any) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.5)  # the other thread has looked for room, too, if it may
+        write(*args)
+
+    monkeypatch.setattr(cache_dir, "write_whole", written_at_once)
     with pytest.raises(
         CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES, 1, may be too small"
     ):
