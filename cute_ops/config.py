@@ -119,7 +119,7 @@ class Tuning(NamedTuple):
 
     config: Callable[[Problem], KernelConfig | Config] = lambda problem: {}
     space: Space | None = None
-    workspace: Callable[[Problem, Config], Mapping[str, Array | None]] = lambda problem, config: {}
+    workspace: Callable[[Problem, Config], Mapping[str, Array | None]] | None = None
 
     def heuristic(self, problem: Problem) -> dict[str, Any]:
         """The heuristic's config, flat."""

@@ -18,7 +18,6 @@ from cute_ops.autotune import winners
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding
 from cute_ops.config import Config
-from cute_ops.errors import message
 from cute_ops.files import file_lock
 from cute_ops.jit import cache as kernels
 from cute_ops.jit.layout import Memory
@@ -62,19 +61,6 @@ def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixe
     constants.
     """
     return _plan(binding, memory, target, fixed)
-
-
-def target_of(binding: Binding, find: Callable[[], Target]) -> Target:
-    """The target that ``find`` gives, with an error that names the call.
-
-    Raises:
-        NotImplementedError: a GPU that no kernel is built for.
-    """
-    try:
-        return find()
-    except NotImplementedError as error:
-        problem = f"{str(error).removeprefix('cute_ops: ')}."
-        raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes)) from None
 
 
 def limit_static(count: int) -> None:

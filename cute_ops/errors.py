@@ -7,7 +7,8 @@ expected, and lists what had been bound so far.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Protocol
 
 from cute_ops.shapes import Array
@@ -75,6 +76,18 @@ def message(
     if bound:
         lines.append(f"  bound so far: {bound}")
     return "\n".join(lines)
+
+
+@contextmanager
+def naming(
+    op: _Declaration, given: Mapping[str, Array | None], dims: Mapping[str, object], dtypes: Mapping[str, str]
+) -> Iterator[None]:
+    """Let an error on a GPU that no kernel is built for name the call, as :func:`message` does."""
+    try:
+        yield
+    except NotImplementedError as error:
+        problem = f"{str(error).removeprefix('cute_ops: ')}."
+        raise NotImplementedError(message(op, problem, given, dims, dtypes)) from None
 
 
 def first_line(error: Exception) -> str:

@@ -11,13 +11,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from cute_ops.binding import Binding, expanded_shape, own_lead
 from cute_ops.errors import message
 from cute_ops.jit.variant import VECTOR, TensorKey
 from cute_ops.op import Tensor
 from cute_ops.shapes import ITEMSIZE, Array
+
+Shapes: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
 class Memory(NamedTuple):
@@ -147,6 +149,26 @@ def folded(binding: Binding) -> dict[str, tuple[int, ...]]:
     for group in groups(binding):
         shapes |= _folded({n: each for n, each in given.items() if each[0].rows == group}, binding.dims[group])
     return shapes
+
+
+def with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
+    """The same call on views of its arrays, which differ in their leading dims: nothing is left to check."""
+    op, dims = binding.op, dict(binding.dims)
+    for name, shape in shapes.items():
+        tensor = op.inputs[name]
+        if tensor.rows and not tensor.broadcast:
+            dims[tensor.rows] = shape[: len(shape) - len(tensor.dims)]
+    constants = {name: binding.attrs[name] for name in op.attrs}
+    dims |= {name: size(dims, constants) for name, size in op.derived.items()}
+    inputs = with_shapes(binding.inputs, shapes)
+    outputs = {n: out and out._replace(shape=op.outputs[n].of(dims)) for n, out in binding.outputs.items()}
+    results = {**{n: inputs[n] for n in op.mutates}, **outputs}
+    return binding._replace(dims=dims, inputs=inputs, outputs=outputs, results=results)
+
+
+def with_shapes(arrays: Mapping[str, Array | None], shapes: Shapes) -> dict[str, Array | None]:
+    """The same arrays, those of them that have a shape here with it."""
+    return {n: a and a._replace(shape=shapes.get(n, a.shape)) for n, a in arrays.items()}
 
 
 def _folded(given: Mapping[str, tuple[Tensor, Array]], whole: tuple[int, ...]) -> dict[str, tuple[int, ...]]:

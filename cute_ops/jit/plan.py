@@ -95,7 +95,8 @@ def configured(call: Signature, config: Config) -> Plan:
     """The plan of a call with this config."""
     op = call.binding.op
     keys, workspaces = dict(call.layout.keys), {}
-    for name, scratch in op.workspace(call.problem, config).items():
+    arrays = op.workspace(call.problem, config) if op.workspace else {}
+    for name, scratch in arrays.items():
         keys[name] = None
         if scratch is not None:
             workspaces[name] = scratch

@@ -15,9 +15,9 @@ from cute_ops.op import Op
 from cute_ops_jax.distributed import varying
 from cute_ops_jax.distributed.slices import present
 from cute_ops_jax.distributed.varying import Axes
-from cute_ops_jax.primitive.arrays import Arrays
+from cute_ops_jax.primitive.arrays import Arrays, in_order
 from cute_ops_jax.primitive.lowering import by_name
-from cute_ops_jax.primitive.primitive import Lowering, Stage, in_order, named, stage
+from cute_ops_jax.primitive.primitive import Lowering, Stage, named, stage
 
 # ``call(op, inputs, attrs, inplace=False)``: an op's outputs by name.
 Call: TypeAlias = Callable[..., Arrays]

@@ -34,17 +34,17 @@ def device_target() -> target.Target:
     """The architecture to lower for: that of :func:`lowering_for`, else of ``CUTE_OPS_ARCH`` (to lower on a machine
     without that GPU), else of device 0.
     """
+    return target_and_device()[0]
+
+
+def target_and_device() -> tuple[target.Target, int | None]:
+    """The same, and the device on which a kernel may be measured, since the program will run there; None if it runs
+    elsewhere.
+    """
     named = _lowering_for.get()
-    if named is not None:
-        return named
-    chosen = env.ARCH.read()
-    return target.parse(chosen) if chosen else target.of_device(0)
-
-
-def here() -> int | None:
-    """The device on which a kernel may be measured, since the program will run there; None if it runs elsewhere."""
-    elsewhere = _lowering_for.get() is not None or env.ARCH.read()
-    return None if elsewhere or not target.device_count() else 0
+    if named is None and (chosen := env.ARCH.read()):
+        named = target.parse(chosen)
+    return (target.of_device(0), 0) if named is None else (named, None)
 
 
 @contextmanager

@@ -14,7 +14,8 @@ import cute_ops
 from cute_ops.errors import meant, message
 from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import alike
-from cute_ops_jax.primitive.primitive import in_order, one_for_each
+from cute_ops_jax.primitive.arrays import in_order
+from cute_ops_jax.primitive.primitive import one_for_each
 from cute_ops_jax.primitive.vjp import Call, differentiable
 
 

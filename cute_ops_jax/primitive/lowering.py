@@ -7,7 +7,7 @@ exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -15,14 +15,11 @@ import jax.numpy as jnp
 
 from cute_ops import dispatch
 from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
-from cute_ops.errors import message
-from cute_ops.jit.layout import folded
+from cute_ops.errors import message, naming
+from cute_ops.jit.layout import Shapes, folded, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
-from cute_ops.shapes import Array
 from cute_ops_jax.primitive import ffi
 from cute_ops_jax.primitive.arrays import spec
-
-Shapes = Mapping[str, tuple[Any, ...]]
 
 
 def reference(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False) -> list[jax.Array]:
@@ -93,9 +90,10 @@ def choose(binding: Binding) -> Chosen:
     """
     symbolic = any(_symbolic(size) for a in binding.inputs.values() if a is not None for size in a.shape)
     expanded = _expanded(binding)
-    whole = binding._replace(inputs=_with_shapes(binding.inputs, expanded)) if expanded else binding
-    flat = _with_leading_dims(whole, folded(whole))
-    target, device = dispatch.target_of(binding, ffi.device_target), ffi.here()
+    whole = binding._replace(inputs=with_shapes(binding.inputs, expanded)) if expanded else binding
+    flat = with_leading_dims(whole, folded(whole))
+    with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
+        target, device = ffi.target_and_device()
     if not symbolic:
         return Chosen(flat, dispatch.choose(flat, {}, target, device), expanded)
     shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
@@ -104,7 +102,7 @@ def choose(binding: Binding) -> Chosen:
     if not problem:
         # A kernel does not depend on the number of rows, and scratch arrays that serve many rows serve fewer.
         fixed, larger = (
-            dispatch.choose(_with_leading_dims(flat, _with_rows(shapes, rows)), {}, target)
+            dispatch.choose(with_leading_dims(flat, _with_rows(shapes, rows)), {}, target)
             for rows in (MANY_ROWS, 2 * MANY_ROWS)
         )
         if _elements(larger) > 1.5 * _elements(fixed):
@@ -125,25 +123,6 @@ def _expanded(binding: Binding) -> Shapes:
     given = {n: (t, a) for n, t in binding.op.inputs.items() if t.broadcast and (a := binding.inputs[n]) is not None}
     found = {n: expanded_shape(t, a, binding.dims) for n, (t, a) in given.items()}
     return {n: shape for n, shape in found.items() if shape is not None}
-
-
-def _with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
-    """The same call on views of its arrays, which differ in their leading dims: nothing is left to check."""
-    op, dims = binding.op, dict(binding.dims)
-    for name, shape in shapes.items():
-        tensor = op.inputs[name]
-        if tensor.rows and not tensor.broadcast:
-            dims[tensor.rows] = shape[: len(shape) - len(tensor.dims)]
-    constants = {name: binding.attrs[name] for name in op.attrs}
-    dims |= {name: size(dims, constants) for name, size in op.derived.items()}
-    inputs = _with_shapes(binding.inputs, shapes)
-    outputs = {n: out and out._replace(shape=op.outputs[n].of(dims)) for n, out in binding.outputs.items()}
-    results = {**{n: inputs[n] for n in op.mutates}, **outputs}
-    return binding._replace(dims=dims, inputs=inputs, outputs=outputs, results=results)
-
-
-def _with_shapes(arrays: Mapping[str, Array | None], shapes: Shapes) -> dict[str, Array | None]:
-    return {n: a and a._replace(shape=shapes.get(n, a.shape)) for n, a in arrays.items()}
 
 
 def _with_rows(shapes: Shapes, rows: int) -> Shapes:

@@ -24,7 +24,7 @@ from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike
 from cute_ops_jax.primitive import ffi, lowering, vmap
-from cute_ops_jax.primitive.arrays import Arrays, Attributes, specs
+from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
 
 T = TypeVar("T")
 # :func:`lowering.reference` or :func:`lowering.kernel`: ``run(binding, arrays, inplace) -> results``.
@@ -84,7 +84,6 @@ class Stage:
             ValueError: shapes that do not fit together.
         """
         given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
-        _check_arrays(self.op, given)
         binding = self.bound(given, attrs)
         if binding.empty:
             arrays = [jnp.asarray(a) for a in given.values()]
@@ -165,23 +164,6 @@ def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
     return Stage(op)
-
-
-def _check_arrays(op: Op, inputs: Mapping[str, Any]) -> None:
-    for name, a in inputs.items():
-        if not (hasattr(a, "shape") and hasattr(a, "dtype")):
-            raise TypeError(message(op, f"argument `{name}` must be one array, got {type(a).__name__}."))
-
-
-def in_order(op: Op, inputs: Arrays) -> dict[str, Any]:
-    """The inputs that are there, in declared order.
-
-    Raises:
-        TypeError: an input that is no array: a list, a dictionary.
-    """
-    given = {name: inputs[name] for name in op.inputs if inputs.get(name) is not None}
-    _check_arrays(op, given)
-    return given
 
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from cute_ops import dispatch
 from cute_ops.binding import Binding
+from cute_ops.errors import naming
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.plan import Plan
 from cute_ops.op import Op
@@ -106,8 +106,9 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> CompiledCall:
     device = next(t.device for t in tensors if t is not None)
     index = device.index or 0
     on = index if device.type == "cuda" else None
-    where = dispatch.target_of(binding, partial(target.of_device, index))
-    call = planned_call(binding, dispatch.choose(binding, places, where, on), device)
+    with naming(op, binding.inputs, binding.dims, binding.dtypes):
+        arch = target.of_device(index)
+    call = planned_call(binding, dispatch.choose(binding, places, arch, on), device)
     return compiled_call.on_device(call, device) if torch.cuda.device_count() > 1 else call
 
 
