@@ -15,7 +15,7 @@ from cute_ops.autotune.types import Measurement, Trial
 from cute_ops.binding import bind
 from cute_ops.config import Config
 from cute_ops.errors import first_line
-from cute_ops.jit.target import Target
+from cute_ops.jit.target import Target, device_names
 
 IDLE_SECONDS = 60.0
 START_SECONDS = 120.0  # a framework's import may take long
@@ -27,9 +27,8 @@ class BenchProcess:
 
     def __init__(self, device: int = 0, measurer: str = "") -> None:
         variables = {env.TUNE.name: "0", env.RECORD.name: ""}
-        visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-        if "CUDA_VISIBLE_DEVICES" not in os.environ or visible:
-            variables["CUDA_VISIBLE_DEVICES"] = visible[device] if visible else str(device)
+        if names := device_names():
+            variables["CUDA_VISIBLE_DEVICES"] = names[device]
         self._process = processes.Process("cute_ops.autotune.bench_process", measurer, **variables)
         self._gpu = ""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -76,6 +77,13 @@ def device_count() -> int:
         return 0
     count = ctypes.c_int()
     return count.value if cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def device_names() -> list[str]:
+    """The visible CUDA devices by the names that ``CUDA_VISIBLE_DEVICES`` of a subprocess takes."""
+    count = device_count()
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return list(map(str, range(count))) if named is None else named.split(",")[:count]
 
 
 def driver_version() -> tuple[int, int] | None:

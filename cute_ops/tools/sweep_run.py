@@ -73,7 +73,7 @@ def sweep(
     ended: SimpleQueue[Progress | None] = SimpleQueue()
     end = time.time() + seconds
     with tempfile.TemporaryDirectory(prefix="cute_ops-sweep-") as folder:
-        for _, device in zip(range(workers), itertools.cycle(_devices()), strict=False):
+        for _, device in zip(range(workers), itertools.cycle(target.device_names() or [""]), strict=False):
             process = processes.Process(
                 "cute_ops.tools.sweep_run", runner, CUDA_VISIBLE_DEVICES=device, CUTE_OPS_COMPILE_WORKERS="1",
                 CUTE_OPS_CACHE_DIR=tempfile.mkdtemp(dir=folder), CUTE_OPS_TUNE="0",
@@ -86,12 +86,6 @@ def sweep(
                 left -= 1
             else:
                 yield progress
-
-
-def _devices() -> list[str]:
-    """The visible GPUs as CUDA_VISIBLE_DEVICES names them; processes take turns on them."""
-    named = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
-    return named or [str(index) for index in range(target.device_count())] or [""]
 
 
 def _work(process: processes.Process, tasks: deque[Task], end: float, ended: SimpleQueue[Progress | None]) -> None:

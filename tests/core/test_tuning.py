@@ -552,6 +552,21 @@ def test_a_candidate_that_ends_its_process_is_left_out(other: BenchProcess, monk
     assert other.measure([silu_trial()], tiles[:1], SM90, 0.02).which == 0
 
 
+@pytest.mark.parametrize(
+    ("visible", "names"), [(None, ["0", "1"]), ("5,3", ["5", "3"]), ("GPU-a,GPU-b,-1,2", ["GPU-a", "GPU-b"])]
+)
+def test_devices_by_the_names_that_a_subprocess_takes(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, names: list[str]
+) -> None:
+    if visible is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    for count in range(3):
+        monkeypatch.setattr(command.target, "device_count", lambda count=count: count)
+        assert command.target.device_names() == names[:count]
+
+
 def test_what_is_no_candidates_fault_is_an_error(other: BenchProcess) -> None:
     with pytest.raises(RuntimeError, match="died with signal 6"):
         other.measure([silu_trial()], [{"threads": 32}, {"threads": 512}], SM90, 0.02)
