@@ -138,7 +138,7 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
         data = cache.read(variant)
         if data is None:
             raise CacheError(
-                f"cute_ops: {variant.symbol}.so has left the cache folder while the bundle was built: "
+                f"cute_ops: {variant.symbol}.so was deleted from the cache folder while the bundle was built: "
                 f"CUTE_OPS_CACHE_MAX_BYTES, {cache.MAX_BYTES}, may be too small"
             )
         (where / "kernels" / f"{variant.symbol}.so").write_bytes(data)

@@ -107,7 +107,7 @@ def build(variant: Variant) -> float:
             built = place / f"{variant.symbol}.so"
             seconds = worker.compile(variant, built)
             if _store(where, variant, built, seconds) is None:
-                raise CacheError(f"cute_ops: {variant.symbol}.so does not fit into {where}")
+                raise CacheError(f"cute_ops: {variant.symbol}.so could not be kept in {where}")
         return seconds
 
 
@@ -278,7 +278,7 @@ def _build(where: Path, variant: Variant) -> Callable[..., Any]:
                 try:
                     return loader.load(kept, variant.symbol)
                 except CacheError as error:
-                    log.warning("what was just compiled has left the cache folder (%s)", error)
+                    log.warning("another process has just deleted %s (%s): it runs from memory", kept, error)
             # The file is deleted afterwards, but stays mapped.
             return loader.load(built, variant.symbol)
 

@@ -137,6 +137,6 @@ def _check_sources(variant: Variant) -> None:
     source_digest.forget()
     if source_digest.key(variant.kernel, variant.declared) != variant.sources:
         raise CompileError(
-            f"the sources of {variant.kernel} have changed since this program started: restart it (so have, perhaps, "
-            "those of cute_ops or the environment's CUTE_DSL_ variables, which are part of its name)"
+            f"the sources of {variant.kernel} have changed since this program started: restart the program (cute_ops "
+            "itself and the CUTE_DSL_ environment variables count as sources, too)"
         )

@@ -463,7 +463,7 @@ def test_a_cache_that_holds_no_whole_bundle(
 
     monkeypatch.setattr(cache_dir, "write_whole", written_at_once)
     with pytest.raises(
-        CacheError, match=r"has left the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES, 1, may be too small"
+        CacheError, match=r"was deleted from the cache folder while .* CUTE_OPS_CACHE_MAX_BYTES, 1, may be too small"
     ):
         build.build(CALLS, TARGETS[:1], tmp_path / "bundle")
     assert not list(tmp_path.glob("*bundle*"))

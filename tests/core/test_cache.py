@@ -331,7 +331,7 @@ def test_what_is_deleted_before_it_is_loaded(
     monkeypatch.setattr(cache_dir, "write_whole", written_and_deleted)
     with caplog.at_level(logging.WARNING, "cute_ops"):
         assert compiles(lambda: cache.get(variant())) == 1
-    assert "has left the cache folder" in caplog.text
+    assert "has just deleted" in caplog.text
 
 
 def test_a_file_that_is_just_made_is_not_taken_for_abandoned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
