@@ -7,5 +7,5 @@ from pathlib import Path
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 # For the whole session: an op can be registered once only, so its module must be imported once only.
-sys.path += [str(EXAMPLES / name) for name in ("custom_op", "llama", "optax_decoder")]
+sys.path += [str(EXAMPLES / name) for name in ("custom_op", "gallery", "llama", "optax_decoder")]
 sys.path.append(str(EXAMPLES.parent / "benchmarks"))
