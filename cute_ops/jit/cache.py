@@ -120,7 +120,7 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
     Returns:
         One entry per variant, in order, without duplicates.
     """
-    from concurrent.futures import ThreadPoolExecutor, as_completed  # start-up time: few programs build
+    from concurrent.futures import ThreadPoolExecutor, as_completed, wait  # start-up time: few programs build
 
     unique = list({variant.symbol: variant for variant in variants}.values())
 
@@ -141,7 +141,9 @@ def build_all(variants: Iterable[Variant], done: Callable[[Built], None] | None 
                     done(future.result())
         except BaseException:
             threads.shutdown(wait=False, cancel_futures=True)
-            worker.cancel(own)
+            while left := [future for future in futures if not future.done()]:
+                worker.cancel(own)  # until none is left: a process that is just starting cannot be killed yet
+                wait(left, 0.1)
             raise
         return [future.result() for future in futures]
 

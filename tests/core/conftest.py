@@ -31,6 +31,16 @@ def copying_variant(kernel: str = "Copy", n: int = 64, memory: Mapping[str, Memo
 
 
 @pytest.fixture
+def begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
+    """Waits until a compile begins; the process that compiles."""
+    monkeypatch.setenv("CUTE_OPS_TEST_BEGUN", str(tmp_path / "begun"))
+    monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
+    import asking
+
+    return asking.begun
+
+
+@pytest.fixture
 def variant(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Variant]:
     """Makes variants of the copying op: ``variant("Broken", n=128)``."""
     monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])

@@ -30,7 +30,8 @@ import sys; sys.path.insert(0, {kernels!r}); sys.path.insert(0, {here!r})
 from conftest import copying_variant
 from cute_ops.jit import cache
 cache.get(copying_variant({kernel!r}))
-print(cache.counters.compiled, cache.counters.disk, "cutlass" in sys.modules, flush=True)
+# In one write: several processes share the pipe.
+print(f"{{cache.counters.compiled}} {{cache.counters.disk}} {{'cutlass' in sys.modules}}\\n", end="", flush=True)
 """
 
 
@@ -77,7 +78,7 @@ os.fork(), os.fork()
 )  # fmt: skip
 def test_sixteen_processes_one_compile(cache_folder: Path) -> None:
     processes = [process_getting(cache_folder, before=BECOME_FOUR) for _ in range(4)]
-    counts = [line.split() for p in processes for line in p.communicate(timeout=120)[0].splitlines()]
+    counts = [line.split() for p in processes for line in p.communicate(timeout=600)[0].splitlines()]
     assert sorted(c[0] for c in counts) == ["0"] * 15 + ["1"]
     assert not list(cache_folder.glob("*.lock")), "locks are left"
     assert all(c[2] == "False" for c in counts), "the compiler was imported into the caller's process"
@@ -230,18 +231,16 @@ def test_a_really_full_disk(tmp_path: Path) -> None:
     "kill -9 of a process that holds the lock and compiles", "the lock is free at once, the next process compiles",
     "a compile",
 )  # fmt: skip
-def test_a_process_killed_while_it_compiles(cache_folder: Path, variant: Make) -> None:
-    victim = process_getting(cache_folder, "Slow")
-    deadline = time.monotonic() + 60
-    while not list(cache_folder.glob("*.lock")) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    time.sleep(0.5)
+def test_a_process_killed_while_it_compiles(cache_folder: Path, begun: Callable[[], int]) -> None:
+    victim = process_getting(cache_folder, "Hanging")
+    begun()
+    assert list(cache_folder.glob("*.lock"))
     victim.send_signal(signal.SIGKILL)
     victim.wait()
     assert not list(cache_folder.glob("cute_*.so"))
     # The lock died with its holder.
-    follower = process_getting(cache_folder, "Slow")
-    assert follower.communicate(timeout=60)[0].split()[:2] == ["1", "0"]
+    follower = process_getting(cache_folder, "Hanging")
+    assert follower.communicate(timeout=600)[0].split()[:2] == ["1", "0"]
 
 
 WRITING = """
@@ -267,7 +266,7 @@ def test_a_process_killed_while_it_writes(cache_folder: Path) -> None:
     victim.kill()
     victim.wait()
     follower = process_getting(cache_folder)
-    assert follower.communicate(timeout=60)[0].split()[:2] == ["1", "0"]
+    assert follower.communicate(timeout=600)[0].split()[:2] == ["1", "0"]
     assert not half.exists() and not list(cache_folder.glob("cute_use-*"))
 
 
@@ -310,8 +309,8 @@ def test_a_look_at_what_is_being_written(cache_folder: Path, files: int) -> None
     reader = process_getting(cache_folder, before=ASKING)
     first = line(reader)
     assert first == ("asks\n" if files == 1 else "0 1 False\n"), "what is whole is there"
-    assert writer.communicate("\n\n", timeout=60)[0].split()[-3:] == ["1", "0", "False"]
-    rest = reader.communicate(timeout=60)[0]
+    assert writer.communicate("\n\n", timeout=600)[0].split()[-3:] == ["1", "0", "False"]
+    rest = reader.communicate(timeout=600)[0]
     assert (first + rest).split()[-3:] == ["0", "1", "False"]
 
 

@@ -46,10 +46,24 @@ class Aborting(Copy):
 
 
 class Slow(Copy):
+    """Takes longer than a client waits before it looks whether its compiler lives."""
+
     def __init__(self, variant):
         super().__init__(variant)
         print("slow kernel begins", flush=True)
-        time.sleep(3)
+        time.sleep(1.5)
+
+
+class Hanging(Copy):
+    """Tells in a file which process compiles it, the first time that it is compiled, and hangs."""
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        path = Path(os.environ["CUTE_OPS_TEST_BEGUN"])
+        if not path.exists():
+            path.with_suffix(".part").write_text(str(os.getpid()))
+            path.with_suffix(".part").rename(path)
+            time.sleep(600)
 
 
 class Meeting(Copy):
@@ -59,7 +73,7 @@ class Meeting(Copy):
         super().__init__(variant)
         folder = Path(os.environ["CUTE_OPS_TEST_MEETING"])
         (folder / f"{os.getpid()}.met").touch()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while len(list(folder.glob("*.met"))) < 2:
             if time.monotonic() > deadline:
                 raise TimeoutError("nobody else came")
