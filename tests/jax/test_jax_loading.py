@@ -83,7 +83,7 @@ def run(code: str, *arguments: str) -> subprocess.Popen[str]:
 
 
 def result(process: subprocess.Popen[str]) -> Any:
-    out, error = process.communicate(timeout=240)
+    out, error = process.communicate(timeout=600)
     assert process.returncode == 0, error
     return json.loads(out.splitlines()[-1])
 

@@ -226,7 +226,7 @@ def test_threads_register_a_target_once(fake_kernels: Any, monkeypatch: pytest.M
 
     def slow(asked: Any) -> Any:
         function = real(asked)
-        together.wait(10)
+        together.wait(200)
         return function
 
     monkeypatch.setattr(cache, "get", slow)

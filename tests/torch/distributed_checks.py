@@ -742,8 +742,9 @@ def main(ranks: int, device: str, folder: Path) -> None:
     if device == "cuda":
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        "nccl" if device == "cuda" else "gloo", rank=rank, world_size=ranks, timeout=timedelta(seconds=120)
-    )
+        "nccl" if device == "cuda" else "gloo", f"file://{folder.absolute()}/ranks", timedelta(seconds=600),
+        world_size=ranks, rank=rank,
+    )  # fmt: skip
     world, found = World(device), {}
     for name, function in CHECKS.items():
         start = time.monotonic()

@@ -91,4 +91,4 @@ def test_calls_of_new_shapes_generate_nothing(any_op: Op, compiled: Any, make_in
     before = generated()
     for m in range(4, 9):
         launcher.launch(*make_inputs(any_op, (m, 2)))
-    assert generated() == before
+    assert generated() <= before

@@ -145,7 +145,7 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     for command in ([sys.executable, "-c", LOAD], *([[str(tmp_path / "run")]] if embeds else [])):
         made = tmp_path / "outputs.pt"
         done = subprocess.run(
-            [*command, *map(str, (package, given, made))], capture_output=True, text=True, env=environment, timeout=240
+            [*command, *map(str, (package, given, made))], capture_output=True, text=True, env=environment, timeout=600
         )
         assert done.returncode == 0, f"{command[0]} ended with {done.returncode}: {done.stderr}"
         for got, tensors in zip(torch.load(made, weights_only=False), inputs, strict=True):
