@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple, NoReturn
 
 import typer
+from rich import box
+from rich.markup import escape
 from rich.table import Table
 
 from cute_ops import dispatch, hardware, lookup
@@ -66,7 +68,6 @@ def inspect(
     or LDGSTS to shared memory) and stores (STG) of 16 bytes are the widest; UBLKCP are bulk copies. CTAs/SM is how many
     fit by registers, threads and shared memory.
     """
-    table = Table("kernel", "threads", "registers", "stack", "local", "shared", "CTAs/SM", "to and from memory")
     ops = calls.ops_of(op)
     calls.check_dtypes(ops, [dtype] if dtype else [])
     for declaration in ops:
@@ -74,19 +75,19 @@ def inspect(
             for sizes in calls.sizes_of(declaration, n, dim, [4096]):
                 given = calls.example(declaration, dtype or "bfloat16", rows, sizes, with_ or (), without or ())
                 variant = dispatch.foresee(calls.bound(declaration, given), {}, target).variant
-                table.add_section()
+                table = _table_of(variant)
                 for kernel in _kernels(variant, out):
                     dynamic = kernel.dynamic
                     shared = hardware.own_shared(target.arch, kernel.resources.shared) + (dynamic or 0)
                     fits = hardware.occupancy(target.arch, kernel.threads, kernel.resources.registers, shared)
                     bad = "[red]" if kernel.resources.stack or kernel.resources.local else ""
                     table.add_row(
-                        f"{kernel.name}\n{variant.describe()}", str(kernel.threads), str(kernel.resources.registers),
+                        kernel.name, str(kernel.threads), str(kernel.resources.registers),
                         f"{bad}{kernel.resources.stack}", f"{bad}{kernel.resources.local}",
                         f"{shared}" + ("" if dynamic is not None else " + ?"), str(fits),
                         "\n".join(f"{a.number} {a.kind} of {a.bytes or 'bulk'}" for a in kernel.accesses),
                     )  # fmt: skip
-    console.print(table)
+                console.print(table, "", soft_wrap=False)
     if out:
         console.print(f"PTX, SASS and cubins are in {out}")
 
@@ -262,8 +263,22 @@ def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:
 
 
 def short(name: str) -> str:
-    """``kernel_cutlass_kernel_cute_opskernels_backwardNormBackward_object_at_...`` -> ``backwardNormBackward``."""
-    return name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0].removeprefix("cute_opskernels_")[:40]
+    """``kernel_cutlass_kernel_cute_opskernelsnormbwd_persistentNormBackward_object_at_...`` -> ``NormBackward``."""
+    path = name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0]
+    return (
+        path.lstrip("abcdefghijklmnopqrstuvwxyz0123456789_") or path
+    )  # modules have no capitals, classes begin with one
+
+
+def _table_of(variant: Variant) -> Table:
+    """An empty table for a variant's kernels, 80 columns wide."""
+    title = escape(variant.describe())
+    table = Table(box=box.SIMPLE_HEAD, padding=0, show_edge=False, title=title, title_justify="left")
+    table.add_column("kernel", overflow="fold", min_width=17)
+    for name in ("threads", "registers", "stack", "local", "  shared", "CTAs/SM"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("loads, stores", overflow="fold", min_width=15)
+    return table
 
 
 def _first_size(sizes: str) -> int:

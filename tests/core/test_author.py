@@ -30,9 +30,9 @@ SOFTCAP, FUSED = "examples/custom_op/softcap.py", "examples/custom_op/fused.py"
 PRODUCT = str(ROOT / "tests/core/kernels/product.py")
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(*arguments: str, columns: int = 160) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cute_ops", *arguments]
-    env = {**os.environ, "COLUMNS": "160"}
+    env = {**os.environ, "COLUMNS": str(columns)}
     return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
 
 
@@ -221,13 +221,20 @@ def _arguments(op: Op) -> dict[str, Any]:
 
 
 def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
-    result = run("inspect", SOFTCAP, "--n", "256", "--arch", "sm_80,sm_100a", "-o", str(tmp_path))
+    result = run("inspect", SOFTCAP, "--n", "256", "--arch", "sm_80,sm_100a", "-o", str(tmp_path), columns=80)
     assert result.returncode == 0, result.stdout + result.stderr
-    rows = [line.split("│") for line in result.stdout.splitlines() if "softcap_kernelSoftCap " in line]
-    assert len(rows) == 2 and all(row[2].strip() == "128" and row[4].strip() == row[5].strip() == "0" for row in rows)
-    assert all("1 LDG of 16" in row[8] for row in rows)
+    rows = [line.split() for line in result.stdout.splitlines() if line.startswith("SoftCap ")]
+    assert len(rows) == 2 and all((row[1], row[3], row[4]) == ("128", "0", "0") for row in rows)
+    assert all(row[7:] == ["1", "LDG", "of", "16"] for row in rows)
+    (*lines, where) = result.stdout.splitlines()
+    assert all(len(line) <= 80 for line in lines) and str(tmp_path) in where
     assert {p.suffix for p in tmp_path.iterdir()} == {".ptx", ".sass", ".cubin"} and len(list(tmp_path.iterdir())) == 12
     assert "st.global.v4" in next(tmp_path.glob("cute_softcap_*.ptx")).read_text()
+
+
+def test_kernels_are_called_by_their_classes() -> None:
+    mangled = "kernel_cutlass_kernel_cute_opskernelsnormbwd_persistentNormBackward_object_at__tensorptrbf16"
+    assert author.short(mangled) == "NormBackward" and author.short("kernel_cutlass_kernel_lower_object_at_") == "lower"
 
 
 def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
