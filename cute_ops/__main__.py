@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +11,7 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
-from cute_ops import dispatch, lookup
+from cute_ops import dispatch
 from cute_ops.autotune import winners as tuned_calls
 from cute_ops.cli import Arches, author, bundles, calls, console, fail, targets, tuning
 from cute_ops.errors import CacheError, CompileError
@@ -54,7 +55,10 @@ def doctor_command() -> None:
 
 @app.command("compile")
 def compile_command(
-    op: Annotated[str, typer.Argument(metavar="OP", help="rmsnorm, rmsnorm_bwd, ..., or yours: file.py:name.")],
+    op: Annotated[
+        str,
+        typer.Argument(metavar="OP", help="rmsnorm, rmsnorm_bwd, ..., or yours: file.py, file.py:name, module:name."),
+    ],
     dtype: Annotated[list[str] | None, typer.Option(help=f"{calls.DTYPE}; repeat. Default: bfloat16.")] = None,
     n: calls.Sizes = None,
     dim: calls.Dims = None,
@@ -66,31 +70,27 @@ def compile_command(
 ) -> None:
     """Compile kernels into the cache, for this GPU or any other; needs no GPU.
 
-    Of optional inputs those are passed that most of the op's cases have.
+    Of optional inputs those are passed that most of the op's cases have. A file stands for all of its ops.
 
     Example: python -m cute_ops compile rmsnorm --dtype bfloat16 --n 4096 --n 8192 --arch sm_90a
     """
-    try:
-        declaration = lookup.find(op)
-    except ValueError as error:
-        raise typer.BadParameter(str(error), param_hint="OP") from error
-    calls.check_dtypes([declaration], dtype or [])
+    ops = calls.ops_of(op, gradients=False)
+    calls.check_dtypes(ops, dtype or [])
     table = Table("kernel", "seconds", "file")
-    for where in targets(arch):
-        for kind in dtype or ["bfloat16"]:
-            for sizes in calls.sizes_of(declaration, n, dim, [4096]):
-                given = calls.example(declaration, kind, rows, sizes, with_ or (), without or ())
-                binding = calls.bound(declaration, given)
-                try:
-                    variant = dispatch.foresee(binding, {}, where).variant
-                    if dump:
-                        dump.mkdir(parents=True, exist_ok=True)
-                        seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
-                    else:
-                        seconds, path = cache.build(variant), cache_dir.folder()
-                except (CompileError, CacheError, NotImplementedError) as error:
-                    fail(error)
-                table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
+    for declaration, where, kind in product(ops, targets(arch), dtype or ["bfloat16"]):
+        for sizes in calls.sizes_of(declaration, n, dim, [4096]):
+            given = calls.example(declaration, kind, rows, sizes, with_ or (), without or ())
+            binding = calls.bound(declaration, given)
+            try:
+                variant = dispatch.foresee(binding, {}, where).variant
+                if dump:
+                    dump.mkdir(parents=True, exist_ok=True)
+                    seconds, path = worker.compile(variant, dump / f"{variant.symbol}.so", dump), dump
+                else:
+                    seconds, path = cache.build(variant), cache_dir.folder()
+            except (CompileError, CacheError, NotImplementedError) as error:
+                fail(error)
+            table.add_row(variant.describe(), f"{seconds:.2f}", str(path / f"{variant.symbol}.so"))
     console.print(table)
 
 

@@ -55,15 +55,15 @@ def find(name: str) -> Op:
     return found
 
 
-def find_all(name: str) -> list[Op]:
-    """The op of a name and those of its gradient, or every op of a module or file.
+def find_all(name: str, gradients: bool = True) -> list[Op]:
+    """The op of a name, with those of its gradient unless ``gradients`` is false, or every op of a module or file.
 
     Raises:
         ValueError: there is none.
     """
     if ":" in name or not _is_place(name):
         op = find(name)
-        return [op, *op.steps]
+        return [op, *op.steps] if gradients else [op]
     ops = of_module(load(name))
     if not ops:
         raise ValueError(f"{name} declares no op")

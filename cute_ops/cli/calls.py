@@ -28,10 +28,10 @@ BYTES = 256 << 20
 DTYPE = f"Dtype of all tensors that may have it, {', '.join(FLOATS)}, ..."
 
 
-def ops_of(name: str) -> list[Op]:
-    """The op of a name and its gradient, or every op of a module or file."""
+def ops_of(name: str, gradients: bool = True) -> list[Op]:
+    """The op of a name and, unless ``gradients`` is false, its gradient; or every op of a module or file."""
     try:
-        return lookup.find_all(name)
+        return lookup.find_all(name, gradients)
     except ValueError as error:
         raise typer.BadParameter(str(error), param_hint="OP") from error
 

@@ -56,6 +56,14 @@ def test_dump_keeps_what_the_compiler_made(cache_folder: Path, tmp_path: Path) -
     assert {p.suffix for p in (tmp_path / "dump").iterdir()} == {".so", ".ptx", ".cubin", ".json"}
 
 
+def test_compile_takes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(cache, "build", lambda variant: made.append(variant.op) or 0.0)
+    for place in ("softcap.py", "softcap.py:softcap"):
+        assert invoke("compile", str(ROOT / "examples/custom_op" / place), "--n", "64").exit_code == 0
+    assert made == ["softcap_bwd", "softcap", "softcap"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
