@@ -10,6 +10,7 @@ from typing import Annotated, NoReturn
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Column
 
 from cute_ops import manifest
 from cute_ops.jit import target
@@ -44,8 +45,10 @@ def targets(arches: list[str] | None) -> list[Target]:
 
 
 def progress_bar(what: str) -> Progress:
-    columns = TextColumn(what), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    return Progress(*columns, TextColumn("{task.description}"), console=console)
+    """A bar with a line of text behind it, on a terminal; in a pipe or a file nothing of it is left."""
+    columns = TextColumn(what), BarColumn(bar_width=20), MofNCompleteColumn(), TimeElapsedColumn()
+    text = TextColumn("{task.description}", table_column=Column(ratio=1, no_wrap=True))
+    return Progress(*columns, text, console=console, expand=True, disable=not console.is_terminal)
 
 
 def read_calls(paths: Sequence[Path], files: bool) -> list[Call]:

@@ -64,6 +64,13 @@ def test_compile_takes_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made == ["softcap_bwd", "softcap", "softcap"]
 
 
+def test_a_pipe_gets_no_progress_bar(cache_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "manifest.txt").write_text("silu_mul gate:bfloat16[*,64] up:bfloat16[*,64]")
+    result = invoke("warm-up", str(tmp_path / "manifest.txt"), "--arch", "sm_90a")
+    (line,) = result.stdout.splitlines()
+    assert line.startswith("1 compiled in ") and line.endswith(" 0 were there")
+
+
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
