@@ -230,7 +230,8 @@ def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
             raise fail(TypeError, f"{what} `{name}` must be {kind.__name__}, got {value!r}.")
         if name in op.choices and value not in op.choices[name]:
             values = _one_of(tuple(repr(v) for v in op.choices[name]))
-            raise fail(ValueError, f"attribute `{name}` must be {values}, got {value!r}.")
+            near = meant(value, op.choices[name]) if kind is str else ""
+            raise fail(ValueError, f"attribute `{name}` must be {values}, got {value!r}{near}.")
         if kind is float and math.isnan(value) and name in op.attrs:
             raise fail(
                 ValueError, f"attribute `{name}` is nan, expected a number: kernels are found by equal attributes."

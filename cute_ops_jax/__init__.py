@@ -3,6 +3,7 @@
 On CUDA the compiled kernels run on XLA's own buffers and stream; on other platforms the references run.
 """
 
+import sys
 from importlib import import_module
 from typing import Any
 
@@ -36,7 +37,7 @@ def __getattr__(name: str) -> Any:
     elif name in _DECLARED:
         function = register(_DECLARED[name])
     else:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     globals()[name] = function
     return function
 

@@ -6,6 +6,7 @@
 True
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ when_imported("torch.distributed.tensor", "cute_ops_torch.composite.dtensor")
 def __getattr__(name: str) -> Any:
     """Functions are made, and patching is imported, when they are first used: both take time."""
     if name not in __all__:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = import_module("cute_ops_torch.huggingface.patch") if name in ("patch", "unpatch") else functions
     value = globals()[name] = getattr(module, name)
     return value

@@ -3,6 +3,7 @@
 Parts of other functions become ops only.
 """
 
+import sys
 from typing import Any
 
 from cute_ops.ops import OPS, PARTS
@@ -17,7 +18,7 @@ for _part in PARTS:
 
 def __getattr__(name: str) -> Any:
     if name not in _DEFINED:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     function = globals()[name] = _DEFINED[name].function
     return function
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cute_ops import lookup
+from cute_ops.errors import meant
 from cute_ops.jit.layout import Memory
 from cute_ops.manifest import ROWS, Call
 from cute_ops.op import Op
@@ -37,7 +38,7 @@ def calls_of_model(config: Mapping[str, Any], dtype: str | None = None, *, train
     config = config.get("text_config") or config
     kind = dtype or config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     if kind not in FLOATS:
-        raise ValueError(f"dtype {kind!r} is not one of {', '.join(FLOATS)}")
+        raise ValueError(f"dtype {kind!r} is not one of {', '.join(FLOATS)}{meant(kind, FLOATS)}")
     if "hidden_size" not in config:
         raise ValueError("it has no hidden_size")
     return list(_calls(config, kind, train))

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import numpy as np
 
 from cute_ops import testing
+from cute_ops.errors import meant
 from cute_ops.op import Case, Op
 from cute_ops.shapes import FLOATS
 from cute_ops.tools import gradient
@@ -53,9 +54,12 @@ def installed(wanted: Sequence[str] = ()) -> dict[str, Runner]:
     """The runners of the installed frameworks.
 
     Raises:
-        ValueError: a wanted framework is not installed.
+        ValueError: a wanted framework is none, or is not installed.
     """
-    missing = [name for name in wanted if name not in RUNNERS or find_spec(name) is None]
+    for name in wanted:
+        if name not in RUNNERS:
+            raise ValueError(f"no framework {name!r}{meant(name, RUNNERS)}; there are {', '.join(RUNNERS)}")
+    missing = [name for name in wanted if find_spec(name) is None]
     if missing:
         raise ValueError(f"{', '.join(missing)} is not installed here")
     # Both frameworks use the GPU: JAX must not reserve its memory.

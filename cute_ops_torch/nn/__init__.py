@@ -1,5 +1,6 @@
 """Modules over the functions: one for every op."""
 
+import sys
 from typing import Any
 
 from cute_ops.ops import OPS
@@ -18,7 +19,7 @@ __all__ = ["module", *sorted({*_OPS, "AddRMSNorm", "LayerNorm", "LinearCrossEntr
 def __getattr__(name: str) -> Any:
     """Classes of other ops are made when they are first used."""
     if name not in _OPS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     made = globals()[name] = module(_OPS[name])
     return made
 

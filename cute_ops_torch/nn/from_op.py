@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from cute_ops.errors import meant
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.registry import register
 
@@ -89,6 +90,9 @@ class _OpModule(nn.Module):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
+        for name in kwargs.keys() - self.__signature__.parameters.keys():
+            near = meant(name, self.__signature__.parameters)
+            raise TypeError(f"{type(self).__name__}() got an unexpected keyword argument {name!r}{near}")
         bound = self.__signature__.bind(*args, **kwargs)
         bound.apply_defaults()
         values = bound.arguments

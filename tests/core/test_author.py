@@ -341,6 +341,13 @@ def test_mistakes_are_explained(tmp_path: Path, arguments: str, text: str) -> No
     assert result.exit_code == 2 and text in " ".join(result.output.replace("│", " ").split()), result.output
 
 
+def test_a_misspelt_framework_is_explained() -> None:
+    result = invoke("verify", "rmsnorm", "--framework", "pytorch")
+    assert (
+        result.exit_code == 1 and "no framework 'pytorch' (did you mean torch?); there are torch, jax" in result.output
+    )
+
+
 def test_sizes_by_the_names_of_dims(tmp_path: Path) -> None:
     (tmp_path / "wide.py").write_text(WIDE)
     wide, product = lookup.find(f"{tmp_path / 'wide.py'}:wide"), lookup.find(f"{PRODUCT}:product")

@@ -160,6 +160,8 @@ def test_an_attribute_takes_one_of_its_values() -> None:
     assert bind(gelu, {"x": X}, {"approximate": "none"}).attrs == {"approximate": "none"}
     with pytest.raises(ValueError, match=r"^cute.gelu: attribute `approximate` must be 'tanh' or 'none', got 'erf'\."):
         bind(gelu, {"x": X}, {"approximate": "erf"})
+    with pytest.raises(ValueError, match=r"must be 'tanh' or 'none', got 'tahn' \(did you mean tanh\?\)\."):
+        bind(gelu, {"x": X}, {"approximate": "tahn"})
     with pytest.raises(TypeError, match=r"attribute `approximate` must be str, got True\."):
         bind(gelu, {"x": X}, {"approximate": True})
     with pytest.raises(ValueError, match="all of one type"):

@@ -347,6 +347,8 @@ def test_a_model_is_planned_from_its_configuration() -> None:
         calls_of_model({})
     with pytest.raises(ValueError, match="dtype 'float64' is not one of float32"):
         calls_of_model(LLAMA, "float64")
+    with pytest.raises(ValueError, match=r"dtype 'bf16' is not one of .*bfloat16 \(did you mean bfloat16\?\)"):
+        calls_of_model(LLAMA, "bf16")
 
 
 def test_a_target_without_a_kernel_for_a_call_is_left_out() -> None:

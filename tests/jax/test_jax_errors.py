@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import jax
@@ -198,3 +199,10 @@ def test_inference_only_ops_say_so() -> None:
         "cute.quantize_fp8: is for inference only, it has no gradient; quantise where none is needed "
         "(torch.no_grad, jax.lax.stop_gradient).\n  x: float32[3, 64]   declared T[*m n]"
     )
+
+
+def test_python_suggests_the_name_of_a_misspelt_op(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(AttributeError) as error:
+        cute_ops_jax.rms_norm  # noqa: B018
+    sys.__excepthook__(error.type, error.value, error.tb)
+    assert "has no attribute 'rms_norm'. Did you mean: 'rmsnorm'?" in capsys.readouterr().err

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -151,3 +152,20 @@ def test_ops_without_a_gradient_run_in_compiled_programs(backend: str) -> None:
                 outputs[0].sum().backward()
             refusals.append(str(e.value))
         assert refusals[0] == refusals[1]
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "near"),
+    [
+        (cute_ops_torch, "rms_norm", "rmsnorm"),
+        (cute_ops_torch.functions, "rms_norm", "rmsnorm"),
+        (cute_ops_torch.nn, "RmsNorm", "RMSNorm"),
+    ],
+)
+def test_python_suggests_the_name_of_a_misspelt_op(
+    module: Any, name: str, near: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(AttributeError) as error:
+        getattr(module, name)
+    sys.__excepthook__(error.type, error.value, error.tb)
+    assert f"has no attribute '{name}'. Did you mean: '{near}'?" in capsys.readouterr().err

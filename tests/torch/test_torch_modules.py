@@ -57,6 +57,8 @@ def test_a_module_of_ones_own_op() -> None:
     torch.testing.assert_close(made(x), x**2)
     with pytest.raises(TypeError, match="unexpected keyword argument 'bias'"):
         module(own, "cute_test")(8, bias=True)
+    with pytest.raises(TypeError, match=r"ScaleAndShift\(\) got .* argument 'powr' \(did you mean power\?\)"):
+        module(own, "cute_test")(8, powr=2)
 
 
 def test_modules_with_options() -> None:
