@@ -20,12 +20,12 @@ from contextlib import suppress
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar, cast
+from typing import Any, NamedTuple, TypedDict, TypeVar, cast
 
 from cute_ops.errors import CacheError
 from cute_ops.files import file_lock, json_schema, ownership
 from cute_ops.files.ownership import Folder
-from cute_ops.jit import loader, toolchain
+from cute_ops.jit import loader, source_digest, toolchain
 from cute_ops.jit.variant import Variant
 
 log = logging.getLogger("cute_ops")
@@ -157,6 +157,15 @@ class Bundle:
         except ValueError as error:
             raise self._refusal(f"has a bundle.json that cannot be read ({symbol}: {error})") from error
 
+    def changed(self) -> list[str]:
+        """The kernels, ``module:Class``, that are here and whose sources are others than those it was built from.
+
+        Raises:
+            CacheError: its record does not hold the variant of a kernel.
+        """
+        variants = {(v.kernel, v.declared, v.sources): v for v in map(self.variant, self.kernels)}.values()
+        return sorted({v.kernel for v in variants if _sources_here(v) not in (None, v.sources)})
+
     def _in_one_state(self, read: Callable[[Folder], T]) -> T:
         def once(folder: Folder) -> T:
             if folder.identity != self._record[0]:
@@ -231,6 +240,14 @@ class Bundle:
         return Misfit(f"cute_ops: bundle {self.where} {problem[:_LONGEST]}")
 
 
+def _sources_here(variant: Variant) -> str | None:
+    """The digest of a kernel's sources on this machine; None where they are not installed."""
+    try:
+        return source_digest.key(variant.kernel, variant.declared)
+    except ImportError:
+        return None
+
+
 def file_of(symbol: str) -> str:
     """Where a kernel's object is in a bundle."""
     return f"kernels/{symbol}.so"
@@ -262,7 +279,7 @@ def load_installed(variant: Variant) -> Callable[..., Any] | None:
     those that do not fit where none serves.
     """
     refusals = []
-    for bundle in _opened("", installed):
+    for bundle in _opened("", lambda: [found.where for found in installed()]):
         try:
             function = _served(bundle, variant)
         except CacheError as error:
@@ -278,13 +295,27 @@ def load_installed(variant: Variant) -> Callable[..., Any] | None:
     return function
 
 
-def installed() -> list[Path]:
-    """The folders of installed packages that are bundles; none of them is imported."""
+class Installed(NamedTuple):
+    """The bundle of an installed package: its folder, and the entry point that names it."""
+
+    where: Path
+    entry: metadata.EntryPoint
+
+    @property
+    def package(self) -> str:
+        """Name and version of what was installed. Reading them takes longer than finding the bundle."""
+        dist = self.entry.dist
+        return f"{dist.name} {dist.version}" if dist else self.entry.value
+
+
+def installed() -> list[Installed]:
+    """The bundles of installed packages; none of them is imported."""
     found = []
     for entry in metadata.entry_points(group=GROUP):
         package, *rest = entry.value.split(".")
         spec = find_spec(package)
-        found += [Path(where, *rest) for where in (spec.submodule_search_locations or ())] if spec else []
+        folders = (spec.submodule_search_locations or ()) if spec else ()
+        found += [Installed(Path(where, *rest), entry) for where in folders]
     return found
 
 

@@ -103,16 +103,45 @@ def _cache() -> Iterator[Finding]:
 
 
 def _bundles() -> Iterator[Finding]:
-    found_in = [(where, False) for where in env.BUNDLE.read()] + [(where, True) for where in bundle.installed()]
-    for where, installed in found_in:
+    for where in env.BUNDLE.read():
+        yield _bundle(where, f"bundle {where}", "build it again, or unset CUTE_OPS_BUNDLE", "build it again")
+    for found in bundle.installed():
+        fitting = "install the release of it that was built with the versions above"
+        yield _bundle(found.where, f"package {found.package}", "install it again", fitting, installed=True)
+
+
+def _bundle(where: Path, name: str, anew: str, fitting: str, installed: bool = False) -> Finding:
+    """What is found in a bundle.
+
+    Args:
+        where: its folder.
+        name: what it is called.
+        anew: what to do if it is damaged or open to others.
+        fitting: what to do if it is for others than this program.
+        installed: whether a package brought it.
+    """
+    try:
+        found = bundle.Bundle(where, installed)
+        count, changed = found.verify(), found.changed()
+    except bundle.Misfit as error:
+        return Finding("bad", f"{name}: {error}" if installed else str(error), fitting)
+    except CacheError as error:
+        return Finding("bad", f"{name}: {error}" if installed else str(error), anew)
+    kernels = f"{name}: {count} kernels for {', '.join(found.targets)}"
+    if changed:
+        more = f" and {len(changed) - 1} more" if changed[1:] else ""
+        return Finding("bad", f"{kernels}, built from other sources of {changed[0]}{more} than are here", fitting)
+    if target.device_count():
         try:
-            found = bundle.Bundle(where, installed)
-            count = found.verify()
-        except CacheError as error:
-            remedy = "install its package again" if installed else "build it again, or unset CUTE_OPS_BUNDLE"
-            yield Finding("bad", str(error), remedy)
+            here = target.of_device()
+        except (NotImplementedError, RuntimeError):
+            pass  # the GPU's own line says so
         else:
-            yield Finding("ok", f"bundle {where}: {count} kernels for {', '.join(found.targets)}, sound")
+            if here.arch not in {word.partition(":")[0] for word in found.targets}:
+                return Finding("note", f"{kernels}, none for this GPU, {here}: its kernels are compiled")
+            if str(here) not in found.targets:
+                return Finding("note", f"{kernels}; kernels that depend on this GPU's {here.sm_count} SMs are compiled")
+    return Finding("ok", f"{kernels}, sound")
 
 
 def _compiler() -> Iterator[Finding]:

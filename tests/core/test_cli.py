@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,7 @@ from typer.testing import CliRunner, Result
 from cute_ops import CacheError, manifest
 from cute_ops.__main__ import app
 from cute_ops.aot import build
-from cute_ops.jit import bundle, cache, target, toolchain
+from cute_ops.jit import bundle, cache, source_digest, target, toolchain
 from cute_ops.tools import doctor
 
 ROOT = Path(__file__).parents[2]
@@ -114,6 +115,19 @@ def test_doctor_looks_at_bundles(tmp_path: Path, cache_folder: Path, monkeypatch
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "bundle"))
     (good,) = doctor._bundles()
     assert good == ("ok", f"bundle {tmp_path / 'bundle'}: 1 kernels for sm_90a:132, sound", "")
+    for here, text in {
+        "sm_90a:114": "kernels that depend on this GPU's 114 SMs are compiled",
+        "sm_80:108": "none for this GPU, sm_80:108: its kernels are compiled",
+    }.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(target, "device_count", lambda: 1)
+            patch.setattr(target, "of_device", lambda here=here: target.parse(here))
+            (note,) = doctor._bundles()
+            assert note.level == "note" and note.text.endswith(text)
+    with monkeypatch.context() as patch:
+        patch.setattr(source_digest, "key", lambda kernel, declared: "another")
+        (bad,) = doctor._bundles()
+        assert bad.level == "bad" and "built from other sources of cute_ops.kernels.activation.silu_mul" in bad.text
     (tmp_path / "bundle" / "manifest.txt").write_text("changed")
     (bad,) = doctor._bundles()
     assert bad.level == "bad" and "the checksum of manifest.txt does not match" in bad.text and bad.remedy
@@ -129,13 +143,15 @@ def test_doctor_believes_what_programs_believe(
         for path in [tmp_path / name, *(tmp_path / name).rglob("*")]:
             path.chmod(0o775 if path.is_dir() else 0o664)
     monkeypatch.setenv("CUTE_OPS_BUNDLE", str(tmp_path / "named"))
-    monkeypatch.setattr(bundle, "installed", lambda: [tmp_path / "installed"])
+    entry = EntryPoint("any", "kernels.installed", bundle.GROUP)
+    monkeypatch.setattr(bundle, "installed", lambda: [bundle.Installed(tmp_path / "installed", entry)])
     wanted = build.variant_of(calls[0], target.parse("sm_90a"))
     named, installed = doctor._bundles()
     assert named.level == "bad" and "can be written by others" in named.text
     with pytest.raises(CacheError, match="can be written by others"):
         bundle.load(wanted, [tmp_path / "named"])
-    assert installed.level == "ok" and bundle.load_installed(wanted)
+    assert installed == ("ok", "package kernels.installed: 1 kernels for sm_90a:132, sound", "")
+    assert bundle.load_installed(wanted)
 
 
 def test_doctor_where_only_the_runtime_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
