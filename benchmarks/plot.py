@@ -2,143 +2,30 @@
 
     python benchmarks/plot.py benchmarks/results [--page benchmarks/results/README.md] [--readme README.md]
 
-Writes ``device_time.png`` (every point) and ``overview.png`` (means per op) beside the files. ``--page`` and
-``--readme`` replace what stands between the two ``figures`` comments of a file, the one by all tables, the other by a
-short table.
+Writes the pictures of :mod:`pictures` beside the files. ``--page`` and ``--readme`` replace what stands between the two
+``figures`` comments of a file, the one by all pictures and tables, the other by a short table.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+import pictures
 from common import markdown, read
-from matplotlib.figure import Figure
+from pictures import STYLES, TITLES, Row, copy_rate, plain, shape, unique
 from summary import OURS, OURS_JAX, XLA, Point, behind, given, head, mean, optax, overview, points
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
-STYLES = {
-    "torch eager": ("#9e9e9e", "v"),
-    "torch.compile": ("#6d4c41", "^"),
-    "quack": ("#1e88e5", "s"),
-    "Liger": ("#8e24aa", "D"),
-    "XLA (jit)": ("#43a047", "P"),
-    "ours (torch)": ("#e53935", "o"),
-    "ours (JAX)": ("#fb8c00", "o"),
+PICTURES = {
+    "overview": "Part of a large copy's GB/s by op and contender",
+    "rates": "GB/s of every contender by shape",
+    "roofline": "GB/s by the bytes of a problem",
+    "llama_step": "Tokens per second of a training step by library",
+    "startup": "Milliseconds to a first result",
+    "build_time": "Seconds to build every kernel",
 }
-FEW = 3  # shapes of an op that has no panel of its own
-COLUMNS = 4  # panels side by side: forward and backward of two ops
-TITLES = {"fwd": "forward", "bwd": "backward"}
-Row = dict[str, str]
-
-
-def plain(row: Row) -> bool:
-    """Whether a row belongs into the picture: one dtype for all, compact, more than a few megabytes."""
-    same = row["dtype"] == row["weight"] == row["residual"] == "bfloat16"
-    return same and row["layout"] == "flat" and int(row["bytes"]) >= 32 << 20
-
-
-def shape(row: Row) -> str:
-    return f"{row['rows']}x{row['n']}"
-
-
-def unique(values: Iterable[str]) -> list[str]:
-    return list(dict.fromkeys(values))
-
-
-def panels(rows: Iterable[Row]) -> dict[str, list[tuple[str, Row]]]:
-    """By title, rows with their labels: the shapes of an op, and of those that have few of them one shape for each."""
-    by_op: dict[tuple[str, str], list[Row]] = {}
-    for r in rows:
-        by_op.setdefault((r["op"], r["direction"]), []).append(r)
-    found: dict[str, list[tuple[str, Row]]] = {}
-    others: dict[str, list[tuple[str, Row]]] = {}
-    for (op, direction), of in by_op.items():
-        if len(unique(map(shape, of))) < FEW:
-            others.setdefault(f"other ops, {TITLES[direction]}", []).extend(
-                (op, r) for r in of if shape(r) == shape(of[0])
-            )
-        else:
-            found[f"{op} {TITLES[direction]}"] = sorted(((shape(r), r) for r in of), key=lambda pair: int(pair[1]["n"]))
-    return found | others
-
-
-def draw(rows: list[Row], steps: list[Row], path: Path) -> None:
-    """GB/s by shape, one panel per op and direction; tokens per second of a training step, where measured."""
-    ceiling = float(next(r["gb_s"] for r in rows if r["op"] == "copy"))
-    drawn = panels(r for r in rows if r["op"] != "copy" and plain(r))
-    columns = min(COLUMNS, len(drawn) + bool(steps))
-    lines = -(-(len(drawn) + bool(steps)) // columns)
-    figure = Figure(figsize=(4.2 * columns, 3.2 * lines + 0.6), layout="constrained")
-    axes = list(figure.subplots(lines, columns, squeeze=False).flat)
-    for panel, (title, labelled) in zip(axes, drawn.items(), strict=False):
-        draw_panel(panel, labelled, ceiling)
-        panel.set_title(title, fontsize=10)
-        panel.set_ylabel("GB/s by least bytes moved" if panel in axes[::columns] else "")
-    if steps:
-        draw_steps(axes[len(drawn)], steps)
-    for unused in axes[len(drawn) + bool(steps) :]:
-        unused.set_axis_off()
-    handles, labels = axes[0].get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    figure.suptitle(f"bfloat16 on one {rows[0]['gpu']}, rows x n", fontsize=11)
-    figure.savefig(path, dpi=120)
-
-
-def draw_panel(panel: Any, labelled: list[tuple[str, Row]], ceiling: float) -> None:
-    """GB/s of every contender by label."""
-    labels = unique(label for label, _ in labelled)
-    for name, (color, marker) in STYLES.items():
-        points = {label: float(r["gb_s"]) for label, r in labelled if r["contender"] == name and r["status"] == "ok"}
-        xs = [k for k, label in enumerate(labels) if label in points]
-        size = 9 if name == "ours (torch)" else 6
-        panel.plot(xs, [points[labels[k]] for k in xs], marker, color=color, label=name, markersize=size, alpha=0.85)
-    panel.axhline(ceiling, color="black", linewidth=1, linestyle="--", label="copy")
-    panel.set_xticks(range(len(labels)), labels, rotation=30, ha="right", fontsize=8)
-    panel.set_ylim(0, 1.16 * ceiling)  # what is only read may pass the copy
-    panel.grid(axis="y", alpha=0.3)
-
-
-def draw_steps(panel: Any, rows: list[Row]) -> None:
-    """Tokens per second of a training step, and its peak memory."""
-    names = [r["contender"] for r in rows]
-    speeds = [float(r["tokens_per_s"]) / 1e3 for r in rows]
-    colors = ["#e53935" if name.startswith(("ours", "graph pass")) else "#9e9e9e" for name in names]
-    bars = panel.barh(names, speeds, color=colors)
-    memory = [f"{speed:.0f}k, {float(r['peak_gb']):.0f} GB" for speed, r in zip(speeds, rows, strict=True)]
-    panel.bar_label(bars, memory, label_type="center", fontsize=8)
-    panel.invert_yaxis()
-    panel.set_title("Llama-shaped training step: tokens/s, peak memory", fontsize=10)
-
-
-def draw_overview(found: Sequence[Point], path: Path) -> None:
-    """Part of the copy rate by op and contender: the geometric mean over the points of 128 MB and more."""
-    large = [p for p in found if p.large]
-    names = {d: sorted({p.op for p in large if p.direction == d}, reverse=True) for d in TITLES}
-    figure = Figure(figsize=(11, 0.21 * max(map(len, names.values())) + 1.6), layout="constrained")
-    for panel, (direction, title) in zip(
-        figure.subplots(1, len(TITLES), squeeze=False).flat, TITLES.items(), strict=True
-    ):
-        ops = names[direction]
-        for name, (color, marker) in STYLES.items():
-            shares = {op: [p.share[name] for p in large if (p.op, p.direction) == (op, direction) and name in p.share]
-                      for op in ops}  # fmt: skip
-            ys = [y for y, op in enumerate(ops) if shares[op]]
-            xs = [statistics.geometric_mean(shares[ops[y]]) for y in ys]
-            size = 8 if name == OURS else 5
-            panel.plot(xs, ys, marker, color=color, label=name, markersize=size, alpha=0.85)
-        panel.axvline(1, color="black", linewidth=1, linestyle="--", label="copy")
-        panel.set_yticks(range(len(ops)), ops, fontsize=8)
-        panel.set_xlim(0, 1.12)
-        panel.set_title(title, fontsize=10)
-        panel.set_xlabel("part of a large copy's GB/s", fontsize=8)
-        panel.grid(axis="both", alpha=0.3)
-    handles, labels = panel.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), fontsize=8)
-    figure.savefig(path, dpi=110)
 
 
 def device_table(rows: list[Row]) -> str:
@@ -151,9 +38,8 @@ def device_table(rows: list[Row]) -> str:
         state = r["status"].partition(":")[0]
         cell = {"ok": f"{float(r['gb_s'] or 0):.0f}", "not available": ""}.get(state, state)
         problems.setdefault(f"{r['op']} {TITLES[r['direction']]} {shape(r)}", {})[r["contender"]] = cell
-    ceiling = float(next(r["gb_s"] for r in rows if r["op"] == "copy"))
     table = markdown(["GB/s", *names], ([p, *(cells.get(n, "") for n in names)] for p, cells in problems.items()))
-    return f"A large copy moves {ceiling:.0f} GB/s.\n\n{table}"
+    return f"A large copy moves {copy_rate(rows):.0f} GB/s.\n\n{table}"
 
 
 def host_table(rows: list[Row]) -> str:
@@ -214,7 +100,10 @@ def page(folder: Path) -> str:
     """All tables, for the page beside the files."""
     come_to = overview(points(read(folder / "device_time.csv")))
     means = f"What the device times come to, beside the aims; means are geometric.\n\n{come_to}"
-    return f"![GB/s of every contender by shape](device_time.png)\n\n{means}\n\n{section(folder)}"
+    drawn = "\n\n".join(
+        f"![{what}]({name}.svg)" for name, what in PICTURES.items() if (folder / f"{name}.svg").exists()
+    )
+    return f"{drawn}\n\n{means}\n\n{section(folder)}"
 
 
 def figures(folder: Path) -> str:
@@ -327,9 +216,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--page", type=Path, help="file to put all tables into")
     parser.add_argument("--readme", type=Path, help="file to put the short table into")
     options = parser.parse_args(arguments)
-    rows, steps = read(options.folder / "device_time.csv"), options.folder / "llama_step.csv"
-    draw(rows, read(steps) if steps.exists() else [], options.folder / "device_time.png")
-    draw_overview(points(rows), options.folder / "overview.png")
+    for picture in pictures.draw_all(options.folder):
+        print(f"wrote {picture}")
     for path, make in ((options.page, page), (options.readme, figures)):
         if path:
             path.write_text(put(make(options.folder), path))

@@ -178,8 +178,10 @@ def test_pictures_and_tables(tmp_path: Path) -> None:
     for path in (page, readme):
         path.write_text(f"before\n{plot.BEGIN}\nold\n{plot.END}\nafter\n")
     plot.main([str(tmp_path), "--page", str(page), "--readme", str(readme)])
-    for picture in ("device_time.png", "overview.png"):
-        assert (tmp_path / picture).read_bytes().startswith(b"\x89PNG")
+    drawn = {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}
+    assert set(drawn) == {"rates.svg", "overview.svg", "roofline.svg"} and all(b"<svg" in svg for svg in drawn.values())
+    plot.main([str(tmp_path)])
+    assert drawn == {path.name: path.read_bytes() for path in tmp_path.glob("*.svg")}, "not the same bytes again"
     for path, line in (
         (page, "| rmsnorm forward 8x64 | 90 | 90 | failed | 90 | 90 | 90 | 90 |"),
         (readme, "| forward, 2 points of 128 MB and more | 0.900 of a copy's GB/s |"),
