@@ -16,7 +16,7 @@ from cute_ops.shapes import FLOATS, Array
 if TYPE_CHECKING:
     from cute_ops.ops.fused import fused
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "FLOATS",
     "Accumulation",

@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from cute_ops import CacheError, dispatch, manifest
+from cute_ops import CacheError, __version__, dispatch, manifest
 from cute_ops.aot import build
 from cute_ops.autotune import winners
 from cute_ops.files import cache_dir, folder_swap
@@ -88,9 +88,8 @@ def test_the_same_bytes_every_time(made: Path, tmp_path: Path, monkeypatch: pyte
 
 def test_it_carries_versions_digests_and_licences(made: Path) -> None:
     record = json.loads((made / "bundle.json").read_text())
-    assert record["versions"] == {
-        "cute-ops": "0.1.0", "nvidia-cutlass-dsl": toolchain.versions()[0], "apache-tvm-ffi": toolchain.versions()[1],
-    }  # fmt: skip
+    dsl, tvm_ffi = toolchain.versions()
+    assert record["versions"] == {"cute-ops": __version__, "nvidia-cutlass-dsl": dsl, "apache-tvm-ffi": tvm_ffi}
     assert record["targets"] == ["sm_80:108", "sm_90a:132"]
     assert {p.name for p in (made / "licenses").iterdir()} >= {
         "cute-ops-LICENSE.txt", "nvidia-cutlass-dsl-LICENSE.txt", "apache-tvm-ffi-LICENSE.txt",
@@ -148,7 +147,7 @@ def open_behind_a_link(where: Path) -> None:
         (lambda where: edit(where, change_version), "was built with nvidia-cutlass-dsl 4.7.0, here is 4.8"),
         (
             lambda where: edit(where, lambda r: r["versions"].update({"cute-ops": "0.0.1"})),
-            "was built with cute-ops 0.0.1, here is 0.1.0: build it again",
+            f"was built with cute-ops 0.0.1, here is {__version__}: build it again",
         ),
         (
             lambda where: edit(where, change_sources),
