@@ -27,7 +27,7 @@ ARGS ?=
 # they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
-.PHONY: help demo test lint generate bench clean
+.PHONY: help demo test lint generate bench wheels clean
 help:  ## this text
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
@@ -57,6 +57,11 @@ generate: $(READY)  ## stubs and the pages on the ops, from the declarations
 
 bench: $(READY)  ## device, host and start-up time and a training step on this machine's GPU, into out/benchmarks/
 	$(PYTHON) benchmarks/everything.py --out out/benchmarks $(ARGS)
+
+wheels: $(READY)  ## this package, and one of prebuilt kernels for an H100 or H200, into dist/; takes minutes
+	rm -rf build  # which may hold modules that are gone
+	$(PYTHON) -m build --wheel --no-isolation --outdir dist .
+	$(PYTHON) release/kernel_wheel.py --out dist $(ARGS)
 
 clean:  ## remove what the other targets made, the virtual environment too
 	rm -rf $(VENV) out build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .import_linter_cache

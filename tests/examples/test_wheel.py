@@ -1,4 +1,4 @@
-"""The wheel alone, outside of the checkout, runs the README's first example and builds a bundle."""
+"""The wheels alone, outside of the checkout: examples run with either framework, and prebuilt kernels are found."""
 
 from __future__ import annotations
 
@@ -7,15 +7,37 @@ import re
 import shutil
 import subprocess
 import sys
+import venv
 import zipfile
+from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("build", reason="the extra dev installs it")
+from packaging.requirements import Requirement
+
+from cute_ops import __version__
 
 ROOT = Path(__file__).parents[2]
 SOURCES = ("pyproject.toml", "README.md", "LICENSE", "cute_ops", "cute_ops_torch", "cute_ops_jax")
+KERNELS = "silu x:bfloat16[*,64]\nrmsnorm x:bfloat16[*,64] weight:bfloat16[64]\n"
+# Which frameworks are there, and where kernels come from that a GPU would be given.
+LOOK = f"""
+import sys
+from importlib.util import find_spec
+from cute_ops import manifest
+from cute_ops.aot import build
+from cute_ops.jit import cache, target
+for call in manifest.parse({KERNELS!r}):
+    cache.get(build.variant_of(call, target.parse("sm_90a")))
+print(*[name for name in ("torch", "jax") if find_spec(name)])
+print(cache.counters.bundled, "from bundles,", cache.counters.compiled, "compiled")
+print(cache.__file__)
+"""
+
+Make = Callable[..., Path]
 
 
 @pytest.fixture(scope="module")
@@ -27,22 +49,62 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
         else:
             shutil.copy(ROOT / name, copy)
-    run(copy, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", ".")
+    run(sys.executable, copy, "-m", "build", "--wheel", "--no-isolation", "--outdir", "dist", ".")
     (found,) = (copy / "dist").glob("*.whl")
     return found
 
 
 @pytest.fixture(scope="module")
-def site(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the wheel's packages and nothing else; their dependencies are those of this environment."""
-    folder = tmp_path_factory.mktemp("site")
-    run(folder, "-m", "pip", "install", "--no-deps", "--no-index", "--quiet", "--target", str(folder), str(wheel))
-    return folder
+def kernels(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A wheel of two prebuilt kernels."""
+    folder = tmp_path_factory.mktemp("kernels")
+    (folder / "manifest.txt").write_text(KERNELS)
+    settings = {"PYTHONPATH": str(ROOT), "CUTE_OPS_CACHE_DIR": str(folder / "cache")}
+    run(sys.executable, folder, str(ROOT / "release/kernel_wheel.py"), "manifest.txt", "--out", "dist", **settings)
+    (found,) = (folder / "dist").glob("*.whl")
+    return found
 
 
-def run(where: Path, *arguments: str, **environment: str) -> str:
+@pytest.fixture(scope="module")
+def environment(wheel: Path, kernels: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
+    """Makes an environment into which pip has installed both wheels, without a network: what they need is linked from
+    the environment of the tests, and nothing else. Returns its Python.
+    """
+
+    def make(*extras: str) -> Path:
+        folder = tmp_path_factory.mktemp("environment")
+        venv.create(folder, symlinks=True)
+        (site,) = folder.glob("lib/python*/site-packages")
+        for found in needed(wheel, extras):
+            for entry in {file.parts[0] for file in found.files or ()} - {"..", "__pycache__"}:
+                if not (site / entry).exists():
+                    (site / entry).symlink_to(Path(str(found.locate_file(entry))).resolve())
+        named = f"cute-ops[{','.join(extras)}] @ {wheel.as_uri()}"
+        pip = ["-m", "pip", "--python", str(folder / "bin/python"), "install", "--quiet", "--no-compile"]
+        run(sys.executable, folder, *pip, "--no-index", named, str(kernels))
+        return folder / "bin/python"
+
+    return make
+
+
+def needed(wheel: Path, extras: tuple[str, ...]) -> Iterator[metadata.Distribution]:
+    """The installed packages that a wheel with these extras asks for, and those that they ask for."""
+    (info,) = (path for path in zipfile.Path(wheel).iterdir() if path.name.endswith(".dist-info"))
+    todo, seen = [(metadata.PathDistribution(info), extras)], set()
+    while todo:
+        package, wanted = todo.pop()
+        for requirement in map(Requirement, package.requires or ()):
+            marker, key = requirement.marker, (requirement.name, *sorted(requirement.extras))
+            if key not in seen and (not marker or any(marker.evaluate({"extra": e}) for e in ("", *wanted))):
+                seen.add(key)
+                todo.append((metadata.distribution(requirement.name), tuple(requirement.extras)))
+                yield todo[-1][0]
+
+
+def run(python: Path | str, where: Path, *arguments: str, **settings: str) -> str:
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     result = subprocess.run(
-        [sys.executable, *arguments], cwd=where, env={**os.environ, **environment}, capture_output=True, text=True
+        [str(python), *arguments], cwd=where, env=environment | settings, capture_output=True, text=True
     )
     assert result.returncode == 0, result.stdout + result.stderr
     return result.stdout
@@ -56,17 +118,35 @@ def test_what_is_not_python_is_in_the_wheel(wheel: Path) -> None:
     assert data <= set(names)
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert {name.split("/")[0] for name in names if ".dist-info" not in name} == set(SOURCES[3:])
+    assert wheel.name == f"cute_ops-{__version__}-py3-none-any.whl"
 
 
-def test_the_readmes_first_example_runs(site: Path, tmp_path: Path) -> None:
-    example = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)[0]
-    (tmp_path / "example.py").write_text(f"{example}\nprint(cute_ops_torch.__file__)\n")
-    assert run(tmp_path, "example.py", PYTHONPATH=str(site)).strip() == str(site / "cute_ops_torch/__init__.py")
+def test_a_wheel_of_kernels_asks_for_what_they_were_built_with(kernels: Path) -> None:
+    text = zipfile.ZipFile(kernels).read(f"cute_ops_kernels_sm90-{__version__}.dist-info/METADATA").decode()
+    pinned = dict(re.findall(r"^Requires-Dist: (\S+)==(\S+)$", text, re.MULTILINE))
+    names = ("cute-ops", "nvidia-cutlass-dsl", "apache-tvm-ffi")
+    assert pinned == {name: __version__ if name == "cute-ops" else metadata.version(name) for name in names}
+    assert kernels.name.startswith(f"cute_ops_kernels_sm90-{__version__}-py3-none-manylinux")
 
 
-def test_a_bundle_is_built_and_has_our_license(site: Path, tmp_path: Path) -> None:
-    (tmp_path / "manifest.txt").write_text("silu x:bfloat16[*,64]\n")
-    settings = {"PYTHONPATH": str(site), "CUTE_OPS_CACHE_DIR": str(tmp_path / "cache")}
-    run(tmp_path, "-m", "cute_ops", "build", "manifest.txt", "-o", "bundle", "--arch", "sm_90a", **settings)
-    texts = [path.read_bytes() for path in (tmp_path / "bundle/licenses").iterdir()]
-    assert (ROOT / "LICENSE").read_bytes() in texts
+@pytest.mark.parametrize("frameworks", [("torch",), ("jax",), ("torch", "jax")], ids=" and ".join)
+def test_examples_run_in_an_empty_environment(frameworks: tuple[str, ...], environment: Make, tmp_path: Path) -> None:
+    python, cache = environment(*frameworks), str(tmp_path / "cache")
+    there, counted, where = run(python, tmp_path, "-c", LOOK, CUTE_OPS_CACHE_DIR=cache).splitlines()
+    assert there.split() == list(frameworks)
+    assert counted == "2 from bundles, 0 compiled"
+    assert Path(where).is_relative_to(python.parents[1])
+    examples = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    for framework, example in zip(("torch", "jax"), examples, strict=False):
+        assert f"import cute_ops_{framework}" in example
+        if framework in frameworks:
+            run(python, tmp_path, "-c", example, CUTE_OPS_CACHE_DIR=cache)
+    if frameworks == ("jax",):
+        said = run(python, tmp_path, "-m", "cute_ops", "doctor", CUTE_OPS_CACHE_DIR=cache, COLUMNS="300")
+        assert f"package cute-ops-kernels-sm90 {__version__}: 2 kernels for sm_90a:132, sound" in said
+        assert "note torch is not installed" in said
+        (tmp_path / "manifest.txt").write_text("silu x:bfloat16[*,64]\n")
+        build = ("-m", "cute_ops", "build", "manifest.txt", "-o", "bundle", "--arch", "sm_90a")
+        run(python, tmp_path, *build, CUTE_OPS_CACHE_DIR=cache)
+        texts = [path.read_bytes() for path in (tmp_path / "bundle/licenses").iterdir()]
+        assert (ROOT / "LICENSE").read_bytes() in texts

@@ -1,0 +1,133 @@
+"""Build a wheel of prebuilt kernels, ``cute-ops-kernels-sm90``: programs that it fits compile nothing.
+
+Without a manifest it holds what the models of ``models.csv`` call, in training and in generation, for activations in
+bfloat16 and any number of tokens. It needs no GPU.
+
+    python release/kernel_wheel.py --out dist [--arch sm_90a] [manifest.txt ...]
+
+The wheel is a bundle inside a package, which ``cute_ops`` finds by its entry point. Kernels run only with the versions
+that they were built with, so the wheel depends on exactly these.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from cute_ops import __version__, dispatch, manifest
+from cute_ops.aot.build import build, variants_of
+from cute_ops.aot.hf_config import LEAD, calls_of_model
+from cute_ops.cli import progress
+from cute_ops.jit import bundle, target
+from cute_ops.jit.target import Target
+from cute_ops.manifest import Call
+from cute_ops.shapes import Array
+
+MODELS = Path(__file__).with_name("models.csv")
+PROJECT = """
+[build-system]
+requires = ["setuptools>=77"]
+build-backend = "setuptools.build_meta"
+
+[project]
+name = "{name}"
+version = "{version}"
+description = "{count} compiled kernels of cute-ops for {target}"
+license = "Apache-2.0 AND LicenseRef-NVIDIA-Software-License"
+license-files = ["{package}/bundle/licenses/*"]
+requires-python = ">=3.11"
+dependencies = [{dependencies}]
+entry-points."cute_ops.bundles" = {{ {arch} = "{package}.bundle" }}
+
+[tool.setuptools]
+packages.find.namespaces = true
+package-data = {{ "*" = ["*"] }}
+
+[tool.distutils.bdist_wheel]
+plat-name = "manylinux_2_28_{machine}"
+"""
+
+
+def models() -> dict[str, dict[str, object]]:
+    """Configurations by model, as far as shapes depend on them."""
+    with MODELS.open(newline="") as file:
+        return {row.pop("model"): {k: _value(v) for k, v in row.items() if v} for row in csv.DictReader(file)}
+
+
+def calls_of(config: dict[str, object]) -> Iterator[Call]:
+    """What a model calls once it is patched, and its norms and gates without a batch dim, as servers call them."""
+    # Angles are inputs: any value says that queries and keys are rotated.
+    for call in calls_of_model({**config, "rope_theta": 1.0}, "bfloat16", train=True):
+        yield call
+        batched = [name for name, array in call.inputs.items() if len(array.shape) > 2 and array.shape[:2] == LEAD]
+        if batched and "cos" not in call.inputs:
+            inputs = {n: Array(a.shape[1:], a.dtype) if n in batched else a for n, a in call.inputs.items()}
+            yield Call(call.name, inputs, attrs=call.attrs)
+
+
+def _value(text: str) -> object:
+    """A number where it is one."""
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(text)
+    return text
+
+
+def build_wheel(calls: list[Call], where: Target, out: Path) -> Path:
+    """Compile calls for a target and write the wheel.
+
+    Raises:
+        ExceptionGroup: kernels that do not compile.
+    """
+    digits = "".join(filter(str.isdecimal, where.arch))
+    package = f"cute_ops_kernels_sm{digits}"
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder, package)
+        root.mkdir()
+        (root / "__init__.py").touch()
+        # Not by what was measured on this machine: a program that finds the kernels has not read these winners.
+        with dispatch.as_shipped(), progress(len(variants_of(calls, [where])), f"{package}:") as done:
+            built = build(calls, [where], root / "bundle", done)
+        if errors := [one.error for one in built if one.error]:
+            raise ExceptionGroup(f"{len(errors)} of {len(built)} kernels do not compile", errors)
+        Path(folder, "pyproject.toml").write_text(
+            PROJECT.format(
+                name=package.replace("_", "-"), version=__version__, package=package, count=len(built), target=where,
+                dependencies=", ".join(f'"{n}=={v}"' for n, v in bundle.versions().items()), arch=f"sm{digits}",
+                machine=platform.machine(),
+            )
+        )  # fmt: skip
+        command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", folder]
+        # The first second of 1980, before which zip files know no time: the same kernels make the same wheel.
+        environment = {**os.environ, "SOURCE_DATE_EPOCH": "315532800"}
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env=environment)
+        (wheel,) = Path(folder, "dist").glob("*.whl")
+        out.mkdir(parents=True, exist_ok=True)
+        return Path(shutil.copy(wheel, out))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("manifests", nargs="*", type=Path, help="calls to build in place of the models'")
+    parser.add_argument("--arch", default="sm_90a", type=target.parse, help="sm_90a, or sm_90a:114 with so many SMs")
+    parser.add_argument("--out", type=Path, default=Path("dist"))
+    options = parser.parse_args()
+    calls = [call for path in options.manifests for call in manifest.read(path)]
+    calls = calls or [call for config in models().values() for call in calls_of(config)]
+    begin = time.perf_counter()
+    wheel = build_wheel(calls, options.arch, options.out)
+    print(f"{wheel}: {wheel.stat().st_size / 1e6:.1f} MB in {time.perf_counter() - begin:.0f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,43 @@
+"""What a release brings beside the package: the shapes of well-known models, and how to cite it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import yaml
+
+from cute_ops.aot.build import variants_of
+from cute_ops.jit import target
+
+sys.path.append(str(Path(__file__).parents[2] / "release"))
+import kernel_wheel
+
+ROOT = Path(__file__).parents[2]
+MODELS = kernel_wheel.models()
+
+
+def test_there_are_twenty_models_with_a_source_each() -> None:
+    sources = [str(config["source"]) for config in MODELS.values()]
+    assert len(MODELS) == len(set(sources)) == 20
+    assert all(source.startswith("https://huggingface.co/") and source.endswith("/config.json") for source in sources)
+
+
+def test_a_model_is_called_with_and_without_a_batch() -> None:
+    lines = {str(call) for call in kernel_wheel.calls_of(MODELS["Qwen3-30B-A3B"])}
+    for rows in ("1,4096", "4096"):
+        assert f"rmsnorm x:bfloat16[{rows},2048] weight:bfloat16[2048]" in lines
+        assert f"rmsnorm x:bfloat16[{rows},32,128] weight:bfloat16[128]" in lines  # of its heads
+        for size in (6144, 768):  # of a dense layer and of an expert
+            assert f"silu_mul gate:bfloat16[{rows},{size}] up:bfloat16[{rows},{size}]" in lines
+    assert any(line.startswith("cross_entropy logits:bfloat16[4096,151936] ") for line in lines)
+
+
+def test_every_call_has_a_kernel() -> None:
+    calls = [call for config in MODELS.values() for call in kernel_wheel.calls_of(config)]
+    assert len(variants_of(calls, [target.parse("sm_90a")])) > 400
+
+
+def test_the_citation_is_complete() -> None:
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text())
+    assert {"cff-version", "message", "title", "authors"} <= citation.keys() and citation["license"] == "Apache-2.0"
