@@ -53,7 +53,10 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
         if name.startswith(("qwen3", "gemma3")):
             heads = config.get("num_attention_heads", 1)
             size = config.get("head_dim") or hidden // heads
-            yield from _rows("rmsnorm", {"x": size, "weight": size}, dtype, attrs, train, (*LEAD, heads))
+            calls = list(_rows("rmsnorm", {"x": size, "weight": size}, dtype, attrs, train, (*LEAD, heads)))
+            yield from calls
+            if name.startswith("gemma3"):
+                yield from (_exchanged(call, batch) for call in calls for batch in (1, 2))
         summed = list(_rows("add_rmsnorm", {"x": hidden, "residual": hidden, "weight": hidden}, dtype, attrs, train))
         yield from summed
         for call in summed[1:]:  # after the last layer the sum does not go on
@@ -81,6 +84,8 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
     """Of queries and keys, by tables whose two halves are the same: the first is used where it lies."""
     heads = config["num_attention_heads"]
     size = config.get("head_dim") or config["hidden_size"] // heads
+    # Heads lie outside of positions once Gemma 3 has normalized them, and in gradients of eager attention, Gemma 2's.
+    exchanged = {"gemma2": "rope_bwd", "gemma3": "rope"}.get(str(config.get("model_type"))[:6])
     halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
     for count in dict.fromkeys((heads, config.get("num_key_value_heads") or heads)):
         for name, rotated in (("rope", "x"), ("rope_bwd", "dout"))[: 1 + train]:
@@ -89,13 +94,29 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                 table = Array((positions, size // 2), dtype)
                 inputs = {rotated: Array((1, positions, count, size), dtype), "cos": table, "sin": table}
                 yield Call(name, inputs, memory=memory)
+                if positions > 1 and exchanged == name:
+                    yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
     if train:  # of heads that are rotated as they come out of their projections
         counts = {"dq": heads, "dk": config.get("num_key_value_heads") or heads}
         together = Array((1, ROWS, sum(counts.values()), size), dtype)
         table = Array((ROWS, size // 2), dtype)
         yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
         inputs = {name: Array((1, ROWS, count, size), dtype) for name, count in counts.items()}
-        yield Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
+        joined = Call("rope_bwd_joined", {**inputs, "dv": inputs["dk"], "cos": table, "sin": table}, memory=halves)
+        yield joined
+        if exchanged == "rope_bwd":
+            yield from (_exchanged(joined, batch) for batch in (1, 2))
+
+
+def _exchanged(call: Call, batch: int) -> Call:
+    """A call on so many sequences, whose positions and heads lie in memory in the other's place."""
+    inputs, memory = dict(call.inputs), dict(call.memory)
+    for name, array in call.inputs.items():
+        if len(array.shape) == 4:
+            _, outer, inner, size = array.shape
+            inputs[name] = Array((batch, outer, inner, size), array.dtype)
+            memory[name] = Memory((outer * inner * size, size, outer * size, 1))
+    return Call(call.name, inputs, memory, call.attrs)
 
 
 def _embedding(vocab: int, hidden: int, dtype: str) -> Call:
