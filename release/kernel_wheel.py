@@ -1,7 +1,7 @@
 """Build a wheel of prebuilt kernels, ``cute-ops-kernels-sm90``: programs that it fits compile nothing.
 
-Without a manifest it holds what the models of ``models.csv`` call, in training and in generation, for activations in
-bfloat16 and any number of tokens. It needs no GPU.
+Without a manifest it holds what the models of ``models.csv`` call in bfloat16, in generation and in training on 512 to
+16,384 tokens at a time. It needs no GPU.
 
     python release/kernel_wheel.py --out dist [--arch sm_90a] [manifest.txt ...]
 
@@ -23,6 +23,7 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from cute_ops import __version__, dispatch, manifest
 from cute_ops.aot.build import build, variants_of
@@ -30,7 +31,7 @@ from cute_ops.aot.hf_config import LEAD, calls_of_model
 from cute_ops.cli import progress
 from cute_ops.jit import bundle, target
 from cute_ops.jit.target import Target
-from cute_ops.manifest import Call
+from cute_ops.manifest import ROWS, Call
 from cute_ops.shapes import Array
 
 MODELS = Path(__file__).with_name("models.csv")
@@ -58,21 +59,43 @@ plat-name = "manylinux_2_28_{machine}"
 """
 
 
-def models() -> dict[str, dict[str, object]]:
+def models() -> dict[str, dict[str, Any]]:
     """Configurations by model, as far as shapes depend on them."""
     with MODELS.open(newline="") as file:
         return {row.pop("model"): {k: _value(v) for k, v in row.items() if v} for row in csv.DictReader(file)}
 
 
-def calls_of(config: dict[str, object]) -> Iterator[Call]:
-    """What a model calls once it is patched, and its norms and gates without a batch dim, as servers call them."""
+def calls_of(config: dict[str, Any], dtype: str = "bfloat16") -> Iterator[Call]:
+    """What a model calls once it is patched; its norms and gates without a batch dim, as servers call them; and the
+    rotations and the loss of a decoder in JAX.
+    """
     # Angles are inputs: any value says that queries and keys are rotated.
-    for call in calls_of_model({**config, "rope_theta": 1.0}, "bfloat16", train=True):
+    for call in calls_of_model({**config, "rope_theta": 1.0}, dtype, train=True):
         yield call
         batched = [name for name, array in call.inputs.items() if len(array.shape) > 2 and array.shape[:2] == LEAD]
         if batched and "cos" not in call.inputs:
             inputs = {n: Array(a.shape[1:], a.dtype) if n in batched else a for n, a in call.inputs.items()}
             yield Call(call.name, inputs, attrs=call.attrs)
+    yield from _of_jax(config, dtype)
+
+
+def _of_jax(config: dict[str, Any], dtype: str) -> Iterator[Call]:
+    """Rotations by float32 tables, in one pass with the norms of queries and keys, and losses of int32 targets."""
+    heads, kv_heads, size = (config[name] for name in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    queries, keys = (Array((*LEAD, count, size), dtype) for count in (heads, kv_heads))
+    tables = dict.fromkeys(("cos", "sin"), Array((ROWS, size // 2), "float32"))
+    if config["model_type"].startswith(("qwen3", "gemma3")):
+        weights = dict.fromkeys(("q_weight", "k_weight"), Array((size,), dtype))
+        inputs, attrs = {"q": queries, "k": keys, **weights, **tables}, {"eps": config["rms_norm_eps"]}
+        yield Call("qk_norm_rope", inputs, attrs=attrs)
+        yield Call("qk_norm_rope_bwd", {**inputs, "dq_out": queries, "dk_out": keys}, attrs=attrs)
+    else:
+        for rotated in (queries, keys):
+            yield Call("rope", {"x": rotated, **tables})
+            yield Call("rope_bwd", {"dout": rotated, **tables})
+    judged = {"logits": Array((ROWS, config["vocab_size"]), dtype), "target": Array((ROWS,), "int32")}
+    yield Call("cross_entropy", judged)
+    yield Call("cross_entropy_step", {**judged, "dloss": Array((ROWS,), "float32")})
 
 
 def _value(text: str) -> object:

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
+import kernel_wheel
 import yaml
 
 from cute_ops.aot.build import variants_of
 from cute_ops.jit import target
-
-sys.path.append(str(Path(__file__).parents[2] / "release"))
-import kernel_wheel
 
 ROOT = Path(__file__).parents[2]
 MODELS = kernel_wheel.models()
