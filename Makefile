@@ -27,7 +27,7 @@ ARGS ?=
 # they take turns.
 JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
-.PHONY: help demo test lint generate bench wheels clean
+.PHONY: help demo test lint docs generate bench wheels clean
 help:  ## this text
 	@grep -E '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
 	@echo "Python: $(PYTHON)$(if $(READY), (made when missing))    more arguments: make test ARGS='-k rmsnorm'"
@@ -50,10 +50,14 @@ lint: $(READY)  ## ruff, mypy, and which package may import which
 	$(PYTHON) -m mypy
 	$(PYTHON) -c 'from importlinter.cli import lint_imports_command as check; check()'
 
-generate: $(READY)  ## stubs and the pages on the ops, from the declarations
+docs: $(READY)  ## the site, into out/site; fails at every link, anchor or reference that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(PYTHON) -m mkdocs build
+
+generate: $(READY)  ## stubs and generated pages, from the declarations and the code
 	$(PYTHON) -m cute_ops_torch.tools.stubs
 	$(PYTHON) -m cute_ops_jax.tools.stubs
 	$(PYTHON) docs/make_ops.py
+	$(PYTHON) docs/make_pages.py
 
 bench: $(READY)  ## device, host and start-up time and a training step on this machine's GPU, into out/benchmarks/
 	$(PYTHON) benchmarks/everything.py --out out/benchmarks $(ARGS)

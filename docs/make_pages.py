@@ -1,0 +1,166 @@
+"""Pages made from the code and the committed results: ``python docs/make_pages.py``.
+
+The reference names what is public; its text is read from docstrings when the site is built.
+"""
+
+from __future__ import annotations
+
+import ast
+import csv
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+
+import cute_ops
+import cute_ops_jax
+import cute_ops_torch
+from cute_ops import env
+from cute_ops.hardware import ARCHES
+from cute_ops.ops import OPS
+from cute_ops_torch import nn
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs"
+RESULTS = ROOT / "benchmarks" / "results"
+_MADE = "Made by `python docs/make_pages.py`."
+_OPS = {op.name for op in OPS}
+_WRITTEN = ["module", "RMSNorm", "AddRMSNorm", "LayerNorm", "LinearCrossEntropy"]  # of `nn`: not made of declarations
+# GPUs of each architecture, by NVIDIA's list of compute capabilities.
+_PARTS = {
+    "sm_80": "A100, A30", "sm_86": "A10, A40, RTX 30", "sm_89": "L4, L40, RTX 40", "sm_90a": "H100, H200, GH200",
+    "sm_100a": "B200, GB200", "sm_103a": "B300, GB300", "sm_120a": "RTX 50, RTX PRO Blackwell",
+}  # fmt: skip
+
+
+def core() -> str:
+    values = [name for name in cute_ops.__all__ if not callable(getattr(cute_ops, name))]
+    return "\n".join(
+        [
+            "# `cute_ops`\n",
+            "The core: what an op is declared with. It imports neither framework.\n",
+            *_shown("cute_ops", (name for name in cute_ops.__all__ if name not in values)),
+            *_shown("cute_ops", values),
+            "## Testing\n",
+            *_shown("cute_ops.testing", ["inputs", "check"], level=3),
+        ]
+    )
+
+
+def torch() -> str:
+    made = [name for name in nn.__all__ if name not in _WRITTEN]
+    return "\n".join(
+        [
+            "# `cute_ops_torch`\n",
+            "The adapter for PyTorch. [PyTorch](../pytorch.md) says how it works.\n",
+            *_shown("cute_ops_torch", _own(cute_ops_torch, "nn")),
+            "## Ops\n",
+            "What each computes, takes, returns and raises is in [the ops](../ops.md).\n",
+            *_shown("cute_ops_torch.functions", _declared(cute_ops_torch), level=3),
+            "## Modules\n",
+            "`cute_ops_torch.nn` has a module for every op that is a layer. These are made of the declarations:\n",
+            *(f"- `{name}{inspect.signature(getattr(nn, name))}`" for name in made),
+            "",
+            *_shown("cute_ops_torch.nn", _WRITTEN, level=3),
+            "## Optimizers\n",
+            *_shown("cute_ops_torch.optim", ["AdamW"], level=3),
+            "## torch.compile\n",
+            *_shown("cute_ops_torch.inductor", ["enable", "disable", "replaced"], level=3),
+        ]
+    )
+
+
+def jax() -> str:
+    parts = [
+        "# `cute_ops_jax`\n",
+        "The adapter for JAX. [JAX](../jax.md) says how it works.\n",
+        *_shown("cute_ops_jax", _own(cute_ops_jax)),
+        "## Ops\n",
+        "What each computes, takes, returns and raises is in [the ops](../ops.md).\n",
+        *_shown("cute_ops_jax", _declared(cute_ops_jax), level=3),
+    ]
+    for title, file in {"flax.nnx": "nnx", "equinox": "equinox"}.items():
+        parts += [f"## Modules for {title}\n", *_shown(f"cute_ops_jax.{file}", _classes(f"cute_ops_jax/{file}.py"), 3)]
+    return "\n".join(parts)
+
+
+def environment() -> str:
+    rows = [f"| `{v.name}` | {v.meaning} |" for v in env.VARIABLES]
+    return "\n".join(
+        [
+            "# Environment variables\n",
+            f"{_MADE} A value that a variable may not have raises `ValueError` with its name.\n",
+            "| variable | meaning |\n|---|---|",
+            *rows,
+            "",
+        ]
+    )
+
+
+def gpus() -> str:
+    """Which architectures kernels are built for, and which of them the committed results were measured on."""
+    measured: dict[str, set[str]] = defaultdict(set)
+    for path in RESULTS.glob("*.csv"):
+        with path.open() as file:
+            for row in csv.DictReader(file):
+                measured[row.get("gpu", "")].add(path.name)
+    run = {arch: [gpu for gpu in sorted(measured) if _is(gpu, arch)] for arch in ARCHES}
+    rows = [
+        f"| `{arch}` | {_PARTS[arch]} | {has.number} | {has.shared_per_cta // 1024} KiB | "
+        f"{', '.join(run[arch]) or 'built only'} |"
+        for arch, has in ARCHES.items()
+    ]
+    needs = defaultdict(list)
+    for op in OPS:
+        needs[op.least_sm].append(f"`{op.name}`")
+    later = [
+        f"From SM {least // 10}.{least % 10} on: {', '.join(names)}.\n" for least, names in needs.items() if least > 80
+    ]
+    return "\n".join(
+        [
+            "# Which GPUs were run\n",
+            f'{_MADE} Kernels compile for every architecture below, without a GPU. "Built only" means that nothing was '
+            "run there: the tests compile for it, configs are those of heuristics, and no figure exists.\n",
+            "| architecture | GPUs | SMs assumed | shared memory of a CTA | run on |\n|---|---|---|---|---|",
+            *rows,
+            "",
+            *later,
+            "Figures of what was run are in [the benchmarks](../benchmarks/results/README.md). Persistent kernels are "
+            "built for a number of SMs: `sm_90a` is an H100 or H200 SXM, `sm_90a:114` a PCIe card. `make bench` "
+            "measures another GPU, and `python -m cute_ops verify` checks an op on it.\n",
+        ]
+    )
+
+
+MADE: dict[str, Callable[[], str]] = {
+    "reference/core.md": core, "reference/torch.md": torch, "reference/jax.md": jax, "environment.md": environment,
+    "gpus.md": gpus,
+}  # fmt: skip
+
+
+def _shown(module: str, names: Iterable[str], level: int = 2) -> list[str]:
+    options = "" if level == 2 else f"    options: {{heading_level: {level}, show_root_full_path: false}}\n"
+    return [f"::: {module}.{name}\n{options}" for name in names]
+
+
+def _own(package: ModuleType, *others: str) -> list[str]:
+    return [name for name in package.__all__ if name not in _OPS and name not in others]
+
+
+def _declared(package: ModuleType) -> list[str]:
+    return [name for name in package.__all__ if name in _OPS]
+
+
+def _classes(path: str) -> list[str]:
+    """Public classes of a module, which its library need not be installed for."""
+    return [node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.ClassDef)]
+
+
+def _is(gpu: str, arch: str) -> bool:
+    return any(part in gpu.split() for part in _PARTS[arch].split(", "))
+
+
+if __name__ == "__main__":
+    for page, text in MADE.items():
+        (PAGES / page).write_text(text())
