@@ -58,6 +58,7 @@ generate: $(READY)  ## stubs and generated pages, from the declarations and the 
 	$(PYTHON) -m cute_ops_jax.tools.stubs
 	$(PYTHON) docs/make_ops.py
 	$(PYTHON) docs/make_pages.py
+	$(PYTHON) docs/make_pictures.py
 
 bench: $(READY)  ## device, host and start-up time and a training step on this machine's GPU, into out/benchmarks/
 	$(PYTHON) benchmarks/everything.py --out out/benchmarks $(ARGS)

@@ -170,6 +170,25 @@ class Tensor(Layout):
     fill = store
 
 
+class Tiles(Tensor):
+    """A tensor cut into tiles: ``tiles[None, i]`` is the i-th, counted through the dims of :attr:`rest`."""
+
+    def __init__(self, tensor, tiler):
+        super().__init__(tensor.iterator, tensor)
+        self.tile = Layout(tiler, tensor.stride)
+        steps = zip(tensor.dims(), tiler, strict=True)
+        self.rest = Tensor(tensor.iterator, Layout(*zip(*((n // t, s * t) for (n, s), t in steps), strict=True)))
+        self.shape = tiler, self.rest.shape
+
+    def _at(self, index):
+        return Tensor(self.rest._at(index[1]).iterator, self.tile)
+
+
+def count(shape):
+    """Elements of a shape, or of a part of one, which may be a tuple again."""
+    return math.prod(map(count, shape)) if isinstance(shape, tuple) else shape
+
+
 def make_ptr(kind, address, space="gmem", assumed_align=1):
     if (now.mask & (address % assumed_align != 0)).any():
         raise IndexError(f"addresses of {kind.dtype} off their alignment of {assumed_align} bytes")
@@ -350,13 +369,14 @@ CUTE = Names(
     arch=ARCH, math=MATH, nvgpu=COPIES, jit=jit,
     kernel=lambda f: lambda *a: Names(launch=partial(launch, partial(jit(f), *a))),
     Tensor=Tensor, make_layout=Layout, make_tensor=Tensor, make_ptr=make_ptr, coalesce=lambda layout: layout,
-    size=lambda x, mode=(slice(None),): math.prod(np.atleast_1d(getattr(x, "shape", x)[mode[0]])),
+    size=lambda x, mode=(slice(None),): count(getattr(x, "shape", x)[mode[0]]),
     recast_ptr=lambda p, dtype: p._replace(kind=dtype),
     recast_tensor=lambda x, k: Tensor(x.iterator._replace(kind=k), math.prod(x.shape) * x.element_type.size // k.size),
     make_rmem_tensor=lambda n, k: Tensor(Pointer(Registers(math.prod(n) * k.size), 0, k), n),
     make_copy_atom=lambda *_, **__: None, copy=lambda _, source, target: target.store(source.load()),
     autovec_copy=lambda source, target: target.store(source.load()), ceil_div=lambda a, b: -(-a // b),
-    crd2idx=lambda place, layout: sum(i * s for i, s in zip(place, layout.stride, strict=True)),
+    select=lambda layout, modes: Layout(*(tuple(dims[m] for m in modes) for dims in (layout.shape, layout.stride))),
+    zipped_divide=Tiles, crd2idx=lambda place, layout: sum(i * s for i, s in zip(place, layout.stride, strict=True)),
     AddressSpace=Names(gmem="gmem", smem="smem"), ReductionOp=Names(ADD=np.add, MAX=np.fmax),
 )  # fmt: skip
 SMEM = Names(
