@@ -19,8 +19,8 @@ PAGES += ["SECURITY.md", "CHANGELOG.md", "benchmarks/results/README.md"]
 FRAGMENTS = ["CONTRIBUTING.md", *(f"docs/{page}.md" for page in ("kernels", "own_kernel", "row_kernel", "tuning"))]
 
 
-def code(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
+def code(page: str, language: str = "python") -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (ROOT / page).read_text(), re.DOTALL | re.MULTILINE)
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if code(page) and page not in FRAGMENTS])
@@ -40,9 +40,9 @@ def test_code_runs(page: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
             torch.distributed.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", FRAGMENTS)
-def test_fragments_are_python(page: str) -> None:
-    for each in code(page):
+@pytest.mark.parametrize("page", [*FRAGMENTS, *(page for page in PAGES if code(page, "py"))])
+def test_fragments_and_code_for_other_libraries_are_python(page: str) -> None:
+    for each in code(page, "py" if page not in FRAGMENTS else "python"):
         compile(each, page, "exec")
 
 
