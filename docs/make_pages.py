@@ -8,15 +8,20 @@ from __future__ import annotations
 import ast
 import csv
 import inspect
+import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+import typer
 
 import cute_ops
 import cute_ops_jax
 import cute_ops_torch
 from cute_ops import env
+from cute_ops.__main__ import app
 from cute_ops.hardware import ARCHES
 from cute_ops.ops import OPS
 from cute_ops_torch import nn
@@ -85,6 +90,19 @@ def jax() -> str:
     return "\n".join(parts)
 
 
+def commands() -> str:
+    """The command line: each command's help, arguments and options."""
+    parts = ["# Commands\n", f"{_MADE} `python -m cute_ops COMMAND --help` says the same.\n"]
+    for name, command in _commands(typer.main.get_command(app), ()):
+        parts.append(f"## {name}\n")
+        # A line that begins with `Example:` is a command to type.
+        help_text = inspect.cleandoc(command.help or "")
+        parts.append(re.sub(r"^Example: (.*)$", r"`\1`", help_text, flags=re.MULTILINE) + "\n")
+        rows = [f"| {_named(p)} | {(p.help or '').replace('|', chr(92) + '|')} |" for p in command.params if p.help]
+        parts += ["| argument | meaning |\n|---|---|", *rows, ""] if rows else []
+    return "\n".join(parts)
+
+
 def environment() -> str:
     rows = [f"| `{v.name}` | {v.meaning} |" for v in env.VARIABLES]
     return "\n".join(
@@ -134,8 +152,8 @@ def gpus() -> str:
 
 
 MADE: dict[str, Callable[[], str]] = {
-    "reference/core.md": core, "reference/torch.md": torch, "reference/jax.md": jax, "environment.md": environment,
-    "gpus.md": gpus,
+    "reference/core.md": core, "reference/torch.md": torch, "reference/jax.md": jax, "commands.md": commands,
+    "environment.md": environment, "gpus.md": gpus,
 }  # fmt: skip
 
 
@@ -155,6 +173,20 @@ def _declared(package: ModuleType) -> list[str]:
 def _classes(path: str) -> list[str]:
     """Public classes of a module, which its library need not be installed for."""
     return [node.name for node in ast.parse((ROOT / path).read_text()).body if isinstance(node, ast.ClassDef)]
+
+
+def _commands(group: Any, above: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, (*above, name))
+        else:
+            yield " ".join((*above, name)), command
+
+
+def _named(parameter: Any) -> str:
+    """``--out``, ``-o``; of an argument, what stands for it in the usage."""
+    names = parameter.opts if parameter.param_type_name == "option" else [parameter.metavar or parameter.name.upper()]
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _is(gpu: str, arch: str) -> bool:
