@@ -39,7 +39,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked = {path for file in pages for path in _linked(file.src_uri, file.content_string)}
     for path in sorted(linked):
         found = ROOT / path
-        if found.suffix == ".png":
+        if found.suffix == ".svg":
             files.append(File.generated(config, _page(path), abs_src_path=str(found)))
         elif found.exists():  # what does not is a broken link, which the build reports
             files.append(File.generated(config, _page(path), content=_shown(path)))
@@ -81,7 +81,7 @@ def _page(path: str) -> str:
         return MOVED[path]
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
-    return f"files/{path}" if path.endswith(".png") else f"files/{path}.md"
+    return f"files/{path}" if path.endswith(".svg") else f"files/{path}.md"
 
 
 def _shown(path: str) -> str:
