@@ -34,7 +34,6 @@ from typing import Any
 
 # One case; True where the file was read. It calls its second argument before a file goes to somebody else's reader.
 Reader = Callable[[random.Random, Callable[[], None]], bool]
-HANGS = 20.0  # seconds without an answer
 
 # --- changes -------------------------------------------------------------------------------------------------------
 
@@ -342,8 +341,10 @@ def check_text(error: Exception) -> None:
 # --- running -------------------------------------------------------------------------------------------------------
 
 
-def serve(parser: str, seed: int, first: int, seconds: float, state: Path | None) -> None:
-    """Run cases; lines on stdout count them, and each fault has one. ``state`` holds the number of the present case."""
+def serve(parser: str, seed: int, first: int, most: int, seconds: float, state: Path | None) -> None:
+    """Run cases up to number ``most``; lines on stdout count them, and each fault has one. ``state`` holds the number
+    of the present case.
+    """
     logging.disable(logging.CRITICAL)
     where = Path(tempfile.mkdtemp(prefix="cute_ops-fuzz-"))
     present = os.open(state, os.O_WRONLY) if state else None
@@ -355,7 +356,7 @@ def serve(parser: str, seed: int, first: int, seconds: float, state: Path | None
     try:
         read, number, accepted, told = READERS[parser](where), first, 0, 0.0
         end = time.monotonic() + seconds
-        while number == first or time.monotonic() < end:
+        while number == first or (number < most and time.monotonic() < end):
             if present is not None:
                 os.pwrite(present, f"{number:20d} ".encode(), 0)
             try:
@@ -371,27 +372,31 @@ def serve(parser: str, seed: int, first: int, seconds: float, state: Path | None
         shutil.rmtree(where, ignore_errors=True)
 
 
-def fuzz(parser: str, seed: int, seconds: float, log: Callable[[str], None]) -> tuple[int, int, list[str], list[str]]:
-    """Run cases for so long; returns their number, how many were read, the faults, and those of other readers."""
+def fuzz(
+    parser: str, seed: int, most: int, seconds: float, hangs: float, log: Callable[[str], None]
+) -> tuple[int, int, list[str], list[str]]:
+    """Run so many cases, or for so long; returns their number, how many were read, the faults, and those of other
+    readers.
+    """
     faults, apart = list[str](), list[str]()
     number = accepted = 0
     end = time.monotonic() + seconds
-    while number == 0 or (time.monotonic() < end and len(faults) <= 20):
+    while number == 0 or (number < most and time.monotonic() < end and len(faults) <= 20):
         with tempfile.TemporaryDirectory() as folder:
             state, errors = Path(folder, "state"), Path(folder, "errors")
             state.touch()
             command = [
                 sys.executable, __file__, "--parser", parser, "--seed", str(seed), "--first", str(number),
-                "--seconds", str(max(end - time.monotonic(), 0)), "--state", str(state),
+                "--cases", str(most), "--seconds", str(max(end - time.monotonic(), 0)), "--state", str(state),
             ]  # fmt: skip
             counts = {"done": number, "accepted": 0}
             with errors.open("w") as said:
                 process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=said, text=True)
-                killed = _follow(process, counts, faults, parser, log)
+                killed = _follow(process, counts, faults, parser, hangs, log)
             number = counts["done"]
             if killed or process.returncode:
                 last = int(state.read_text()[:20] or number)
-                how = f"no answer in {HANGS:.0f} s" if killed else f"exit code {process.returncode}"
+                how = f"no answer in {hangs:.0f} s" if killed else f"exit code {process.returncode}"
                 text = f"case {last}: {how}\n{errors.read_text(errors='replace')[-2000:]}"
                 (apart if state.read_text().endswith("*") else faults).append(text)
                 number = last + 1
@@ -400,14 +405,19 @@ def fuzz(parser: str, seed: int, seconds: float, log: Callable[[str], None]) -> 
 
 
 def _follow(
-    process: subprocess.Popen[str], counts: dict[str, int], faults: list[str], parser: str, log: Callable[[str], None]
+    process: subprocess.Popen[str],
+    counts: dict[str, int],
+    faults: list[str],
+    parser: str,
+    hangs: float,
+    log: Callable[[str], None],
 ) -> bool:
     """Read a process's lines to the end; True where it had to be killed."""
     if process.stdout is None:
         raise RuntimeError("started without a pipe")
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while selector.select(HANGS):
+        while selector.select(hangs):
             line = process.stdout.readline()
             if not line:
                 process.wait()
@@ -427,6 +437,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parser", choices=READERS, action="append", help="which; repeat. Default: all")
     parser.add_argument("--seconds", type=float, default=10.0, help="for each of them (10)")
+    parser.add_argument("--cases", type=int, default=sys.maxsize, help="at most so many for each of them (no limit)")
+    parser.add_argument("--hangs", type=float, default=20.0, help="seconds without an answer that are a fault (20)")
     parser.add_argument("--seed", type=int, default=0, help="other cases (0)")
     parser.add_argument("--case", type=int, help="run this case of a parser and a seed only, in this process")
     parser.add_argument("--first", type=int, help=argparse.SUPPRESS)
@@ -434,10 +446,10 @@ def main() -> int:
     given = parser.parse_args()
     if given.case is not None:
         for name in given.parser or READERS:
-            serve(name, given.seed, given.case, 0.0, None)
+            serve(name, given.seed, given.case, given.case + 1, 0.0, None)
         return 0
     if given.first is not None:
-        serve(given.parser[0], given.seed, given.first, given.seconds, given.state)
+        serve(given.parser[0], given.seed, given.first, given.cases, given.seconds, given.state)
         return 0
     failed = 0
     for name in given.parser or READERS:
@@ -449,7 +461,7 @@ def main() -> int:
                 shown[0] = time.monotonic()
                 print(text, end=end, file=sys.stderr, flush=True)
 
-        cases, accepted, faults, apart = fuzz(name, given.seed, given.seconds, log)
+        cases, accepted, faults, apart = fuzz(name, given.seed, given.cases, given.seconds, given.hangs, log)
         also = f"; {len(apart)} in somebody else's reader" if apart else ""
         print(f"{name}: {cases} cases, {accepted} read in spite of them, {len(faults)} faults{also}", flush=True)
         for fault in faults + apart:
