@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -41,12 +42,41 @@ def invoke(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
 
 
+INVOKING = """
+import json, sys
+from typer.testing import CliRunner
+from cute_ops.__main__ import app
+for line in sys.stdin:
+    result = CliRunner().invoke(app, json.loads(line))
+    print(json.dumps({"code": result.exit_code, "output": result.output}), flush=True)
+"""
+
+
+@pytest.fixture(scope="module")
+def verify_apart() -> Iterator[Callable[..., SimpleNamespace]]:
+    """The command, in one other process for all tests: to import torch and JAX takes it five seconds."""
+    command, environment = [sys.executable, "-c", INVOKING], {**os.environ, "COLUMNS": "160"}
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT, env=environment
+    ) as process:  # fmt: skip
+        assert process.stdin is not None and process.stdout is not None
+        asked, answers = process.stdin, process.stdout
+
+        def verify_apart(*arguments: str) -> SimpleNamespace:
+            print(json.dumps(["verify", *arguments]), file=asked, flush=True)
+            return SimpleNamespace(**json.loads(answers.readline()))
+
+        yield verify_apart
+
+
 @pytest.mark.parametrize(("file", "right"), [(SOFTCAP, "5 of 5 right, 4 calls"), (FUSED, "10 of 10 right, 8 calls")])
-def test_a_file_of_ones_own_is_verified_in_every_framework(file: str, right: str) -> None:
-    result = run("verify", file, "--dtype", "bfloat16", "--repeats", "2")
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "torch on " in result.stdout and "jax on " in result.stdout and right in result.stdout
-    assert ("references, no kernel" in result.stdout) == ("torch on cpu" in result.stdout)
+def test_a_file_of_ones_own_is_verified_in_every_framework(
+    file: str, right: str, verify_apart: Callable[..., SimpleNamespace]
+) -> None:
+    result = verify_apart(file, "--dtype", "bfloat16", "--repeats", "2")
+    assert result.code == 0, result.output
+    assert "torch on " in result.output and "jax on " in result.output and right in result.output
+    assert ("references, no kernel" in result.output) == ("torch on cpu" in result.output)
 
 
 WRONG = """
@@ -60,14 +90,14 @@ idle = Op("idle", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, ref
 """
 
 
-def test_what_is_wrong_is_shown_and_fails(tmp_path: Path) -> None:
+def test_what_is_wrong_is_shown_and_fails(tmp_path: Path, verify_apart: Callable[..., SimpleNamespace]) -> None:
     (tmp_path / "mine.py").write_text(WRONG)
-    result = run("verify", str(tmp_path / "mine.py"), "--framework", "jax", "--dtype", "float32")
-    assert result.returncode == 1
-    assert "BAD  wrong small float32 jax" in result.stdout and "exceeds" in result.stdout
-    assert "0 of 1 right" in result.stdout
-    idle = run("verify", f"{tmp_path / 'mine.py'}:idle", "--framework", "jax")
-    assert idle.returncode == 1 and "idle: no cases are declared, so nothing was checked" in idle.stdout
+    result = verify_apart(str(tmp_path / "mine.py"), "--framework", "jax", "--dtype", "float32")
+    assert result.code == 1
+    assert "BAD  wrong small float32 jax" in result.output and "exceeds" in result.output
+    assert "0 of 1 right" in result.output
+    idle = verify_apart(f"{tmp_path / 'mine.py'}:idle", "--framework", "jax")
+    assert idle.code == 1 and "idle: no cases are declared, so nothing was checked" in idle.output
 
 
 def test_a_wrong_gradient_is_shown() -> None:
@@ -87,17 +117,17 @@ def test_a_wrong_gradient_is_shown() -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float8_e5m2", "float8_e8m0fnu", "uint32"])
-def test_dtypes_that_none_of_our_ops_has(dtype: str) -> None:
-    result = run("verify", "tests/core/kernels/narrow.py", "--dtype", dtype)
-    assert result.returncode == 0 and "2 of 2 right, 2 calls" in result.stdout, result.stdout + result.stderr
+def test_dtypes_that_none_of_our_ops_has(dtype: str, verify_apart: Callable[..., SimpleNamespace]) -> None:
+    result = verify_apart("tests/core/kernels/narrow.py", "--dtype", dtype)
+    assert result.code == 0 and "2 of 2 right, 2 calls" in result.output, result.output
     case = Case("many", {"m": (1000,), "n": 2})
     drawn = testing.inputs(lookup.find(f"{ROOT}/tests/core/kernels/narrow.py:copy_{dtype}"), case, dtype)["x"]
     assert drawn is not None and not np.isnan(drawn.astype(np.float64)).any() and len(np.unique(drawn)) > 5
 
 
-def test_an_output_whose_dtype_an_attribute_names() -> None:
-    result = run("verify", "tests/core/kernels/rounding.py")
-    assert "14 of 14 right, 12 calls" in result.stdout, result.stdout + result.stderr
+def test_an_output_whose_dtype_an_attribute_names(verify_apart: Callable[..., SimpleNamespace]) -> None:
+    result = verify_apart("tests/core/kernels/rounding.py")
+    assert "14 of 14 right, 12 calls" in result.output, result.output
 
 
 def test_integers_must_be_equal() -> None:
@@ -348,7 +378,7 @@ def test_a_misspelt_framework_is_explained() -> None:
     )
 
 
-def test_sizes_by_the_names_of_dims(tmp_path: Path) -> None:
+def test_sizes_by_the_names_of_dims(tmp_path: Path, verify_apart: Callable[..., SimpleNamespace]) -> None:
     (tmp_path / "wide.py").write_text(WIDE)
     wide, product = lookup.find(f"{tmp_path / 'wide.py'}:wide"), lookup.find(f"{PRODUCT}:product")
     assert calls.sizes_of(wide, None, ["d=8", "m=3", "d=4"], [64]) == [{"d": 8, "m": 3}, {"d": 4, "m": 3}]
@@ -357,8 +387,8 @@ def test_sizes_by_the_names_of_dims(tmp_path: Path) -> None:
     (sizes,) = calls.sizes_of(product, [256], ["k=512"], [64])
     shapes = {n: a and a.shape for n, a in calls.example(product, "bfloat16", 7, sizes).items()}
     assert shapes == {"x": (7, 512, 512), "w": (7, 256, 512), "bias": (256,)}
-    result = run("verify", PRODUCT, "--dim", "k=130", "--dim", "k=1", "--dtype", "float32", "--framework", "jax")
-    assert "4 of 4 right, 2 calls" in result.stdout, result.stdout + result.stderr
+    result = verify_apart(PRODUCT, "--dim", "k=130", "--dim", "k=1", "--dtype", "float32", "--framework", "jax")
+    assert "4 of 4 right, 2 calls" in result.output, result.output
     names = [v.case for v in verify([product], {"numpy": ShapeOf(130)}, ("float32",), sizes={"k": [130]})]
     assert names == ["llama k=130"] * 2
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import random
-from itertools import pairwise
+from itertools import count, pairwise
 
 from cute_ops.dims import Dim, parse
 
@@ -51,8 +51,12 @@ def test_a_size_has_one_solution_or_none() -> None:
         if dim.ceil or not dim.names:
             continue
         *known, free = dim.names
-        dims, found = dict.fromkeys(known, 2), {}
-        fitting = {dim.of(d): n for n in range(9000) if not dim.wrong(d := {**dims, free: n})}
+        dims, found, fitting = dict.fromkeys(known, 2), {}, {}
+        for n in count():
+            if (size := dim.of(tried := {**dims, free: n})) >= 60:
+                break
+            if not dim.wrong(tried):
+                fitting[size] = n
         for size in range(60):
             try:
                 found[size] = dim.solve(size, dims)

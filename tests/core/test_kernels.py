@@ -5,6 +5,7 @@ per CTA where the tile asks for them.
 
 from __future__ import annotations
 
+import os
 import re
 import struct
 import subprocess
@@ -61,7 +62,9 @@ def compiled(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRe
     def cubin(variant: Variant) -> Path:
         path = shared / f"{variant.symbol}.cubin"
         if not path.exists():
-            worker.compile(variant, path)
+            own = path.with_name(f"{os.getpid()}-{path.name}")
+            worker.compile(variant, own)
+            own.rename(path)  # whole: another process may look for it
         return path
 
     return cubin

@@ -302,7 +302,8 @@ def test_a_program_compiles_its_own_kernel(cache_folder: Path, tmp_path: Path, s
     """The compiler's process has another ``__main__``, and no frameworks for kernels of other modules."""
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "mine.py").write_text(PROGRAM)
-    (tmp_path / "script.py").write_text(f"import torch\n{PROGRAM}")
+    (tmp_path / "jax.py").touch()  # to import the real one takes longer than all the rest
+    (tmp_path / "script.py").write_text(f"import jax\n{PROGRAM}")
     path = os.pathsep.join(sys.path)
     ran = subprocess.run(
         [sys.executable, *start], cwd=tmp_path, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True,
