@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from cute_ops.array_api import cast, widen
 from cute_ops.config import Needs, Problem, Space, Tuning, vary
 from cute_ops.errors import CacheError, CompileError
-from cute_ops.op import Accumulation, Case, Finish, Kernel, OneOf, Op, Sharding, Split, Tensor, WhileFew
+from cute_ops.op import Accumulation, Case, Finish, Kernel, OneOf, Op, Program, Sharding, Split, Tensor, WhileFew
 from cute_ops.shapes import FLOATS, Array
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ __all__ = [
     "OneOf",
     "Op",
     "Problem",
+    "Program",
     "Sharding",
     "Space",
     "Split",

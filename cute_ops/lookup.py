@@ -57,17 +57,20 @@ def find(name: str) -> Op:
 
 def find_all(name: str, gradients: bool = True) -> list[Op]:
     """The op of a name, with those of its gradient unless ``gradients`` is false, or every op of a module or file.
+    Composites are left out.
 
     Raises:
         ValueError: there is none.
     """
     if ":" in name or not _is_place(name):
         op = find(name)
-        return [op, *op.steps] if gradients else [op]
-    ops = of_module(load(name))
-    if not ops:
-        raise ValueError(f"{name} declares no op")
-    return list({id(o): o for op in ops.values() for o in (op, *op.steps)}.values())
+        ops = [op, *op.steps] if gradients else [op]
+    else:
+        ops = [each for op in of_module(load(name)).values() for each in (op, *op.steps)]
+    found = {id(op): op for op in ops if not op.program}
+    if not found:
+        raise ValueError(f"{name} declares no op with a kernel")
+    return list(found.values())
 
 
 def of_module(module: ModuleType) -> dict[str, Op]:

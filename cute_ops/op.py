@@ -202,11 +202,14 @@ class Sharding(NamedTuple):
         split: how devices share a dim that is neither parallel nor contracted.
         contracted: dims that outputs are sums over, ``k`` of a product: on slices of them the op gives slices of the
             outputs that have the dim, and parts of a sum of those that have not.
+        whole: dims that no device of a DTensor may have a slice of, with what to do instead, where gathering them would
+            cost more than the op.
     """
 
     parallel: tuple[str, ...] = ()
     split: Split | None = None
     contracted: tuple[str, ...] = ()
+    whole: Mapping[str, str] = {}
 
 
 class Kernel(NamedTuple):
@@ -229,6 +232,27 @@ class Kernel(NamedTuple):
     name: str
     sources: tuple[str, ...] = ()
     least_sm: int = 80
+
+
+class Program(NamedTuple):
+    """What a composite runs in place of a kernel: a Python function made of other ops and of the framework's own
+    functions. From its declaration follows what follows for any op; its gradient is ops, which may be composites.
+
+    Args:
+        run: ``run(xp, call, inputs, attrs) -> outputs``: arrays by name, None where absent; outputs are new arrays.
+            ``call(op, inputs, attrs)`` runs another op, all by name. Beside methods that the frameworks' arrays share,
+            such as ``reshape``, ``xp`` has
+
+            - ``where(condition, x, y)``
+            - ``rows_of(table, index)``: ``table[index]``; the framework says what an index out of range is
+            - ``classes_of(index, count)``: such indices as int32, ``count`` in place of those out of range
+            - ``sort(keys) -> (keys, order)``: stable
+            - ``ends(keys, count)``: int32, how many of sorted keys are up to each of ``range(count)``
+        ops: those that it calls. If there are none, XLA sees the framework's functions, and may shard and fuse them.
+    """
+
+    run: Callable[..., Mapping[str, Any]]
+    ops: tuple[Op, ...] = ()
 
 
 def importable(name: str) -> str:
@@ -289,8 +313,9 @@ class Op:
         sharding: which dims several devices may share.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent. It writes no input: the new
-            values of those that the op mutates come before the outputs.
-        kernel: ``"module:Class"``, or a :class:`Kernel` that says more.
+            values of those that the op mutates come before the outputs. A composite needs none, because its program
+            runs on every device.
+        kernel: ``"module:Class"``, a :class:`Kernel` that says more, or the :class:`Program` of a composite.
         tuning: how the kernel is configured: ``Tuning(heuristic, space=vary(threads=(64, 128)))``.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
@@ -316,8 +341,8 @@ class Op:
         inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor],
         dtypes: Mapping[str, tuple[str, ...]],
-        reference: Callable[..., Any],
-        kernel: str | Kernel,
+        reference: Callable[..., Any] | None = None,
+        kernel: str | Kernel | Program,
         attrs: Mapping[str, Any] | None = None,
         scalars: Mapping[str, float] | None = None,
         mutates: tuple[str, ...] = (),
@@ -343,14 +368,19 @@ class Op:
             if not isinstance(tensor, Tensor) or not isinstance(tensor.shape, str):
                 raise ValueError(f"op {name}: {argument} must be a Tensor with its shape as text, got {tensor!r}")
         self.dtypes = {k: _as_tuple(v) for k, v in dtypes.items()}
-        self.reference = reference
         for what, given, kinds in (
-            ("kernel", kernel, (str, Kernel)), ("tuning", tuning, (Tuning,)), ("sharding", sharding, (Sharding,)),
+            ("kernel", kernel, (str, Kernel, Program)), ("tuning", tuning, (Tuning,)),
+            ("sharding", sharding, (Sharding,)),
         ):  # fmt: skip
             if not isinstance(given, kinds):
-                expected = " or ".join(kind.__name__ for kind in kinds)
+                expected = " or ".join(", ".join(kind.__name__ for kind in kinds).rsplit(", ", 1))
                 raise ValueError(f"op {name}: {what} must be a {expected}, got {given!r}")
-        made_from = Kernel(kernel) if isinstance(kernel, str) else kernel
+        self.program = kernel if isinstance(kernel, Program) else None
+        made_from = kernel if isinstance(kernel, Kernel) else Kernel(kernel if isinstance(kernel, str) else "")
+        runs = reference or (self.program and self.program.run)
+        if runs is None:
+            raise ValueError(f"op {name}: it has a kernel, so it must have a reference")
+        self.reference = runs
         try:
             self.kernel, self.least_sm = importable(made_from.name), made_from.least_sm
         except ValueError as error:
@@ -370,7 +400,7 @@ class Op:
         if self.few:
             self.static = tuple(d for each in words for d in (each.dims if isinstance(each, WhileFew) else (each,)))
         self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
-        self.contracted = _as_tuple(sharding.contracted)
+        self.contracted, self.whole = _as_tuple(sharding.contracted), sharding.whole
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
         self.grad = grad
         self.no_gradient = _as_tuple(no_gradient)

@@ -40,7 +40,7 @@ def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
 def _strings(op: Op) -> Iterator[str]:
     """Texts, and tuples that might be given as one text."""
     module, found, name = op.kernel.partition(":")
-    if not found or not all(part.isidentifier() for part in [*module.split("."), name]):
+    if not op.program and not (found and all(part.isidentifier() for part in [*module.split("."), name])):
         yield f"kernel must be 'module:Class', got {op.kernel!r}"
     for what in ("static", "parallel", "contracted", "sources", "no_gradient", "mutates"):
         given = getattr(op, what)
@@ -159,6 +159,10 @@ def _mutated(op: Op) -> Iterator[str]:
         yield "it mutates inputs, so it has no `finish`: that changes outputs, which a framework differentiates"
     if op.mutates and op.split is not None:
         yield "it mutates inputs, so it cannot be split: a device's slice is a call of its own"
+    if op.mutates and op.program:
+        yield "it mutates inputs, which a program cannot: it returns new arrays"
+    if op.split and op.program:
+        yield "it splits a dim, which a program cannot: its slices would have to talk to each other"
     if op.mutates and op.space is not None:
         yield "it mutates inputs, so its config cannot be measured: every run would change the next one's inputs"
 
@@ -181,6 +185,8 @@ def _outputs(op: Op) -> Iterator[str]:
             yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
         if other is not None and other.skippable:
             yield f"output {name!r} is the same as {t.same_as!r}, which is skippable: one that serves for two is not"
+        if op.program and (words := [word for word in ("skippable", "donates", "same_as") if getattr(t, word)]):
+            yield f"output {name!r} has {words[0]!r}, but a program returns all outputs, each in memory of its own"
         if t.skippable and op.split is not None and op.split.merge is not None:
             yield f"output {name!r} is skippable, but the merge of slices takes all outputs"
         if t.donates and (t.donates not in op.inputs or op.inputs[t.donates].declared != t.declared):

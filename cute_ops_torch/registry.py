@@ -17,6 +17,7 @@ from cute_ops.op import Op
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
 from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.library import program
 from cute_ops_torch.library.autograd import autograd_kernel
 from cute_ops_torch.library.inplace import inplace_gradient
 from cute_ops_torch.library.nodes import Nodes
@@ -102,6 +103,9 @@ def _define(op: Op, namespace: str) -> Registered:
     # programs, and `torch.ops.<namespace>.<name>` leads to it.
     name = op.name if known is None else next(n for k in count(2) if not hasattr(names, n := f"{op.name}_v{k}"))
     gradient = {step: _define(step, namespace) for step in op.steps}
+    for called in op.program.ops if op.program else ():
+        if called not in program.functions:
+            _define(called, namespace)
     if namespace not in _libraries:
         _libraries[namespace] = torch.library.Library(namespace, "FRAGMENT")
     library = _libraries[namespace]
@@ -109,6 +113,7 @@ def _define(op: Op, namespace: str) -> Registered:
     library.define(schema(op, name), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     packet = getattr(names, name)
     made = _registered[key] = Registered(op, packet.default, gradient)
+    program.functions.setdefault(op, lambda: made.raw)
     if known is not None:
         setattr(names, op.name, packet)
     library.impl(name, returning(op, _deferred(lambda: made.launcher.launch)), "CUDA")
@@ -151,6 +156,7 @@ class Registered:
         self._gradient = gradient
         self.nodes = Nodes(op, lambda step: self._beside(step).raw)
         self.fast_path = FastPath(op, lambda: self.launcher, self.nodes)
+        self._devices = ("cpu", "cuda") if op.program else ("cuda",)
         self._lowered = False
 
     @cached_property
@@ -161,7 +167,7 @@ class Registered:
     @cached_property
     def raw(self) -> Callable[..., Any]:
         """The Python function that returns what the raw op returns."""
-        return make_function(self.op, self.overload, self.fast_path, raw=True)
+        return make_function(self.op, self.overload, self.fast_path, raw=True, devices=self._devices)
 
     @cached_property
     def function(self) -> Callable[..., Any]:
@@ -170,7 +176,7 @@ class Registered:
         if "inplace_backward" in self.op.options:
             nodes = Nodes(self.op, lambda step: self._beside(step).overwriting)
             inplace = make_inplace(self.op, self.overload, self.launcher, nodes)
-        return make_function(self.op, self.overload, self.fast_path, inplace=inplace)
+        return make_function(self.op, self.overload, self.fast_path, inplace=inplace, devices=self._devices)
 
     @cached_property
     def overwriting(self) -> Callable[..., Any]:
@@ -183,7 +189,7 @@ class Registered:
         Dynamo runs fake kernels before Inductor compiles, and before it takes compiled code from its cache. In the
         latter case only the forward's runs, so a forward registers its gradient's lowering too.
         """
-        if self._lowered or "torch._inductor" not in sys.modules:
+        if self._lowered or self.op.program or "torch._inductor" not in sys.modules:
             return
         with _lowering:  # a second thread must not compile before the first has registered
             if not self._lowered:

@@ -6,7 +6,7 @@ import gc
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from cute_ops import FLOATS, Op, Tensor, dispatch
+from cute_ops import FLOATS, Op, Program, Tensor, dispatch
 from cute_ops.jit import target
 from cute_ops.ops import OPS
 
@@ -164,29 +164,41 @@ class Product(NamedTuple):
 _products = count()
 
 
-@pytest.fixture
-def product() -> Product:
-    """Another one for each test: no two declarations of one name can be registered."""
+@pytest.fixture(params=["kernels", "programs"])
+def product(request: pytest.FixtureRequest) -> Product:
+    """Another one for each test: no two declarations of one name can be registered. As a program the forward is the
+    framework's product, and then an op.
+    """
     number, ran = next(_products), set[str]()
     x, w, out = Tensor("*m k", "T"), Tensor("n k", "T"), Tensor("*m n", "T")
 
-    def declare(name: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor], compute: Any, **fields: Any) -> Op:
+    def declare(
+        name: str, inputs: dict[str, Tensor], outputs: dict[str, Tensor], compute: Any, *calls: Op, **fields: Any
+    ) -> Op:
         def reference(xp: Any, *arrays: Any) -> Any:
             ran.add(name)
             return compute(xp, *arrays)
 
-        return Op(
-            f"{name}_{number}", inputs=inputs, outputs=outputs, dtypes={"T": FLOATS}, reference=reference, kernel="a:B",
-            **fields,
-        )  # fmt: skip
+        def run(xp: Any, call: Any, inputs: Any, attrs: Any) -> Any:
+            return {name: reference(call, *inputs.values()) for name in outputs}
 
-    def rows(xp: Any, a: Any) -> Any:
-        return xp.reshape(a, (-1, a.shape[-1]))
+        program = request.param == "programs" and name != "tanh"
+        how: dict[str, Any] = {"kernel": Program(run, calls)} if program else {"kernel": "a:B", "reference": reference}
+        return Op(f"{name}_{number}", inputs=inputs, outputs=outputs, dtypes={"T": FLOATS}, **how, **fields)
 
     steps = (
-        declare("inner", {"out": out, "dout": out}, {"dinner": out}, lambda xp, out, dout: dout * (1 - out * out)),
-        declare("dgrad", {"w": w, "dinner": out}, {"dx": x}, lambda xp, w, dinner: dinner @ w),
-        declare("wgrad", {"x": x, "dinner": out}, {"dw": w}, lambda xp, x, d: rows(xp, d).T @ rows(xp, x)),
+        declare("inner", {"out": out, "dout": out}, {"dinner": out}, lambda _, out, dout: dout * (1 - out * out)),
+        declare("dgrad", {"w": w, "dinner": out}, {"dx": x}, lambda _, w, dinner: dinner @ w),
+        declare("wgrad", {"x": x, "dinner": out}, {"dw": w}, lambda _, x, d: rows(d).T @ rows(x)),
     )
-    forward: Callable[..., Any] = lambda xp, x, w: xp.tanh(x @ w.T)  # noqa: E731
-    return Product(declare("product", {"x": x, "w": w}, {"out": out}, forward, grad=steps), ran)
+    tanh = declare("tanh", {"x": x}, {"out": x}, lambda xp, x: xp.tanh(x))
+
+    def forward(xp_or_call: Any, x: Any, w: Any) -> Any:
+        inner = x @ w.T
+        return xp_or_call(tanh, {"x": inner}, {})["out"] if request.param == "programs" else xp_or_call.tanh(inner)
+
+    return Product(declare("product", {"x": x, "w": w}, {"out": out}, forward, tanh, grad=steps), ran)
+
+
+def rows(a: Any) -> Any:
+    return a.reshape(-1, a.shape[-1])

@@ -1,15 +1,17 @@
-"""What :func:`embedding` and its gradient take, in both frameworks.
+"""Rows of a table, whose gradient is written in one pass: two composites.
 
-Both are compositions, whose only kernel is that of :mod:`cute_ops.ops.parts.embedding`.
+The gradient sorts the tokens by class and finds where each class's tokens end; the kernel of
+:mod:`cute_ops.ops.parts.embedding` then writes each row of the table's gradient once.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from operator import index
 from typing import Any
 
 from cute_ops.binding import Binding
-from cute_ops.op import Op, Sharding, Tensor
+from cute_ops.op import Op, Program, Sharding, Tensor
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 
 _MAX_SIZE = 2**31 - 2
@@ -28,36 +30,12 @@ Raises:
 """
 
 
-def _check(binding: Binding) -> str | None:
-    # Tokens are counted, and sorted by class, in 32 bits; one value more marks tokens without a class.
-    for name, size in (("classes", binding.dims["c"]), ("tokens", binding.rows)):
-        if isinstance(size, int) and size > _MAX_SIZE:
-            return f"{size} {name} are more than {_MAX_SIZE}."
-    return None
-
-
-def _no_reference(*_: object, **__: object) -> Any:
-    raise NotImplementedError("a composition has no reference")
-
-
-_INDEX, _WEIGHT, _ROWS = Tensor("*m", "I", upper_bound="c"), Tensor("c n", "T"), Tensor("*m n", "T")
-_COMMON: dict[str, Any] = {
-    "dtypes": sorted_embedding_bwd.dtypes, "sharding": Sharding(parallel=("n",)),
-    "reference": _no_reference, "kernel": sorted_embedding_bwd.kernel, "check": _check,
-}  # fmt: skip
-
-embedding_bwd = Op(
-    "embedding_bwd",
-    inputs={"index": _INDEX, "weight": _WEIGHT._replace(unread=True), "dout": _ROWS},
-    outputs={"dweight": _WEIGHT},
-    attrs={"padding_idx": -1},
-    **_COMMON,
-)
-embedding = Op("embedding", inputs={"index": _INDEX, "weight": _WEIGHT}, outputs={"out": _ROWS}, **_COMMON)
-
-
-def padding(padding_idx: int | None, classes: int) -> int:
+def padding(padding_idx: int | None, shape: tuple[int, ...]) -> int:
     """The class without a gradient, counted from the start; -1 where there is none.
+
+    Args:
+        padding_idx: as the caller says it.
+        shape: of the weight.
 
     Raises:
         TypeError: not an integer.
@@ -70,6 +48,55 @@ def padding(padding_idx: int | None, classes: int) -> int:
     except TypeError:
         problem = f"option `padding_idx` is {padding_idx!r}, expected an int or None."
         raise TypeError(f"cute.embedding: {problem}") from None
+    classes = shape[0] if shape else 0
     if not -classes <= padding_idx < classes:
         raise ValueError(f"cute.embedding: option `padding_idx` is {padding_idx}, which is none of {classes} classes.")
-    return padding_idx % classes
+    return padding_idx if padding_idx >= 0 else padding_idx + classes
+
+
+def _check(binding: Binding) -> str | None:
+    # Tokens are counted, and sorted by class, in 32 bits; one value more marks tokens without a class.
+    for name, size in (("classes", binding.dims["c"]), ("tokens", binding.rows)):
+        if isinstance(size, int) and size > _MAX_SIZE:
+            return f"{size} {name} are more than {_MAX_SIZE}."
+    return None
+
+
+def _look_up(xp: Any, call: Callable[..., Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
+    return {"out": xp.rows_of(inputs["weight"], inputs["index"])}
+
+
+def _add_up(xp: Any, call: Callable[..., Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
+    (classes, n), padding_idx = inputs["weight"].shape, attrs["padding_idx"]
+    key = xp.classes_of(inputs["index"].reshape(-1), classes)
+    if padding_idx >= 0:
+        key = xp.where(key == padding_idx, classes, key)
+    # Tokens without a class are sorted behind all classes, where the kernel reads nothing.
+    key, order = xp.sort(key)
+    rows = inputs["dout"].reshape(key.shape[0], n)
+    return call(sorted_embedding_bwd, {"ends": xp.ends(key, classes), "classes": key, "order": order, "dout": rows}, {})
+
+
+_INDEX, _WEIGHT, _ROWS = Tensor("*m", "I", upper_bound="c"), Tensor("c n", "T"), Tensor("*m n", "T")
+_COMMON: dict[str, Any] = {
+    "dtypes": sorted_embedding_bwd.dtypes, "attrs": {"padding_idx": -1}, "check": _check,
+    "sharding": Sharding(
+        parallel=("n",), whole={"c": "is sharded along its classes; torch.nn.functional.embedding takes it so"}
+    ),
+}  # fmt: skip
+
+embedding_bwd = Op(
+    "embedding_bwd",
+    inputs={"index": _INDEX, "weight": _WEIGHT._replace(unread=True), "dout": _ROWS},
+    outputs={"dweight": _WEIGHT},
+    kernel=Program(_add_up, (sorted_embedding_bwd,)),
+    **_COMMON,
+)
+embedding = Op(
+    "embedding",
+    inputs={"index": _INDEX, "weight": _WEIGHT},
+    outputs={"out": _ROWS},
+    kernel=Program(_look_up),
+    grad=embedding_bwd,
+    **_COMMON,
+)

@@ -15,8 +15,8 @@ import jax.numpy as jnp
 
 from cute_ops.composite import chunks
 from cute_ops_jax.composite.losses import Setting, gradient, loss_and_gradient, losses
-from cute_ops_jax.composite.primitive import Call
 from cute_ops_jax.distributed.varying import varying_like
+from cute_ops_jax.primitive.primitive import Call
 
 Array = jax.Array
 State = TypeVar("State")

@@ -12,9 +12,9 @@ from cute_ops.op import Op, Sharding, Tensor
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
 from cute_ops_jax.composite.linear_loops import Layer, rows, rows_bwd, step
 from cute_ops_jax.composite.losses import Setting, spread
-from cute_ops_jax.composite.primitive import Call, Composite, by_stage
 from cute_ops_jax.distributed.varying import Axes, varying_like
 from cute_ops_jax.primitive.arrays import Arrays
+from cute_ops_jax.primitive.primitive import Call, Composite, by_stage
 
 ROW = Tensor("*m", "float32")
 LAYER = {"hidden": Tensor("*m h", "T"), "weight": Tensor("n h", "T"), "bias": Tensor("n", "T", optional=True)}

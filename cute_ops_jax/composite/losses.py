@@ -17,10 +17,10 @@ from cute_ops.ops.reduction.cross_entropy import FINISH
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as op
 from cute_ops.ops.reduction.cross_entropy import cross_entropy_bwd as op_bwd
 from cute_ops.ops.reduction.cross_entropy import cross_entropy_step as op_step
-from cute_ops_jax.composite.primitive import Call, by_stage
 from cute_ops_jax.distributed.slices import on_slices
 from cute_ops_jax.distributed.varying import alike, as_axes, manual, varies, varying_like
 from cute_ops_jax.primitive.arrays import Arrays
+from cute_ops_jax.primitive.primitive import Call, by_stage
 
 Array = jax.Array
 Axis: TypeAlias = str | tuple[str, ...]

@@ -23,12 +23,14 @@ from cute_ops.shapes import Array
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike
-from cute_ops_jax.primitive import ffi, lowering, vmap
+from cute_ops_jax.primitive import ffi, framework, lowering, vmap
 from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
 
 T = TypeVar("T")
 # :func:`lowering.reference` or :func:`lowering.kernel`: ``run(binding, arrays, inplace) -> results``.
 Lowering: TypeAlias = Callable[[Binding, Sequence[jax.Array], bool], list[jax.Array]]
+# ``call(op, inputs, attrs, inplace=False)``: an op's outputs by name.
+Call: TypeAlias = Callable[..., Arrays]
 
 
 def one_for_each(make: Callable[[Op], T]) -> Callable[[Op], T]:
@@ -55,6 +57,8 @@ class Stage:
     partitions_reference = False
     # The platforms that run the kernel.
     platforms = ("cuda",)
+    # Whether XLA sees what the op is made of, and decides how that is sharded.
+    transparent = False
 
     def __init__(self, op: Op) -> None:
         self.op = op
@@ -85,7 +89,7 @@ class Stage:
         """
         given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
         binding = self.bound(given, attrs)
-        if binding.empty:
+        if binding.empty or (self.transparent and _automatic()):
             arrays = [jnp.asarray(a) for a in given.values()]
             results: Sequence[Any] = self._run(lowering.reference, binding, arrays, inplace=False)
         elif _automatic():
@@ -152,6 +156,56 @@ class Stage:
         return run(binding, arrays, inplace)
 
 
+class Composite(Stage):
+    """A declaration with a program of other ops in place of a kernel.
+
+    XLA's partitioner would shard such a program as it sees fit, and gather rows in every turn of a loop. Declared as
+    one op, every device runs the whole program on its own rows.
+
+    Args:
+        op: the inputs and outputs, from which follows what devices may share. Its kernel, its reference and the
+            functions of its split are not used.
+        body: ``body(call, inputs, attrs, axes) -> outputs``, arrays by name, None where absent. Devices along ``axes``
+            have slices of the dim that the declaration splits: the body exchanges what they need.
+    """
+
+    partitions_reference = True
+
+    def __init__(self, op: Op, body: Callable[[Call, Arrays, Mapping[str, Any], Axes], Arrays]) -> None:
+        self.body, self.transparent = body, op.program is not None and not op.program.ops
+        super().__init__(op)
+
+    @staticmethod
+    def together(op: Op, inputs: Arrays, attrs: Arrays, axes: Axes, call: Callable[..., Arrays]) -> Arrays:
+        return call(inputs, attrs, axes=axes)
+
+    def _on_one_device(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = ()) -> Arrays:
+        if not axes:
+            inputs = dict(zip(inputs, alike(list(inputs.values())), strict=True))
+        return self._outputs(by_stage, inputs, attrs, axes)
+
+    def _run(self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = ()) -> list[Any]:
+        inputs = lowering.by_name(binding, arrays)
+        return list(self._outputs(partial(by_lowering, run), inputs, binding.attrs, axes).values())
+
+    def _outputs(self, call: Call, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
+        """The outputs that exist."""
+        found = self.body(call, {n: inputs.get(n) for n in self.op.inputs}, attrs, axes)
+        return slices.present({n: found[n] for n in self.op.outputs})
+
+
+def by_stage(op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
+    """An op in a program that is being traced."""
+    return stage(op)(inputs, attrs, inplace)
+
+
+def by_lowering(run: Lowering, op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
+    """An op in a program that is being lowered."""
+    given = in_order(op, inputs)
+    binding = stage(op).bound(given, attrs)
+    return dict.fromkeys(op.outputs) | named(binding, run(binding, list(given.values()), inplace))
+
+
 def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:
     """Refuse a derivative that is not declared: of second order, or in forward mode."""
     what = "only its first derivative exists, in reverse mode" if op.grad else "no gradient is declared for it"
@@ -163,7 +217,10 @@ def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:
 @one_for_each
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
-    return Stage(op)
+    if op.program is None:
+        return Stage(op)
+    run = op.program.run
+    return Composite(op, lambda call, inputs, attrs, axes: run(framework, call, inputs, attrs))
 
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``linear_cross_entropy`` and ``embedding`` of DTensors: each rank runs the op on its parts.
+"""``linear_cross_entropy`` of DTensors: each rank runs the op on its parts.
 
 Importing ``torch.distributed.tensor`` imports this, once ``cute_ops_torch`` is imported.
 """
@@ -6,15 +6,13 @@ Importing ``torch.distributed.tensor`` imports this, once ``cute_ops_torch`` is 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from cute_ops.composite import embedding as declared
 from cute_ops_torch.composite import loss_ops
-from cute_ops_torch.composite.embedding import weight_like
-from cute_ops_torch.distributed.dtensor import Layout, add_rule, refusal
+from cute_ops_torch.distributed.dtensor import Layout, add_rule
 from cute_ops_torch.distributed.split import Slice
 
 Tensor = torch.Tensor
@@ -67,29 +65,11 @@ def _scale(gradient: DTensor, dloss: Tensor) -> DTensor:
     )  # fmt: skip
 
 
-def _embedding(index: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
-    """Tokens and columns of the table may be sharded, classes may not: torch's own embedding masks them."""
-    layout = Layout(declared.embedding, (index, weight), differentiable=("weight",))
-    if any(p.is_shard(0) for p in cast(DTensor, weight).placements):
-        problem = "argument `weight` is sharded along its classes; torch.nn.functional.embedding takes it so."
-        raise NotImplementedError(refusal(layout.binding, problem))
-    return layout.wrap_outputs([torch.ops.cute.embedding(*layout.local_inputs((index, weight)), padding_idx)])[0]
-
-
-def _embedding_bwd(dout: Tensor, index: Tensor, classes: int, padding_idx: int = -1) -> Tensor:
-    # The weight itself is not read, only its shape.
-    weight = weight_like(dout.to_local() if isinstance(dout, DTensor) else dout, classes, dout.shape[-1])
-    layout = Layout(declared.embedding_bwd, (index, weight, dout), (padding_idx,))
-    local_index, _, local_dout = layout.local_inputs((index, weight, dout))
-    return layout.wrap_outputs([torch.ops.cute.embedding_bwd(local_dout, local_index, classes, padding_idx)])[0]
-
-
 _library = torch.library.Library("cute", "FRAGMENT")
 for _name, _call in {
     # In inference mode the dispatcher does not decompose this op before it comes here.
     "linear_cross_entropy": loss_ops.linear_cross_entropy,
     "linear_cross_entropy_rows": _rows, "linear_cross_entropy_rows_bwd": _rows_bwd,
     "linear_cross_entropy_step": _step, "linear_cross_entropy_scale": _scale,
-    "embedding": _embedding, "embedding_bwd": _embedding_bwd,
 }.items():  # fmt: skip
     add_rule(f"cute::{_name}", _call, _library)

@@ -9,7 +9,7 @@ sharding are redistributed first.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -114,6 +114,8 @@ class Layout:
             if name in sharded and sharded[name].device_mesh != self.mesh:
                 problem = f"argument `{name}` is on {sharded[name].device_mesh}, but `{first}` is on {self.mesh}."
                 raise ValueError(refusal(self.binding, problem))
+        for name, reason in self._refused(sharded):
+            raise NotImplementedError(refusal(self.binding, f"argument `{name}` {reason}."))
         named = factors(self.binding, split=True)
         self.split = op.split.dim if op.split else None
         self.factors = self._choose_factors({n: (named[n], t.placements) for n, t in sharded.items()})
@@ -134,6 +136,15 @@ class Layout:
                 self._outputs.append(((Replicate(),) * self.mesh.ndim, (0,)))
             else:
                 self._outputs.append((self._output_placements(named[name]), tuple(array.shape)))
+
+    def _refused(self, sharded: Mapping[str, DTensor]) -> Iterator[tuple[str, str]]:
+        """The inputs that are sharded along a dim that the declaration wants whole, each with what it says."""
+        for name, tensor in sharded.items():
+            dims = self.binding.op.inputs[name].dims
+            own = dict(zip(range(tensor.ndim - len(dims), tensor.ndim), dims, strict=True))
+            for place, dim in own.items():
+                if dim.name in self.binding.op.whole and any(p.is_shard(place) for p in tensor.placements):
+                    yield name, self.binding.op.whole[dim.name]
 
     def _choose_factors(self, sharded: Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]) -> list[Any]:
         """For each mesh dim a factor that it shards in an input; the input with the most dims decides."""

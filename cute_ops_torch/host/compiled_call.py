@@ -111,7 +111,7 @@ def _new(variable: str, shape: tuple[int, ...], dtype: torch.dtype, values: dict
 
 
 def of_reference(binding: Binding) -> CompiledCall:
-    """The same by the reference, for a call with an empty input or output: no kernel can be launched on nothing."""
+    """The same by the reference, or a composite's program. No kernel can be launched on an empty input or output."""
     inputs = [name for name, array in binding.inputs.items() if array is not None]
     names = [*inputs, *binding.op.scalars]
 

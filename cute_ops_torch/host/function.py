@@ -24,7 +24,7 @@ Call = Callable[..., Any]
 
 def make_function(
     op: Op, overload: Call, fast_path: FastPath, *, raw: bool = False, inplace: Call | None = None,
-    device: str = "cuda",
+    devices: tuple[str, ...] = ("cuda",),
 ) -> Call:  # fmt: skip
     """``cute_ops_torch.<op>``.
 
@@ -35,12 +35,12 @@ def make_function(
         raw: return what the raw op returns: also hidden outputs, and an empty tensor for an absent one.
         inplace: the raw function with a gradient that overwrites the inputs that it reuses, for the option
             ``inplace_backward``.
-        device: whose tensors the kernels take; tests run stand-ins on the CPU.
+        devices: whose tensors its kernels take, or its program; tests run stand-ins on the CPU.
     """
 
     def is_plain(tensor: Any) -> bool:
         # A negated view shares its base's memory; the dispatcher's fallback resolves it.
-        return type(tensor) in EXACT and tensor.device.type == device and not tensor.is_neg()
+        return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg()
 
     def specialize(*args: Any) -> Any:
         tensors = zip(op.inputs.values(), args, strict=False)

@@ -101,7 +101,7 @@ def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> CompiledCall:
     binding = bind_tensors(op, tensors, attrs)
     check_strides(binding, tensors)
     places = memory(op, tensors)
-    if binding.empty:
+    if binding.empty or op.program:
         return compiled_call.of_reference(binding)
     device = next(t.device for t in tensors if t is not None)
     index = device.index or 0

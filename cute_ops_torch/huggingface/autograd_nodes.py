@@ -20,7 +20,7 @@ from cute_ops_torch import functions, registry
 from cute_ops_torch.huggingface.packed_weights import packed_view
 from cute_ops_torch.library.inplace import overwriting
 from cute_ops_torch.library.no_gradient import once
-from cute_ops_torch.library.nodes import row_major
+from cute_ops_torch.library.tensors import row_major
 
 Tensor = torch.Tensor
 

@@ -55,10 +55,8 @@ def autograd_kernel(op: Op, overload: Any, fast_path: FastPath, nodes: Nodes, pl
         nodes: the op's autograd nodes.
         plain: the dispatch keys of a call that no mode observes; tests run stand-ins on the CPU.
     """
-    fill, get, arity = filler(op), fast_path.table.get, len(op.inputs)
-    dispatched = dispatching_kernel(
-        op, overload, lambda *args: fill(args)[:arity], lambda run, *args: nodes.apply(run, *fill(args))
-    )
+    get, arity = fast_path.table.get, len(op.inputs)
+    dispatched = _dispatching_kernel(op, overload, nodes)
 
     def kernel(*args: Any) -> Any:
         try:
@@ -77,15 +75,9 @@ def autograd_kernel(op: Op, overload: Any, fast_path: FastPath, nodes: Nodes, pl
     return kernel
 
 
-def dispatching_kernel(op: Op, overload: Any, inputs: Call, node: Call) -> Call:
-    """The Autograd kernel of an op whose calls all stay in the dispatcher: ``kernel(keys, *args)``.
-
-    Args:
-        op: the declaration.
-        overload: the registered op.
-        inputs: ``inputs(*args)``: the declaration's, None for one that has no tangents.
-        node: ``node(run, *args)`` returns ``run(*args)``, which goes on below autograd, as a node of the graph.
-    """
+def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes) -> Call:
+    """The Autograd kernel of an op whose calls all stay in the dispatcher: ``kernel(keys, *args)``."""
+    fill, arity = filler(op), len(op.inputs)
 
     def kernel(keys: Any, *args: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -98,16 +90,17 @@ def dispatching_kernel(op: Op, overload: Any, inputs: Call, node: Call) -> Call:
                 return run(*args)
 
         if forward_ad._current_level >= 0:
-            refuse_tangents(op, inputs(*args))
+            refuse_tangents(op, fill(args)[:arity])
         if not (_is_grad_enabled() and _any_requires_grad(*args)):
             return run(*args)
-        refuse_gradients(op, inputs(*args))
+        args = fill(args)
+        refuse_gradients(op, args[:arity])
         if not _C._are_functorch_transforms_active():
-            return node(run, *args)
+            return nodes.apply(run, *args)
         # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
         # on that level is right here, but torch wants to be told.
         with enable_single_level_autograd_function():
-            return node(run_in_transform, *args)
+            return nodes.apply(run_in_transform, *args)
 
     return kernel
 

@@ -13,7 +13,7 @@ from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import resolver
-from cute_ops_torch.library.tensors import arrays
+from cute_ops_torch.library.tensors import arrays, row_major
 
 Call = Callable[..., Any]
 # What a context stores besides tensors.
@@ -93,6 +93,7 @@ class _Step(NamedTuple):
         attributes: the values.
         scalars: the names.
         resolve: ``resolve(inputs, raw outputs)``: the outputs, None where absent.
+        shapes: the inputs of which a composite reads only the shape.
     """
 
     inputs: Mapping[str, Tensor]
@@ -101,6 +102,7 @@ class _Step(NamedTuple):
     attributes: tuple[Any, ...]
     scalars: tuple[str, ...]
     resolve: Call
+    shapes: frozenset[str] = frozenset()
 
     @classmethod
     def of(cls, op: Op, run: Call, attrs: Mapping[str, Any], absent: Collection[str], given: Collection[str]) -> _Step:
@@ -115,7 +117,8 @@ class _Step(NamedTuple):
         """
         outputs, attributes = tuple(op.outputs), tuple(attrs[name] for name in op.attrs)
         resolve = resolver(op, [name for name in outputs if name not in absent], given)
-        return cls(op.inputs, outputs, run, attributes, tuple(op.scalars), resolve)
+        shapes = frozenset(name for name, t in op.inputs.items() if t.unread and op.program)
+        return cls(op.inputs, outputs, run, attributes, tuple(op.scalars), resolve, shapes)
 
 
 def _chain(steps: Sequence[_Step]) -> _Step:
@@ -135,7 +138,8 @@ def _chain(steps: Sequence[_Step]) -> _Step:
             known |= zip(step.outputs, step.resolve(found, raw if len(step.outputs) > 1 else (raw,)), strict=True)
         return tuple(known[name] for name in outputs)
 
-    return _Step(inputs, outputs, run, (), scalars, lambda found, raw: raw)
+    read = {name for step in steps for name in step.inputs.keys() - step.shapes}
+    return _Step(inputs, outputs, run, (), scalars, lambda found, raw: raw, frozenset(inputs.keys() - read))
 
 
 def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, Call]:
@@ -159,6 +163,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
     read, required = prepare.read, prepare.required
     mark, nothing = _marker(op, given), (None,) * (1 + taken)
     saved, alone = _take([*inputs, *(taken + k for k in outputs)]), len(grad.outputs) == 1
+    thin = [inputs.index(k) for k in inputs if given[k] in grad.shapes]
     numbers, has_numbers = _take([count + list(op.scalars).index(n) for n in grad.scalars]), bool(grad.scalars)
 
     # `save_for_backward` and `set_materialize_grads` assign these attributes and do nothing else.
@@ -167,7 +172,8 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
         made = (out,) if single else out
         if has_numbers:
             ctx.numbers = numbers(args)
-        ctx.to_save = saved(args + made)
+        kept = saved(args + made)
+        ctx.to_save = tuple(_shape_of(t) if k in thin else t for k, t in enumerate(kept)) if thin else kept
         ctx.materialize_grads = False
         if required:
             ctx.required = [(made[k].shape, made[k].dtype) for k in required]
@@ -192,8 +198,13 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
         raw = gradient(*found, *attributes, *(ctx.numbers if has_numbers else ()))
         return results((*resolve(found, (raw,) if alone else raw), None))
 
-    only_inputs = len(inputs) == count and not (outputs or required or mark or op.scalars)
+    only_inputs = len(inputs) == count and not (outputs or required or mark or op.scalars or thin)
     return forward_of_inputs if only_inputs else forward, backward
+
+
+def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same shape in the memory of one element, which the other's changes do not concern."""
+    return torch.empty_strided(tensor.shape, (0,) * tensor.ndim, dtype=tensor.dtype, device=tensor.device)
 
 
 def _take(places: Sequence[int]) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
@@ -249,11 +260,6 @@ def _marker(op: Op, given: tuple[str, ...]) -> Call | None:
         ctx.mark_non_differentiable(*idle)
 
     return mark
-
-
-def row_major(cotangent: torch.Tensor) -> torch.Tensor:
-    """A copy where kernels cannot read a cotangent. The caller never chose its strides: ``sum`` makes expanded ones."""
-    return cotangent if cotangent.ndim == 0 or cotangent.stride(-1) == 1 else cotangent.contiguous()
 
 
 def _without_gradient(op: Op, given: tuple[str, ...]) -> tuple[Call, Call]:

@@ -1,4 +1,4 @@
-"""The declared reference on torch tensors: the CPU implementation, and the fake kernel."""
+"""The declared reference on torch tensors: the CPU implementation, and the fake kernel. Composites run a program."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from cute_ops.binding import Binding, as_outputs, check_returned
 from cute_ops.op import Op
+from cute_ops_torch.library import program
 from cute_ops_torch.library.mutation import check_memory, write_back
 from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import Tensors, absent_dtype, array, bind_tensors, check_strides
@@ -112,8 +113,11 @@ def _results(binding: Binding, tensors: Tensors) -> tuple[Any, ...]:
     Raises:
         TypeError: it is not what the op declares.
     """
-    from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
+    if binding.op.program:
+        results = program.run(binding, tensors)
+    else:
+        from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
 
-    results = as_outputs(binding.op, binding.op.reference(xp, *tensors, **binding.attrs))
+        results = as_outputs(binding.op, binding.op.reference(xp, *tensors, **binding.attrs))
     check_returned(binding, results, array)
     return results

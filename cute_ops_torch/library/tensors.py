@@ -48,10 +48,12 @@ def array(tensor: torch.Tensor) -> Array:
 
 
 def check_strides(binding: Binding, tensors: Tensors) -> None:
-    """Raise ValueError unless every last dim is contiguous, on any device."""
+    """Raise ValueError unless every last dim is contiguous, on any device. Programs of composites take any strides."""
     # Strides first, so that the usual case adds no guard on a symbolic size.
     declared = binding.op.inputs.values()
-    if any(t is not None and d.dims and t.ndim and t.stride(-1) != 1 for t, d in zip(tensors, declared, strict=True)):
+    if not binding.op.program and any(
+        t is not None and d.dims and t.ndim and t.stride(-1) != 1 for t, d in zip(tensors, declared, strict=True)
+    ):
         check_last_dim(binding, memory(binding.op, tensors, addresses=False))
 
 
@@ -67,3 +69,8 @@ def absent_dtype(binding: Binding, declared: Declared) -> torch.dtype:
     """The dtype of the empty tensor that stands for an absent output: its own if an input binds it."""
     name = binding.dtype(declared)
     return DTYPES[name if name in DTYPES else next(a.dtype for a in binding.inputs.values() if a is not None)]
+
+
+def row_major(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy where kernels cannot read a tensor whose strides no caller chose: ``sum`` makes expanded cotangents."""
+    return tensor if tensor.ndim == 0 or tensor.stride(-1) == 1 else tensor.contiguous()

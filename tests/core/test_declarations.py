@@ -15,6 +15,7 @@ from cute_ops import (
     Kernel,
     OneOf,
     Op,
+    Program,
     Sharding,
     Split,
     Tensor,
@@ -191,7 +192,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "no class": ({"kernel": "a:"}, "kernel must be 'module:Class', got 'a:'"),
     "a file": ({"kernel": "kernels/a.py:B"}, "kernel must be 'module:Class', got 'kernels/a.py:B'"),
     "a space for its tuning": ({"tuning": vary(threads=(64,))}, r"tuning must be a Tuning, got Space\("),
-    "a number for its kernel": ({"kernel": 7}, "kernel must be a str or Kernel, got 7"),
+    "a number for its kernel": ({"kernel": 7}, "kernel must be a str, Kernel or Program, got 7"),
     "a dim for its sharding": ({"sharding": "n"}, "sharding must be a Sharding, got 'n'"),
     "a bucket of no dim": (
         {"tuning": Tuning(space=vary(threads=(64,), buckets={"k": (8,)}))},
@@ -211,6 +212,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "a sum of an input": (
         {"inputs": {"x": ROWS._replace(accumulates=Accumulation(("n",)))}}, "input 'x' has 'accumulates', which out",
+    ),
+    "a kernel without a reference": ({"reference": None}, "it has a kernel, so it must have a reference"),
+    "a program that writes": ({"kernel": Program(dict), "mutates": ("x",)}, "it mutates inputs, which a program"),
+    "a program that is narrowed": (
+        {"kernel": Program(dict), "outputs": {"out": ROWS, "more": ROWS._replace(skippable=True)}},
+        "output 'more' has 'skippable', but a program returns all outputs",
+    ),
+    "a program that is split": (
+        {"kernel": Program(dict), "sharding": Sharding(split=Split("n", dict))}, "it splits a dim, which a program",
     ),
     "SM": ({"kernel": Kernel("a:B", least_sm=8.9)}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
     "an attribute that the gradient lacks": (

@@ -943,6 +943,10 @@ def test_the_command_takes_an_ops_cases(gpu: Fake) -> None:
 
 
 def test_the_command_explains_mistakes(gpu: Fake) -> None:
-    for arguments, text in ((["nothing"], "no op 'nothing'"), (["cute_ops.op"], "cute_ops.op declares no op")):
+    composite = "cute_ops.composite.embedding:embedding"
+    for arguments, text in (
+        (["nothing"], "no op 'nothing'"), (["cute_ops.op"], "cute_ops.op declares no op"),
+        ([composite], f"{composite} declares no op with a kernel"),
+    ):  # fmt: skip
         with pytest.raises(typer.BadParameter, match=text):
             command.tune(arguments)

@@ -16,8 +16,8 @@ from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
 from cute_ops.composite import chunks
-from cute_ops_jax.composite import primitive as composites
-from cute_ops_jax.composite.primitive import Composite
+from cute_ops_jax.primitive import primitive as composites
+from cute_ops_jax.primitive.primitive import Composite
 
 # The package has a function of that name.
 module = importlib.import_module("cute_ops_jax.composite.linear_ops")

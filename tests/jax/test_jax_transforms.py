@@ -372,7 +372,10 @@ def test_steps_of_a_gradient_run_where_somebody_reads_them(product: Any, way: st
         # The second turn of a scan needs the gradient of what the first one made from w.
         wanted |= {"dgrad"} if "scan" in way else set()
         gradient, expected = (jax.grad(lambda *a, f=f: jnp.sum(jnp.sin(f(*a))), argnums) for f in (ours, plain))
-        assert set(re.findall(r"cute_(inner|dgrad|wgrad)_", str(jax.make_jaxpr(gradient)(x, w)))) == wanted
+        product.ran.clear()
+        jax.clear_caches()
+        named = set(re.findall(r"cute_(inner|dgrad|wgrad)_", str(jax.make_jaxpr(gradient)(x, w))))
+        assert named | product.ran - {"product", "tanh"} == wanted  # inside of a shard_map programs run while traced
         close(jax.jit(gradient)(x, w), jax.jit(expected)(x, w))
 
 

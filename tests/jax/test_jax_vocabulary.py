@@ -18,7 +18,8 @@ from jax.sharding import AxisType
 
 import cute_ops_jax
 from cute_ops.composite import chunks
-from cute_ops_jax.composite import primitive, vocab_parallel
+from cute_ops_jax.composite import vocab_parallel
+from cute_ops_jax.primitive import primitive
 
 P = jax.P
 Close = Callable[[Any, Any], None]

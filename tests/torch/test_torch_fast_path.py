@@ -52,7 +52,7 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             library.impl(op.name, returning(op, kernel), "Autograd")
             fake = returning(op, fake_kernel(op, lambda: None))
             torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=library)
-            call = function.make_function(op, overload, fast, raw=True, device="cpu")
+            call = function.make_function(op, overload, fast, raw=True, devices=("cpu",))
             made[op.name] = Made(overload, call, fast, nodes)
         return made[op.name]
 

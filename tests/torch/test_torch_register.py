@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import FLOATS, Op, Tensor
+from cute_ops import FLOATS, Op, Program, Tensor
 
 ROWS = Tensor("*m n", "T")
 number = itertools.count()
@@ -125,7 +125,7 @@ def test_nan_is_refused_where_it_is_given() -> None:
 
 
 MODULE = """
-from cute_ops import FLOATS, Op, Tensor
+from cute_ops import FLOATS, Op, Program, Tensor
 X = {"dtypes": {"T": FLOATS}, "kernel": "a:B"}
 ROWS = Tensor("*m n", "T")
 grad = Op("anew_bwd", inputs={"dout": ROWS}, outputs={"dx": ROWS}, reference=lambda xp, dout: dout * FACTOR, **X)
@@ -174,3 +174,45 @@ def test_two_declarations_of_a_name_in_one_run_are_refused() -> None:
     cute_ops_torch.register(declare("twice"), "twice")
     with pytest.raises(ValueError, match=r"torch\.ops\.twice\.twice is registered already, for another declaration"):
         cute_ops_torch.register(declare("twice"), "twice")
+
+
+def test_a_program_of_a_composite() -> None:
+    """What it is given and returns by name: an input that is absent, and so its gradient; dtypes despite autocast."""
+    rows, bias, name = Tensor("*m k", "T"), Tensor("n", "T", optional=True), f"linear_{next(number)}"
+    weight, out = Tensor("n k", "T"), Tensor("*m n", "T")
+
+    def forward(xp: Any, call: Any, inputs: Any, attrs: Any) -> Any:
+        found = call(doubled, {"x": inputs["x"] @ inputs["weight"].T}, {})["out"]
+        return {"out": found if inputs["bias"] is None else found + inputs["bias"]}
+
+    def backward(xp: Any, call: Any, inputs: Any, attrs: Any) -> Any:
+        dout = call(doubled, {"x": inputs["dout"]}, {})["out"]
+        dbias = None if inputs["bias"] is None else inputs["dout"].sum(0)
+        return {"dx": dout @ inputs["weight"], "dweight": dout.T @ inputs["x"], "dbias": dbias}
+
+    doubled = declare(f"{name}_doubled")
+    unread = bias._replace(unread=True)
+    grad = declare(
+        f"{name}_bwd", inputs={"x": rows, "weight": weight, "dout": out, "bias": unread}, reference=None,
+        outputs={"dx": rows, "dweight": weight, "dbias": Tensor("n", "T", given="bias")},
+        kernel=Program(backward, (doubled,)),
+    )  # fmt: skip
+    op = declare(
+        name, inputs={"x": rows, "weight": weight, "bias": bias}, outputs={"out": out}, reference=None, grad=grad,
+        kernel=Program(forward, (doubled,)),
+    )  # fmt: skip
+    function = cute_ops_torch.register(op, "programs")
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    x, w, b = (torch.randn(size, requires_grad=True) for size in ((3, 4), (5, 4), (5,)))
+    for given in ((x, w), (x, w, b)):
+        expected = 2 * x @ w.T + (b if len(given) == 3 else 0)
+        gradients = torch.autograd.grad(expected.sum(), given)
+        for call in (function, compiled, getattr(torch.ops.programs, name)):
+            with torch.autocast("cpu", torch.bfloat16):
+                found = call(*given)
+            torch.testing.assert_close(found, expected)
+            torch.testing.assert_close(torch.autograd.grad(found.sum(), given), gradients)
+    for given in ((x, w.T), (x, w, b[:3])):
+        for _ in range(2):  # a call like one that was refused
+            with pytest.raises(ValueError, match=rf"^cute\.{name}: argument "):
+                function(*given)

@@ -1,0 +1,31 @@
+"""What JAX offers to the programs of composites: see :class:`cute_ops.op.Program`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from cute_ops_jax.distributed.varying import varying_like
+
+Array = jax.Array
+where = jnp.where
+
+
+def rows_of(table: Array, index: Array) -> Array:
+    """As ``jnp.take``: a negative index counts from the end, rows of one out of range are NaN."""
+    return jnp.take(table, index, axis=0)
+
+
+def classes_of(index: Array, count: int) -> Array:
+    index = jnp.where(index < 0, index + count, index)
+    return jnp.where((index >= 0) & (index < count), index, count).astype(jnp.int32)
+
+
+def sort(keys: Array) -> tuple[Array, Array]:
+    found, order = jax.lax.sort_key_val(keys, varying_like(jnp.arange(keys.size, dtype=jnp.int32), keys))
+    return found, order
+
+
+def ends(keys: Array, count: int) -> Array:
+    every = jnp.arange(count, dtype=jnp.int32)
+    return jnp.searchsorted(keys, every, side="right", method="scan_unrolled").astype(jnp.int32)

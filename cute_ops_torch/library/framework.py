@@ -1,0 +1,28 @@
+"""What torch offers to the programs of composites: see :class:`cute_ops.op.Program`."""
+
+from __future__ import annotations
+
+import torch
+
+Tensor = torch.Tensor
+where = torch.where
+
+
+def rows_of(table: Tensor, index: Tensor) -> Tensor:
+    """An index that is no class is torch's own error."""
+    return torch.embedding(table, index)
+
+
+def classes_of(index: Tensor, count: int) -> Tensor:
+    """Of indices that :func:`rows_of` has taken, which are all in range."""
+    return index.to(torch.int32)
+
+
+def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
+    found, order = keys.sort(stable=True)
+    return found, order
+
+
+def ends(keys: Tensor, count: int) -> Tensor:
+    every = torch.arange(count, dtype=torch.int32, device=keys.device)
+    return torch.searchsorted(keys, every, right=True, out_int32=True)

@@ -1,0 +1,36 @@
+"""The program of a composite, which runs in place of a kernel and of a reference, on every device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+
+from cute_ops.binding import Binding
+from cute_ops.op import Op
+from cute_ops_torch.library import framework
+from cute_ops_torch.library.schema import resolver
+from cute_ops_torch.library.tensors import Tensors, row_major
+
+# What makes the raw functions of the ops that are registered.
+functions: dict[Op, Callable[[], Callable[..., Any]]] = {}
+_resolver = cache(resolver)
+
+
+def run(binding: Binding, tensors: Tensors) -> tuple[Any, ...]:
+    """What the program returns, in declared order."""
+    op = binding.op
+    assert op.program is not None
+    with torch._C._DisableAutocast():  # the declaration says which dtypes there are
+        found = op.program.run(framework, _call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)
+    return tuple(found[name] for name in op.outputs)
+
+
+def _call(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+    # Kernels read a contiguous last dim; the framework's functions give any.
+    given = [None if (t := inputs.get(name)) is None else row_major(t) for name in op.inputs]
+    raw = functions[op]()(*given, *{**op.keywords, **attrs}.values())
+    made = _resolver(op)(given, raw if isinstance(raw, tuple) else (raw,))
+    return dict(zip(op.outputs, made, strict=True))
