@@ -23,9 +23,10 @@ MOVED = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
     "benchmarks/results/README.md": "benchmarks.md",
+    "examples/gallery/README.md": "gallery.md",
 }
 _AT = {page: path for path, page in MOVED.items()}
-_LANGUAGES = {".py": "python", ".cpp": "cpp", ".toml": "toml", ".csv": "text", ".txt": "text", "": "text"}
+_LANGUAGES = {".py": "python", ".cpp": "cpp", ".toml": "toml", ".ipynb": "json"}
 _CODE = re.compile(r"(```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _TAG = re.compile(r"\[(core|torch|jax)\](?!\()")  # of a line of the changelog: no reference
 # The target of a link or of a picture, without its anchor.
@@ -39,10 +40,10 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     linked = {path for file in pages for path in _linked(file.src_uri, file.content_string)}
     for path in sorted(linked):
         found = ROOT / path
-        if found.suffix == ".svg":
-            files.append(File.generated(config, _page(path), abs_src_path=str(found)))
-        elif found.exists():  # what does not is a broken link, which the build reports
-            files.append(File.generated(config, _page(path), content=_shown(path)))
+        if not found.exists():
+            continue  # a broken link, which the build reports
+        shown = {"abs_src_path": str(found)} if found.suffix == ".svg" else {"content": _shown(path)}
+        files.append(File.generated(config, _page(path), **shown))
     return files
 
 
@@ -87,11 +88,10 @@ def _page(path: str) -> str:
 def _shown(path: str) -> str:
     """A page with a file's text, or with those of a folder's files."""
     found = ROOT / path
-    inside = sorted(each for each in found.iterdir() if each.is_file()) if found.is_dir() else [found]
-    files = [each for each in inside if each.suffix in _LANGUAGES]
+    files = sorted(each for each in found.iterdir() if each.suffix in _LANGUAGES) if found.is_dir() else [found]
     parts = ["---\nsearch: {exclude: true}\n---", f"# {path}"]
     for file in files:
         name = file.relative_to(ROOT).as_posix()
         parts.append(f"## {name}" if found.is_dir() else "")
-        parts.append(f"````{_LANGUAGES[file.suffix]}\n{file.read_text()}\n````")
+        parts.append(f"````{_LANGUAGES.get(file.suffix, 'text')}\n{file.read_text()}\n````")
     return "\n\n".join(parts)
