@@ -27,7 +27,9 @@ when_imported("torch.distributed.tensor", "cute_ops_torch.composite.dtensor")
 
 
 def __getattr__(name: str) -> Any:
-    """Functions are made, and patching is imported, when they are first used: both take time."""
+    """Functions are made, and these modules and patching are imported, when they are first used: that takes time."""
+    if name in ("inductor", "optim"):
+        return import_module(f"cute_ops_torch.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     module = import_module("cute_ops_torch.huggingface.patch") if name in ("patch", "unpatch") else functions

@@ -77,3 +77,10 @@ def test_import_does_not_search_all_modules() -> None:
     assert (
         subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "short\n"
     )
+
+
+def test_modules_that_are_imported_when_they_are_used() -> None:
+    mine = ("cute_ops_torch.optim", "cute_ops_torch.inductor")
+    assert loaded("", mine) == "[]"
+    assert loaded("cute_ops_torch.optim.AdamW", mine) == "['cute_ops_torch.optim']"
+    assert "cute_ops_torch.inductor" in loaded("cute_ops_torch.inductor.enable", mine)
