@@ -20,10 +20,16 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c, "neg": np.negative,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "shl": np.left_shift,
     "shr": np.right_shift, "mov": lambda a: a, "cvt": lambda a: a, "selp": lambda a, b, p: np.where(p != 0, a, b),
-    "div": lambda a, b: np.trunc(a / b).astype(np.int64),
+    "div": lambda a, b: np.trunc(a / b).astype(np.int64), "min": np.minimum, "max": np.maximum,
 }  # fmt: skip
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
            "ge": np.greater_equal}  # fmt: skip
+# Of float32: in float64, then rounded to the nearest.
+FLOATS: dict[str, Callable[..., np.ndarray]] = {
+    "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c, "neg": np.negative,
+    "abs": np.abs, "rcp": lambda a: 1 / a, "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "min": np.fmin,
+    "max": np.fmax, "cvt": lambda a: a.clip(0, 1),
+}  # fmt: skip
 
 
 def number(bits: np.ndarray, kind: str) -> np.ndarray:
@@ -164,6 +170,18 @@ class Cta:
             for half_rows in range(2) for i in range(2)
         ]  # fmt: skip
 
+    def compute_floats(self, op: list[str], result: str, given: list[np.ndarray], now: np.ndarray) -> None:
+        values = [bits.astype(np.uint32).view(np.float32).astype(np.float64) for bits in given]
+        with np.errstate(all="ignore"):
+            if op[0] == "setp":
+                self.write(result, COMPARE[op[1]](*values).astype(np.int64), now)
+                return
+            exact = FLOATS[op[0]](*values)
+            found = exact.astype(np.float32)
+            if "rm" in op:  # rounded down
+                found = np.where(found > exact, np.nextafter(found, np.float32(-np.inf)), found)
+        self.write(result, found.view(np.uint32).astype(np.int64), now)
+
     def compute(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> None:
         results, *given = operands
         kind = op[-1]
@@ -175,6 +193,11 @@ class Cta:
             width = int(kind[1:]) // len(given[0])
             parts = [number(self.read(name), f"b{width}") << i * width for i, name in enumerate(given[0])]
             self.write(results[0], np.bitwise_or.reduce(parts), now)
+        elif op[0] == "cvt" and kind in HALVES:
+            wide = self.read(given[0][0]).astype(np.uint16).view(HALVES[kind]).astype(np.float32)
+            self.write(results[0], wide.view(np.uint32).astype(np.int64), now)
+        elif kind == "f32" and (op[0] == "setp" or (op[0] in FLOATS and op[-2] not in HALVES)):
+            self.compute_floats(op, results[0], [self.read(name) for (name,) in given], now)
         elif op[0] == "cvt" and kind == "f32":
             halves = [self.read(n).astype(np.uint32).view(np.float32).astype(HALVES[op[-2]]) for (n,) in given]
             low, high = (h.view(np.uint16).astype(np.int64) for h in (halves * 2)[1::-1][:2])

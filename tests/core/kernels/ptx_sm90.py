@@ -146,7 +146,7 @@ class Warp(ptx_cta.Cta):
             at[now] += 1
             if guard:
                 now = now & ((self.registers[guard.lstrip("!")] != 0) != (guard[0] == "!"))
-            if not now.any() or op[0] in AT_ONCE:
+            if not now.any() or op[0] in AT_ONCE or op[:2] == ["bar", "warp"]:
                 continue
             if op[0] == "bra":
                 at[now] = self.kernel.labels[operands[0][0]]
@@ -217,8 +217,8 @@ class Warp(ptx_cta.Cta):
                     self.blocks[0][int(address) : int(address) + 16] = row
         elif op[0] in ("ld", "st"):
             self.access(op, operands, now)
-        elif op[0] == "shfl":  # of the first lane, as make_warp_uniform has it
-            self.write(operands[0][0], np.repeat(self.read(operands[1][0])[:1], LANES), now)
+        elif op[0] in ("ldmatrix", "shfl"):
+            self.together(op, operands)
         elif op[0] == "cvta":
             self.write(operands[0][0], self.read(operands[1][0]), now)
         elif op[:2] == ["mul", "hi"]:
