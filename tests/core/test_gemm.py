@@ -4,9 +4,7 @@ code.
 
 from __future__ import annotations
 
-import math
 import re
-import struct
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -29,11 +27,13 @@ from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
-from cute_ops.ops.gemm.config import choose, configs, cycles, without_tma
+from cute_ops.ops.gemm.config import Demand, choose, configs, cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import sass
 
-KERNELS = str(Path(__file__).parent / "kernels")
+sys.path.append(str(Path(__file__).parent / "kernels"))
+import products
+
 TARGET = parse("sm_90a")
 
 
@@ -68,18 +68,34 @@ def test_the_smaller_operand_is_read_again() -> None:
 # --- configs -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("itemsize", "sm_count"), list(product([2, 4], [132, 114])))
-def test_every_config_fits_an_sm(itemsize: int, sm_count: int) -> None:
-    for config in configs("sm_90a", sm_count, 2, itemsize):
-        sub_m, sub_n = config.subtile(itemsize)
-        subtiles, left = divmod(config.tile_m * config.tile_n, sub_m * sub_n)
-        assert (left, config.tile_m % sub_m, config.tile_n % sub_n) == (0, 0, 0)
+DEMANDS = {
+    "plain": Demand(), "float32": Demand((4,)), "packed": Demand(packed=True, fma=3, mufu=2),
+    "residual": Demand(tiles=(2,)), "two-outputs": Demand((2, 4), (2, 4), vectors=16),
+    "gated-backward": Demand((2, 2), (2, 2), blocks=64),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "sm_count"), list(product(DEMANDS, [132, 114])))
+def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
+    demand = DEMANDS[name]
+    for config in configs("sm_90a", sm_count, 2, demand):
+        sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
+        columns = config.tile_n // (1 + demand.packed)
+        subtiles, left = divmod(config.tile_m * columns, sub_m * sub_n)
+        assert (left, config.tile_m % sub_m, columns % sub_n) == (0, 0, 0)
         assert subtiles % config.store_stages == 0 and config.store_stages >= 2
-        assert config.shared(2) + 1024 <= ARCHES["sm_90a"].shared_per_cta
+        assert bool(config.tile_stages) == bool(demand.tiles)
+        assert config.shared(2, demand.outputs, demand.tiles) + 1024 <= ARCHES["sm_90a"].shared_per_cta
         assert config.stages >= 3
         assert config.accumulators <= 160
         assert 1 <= config.clusters * config.cluster_m * config.cluster_n <= sm_count
         assert GemmConfig.of(config.flat()) == config
+
+
+def chosen(m: int, n: int, k: int, demand: Demand = Demand()) -> GemmConfig:  # noqa: B008 (an immutable value)
+    config = choose(m, n, k, 2, demand, "sm_90a", 132)
+    assert config is not None
+    return config
 
 
 def test_large_products_take_large_tiles_that_clusters_share() -> None:
@@ -87,19 +103,19 @@ def test_large_products_take_large_tiles_that_clusters_share() -> None:
         (*lead, n, k) = (*case.dims["m"], case.dims["n"], case.dims["k"])
         m = int(np.prod(lead))
         if m * n * k >= 2**36:
-            config = choose(m, n, k, 2, 2, "sm_90a", 132)
+            config = chosen(m, n, k)
             assert config.tile_m * config.tile_n == 128 * 256
             assert config.cluster_m * config.cluster_n == 2
 
 
 def test_a_tile_more_than_clusters_takes_another_wave() -> None:
     config = GemmConfig("cooperative", 128, 256, 4, 66, 2)
-    one, two = (cycles(config, tiles * 256, 256, 4096, 2, 2) for tiles in (66, 67))
-    assert (two, one) == (2 * one, cycles(config, 1, 1, 4096, 2, 2))
+    one, two = (cycles(config, tiles * 256, 256, 4096, 2) for tiles in (66, 67))
+    assert (two, one) == (2 * one, cycles(config, 1, 1, 4096, 2))
 
 
 def test_few_rows_take_small_tiles() -> None:
-    config = choose(64, 4096, 4096, 2, 2, "sm_90a", 132)
+    config = chosen(64, 4096, 4096)
     assert (config.tile_m, config.tile_n) == (64, 64)
 
 
@@ -149,7 +165,7 @@ def test_too_many_rows() -> None:
 
 
 def test_one_kernel_for_all_sizes_of_a_config() -> None:
-    config = choose(4096, 4096, 4096, 2, 2, "sm_90a", 132).flat()
+    config = chosen(4096, 4096, 4096).flat()
     symbols = {
         plan(bind(linear, arrays(linear, m, n, k)), {}, TARGET, config=config).variant.symbol
         for m, n, k in [((1,), 8, 8), ((7,), 4096, 1024), ((2**20,), 57344, 8192)]
@@ -257,33 +273,13 @@ def test_machine_code_without_tma(op: Op, arch: str, n: int, k: int, compiled: C
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_results_without_tma(
-    op: Op, arch: str, dtype: str, sizes: tuple[int, int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    op: Op, arch: str, dtype: str, sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
 ) -> None:
     """What a CPU makes of the kernel's PTX: four CTAs, two with rows and columns that are not there."""
-    monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
-    from ptx_cta import Kernel
-
-    case = Case("", {"m": sizes[:1], "n": sizes[1], "k": sizes[2]})
-    rng = np.random.default_rng(0)
-    given = [rng.integers(-4, 5, t.of(case.dims)).astype(testing.numpy_dtype(dtype)) for t in op.inputs.values()]
-    binding = bind(op, {name: Array(a.shape, dtype) for name, a in zip(op.inputs, given, strict=True)})
-    vectors = [math.gcd(8, a.shape[1]) for a in given]
-    variant = plan(binding, {}, parse(arch), config=without_tma(*vectors).flat()).variant
-    worker.compile(variant, tmp_path / "kernel.o", tmp_path)
-    (exact,) = testing.run_reference(op, dict(zip(op.inputs, given, strict=True)), {})
-    tensors = [*given, np.full_like(exact, np.nan)]
-    memory = [bytearray(tensor.tobytes()) for tensor in tensors]
-    # Rows of these tensors in memory are columns of the matrices that are multiplied.
-    across = {linear_dx: (1,), linear_dweight: (0, 1)}.get(op, ())
-    arguments = [
-        struct.pack("<qiiq", i + 1 << 32, *(t.shape[::-1] if i in across else t.shape), t.shape[1])
-        for i, t in enumerate(tensors)
-    ]
-    rows, columns = (-(-size // 128) for size in exact.shape)
-    arguments += [struct.pack("<i", number) for number in (rows, columns, 0)]
-    (ptx,) = tmp_path.glob("*.ptx")
-    Kernel(ptx.read_text()).run(rows * columns, arguments, memory)
-    np.testing.assert_array_equal(np.frombuffer(memory[2], exact.dtype).reshape(exact.shape), exact)
+    given = integers(op, dtype, sizes)
+    (exact,) = testing.run_reference(op, given, {})
+    (out,) = on_cpu(op, given, arch).values()
+    np.testing.assert_array_equal(out, exact)
 
 
 @pytest.mark.parametrize(
@@ -300,55 +296,34 @@ def test_results_without_tma(
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
 def test_results_with_tma(
-    op: Op, form: Any, tile: tuple[int, int], cluster: tuple[int, int], sizes: tuple[int, int, int], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    op: Op, form: Any, tile: tuple[int, int], cluster: tuple[int, int], sizes: tuple[int, int, int],
+    on_cpu: Callable[..., Any],
 ) -> None:  # fmt: skip
     """What a CPU makes of the kernel's PTX: two persistent clusters, whose warps go in a random order."""
-    monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
-    from ptx_sm90 import Cluster, Kernel, Map
-
-    case = Case("", {"m": sizes[:1], "n": sizes[1], "k": sizes[2]})
-    rng = np.random.default_rng(0)
-    given = [rng.integers(-4, 5, t.of(case.dims)).astype(ml_dtypes.bfloat16) for t in op.inputs.values()]
-    config = GemmConfig(form, *tile, 3, 2, *cluster)
-    binding = bind(op, {name: Array(a.shape, "bfloat16") for name, a in zip(op.inputs, given, strict=True)})
-    worker.compile(plan(binding, {}, TARGET, config=config.flat()).variant, tmp_path / "kernel.o", tmp_path)
-    (exact,) = testing.run_reference(op, dict(zip(op.inputs, given, strict=True)), {})
-    out = np.full_like(exact, np.nan)
-    # Rows of these tensors in memory are columns of the matrices that are multiplied.
-    across = {linear_dx: (1,), linear_dweight: (0, 1)}.get(op, ())
-    # Each of the CTAs that share a tile loads a part of it.
-    parts = (tile[0] // cluster[1], tile[1] // cluster[0])
-    maps = {1 + 2 * i: Map(t, 64 if i in across else parts[i], 64) for i, t in enumerate(given)}
-    arguments = [b"0"]
-    for i, tensor in enumerate(given):
-        arguments += [bytes(128), struct.pack("<ii", *(tensor.shape[::-1] if i in across else tensor.shape))]
-    if out.shape[1] * out.itemsize % 16 == 0:
-        maps[5] = Map(out, *config.subtile(out.itemsize))
-        arguments += [bytes(128), struct.pack("<ii", *out.shape)]
-    else:
-        arguments += [struct.pack("<qiiq", 1 << 32, *out.shape, out.shape[1])]
-    rows, columns = (-(-out.shape[i] // (tile[i] * cluster[i])) for i in range(2))
-    arguments += [struct.pack("<i", number) for number in (rows, columns, 0)]
-    (ptx,) = tmp_path.glob("*.ptx")
-    kernel, count = Kernel(ptx.read_text()), min(2, rows * columns)
-    for index in range(count):
-        Cluster(kernel, index, count, cluster, arguments, maps, [out.view(np.uint8).reshape(-1)]).run(seed=index)
+    given = integers(op, "bfloat16", sizes)
+    (exact,) = testing.run_reference(op, given, {})
+    (out,) = on_cpu(op, given, "sm_90a", GemmConfig(form, *tile, 3, 2, *cluster)).values()
     np.testing.assert_array_equal(out, exact)
+
+
+@pytest.fixture
+def on_cpu(tmp_path: Path) -> Callable[..., dict[str, np.ndarray]]:
+    """The outputs of a product's kernel."""
+
+    def run(op: Op, given: Any, arch: str, config: GemmConfig | None = None) -> dict[str, np.ndarray]:
+        return products.run(op, given, tmp_path, arch, config)
+
+    return run
+
+
+def integers(op: Op, dtype: str, sizes: tuple[int, int, int]) -> dict[str, np.ndarray]:
+    rng, dims = np.random.default_rng(0), {"m": sizes[:1], "n": sizes[1], "k": sizes[2]}
+    return {
+        name: rng.integers(-4, 5, t.of(dims)).astype(testing.numpy_dtype(dtype)) for name, t in op.inputs.items()
+    }  # fmt: skip
 
 
 def test_slots_that_subtiles_cannot_take_in_turn(compiled: Callable[[Variant], Path]) -> None:
     form = FORMS["pingpong-dweight"]
     with pytest.raises(CompileError, match="10 subtiles of 64 x 32 cannot take 3 slots in turn"):
         compiled(variant_of(form._replace(config=replace(form.config, store_stages=3))))
-
-
-def test_epilogue(compiled: Callable[[Variant], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "path", [KERNELS, *sys.path])
-    relu = Op(
-        "linear_relu", inputs=linear.inputs, outputs=linear.outputs, dtypes=linear.dtypes, static=(),
-        reference=lambda xp, x, w: xp.maximum(linear.reference(xp, x, w), 0), kernel="linear_relu:LinearRelu",
-    )  # fmt: skip
-    path = compiled(variant_of(FORMS["cooperative"]._replace(op=relu)))
-    assert [(kernel.stack, kernel.local) for kernel in sass.resources(path)] == [(0, 0)]
-    assert len(re.findall(r"\bFMNMX|FSEL|HMNMX2", sass.sass(path))) >= 64

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +11,7 @@ from cute_ops.config import KernelConfig
 Form = Literal["cooperative", "pingpong", "mma_sync"]
 WARPGROUP = 128  # threads
 MMA_M, MMA_K = 64, 16  # rows of a warpgroup's instruction; 16-bit elements of k that it takes
-STORE_BYTES = 64  # of a row of the subtile that is stored at once
+STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,11 @@ class GemmConfig(KernelConfig):
         group: clusters' tiles that are walked together, so that their operands stay in L2.
         vec_a: elements that a thread of ``mma_sync`` loads of ``a`` at once.
         vec_b: of ``b``.
+        tile_stages: slots for subtiles of the epilogue's operands, of each group of warps that stores.
+        expression: the epilogue's text; its first operand is what was summed up.
+        reads: the tensors that are its other operands, divided by blanks.
+        writes: the tensors that its outputs are of: ``pre[:n] pre[n:] out``. The call's last one where it is empty.
+        half_align: bytes, at most 16, that divide where the second half of a packed tensor's row starts.
     """
 
     form: Form
@@ -47,6 +53,11 @@ class GemmConfig(KernelConfig):
     group: int = 8
     vec_a: int = 0
     vec_b: int = 0
+    tile_stages: int = 0
+    expression: str = "e1(t) -> 0"
+    reads: str = ""
+    writes: str = ""
+    half_align: int = 16
 
     @property
     def threads(self) -> int:
@@ -62,18 +73,26 @@ class GemmConfig(KernelConfig):
         """Registers of a thread that hold its part of a tile."""
         return self.tile_m * self.tile_n // (WARPGROUP * self.sharing)
 
-    def subtile(self, itemsize: int) -> tuple[int, int]:
-        """Rows and columns of the part of a tile that is stored at once, for outputs of this size."""
-        return MMA_M * self.sharing, STORE_BYTES // itemsize
+    @property
+    def groups(self) -> int:
+        """Groups of warps that store, each its own tiles."""
+        return 2 // self.sharing
+
+    def subtile(self, *itemsizes: int) -> tuple[int, int]:
+        """Rows and columns of the part of a tile that is stored at once, for outputs and operands of these sizes."""
+        return MMA_M * self.sharing, STORE_BYTES // min(itemsizes)
 
     def load_bytes(self, itemsize: int) -> int:
         """Shared memory of the ring."""
         return self.stages * (self.tile_m + self.tile_n) * self.tile_k * itemsize
 
-    def store_bytes(self) -> int:
-        """Shared memory of subtiles on their way out."""
-        return 2 * self.store_stages * MMA_M * STORE_BYTES
+    def subtile_bytes(self, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
+        """Shared memory of subtiles on their way out and in, of outputs and operands of these sizes."""
+        rows, columns = self.subtile(*outputs, *tiles)
+        slots = self.store_stages * sum(outputs) + self.tile_stages * sum(tiles)
+        return self.groups * slots * rows * columns
 
-    def shared(self, itemsize: int) -> int:
+    def shared(self, itemsize: int, outputs: Sequence[int], tiles: Sequence[int] = ()) -> int:
         """Bytes of shared memory: ring, subtiles, and a full and an empty barrier of 8 bytes for each slot."""
-        return self.load_bytes(itemsize) + self.store_bytes() + 16 * self.stages
+        barriers = self.stages + self.groups * self.tile_stages
+        return self.load_bytes(itemsize) + self.subtile_bytes(outputs, tiles) + 16 * barriers

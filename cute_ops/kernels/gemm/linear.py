@@ -1,36 +1,44 @@
-"""The products of a linear layer and of its gradients."""
+"""The products of a linear layer and of its gradients, each with an epilogue."""
 
 from functools import partial
 
 import cutlass.cute as cute
 
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.epilogue import Epilogue
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
-from cute_ops.kernels.gemm.views import by_column, by_row
-
-
-def unchanged(values):
-    return values
+from cute_ops.kernels.gemm.views import by_column, by_row, half
 
 
 class Product:
-    """The product of two tensors, with or without TMA.
+    """The product of a call's first two tensors, with or without TMA, and what its config does with it.
 
     Args:
         views: how the two become matrices whose rows are multiplied with each other.
-        epilogue: ``epilogue(values)``: what is stored, from the float32 sums of a thread's part of a tile.
     """
 
-    def __init__(self, variant, views, epilogue=unchanged):
-        self.keys, self.views = variant.args, views
+    def __init__(self, variant, views):
+        self.keys, self.names, self.views = variant.args, variant.names, views
+        self.epilogue = Epilogue(variant)
         form = GemmSm80 if GemmConfig.of(variant.config).form == "mma_sync" else GemmSm90
-        self.form = form(variant, epilogue)
+        self.form = form(variant, self.epilogue)
 
     @cute.jit
-    def __call__(self, mFirst, mSecond, mOut, stream):
-        first, second = (view(m, key) for view, m, key in zip(self.views, (mFirst, mSecond), self.keys))
-        self.form.launch(first, second, by_row(mOut, self.keys[-1]), stream)
+    def __call__(self, *arguments):
+        first, second = (view(m, key) for view, m, key in zip(self.views, arguments, self.keys))
+        tensors = dict(zip(self.names, arguments))
+        operands = tuple([tensors[part.key.name] for part in self.epilogue.operands])
+        outputs = tuple([tensors[part.key.name] for part in self.epilogue.outputs])
+        self.form.launch(first, self._parts(second), operands, outputs, arguments[-1])
+
+    def _parts(self, mB):
+        """The second operand whole, or the halves of a packed one."""
+        if not self.epilogue.packed:
+            return (mB,)
+        by_rows = self.views[1] is by_row
+        align = self.keys[1].row_align if by_rows else self.epilogue.half_align
+        return tuple(half(mB, i, 0, min(self.keys[1].align, align)) for i in range(2))
 
 
 # out[m, n] = x[m, k] @ weight[n, k].T

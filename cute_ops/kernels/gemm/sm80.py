@@ -7,6 +7,7 @@ from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.epilogue import Chunk
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
 from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
@@ -28,63 +29,64 @@ class GemmSm80:
     def __init__(self, variant, epilogue):
         self.config, self.epilogue = GemmConfig.of(variant.config), epilogue
         self.pdl = can_use_pdl(variant.arch)
-        out = variant.args[-1]
-        self.out_vec = min(out.row_align // out.itemsize, 2)
+        self.columns = self.config.tile_n // (1 + epilogue.packed)  # of an output's tile
 
     @cute.jit
-    def launch(self, mA, mB, mD, stream):
+    def launch(self, mA, mB, operands, outputs, stream):
         tile = self.config
-        self.dtype, self.out_dtype = mA.element_type, mD.element_type
+        self.dtype = mA.element_type
         mma = cute.make_tiled_mma(
             MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), (WARPS_M, WARPS_N, 1),
             permutation_mnk=(16 * WARPS_M, 16 * WARPS_N, 16),
         )  # fmt: skip
-        m, n = mD.shape
-        rows, columns = cute.ceil_div(m, tile.tile_m), cute.ceil_div(n, tile.tile_n)
+        m, n = mA.shape[0], mB[0].shape[0]
+        rows, columns = cute.ceil_div(m, tile.tile_m), cute.ceil_div(n, self.columns)
         grouped_rows, grouped_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
         order = (rows, columns, Int32(grouped_columns < grouped_rows))
-        self.kernel(mma, mA, mB, mD, order).launch(
+        self.kernel(mma, mA, mB, operands, outputs, order).launch(
             grid=[rows * columns, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, mA, mB, mD, order):
+    def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, order):
         tile, tidx = self.config, cute.arch.thread_idx()[0]
         row, column = tile_of(cute.arch.block_idx()[0], order[0], order[1], tile.group, order[2])
         smem = cutlass.utils.SmemAllocator()
-        sA, sB = (self._slots(smem, m, size) for m, size in ((mA, tile.tile_m), (mB, tile.tile_n)))
-        a = self._loader(mA, sA, (tile.tile_m, tile.tile_k), row, tile.vec_a, tidx)
-        b = self._loader(mB, sB, (tile.tile_n, tile.tile_k), column, tile.vec_b, tidx)
+        sA, sB = (self._slots(smem, m, size) for m, size in ((mA, tile.tile_m), (mB[0], tile.tile_n)))
+        loaders = [self._loader(mA, sA, (tile.tile_m, tile.tile_k), row, tile.vec_a, tidx)]
+        for i, m in enumerate(mB):
+            part = (self.columns, tile.tile_k)
+            loaders.append(self._loader(m, cute.local_tile(sB, part, (i, 0, None)), part, column, tile.vec_b, tidx))
         mine = mma.get_slice(tidx)
         tCrA = mma.make_fragment_A(mine.partition_A(sA[None, None, 0]))
         tCrB = mma.make_fragment_B(mine.partition_B(sB[None, None, 0]))
         rAcc = cute.make_rmem_tensor(mma.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
         rAcc.fill(0.0)
         read_a = self._reader(cute.make_tiled_copy_A, mma, mA).get_slice(tidx)
-        read_b = self._reader(cute.make_tiled_copy_B, mma, mB).get_slice(tidx)
+        read_b = self._reader(cute.make_tiled_copy_B, mma, mB[0]).get_slice(tidx)
 
         wait_for_previous(self.pdl)
         steps = cute.ceil_div(mA.shape[1], tile.tile_k)
-        self._fetch(a, Int32(0))
-        self._fetch(b, Int32(0))
-        self._put(a, Int32(0))
-        self._put(b, Int32(0))
+        for loader in loaders:
+            self._fetch(loader, Int32(0))
+        for loader in loaders:
+            self._put(loader, Int32(0))
         cute.arch.barrier()
         for step in cutlass.range(steps, unroll=1):
             # Past the last step nothing is loaded but zeros.
-            self._fetch(a, step + 1)
-            self._fetch(b, step + 1)
+            for loader in loaders:
+                self._fetch(loader, step + 1)
             slot = step % 2
             for k in cutlass.range_constexpr(tile.tile_k // 16):
                 cute.copy(read_a, read_a.partition_S(sA)[None, None, k, slot], read_a.retile(tCrA)[None, None, k])
                 cute.copy(read_b, read_b.partition_S(sB)[None, None, k, slot], read_b.retile(tCrB)[None, None, k])
                 cute.gemm(mma, rAcc, tCrA[None, None, k], tCrB[None, None, k], rAcc)
             # Who reads the other slot has arrived at the barrier before.
-            self._put(a, 1 - slot)
-            self._put(b, 1 - slot)
+            for loader in loaders:
+                self._put(loader, 1 - slot)
             cute.arch.barrier()
         let_next_start(self.pdl)
-        self._store(mine, rAcc, mD, row, column)
+        self._store(mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column))
 
     def _slots(self, smem, m, size):
         """Two slots of an operand: (size, tile_k, slot), contiguous as in memory."""
@@ -130,13 +132,16 @@ class GemmSm80:
         cute.copy(atom, rX, tXsX[None, None, None, slot])
 
     @cute.jit
-    def _store(self, mine, rAcc, mD, row, column):
-        shape, at = (self.config.tile_m, self.config.tile_n), (row, column)
-        tCgD = mine.partition_C(cute.local_tile(mD, shape, at))
-        tCcD = mine.partition_C(cute.local_tile(cute.make_identity_tensor(mD.shape), shape, at))
-        rOut = cute.make_rmem_tensor_like(rAcc, self.out_dtype)
-        rOut.store(self.epilogue(rAcc.load()).to(self.out_dtype))
-        for i in cutlass.range_constexpr(0, cute.size(rAcc), self.out_vec):
-            if cute.elem_less(tCcD[i], mD.shape):
-                for v in cutlass.range_constexpr(self.out_vec):
-                    tCgD[i + v] = rOut[i + v]
+    def _store(self, mine, rAcc, operands, outputs, shape: cutlass.Constexpr, at: cutlass.Constexpr):
+        """Compute and store the outputs, 16 rows of each warp at once."""
+        tile = (self.config.tile_m, self.columns)
+        tCcD = mine.partition_C(cute.local_tile(cute.make_identity_tensor(shape), tile, at))  # (4, rows, columns)
+        below, across = cute.size(tCcD, mode=[1]), cute.size(tCcD, mode=[2])
+        for i in cutlass.range_constexpr(below):
+            rows, columns = [tCcD[2 * r, i, 0][0] for r in range(2)], [tCcD[0, i, c][1] for c in range(across)]
+            chunk = Chunk(tuple(rows), tuple(columns), shape)
+            loaded = [self.epilogue.load(part, m, chunk) for part, m in zip(self.epilogue.operands, operands)]
+            # Packed columns are beside one another in shared memory, first all of one half.
+            results = self.epilogue.compute(lambda h, v: rAcc[v % 4, i, v // 4 + h * across], loaded, chunk)
+            for part, m, rX in zip(self.epilogue.outputs, outputs, results):
+                self.epilogue.store(part, m, rX, chunk)

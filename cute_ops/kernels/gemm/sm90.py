@@ -4,10 +4,11 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import cpasync, warpgroup
-from cutlass.cute.nvgpu.warp import StMatrix8x8x16bOp
+from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, StMatrix8x8x16bOp
 from cutlass.pipeline import (
     Agent,
     CooperativeGroup,
+    PipelineState,
     PipelineTmaAsync,
     PipelineUserType,
     make_pipeline_state,
@@ -18,6 +19,7 @@ from cutlass.tensor_utils import LayoutEnum
 from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.gemm.config import MMA_K, MMA_M, WARPGROUP, GemmConfig
+from cute_ops.kernels.gemm.epilogue import Chunk
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
 from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
@@ -29,33 +31,39 @@ TURN, STORED = 1, 3
 
 
 class GemmSm90:
-    """``out = epilogue(a @ b.T)``: a ``(m, k)`` and b ``(n, k)`` of 16 bits, accumulated in float32.
+    """``outputs = epilogue(a @ b.T, operands)``: a ``(m, k)`` and b ``(n, k)`` of 16 bits, accumulated in float32.
 
     Tile: ``tile_m x tile_n`` of a CTA; clusters of ``cluster_m x cluster_n`` CTAs share what they load. A cluster goes
     from tile to tile until none is left. The first warp of the first warpgroup loads; the two other warpgroups
-    multiply, convert and store. Which of the operands' dims is contiguous is known at compile time, all sizes at run
-    time; what lies outside of a matrix is loaded as zeros and not stored.
-    Shared memory: ``stages`` slots of ``(tile_m + tile_n) x tile_k`` elements; ``store_stages`` subtiles of 64 bytes a
-    row, for each group of warps that stores.
-    Bytes moved per element: a and b once from memory as long as the tiles walked together find them in L2, out once.
+    multiply, compute the epilogue and store, while one more warp for each group of these loads the epilogue's tiles.
+    Which of the operands' dims is contiguous is known at compile time, all sizes at run time; what lies outside of a
+    matrix is loaded as zeros and not stored. Of a packed b a CTA takes the same rows of both halves, one half after the
+    other in shared memory, so that a thread has the sums of both.
+    Shared memory: ``stages`` slots of ``(tile_m + tile_n) x tile_k`` elements; ``store_stages`` subtiles of each output
+    and ``tile_stages`` of each tile that TMA loads, for each group of warps that stores.
+    Bytes moved per element: a and b once from memory as long as the tiles walked together find them in L2, all others
+    once.
     """
 
     def __init__(self, variant, epilogue):
-        tile, out = GemmConfig.of(variant.config), variant.args[-1]
+        tile = GemmConfig.of(variant.config)
         self.config, self.epilogue, self.pdl = tile, epilogue, True
-        self.tma_store, self.row_vec = out.row_align % 16 == 0, out.row_align // out.itemsize
         self.cluster = (tile.cluster_m, tile.cluster_n, 1)
         self.consumers = tile.sharing * WARPGROUP  # threads that wait for a slot
-        sub_m, sub_n = tile.subtile(out.itemsize)
-        subtiles, left = divmod(tile.tile_m * tile.tile_n, sub_m * sub_n)
-        if left or tile.store_stages < 2 or subtiles % tile.store_stages:
-            raise ValueError(f"{subtiles} subtiles of {sub_m} x {sub_n} cannot take {tile.store_stages} slots in turn")
+        self.columns = tile.tile_n // (1 + epilogue.packed)  # of an output's tile
+        self.subtile = sub_m, sub_n = tile.subtile(*epilogue.itemsizes)
+        self.subtiles, left = divmod(tile.tile_m * self.columns, sub_m * sub_n)
+        if left or tile.store_stages < 2 or self.subtiles % tile.store_stages:
+            shape = f"{sub_m} x {sub_n}"
+            raise ValueError(f"{self.subtiles} subtiles of {shape} cannot take {tile.store_stages} slots in turn")
 
     @cute.jit
-    def launch(self, mA, mB, mD, stream):
+    def launch(self, mA, mB, operands, outputs, stream):
         tile = self.config
-        majors = [LayoutEnum.ROW_MAJOR if const_expr(is_last_contiguous(m)) else LayoutEnum.COL_MAJOR for m in (mA, mB)]
-        self.dtype, self.out_dtype = dtype, out_dtype = mA.element_type, mD.element_type
+        majors = [
+            LayoutEnum.ROW_MAJOR if const_expr(is_last_contiguous(m)) else LayoutEnum.COL_MAJOR for m in (mA, mB[0])
+        ]
+        self.dtype = dtype = mA.element_type
         shape = (tile.tile_m, tile.tile_n, tile.tile_k)
         mma = hopper.make_trivial_tiled_mma(
             dtype, dtype, majors[0].sm90_mma_major_mode(), majors[1].sm90_mma_major_mode(), Float32,
@@ -63,26 +71,39 @@ class GemmSm90:
         )  # fmt: skip
         a_layout = hopper.make_smem_layout_a(majors[0], shape, dtype, tile.stages)
         b_layout = hopper.make_smem_layout_b(majors[1], shape, dtype, tile.stages)
-        subtile = tile.subtile(out_dtype.width // 8)
-        slots = tile.store_stages * (2 // tile.sharing)
-        d_layout = hopper.make_smem_layout_epi(out_dtype, LayoutEnum.ROW_MAJOR, subtile, slots)
-        tma_a, gA = self._load_atom(mA, a_layout, (tile.tile_m, tile.tile_k), tile.cluster_n)
-        tma_b, gB = self._load_atom(mB, b_layout, (tile.tile_n, tile.tile_k), tile.cluster_m)
-        tma_d, gD = None, mD
-        if const_expr(self.tma_store):
-            store = cpasync.CopyBulkTensorTileS2GOp()
-            tma_d, gD = cpasync.make_tiled_tma_atom(store, mD, cute.select(d_layout, mode=[0, 1]), subtile)
+        part_layout = hopper.make_smem_layout_b(majors[1], (tile.tile_m, self.columns, tile.tile_k), dtype, tile.stages)
+        a = self._load_atom(mA, a_layout, (tile.tile_m, tile.tile_k), tile.cluster_n)
+        b = tuple([self._load_atom(m, part_layout, (self.columns, tile.tile_k), tile.cluster_m) for m in mB])
+        parts = [self.epilogue.operands[i] for i in self.epilogue.by_tma]
+        loaded = [operands[i] for i in self.epilogue.by_tma]
+        operands = tuple([None if i in self.epilogue.by_tma else m for i, m in enumerate(operands)])
+        self.dtypes = [[m.element_type for m in each] for each in (loaded, outputs)]
+        load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
+        tiles = tuple([self._by_subtile(load, part, m, tile.tile_stages) for part, m in zip(parts, loaded)])
+        stored = tuple([
+            self._by_subtile(store, part, m, tile.store_stages) for part, m in zip(self.epilogue.outputs, outputs)
+        ])  # fmt: skip
 
-        m, n = Int32(mD.shape[0]), Int32(mD.shape[1])
+        m, n = Int32(mA.shape[0]), Int32(mB[0].shape[0])
         rows = cute.ceil_div(m, tile.tile_m * tile.cluster_m)
-        columns = cute.ceil_div(n, tile.tile_n * tile.cluster_n)
+        columns = cute.ceil_div(n, self.columns * tile.cluster_n)
         by_rows, by_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
         clusters = cutlass.min(rows * columns, tile.clusters)
         order = (rows, columns, Int32(by_columns < by_rows))
-        self.kernel(mma, (tma_a, gA, a_layout), (tma_b, gB, b_layout), (tma_d, gD, d_layout), order).launch(
+        self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, (m, n), order).launch(
             grid=[tile.cluster_m, tile.cluster_n, clusters], block=[tile.threads, 1, 1], cluster=list(self.cluster),
             stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
+
+    def _by_subtile(self, operation, part, m, slots):
+        """A TMA copy of a tensor's subtiles, None where TMA cannot take it; the tensor as a matrix; slots for it."""
+        layout = hopper.make_smem_layout_epi(
+            m.element_type, LayoutEnum.ROW_MAJOR, self.subtile, slots * self.config.groups
+        )
+        matrix = part.matrix(m)
+        if not part.by_tma:
+            return None, matrix, layout
+        return *cpasync.make_tiled_tma_atom(operation, matrix, cute.select(layout, mode=[0, 1]), self.subtile), layout
 
     def _load_atom(self, m, layout, tile, sharers):
         """A TMA load of a tile, each of the CTAs that share it loading a part for all."""
@@ -91,19 +112,20 @@ class GemmSm90:
         return cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile, num_multicast=sharers)
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, a, b, d, order):
-        tile, (tma_a, mA, a_layout), (tma_b, mB, b_layout), (tma_d, mD, d_layout) = self.config, a, b, d
+    def kernel(self, mma: cute.TiledMma, a, b, operands, tiles, outputs, shape, order):
+        tile, (tma_a, mA, a_layout), (halves, b_layout) = self.config, a, b
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
-            cpasync.prefetch_descriptor(tma_a)
-            cpasync.prefetch_descriptor(tma_b)
-            if const_expr(self.tma_store):
-                cpasync.prefetch_descriptor(tma_d)
+            for tma, *_ in ((tma_a,), *halves, *tiles, *outputs):
+                if const_expr(tma is not None):
+                    cpasync.prefetch_descriptor(tma)
 
         smem = cutlass.utils.SmemAllocator()
-        sA = smem.allocate_tensor(self.dtype, a_layout.outer, byte_alignment=1024, swizzle=a_layout.inner)
-        sB = smem.allocate_tensor(self.dtype, b_layout.outer, byte_alignment=1024, swizzle=b_layout.inner)
-        sD = smem.allocate_tensor(self.out_dtype, d_layout.outer, byte_alignment=1024, swizzle=d_layout.inner)
+        sA, sB = self._slots(smem, self.dtype, a_layout), self._slots(smem, self.dtype, b_layout)
+        tiles, outputs = (
+            [(tma, m, self._slots(smem, dtype, layout)) for dtype, (tma, m, layout) in zip(dtypes, each)]
+            for dtypes, each in zip(self.dtypes, (tiles, outputs))
+        )
         ranks = cute.make_layout(self.cluster)
         ring = PipelineTmaAsync.create(
             num_stages=tile.stages, producer_group=CooperativeGroup(Agent.Thread),
@@ -112,6 +134,15 @@ class GemmSm90:
             barrier_storage=smem.allocate_array(Int64, 2 * tile.stages),
             cta_layout_vmnk=cute.make_layout((1, *self.cluster)), enable_multicast_signaling=True, defer_sync=True,
         )  # fmt: skip
+        tile_ring = None
+        if const_expr(len(tiles) > 0):
+            slots, (sub_m, sub_n) = tile.groups * tile.tile_stages, self.subtile
+            tile_ring = PipelineTmaAsync.create(
+                num_stages=slots, producer_group=CooperativeGroup(Agent.Thread),
+                consumer_group=CooperativeGroup(Agent.Thread, self.consumers // 32),
+                tx_count=sub_m * sub_n * sum(sC.element_type.width // 8 for *_, sC in tiles),
+                barrier_storage=smem.allocate_array(Int64, 2 * slots), defer_sync=True,
+            )  # fmt: skip
         pipeline_init_arrive(ranks, is_relaxed=True)
         pipeline_init_wait(ranks)
         wait_for_previous(self.pdl)
@@ -119,26 +150,37 @@ class GemmSm90:
         if warp < WARPGROUP // 32:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == 0:
-                self._load(ring, ranks, order, (tma_a, mA, sA), (tma_b, mB, sB))
+                self._load(ring, ranks, order, (tma_a, mA, sA), (halves, sB))
+            elif const_expr(len(tiles) > 0):
+                if warp <= tile.groups:
+                    self._load_tiles(tile_ring, warp - 1, order, tiles)
         else:
             cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
-            self._multiply_and_store(mma, ring, order, sA, sB, (tma_d, mD, sD), cute.size(mA, mode=[1]))
+            inputs = (operands, tiles, tile_ring)
+            self._multiply_and_store(mma, ring, order, sA, sB, inputs, outputs, shape, cute.size(mA, mode=[1]))
+
+    def _slots(self, smem, dtype, layout):
+        return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
 
     @cute.jit
     def _load(self, ring, ranks, order: cutlass.Constexpr, a: cutlass.Constexpr, b: cutlass.Constexpr):
         """Fill the ring with the tiles of both operands, tile after tile."""
         tile = self.config
-        (tma_a, mA, sA), (tma_b, mB, sB) = a, b
+        (tma_a, mA, sA), (halves, sB) = a, b
         place = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         gA = cute.local_tile(mA, (tile.tile_m, tile.tile_k), (None, None))  # (tile_m, tile_k, rest_m, rest_k)
-        gB = cute.local_tile(mB, (tile.tile_n, tile.tile_k), (None, None))  # (tile_n, tile_k, rest_n, rest_k)
         beside, below = cute.make_layout(tile.cluster_n), cute.make_layout(tile.cluster_m)
         tAsA, tAgA = cpasync.tma_partition(
             tma_a, place[1], beside, cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
         )  # (tma, stages), (tma, rest_m, rest_k)
-        tBsB, tBgB = cpasync.tma_partition(
-            tma_b, place[0], below, cute.group_modes(sB, 0, 2), cute.group_modes(gB, 0, 2)
-        )  # (tma, stages), (tma, rest_n, rest_k)
+        parts = []
+        for i, (tma_b, mB) in enumerate(halves):
+            rows = (self.columns, tile.tile_k)
+            sPart, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(mB, rows, (None, None))
+            partition = cpasync.tma_partition(
+                tma_b, place[0], below, cute.group_modes(sPart, 0, 2), cute.group_modes(gB, 0, 2)
+            )  # (tma, stages), (tma, rest_n, rest_k)
+            parts.append((tma_b, *partition))
         a_sharers = cute.make_layout_image_mask(ranks, place, mode=1) if const_expr(tile.cluster_n > 1) else None
         b_sharers = cute.make_layout_image_mask(ranks, place, mode=0) if const_expr(tile.cluster_m > 1) else None
 
@@ -149,11 +191,41 @@ class GemmSm90:
                 ring.producer_acquire(slot)
                 full = ring.producer_get_barrier(slot)
                 cute.copy(tma_a, tAgA[None, row, k], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_sharers)
-                cute.copy(tma_b, tBgB[None, column, k], tBsB[None, slot.index], tma_bar_ptr=full, mcast_mask=b_sharers)
+                for tma_b, tBsB, tBgB in parts:
+                    to = tBsB[None, slot.index]
+                    cute.copy(tma_b, tBgB[None, column, k], to, tma_bar_ptr=full, mcast_mask=b_sharers)
                 slot.advance()
         let_next_start(self.pdl)
         # A CTA stays until the others of its cluster have read what it loaded for them.
         ring.producer_tail(slot)
+
+    @cute.jit
+    def _load_tiles(self, ring, group, order: cutlass.Constexpr, tiles: cutlass.Constexpr):
+        """Load the subtiles of the epilogue's operands, in the order in which a group of warps takes them."""
+        tile, clusters = self.config, cute.arch.grid_dim()[2]
+        below, across = tile.tile_m // self.subtile[0], self.columns // self.subtile[1]
+        copies = [(tma, *self._partition(tma, m, sC)) for tma, m, sC in tiles]
+        slot = make_pipeline_state(PipelineUserType.Producer, tile.tile_stages)
+        start = cute.arch.block_idx()[2] + group * clusters
+        for index in cutlass.range(start, order[0] * order[1], tile.groups * clusters, unroll=1):
+            row, column = self._tile(index, order)
+            for i in cutlass.range(self.subtiles, unroll=1):
+                at = (row * below + i // across, column * across + i % across)
+                mine = self._of_group(slot, group)
+                ring.producer_acquire(mine)
+                full = ring.producer_get_barrier(mine)
+                for tma, tCsC, tCgC in copies:
+                    cute.copy(tma, tCgC[None, at], tCsC[None, mine.index], tma_bar_ptr=full)
+                slot.advance()
+
+    def _partition(self, tma, m, slots):
+        """A TMA copy's view of slots and of a matrix in subtiles: (tma, slots), (tma, (rest_m, rest_n))."""
+        subtiles = cute.zipped_divide(m, self.subtile)
+        return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(slots, 0, 2), subtiles)
+
+    def _of_group(self, slot, group):
+        """A slot of a group of warps among all groups' slots."""
+        return PipelineState(slot.stages, slot.count, slot.index + group * self.config.tile_stages, slot.phase)
 
     @cute.jit
     def _tile(self, index, order: cutlass.Constexpr):
@@ -163,12 +235,14 @@ class GemmSm90:
         return row * tile.cluster_m + x, column * tile.cluster_n + y
 
     @cute.jit
-    def _multiply_and_store(self, mma, ring, order: cutlass.Constexpr, sA, sB, out: cutlass.Constexpr, k):
+    def _multiply_and_store(
+        self, mma, ring, order: cutlass.Constexpr, sA, sB, inputs: cutlass.Constexpr, outputs: cutlass.Constexpr,
+        shape: cutlass.Constexpr, k,
+    ):  # fmt: skip
         tile = self.config
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
         pingpong = const_expr(tile.form == "pingpong")
-        turns = 2 if pingpong else 1
         thread = tidx % self.consumers
         # A warpgroup's descriptors are those of its first thread.
         first = mma.get_slice(0 if pingpong else group * WARPGROUP)
@@ -178,13 +252,17 @@ class GemmSm90:
 
         steps = cute.ceil_div(k, tile.tile_k)
         slot = make_pipeline_state(PipelineUserType.Consumer, tile.stages)
+        tile_slot = make_pipeline_state(PipelineUserType.Consumer, max(tile.tile_stages, 1))
         clusters, start, tiles = cute.arch.grid_dim()[2], cute.arch.block_idx()[2], order[0] * order[1]
         if const_expr(pingpong):
             if group == 1:
                 self._end_turn(group, True)
             start += group * clusters
             slot.advance(group * steps)
-        for index in cutlass.range(start, tiles, turns * clusters, unroll=1):
+        for index in cutlass.range(start, tiles, tile.groups * clusters, unroll=1):
+            places = (self._tile(index, order), shape, thread)
+            # What the first subtile needs is on its way while the tile is summed up.
+            ahead = self._load_chunk(inputs[0], self._chunk(0, places))
             if const_expr(pingpong):
                 # A slot's phase is one bit, so a warpgroup may wait for its slots only after the other one has waited
                 # for all of its own.
@@ -192,7 +270,8 @@ class GemmSm90:
             slot = self._multiply(product, ring, slot, steps, (group, index + clusters < tiles))
             if const_expr(pingpong):
                 slot.advance(steps)
-            self._store(mma, rAcc, out, self._tile(index, order), thread, group if pingpong else 0)
+            storing = group if const_expr(pingpong) else 0
+            tile_slot = self._store(mma, rAcc, ahead, inputs, outputs, places, storing, tile_slot)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -231,54 +310,99 @@ class GemmSm90:
         warpgroup.commit_group()
 
     @cute.jit
-    def _store(self, mma, rAcc, out: cutlass.Constexpr, at: cutlass.Constexpr, thread, group):
-        """Store a tile, subtile by subtile through shared memory; TMA stores the last ones during the next tile."""
-        tile, (tma_d, mD, sD) = self.config, out
-        stages, (sub_m, sub_n) = tile.store_stages, tile.subtile(self.out_dtype.width // 8)
-        across = tile.tile_n // sub_n
-        by_matrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), cutlass.Float16)
-        to_smem = cute.make_tiled_copy_S(
-            hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, self.out_dtype, Float32),
-            cute.make_tiled_copy_C_atom(by_matrix, mma),
-        ).get_slice(thread)
-        tRS_sD = to_smem.partition_D(sD)  # (copy, copies_m, copies_n, slots)
-        rPart = cute.make_rmem_tensor(to_smem.partition_S(sD).shape[:3], Float32)
-        rOut = cute.make_rmem_tensor_like(rPart, self.out_dtype)
-        gD = cute.local_tile(mD, (tile.tile_m, tile.tile_n), at)
-        if const_expr(self.tma_store):
-            bSG_sD, bSG_gD = cpasync.tma_partition(
-                tma_d, 0, cute.make_layout(1), cute.group_modes(sD, 0, 2), cute.zipped_divide(gD, (sub_m, sub_n))
-            )  # (tma, slots), (tma, (tile_m / sub_m, across))
-        for i in cutlass.range_constexpr(cute.size(rAcc) // cute.size(rPart)):
-            for v in cutlass.range_constexpr(cute.size(rPart)):
-                rPart[v] = rAcc[i * cute.size(rPart) + v]
-            rOut.store(self.epilogue(rPart.load()).to(self.out_dtype))
-            slot, place = group * stages + i % stages, (i // across, i % across)
-            cute.copy(to_smem, rOut, tRS_sD[None, None, None, slot])
+    def _store(
+        self, mma, rAcc, ahead: cutlass.Constexpr, inputs: cutlass.Constexpr, outputs: cutlass.Constexpr,
+        places: cutlass.Constexpr, group, tile_slot,
+    ):  # fmt: skip
+        """Compute and store a tile, subtile by subtile through shared memory; TMA stores the last ones during the next
+        tile.
+        """
+        tile, (sub_m, sub_n), (at, _, thread) = self.config, self.subtile, places
+        stages, across = tile.store_stages, self.columns // sub_n
+        operands, tiles, tile_ring = inputs
+        size = sub_m * sub_n // self.consumers  # of a thread
+        to_smem = [self._subtile_copy(mma, sD.element_type, thread) for *_, sD in outputs]
+        from_smem = [self._subtile_copy(mma, sC.element_type, thread, load=True) for *_, sC in tiles]
+        by_tma = any(tma is not None for tma, *_ in outputs)
+        targets = [None if tma is None else self._partition(tma, m, sD) for tma, m, sD in outputs]
+        for i in cutlass.range_constexpr(self.subtiles):
+            chunk, loaded = self._chunk(i, places), ahead
+            if const_expr(len(tiles) > 0):
+                mine = self._of_group(tile_slot, group)
+                tile_ring.consumer_wait(mine)
+                for k, (_, m, sC) in enumerate(tiles):
+                    loaded[self.epilogue.by_tma[k]] = self._read_subtile(from_smem[k], sC, mine.index)
+                cute.arch.sync_warp()
+                tile_ring.consumer_release(mine)
+                tile_slot.advance()
+            if const_expr(i + 1 < self.subtiles):
+                ahead = self._load_chunk(operands, self._chunk(i + 1, places))
+            # The sums of a block of rows are neighbours, of packed ones first those of one half.
+            first, half = i // across * (tile.tile_n // sub_n) * size + i % across * size, across * size
+            results = self.epilogue.compute(lambda h, v: rAcc[first + h * half + v], loaded, chunk)
+            slot = group * stages + i % stages
+            for (*_, sD), copy, rX in zip(outputs, to_smem, results):
+                rOut = cute.make_rmem_tensor(copy.partition_S(sD).shape[:3], sD.element_type)
+                rOut.store(cute.make_tensor(rX.iterator, rOut.layout).load().to(sD.element_type))
+                cute.copy(copy, rOut, copy.partition_D(sD)[None, None, None, slot])
             cute.arch.fence_view_async_shared()
             # Who arrives here is done with the subtile before, and the warp that stores has waited for the slot that
             # comes next.
             cute.arch.barrier(barrier_id=STORED + group, number_of_threads=self.consumers)
-            if const_expr(not self.tma_store):
-                sub_at = (at[0] * (tile.tile_m // sub_m) + place[0], at[1] * across + place[1])
-                self._store_rows(sD[None, None, slot], mD, (sub_m, sub_n), sub_at, thread)
-            elif cute.arch.make_warp_uniform(thread // 32) == 0:
-                cute.copy(tma_d, bSG_sD[None, slot], bSG_gD[None, place])
-                cute.arch.cp_async_bulk_commit_group()
-                cute.arch.cp_async_bulk_wait_group(stages - 2, read=True)
+            sub_at = (at[0] * (tile.tile_m // sub_m) + i // across, at[1] * across + i % across)
+            for part, (tma, m, sD) in zip(self.epilogue.outputs, outputs):
+                if const_expr(tma is None):
+                    self._store_rows(part, sD[None, None, slot], m, sub_at, thread)
+            if const_expr(by_tma):
+                if cute.arch.make_warp_uniform(thread // 32) == 0:
+                    for (tma, *_), target in zip(outputs, targets):
+                        if const_expr(tma is not None):
+                            cute.copy(tma, target[0][None, slot], target[1][None, sub_at])
+                    cute.arch.cp_async_bulk_commit_group()
+                    cute.arch.cp_async_bulk_wait_group(stages - 2, read=True)
+        return tile_slot
+
+    def _chunk(self, i, places):
+        """The places of a thread's sums in a subtile."""
+        (row, column), shape, thread = places
+        (sub_m, sub_n), lane = self.subtile, thread % 32
+        below, beside = divmod(i, self.columns // sub_n)
+        row = row * self.config.tile_m + below * sub_m + thread // 32 * 16 + lane // 4
+        column = column * self.columns + beside * sub_n + lane % 4 * 2
+        return Chunk((row, row + 8), tuple(column + c for c in range(0, sub_n, 8)), shape)
+
+    def _load_chunk(self, operands, chunk):
+        """What a thread loads itself of the epilogue's operands; None for those that TMA loads."""
+        parts = enumerate(zip(self.epilogue.operands, operands))
+        return [None if i in self.epilogue.by_tma else self.epilogue.load(part, m, chunk) for i, (part, m) in parts]
+
+    def _subtile_copy(self, mma, dtype, thread, load=False):
+        """A thread's copies between shared memory and registers that hold what its sums became."""
+        by_matrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), cutlass.Float16)
+        atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, Float32)
+        if load and dtype.width == 16:
+            atom = cute.make_copy_atom(LdMatrix8x8x16bOp(False, 4), dtype)
+        return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(by_matrix, mma)).get_slice(thread)
+
+    def _read_subtile(self, copy, slots, index):
+        """A thread's elements of a subtile in shared memory, in the order of its sums."""
+        tSsC = copy.partition_S(slots)  # (copy, copies_m, copies_n, slots)
+        rC = cute.make_rmem_tensor(copy.partition_D(slots).shape[:3], slots.element_type)
+        cute.copy(copy, tSsC[None, None, None, index], copy.retile(rC))
+        return cute.make_tensor(rC.iterator, cute.make_layout(cute.size(rC)))
 
     @cute.jit
-    def _store_rows(self, sD, mD, subtile: cutlass.Constexpr, at: cutlass.Constexpr, thread):
+    def _store_rows(self, part: cutlass.Constexpr, sD, mD, at: cutlass.Constexpr, thread):
         """Store a subtile of an output whose rows TMA cannot take, in vectors that their alignment allows."""
-        vec = self.row_vec
-        across = subtile[1] // vec
+        vec = part.align // part.key.itemsize
+        across = self.subtile[1] // vec
         threads = cute.make_layout((self.consumers // across, across), stride=(across, 1))
-        bits = vec * self.out_dtype.width
-        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), self.out_dtype, num_bits_per_copy=bits)
+        bits = vec * mD.element_type.width
+        atom = cute.make_copy_atom(cute.nvgpu.CopyUniversalOp(), mD.element_type, num_bits_per_copy=bits)
         rows = cute.make_tiled_copy_tv(atom, threads, cute.make_layout((1, vec))).get_slice(thread)
         tSsD = rows.partition_S(sD)  # (copy, copies_m, 1)
-        tSgD = rows.partition_D(cute.local_tile(mD, subtile, at))
-        tScD = rows.partition_D(cute.local_tile(cute.make_identity_tensor(mD.shape), subtile, at))
+        tSgD = rows.partition_D(cute.local_tile(mD, self.subtile, at))
+        tScD = rows.partition_D(cute.local_tile(cute.make_identity_tensor(mD.shape), self.subtile, at))
         rD = cute.make_rmem_tensor_like(tSsD)
         cute.copy(atom, tSsD, rD)
         for i in cutlass.range_constexpr(cute.size(tSgD, mode=[1])):

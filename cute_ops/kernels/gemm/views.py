@@ -26,3 +26,12 @@ def by_column(m, key):
     """The same, transposed."""
     rows = by_row(m, key)
     return cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0]))
+
+
+def half(m, index, dim, align):
+    """One half of a packed matrix, ``[first | second]`` along a dim; ``align`` bytes divide where the second starts."""
+    size = m.shape[dim] // 2
+    place = m.iterator.toint() + Int64(index * size) * Int64(m.stride[dim]) * (m.element_type.width // 8)
+    pointer = cute.make_ptr(m.element_type, place, cute.AddressSpace.gmem, assumed_align=align)
+    shape = (size, m.shape[1]) if dim == 0 else (m.shape[0], size)
+    return cute.make_tensor(pointer, cute.make_layout(shape, stride=m.stride))

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
+from typing import NamedTuple
 
 from cute_ops.hardware import ARCHES
-from cute_ops.kernels.gemm.config import MMA_K, MMA_M, Form, GemmConfig
+from cute_ops.kernels.gemm.config import MMA_K, MMA_M, WARPGROUP, Form, GemmConfig
 
 # Form, rows and columns of a tile. Those with more accumulators leave too few registers for most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
@@ -16,28 +17,82 @@ TILES: tuple[tuple[Form, int, int], ...] = (
     ("pingpong", 64, 64),
 )  # fmt: skip
 CLUSTERS = ((2, 1), (1, 2), (1, 1))
-MAX_STAGES, STORE_STAGES = 8, (4, 3, 2)
+# Slots of the ring: at most, as many as take precedence over slots for subtiles, at least. Slots for subtiles.
+MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
 ALIGNMENT = 1024  # bytes: of the ring in shared memory
-# Of an SM in a cycle: 16-bit products added up; bytes of shared memory; bytes from L2 (an estimate).
-MMA, SHARED_BYTES, L2_BYTES = 2048, 128, 40
+# Registers of a thread that multiplies, and those of them that hold addresses, coordinates and constants.
+MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
+# Of an SM in a cycle: 16-bit products added up; bytes of shared memory; bytes from L2 (an estimate); exponentials and
+# reciprocals; other instructions.
+MMA, SHARED_BYTES, L2_BYTES, MUFU, FMA = 2048, 128, 40, 16, 128
 
 
-def configs(arch: str, sm_count: int, itemsize: int, out_itemsize: int) -> Iterator[GemmConfig]:
-    """All configs, with as many slots in the ring as shared memory holds."""
+class Demand(NamedTuple):
+    """What a product's epilogue takes, besides the product's sums.
+
+    Attributes:
+        outputs: bytes of an element of each output.
+        tiles: of each operand ``(m, n)``.
+        packed: whether sums come in pairs: of columns of two halves.
+        blocks: columns of b that lie together in shared memory: what a half must be a multiple of.
+        vectors: registers of a thread for row and column vectors.
+        live: float32 values of an element that are needed at once.
+        mufu: instructions for each element that an SM does 16 of in a cycle.
+        fma: other instructions.
+    """
+
+    outputs: tuple[int, ...] = (2,)
+    tiles: tuple[int, ...] = ()
+    packed: bool = False
+    blocks: int = 8
+    vectors: int = 0
+    live: int = 1
+    mufu: int = 0
+    fma: int = 0
+
+    def registers(self, config: GemmConfig) -> int:
+        """Of a thread while it computes the first subtile: sums, what is loaded for this and the next one, results."""
+        rows, columns = config.subtile(*self.outputs, *self.tiles)
+        per_thread = rows * columns // (WARPGROUP * config.sharing)
+        held = per_thread * (sum(self.outputs) + sum(self.tiles)) // 4
+        return config.accumulators + held + self.vectors + self.live + OTHER_REGISTERS
+
+
+PLAIN = Demand()
+
+
+def configs(arch: str, sm_count: int, itemsize: int, demand: Demand = PLAIN) -> Iterator[GemmConfig]:
+    """All configs whose registers suffice, with as many slots in the ring as shared memory holds."""
     for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
         config = GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
-        sub_m, sub_n = config.subtile(out_itemsize)
-        subtiles = tile_m * tile_n // (sub_m * sub_n)
-        config = replace(config, store_stages=next(count for count in STORE_STAGES if subtiles % count == 0))
-        room = ARCHES[arch].shared_per_cta - config.store_bytes() - ALIGNMENT
-        yield replace(config, stages=min(room // (config.shared(itemsize) - config.store_bytes()), MAX_STAGES))
+        sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
+        columns = tile_n // (1 + demand.packed)
+        if columns % sub_n or (demand.packed and columns % (demand.blocks * cluster_m)):
+            continue
+        if demand.registers(config) > MULTIPLY_REGISTERS:
+            continue
+        fitting = list(_with_slots(config, tile_m * columns // (sub_m * sub_n), arch, itemsize, demand))
+        chosen = next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1] if fitting else None)
+        if chosen and chosen.stages >= LEAST_STAGES:
+            yield chosen
 
 
-def choose(m: int, n: int, k: int, itemsize: int, out_itemsize: int, arch: str, sm_count: int) -> GemmConfig:
-    """The config that takes the fewest cycles by the model; of equals the first."""
+def _with_slots(config: GemmConfig, subtiles: int, arch: str, itemsize: int, demand: Demand) -> Iterator[GemmConfig]:
+    """A config with fewer and fewer slots for subtiles, and so more and more for the ring."""
+    for count in SUBTILE_STAGES:
+        if subtiles % count == 0:
+            made = replace(config, store_stages=count, tile_stages=count if demand.tiles else 0, stages=0)
+            room = ARCHES[arch].shared_per_cta - ALIGNMENT - made.shared(itemsize, demand.outputs, demand.tiles)
+            slot = replace(made, stages=1).shared(itemsize, (2,)) - made.shared(itemsize, (2,))
+            yield replace(made, stages=min(room // slot, MAX_STAGES))
+
+
+def choose(m: int, n: int, k: int, itemsize: int, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
+    """The config that takes the fewest cycles by the model, of equals the first; None where the epilogue fits none."""
     return min(
-        configs(arch, sm_count, itemsize, out_itemsize),
-        key=lambda config: cycles(config, m, n, k, itemsize, out_itemsize),
+        configs(arch, sm_count, itemsize, demand),
+        key=lambda config: cycles(config, m, n, k, itemsize, demand),
+        default=None,
     )
 
 
@@ -46,11 +101,11 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
     return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
 
 
-def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, out_itemsize: int) -> int:
+def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, demand: Demand = PLAIN) -> int:
     """About how long a product takes: waves of tiles, each as long as the slowest of multiplying, shared memory and L2.
 
-    Two warpgroups that share a tile store it while nobody multiplies; of two with a tile each, one stores while the
-    other multiplies, but for the last tile.
+    Two warpgroups that share a tile compute its epilogue while nobody multiplies; of two with a tile each, one does so
+    while the other multiplies, but for the last tile.
     """
     rows, columns, steps = config.tile_m, config.tile_n, -(-k // config.tile_k)
     multiply = rows * columns * config.tile_k // MMA
@@ -59,9 +114,11 @@ def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, out_itemsi
     shared = (reads + (rows + columns) * config.tile_k) * itemsize // SHARED_BYTES
     loaded = rows // config.cluster_n + columns // config.cluster_m
     l2 = loaded * config.tile_k * itemsize // L2_BYTES
-    inside, store = steps * max(multiply, shared, l2), 2 * rows * columns * out_itemsize // SHARED_BYTES
-    tiles = -(-m // (rows * config.cluster_m)) * -(-n // (columns * config.cluster_n))
+    inside, width = steps * max(multiply, shared, l2), columns // (1 + demand.packed)
+    moved = rows * width * 2 * (sum(demand.outputs) + sum(demand.tiles)) // SHARED_BYTES
+    after = moved + rows * width * demand.mufu // MUFU + rows * width * demand.fma // FMA
+    tiles = -(-m // (rows * config.cluster_m)) * -(-n // (width * config.cluster_n))
     waves = -(-tiles // config.clusters)
     if config.form == "pingpong":
-        return waves * max(inside, store) + store
-    return waves * (inside + store)
+        return waves * max(inside, after) + after
+    return waves * (inside + after)

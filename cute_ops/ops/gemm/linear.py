@@ -6,7 +6,7 @@ They are not among :data:`cute_ops.ops.OPS` yet: their kernels ran on a CPU, fro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cute_ops.array_api import widen
@@ -15,7 +15,7 @@ from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Case, Op, Sharding, Tensor
-from cute_ops.ops.gemm.config import choose, without_tma
+from cute_ops.ops.gemm.config import Demand, choose, without_tma
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
 
@@ -42,11 +42,11 @@ CASES = (
 
 
 def reference(xp: Any, x: Any, weight: Any) -> Any:
-    return xp.astype(_product(xp, x, weight), x.dtype)
+    return xp.astype(product(xp, x, weight), x.dtype)
 
 
 def reference_float32(xp: Any, x: Any, weight: Any) -> Any:
-    return _product(xp, x, weight)
+    return product(xp, x, weight)
 
 
 def reference_dx(xp: Any, dout: Any, weight: Any) -> Any:
@@ -60,7 +60,8 @@ def reference_dweight(xp: Any, dout: Any, x: Any) -> Any:
     return xp.astype(xp.matmul(dy.T, wide), x.dtype)
 
 
-def _product(xp: Any, x: Any, weight: Any) -> Any:
+def product(xp: Any, x: Any, weight: Any) -> Any:
+    """``x @ weight.T`` in float32 or float64."""
     wide, w = widen(xp, x, weight)
     return xp.matmul(wide, w.T)
 
@@ -77,14 +78,10 @@ def _declare(
     """A product whose output has ``sizes[0]`` rows and ``sizes[1]`` columns, each a sum of ``sizes[2]`` terms."""
 
     def config(problem: Problem) -> GemmConfig:
-        if problem.size("m") > MOST_ROWS:
-            given = {n: Array(t.of(problem.dims), problem.dtypes[n]) for n, t in inputs.items()}
-            raise NotImplementedError(message(op, f"it takes at most {MOST_ROWS} rows.", given, problem.dims))
-        if sm(problem.arch) == 90 and all(problem.aligns[n] == VECTOR_BYTES for n in inputs):
-            itemsize, out_itemsize = (ITEMSIZE[problem.dtypes[next(iter(names))]] for names in (inputs, outputs))
-            m, n, k = map(problem.size, sizes)
-            return choose(m, n, k, itemsize, out_itemsize, problem.arch, problem.sm_count)
-        return without_tma(*(_vector(problem, n, t) for n, t in inputs.items()))
+        check_rows(op, problem)
+        itemsize = ITEMSIZE[problem.dtypes[next(iter(outputs))]]
+        vectors = [vector(problem, n, t.dims[-1].of(problem.dims)) for n, t in inputs.items()]
+        return configure(problem, vectors, sizes, Demand((itemsize,)))
 
     op = Op(
         name, inputs=inputs, outputs=outputs, dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
@@ -93,9 +90,38 @@ def _declare(
     return op
 
 
-def _vector(problem: Problem, name: str, tensor: Tensor) -> int:
-    """Elements that divide the rows of an input, and what its address and its strides are multiples of."""
-    return math.gcd(problem.aligns[name] // ITEMSIZE[problem.dtypes[name]], tensor.dims[-1].of(problem.dims))
+def check_rows(op: Op, problem: Problem) -> None:
+    """Raise NotImplementedError for more rows than kernels count."""
+    if problem.size("m") > MOST_ROWS:
+        given = {n: Array(t.of(problem.dims), problem.dtypes[n]) for n, t in op.inputs.items()}
+        raise NotImplementedError(message(op, f"it takes at most {MOST_ROWS} rows.", given, problem.dims))
+
+
+def configure(
+    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], demand: Demand
+) -> GemmConfig:
+    """The config of a product.
+
+    Args:
+        problem: the call.
+        vectors: of both operands what :func:`vector` gives.
+        sizes: the dims of its rows, its columns and its terms.
+        demand: of its epilogue.
+    """
+    (vec_a, a_by_tma), (vec_b, b_by_tma) = vectors
+    chosen = None
+    if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
+        m, n, k = map(problem.size, sizes)
+        chosen = choose(m, n, k, ITEMSIZE["bfloat16"], demand, problem.arch, problem.sm_count)
+    return chosen or without_tma(vec_a, vec_b)
+
+
+def vector(problem: Problem, name: str, length: int) -> tuple[int, bool]:
+    """Elements that divide an input's rows of some length, and what its address and its strides are multiples of;
+    whether TMA takes it.
+    """
+    align = problem.aligns[name]
+    return math.gcd(align // ITEMSIZE[problem.dtypes[name]], length), align == VECTOR_BYTES
 
 
 _ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape, any row stride.

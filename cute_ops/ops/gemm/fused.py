@@ -1,0 +1,221 @@
+"""A linear layer's product with an epilogue: declaration, reference and config follow from the epilogue's expression.
+
+Ops made here are not among :data:`cute_ops.ops.OPS`: each belongs to whoever wrote its epilogue.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, NoReturn
+
+from cute_ops.array_api import cast
+from cute_ops.config import Problem, Tuning
+from cute_ops.expressions.graph import SHAPES, Expression
+from cute_ops.expressions.reference import evaluate
+from cute_ops.expressions.text import parse, text_of
+from cute_ops.expressions.tracing import trace
+from cute_ops.expressions.words import WORDS
+from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
+from cute_ops.ops.gemm.config import Demand
+from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, product, vector
+from cute_ops.ops.rows import VECTOR_BYTES
+from cute_ops.shapes import FLOATS, ITEMSIZE
+
+WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
+COLUMN = "*m"  # of one number per row, as ``*m 1``
+CASES = (
+    Case("one-row", {"m": (), "n": 64, "k": 64}),
+    Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200}),
+    Case("bert-base", {"m": (8, 128), "n": 3072, "k": 768}),
+    Case("llama3-8b-mlp", {"m": (2, 4096), "n": 14336, "k": 4096}),
+)
+
+
+def fused_linear(
+    epilogue: Callable[..., Any] | str,
+    *,
+    operands: Mapping[str, str] | None = None,
+    weight: str = "n k",
+    name: str = "",
+    outputs: Mapping[str, str] | None = None,
+    dtypes: Mapping[str, str] | None = None,
+    attrs: Mapping[str, Any] | None = None,
+    cases: tuple[Case, ...] = CASES,
+) -> Op:
+    """The op of a product ``x @ weight.T`` and of what happens to it before it is stored, in one kernel.
+
+        def gelu_add(xp, acc, bias, residual):
+            return xp.gelu(acc + bias) + residual
+
+        op = fused_linear(gelu_add, operands={"bias": "n", "residual": "*m n"})
+
+    ``acc`` is the product in float32; of packed weights, ``2n k`` or ``k 2n``, it has ``2n`` columns, and is read by
+    halves: ``acc[..., :n]`` and ``acc[..., n:]`` with ``n = acc.shape[-1] // 2``. Values are float32, and outputs are
+    rounded once.
+
+    Args:
+        epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns a value or a tuple of
+            values; or an expression's text, whose first operand is the product.
+        operands: their shapes: ``*m n`` a tile, ``*m 2n`` two side by side, ``n`` or ``2n`` a row vector, ``*m 1`` or
+            ``*m`` a column vector, empty a scalar. Each has its own dtype: float32, float16 or bfloat16.
+        weight: its shape; ``n k`` as in PyTorch, ``k n`` as in JAX and in gradients.
+        name: the op's name, the function's by default.
+        outputs: their shapes, ``*m n`` or ``*m 2n``, which takes two values; ``out``, or ``out0``, ``out1``, ... of
+            ``*m n`` by default.
+        dtypes: of those outputs that do not have x's dtype.
+        attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
+        cases: named problems.
+
+    Raises:
+        TraceError: the function does what an expression cannot say.
+        ValueError: it does what is not fused yet, or the declaration is wrong.
+    """
+    name = name or getattr(epilogue, "__name__", "linear")
+    defaults = {key: value.values[0] if isinstance(value, OneOf) else value for key, value in (attrs or {}).items()}
+    if weight not in WEIGHTS:
+        _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
+    made = _Fused(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
+    across = weight.startswith("k")
+    inputs = {"x": Tensor("*m k", "T"), "weight": Tensor(weight, "T")}
+    inputs |= {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
+    if wrong := [key for key, dtype in (dtypes or {}).items() if key not in made.outputs or dtype not in FLOATS]:
+        _refuse(name, f"dtypes has {wrong[0]!r}; outputs {', '.join(made.outputs)} may have {', '.join(FLOATS)}")
+    results = {key: Tensor(shape, (dtypes or {}).get(key, "T")) for key, shape in made.outputs.items()}
+
+    def reference(xp: Any, x: Any, weight: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
+        acc = product(xp, x, weight.T if across else weight)
+        columns = [
+            a[..., None] if shape == COLUMN else a for a, shape in zip(arrays, made.operands.values(), strict=True)
+        ]
+        values = iter(evaluate(made.expression(attrs), xp, [acc, *columns]))
+        outs = []
+        for tensor in results.values():
+            out = xp.concat([next(values), next(values)], axis=-1) if "2n" in tensor.shape else next(values)
+            outs.append(xp.astype(out, x.dtype) if tensor.dtype == "T" else cast(xp, out, tensor.dtype, out))
+        return tuple(outs)
+
+    def config(problem: Problem) -> GemmConfig:
+        check_rows(op, problem)
+        n, k = problem.size("n"), problem.size("k")
+        start = math.gcd(VECTOR_BYTES, n * ITEMSIZE[problem.dtypes["x"]])
+        second, by_tma = vector(problem, "weight", n if across else k)
+        vectors = [vector(problem, "x", k), (second, by_tma and (weight != "k 2n" or start == VECTOR_BYTES))]
+        demand = made.demand(problem, start, 64 if across else 8)
+        chosen = configure(problem, vectors, ("m", "n", "k"), demand)
+        halves = start if made.packs else VECTOR_BYTES
+        return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
+
+    # Where the op is declared.
+    reference.__module__ = getattr(epilogue, "__module__", __name__)
+    op = Op(
+        name, inputs=inputs, outputs=results, reference=reference, attrs=attrs, cases=cases, static=(),
+        dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands}, tuning=Tuning(config),
+        kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
+        sharding=Sharding(parallel=() if made.packs else ("n",)),
+        doc=(None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
+    )  # fmt: skip
+    return op
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ValueError(f"cute_ops.fused_linear: {name} cannot be fused: {why}")
+
+
+class _Fused:
+    """An epilogue, traced once for each combination of attributes."""
+
+    def __init__(
+        self, name: str, epilogue: Callable[..., Any] | str, operands: dict[str, str], packed: bool,
+        outputs: Mapping[str, str] | None, defaults: Mapping[str, Any],
+    ) -> None:  # fmt: skip
+        self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
+        self.shapes = {"acc": "*m 2n" if packed else "*m n"}
+        self.shapes |= {key: "*m 1" if shape == COLUMN else shape for key, shape in operands.items()}
+        if bools := [key for key, shape in operands.items() if "bool" in shape]:
+            _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
+        self._traced = cache(self._trace)
+        count = len(self._traced(tuple(defaults.items())).outputs)
+        names = ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
+        self.outputs = dict(outputs or dict.fromkeys(names, "*m n"))
+        # The tensors that values go to, a packed one twice.
+        self.writes = [
+            f"{key}{half}"
+            for key, shape in self.outputs.items()
+            for half in (("[:n]", "[n:]") if "2n" in shape else ("",))
+        ]
+        self.packs = any("2n" in shape for shape in (*self.shapes.values(), *self.outputs.values()))
+        if wrong := [key for key, shape in self.outputs.items() if shape not in ("*m n", "*m 2n")]:
+            _refuse(name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; outputs have '*m n' or '*m 2n'")
+        self.expression(defaults)
+
+    def expression(self, attrs: Mapping[str, Any]) -> Expression:
+        """What is computed with these attributes."""
+        found = self._traced(tuple(attrs.items()))
+        if len(found.outputs) != len(self.writes):
+            _refuse(self.name, f"it returns {len(found.outputs)} values, which are to be {', '.join(self.writes)}")
+        return found
+
+    def _trace(self, attrs: tuple[tuple[str, Any], ...]) -> Expression:
+        if isinstance(self.epilogue, str):
+            found, wanted = parse(self.epilogue), tuple(SHAPES[shape] for shape in self.shapes.values())
+            if found.operands != wanted:
+                given, declared = (",".join(map(str, each)) for each in (found.operands, wanted))
+                _refuse(self.name, f"its text takes ({given}), and its operands are ({declared})")
+        else:
+            (_, acc, *_) = inspect.signature(self.epilogue).parameters
+            shapes = {acc if name == "acc" else name: shape for name, shape in self.shapes.items()}
+            found = trace(self.epilogue, shapes, dict(attrs))
+        if rows := [node.word for node in found.nodes if node.word in WORDS and WORDS[node.word].reduces]:
+            _refuse(self.name, f"xp.{rows[0]} of a row is not fused yet; make it an operand, '*m 1'")
+        for i, kind in enumerate(found.output_kinds):
+            if kind.dtype == "bool":
+                _refuse(self.name, f"value {i} holds bools; return xp.where(value, 1.0, 0.0)")
+            if not (kind.rows and kind.columns):
+                _refuse(self.name, f"value {i} does not have the shape '*m n': compute it from acc")
+        return found
+
+    def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
+        """What the kernel is told."""
+        text = text_of(self.expression(attrs))
+        return {"expression": text, "reads": " ".join(self.operands), "writes": " ".join(self.writes)}
+
+    def demand(self, problem: Problem, start: int, blocks: int) -> Demand:
+        """What the epilogue takes of an SM.
+
+        Args:
+            problem: the call.
+            start: bytes, at most 16, that divide where second halves start.
+            blocks: columns of the weight that lie together in shared memory.
+        """
+        expression = self.expression(problem.attrs)
+        used = {node.operand for node in expression.nodes if node.word == "operand"}
+        tiles, vectors = [], 0
+        for i, (name, operand) in enumerate(zip(self.operands, expression.operands[1:], strict=True), start=1):
+            if i not in used:
+                continue
+            itemsize, count = ITEMSIZE[problem.dtypes[name]], 1 + operand.packed
+            aligned = min(problem.aligns[name], start if operand.packed else VECTOR_BYTES) == VECTOR_BYTES
+            if operand.kind.rows and operand.kind.columns and aligned:
+                tiles += count * [itemsize]
+            elif operand.kind.columns:  # of 16 sums in two rows, loaded for the next subtile, too
+                vectors += 2 * count * (16 if operand.kind.rows else 8) * itemsize // 4
+            else:
+                vectors += 2 * (1 + operand.kind.rows)
+        outputs = [name.partition("[")[0] for name in self.writes]
+        mufu, fma = expression.cost
+        return Demand(
+            tuple(ITEMSIZE[problem.dtypes[name]] for name in outputs), tuple(tiles), self.packed, blocks, vectors,
+            _live(expression), mufu, fma,
+        )  # fmt: skip
+
+
+def _live(expression: Expression) -> int:
+    """The most values that are needed at once where nodes are computed in their order."""
+    last = {arg: i for i, node in enumerate(expression.nodes) for arg in node.args}
+    last |= dict.fromkeys(expression.outputs, len(expression.nodes))
+    values = [i for i, node in enumerate(expression.nodes) if node.word not in ("constant", "n")]
+    return max(sum(j <= i < last.get(j, j) for j in values) for i in range(len(expression.nodes)))

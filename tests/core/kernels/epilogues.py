@@ -1,0 +1,71 @@
+"""Products with the epilogues that models have, for the tests of the core and of PyTorch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops import Op
+from cute_ops.ops.gemm.fused import fused_linear
+
+TILE, ROW, COLUMN = "*m n", "n", "*m 1"
+
+
+def with_bias(xp: Any, acc: Any, bias: Any) -> Any:
+    return acc + bias
+
+
+def with_gelu(xp: Any, acc: Any, bias: Any) -> Any:
+    return xp.gelu(acc + bias)
+
+
+def with_silu(xp: Any, acc: Any) -> Any:
+    return xp.silu(acc)
+
+
+def with_residual(xp: Any, acc: Any, residual: Any) -> Any:
+    return acc + residual
+
+
+def saving(xp: Any, acc: Any, bias: Any) -> Any:
+    pre = acc + bias
+    return pre, xp.gelu(pre)
+
+
+def with_swiglu(xp: Any, acc: Any) -> Any:
+    n = acc.shape[-1] // 2
+    return xp.silu(acc[..., :n]) * acc[..., n:]
+
+
+def swiglu_saving(xp: Any, acc: Any, bias: Any) -> Any:
+    n = acc.shape[-1] // 2
+    gate, up = acc[..., :n] + bias[..., :n], acc[..., n:] + bias[..., n:]
+    return gate, up, xp.silu(gate) * up
+
+
+def swiglu_bwd(xp: Any, acc: Any, pre: Any) -> Any:
+    n = pre.shape[-1] // 2
+    gate, up = pre[..., :n], pre[..., n:]
+    s = xp.sigmoid(gate)
+    return acc * up * (s + gate * s * (1 - s)), acc * gate * s
+
+
+def with_all(xp: Any, acc: Any, scale: Any, bias: Any, residual: Any, factor: Any, *, limit: float) -> Any:
+    return xp.clip(acc * scale + bias, -limit, limit) * factor + residual
+
+
+OPS: tuple[Op, ...] = (
+    fused_linear(with_bias, operands={"bias": ROW}),
+    fused_linear(with_gelu, operands={"bias": ROW}),
+    fused_linear(with_silu),
+    fused_linear(with_residual, operands={"residual": TILE}),
+    fused_linear(saving, operands={"bias": ROW}, outputs={"pre": TILE, "out": TILE}, dtypes={"pre": "float32"}),
+    fused_linear(with_swiglu, weight="2n k"),
+    fused_linear(
+        swiglu_saving, operands={"bias": "2n"}, weight="k 2n", outputs={"pre": "*m 2n", "out": TILE}
+    ),
+    fused_linear(swiglu_bwd, operands={"pre": "*m 2n"}, weight="k n", outputs={"dpre": "*m 2n"}),
+    fused_linear(
+        with_all, operands={"scale": "*m", "bias": ROW, "residual": TILE, "factor": ""}, attrs={"limit": 2.0}
+    ),
+)  # fmt: skip
+BY_NAME = {op.name: op for op in OPS}

@@ -1,0 +1,154 @@
+"""Runs a product's kernel on the CPU, from its PTX."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import ptx_cta
+import ptx_sm90
+
+from cute_ops import Array, Op, testing
+from cute_ops.binding import bind
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
+from cute_ops.kernels.gemm.config import GemmConfig
+
+CLUSTERS = 2  # persistent ones
+CHOSEN = ("expression", "reads", "writes", "half_align")  # of a config: what no other tile changes
+# Of both operands, whether rows in memory are columns of the matrices that are multiplied.
+ACROSS = {"Linear": (False, False), "LinearDx": (False, True), "LinearDweight": (True, True)}
+
+
+class Part(NamedTuple):
+    """A matrix or vector in memory, or a half of one.
+
+    Attributes:
+        address: where its block and its first element are.
+        array: its elements.
+        whole: the array that it is a half of, or itself.
+    """
+
+    address: int
+    array: np.ndarray
+    whole: np.ndarray
+
+    def tensor(self) -> bytes:
+        """The whole tensor as kernels get it from a call: pointer, shape and strides in 64 bits."""
+        a = self.whole[:, 0] if self.whole.ndim == 2 and self.whole.shape[1] == 1 else self.whole
+        strides = [stride // a.itemsize for stride in a.strides[:-1]]
+        return struct.pack(f"<{1 + a.ndim + len(strides)}q", self.address, *a.shape, *strides)
+
+    def matrix(self, across: bool = False) -> bytes:
+        """A view that the launching code makes: pointer, shape in 32 bits, stride."""
+        shape, start = self.array.shape[:: -1 if across else 1], self.address + offset(self.array, self.whole)
+        return struct.pack("<qiiq", start, *shape, self.array.strides[0] // self.array.itemsize)
+
+    @property
+    def by_tma(self) -> bool:
+        a = self.array
+        return a.ndim == 2 and (offset(a, self.whole) + self.address) % 16 == 0 and a.strides[0] % 16 == 0
+
+
+def offset(part: np.ndarray, whole: np.ndarray) -> int:
+    """Bytes between the first elements of two arrays."""
+    return int(part.__array_interface__["data"][0] - whole.__array_interface__["data"][0])
+
+
+def run(
+    op: Op, given: Mapping[str, np.ndarray], folder: Path, arch: str, config: GemmConfig | None = None
+) -> dict[str, np.ndarray]:
+    """The outputs, which are NaN before.
+
+    Args:
+        op: the product.
+        given: its inputs: matrices and vectors, or parts of larger ones.
+        folder: where the compiler writes.
+        arch: what is compiled for.
+        config: tiles, instead of those that the op chooses.
+    """
+    binding = bind(op, {name: Array(a.shape, testing.dtype_name(a)) for name, a in given.items()})
+    made = {name: out for name, out in binding.outputs.items() if out}
+    arrays = {name: np.full(out.shape, np.nan, testing.numpy_dtype(out.dtype)) for name, out in made.items()}
+    arrays = {**given, **arrays}
+    memory = [a if a.base is None else a.base for a in arrays.values()]
+    address = {name: (i << 32) + offset(a, memory[i - 1]) for i, (name, a) in enumerate(arrays.items(), start=1)}
+    strides = {name: tuple(stride // a.itemsize for stride in a.strides) for name, a in given.items()}
+    places = {name: Memory(strides[name], address[name] % 2**32) for name in given}
+    tile = dict(plan(binding, places, parse(arch)).variant.config)
+    if config:
+        tile = {**config.flat(), **{name: tile[name] for name in CHOSEN if name in tile}}
+    variant = plan(binding, places, parse(arch), config=tile).variant
+    worker.compile(variant, folder / "kernel.o", folder)
+    (ptx,) = folder.glob("*.ptx")
+
+    def parts(name: str) -> list[Part]:
+        words, a = {**op.inputs, **op.outputs}[name].shape.split(), arrays[name]
+        halves = np.split(a, 2, axis=words.index("2n") - len(words)) if "2n" in words else [a]
+        return [Part(address[name], half, a) for half in halves]
+
+    chosen = GemmConfig.of(tile)
+    (first,), second = map(parts, [*op.inputs][:2])
+    operands = [part for name in chosen.reads.split() for part in parts(name)]
+    outputs = [part for name in op.outputs for part in parts(name)]
+    on_sm = _run_sm80 if chosen.form == "mma_sync" else _run_sm90
+    blocks = [block.reshape(-1).view(np.uint8) for block in memory]
+    on_sm(chosen, ACROSS[op.kernel.partition(":")[2]], Call(first, second, operands, outputs), ptx.read_text(), blocks)
+    return {name: arrays[name] for name in made}
+
+
+class Call(NamedTuple):
+    """What is multiplied, what the epilogue reads, and what it writes."""
+
+    first: Part
+    second: list[Part]
+    operands: list[Part]
+    outputs: list[Part]
+
+    def tiles(self, config: GemmConfig) -> tuple[int, int]:
+        """Of a cluster, below and beside one another."""
+        m, n = self.outputs[0].array.shape
+        columns = config.tile_n // len(self.second)
+        return -(-m // (config.tile_m * config.cluster_m)), -(-n // (columns * config.cluster_n))
+
+
+def _run_sm80(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
+    arguments = [call.first.matrix(across[0]), *(part.matrix(across[1]) for part in call.second)]
+    arguments += [part.tensor() for part in (*call.operands, *call.outputs)]
+    rows, columns = call.tiles(config)
+    arguments += [struct.pack("<i", number) for number in (rows, columns, 0)]
+    ptx_cta.Kernel(ptx).run(rows * columns, arguments, memory)
+
+
+def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
+    arguments, maps = [b"0"], {}
+
+    def by_tma(part: Part, box: tuple[int, int], turned: bool = False) -> None:
+        maps[len(arguments)] = ptx_sm90.Map(part.array, *box)
+        arguments.extend([bytes(128), struct.pack("<ii", *part.array.shape[:: -1 if turned else 1])])
+
+    # Each of the CTAs that share a tile loads a part of it.
+    by_tma(call.first, (64 if across[0] else config.tile_m // config.cluster_n, 64), across[0])
+    for part in call.second:
+        by_tma(part, (64 if across[1] else config.tile_n // len(call.second) // config.cluster_m, 64), across[1])
+    loaded = [part for part in call.operands if part.by_tma and config.tile_stages]
+    arguments += [part.tensor() for part in call.operands if not (part.by_tma and config.tile_stages)]
+    subtile = config.subtile(*(part.array.itemsize for part in (*loaded, *call.outputs)))
+    for part in loaded:
+        by_tma(part, subtile)
+    for part in call.outputs:
+        if part.by_tma:
+            by_tma(part, subtile)
+        else:
+            arguments.append(part.matrix())
+    rows, columns = call.tiles(config)
+    arguments += [struct.pack("<i", number) for number in (*call.outputs[0].array.shape, rows, columns, 0)]
+    kernel, count = ptx_sm90.Kernel(ptx), min(CLUSTERS, rows * columns)
+    shape = (config.cluster_m, config.cluster_n)
+    for index in range(count):
+        ptx_sm90.Cluster(kernel, index, count, shape, arguments, maps, memory).run(seed=index)

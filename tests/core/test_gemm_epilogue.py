@@ -1,0 +1,295 @@
+"""Products with epilogues without a GPU: declarations, references, what is refused, results and machine code."""
+
+from __future__ import annotations
+
+import math
+import re
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from cute_ops import Array, Case, Op, testing
+from cute_ops.binding import bind
+from cute_ops.expressions import TraceError
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.layout import Memory
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
+from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops.gemm.config import Demand, configs
+from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.tools import sass
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
+import products
+from epilogues import BY_NAME, OPS, TILE
+
+TARGET = parse("sm_90a")
+each = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def made(op: Op, m: tuple[int, ...], n: int, k: int, dtype: str = "bfloat16", **others: str) -> dict[str, np.ndarray]:
+    """Random inputs, those of other dtypes by name."""
+    dtypes = {f"T_{name}": other for name, other in others.items()}
+    given = testing.inputs(op, Case("", {"m": m, "n": n, "k": k}, dtypes), dtype)
+    found = {name: a for name, a in given.items() if a is not None}
+    # Sums of the size of what is added to them.
+    return found | {"weight": testing.as_dtype(found["weight"].astype(np.float32) / k**0.5, dtype)}
+
+
+# --- declarations --------------------------------------------------------------------------------------------------
+
+
+def test_the_declaration_follows_from_the_function() -> None:
+    assert repr(BY_NAME["with_all"]) == (
+        "Op with_all(x: T[*m k], weight: T[n k], scale: T_scale[*m], bias: T_bias[n], residual: T_residual[*m n],"
+        " factor: T_factor[]) -> out: T[*m n]"
+    )
+    assert repr(BY_NAME["swiglu_bwd"]) == (
+        "Op swiglu_bwd(x: T[*m k], weight: T[k n], pre: T_pre[*m 2n]) -> dpre: T[*m 2n]"
+    )
+    assert repr(BY_NAME["saving"]) == (
+        "Op saving(x: T[*m k], weight: T[n k], bias: T_bias[n]) -> pre: float32[*m n], out: T[*m n]"
+    )
+
+
+def test_an_epilogue_by_its_text() -> None:
+    op = fused_linear("e1(t,r) add 0 1; gelu 2 -> 3", operands={"bias": "n"}, name="by_text")
+    given = made(op, (3,), 8, 16)
+    (got,) = testing.run_reference(op, given, {})
+    (wanted,) = testing.run_reference(BY_NAME["with_gelu"], given, {})
+    np.testing.assert_array_equal(got, wanted)
+    texts = [plan(bind(o, specs(o, 64, 64, 64)), {}, TARGET).variant.tile for o in (op, BY_NAME["with_gelu"])]
+    assert texts[0] == texts[1]
+
+
+def test_operands_go_by_name() -> None:
+    op = fused_linear(lambda xp, acc, x1, x2: acc + x1 - x2, operands={"x2": TILE, "x1": "n"}, name="swapped")
+    assert plan(bind(op, specs(op, 64, 64, 64)), {}, TARGET).variant.tile["reads"] == "x2 x1"
+    given = made(op, (3,), 8, 16)
+    acc = given["x"].astype(np.float64) @ given["weight"].astype(np.float64).T
+    (exact,) = testing.expected(op, given, {})
+    np.testing.assert_allclose(exact, acc + given["x1"].astype(np.float64) - given["x2"].astype(np.float64))
+
+
+def specs(op: Op, m: int, n: int, k: int, dtype: str = "bfloat16") -> dict[str, Array | None]:
+    return testing.specs(op, Case("", {"m": (m,), "n": n, "k": k}), dtype)
+
+
+@each
+@pytest.mark.parametrize("m", [(), (2, 3)], ids=str)
+def test_references(op: Op, m: tuple[int, ...]) -> None:
+    """By NumPy in float64, written out."""
+    given = made(op, m, 6, 5)
+    x, weight, *operands = (a.astype(np.float64) for a in given.values())
+    acc = x @ (weight if op.inputs["weight"].shape.startswith("k") else weight.T)
+    n, exact = acc.shape[-1] // 2, testing.expected(op, given, op.attrs)
+
+    def gelu(x: np.ndarray) -> np.ndarray:
+        return 0.5 * x * (1 + np.vectorize(math.erf)(x / math.sqrt(2)))
+
+    def silu(x: np.ndarray) -> np.ndarray:
+        return x / (1 + np.exp(-x))
+
+    wanted: Any
+    match op.name:
+        case "with_bias" | "with_residual":
+            wanted = (acc + operands[0],)
+        case "with_gelu":
+            wanted = (gelu(acc + operands[0]),)
+        case "with_silu":
+            wanted = (silu(acc),)
+        case "saving":
+            wanted = (acc + operands[0], gelu(acc + operands[0]))
+        case "with_swiglu":
+            wanted = (silu(acc[..., :n]) * acc[..., n:],)
+        case "swiglu_saving":
+            pre = acc + operands[0]
+            wanted = (pre, silu(pre[..., :n]) * pre[..., n:])
+        case "swiglu_bwd":
+            gate, up = np.split(operands[0], 2, -1)
+            slope = (silu(gate + 1e-6) - silu(gate - 1e-6)) / 2e-6
+            wanted = (np.concatenate([acc * up * slope, acc * silu(gate)], -1),)
+        case _:
+            scale, bias, residual, factor = operands
+            wanted = (np.clip(acc * scale[..., None] + bias, -2, 2) * factor + residual,)
+    assert len(wanted) == len(exact)
+    for got, each in zip(exact, wanted, strict=True):
+        np.testing.assert_allclose(
+            got, each, rtol=1e-6, atol=2e-3 if "gelu" in op.name or op.name == "saving" else 1e-8
+        )
+
+
+@each
+@pytest.mark.parametrize("zero", ["m", "n", "k"])
+def test_nothing_is_launched_for_nothing(op: Op, zero: str) -> None:
+    """Where there is nothing to add up, the epilogue of zero."""
+    sizes: dict[str, Any] = {"m": (3,), "n": 4, "k": 8, zero: (0,) if zero == "m" else 0}
+    given = testing.inputs(op, Case("", sizes), "bfloat16")
+    assert bind(op, {name: Array(a.shape, "bfloat16") for name, a in given.items() if a is not None}).empty
+    outs = testing.run_reference(op, given, op.attrs)
+    assert [out.shape for out in outs] == [t.of(sizes) for t in op.outputs.values()]
+    if op.name == "with_residual" and zero == "k":
+        np.testing.assert_array_equal(outs[0], given["residual"])
+
+
+REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
+    "xp.max of a row is not fused yet": (lambda xp, acc: acc - xp.max(acc, axis=-1, keepdims=True), {}),
+    "operand `mask` holds bools": (
+        lambda xp, acc, mask: xp.where(mask, acc, 0.0), {"operands": {"mask": "bool *m n"}}
+    ),
+    "value 0 holds bools": (lambda xp, acc: acc > 0, {}),
+    "value 1 does not have the shape": (lambda xp, acc, row: (acc, row * 2), {"operands": {"row": "n"}}),
+    "it returns 1 values, which are to be out[:n], out[n:]": (lambda xp, acc: acc, {"outputs": {"out": "*m 2n"}}),
+    "out has shape 'n'": (lambda xp, acc: acc, {"outputs": {"out": "n"}}),
+    "weight has shape 'm k'": (lambda xp, acc: acc, {"weight": "m k"}),
+    "its text takes (t,r), and its operands are (t,t)": ("e1(t,r) add 0 1 -> 2", {"operands": {"bias": TILE}}),
+    "acc, which is packed": (lambda xp, acc: acc * 2, {"weight": "2n k"}),
+    "dtypes has 'out'": (lambda xp, acc: acc, {"dtypes": {"out": "float8_e4m3fn"}}),
+    "operand `bias` has shape 'm'": (lambda xp, acc, bias: acc + bias, {"operands": {"bias": "m"}}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("message", REFUSED)
+def test_what_cannot_be_fused_is_refused(message: str) -> None:
+    epilogue, more = REFUSED[message]
+    with pytest.raises((ValueError, TraceError), match=re.escape(message)):
+        fused_linear(epilogue, name="refused", **more)
+
+
+def test_wrong_operands() -> None:
+    op = BY_NAME["with_gelu"]
+    with pytest.raises(ValueError, match="argument `bias` has n=7, but n=8"):
+        bind(op, {"x": Array((3, 16), "float16"), "weight": Array((8, 16), "float16"), "bias": Array((7,), "float16")})
+    with pytest.raises(TypeError, match="argument `x` has dtype float32, expected bfloat16 or float16"):
+        bind(op, specs(op, 3, 8, 16, "float32"))
+
+
+# --- results -------------------------------------------------------------------------------------------------------
+
+
+def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config: GemmConfig | None = None) -> None:
+    """What a CPU makes of the kernel's PTX, against the reference."""
+    outputs = products.run(op, given, folder, arch, config)
+    testing.check(op, given, op.attrs, tuple(outputs.values()))
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "others"),
+    [
+        ("with_silu", (1, 8, 8), {}),
+        ("saving", (130, 66, 40), {}),
+        ("with_swiglu", (33, 70, 24), {}),
+        ("swiglu_saving", (5, 67, 9), {}),
+        ("swiglu_bwd", (35, 131, 33), {}),
+        ("with_all", (67, 130, 17), {"scale": "float32", "bias": "float32", "residual": "float32"}),
+        ("with_all", (3, 9, 40), {}),
+    ],
+    ids=str,
+)
+def test_results_without_tma(name: str, sizes: tuple[int, int, int], others: dict[str, str], tmp_path: Path) -> None:
+    m, n, k = sizes
+    check(
+        BY_NAME[name], made(BY_NAME[name], (m,), n, k, "float16" if m % 2 else "bfloat16", **others), tmp_path, "sm_80"
+    )
+
+
+COOPERATIVE = GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, tile_stages=2)
+PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "sizes", "others"),
+    [
+        ("with_silu", PINGPONG, (1, 8, 8), {}),
+        ("saving", replace(COOPERATIVE, tile_n=256, cluster_m=2), (130, 72, 72), {}),
+        ("with_swiglu", replace(COOPERATIVE, cluster_m=2), (260, 136, 72), {}),
+        ("with_swiglu", PINGPONG, (5, 67, 136), {}),
+        ("swiglu_saving", PINGPONG, (70, 72, 72), {}),
+        ("swiglu_bwd", replace(PINGPONG, cluster_n=2), (200, 136, 72), {}),
+        ("swiglu_bwd", COOPERATIVE, (130, 8, 16), {}),
+        ("with_all", replace(PINGPONG, tile_stages=4), (200, 136, 72), {"residual": "float32", "scale": "float32"}),
+        ("with_all", PINGPONG, (3, 9, 40), {}),
+    ],
+    ids=lambda value: getattr(value, "form", str(value)),
+)
+def test_results_with_tma(
+    name: str, config: GemmConfig, sizes: tuple[int, int, int], others: dict[str, str], tmp_path: Path
+) -> None:
+    m, n, k = sizes
+    check(BY_NAME[name], made(BY_NAME[name], (m,), n, k, **others), tmp_path, "sm_90a", config)
+
+
+@pytest.mark.parametrize("columns", [16, 15], ids=["by-tma", "by-threads"])
+def test_a_tile_that_is_a_part_of_a_larger_one(columns: int, tmp_path: Path) -> None:
+    op = BY_NAME["with_residual"]
+    given = made(op, (67,), columns - columns % 2, 16)
+    wide = np.full((67, columns + 9 + columns % 2), np.nan, ml_dtypes.bfloat16)
+    part = wide[:, 8 : 8 + given["residual"].shape[1]]
+    part[:] = given["residual"]
+    check(op, {**given, "residual": part}, tmp_path, "sm_90a", PINGPONG)
+
+
+# --- configs and machine code --------------------------------------------------------------------------------------
+
+USUAL = ("with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "swiglu_bwd")
+
+
+def test_tiles_that_tma_cannot_take_are_loaded_by_threads() -> None:
+    op = BY_NAME["with_residual"]
+    for stride, stages in ((72, True), (68, False)):
+        memory = {"residual": Memory((stride, 1))}
+        tile = plan(bind(op, specs(op, 512, 64, 64)), memory, TARGET).variant.tile
+        assert (tile["form"] != "mma_sync", bool(tile.get("tile_stages"))) == (True, stages)
+
+
+def test_halves_that_do_not_start_on_16_bytes() -> None:
+    op = BY_NAME["swiglu_saving"]
+    for n, form in ((4096, True), (4100, False)):
+        tile = plan(bind(op, specs(op, 512, n, 64)), {}, TARGET).variant.tile
+        assert (tile["form"] != "mma_sync", tile.get("half_align", 16)) == (form, 16 if form else 8)
+
+
+SIZES = ((16, 14336, 4096), (1024, 3072, 768), (8192, 14336, 4096))
+
+
+@pytest.mark.parametrize("name", USUAL)
+def test_machine_code(name: str, tmp_path: Path) -> None:
+    """Of every config that is chosen at these sizes: no register is spilled, and matrices come by TMA."""
+    op, path, seen = BY_NAME[name], tmp_path / "kernel.cubin", set()
+    for m, n, k in SIZES:
+        variant = plan(bind(op, specs(op, m, n, k)), {}, TARGET).variant
+        if variant.symbol in seen:
+            continue
+        seen.add(variant.symbol)
+        worker.compile(variant, path)
+        (kernel,) = sass.resources(path)
+        assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0), variant.tile
+        code = sass.sass(path)
+        assert not re.search(r"\b(STL|LDL)\b", code), variant.tile
+        # More waits would mean that the compiler runs one instruction after the other.
+        assert code.count("WARPGROUP.DEPBAR") == 2
+        # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
+        packed, tiles = name == "with_swiglu", {"with_residual": 1, "swiglu_bwd": 2}.get(name, 0)
+        assert len(re.findall(r"\bUTMALDG\b", code)) >= 2 + packed + tiles
+        assert "HGMMA" in code and "UTMASTG" in code
+        assert max(map(int, re.findall(r"\bR(\d+)\b", code))) < 232
+
+
+def test_what_would_spill_takes_another_config() -> None:
+    """Tiles with more sums leave fewer registers."""
+    demand = Demand()
+    most = {
+        extra: max(c.accumulators for c in configs("sm_90a", 132, 2, demand._replace(live=1 + extra)))
+        for extra in (0, 40)
+    }
+    assert most == {0: 160, 40: 128}
+    assert list(configs("sm_90a", 132, 2, demand._replace(live=200))) == []
+    text = f"e1({','.join('t' * 13)}) add 0 1; " + "; ".join(f"add {i} {i + 11}" for i in range(2, 13)) + " -> 24"
+    op = fused_linear(text, operands={f"t{i}": TILE for i in range(12)}, name="many")
+    assert plan(bind(op, specs(op, 64, 64, 64)), {}, TARGET).variant.tile["form"] == "mma_sync"
