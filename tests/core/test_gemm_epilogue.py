@@ -50,8 +50,8 @@ def test_the_declaration_follows_from_the_function() -> None:
         "Op with_all(x: T[*m k], weight: T[n k], scale: T_scale[*m], bias: T_bias[n], residual: T_residual[*m n],"
         " factor: T_factor[]) -> out: T[*m n]"
     )
-    assert repr(BY_NAME["swiglu_bwd"]) == (
-        "Op swiglu_bwd(x: T[*m k], weight: T[k n], pre: T_pre[*m 2n]) -> dpre: T[*m 2n]"
+    assert repr(BY_NAME["gated_dgrad"]) == (
+        "Op gated_dgrad(x: T[*m k], weight: T[k n], pre: T_pre[*m 2n]) -> dpre: T[*m 2n]"
     )
     assert repr(BY_NAME["saving"]) == (
         "Op saving(x: T[*m k], weight: T[n k], bias: T_bias[n]) -> pre: float32[*m n], out: T[*m n]"
@@ -108,10 +108,10 @@ def test_references(op: Op, m: tuple[int, ...]) -> None:
             wanted = (acc + operands[0], gelu(acc + operands[0]))
         case "with_swiglu":
             wanted = (silu(acc[..., :n]) * acc[..., n:],)
-        case "swiglu_saving":
+        case "gated_saving":
             pre = acc + operands[0]
             wanted = (pre, silu(pre[..., :n]) * pre[..., n:])
-        case "swiglu_bwd":
+        case "gated_dgrad":
             gate, up = np.split(operands[0], 2, -1)
             slope = (silu(gate + 1e-6) - silu(gate - 1e-6)) / 2e-6
             wanted = (np.concatenate([acc * up * slope, acc * silu(gate)], -1),)
@@ -185,8 +185,8 @@ def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config:
         ("with_silu", (1, 8, 8), {}),
         ("saving", (130, 66, 40), {}),
         ("with_swiglu", (33, 70, 24), {}),
-        ("swiglu_saving", (5, 67, 9), {}),
-        ("swiglu_bwd", (35, 131, 33), {}),
+        ("gated_saving", (5, 67, 9), {}),
+        ("gated_dgrad", (35, 131, 33), {}),
         ("with_all", (67, 130, 17), {"scale": "float32", "bias": "float32", "residual": "float32"}),
         ("with_all", (3, 9, 40), {}),
     ],
@@ -210,9 +210,9 @@ PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
         ("saving", replace(COOPERATIVE, tile_n=256, cluster_m=2), (130, 72, 72), {}),
         ("with_swiglu", replace(COOPERATIVE, cluster_m=2), (260, 136, 72), {}),
         ("with_swiglu", PINGPONG, (5, 67, 136), {}),
-        ("swiglu_saving", PINGPONG, (70, 72, 72), {}),
-        ("swiglu_bwd", replace(PINGPONG, cluster_n=2), (200, 136, 72), {}),
-        ("swiglu_bwd", COOPERATIVE, (130, 8, 16), {}),
+        ("gated_saving", PINGPONG, (70, 72, 72), {}),
+        ("gated_dgrad", replace(PINGPONG, cluster_n=2), (200, 136, 72), {}),
+        ("gated_dgrad", COOPERATIVE, (130, 8, 16), {}),
         ("with_all", replace(PINGPONG, tile_stages=4), (200, 136, 72), {"residual": "float32", "scale": "float32"}),
         ("with_all", PINGPONG, (3, 9, 40), {}),
     ],
@@ -237,7 +237,7 @@ def test_a_tile_that_is_a_part_of_a_larger_one(columns: int, tmp_path: Path) -> 
 
 # --- configs and machine code --------------------------------------------------------------------------------------
 
-USUAL = ("with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "swiglu_bwd")
+USUAL = ("with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "gated_dgrad")
 
 
 def test_tiles_that_tma_cannot_take_are_loaded_by_threads() -> None:
@@ -249,7 +249,7 @@ def test_tiles_that_tma_cannot_take_are_loaded_by_threads() -> None:
 
 
 def test_halves_that_do_not_start_on_16_bytes() -> None:
-    op = BY_NAME["swiglu_saving"]
+    op = BY_NAME["gated_saving"]
     for n, form in ((4096, True), (4100, False)):
         tile = plan(bind(op, specs(op, 512, n, 64)), {}, TARGET).variant.tile
         assert (tile["form"] != "mma_sync", tile.get("half_align", 16)) == (form, 16 if form else 8)
@@ -275,7 +275,7 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
         # More waits would mean that the compiler runs one instruction after the other.
         assert code.count("WARPGROUP.DEPBAR") == 2
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
-        packed, tiles = name == "with_swiglu", {"with_residual": 1, "swiglu_bwd": 2}.get(name, 0)
+        packed, tiles = name == "with_swiglu", {"with_residual": 1, "gated_dgrad": 2}.get(name, 0)
         assert len(re.findall(r"\bUTMALDG\b", code)) >= 2 + packed + tiles
         assert "HGMMA" in code and "UTMASTG" in code
         assert max(map(int, re.findall(r"\bR(\d+)\b", code))) < 232

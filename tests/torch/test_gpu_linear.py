@@ -10,29 +10,35 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from itertools import product as every_pair
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import Array, Op
+from cute_ops import Array, Op, testing
 from cute_ops.binding import Binding, bind
 from cute_ops.hardware import sm
 from cute_ops.jit import cache, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.ops.gemm.config import configs, without_tma
+from cute_ops.ops.gemm import config as gemm_config
+from cute_ops.ops.gemm.config import CLUSTERS, TILES, Demand, configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from epilogues import BY_NAME as EPILOGUES
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
 SECONDS = 20.0  # after which a kernel hangs
 # Without clusters first.
-CONFIGS = sorted(configs("sm_90a", 132, 2, 2), key=lambda config: config.cluster_m * config.cluster_n)
+CONFIGS = sorted(configs("sm_90a", 132, 2), key=lambda config: config.cluster_m * config.cluster_n)
 INTEGERS = 4  # the largest: sums of up to 2^19 products of these are exact in float32
 
 
@@ -132,7 +138,7 @@ def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) 
     where, itemsize = target.of_device(), 4 if binding.op is linear_float32 else 2
     if config.form == "mma_sync":
         return plan(binding, places, where, config=config.flat())
-    fitting = next(c for c in configs(where.arch, where.sm_count, 2, itemsize) if name(c) == name(config))
+    fitting = next(c for c in configs(where.arch, where.sm_count, 2, Demand((itemsize,))) if name(c) == name(config))
     return plan(binding, places, where, config=fitting.flat())
 
 
@@ -332,3 +338,109 @@ def test_in_a_graph_behind_what_it_reads(captured: torch.cuda.CUDAGraph) -> None
     compare(once, expected(linear, [x * 2, weight]).bfloat16().double(), 0.0, CONFIGS[0], "first of a graph")
     wide = [once.clamp(-4, 4), weight.repeat(1, 8)]
     compare(twice, expected(linear, wide).bfloat16().double(), 0.0, CONFIGS[0], "second of a graph")
+
+
+# --- epilogues -----------------------------------------------------------------------------------------------------
+
+
+def epilogue_inputs(op: Op, m: tuple[int, ...], n: int, k: int, **others: torch.dtype) -> dict[str, torch.Tensor]:
+    """Random normal numbers in bfloat16, some operands in other dtypes; sums of the size of what is added to them."""
+    generator = torch.Generator(DEVICE).manual_seed(n + k)
+    found = {}
+    for key, tensor in op.inputs.items():
+        values = torch.randn(tensor.of({"m": m, "n": n, "k": k}), generator=generator, device=DEVICE)
+        found[key] = (values / (k**0.5 if key == "weight" else 1)).to(others.get(key, torch.bfloat16))
+    return found
+
+
+def check_epilogue(op: Op, given: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs with the config that is chosen, in tensors that were NaN, against the reference in float64."""
+    tensors = list(given.values())
+    binding = bind_tensors(op, tensors, [*op.attrs.values()])
+    chosen = plan(binding, memory(op, tensors), target.of_device())
+    fill = planned_call(binding, chosen, torch.device(DEVICE)).fill(tuple(op.outputs))
+    outs = tuple(
+        torch.full(out.shape, torch.nan, dtype=DTYPES[out.dtype], device=DEVICE)
+        for out in binding.outputs.values() if out is not None
+    )  # fmt: skip
+    fill(*tensors, *outs)
+    finish(f"{op.name} {dict(chosen.variant.config)}: {dict(binding.dims)}")
+    testing.check(op, given, op.attrs, outs)
+    return outs
+
+
+every_epilogue = pytest.mark.parametrize("epilogue", EPILOGUES.values(), ids=lambda op: op.name)
+
+
+@every_epilogue
+def test_epilogue_of_one_tile(epilogue: Op) -> None:
+    check_epilogue(epilogue, epilogue_inputs(epilogue, (64,), 64, 64))
+
+
+@every_epilogue
+@pytest.mark.parametrize(
+    "sizes", [(1, 8, 8), (3, 9, 16), (129, 1001, 72), (300, 520, 264), (2048, 2056, 1000), (67, 130, 17)], ids=str
+)
+def test_epilogue(epilogue: Op, sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    given = epilogue_inputs(epilogue, (m,), n, k)
+    first = check_epilogue(epilogue, given)
+    for out, again in zip(first, check_epilogue(epilogue, given), strict=True):
+        assert torch.equal(out, again)
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS[::-1], ids=str)
+@pytest.mark.parametrize("tile", TILES, ids=str)
+@pytest.mark.parametrize("name", ["with_gelu", "saving", "with_swiglu", "gated_dgrad", "with_all"])
+def test_epilogue_of_every_tile(name: str, tile: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    if sm(target.of_device().arch) != 90:
+        pytest.skip("the kernel runs on SM 9.0 alone")
+    monkeypatch.setattr(gemm_config, "TILES", (tile,))
+    monkeypatch.setattr(gemm_config, "CLUSTERS", (cluster,))
+    # Many tiles of each CTA, and a short sum: the epilogue of one tile meets that of the next.
+    check_epilogue(EPILOGUES[name], epilogue_inputs(EPILOGUES[name], (3000,), 4104, 128))
+
+
+@pytest.mark.parametrize(("pre", "shift"), list(every_pair([torch.bfloat16, torch.float32], [0, 4, 8])), ids=str)
+def test_epilogue_of_slices(pre: torch.dtype, shift: int) -> None:
+    """Tiles with rows that TMA takes, and with rows that it does not."""
+    op = EPILOGUES["with_residual"]
+    given = epilogue_inputs(op, (2, 150), 200, 136, residual=pre)
+    wide = torch.full((2, 150, 240), torch.nan, dtype=pre, device=DEVICE)
+    wide[..., shift : shift + 200] = given["residual"]
+    check_epilogue(op, {**given, "residual": wide[..., shift : shift + 200]})
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_epilogue_of_other_dtypes(dtype: torch.dtype) -> None:
+    op = EPILOGUES["with_all"]
+    others = dict.fromkeys(("scale", "bias", "residual", "factor"), dtype)
+    check_epilogue(op, epilogue_inputs(op, (300,), 520, 264, **others))
+
+
+@every_epilogue
+@pytest.mark.parametrize("sizes", [(8192, 14336, 4096), (16384, 3072, 768)], ids=str)
+def test_epilogue_of_models(epilogue: Op, sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    check_epilogue(epilogue, epilogue_inputs(epilogue, (m,), n, k))
+
+
+def test_epilogue_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
+    """An epilogue's operands are what the kernel before it writes."""
+    op = EPILOGUES["with_residual"]
+    function, given = cute_ops_torch.register(op), epilogue_inputs(op, (4096,), 1024, 1024)
+    x, weight, residual = given.values()
+    eager = function(x, weight, function(x, weight, residual))
+    with torch.cuda.graph(captured):
+        out = function(x, weight, function(x, weight, residual))
+    captured.replay()
+    finish("graph of epilogues")
+    assert torch.equal(out, eager)
+
+
+def test_epilogue_of_nothing() -> None:
+    op = EPILOGUES["with_residual"]
+    function, given = cute_ops_torch.register(op), epilogue_inputs(op, (5,), 8, 16)
+    x, weight, residual = given.values()
+    assert torch.equal(function(x[:, :0], weight[:, :0], residual), residual)
+    assert function(x[:0], weight, residual[:0]).shape == (0, 8)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import Op
+from cute_ops import Case, Op, testing
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from epilogues import OPS as EPILOGUES
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
 
@@ -46,3 +52,15 @@ def test_refused() -> None:
         cute_ops_torch.register(linear)(x.half(), weight[:, :7].half())
     with pytest.raises(ValueError, match="argument `weight` has stride 4 in its last dim, expected 1"):
         cute_ops_torch.register(linear)(x.half(), weight.half().T.contiguous().T)
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda op: op.name)
+def test_epilogues(epilogue: Op) -> None:
+    """As ops of torch, with leading dims, and of nothing."""
+    function = cute_ops_torch.register(epilogue)
+    for sizes in ({"m": (2, 3), "n": 16, "k": 8}, {"m": (), "n": 5, "k": 0}, {"m": (0,), "n": 5, "k": 8}):
+        given = testing.inputs(epilogue, Case("", sizes), "float16")
+        tensors = {name: torch.from_numpy(a) for name, a in given.items() if a is not None}
+        got = function(*tensors.values())
+        testing.check(epilogue, tensors, epilogue.attrs, got if isinstance(got, tuple) else (got,))
+    torch.library.opcheck(getattr(torch.ops.cute, epilogue.name).default, (*tensors.values(), *epilogue.attrs.values()))

@@ -36,13 +36,13 @@ def with_swiglu(xp: Any, acc: Any) -> Any:
     return xp.silu(acc[..., :n]) * acc[..., n:]
 
 
-def swiglu_saving(xp: Any, acc: Any, bias: Any) -> Any:
+def gated_saving(xp: Any, acc: Any, bias: Any) -> Any:
     n = acc.shape[-1] // 2
     gate, up = acc[..., :n] + bias[..., :n], acc[..., n:] + bias[..., n:]
     return gate, up, xp.silu(gate) * up
 
 
-def swiglu_bwd(xp: Any, acc: Any, pre: Any) -> Any:
+def gated_dgrad(xp: Any, acc: Any, pre: Any) -> Any:
     n = pre.shape[-1] // 2
     gate, up = pre[..., :n], pre[..., n:]
     s = xp.sigmoid(gate)
@@ -61,9 +61,9 @@ OPS: tuple[Op, ...] = (
     fused_linear(saving, operands={"bias": ROW}, outputs={"pre": TILE, "out": TILE}, dtypes={"pre": "float32"}),
     fused_linear(with_swiglu, weight="2n k"),
     fused_linear(
-        swiglu_saving, operands={"bias": "2n"}, weight="k 2n", outputs={"pre": "*m 2n", "out": TILE}
+        gated_saving, operands={"bias": "2n"}, weight="k 2n", outputs={"pre": "*m 2n", "out": TILE}
     ),
-    fused_linear(swiglu_bwd, operands={"pre": "*m 2n"}, weight="k n", outputs={"dpre": "*m 2n"}),
+    fused_linear(gated_dgrad, operands={"pre": "*m 2n"}, weight="k n", outputs={"dpre": "*m 2n"}),
     fused_linear(
         with_all, operands={"scale": "*m", "bias": ROW, "residual": TILE, "factor": ""}, attrs={"limit": 2.0}
     ),
