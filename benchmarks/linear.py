@@ -1,4 +1,6 @@
-"""The products of a linear layer: time and TFLOPS of ours beside cuBLAS (torch.mm).
+"""The products of a linear layer: time and TFLOPS of ours beside cuBLAS (torch.mm), alone or with an epilogue.
+
+With an epilogue, cuBLAS is followed by PyTorch's eager functions, and torch.compile is a contender.
 
 Contenders of a shape take turns in one process. A sample is one replay of a CUDA graph of calls that rotate through
 sets of buffers, larger together than three times the L2 cache; medians and extremes are kept. Every result is compared
@@ -8,6 +10,7 @@ with cuBLAS's first: a wrong one is not timed. A config that hangs ends the prog
     python benchmarks/linear.py --out out/benchmarks                        # what the model of cycles chooses
     python benchmarks/linear.py --out out/benchmarks --shapes 8b-gate-up --configs ""    # every config
     python benchmarks/linear.py --out out/benchmarks --shapes 8b --set group=4 stages=3  # other numbers in it
+    python benchmarks/linear.py --out out/benchmarks --epilogue gelu swiglu              # with epilogues
 """
 
 from __future__ import annotations
@@ -19,9 +22,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from common import Table, spread
 from rich.console import Console
 
@@ -32,6 +36,7 @@ from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.op import Case
 from cute_ops.ops.gemm.config import configs
+from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import CASES, linear, linear_dweight, linear_dx
 from cute_ops.shapes import ITEMSIZE
 from cute_ops_torch.host.launch import planned_call
@@ -42,12 +47,72 @@ COLUMNS = (
     "op", "case", "m", "n", "k", "contender", "config", "status", "us", "us_min", "us_max", "tflops", "of_cublas",
 )  # fmt: skip
 OPS = (linear, linear_dx, linear_dweight)
-CUBLAS, OURS = "cuBLAS", "ours"
+CUBLAS, COMPILED, OURS = "cuBLAS", "torch.compile", "ours"
 LEAST_WORK = 2**30  # products and sums of a shape that is measured
 SAMPLE_US, WARM_UP_SECONDS, HANG_SECONDS = 3000.0, 2.0, 20.0
 WRONG = 2.0**-6  # of the largest element: a bfloat16 result that was summed in another order is closer
 Call = Callable[[], Any]
 Tensors = list[torch.Tensor]
+
+
+class Epilogue(NamedTuple):
+    """A product with an epilogue: the op, and the same in PyTorch."""
+
+    op: Op
+    eager: Callable[..., Any]
+
+
+def swiglu(xp: Any, acc: Any) -> Any:
+    n = acc.shape[-1] // 2
+    return xp.silu(acc[..., :n]) * acc[..., n:]
+
+
+def eager_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    gate, up = F.linear(x, weight).chunk(2, -1)
+    return F.silu(gate) * up
+
+
+def gated_dgrad(xp: Any, acc: Any, pre: Any) -> Any:
+    """The gradient of a gated MLP's activation, behind the product that makes its cotangent."""
+    n = pre.shape[-1] // 2
+    gate, up = pre[..., :n], pre[..., n:]
+    s = xp.sigmoid(gate)
+    return acc * up * (s + gate * s * (1 - s)), acc * gate * s
+
+
+def eager_gated_dgrad(dout: torch.Tensor, weight: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
+    cotangent, (gate, up) = dout @ weight, pre.chunk(2, -1)
+    s = gate.sigmoid()
+    return torch.cat([cotangent * up * (s + gate * s * (1 - s)), cotangent * gate * s], -1)
+
+
+EPILOGUES = {
+    "bias": Epilogue(
+        fused_linear(lambda xp, acc, bias: acc + bias, operands={"bias": "n"}, name="linear_bias"), F.linear
+    ),
+    "gelu": Epilogue(
+        fused_linear(lambda xp, acc, bias: xp.gelu_tanh(acc + bias), operands={"bias": "n"}, name="linear_gelu"),
+        lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
+    ),
+    "residual": Epilogue(
+        fused_linear(lambda xp, acc, to: acc + to, operands={"to": "*m n"}, name="linear_add"),
+        lambda x, weight, residual: F.linear(x, weight) + residual,
+    ),
+    "swiglu": Epilogue(fused_linear(swiglu, weight="2n k", name="gated_linear"), eager_swiglu),
+    "gated-dgrad": Epilogue(
+        fused_linear(gated_dgrad, operands={"pre": "*m 2n"}, weight="k n", outputs={"dpre": "*m 2n"}),
+        eager_gated_dgrad,
+    ),
+}
+
+
+def contenders(op: Op) -> dict[str, Call]:
+    """The others by name: ``call(*inputs, out)``; with an epilogue they make their own output."""
+    eager = next((each.eager for each in EPILOGUES.values() if each.op is op), None)
+    if eager is None:
+        return {CUBLAS: partial(matrix_product, op)}
+    compiled = torch.compile(eager, dynamic=False)
+    return {CUBLAS: lambda *given: eager(*given[:-1]), COMPILED: lambda *given: compiled(*given[:-1])}
 
 
 def matrix_product(op: Op, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
@@ -77,7 +142,7 @@ def plans(binding: Binding, tensors: Tensors, wanted: str | None, numbers: Mappi
     """Ours by name: the config that is chosen, or all whose names contain a text; with these numbers in them."""
     where = target.of_device()
     call = signature(binding, memory(binding.op, tensors), where)
-    every = [config.flat() for config in configs(where.arch, where.sm_count, 2, 2)]
+    every = [config.flat() for config in configs(where.arch, where.sm_count, 2)]
     found = [c for c in every if wanted in name(c)] if wanted is not None else [binding.op.config(call.problem)]
     more = "".join(f" {key}={value}" for key, value in numbers.items())
     return {name(config) + more: configured(call, {**config, **numbers}) for config in found}
@@ -133,10 +198,12 @@ def measure(
         if built.error is not None:
             raise built.error
 
-    exact = torch.empty_like(outputs[0])
-    matrix_product(op, *first, exact)
-    calls = {CUBLAS: [partial(matrix_product, op, *given, out) for given, out in zip(sets, outputs, strict=True)]}
-    status = {CUBLAS: "ok"}
+    others, exact = contenders(op), torch.empty_like(outputs[0])
+    made_anew = others[CUBLAS](*first, exact)
+    exact = exact if made_anew is None else made_anew
+    rotation = list(zip(sets, outputs, strict=True))
+    calls = {label: [partial(other, *given, out) for given, out in rotation] for label, other in others.items()}
+    status = dict.fromkeys(others, "ok")
     for label, chosen in chosen_plans.items():
         fill = filling(binding, chosen, device)
         outputs[0].fill_(torch.nan)
@@ -144,7 +211,7 @@ def measure(
         finish(f"{op.name} {case.name} {label}")
         status[label] = difference(outputs[0], exact) or "ok"
         if status[label] == "ok":
-            calls[label] = [partial(fill, *given, out) for given, out in zip(sets, outputs, strict=True)]
+            calls[label] = [partial(fill, *given, out) for given, out in rotation]
     stream.wait_stream(torch.cuda.current_stream())
     samplers = {label: sampler(each, stream) for label, each in calls.items()}
     begin = time.monotonic()
@@ -162,11 +229,13 @@ def write(
     console: Console,
 ) -> None:  # fmt: skip
     """A row for each contender, and a line for the fastest of ours."""
-    sizes = {"m": binding.rows, "n": binding.dims["n"], "k": binding.dims["k"]}
+    packed = any("2n" in tensor.shape for tensor in [*op.inputs.values()][:2])
+    sizes = {"m": binding.rows, "n": binding.dims["n"] * (1 + packed), "k": binding.dims["k"]}
     times = {label: spread(each) for label, each in samples.items()}
     for label, state in status.items():
         row: dict[str, Any] = {"op": op.name, "case": case.name, **sizes, "status": state}
-        row |= {"contender": CUBLAS if label == CUBLAS else OURS, "config": "" if label == CUBLAS else label}
+        other = label in (CUBLAS, COMPILED)
+        row |= {"contender": label if other else OURS, "config": "" if other else label}
         if label in times:
             us = times[label]
             row |= {"us": us.median, "us_min": us.low, "us_max": us.high}
@@ -189,18 +258,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--configs", help="of ours those whose names contain this, instead of the chosen one")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="numbers of every config of ours")
+    parser.add_argument(
+        "--epilogue", nargs="*", choices=[*EPILOGUES], help="products with these epilogues, instead of --ops"
+    )
     given = parser.parse_args(arguments)
+    if given.epilogue and given.configs is not None:
+        parser.error("--configs are those of products without an epilogue")
     numbers = {key: int(value) for key, _, value in (text.partition("=") for text in given.set)}
     ours = partial(plans, wanted=given.configs, numbers=numbers)
     table, console = Table(given.out / "linear.csv", COLUMNS), Console()
+    ops = [EPILOGUES[name].op for name in given.epilogue or ()] or [op for op in OPS if op.name in given.ops]
     for case in CASES:
         work = math.prod(case.dims["m"]) * case.dims["n"] * case.dims["k"]
-        for op in OPS:
-            if op.name in given.ops and given.shapes in case.name and work >= LEAST_WORK:
+        for op in ops:
+            if given.shapes in case.name and work >= LEAST_WORK:
                 try:
-                    measure(op, case, ours, given.rounds, table, console)
+                    measure(op, of_halves(op, case), ours, given.rounds, table, console)
                 except NotImplementedError as refused:
                     console.print(f"{op.name} {case.name}: {str(refused).splitlines()[0]}")
+
+
+def of_halves(op: Op, case: Case) -> Case:
+    """A case of an op whose columns come in two halves."""
+    halves = 1 + any("2n" in tensor.shape for tensor in op.inputs.values())
+    return case._replace(dims={**case.dims, "n": case.dims["n"] // halves})
 
 
 if __name__ == "__main__":

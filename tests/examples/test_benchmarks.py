@@ -394,6 +394,20 @@ def test_products(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("name", linear.EPILOGUES)
+def test_products_with_epilogues(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What PyTorch is asked for beside them is the same."""
+    monkeypatch.setattr(target, "of_device", lambda: target.parse("sm_90a"))
+    op = linear.EPILOGUES[name].op
+    case = linear.of_halves(op, Case("small", {"m": (2, 40), "n": 64, "k": 72}))
+    tensors = linear.inputs(op, case, torch.device("cpu"))
+    (label,) = linear.plans(bind_tensors(op, tensors, []), tensors, None, {})
+    assert label.startswith("pingpong-64x")
+    (exact,) = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), {})
+    got = linear.contenders(op)[linear.CUBLAS](*tensors, None)
+    assert linear.difference(got, exact) == ""
+
+
 def test_every_benchmark_takes_its_arguments() -> None:
     for phase in everything.PHASES.values():
         for command in phase.commands:
