@@ -235,6 +235,22 @@ def test_a_tile_that_is_a_part_of_a_larger_one(columns: int, tmp_path: Path) -> 
     check(op, {**given, "residual": part}, tmp_path, "sm_90a", PINGPONG)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_vectors_in_other_layouts(arch: str, tmp_path: Path) -> None:
+    """A column of a matrix, and a row vector that starts off its elements' pairs."""
+    op = BY_NAME["with_all"]
+    given = made(op, (35,), 16, 16)
+    columns, row = np.full((35, 3), np.nan, ml_dtypes.bfloat16), np.full(19, np.nan, ml_dtypes.bfloat16)
+    columns[:, 1], row[1:17] = given["scale"], given["bias"]
+    config = PINGPONG if arch == "sm_90a" else None
+    check(op, {**given, "scale": columns[:, 1], "bias": row[1:17]}, tmp_path, arch, config)
+
+
+def test_the_length_of_a_row(tmp_path: Path) -> None:
+    op = fused_linear(lambda xp, acc: acc * acc.shape[-1], name="times_length")
+    check(op, made(op, (3,), 24, 8), tmp_path, "sm_80")
+
+
 # --- configs and machine code --------------------------------------------------------------------------------------
 
 USUAL = ("with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "gated_dgrad")
@@ -278,7 +294,9 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
         packed, tiles = name == "with_swiglu", {"with_residual": 1, "gated_dgrad": 2}.get(name, 0)
         assert len(re.findall(r"\bUTMALDG\b", code)) >= 2 + packed + tiles
         assert "HGMMA" in code and "UTMASTG" in code
-        assert max(map(int, re.findall(r"\bR(\d+)\b", code))) < 232
+        # The warps that load have given most of their registers away.
+        loading = code[code.index("USETMAXREG.DEALLOC") : code.index("USETMAXREG.TRY_ALLOC")]
+        assert max(map(int, re.findall(r"\bR(\d+)\b", loading))) < 40
 
 
 def test_what_would_spill_takes_another_config() -> None:

@@ -41,7 +41,8 @@ class Part(NamedTuple):
     def tensor(self) -> bytes:
         """The whole tensor as kernels get it from a call: pointer, shape and strides in 64 bits."""
         a = self.whole[:, 0] if self.whole.ndim == 2 and self.whole.shape[1] == 1 else self.whole
-        strides = [stride // a.itemsize for stride in a.strides[:-1]]
+        scattered = a.ndim == 1 and a.strides[0] != a.itemsize
+        strides = [stride // a.itemsize for stride in (a.strides if scattered else a.strides[:-1])]
         return struct.pack(f"<{1 + a.ndim + len(strides)}q", self.address, *a.shape, *strides)
 
     def matrix(self, across: bool = False) -> bytes:

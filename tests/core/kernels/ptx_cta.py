@@ -193,8 +193,11 @@ class Cta:
             width = int(kind[1:]) // len(given[0])
             parts = [number(self.read(name), f"b{width}") << i * width for i, name in enumerate(given[0])]
             self.write(results[0], np.bitwise_or.reduce(parts), now)
-        elif op[0] == "cvt" and kind in HALVES:
-            wide = self.read(given[0][0]).astype(np.uint16).view(HALVES[kind]).astype(np.float32)
+        elif op[0] == "cvt" and op[-2] == "f32" and kind != "f32":
+            bits = self.read(given[0][0])
+            wide = (bits.astype(np.uint16).view(HALVES[kind]) if kind in HALVES else number(bits, kind)).astype(
+                np.float32
+            )
             self.write(results[0], wide.view(np.uint32).astype(np.int64), now)
         elif kind == "f32" and (op[0] == "setp" or (op[0] in FLOATS and op[-2] not in HALVES)):
             self.compute_floats(op, results[0], [self.read(name) for (name,) in given], now)
