@@ -133,10 +133,13 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
         maps[len(arguments)] = ptx_sm90.Map(part.array, *box)
         arguments.extend([bytes(128), struct.pack("<ii", *part.array.shape[:: -1 if turned else 1])])
 
-    # Each of the CTAs that share a tile loads a part of it.
-    by_tma(call.first, (64 if across[0] else config.tile_m // config.cluster_n, 64), across[0])
+    def multiplied(part: Part, rows: int, sharers: int, turned: bool) -> None:
+        """Each of the CTAs that share a tile loads a part of it: some rows of memory."""
+        by_tma(part, (64 // sharers, 32 if rows % 64 else 64) if turned else (rows // sharers, 64), turned)
+
+    multiplied(call.first, config.tile_m, config.cluster_n, across[0])
     for part in call.second:
-        by_tma(part, (64 if across[1] else config.tile_n // len(call.second) // config.cluster_m, 64), across[1])
+        multiplied(part, config.tile_n // len(call.second), config.cluster_m, across[1])
     loaded = [part for part in call.operands if part.by_tma and config.tile_stages]
     arguments += [part.tensor() for part in call.operands if not (part.by_tma and config.tile_stages)]
     subtile = config.subtile(*(part.array.itemsize for part in (*loaded, *call.outputs)))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import ptx_cta
@@ -43,7 +43,7 @@ class Map(NamedTuple):
                 yield row, byte // self.tensor.itemsize, swizzled(start + row * width + byte, width)
 
 
-def swizzled(address: int, width: int) -> int:
+def swizzled(address: Any, width: int) -> Any:
     """Where 16 bytes lie in rows of this width."""
     return address ^ (address >> 7 & width // 16 - 1) << 4
 
@@ -264,13 +264,15 @@ class Warp(ptx_cta.Cta):
             self.registers[name] = found.view(np.uint32).astype(np.int64)
 
     def operand(self, descriptor: int, rows: range, turned: bool) -> np.ndarray:
-        """Some rows of 16 numbers, as bits, of an operand in rows of 128 bytes; turned, its rows lie across those."""
+        """Some rows of 16 numbers, as bits, of an operand in rows of 128 bytes; turned, in columns of 128 or 64."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        if descriptor >> 62 & 3 != 1:
+        width = {1: 128, 2: 64}[descriptor >> 62 & 3] if turned else 128
+        if not turned and descriptor >> 62 & 3 != 1:
             raise NotImplementedError(f"a swizzle that is not of 128 bytes: {descriptor:#x}")
         row, k = np.meshgrid(np.asarray(rows), np.arange(16), indexing="ij")
         if turned:
-            address = start + row // 64 * leading + k // 8 * stride + k % 8 * 128 + row % 64 * 2
+            inside = width // 2  # rows of the operand
+            address = start + row // inside * leading + k // 8 * stride + k % 8 * width + row % inside * 2
         else:
             address = start + row // 8 * stride + row % 8 * 128 + 2 * k
-        return self.blocks[0].view(np.uint16)[(address ^ (address >> 7 & 7) << 4) // 2]
+        return self.blocks[0].view(np.uint16)[swizzled(address, width) // 2]
