@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import cute_ops_jax
-from cute_ops import Op, testing
+from cute_ops import Case, Op, testing
 from cute_ops.binding import bind
 from cute_ops.composite import chunks
 from cute_ops.dispatch import foresee, limit_static
@@ -28,6 +28,9 @@ from cute_ops.ops.gemm.linear import PRODUCTS
 from cute_ops.tools import sweep
 from cute_ops_jax.primitive.primitive import stage
 from cute_ops_jax.tools import runner
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from epilogues import OPS as EPILOGUES
 
 pytestmark = pytest.mark.gpu
 ROOT = Path(cute_ops_jax.__file__).parents[1]
@@ -296,6 +299,15 @@ def test_products_of_integers_are_exact(product: Op, k: int) -> None:
     (exact,) = testing.run_reference(product, dict(zip(product.inputs, given, strict=True)), {})
     got = jax.jit(cute_ops_jax.register(product))(*map(jnp.asarray, given))
     np.testing.assert_array_equal(np.asarray(got, np.float32), exact.astype(np.float32))
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=lambda op: op.name)
+@pytest.mark.parametrize("sizes", [(303, 520, 264), (67, 130, 17)], ids=str)
+def test_products_with_epilogues(epilogue: Op, sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    given = testing.inputs(epilogue, Case("", {"m": (m,), "n": n, "k": k}), "bfloat16")
+    got = jax.tree.leaves(jax.jit(cute_ops_jax.register(epilogue))(*given.values()))
+    testing.check(epilogue, given, epilogue.attrs, tuple(map(np.asarray, got)))
 
 
 LOADED = """

@@ -12,11 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from cute_ops import Op
+from cute_ops import Case, Op, testing
 from cute_ops.expressions import evaluate, trace
 from cute_ops_jax import fused, register
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+import epilogues
 import fusing
 
 
@@ -55,3 +56,19 @@ def test_a_decorated_function_is_called_without_a_namespace() -> None:
     x, weight = jnp.arange(24.0).reshape(3, 8) / 24, jnp.arange(8.0)
     np.testing.assert_allclose(jax.jit(weighted)(x, weight=weight), jnp.tanh(x) * weight, rtol=1e-6)
     assert weighted.__doc__ == "The tanh of x, weighted."
+
+
+@pytest.mark.parametrize("declared", epilogues.OPS, ids=lambda op: op.name)
+def test_products_with_epilogues(declared: Op) -> None:
+    """With leading dims, under vmap over all of x's rows, and of nothing."""
+    function, last = register(declared), {"n": 16, "k": 8}
+    for sizes in ({"m": (2, 3), **last}, {"m": (), "n": 5, "k": 0}):
+        given = testing.inputs(declared, Case("", sizes), "bfloat16")
+        got = jax.tree.leaves(jax.jit(function)(*given.values()))
+        testing.check(declared, given, declared.attrs, tuple(map(np.asarray, got)))
+    arrays = [jnp.asarray(a) for a in testing.inputs(declared, Case("", {"m": (2, 3), **last}), "bfloat16").values()]
+    over = tuple(0 if t.rows else None for t in declared.inputs.values())
+    for mapped, whole in zip(
+        jax.tree.leaves(jax.vmap(function, in_axes=over)(*arrays)), jax.tree.leaves(function(*arrays)), strict=True
+    ):
+        np.testing.assert_array_equal(mapped, whole)
