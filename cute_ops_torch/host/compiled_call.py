@@ -116,9 +116,9 @@ def of_reference(binding: Binding) -> CompiledCall:
     names = [*inputs, *binding.op.scalars]
 
     def run(*given: Any) -> Any:
-        there = dict(zip(names, given, strict=True))
-        numbers = {name: there[name] for name in binding.op.scalars}
-        call = binding._replace(attrs={**binding.attrs, **numbers})
+        there, call = dict(zip(names, given, strict=True)), binding
+        if numbers := {name: there[name] for name in binding.op.scalars}:
+            call = binding._replace(attrs={**binding.attrs, **numbers})
         return run_reference(call, [there.get(name) for name in binding.inputs])
 
     def fill(wanted: tuple[str, ...]) -> Run:

@@ -98,10 +98,11 @@ def run_reference(binding: Binding, tensors: Tensors) -> Any:
             like = next(t for t in tensors if t is not None)
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
         result = result.contiguous()
-        if result.untyped_storage().data_ptr() in taken:
+        place = result.untyped_storage().data_ptr()
+        if place in taken:
             result = result.clone()  # torch forbids outputs that share memory with an input or each other
-        if result.numel():
-            taken.add(result.untyped_storage().data_ptr())
+        elif result.numel():
+            taken.add(place)
         results.append(result)
     outputs = write_back(op, tensors, results)
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
