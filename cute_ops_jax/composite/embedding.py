@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -12,6 +14,7 @@ from cute_ops_jax.primitive.function import register
 Array = jax.Array
 
 
+@partial(jax.jit, static_argnames=("padding_idx",), inline=True)
 @continued(declared.DOC)
 def embedding(index: Array, weight: Array, padding_idx: int | None = None) -> Array:
     """Rows of a table: ``out = weight[index]``.
