@@ -7,6 +7,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -51,10 +52,14 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Code that Inductor kept from an earlier state of this repository must not run in its tests."""
-    if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder = tempfile.mkdtemp(prefix="cute_ops_inductor_")
-        config.add_cleanup(lambda: shutil.rmtree(folder, ignore_errors=True))
+    """Nothing that this user has measured, or compiled from an earlier state of this repository, is in its tests.
+
+    On a GPU kernels stay: ``gpu_kernels.py`` compiles them ahead.
+    """
+    for name in ("TORCHINDUCTOR_CACHE_DIR", *(() if target.device_count() else ("CUTE_OPS_CACHE_DIR",))):
+        if name not in os.environ:
+            os.environ[name] = folder = tempfile.mkdtemp(prefix="cute_ops_tests_")
+            config.add_cleanup(partial(shutil.rmtree, folder, ignore_errors=True))
     if "CUTE_OPS_FEATURES" in os.environ:
         config.pluginmanager.register(Features(Path(os.environ["CUTE_OPS_FEATURES"]), config))
 
