@@ -233,17 +233,25 @@ def test_a_crash_in_a_pool_is_its_variants_error_only(pool: Pool, variant: Make,
     assert copied == again == "compiled"
 
 
+# A program of its own, since threads of other tests' frameworks may hold locks while they are forked.
+FORKING = """
+import os, sys
+from pathlib import Path
+from conftest import copying_variant
+from cute_ops.jit.compile_pool import worker
+folder = Path(sys.argv[1])
+worker.compile(copying_variant(), folder / "parent.so")
+child = os.fork()
+worker.compile(copying_variant(n=96 if child else 128), folder / ("both.so" if child else "child.so"))
+if child:
+    sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
 @pytest.mark.fault("a process forks while it has a compiler running", "the child starts its own", "nothing")
 def test_a_forked_child_has_workers_of_its_own(variant: Make, tmp_path: Path) -> None:
-    workers.worker.compile(variant(), tmp_path / "parent.so")
-    child = os.fork()
-    if child == 0:
-        try:
-            workers.worker.compile(variant(n=128), tmp_path / "child.so")
-        finally:
-            os._exit(0)
-    workers.worker.compile(variant(n=96), tmp_path / "both.so")
-    os.waitpid(child, 0)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(HERE), *sys.path])}
+    subprocess.run([sys.executable, "-c", FORKING, str(tmp_path)], env=environment, check=True)
     assert {p.name for p in tmp_path.glob("*.so")} == {"parent.so", "child.so", "both.so"}
 
 
