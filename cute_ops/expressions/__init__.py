@@ -13,7 +13,8 @@
 Words are functions of ``xp``, ``xp.gelu``. Those that the array API lacks are functions here, too, of symbols and of
 arrays. Modules: ``words`` (which there are), ``graph`` (expressions), ``tracing`` and ``symbols`` (from a function),
 ``simplify`` and ``recognize`` (while it is traced), ``text`` (as text, and back), ``reference`` (on arrays),
-``derivative``. Kernels import ``text`` and what it needs, so that this package imports nothing by itself.
+``derivative``, ``stages`` (of reductions). Kernels import ``text`` and what it needs, so that this package imports
+nothing by itself.
 """
 
 from functools import partial

@@ -7,8 +7,8 @@ both.
 
 Where a function has no derivative, the choice is that of ``torch.autograd``: 0 at 0 of ``relu``, ``abs`` and ``sign``;
 half to each of two equal arguments of ``minimum`` and ``maximum``, which is JAX's choice too; equal shares to the equal
-largest elements of a row, as ``torch.amax`` and ``jax.numpy.max``; one inside and on the bounds of ``clip``. ``astype``
-hands its cotangent on unrounded.
+largest or smallest elements of a row, as ``torch.amax`` and ``jax.numpy.max``; one inside and on the bounds of
+``clip``. ``astype`` hands its cotangent on unrounded.
 """
 
 from __future__ import annotations
@@ -61,13 +61,16 @@ class Derivative(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def differentiate(expression: Expression, wanted: Sequence[int] | None = None, saved: Sequence[int] = ()) -> Derivative:
+def differentiate(
+    expression: Expression, wanted: Sequence[int] | None = None, saved: Sequence[int] = (), *, sum_columns: bool = False
+) -> Derivative:
     """The gradients of operands.
 
     Args:
         expression: what is differentiated.
         wanted: operands, by index; all that are not of bools where it is not given.
         saved: outputs that may be read. They are where that means to read or compute less, as of ``tanh``.
+        sum_columns: whether sums over columns are part of the expression; then no part is to be summed over them.
 
     Raises:
         ValueError: an operand of bools is wanted, or the derivative is too large.
@@ -77,7 +80,8 @@ def differentiate(expression: Expression, wanted: Sequence[int] | None = None, s
         wanted = [i for i, kind in enumerate(kinds) if kind.dtype != "bool"]
     if bools := [i for i in wanted if kinds[i].dtype == "bool"]:
         raise ValueError(f"operand {bools[0]} of an expression holds bools, which have no gradient")
-    found = [_derivative(expression, wanted, given) for given in ((tuple(saved), ()) if saved else ((),))]
+    choices = (tuple(saved), ()) if saved else ((),)
+    found = [_derivative(expression, wanted, given, sum_columns) for given in choices]
     return min(found, key=_price)
 
 
@@ -87,7 +91,7 @@ def _price(derivative: Derivative) -> tuple[int, ...]:
     return sum(1 + o.packed for o in operands if o.kind.rows and o.kind.columns), *derivative.expression.cost
 
 
-def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[int]) -> Derivative:
+def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[int], sum_columns: bool) -> Derivative:
     count, kinds = len(expression.operands), expression.output_kinds
     sources = [Source("operand", i) for i in range(count)]
     sources += [Source(role, i) for role in ("cotangent", "output") for i in range(len(kinds))]
@@ -104,7 +108,7 @@ def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[i
     parts, results = [], []
     for i in wanted:
         for half in ("[:n]", "[n:]") if expression.operands[i].packed else ("",):
-            for excess, gradient in backward.of_operand(i, half):
+            for excess, gradient in backward.of_operand(i, half, sum_columns):
                 parts.append(Part(i, half, *excess))
                 results.append(gradient)
     return _without_unread(graph.finish(results), sources, tuple(parts))
@@ -172,7 +176,7 @@ class _Backward:
                 for excess, cotangent in self.cotangents[i].items():
                     (self._row if WORDS[node.word].reduces else self._word)(i, node, excess, cotangent)
 
-    def of_operand(self, index: int, half: str) -> Iterable[tuple[_Excess, int]]:
+    def of_operand(self, index: int, half: str, sum_columns: bool) -> Iterable[tuple[_Excess, int]]:
         """Addends of an operand's gradient."""
         nodes = self.expression.nodes
         found = next((i for i, node in enumerate(nodes) if node == Node("operand", (), f"{index}{half}")), None)
@@ -180,7 +184,7 @@ class _Backward:
             return [(_Excess(False, False), self.graph.constant(0.0))]
         addends: dict[_Excess, Symbol] = {}
         for excess, cotangent in self.cotangents[found].items():
-            if excess.columns and not self._columns(cotangent):
+            if excess.columns and (sum_columns or not self._columns(cotangent._id)):
                 excess, cotangent = _Excess(excess.rows, False), self._summed(cotangent)
             addends[excess] = addends[excess] + cotangent if excess in addends else cotangent
         return [(excess, addends[excess]._id) for excess in sorted(addends)]
@@ -204,12 +208,40 @@ class _Backward:
         self.hand(node.args[0], _Excess(excess.rows, False), gradient)
 
     def _summed(self, cotangent: Symbol) -> Symbol:
-        if self._columns(cotangent):
-            return self.graph.apply("sum", cotangent)
-        return cotangent * Symbol(self.graph, self.graph.length())
+        """The sum over the columns. What a whole row has one of is multiplied afterwards, so that a sum does not wait
+        for another one: ``sum(dout * e / s) = sum(dout * e) / s``.
+        """
+        if not self._columns(cotangent._id):
+            return cotangent * Symbol(self.graph, self.graph.length())
+        inner, factors = self._apart(cotangent._id)
+        total = self.graph.add("sum", inner)
+        for word, *factor in factors:
+            total = self.graph.add(word, total, *factor)
+        return Symbol(self.graph, total)
 
-    def _columns(self, x: Symbol) -> bool:
-        return self.graph.kinds[x._id].columns
+    def _apart(self, i: int) -> tuple[int, list[tuple[Any, ...]]]:
+        """A value with columns as one that is a product of values with columns only, and what is done to it then: words
+        and their second arguments, which have no columns.
+        """
+        node = self.graph.nodes[i]
+        if node.word == "negative":
+            inner, factors = self._apart(node.args[0])
+            return inner, [*factors, ("negative",)]
+        if node.word not in ("multiply", "divide"):
+            return i, []
+        a, b = node.args
+        if node.word == "multiply" and not self._columns(a):
+            a, b = b, a
+        inner, factors = self._apart(a) if self._columns(a) else (a, [])
+        if not self._columns(b):
+            return inner, [*factors, (node.word, b)]
+        if node.word == "divide":
+            return self.graph.add("divide", inner, b), factors
+        other, more = self._apart(b)
+        return self.graph.add("multiply", inner, other), factors + more
+
+    def _columns(self, i: int) -> bool:
+        return self.graph.kinds[i].columns
 
 
 def _clip(xp: Any, d: Any, y: Any, x: Any, low: Any, high: Any) -> tuple[Any, ...]:
@@ -244,7 +276,7 @@ def _density(xp: Any, x: Any) -> Any:
     return xp.exp(-0.5 * x**2) * (1 / math.sqrt(2 * math.pi))
 
 
-def _max(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
+def _extreme_of_row(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     ties = xp.sum(xp.where(x == y, 1.0, 0.0), axis=-1, keepdims=True)
     return (xp.where(x == y, d / ties, 0.0),)
 
@@ -290,5 +322,6 @@ DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "logical_not": lambda xp, d, y, x: (None,),
     "sum": lambda xp, d, y, x: (d,),
     "mean": lambda xp, d, y, x: (d / x.shape[-1],),
-    "max": _max,
+    "max": _extreme_of_row,
+    "min": _extreme_of_row,
 }

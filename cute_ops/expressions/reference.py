@@ -127,4 +127,5 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "sum": lambda xp, x: xp.sum(x, axis=-1, keepdims=True),
     "mean": lambda xp, x: xp.mean(x, axis=-1, keepdims=True),
     "max": lambda xp, x: xp.max(x, axis=-1, keepdims=True),
+    "min": lambda xp, x: xp.min(x, axis=-1, keepdims=True),
 }

@@ -102,7 +102,6 @@ def call(word: str, x: Any) -> Any:
 
 # What is asked for and not there, and what to write.
 _INSTEAD = {
-    "min": "-xp.max(-x, axis=-1, keepdims=True)",
     "var": "xp.mean(xp.square(x - xp.mean(x, axis=-1, keepdims=True)), axis=-1, keepdims=True)",
     "power": "x ** 2",
     "isnan": "x != x",
@@ -129,7 +128,7 @@ class Namespace:
             self._graph.refuse(f"xp.{name} is no word", f"write {_INSTEAD[name]}")
         self._graph.refuse(
             f"xp.{name} is no word{meant(name, OFFERED)}",
-            "words are functions of single elements, and xp.sum, xp.mean and xp.max of rows",
+            "words are functions of single elements, and xp.sum, xp.mean, xp.max and xp.min of rows",
         )
 
     def _word(self, word: str, *args: Any, **options: Any) -> Any:
@@ -179,10 +178,13 @@ class Namespace:
     def max(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         return self._reduced("max", x, axis, keepdims)
 
+    def min(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
+        return self._reduced("min", x, axis, keepdims)
+
     def _reduced(self, word: str, x: Any, axis: Any, keepdims: bool) -> Any:
         if axis not in (-1, (-1,)) or keepdims is not True:
             instead = f"write xp.{word}(x, axis=-1, keepdims=True)"
-            if word == "max":
-                instead += ", or xp.maximum(x, y)"
+            if word in ("max", "min"):
+                instead += f", or xp.{word}imum(x, y)"
             self._graph.refuse(f"xp.{word} of anything but whole rows", instead)
         return self._graph.apply(word, x)

@@ -72,6 +72,7 @@ WORDS = {
     "sum": Word("f", reduces=True),
     "mean": Word("f", reduces=True),
     "max": Word("f", reduces=True),
+    "min": Word("f", reduces=True),
 }
 # What `astype` rounds to. Values are float32 otherwise.
 ROUNDS_TO = ("float16", "bfloat16", "float8_e4m3fn")

@@ -16,6 +16,7 @@ from cute_ops.expressions import TraceError, differentiate, digest, evaluate, ge
 from cute_ops.expressions.derivative import DERIVATIVE
 from cute_ops.expressions.graph import MOST_DEPTH, MOST_NODES
 from cute_ops.expressions.reference import REFERENCE
+from cute_ops.expressions.stages import stages
 from cute_ops.expressions.words import FUNCTIONS, WORDS
 
 TILES = {"x": "*m n", "y": "*m n"}
@@ -298,12 +299,13 @@ REFUSED: list[tuple[Callable[..., Any], str, str]] = [
     (lambda xp, x: xp.cumsum(x), "xp.cumsum is no word (did you mean sum?)", "words are functions of single elements"),
     (lambda xp, x: xp.sigmiod(x), "xp.sigmiod is no word (did you mean sigmoid?)", "words are functions"),
     (lambda xp, x: xp.linalg.norm(x), "xp.linalg is no word", "words are functions"),
-    (lambda xp, x: xp.min(x, **ROW), "xp.min is no word", "write -xp.max(-x, axis=-1, keepdims=True)"),
+    (lambda xp, x: xp.argmin(x, **ROW), "xp.argmin is no word", "xp.sum, xp.mean, xp.max and xp.min of rows"),
     (lambda xp, x: xp.isnan(x), "xp.isnan is no word", "write x != x"),
     (lambda xp, x: xp.nonzero(x), "xp.nonzero is no word", "shapes may not depend on values"),
     (lambda xp, x: x + xp.zeros_like(x), "xp.zeros_like is no word", "write the number itself"),
     (lambda xp, x: xp.sum(x), "xp.sum of anything but whole rows", "write xp.sum(x, axis=-1, keepdims=True)"),
     (lambda xp, x: xp.max(x, 0), "xp.max of anything but whole rows", "or xp.maximum(x, y)"),
+    (lambda xp, x: xp.min(x, -1), "xp.min of anything but whole rows", "or xp.minimum(x, y)"),
     (lambda xp, x: xp.exp(x, x), "xp.exp of 2 arguments", "write xp.exp(x)"),
     (lambda xp, x: xp.where(x, x), "xp.where of 2 arguments", "write xp.where(x, y, z)"),
     (lambda xp, x: xp.exp(x, out=x), "xp.exp with out=", "write xp.exp without"),
@@ -452,3 +454,23 @@ def test_bools_have_no_gradient() -> None:
     assert [tuple(s) for s in found.sources] == [("operand", 1), ("cotangent", 0)]
     with pytest.raises(ValueError, match="operand 1 of an expression holds bools"):
         differentiate(expression, [1])
+
+
+def softmax(xp: Any, x: Any) -> Any:
+    e = xp.exp(x - xp.max(x, **ROW))
+    return e / xp.sum(e, **ROW)
+
+
+@pytest.mark.parametrize(
+    ("function", "forward", "backward"),
+    [
+        (lambda xp, x: xp.exp(x), [], []),
+        (lambda xp, x: x * xp.rsqrt(xp.mean(x * x, **ROW) + 1e-6), [["mean"]], [["mean", "sum"]]),
+        (lambda xp, x: x - xp.mean(x, **ROW) + xp.max(x, **ROW), [["max", "mean"]], [["max", "sum"], ["sum"]]),
+        (softmax, [["max"], ["sum"]], [["max"], ["sum", "sum", "sum"], ["sum"]]),
+    ],
+)
+def test_reductions_that_do_not_wait_are_taken_together(function: Any, forward: Any, backward: Any) -> None:
+    expression = trace(function, {"x": "*m n"})
+    for each, wanted in ((expression, forward), (differentiate(expression, sum_columns=True).expression, backward)):
+        assert [sorted(each.nodes[i].word for i in stage) for stage in stages(each)] == wanted

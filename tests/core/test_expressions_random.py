@@ -34,6 +34,7 @@ def torch_words() -> Mapping[str, Any]:
         "equal": torch.eq, "gelu": functional.gelu, "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
         "ndtr": torch.special.ndtr, "silu": functional.silu,
         "softplus": lambda x: torch.logaddexp(x, torch.zeros_like(x)), "max": lambda x: torch.amax(x, -1, True),
+        "min": lambda x: torch.amin(x, -1, True),
         "mean": lambda x: torch.mean(x, -1, True), "sum": lambda x: torch.sum(x, -1, True),
     }  # fmt: skip
 
@@ -47,6 +48,7 @@ def jax_words() -> Mapping[str, Any]:
         **{name: getattr(jax.nn, name) for name in ("relu", "sigmoid", "silu", "softplus")},
         "erf": jax.lax.erf, "gelu": lambda x: jax.nn.gelu(x, approximate=False), "gelu_tanh": jax.nn.gelu,
         "ndtr": jax.scipy.special.ndtr, "rsqrt": jax.lax.rsqrt, "max": lambda x: jnp.max(x, -1, keepdims=True),
+        "min": lambda x: jnp.min(x, -1, keepdims=True),
         "mean": lambda x: jnp.mean(x, -1, keepdims=True), "sum": lambda x: jnp.sum(x, -1, keepdims=True),
     }  # fmt: skip
 
@@ -88,7 +90,7 @@ class Program(NamedTuple):
     def traced(self) -> Expression:
         def function(xp: Any, **given: Any) -> Any:
             words: dict[str, Any] = {name: getattr(xp, name) for name in WORDS if not WORDS[name].reduces}
-            words |= {name: lambda x, name=name: getattr(xp, name)(x, **ROW) for name in ("sum", "mean", "max")}
+            words |= {name: lambda x, name=name: getattr(xp, name)(x, **ROW) for name in REDUCTIONS}
             return self(words, given, given["packed"].shape[-1] // 2)
 
         return trace(function, OPERANDS)
@@ -99,6 +101,7 @@ OPERATORS: Mapping[str, Any] = {
     "divide": lambda x, y: x / (y * y + 1.5), "plus": lambda x: x + 0.3, "negative": lambda x: -x,
     "cube": lambda x: x**3,
 }  # fmt: skip
+REDUCTIONS = [name for name, word in WORDS.items() if word.reduces]
 UNARY = [
     *(name for name, word in WORDS.items() if word.takes == "f" and not word.reduces and name != "astype"), "cube",
 ]  # fmt: skip
@@ -112,7 +115,7 @@ def program(seed: int) -> Program:
     def add(word: str, *args: int | float) -> int:
         steps.append(Step(word, args))
         new = 7 + len(steps)
-        if word not in ("sum", "mean", "max") and any(isinstance(x, int) and x in columns for x in args):
+        if word not in REDUCTIONS and any(isinstance(x, int) and x in columns for x in args):
             columns.add(new)
         return new
 
@@ -142,7 +145,7 @@ def program(seed: int) -> Program:
         elif choice < 0.93:
             floats.append(add("clip", some(floats), -0.7, 0.9))
         elif floats[-1] in columns:
-            floats.append(add(str(rng.choice(["sum", "mean", "max"])), floats[-1]))
+            floats.append(add(str(rng.choice(REDUCTIONS)), floats[-1]))
     outputs = [floats[-1]] + ([some(floats)] if rng.random() < 0.3 else [])
     return Program(tuple(steps), tuple(outputs))
 
@@ -192,7 +195,9 @@ def test_values_and_gradients_are_torch_s(start: int) -> None:
         for value, tensor in zip(found, wanted, strict=True):
             close(value, tensor.detach(), 1e-9)
         cotangents = [np.random.default_rng(i).standard_normal(value.shape) for i, value in enumerate(found)]
-        derivative = differentiate(expression, saved=range(len(found)) if seed % 2 else ())
+        saved = range(len(found)) if seed % 2 else ()
+        derivative = differentiate(expression, saved=saved, sum_columns=seed % 3 == 0)
+        assert seed % 3 or not any(part.columns for part in derivative.parts)
         assert parse(text_of(derivative.expression)) == derivative.expression
         mine = gradients(derivative, list(given.values()), cotangents, found)
         active = [(w, torch.from_numpy(c)) for w, c in zip(wanted, cotangents, strict=True) if w.requires_grad]
@@ -329,6 +334,7 @@ def test_every_word_s_derivative_is_that_of_differences(word: str) -> None:
     ("function", "dx", "dy"),
     [
         (lambda xp, x, y: xp.max(x, **ROW), [0.5, 0, 0.5, 0], 0),
+        (lambda xp, x, y: xp.min(x * x, **ROW), [0, -1, 0, 1], 0),
         (lambda xp, x, y: xp.maximum(x, 1.0), [1, 0, 1, 0.5], 0),
         (lambda xp, x, y: xp.minimum(x, y), [0, 0.5, 0, 1], [1, 0.5, 1, 0]),
         (lambda xp, x, y: xp.relu(x - 1), [1, 0, 1, 0], 0),
