@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any, NamedTuple, NoReturn
 
-from cute_ops.config import Config, Problem, Tuning, vary
+from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
 from cute_ops.expressions.derivative import Source, differentiate
 from cute_ops.expressions.graph import SHAPES, Expression
 from cute_ops.expressions.reference import evaluate
+from cute_ops.expressions.stages import stages
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.expressions.words import WORDS
-from cute_ops.kernels.epilogue.config import FusedConfig
+from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig, Texts
 from cute_ops.op import Case, OneOf, Op, Sharding, Tensor, WhileFew
 from cute_ops.ops.activation.config import THREADS, THREADS_OF_FIVE_STREAMS
+from cute_ops.ops.fused_rows import Rows, needs, others
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
-KERNEL = "cute_ops.kernels.epilogue.pointwise:FusedPointwise"
-SPACE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
-# What a sum over rows is divided into: the CTAs that share it.
+KERNEL = "cute_ops.kernels.epilogue.select:fused"
+POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
+# What a sum over rows of elements is divided into: the CTAs that share it.
 PARTS = 64
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
 
@@ -42,8 +43,8 @@ def fused(
 
         gelu_add_op = cute_ops.fused(gelu_add, operands={"x": "*m n", "bias": "n", "residual": "*m n"})
 
-    Values are float32; outputs have the shape ``*m n`` and the tiles' dtype, and are rounded once. What a function may
-    do is in :mod:`cute_ops.expressions`.
+    Values are float32; outputs have the shape ``*m n``, or ``*m 1`` where they follow from reductions of rows alone,
+    and the tiles' dtype. They are rounded once. What a function may do is in :mod:`cute_ops.expressions`.
 
     Args:
         function: ``function(xp, *operands, **attrs)`` in array-API style; returns a value or a tuple of values.
@@ -63,7 +64,8 @@ def fused(
     made = _Fused(name, function, operands, outputs, defaults)
     first = made.backward(defaults)
     inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
-    cotangents = {f"d{out}": Tensor("*m n", "T") for out in made.outputs}
+    results = {out: Tensor(shape, "T") for out, shape in made.outputs.items()}
+    cotangents = {f"d{out}": tensor for out, tensor in results.items()}
     # With other attributes a gradient may read other operands.
     needed = operands.keys() if attrs else set(first.reads)
     saved = {key: tensor._replace(unread=key not in needed) for key, tensor in inputs.items()}
@@ -76,20 +78,24 @@ def fused(
 
     # Where the op is declared.
     reference.__module__ = reference_bwd.__module__ = function.__module__
+    by_rows = made.forward(defaults).by_rows
     counts = any(node.word == "n" for node in (*made.forward(defaults).expression.nodes, *first.expression.nodes))
+    alone = by_rows or any("2n" in shape for shape in operands.values())
     common: dict[str, Any] = {
         "dtypes": {tensor.dtype: FLOATS for tensor in inputs.values()}, "attrs": attrs, "cases": cases,
-        "static": ("n",) if counts else WhileFew("n"), "kernel": KERNEL,
-        "sharding": Sharding(parallel=() if any("2n" in shape for shape in operands.values()) else ("n",)),
+        "static": ("n",) if counts and not by_rows else WhileFew("n"), "kernel": KERNEL,
+        "sharding": Sharding(parallel=() if alone else ("n",)),
     }  # fmt: skip
     gradient = Op(
         f"{name}_bwd", inputs=saved | cotangents, outputs={f"d{key}": tensor for key, tensor in inputs.items()},
         reference=reference_bwd, doc=f"Gradient of :func:`{name}`.",
-        tuning=Tuning(lambda problem: made.backward(problem.attrs).config(problem), SPACE, made.workspace), **common,
+        tuning=Tuning(
+            lambda problem: made.backward(problem.attrs).config(problem), _space(made.backward), made.workspace
+        ), **common,
     )  # fmt: skip
     return Op(
-        name, inputs=inputs, outputs={out: Tensor("*m n", "T") for out in made.outputs}, reference=reference,
-        tuning=Tuning(lambda problem: made.forward(problem.attrs).config(problem), SPACE), grad=gradient,
+        name, inputs=inputs, outputs=results, reference=reference, grad=gradient,
+        tuning=Tuning(lambda problem: made.forward(problem.attrs).config(problem), _space(made.forward)),
         doc=inspect.getdoc(function) or f"``{name}`` in one pass.", **common,
     )  # fmt: skip
 
@@ -102,11 +108,26 @@ def _dtype(name: str, shape: str) -> str:
     return "T" if _is_tile(shape) else f"T_{name}"
 
 
+def _space(formula: Callable[[Mapping[str, Any]], _Formula]) -> Space:
+    """The search space of the kernel that computes a formula."""
+
+    def configs(problem: Problem, heuristic: Config) -> Iterable[Any]:
+        found = formula(problem.attrs)
+        return others(found.rows, problem, heuristic) if found.by_rows else POINTWISE.configs(problem, heuristic)
+
+    def taken(problem: Problem, config: Config) -> Needs:
+        found = formula(problem.attrs)
+        return needs(found.rows, problem, config) if found.by_rows else Needs(config["threads"])
+
+    return Space(configs, taken)
+
+
 class _Formula(NamedTuple):
     """What a kernel computes.
 
     Attributes:
         expression: the expression.
+        by_rows: whether it reduces rows, so that a kernel of rows computes it.
         reads: the tensors that are its operands.
         writes: the tensors that its outputs are of, ``dx[:n]`` a half of one.
         kinds: what these are, a letter each as in the expression's text.
@@ -114,18 +135,37 @@ class _Formula(NamedTuple):
     """
 
     expression: Expression
+    by_rows: bool
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     kinds: str
     tile: str
 
-    def config(self, problem: Problem) -> FusedConfig:
-        """One vector per thread, as of :func:`cute_ops.ops.activation.config.pointwise`."""
+    def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
+        """Of elements one vector per thread, as of :func:`cute_ops.ops.activation.config.pointwise`."""
+        if self.by_rows:
+            return self.rows.config(problem)
         read = [1 + o.packed for o in self.expression.operands if o.kind.rows and o.kind.columns]
         threads = THREADS_OF_FIVE_STREAMS if sum(read) + len(self.writes) >= 5 else THREADS
         wide = ITEMSIZE[problem.dtypes[self.tile]] == 4
-        texts = text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds
-        return FusedConfig(threads * (2 if wide else 1), 1, *texts)
+        return FusedConfig(threads * (2 if wide else 1), 1, *self._texts)
+
+    @property
+    def rows(self) -> Rows:
+        """What is configured where it reduces rows."""
+        nodes, operands = self.expression.nodes, self.expression.operands
+        read = {self.reads[node.operand] + node.half for node in nodes if node.word == "operand"}
+        tiles = {name for name, operand in zip(self.reads, operands, strict=True) if all(operand.kind[:2])}
+        read = {name for name in read if name.partition("[")[0] in tiles}
+        written = [name.partition("[") for name, kind in zip(self.writes, self.kinds, strict=True) if kind == "t"]
+        packed = {name for name, half, _ in written if half} | {n.partition("[")[0] for n in read if "[" in n}
+        names = {n.partition("[")[0] for n in read} | {name for name, *_ in written} or {self.tile}
+        sums = self.kinds.count("r")
+        return Rows(self.expression, sorted(names), sorted(packed), len(read), sums, self._texts)
+
+    @property
+    def _texts(self) -> Texts:
+        return Texts(text_of(self.expression), " ".join(self.reads), " ".join(self.writes), self.kinds)
 
 
 class _Fused:
@@ -137,8 +177,11 @@ class _Fused:
     ) -> None:  # fmt: skip
         self.name, self.function, self.operands = name, function, dict(operands)
         self._forward, self._backward = cache(self._traced), cache(self._differentiated)
-        count = len(trace(function, operands, defaults).outputs)
-        self.outputs = tuple(outputs) or (("out",) if count == 1 else tuple(f"out{i}" for i in range(count)))
+        kinds = trace(function, operands, defaults).output_kinds
+        names = tuple(outputs) or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))
+        # Tiles or, of values without columns, column vectors.
+        self.outputs = dict.fromkeys(names, "*m n")
+        self.outputs |= {name: "*m 1" for name, kind in zip(names, kinds, strict=False) if not kind.columns}
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
             self._refuse(f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
         if not any(map(_is_tile, operands.values())):
@@ -159,31 +202,43 @@ class _Fused:
 
     def _traced(self, attrs: tuple[tuple[str, Any], ...]) -> _Formula:
         expression = trace(self.function, self.operands, dict(attrs))
-        if rows := [node.word for node in expression.nodes if node.word in WORDS and WORDS[node.word].reduces]:
-            self._refuse(f"xp.{rows[0]} of a row is not fused yet; make it an operand, '*m 1'")
         if len(expression.outputs) != len(self.outputs):
             self._refuse(f"it returns {len(expression.outputs)} values, which are to be {', '.join(self.outputs)}")
-        for out, kind in zip(self.outputs, expression.output_kinds, strict=True):
+        for (out, shape), kind in zip(self.outputs.items(), expression.output_kinds, strict=True):
             if kind.dtype == "bool":
                 self._refuse(f"{out} holds bools; return xp.where({out}, 1.0, 0.0)")
-            if not (kind.rows and kind.columns):
-                self._refuse(f"{out} does not have the shape '*m n': compute it from a tile")
-        return _Formula(expression, tuple(self.operands), self.outputs, "t" * len(self.outputs), self.tile)
+            if not kind.rows or kind.columns != SHAPES[shape].kind.columns:
+                self._refuse(f"{out} does not have the shape {shape!r}: compute it from a tile")
+        by_rows = bool(stages(expression)) or "*m 1" in self.outputs.values()
+        kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
+        return _Formula(expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile)
 
     def _differentiated(self, attrs: tuple[tuple[str, Any], ...]) -> _Formula:
-        found = differentiate(self._forward(attrs).expression)
-        tensors = [*self.operands]
+        forward = self._forward(attrs)
+        found = differentiate(forward.expression, sum_columns=forward.by_rows)
+        tensors, cotangents = [*self.operands], [f"d{out}" for out in self.outputs]
 
         def source(each: Source) -> str:
-            return tensors[each.position] if each.role == "operand" else f"d{self.outputs[each.position]}"
+            return (tensors if each.role == "operand" else cotangents)[each.position]
 
         writes = tuple(f"d{tensors[part.operand]}{part.half}" for part in found.parts)
         kinds = "".join(str(SHAPES[self.operands[tensors[part.operand]]].kind) for part in found.parts)
-        return _Formula(found.expression, tuple(map(source, found.sources)), writes, kinds, self.tile)
+        reads = tuple(map(source, found.sources))
+        return _Formula(found.expression, forward.by_rows, reads, writes, kinds, self.tile)
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
-        """Partial sums over rows for gradients of row vectors and scalars; whole ones by column for scalars."""
+        """Partial sums over rows for gradients of row vectors and scalars; whole ones by column for scalars, unless
+        whole rows are summed first.
+        """
         made: dict[str, Array | None] = {}
+        formula = self.backward(problem.attrs)
+        if formula.by_rows:
+            vectors, scalars = formula.rows.parts(problem, FusedRowConfig.of(config))
+            for name, shape in self.operands.items():
+                if not SHAPES[shape].kind.rows:
+                    n = problem.size("n") * (2 if shape == "2n" else 1)
+                    made[f"d{name}_parts"] = Array((scalars,) if shape == "" else (vectors, n), "float32")
+            return made
         for name, shape in self.operands.items():
             if not SHAPES[shape].kind.rows:
                 n = problem.size("n") * (2 if shape == "2n" else 1)
@@ -199,22 +254,31 @@ class _Fused:
 
     def reference_bwd(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The gradients of all operands."""
-        expression, reads, writes, *_ = self.backward(attrs)
+        formula = self.backward(attrs)
         given = dict(zip((*self.operands, *(f"d{out}" for out in self.outputs)), arrays, strict=True))
-        cotangent, gradients = arrays[-1], []
-        terms = dict.fromkeys(writes, xp.zeros_like(cotangent))
-        if reads:  # else all gradients are 0
-            terms = dict(zip(writes, evaluate(expression, xp, [given[name] for name in reads]), strict=True))
-        for name, shape in self.operands.items():
-            halves = [f"d{name}[:n]", f"d{name}[n:]"] if SHAPES[shape].packed else [f"d{name}"]
-            found = [_summed(xp, xp.broadcast_to(terms[half], cotangent.shape), shape) for half in halves]
-            gradients.append(xp.astype(found[0] if len(found) == 1 else xp.concat(found, axis=-1), given[name].dtype))
+        tile, gradients = given[self.tile], []
+        shape = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[self.operands[self.tile]].packed))
+        terms = dict.fromkeys(formula.writes, xp.zeros_like(arrays[-1]))
+        if formula.reads:  # else all gradients are 0
+            found = evaluate(formula.expression, xp, [given[name] for name in formula.reads])
+            terms = dict(zip(formula.writes, found, strict=True))
+        for name, operand in self.operands.items():
+            halves = [f"d{name}[:n]", f"d{name}[n:]"] if SHAPES[operand].packed else [f"d{name}"]
+            summed = [_summed(xp, terms[half], shape, operand, formula.by_rows) for half in halves]
+            whole = summed[0] if len(summed) == 1 else xp.concat(summed, axis=-1)
+            gradients.append(xp.astype(whole, given[name].dtype))
         return tuple(gradients)
 
 
-def _summed(xp: Any, terms: Any, shape: str) -> Any:
-    """The sum of a gradient's terms over the dims that its operand, of this shape, lacks."""
-    kind, lead = SHAPES[shape].kind, tuple(range(len(terms.shape) - 1))
+def _summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:
+    """The sum of a gradient's terms, which broadcast to a shape, over the dims that its operand, of this shape, lacks;
+    with ``by_rows`` those that lack columns are sums over columns.
+    """
+    kind, lead = SHAPES[shape].kind, tuple(range(len(whole) - 1))
+    if kind.columns or not by_rows:
+        terms = xp.broadcast_to(terms, whole)
+    else:
+        terms = xp.broadcast_to(terms, (*whole[:-1], 1))
     if not kind.columns:
         terms = xp.sum(terms, axis=-1, keepdims=kind.rows)
     return xp.sum(terms, axis=lead) if lead and not kind.rows else terms

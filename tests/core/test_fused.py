@@ -122,9 +122,6 @@ def test_kernels_compile(op: Op, arch: str, tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "xp.mean of a row is not fused yet": (
-        lambda xp, x: x - xp.mean(x, axis=-1, keepdims=True), {"x": TILE}, {}
-    ),
     "operand `mask` holds bools": (lambda xp, x, mask: xp.where(mask, x, 0.0), {"x": TILE, "mask": "bool *m n"}, {}),
     "out1 holds bools": (lambda xp, x: (x, x > 0), {"x": TILE}, {}),
     "out does not have the shape": (lambda xp, x, row: row * 2, {"x": TILE, "row": ROW}, {}),

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
+from typing import Literal, NamedTuple
 
+from cute_ops.kernels.lib.row_config import RowConfig
 from cute_ops.kernels.rowwise.config import PointwiseConfig
 
 
-@dataclass(frozen=True)
-class FusedConfig(PointwiseConfig):
-    """``unroll`` vectors of each of ``threads`` threads, and what they compute.
+class Texts(NamedTuple):
+    """What a kernel computes.
 
     Attributes:
         expression: the expression's text.
@@ -18,6 +19,41 @@ class FusedConfig(PointwiseConfig):
         kinds: what these are, a letter each as in the expression's text: ``ttr``.
     """
 
+    expression: str
+    reads: str
+    writes: str
+    kinds: str
+
+
+@dataclass(frozen=True)
+class FusedConfig(PointwiseConfig):
+    """``unroll`` vectors of each of ``threads`` threads, and the :class:`Texts` that say what they compute."""
+
+    expression: str
+    reads: str
+    writes: str
+    kinds: str
+
+
+@dataclass(frozen=True)
+class FusedRowConfig(RowConfig):
+    """How rows spread over threads, and the :class:`Texts` that say what is computed of each.
+
+    Rows wait between their reductions in registers (``one_pass``), in slots of shared memory (``ring``), or are read
+    again for each stage and for the outputs (``passes``).
+
+    Attributes:
+        stages: slots of shared memory.
+        clusters: clusters that go from row to row; 0 where each has one group of rows.
+        keep: in registers, whether values may be kept from stage to stage; else they are computed again from the
+            operands, which take fewer registers.
+    """
+
+    form: Literal["one_pass", "ring", "passes"]
+    _: KW_ONLY
+    stages: int = 1
+    clusters: int = 0
+    keep: bool = False
     expression: str
     reads: str
     writes: str

@@ -2,6 +2,7 @@
 
 from cutlass import Boolean, Float32
 
+from cute_ops.expressions.graph import LEAVES
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.words import DEVICE
 
@@ -33,16 +34,18 @@ class Emitter:
             if node.word == "operand":
                 given = operands[node.operand]
                 values.append(given[node.half == "[n:]"] if node.half else given)
-            elif node.word == "n":
-                values.append(Float32(length))
-            elif node.value in ("true", "false"):
-                values.append(Boolean(node.value == "true"))
-            elif node.word == "constant":
-                values.append(Float32(float(node.value)))
-            elif node.word == "astype":
-                values.append(DEVICE["astype"](*args, node.value))
-            elif node.word in DEVICE:
-                values.append(DEVICE[node.word](*args))
+            elif node.word in DEVICE or node.word in LEAVES:
+                values.append(computed(node, args, length))
             else:
                 values.append(reduce(node.word, *args))
         return tuple(values[i] for i in self.expression.outputs)
+
+
+def computed(node, args, length):
+    """The value of a node that is neither an operand nor a reduction."""
+    if node.word == "n":
+        return Float32(length)
+    if node.word == "constant":
+        bool_ = node.value in ("true", "false")
+        return Boolean(node.value == "true") if bool_ else Float32(float(node.value))
+    return DEVICE[node.word](*args, *([node.value] if node.word == "astype" else []))

@@ -1,0 +1,73 @@
+"""An expression with reductions of rows, computed in registers, one stage of reductions after another."""
+
+from cutlass import Float32
+
+from cute_ops.expressions.stages import levels, stages
+from cute_ops.expressions.text import parse
+from cute_ops.kernels.epilogue.emit import computed
+
+
+class RowEmitter:
+    """Knows what of an expression is computed when.
+
+    Attributes:
+        expression: the expression.
+        stages: the nodes of the reductions of each stage.
+        words: their words.
+        read: the nodes of the operands that are read.
+    """
+
+    def __init__(self, text):
+        self.expression = parse(text)
+        self.levels, self.stages = levels(self.expression), stages(self.expression)
+        nodes = self.expression.nodes
+        self.words = [[nodes[i].word for i in stage] for stage in self.stages]
+        self.read = [i for i, node in enumerate(nodes) if node.word == "operand"]
+
+    def begin(self, numbers, length):
+        """A row of which nothing is reduced yet; ``numbers``: of operands that a row has one number of, by node."""
+        return RowValues(self, numbers, length)
+
+
+class RowValues:
+    """The values of one row: those without columns as soon as they are known, the others whenever asked for."""
+
+    def __init__(self, emitter, numbers, length):
+        self.emitter, self.length = emitter, length
+        self.known = dict(numbers)
+        self._settle(0)
+
+    def _settle(self, level):
+        """Compute what has no columns and is known after so many stages."""
+        nodes, kinds = self.emitter.expression.nodes, self.emitter.expression.kinds
+        for i, node in enumerate(nodes):
+            if not kinds[i].columns and self.emitter.levels[i] == level and i not in self.known:
+                self.known[i] = computed(node, [self.known[arg] for arg in node.args], self.length)
+
+    def reduced(self, stage, totals):
+        """What a stage's reductions have found, means as sums."""
+        for i, word, total in zip(self.emitter.stages[stage], self.emitter.words[stage], totals):
+            self.known[i] = total * (1.0 / Float32(self.length)) if word == "mean" else total
+        self._settle(stage + 1)
+
+    def terms(self, stage, elements):
+        """What a stage's reductions combine, of one column; ``elements``: of operands with columns, by node."""
+        nodes, found = self.emitter.expression.nodes, dict(elements)
+        return [self._value(nodes[i].args[0], found) for i in self.emitter.stages[stage]]
+
+    def outputs(self, places, elements):
+        """Some of the outputs, of one column, after the last stage."""
+        found = dict(elements)
+        return [self._value(self.emitter.expression.outputs[i], found) for i in places]
+
+    def number(self, place):
+        """An output that a row has one number of."""
+        return self.known[self.emitter.expression.outputs[place]]
+
+    def _value(self, i, found):
+        if i in self.known:
+            return self.known[i]
+        if i not in found:
+            node = self.emitter.expression.nodes[i]
+            found[i] = computed(node, [self._value(arg, found) for arg in node.args], self.length)
+        return found[i]

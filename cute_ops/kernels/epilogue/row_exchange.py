@@ -1,0 +1,56 @@
+"""The reductions of a row's stages over its threads: sums, largest and smallest numbers beside each other."""
+
+import operator
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from cute_ops.kernels.epilogue.words import maximum, minimum
+from cute_ops.kernels.lib.row_reduce import WARP, RowSum
+
+# By word: how two numbers combine, and what changes none. NaN stays NaN.
+COMBINE = {"sum": operator.add, "mean": operator.add, "max": maximum, "min": minimum}
+NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -Float32.inf, "min": Float32.inf}
+
+
+def exchanges(tile, stages, copies):
+    """One reduction over the threads for each stage, which share memory and mbarriers: those of the first. A row takes
+    them one after another, so that two copies are enough, see :class:`RowSum`.
+    """
+    most = max(map(len, stages), default=0)
+    plain = all(len(words) == most and {*words} <= {"sum", "mean"} for words in stages)
+    return [RowSum(tile, most, copies) if plain else RowExchange(tile, words, most, copies) for words in stages]
+
+
+class RowExchange(RowSum):
+    """As :class:`RowSum`; each number has a word of its own. With fewer words than ``values`` the rest is not used."""
+
+    def __init__(self, tile, words, values, stages):
+        super().__init__(tile, values, stages)
+        self.halved = False
+        self.combine, self.neutral = [COMBINE[word] for word in words], [NEUTRAL[word] for word in words]
+
+    def warp_sums(self, values):
+        found = self._across_lanes(values, min(self.tile.threads_per_row, WARP))
+        return (*found, *[Float32(0.0)] * (self.values - len(found)))
+
+    def _across_lanes(self, values, lanes):
+        return tuple(
+            cute.arch.warp_reduction(value, combine, threads_in_group=lanes)
+            for value, combine in zip(values, self.combine)
+        )
+
+    def _combine(self, sSum, stage, lane, row):
+        few = self.parts <= 8
+        found = [Float32(neutral) for neutral in self.neutral]
+        for p in range(0, self.parts, 1 if few else WARP):
+            place, inside = (Int32(p), True) if few else (p + lane, p + WARP <= self.parts)
+            if not few and not inside:
+                place = cutlass.min(place, self.parts - 1)
+            for i, combine in enumerate(self.combine):
+                value = sSum[i, place, row, stage]
+                if not inside:
+                    value = cutlass.select_(p + lane < self.parts, value, Float32(self.neutral[i]))
+                found[i] = combine(found[i], value)
+        return tuple(found) if few else self._across_lanes(found, WARP)

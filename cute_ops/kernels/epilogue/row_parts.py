@@ -1,0 +1,190 @@
+"""The operands and outputs of an expression with reductions of rows, as tensors and parts of tensors."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int64, const_expr
+
+from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.kernels.epilogue.row_emit import RowEmitter
+from cute_ops.kernels.epilogue.row_exchange import COMBINE, NEUTRAL
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, store, store_masked, trim
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
+from cute_ops.kernels.rowwise.pointwise import Part
+
+
+class Column(NamedTuple):
+    """A part of a row vector, as a tensor of its own."""
+
+    element_type: object
+    iterator: object
+
+
+class RowParts:
+    """What an expression reads and writes.
+
+    Attributes:
+        emit: the expression.
+        tiles, vectors, numbers: operands that are read, as (node, part): those with rows and columns, with columns only
+            and without.
+        outputs: by letter ``t``, ``r``, ``c`` and ``s``, as (place among the outputs, part).
+        keys: descriptions of the parts of tiles and of vectors, by part.
+        tile_part: one of the tiles.
+    """
+
+    def __init__(self, variant):
+        config = FusedRowConfig.of(variant.config)
+        self.variant, self.n = variant, variant.dims["n"]
+        self.emit = RowEmitter(config.expression)
+        operands, nodes = self.emit.expression.operands, self.emit.expression.nodes
+        names, read = config.reads.split(), []
+        for i in self.emit.read:
+            node = nodes[i]
+            operand = operands[node.operand]
+            part = Part(names[node.operand], int(node.half == "[n:]"), 1 + operand.packed, *operand.kind[:2])
+            read.append((i, part))
+        self.tiles = [(i, part) for i, part in read if part.tile]
+        self.vectors = [(i, part) for i, part in read if part.columns and not part.rows]
+        self.numbers = [(i, part) for i, part in read if not part.columns]
+        words = [word.partition("[") for word in config.writes.split()]
+        parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
+        self.outputs = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
+        rows = [part for _, part in (*self.tiles, *self.outputs["t"])]
+        if not rows:  # columns of numbers that follow from row vectors: there is a tile to tell how many
+            tile = next(i for i, operand in enumerate(operands) if all(operand.kind[:2]))
+            rows = [Part(names[tile], 0, 1 + operands[tile].packed)]
+        self.tile_part = rows[0]
+        self.keys = {part: self._key(part) for part in (*rows, *(part for _, part in self.vectors))}
+        # What rows are laid out by, as Vectors takes it.
+        self.names = [self.keys[part].name for part in rows]
+        self.tensors = {self.keys[part].name: self.keys[part] for part in rows}
+
+    def _key(self, part):
+        """A part of packed rows starts where its index says, and behind it lies another one."""
+        key = self.variant.tensors[part.name]
+        if part.count == 1:
+            return key
+        step = ITEMSIZE[key.dtype] * (1 if self.n is None else self.n)
+        step &= -step
+        layout = "strided" if part.rows else key.layout
+        align, row_align = min(key.align, step), min(key.row_align, step)
+        return key._replace(name=f"{part.name}[{part.index}]", layout=layout, align=align, row_align=row_align)
+
+    def named(self, arguments):
+        """The tensors by name."""
+        return dict(zip(self.variant.names, arguments))
+
+    def parts_of(self, part):
+        """The name of the workspace that holds parts of an output's sums over rows."""
+        return f"{part.name}_parts"
+
+    def shape(self, tensors):
+        """(rows, elements of a row's part), the former in 64 bits."""
+        part = self.tile_part
+        mX = tensors[part.name]
+        n = mX.shape[len(mX.shape) - 1]
+        return row_count(mX), self.n if self.n is not None else n // part.count
+
+    def bases(self, tensors, parts, row, n):
+        """Byte addresses of a row's parts."""
+        found = []
+        for _, part in parts:
+            mX = tensors[part.name]
+            address = row_address(mX, self.variant.tensors[part.name], row, mX.shape[len(mX.shape) - 1])
+            found.append(address + Int64(n) * (part.index * (mX.element_type.width // 8)))
+        return found
+
+    def column(self, tensors, part, n):
+        """A row vector, or a half of one."""
+        mW = tensors[part.name]
+        return Column(mW.element_type, mW.iterator + n * part.index if part.index else mW.iterator)
+
+    def row_numbers(self, tensors, row, valid):
+        """What a row has one number of, in fp32, by node."""
+        return {
+            i: number(tensors[part.name], self.number_address(tensors, part, row), valid if part.rows else True)
+            for i, part in self.numbers
+        }
+
+    def number_address(self, tensors, part, row):
+        mX = tensors[part.name]
+        return row_address(mX, self.variant.tensors[part.name], row, 1) if part.rows else mX.iterator.toint()
+
+    @cute.jit
+    def store_numbers(self, tensors: cutlass.Constexpr, values: cutlass.Constexpr, row: Int64, alone: Boolean):
+        """By one thread: a row's outputs without columns."""
+        if const_expr(len(self.outputs["c"]) > 0):
+            if alone:
+                self._store_each(tensors, values, row)
+
+    def _store_each(self, tensors, values, row):
+        for place, part in self.outputs["c"]:
+            mOut = tensors[part.name]
+            address = row_address(mOut, self.variant.tensors[part.name], row, 1)
+            gmem_elements(mOut.element_type, address, 1)[0] = values.number(place).to(mOut.element_type)
+
+    def terms(self, values, stage, elements, vec):
+        """What a stage's reductions combine, of one vector each: fp32 fragments."""
+        vectors = [fragment(Float32, vec) for _ in self.emit.words[stage]]
+        for j in range(vec):
+            for rTerm, x in zip(vectors, values.terms(stage, elements(j))):
+                rTerm[j] = x
+        return vectors
+
+    def nothing(self, stage):
+        """What changes none of a stage's reductions."""
+        return tuple(Float32(NEUTRAL[word]) for word in self.emit.words[stage])
+
+    def added(self, totals, values, stage, elements, v, first, n):
+        """A stage's reductions with one more vector, some of which is inside the row."""
+        found = []
+        for word, total, rTerm in zip(self.emit.words[stage], totals, self.terms(values, stage, elements, v.vec)):
+            if v.masked:
+                trim(rTerm, first, n, NEUTRAL[word])
+            found.append(COMBINE[word](total, combined(COMBINE[word], rTerm)))
+        return tuple(found)
+
+    def computed(self, values, outputs, elements, vec):
+        """One vector of some of the outputs: fp32 fragments."""
+        vectors = [fragment(Float32, vec) for _ in outputs]
+        for j in range(vec):
+            for rOut, x in zip(vectors, values.outputs([i for i, _ in outputs], elements(j))):
+                rOut[j] = x
+        return vectors
+
+    def store_inside(self, tensors, vectors, targets, v, first, n):
+        """Vectors of the tiles, some of which is inside the row."""
+        for rOut, (_, part), base in zip(vectors, self.outputs["t"], targets):
+            rX = narrow(rOut.load(), tensors[part.name].element_type, v.vec)
+            address = base + Int64(first) * (rX.element_type.width // 8)
+            if v.masked:
+                store_masked(rX, address, first, n)
+            else:
+                store(rX, address)
+
+
+class Shown:
+    """Parts of tensors, as :class:`Vectors` and :class:`RowAccess` take a variant's."""
+
+    def __init__(self, tensors):
+        self.tensors = tensors
+
+
+def combined(combine, rX):
+    """All elements of a fragment, pairs first, so that none waits for many."""
+    values = [rX[j] for j in range(cute.size(rX))]
+    while len(values) > 1:
+        pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
+        values = pairs + values[len(pairs) * 2 :]
+    return values[0]
+
+
+@cute.jit
+def number(mX: cute.Tensor, address: Int64, valid: Boolean):
+    """A number in fp32, where it is there."""
+    rX = cute.make_rmem_tensor((1,), mX.element_type)
+    rX.fill(0)
+    if valid:
+        rX[0] = gmem_elements(mX.element_type, address, 1)[0]
+    return rX[0].to(Float32)

@@ -1,0 +1,172 @@
+"""An expression with reductions of rows that are too long to be held, or of a length that is not known."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.kernels.epilogue.row_exchange import exchanges
+from cute_ops.kernels.epilogue.row_parts import RowParts, Shown
+from cute_ops.kernels.lib.column_params import column_elements
+from cute_ops.kernels.lib.copy import (
+    fragment,
+    gmem_elements,
+    load,
+    load_inside,
+    store,
+    store_elements,
+    widen,
+)
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import Vectors, readable
+from cute_ops.kernels.norm.two_pass import MAX_GRID, WalkedRow
+
+
+class RowsInPasses(RowParts):
+    """Walks a row once for each stage of its reductions and once more for its outputs.
+
+    Tile: a CTA takes a row; vector ``i`` of thread ``t`` is ``i * threads + t``. With gradients of row vectors a CTA
+    takes every so many rows, all of which start at the same place of a vector, and adds to its row of the workspaces,
+    of which a thread touches its own columns only.
+    Shared memory: 4 bytes per reduction and warp, twice. Bytes moved per element: every tile that is read once per
+    walk, from L2 where the row fits; every output once.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        config = FusedRowConfig.of(variant.config)
+        self.tile = WalkedRow(Vectors(Shown(self.tensors), self.names, self.n, config.align_vectors), config)
+        self.exchanges = exchanges(self.tile, self.emit.words, 2)
+        self.sums = [*self.outputs["r"], *self.outputs["s"]]
+        self.pdl = can_use_pdl(variant.arch)
+
+    @cute.jit
+    def __call__(self, arguments, stream):
+        tensors = self.named(arguments)
+        groups = cutlass.min(self.shape(tensors)[0], Int64(MAX_GRID))
+        if const_expr(len(self.sums) > 0):
+            groups = tensors[self.parts_of(self.sums[0][1])].shape[0]
+        self.kernel(arguments).launch(
+            grid=[Int32(groups), 1, 1], block=[self.tile.threads, 1, 1], stream=stream, use_pdl=self.pdl
+        )
+
+    @cute.kernel
+    def kernel(self, arguments):
+        tidx, _, _ = cute.arch.thread_idx()
+        group, _, _ = cute.arch.block_idx()
+        groups, _, _ = cute.arch.grid_dim()
+        tensors = self.named(arguments)
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = None, None
+        if const_expr(len(self.exchanges) > 0):
+            sSum, mbar = self.exchanges[0].allocate(smem)
+        count, long_n = self.shape(tensors)
+        n = Int32(long_n)
+        steps = Int32((count - group + (groups - 1)) // Int64(groups))
+        wait_for_previous(self.pdl)
+        if const_expr(len(self.sums) == 0):
+            let_next_start(self.pdl)
+        shift = self.tile.v.shift(Int64(group), long_n)
+        self._clear(tensors, Int32(group), (n + shift + (self.tile.vec - 1)) // self.tile.vec, shift, n)
+        scalars = [cute.make_rmem_tensor((1,), Float32) for _ in self.outputs["s"]]
+        for rSum in scalars:
+            rSum.fill(0.0)
+        for step in cutlass.range(steps, unroll=1):
+            row = Int64(group) + Int64(step) * Int64(groups)
+            walk = Walk(self, tensors, row, n, long_n, count)
+            values = self.emit.begin(self.row_numbers(tensors, row, row < count), n)
+            for s in cutlass.range_constexpr(len(self.emit.words)):
+                totals = self._stage(walk, values, s, tidx)
+                values.reduced(s, self.exchanges[s](totals, sSum, mbar, step * len(self.emit.words) + s))
+            self.store_numbers(tensors, values, row, tidx == 0)
+            for rSum, (place, _) in zip(scalars, self.outputs["s"]):
+                rSum[0] = rSum[0] + values.number(place)
+            self._outputs(walk, values, Int32(group), tidx)
+        if tidx == 0:
+            for rSum, (_, part) in zip(scalars, self.outputs["s"]):
+                store(rSum, tensors[self.parts_of(part)].iterator.toint() + Int64(group) * 4)
+        if const_expr(len(self.sums) > 0):
+            let_next_start(self.pdl)
+
+    @cute.jit
+    def _stage(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr, tidx: Int32):
+        """One walk over a row: what a thread gives to a stage's reductions."""
+        totals = self.nothing(stage)
+        for v in cutlass.range(tidx, walk.vectors, self.tile.threads, unroll=2):
+            totals = self._with(totals, walk, values, stage, v * self.tile.vec - walk.shift)
+        return totals
+
+    def _with(self, totals, walk, values, stage, first):
+        return self.added(totals, values, stage, walk.elements(first), self.tile.v, first, walk.n)
+
+    @cute.jit
+    def _outputs(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, group: Int32, tidx: Int32):
+        """The last walk over a row."""
+        if const_expr(len(self.outputs["t"]) + len(self.outputs["r"]) > 0):
+            for v in cutlass.range(tidx, walk.vectors, self.tile.threads, unroll=1):
+                self._emit(walk, values, group, v * self.tile.vec - walk.shift)
+
+    def _emit(self, walk, values, group, first):
+        outputs = [*self.outputs["t"], *self.outputs["r"]]
+        vectors = self.computed(values, outputs, walk.elements(first), self.tile.vec)
+        self.store_inside(walk.tensors, vectors, walk.targets, self.tile.v, first, walk.n)
+        for rX, (_, part) in zip(vectors[len(self.outputs["t"]) :], self.outputs["r"]):
+            self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
+
+    @cute.jit
+    def _clear(self, tensors: cutlass.Constexpr, group: Int32, vectors: Int32, shift: Int32, n: Int32):
+        """Set this thread's columns of the CTA's rows of the workspaces to 0."""
+        for _, part in self.outputs["r"]:
+            for v in cutlass.range(cute.arch.thread_idx()[0], vectors, self.tile.threads, unroll=1):
+                rZero = fragment(Float32, self.tile.vec)
+                rZero.fill(0.0)
+                first = v * self.tile.vec - shift
+                address = self._place(tensors[self.parts_of(part)], part, group, n) + Int64(first) * 4
+                store_elements(rZero, address, first, n)
+
+    def _place(self, mParts, part, group, n):
+        return mParts.iterator.toint() + (Int64(group) * Int64(mParts.shape[1]) + Int64(part.index * n)) * 4
+
+    @cute.jit
+    def _add_to(
+        self, mParts: cute.Tensor, part: cutlass.Constexpr, rX: cute.Tensor, group: Int32, first: Int32, n: Int32
+    ):  # fmt: skip
+        """Add a vector to the CTA's row of a workspace."""
+        gSum = gmem_elements(Float32, self._place(mParts, part, group, n) + Int64(first) * 4, self.tile.vec)
+        for j in cutlass.range_constexpr(self.tile.vec):
+            if first + j >= 0 and first + j < n:
+                gSum[j] = gSum[j] + rX[j]
+
+
+class Walk:
+    """One row and where its parts are."""
+
+    def __init__(self, rows, tensors, row, n, long_n, count):
+        v = rows.tile.v
+        self.rows, self.tensors, self.n = rows, tensors, n
+        self.shift = v.shift(row, long_n)
+        self.vectors = (n + self.shift + (v.vec - 1)) // v.vec
+        self.readable = readable(v, n, row, count)
+        self.sources = rows.bases(tensors, rows.tiles, row, n)
+        self.targets = rows.bases(tensors, rows.outputs["t"], row, n)
+
+    def elements(self, first):
+        """From j to the operands' elements in the column ``first + j``, by node."""
+        held = [(i, self._loaded(part, base, first)) for (i, part), base in zip(self.rows.tiles, self.sources)]
+        for i, part in self.rows.vectors:
+            rW = column_elements(
+                self.rows.column(self.tensors, part, self.n), self.rows.keys[part], self.rows.tile.v, first, self.n
+            )
+            held.append((i, widen(rW)))
+        return lambda j: {i: vector[j] for i, vector in held}
+
+    def _loaded(self, part, base, first):
+        mX, v = self.tensors[part.name], self.rows.tile.v
+        rX = fragment(mX.element_type, v.vec)
+        address = base + Int64(first) * (mX.element_type.width // 8)
+        if v.masked:
+            rX.fill(0)
+            load_inside(first + v.vec > 0, rX, address, self.readable - first)
+        else:
+            load(rX, address)
+        return widen(rX)

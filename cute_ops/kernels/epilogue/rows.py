@@ -1,0 +1,407 @@
+"""An expression with reductions of rows, which wait for them in registers or in shared memory."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
+
+from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.kernels.epilogue.row_exchange import COMBINE, NEUTRAL, exchanges
+from cute_ops.kernels.epilogue.row_parts import RowParts, Shown, combined
+from cute_ops.kernels.lib.column_params import column_elements, column_vectors
+from cute_ops.kernels.lib.copy import (
+    AHEAD,
+    compiler_barrier,
+    fetch_ahead,
+    fragment,
+    narrow,
+    store,
+    store_elements,
+    store_if,
+    store_masked,
+    trim,
+    widen,
+)
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import RowAccess, load_tails
+from cute_ops.kernels.lib.row_layout import RowTile, Vectors
+from cute_ops.kernels.lib.smem_ring import RowRing
+
+# Enough for the sums and what the system keeps of any number of CTAs.
+SMEM_PERCENT = 50
+
+
+class HeldRows(RowParts):
+    """What the two forms have in common: a thread's vectors of a row, from stage to stage.
+
+    Tile: ``threads_per_row`` threads of each of ``cluster`` CTAs hold a row, ``per_thread`` vectors each; a CTA of
+    ``threads`` holds ``threads / threads_per_row`` rows. Row vectors are loaded once. Bytes moved per element: every
+    tile once.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.config = FusedRowConfig.of(variant.config)
+        shown = Shown(self.tensors)
+        self.tile = RowTile(Vectors(shown, self.names, self.n, self.config.align_vectors), self.config)
+        self.access = RowAccess(shown, self.tile)
+        self.exchanges = exchanges(self.tile, self.emit.words, 2)
+        self.pdl = can_use_pdl(variant.arch)
+
+    def _allocate(self, smem):
+        """Shared memory of the reductions, ready to be used once :meth:`_ready` returns."""
+        if not self.exchanges:
+            return None, None
+        sSum, mbar = self.exchanges[0].allocate(smem)
+        self.exchanges[0].prepare(mbar)
+        return sSum, mbar
+
+    def _ready(self):
+        if self.exchanges:
+            self.exchanges[0].ready()
+
+    def _columns(self, tensors, first):
+        """Row vectors at this thread's columns."""
+        return [
+            column_vectors(self.column(tensors, part, self.n), self.keys[part], self.tile, first)
+            for _, part in self.vectors
+        ]
+
+    def _reduced(self, values, totals, step, sSum, mbar):
+        """Take all stages of a row; ``totals(s)`` gives what this thread has for a stage."""
+        for s in range(len(self.emit.words)):
+            values.reduced(s, self.exchanges[s](totals(s), sSum, mbar, step * len(self.emit.words) + s))
+
+    def _totals(self, values, stage, read, columns, first):
+        """A thread's vectors in a stage's reductions; ``read(k)`` gives the k-th ones."""
+        totals = self.nothing(stage)
+        for k in range(self.tile.per_thread):
+            vectors, found = self.terms(values, stage, self._elements(read, columns, k), self.tile.vec), []
+            for word, total, rTerm in zip(self.emit.words[stage], totals, vectors):
+                if self.access.predicated(k):
+                    trim(rTerm, first[k], Int32(self.n), NEUTRAL[word])
+                x = combined(COMBINE[word], rTerm)
+                if self.tile.ends_outside(k) and not self.access.predicated(k):
+                    x = cutlass.select_(first[k] < self.n, x, Float32(NEUTRAL[word]))
+                found.append(COMBINE[word](total, x))
+            totals = tuple(found)
+        return totals
+
+    def _elements(self, read, columns, k):
+        """From j to the operands' j-th elements of the k-th vectors, by node."""
+        held = [*zip(self.tiles, read(k)), *((each, widen(rW[k])) for each, rW in zip(self.vectors, columns))]
+        return lambda j: {i: vector[j] for (i, _), vector in held}
+
+    def _emit(self, tensors, values, elements, targets, first, k, valid):
+        """Store a thread's k-th vectors of the tiles."""
+        vectors = self.computed(values, self.outputs["t"], elements, self.tile.vec)
+        for rOut, (_, part), base in zip(vectors, self.outputs["t"], targets):
+            self._store(narrow(rOut.load(), tensors[part.name].element_type, self.tile.vec), base, first, k, valid)
+
+    def _store(self, rX, base, first, k, valid):
+        """As :meth:`RowAccess.store`, into the row at an address."""
+        address = base + Int64(first[k]) * (rX.element_type.width // 8)
+        end = Int32(self.n) if valid is True else cutlass.select_(valid, Int32(self.n), Int32(0))
+        if self.access.predicated(k):
+            store_masked(rX, address, first[k], end)
+        elif self.tile.ends_outside(k) or (self.tile.rows > 1 and valid is not True):
+            store_if(first[k] < end, rX, address)
+        else:
+            store(rX, address)
+
+
+class RowsInRegisters(HeldRows):
+    """One pass: rows stay in registers, in their own dtype.
+
+    All loads of a thread are in flight together. Shared memory: 4 bytes per reduction, warp and CTA of the cluster,
+    twice; none where a row fits a warp.
+    """
+
+    @cute.jit
+    def __call__(self, arguments, stream):
+        tensors, cluster = self.named(arguments), self.tile.cluster
+        rows = self.shape(tensors)[0]
+        self.kernel(arguments).launch(
+            grid=[Int32((rows + (self.tile.rows - 1)) // self.tile.rows), cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=self.config.resident,
+            preferred_smem_carveout=SMEM_PERCENT if const_expr(self.config.resident > 1) else None,
+            stream=stream,
+            use_pdl=self.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, arguments):
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, rank, _ = cute.arch.block_idx()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        tensors = self.named(arguments)
+        smem = cutlass.utils.SmemAllocator()
+        sSum, mbar = self._allocate(smem)
+        t = tidx % self.tile.threads_per_row
+        row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
+        count = self.shape(tensors)[0]
+        valid = row < count
+        first = self.access.first(t, rank, row)
+        if const_expr(self.pdl):
+            self._fetch_ahead(tensors, cutlass.min(row, count - 1), first, cute.arch.grid_dim()[0] <= AHEAD)
+        wait_for_previous(self.pdl)
+        held = self._load(tensors, row, first, count, valid)
+        columns = self._columns(tensors, first)
+        values = self.emit.begin(self.row_numbers(tensors, row, valid), self.n)
+        let_next_start(self.pdl)
+        self._ready()
+        read = lambda k: self._read(held, k)  # noqa: E731
+        totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
+        self._reduced(values, totals, Int32(0), sSum, mbar)
+        self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
+        targets = self.bases(tensors, self.outputs["t"], row, self.n)
+        if const_expr(len(targets) > 0):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                self._emit(tensors, values, self._elements(read, columns, k), targets, first, k, valid)
+
+    def _fetch_ahead(self, tensors, row, first, predicate):
+        for base, (_, part) in zip(self.bases(tensors, self.tiles, row, self.n), self.tiles):
+            for start in first:
+                inside = (start >= 0) & (start < self.n)
+                fetch_ahead(base + Int64(start) * (tensors[part.name].element_type.width // 8), predicate & inside)
+
+    def _load(self, tensors, row, first, count, valid):
+        """This thread's vectors of each tile, all on their way together."""
+        held, (bound, tail) = [], self.tile.edge(row, count)
+        for base, (_, part) in zip(self.bases(tensors, self.tiles, row, self.n), self.tiles):
+            vectors = [fragment(tensors[part.name].element_type, self.tile.vec) for _ in first]
+            for rX in vectors:
+                rX.fill(0)
+            self.access._load(vectors, base, first, bound, valid)
+            held.append((vectors, base))
+        if self.tile.v.masked:
+            load_tails(held, first, self.tile, (bound, tail & valid))
+        return [vectors for vectors, _ in held]
+
+    def _read(self, held, k):
+        for vectors in held:
+            if not self.config.keep and self.tile.vec * vectors[k].element_type.width >= 32:
+                compiler_barrier(vectors[k])
+        return [widen(vectors[k]) for vectors in held]
+
+
+class RowsInRing(HeldRows):
+    """Rows wait in slots of shared memory; in persistent clusters the next ones load meanwhile.
+
+    Each thread copies, and later reads, its own vectors. With ``clusters`` cluster ``c`` takes the row groups ``c, c +
+    clusters, ...``, all of whose rows start at the same place of a vector: a thread keeps its columns, and adds up the
+    gradients of row vectors in registers. What a cluster has added up becomes a row of the workspaces.
+    Shared memory: ``stages`` slots for each tile that is read; reductions as in registers.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        self.ring = RowRing(self.tile, [self.keys[part] for _, part in self.tiles], self.config.stages)
+        self.sums = [*self.outputs["r"], *self.outputs["s"]]
+        width = self.tile.threads_per_row * self.tile.per_thread * self.tile.vec
+        self.sum_layout = (width, self.tile.rows)
+        together = self.tile.rows > 1 and self.outputs["r"]
+        self.bytes = max(self.ring.bytes, 4 * width * self.tile.rows if together else 0)
+
+    @cute.jit
+    def __call__(self, arguments, stream):
+        tensors, cluster = self.named(arguments), self.tile.cluster
+        rows = self.shape(tensors)[0]
+        groups = (rows + (self.tile.rows - 1)) // self.tile.rows
+        if const_expr(len(self.sums) > 0):
+            groups = tensors[self.parts_of(self.sums[0][1])].shape[0]
+        elif const_expr(self.config.clusters > 0):
+            groups = cutlass.min(groups, Int64(self.config.clusters))
+        self.kernel(arguments).launch(
+            grid=[Int32(groups), cluster, 1],
+            block=[self.tile.threads, 1, 1],
+            cluster=[1, cluster, 1] if const_expr(cluster > 1) else None,
+            min_blocks_per_mp=self.config.resident,
+            preferred_smem_carveout=100,
+            stream=stream,
+            use_pdl=self.pdl,
+        )
+
+    @cute.kernel
+    def kernel(self, arguments):
+        group, rank, _ = cute.arch.block_idx()
+        if const_expr(self.tile.cluster == 1):
+            rank = 0
+        tensors = self.named(arguments)
+        smem = cutlass.utils.SmemAllocator()
+        base, slots = None, []
+        if const_expr(self.bytes > 0):
+            base = smem.allocate(self.bytes, 16)
+            slots = [self.ring.view(base, tensors[part.name], self.keys[part].name) for _, part in self.tiles]
+        for sX in slots:
+            self.ring.clear(sX)
+        sSum, mbar = self._allocate(smem)
+        wait_for_previous(self.pdl)
+        self._ready()
+        self._walk(tensors, slots, base, sSum, mbar, Int32(group), rank)
+        if const_expr(self.config.clusters > 0):
+            let_next_start(self.pdl)
+
+    @cute.jit
+    def _walk(
+        self, tensors: cutlass.Constexpr, slots: cutlass.Constexpr, base: cutlass.Constexpr, sSum, mbar, group: Int32,
+        rank,
+    ):  # fmt: skip
+        tidx, groups = cute.arch.thread_idx()[0], cute.arch.grid_dim()[0]
+        t, count = tidx % self.tile.threads_per_row, self.shape(tensors)[0]
+        local = tidx // self.tile.threads_per_row
+        tiles = (count + (self.tile.rows - 1)) // self.tile.rows
+        steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
+        start, stride = Int64(group) * self.tile.rows + local, Int64(groups) * self.tile.rows
+        row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
+        first = self.access.first(t, rank, start)
+        for stage in cutlass.range_constexpr(self.config.stages - 1):
+            self._fetch(tensors, slots, first, row_of(Int32(stage)), count, Int32(stage))
+        columns = self._columns(tensors, first) if const_expr(len(self.outputs["r"]) > 0) else []
+        sums = self._nothing()
+        for step in cutlass.range(steps, unroll=1):
+            ahead = step + (self.config.stages - 1)
+            self._fetch(tensors, slots, first, row_of(ahead), count, ahead % self.config.stages)
+            row = row_of(step)
+            values = self.emit.begin(self.row_numbers(tensors, row, row < count), self.n)
+            cute.arch.cp_async_wait_group(self.config.stages - 1)
+            if const_expr(self.config.clusters == 0):
+                let_next_start(self.pdl)
+            held = Slot(self, tensors, slots, step % self.config.stages, t, rank, self.tile.v.shift(row, self.n))
+            totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
+            self._reduced(values, totals, step, sSum, mbar)
+            if row < count:
+                self._postprocess(held, values, columns, sums, first, row, (t == 0) & (rank == 0))
+        cute.arch.cp_async_wait_group(0)
+        for (_, part), rSums in zip(self.outputs["r"], sums):
+            self._store_columns(tensors[self.parts_of(part)], part, rSums, base, group, rank, first)
+        self._store_scalars(tensors, sums[len(self.outputs["r"]) :], start, (t == 0) & (rank == 0))
+
+    def _fetch(self, tensors, slots, first, row, count, stage):
+        """Start loading a row into a slot."""
+        edge, held = self.tile.edge(row, count), []
+        for sX, address in zip(slots, self.bases(tensors, self.tiles, row, self.n)):
+            self.ring.fetch(sX, address, first, row < count, edge[0], stage)
+            held.append((sX, address, first, row < count))
+        self.ring.fetch_tails(held, edge, stage)
+        cute.arch.cp_async_commit_group()
+
+    def _stage(self, held, values, stage, columns, first):
+        if self.outputs["r"]:
+            return self._totals(values, stage, held.read, columns, first)
+        return self._walked(held, values, stage)
+
+    @cute.jit
+    def _walked(self, held: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr):
+        """A thread's vectors one after another: side by side they would take too many registers."""
+        totals = self.nothing(stage)
+        for k in cutlass.range(held.vectors, unroll=2):
+            totals = self._with(totals, held, values, stage, k)
+        return totals
+
+    def _with(self, totals, held, values, stage, k):
+        return self.added(totals, values, stage, held.elements(k), self.tile.v, held.first(k), Int32(self.n))
+
+    def _postprocess(self, held, values, columns, sums, first, row, alone):
+        """Store a row and add to the sums over rows."""
+        self.store_numbers(held.tensors, values, row, alone)
+        targets, vectors = self.bases(held.tensors, self.outputs["t"], row, self.n), self.outputs["r"]
+        if vectors:
+            for k in range(self.tile.per_thread):
+                elements = self._elements(held.read, columns, k)
+                self._emit(held.tensors, values, elements, targets, first, k, True)
+                for rSums, rX in zip(sums, self.computed(values, vectors, elements, self.tile.vec)):
+                    rSums[k].store(rSums[k].load() + rX.load())
+        elif self.outputs["t"]:
+            self._emit_walked(held, values, targets)
+        for rSum, (place, _) in zip(sums[len(vectors) :], self.outputs["s"]):
+            rSum[0] = rSum[0] + values.number(place)
+
+    @cute.jit
+    def _emit_walked(self, held: cutlass.Constexpr, values: cutlass.Constexpr, targets: cutlass.Constexpr):
+        for k in cutlass.range(held.vectors, unroll=2):
+            self._emit_vector(held, values, targets, k)
+
+    def _emit_vector(self, held, values, targets, k):
+        vectors = self.computed(values, self.outputs["t"], held.elements(k), self.tile.vec)
+        self.store_inside(held.tensors, vectors, targets, self.tile.v, held.first(k), Int32(self.n))
+
+    def _nothing(self):
+        """This thread's sums over rows: of its vectors of each row vector, and of each scalar."""
+        vectors = [[fragment(Float32, self.tile.vec) for _ in range(self.tile.per_thread)] for _ in self.outputs["r"]]
+        numbers = [cute.make_rmem_tensor((1,), Float32) for _ in self.outputs["s"]]
+        for rSum in (*(rSum for rSums in vectors for rSum in rSums), *numbers):
+            rSum.fill(0.0)
+        return [*vectors, *numbers]
+
+    @cute.jit
+    def _store_columns(
+        self, mParts: cute.Tensor, part: cutlass.Constexpr, rSums: cutlass.Constexpr, base: cutlass.Constexpr,
+        group: Int32, rank, first: cutlass.Constexpr,
+    ):  # fmt: skip
+        """A cluster's sums of a row vector, those of a CTA's rows added up, to its row of the workspace."""
+        address = mParts.iterator.toint() + (Int64(group) * mParts.shape[1] + part.index * self.n) * 4
+        if const_expr(self.tile.rows == 1):
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                if const_expr(self.tile.v.masked):
+                    store_elements(rSums[k], address + Int64(first[k]) * 4, first[k], Int32(self.n))
+                else:
+                    store_if(first[k] < self.n, rSums[k], address + Int64(first[k]) * 4)
+        else:
+            tidx = cute.arch.thread_idx()[0]
+            t, local = tidx % self.tile.threads_per_row, tidx // self.tile.threads_per_row
+            layout = cute.make_layout(self.sum_layout, stride=(1, self.sum_layout[0]))
+            sRows = cute.make_tensor(cute.recast_ptr(base, dtype=Float32), layout)
+            # The slots are free once every thread is here; so are the sums of the call before.
+            cute.arch.barrier()
+            for k in cutlass.range_constexpr(self.tile.per_thread):
+                for j in cutlass.range_constexpr(self.tile.vec):
+                    sRows[self.tile.vector(t, rank, k) * self.tile.vec + j, local] = rSums[k][j]
+            cute.arch.barrier()
+            gParts = cute.make_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.gmem), cute.make_layout(self.n))
+            for column in cutlass.range(tidx, self.n, self.tile.threads, unroll=1):
+                total = Float32(0.0)
+                for r in cutlass.range_constexpr(self.tile.rows):
+                    total = total + sRows[column + self.tile.v.shift(Int64(group) * self.tile.rows + r, self.n), r]
+                gParts[column] = total
+
+    @cute.jit
+    def _store_scalars(self, tensors: cutlass.Constexpr, sums: cutlass.Constexpr, place: Int64, alone: Boolean):
+        """The sums of each of a cluster's rows."""
+        if alone:
+            for rSum, (_, part) in zip(sums, self.outputs["s"]):
+                store(rSum, tensors[self.parts_of(part)].iterator.toint() + place * 4)
+
+
+class Slot:
+    """A thread's vectors of a row in shared memory.
+
+    Attributes:
+        vectors: how many of them begin inside the row or before it.
+    """
+
+    def __init__(self, rows, tensors, slots, stage, t, rank, shift):
+        tile = rows.tile
+        self.rows, self.tensors, self.slots, self.stage, self.shift = rows, tensors, slots, stage, shift
+        self.place = rank * tile.span + t
+        left = rows.n + shift - self.place * tile.vec
+        apart = tile.threads_per_row * tile.vec
+        self.vectors = cutlass.max(cutlass.min((left + (apart - 1)) // apart, tile.per_thread), Int32(0))
+
+    def first(self, k):
+        tile = self.rows.tile
+        return (self.place + k * tile.threads_per_row) * tile.vec - self.shift
+
+    def read(self, k):
+        return [widen(self.rows.ring.read(sX, k, self.stage)) for sX in self.slots]
+
+    def elements(self, k):
+        """From j to the operands' j-th elements of the k-th vectors, by node."""
+        rows, first = self.rows, self.first(k)
+        held = [*zip(rows.tiles, self.read(k))]
+        for each in rows.vectors:
+            mW = rows.column(self.tensors, each[1], rows.n)
+            held.append((each, widen(column_elements(mW, rows.keys[each[1]], rows.tile.v, first, Int32(rows.n)))))
+        return lambda j: {i: vector[j] for (i, _), vector in held}

@@ -1,0 +1,43 @@
+"""Which kernel computes an expression."""
+
+import cutlass.cute as cute
+from cutlass import Int64, const_expr
+
+from cute_ops.kernels.epilogue.pointwise import FusedPointwise, RowSums, Terms
+from cute_ops.kernels.epilogue.row_passes import RowsInPasses
+from cute_ops.kernels.epilogue.rows import RowsInRegisters, RowsInRing
+from cute_ops.kernels.lib.column_reduce import ColumnSum
+from cute_ops.kernels.rowwise.pointwise import Part
+
+FORMS = {"one_pass": RowsInRegisters, "ring": RowsInRing, "passes": RowsInPasses}
+
+
+def fused(variant):
+    """An expression's kernel: one of rows, where it has reductions of rows, or of elements."""
+    return FusedRows(variant) if "form" in dict(variant.config) else FusedPointwise(variant)
+
+
+class FusedRows:
+    """Computes the expression that its config names, rows by one of :data:`FORMS`.
+
+    Row vectors and scalars among the outputs are sums over rows in fp32, in a fixed order. Their parts are in the
+    workspaces, ``dweight_parts``: :class:`ColumnSum` adds up those of row vectors, :class:`RowSums` those of scalars.
+    """
+
+    def __init__(self, variant):
+        self.variant = variant
+        self.rows = FORMS[dict(variant.config)["form"]](variant)
+
+    @cute.jit
+    def __call__(self, *arguments):
+        stream = arguments[-1]
+        self.rows(arguments[:-1], stream)
+        tensors = self.rows.named(arguments[:-1])
+        for _, part in self.rows.outputs["r"]:
+            if const_expr(part.index + 1 == part.count):
+                parts = (tensors[self.rows.parts_of(part)],)
+                ColumnSum(self.rows.n, self.variant.arch)(parts, (tensors[part.name],), stream)
+        for _, part in self.rows.outputs["s"]:
+            name = self.rows.parts_of(part)
+            terms, mParts = Terms(self.variant, (Part(name, rows=False),), lambda x: (x,)), tensors[name]
+            RowSums(self.variant.arch, terms)((mParts,), tensors[part.name], Int64(1), Int64(mParts.shape[0]), stream)

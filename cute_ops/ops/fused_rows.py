@@ -1,0 +1,219 @@
+"""How the kernels of expressions with reductions of rows are configured: heuristics and their search space.
+
+Lengths are in 16-byte vectors of the tiles, which share a dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
+
+from cute_ops.config import Config, Needs, Problem
+from cute_ops.expressions.graph import Expression
+from cute_ops.hardware import WARP
+from cute_ops.kernels.epilogue.config import FusedRowConfig, Texts
+from cute_ops.ops.rows import (
+    CTA_VECTORS,
+    LEAST_REGISTERS,
+    RESERVED_BYTES,
+    SMEM_BYTES_IN_FLIGHT,
+    SMEM_PER_THREAD,
+    SMEM_SM_THREADS,
+    SMEM_THREADS,
+    SMEM_VECTORS,
+    TWO_PASS_LONG_THREADS,
+    TWO_PASS_THREADS,
+    VECTOR_BYTES,
+    WIDEST_VECTOR,
+    Row,
+    cluster_for,
+    resident_clusters,
+    row_of,
+    row_threads,
+    step,
+    threads_for,
+    vary_resident,
+    vary_threads,
+)
+
+# Values of a thread that it may keep in float32 from stage to stage, beside the operands.
+MOST_KEPT = 32
+# Rows of several tiles in registers: threads of a CTA where a thread has one vector of each. Two CTAs of 64 registers a
+# thread fit an SM, so that one loads while the other one computes.
+PAIR_THREADS = 512
+# Persistent clusters, by the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the
+# sums of one row vector. Those of the norms' backward.
+PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
+# Expressions with so many special instructions take many registers: then a thread has at most SLOW_VECTORS vectors in
+# registers, and an SM has fewer threads where rows are in shared memory, in one slot or in persistent clusters.
+SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
+
+
+class Rows(NamedTuple):
+    """What an expression reads and writes of each row.
+
+    Attributes:
+        expression: the expression.
+        tiles: tensors that rows are laid out by.
+        packed: those of which a row is two of the expression's.
+        read: tiles that are read, halves each.
+        sums: row vectors that are sums over rows, halves each.
+        texts: what configs say of it.
+    """
+
+    expression: Expression
+    tiles: Sequence[str]
+    packed: Sequence[str]
+    read: int
+    sums: int
+    texts: Texts
+
+    def config(self, problem: Problem) -> FusedRowConfig:
+        """Rows in registers up to :data:`CTA_VECTORS`; longer ones in the shared memory of a cluster; the longest, and
+        those of unknown length, are read again for each stage. Sums over rows are those of persistent clusters.
+        """
+        if problem.n is None:
+            return self._in_passes(problem, TWO_PASS_THREADS, 1)
+        row = self.row(problem)
+        if self.summed:
+            return self._persistent(problem, row)
+        if row.vectors <= CTA_VECTORS:
+            return self._in_registers(row)
+        return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
+
+    @property
+    def summed(self) -> bool:
+        """Whether outputs are sums over rows."""
+        return bool({*self.texts.kinds} & {"r", "s"})
+
+    @property
+    def slow(self) -> bool:
+        """Whether it takes many special instructions."""
+        return self.expression.cost[0] >= SLOW
+
+    def row(self, problem: Problem) -> Row:
+        """Halves of packed rows start on a vector only if they are of whole ones."""
+        row = row_of(problem, self.tiles)
+        packed = any(name in problem.dtypes for name in self.packed)
+        return row._replace(aligned=row.aligned and not (packed and row.n * row.itemsize % VECTOR_BYTES))
+
+    def _in_registers(self, row: Row) -> FusedRowConfig:
+        if self.read > 1 and row.vectors > WARP:
+            share = threads_for(row.touched, 1 if row.touched <= PAIR_THREADS else 2)
+        elif self.slow and row.vectors > WARP:
+            share = max(row_threads(row), threads_for(row.touched, SLOW_VECTORS))
+        else:
+            share = row_threads(row)
+        threads = max(128 if row.vectors > WARP else 256, share)
+        held = -(-row.touched // share) * row.vector_elements
+        keep = held * max(self.read, 1) <= MOST_KEPT
+        return self._made("one_pass", threads, share, align_vectors=row.align_vectors, keep=keep)
+
+    def _in_ring(self, row: Row) -> FusedRowConfig | None:
+        """One slot of a cluster's shared memory; None where a row does not fit."""
+        vector = VECTOR_BYTES * max(self.read, 1)
+        room = row.ring_bytes - RESERVED_BYTES
+        span = min(SMEM_VECTORS, room // (vector * SMEM_PER_THREAD * WARP) * SMEM_PER_THREAD * WARP)
+        cluster = cluster_for(row.touched, span, row.max_cluster)
+        part = -(-row.touched // cluster)
+        threads = threads_for(part, SMEM_PER_THREAD, SMEM_THREADS)
+        slot = threads * SMEM_PER_THREAD * vector
+        if part > threads * SMEM_PER_THREAD or slot > room:
+            return None
+        most = SLOW_SM_THREADS if self.slow else SMEM_SM_THREADS
+        resident = min(min(SMEM_BYTES_IN_FLIGHT, room) // slot, most // threads)
+        return self._made("ring", threads, threads, cluster, max(resident, 1), row.align_vectors)
+
+    def _persistent(self, problem: Problem, row: Row) -> FusedRowConfig:
+        """Two slots or more, and the sums of a thread's columns in registers."""
+        vector, room = VECTOR_BYTES * max(self.read, 1), row.ring_bytes - RESERVED_BYTES
+        cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
+        part = -(-row.touched // cluster)
+        per_thread, sm_threads = step(PERSISTENT, part)
+        if self.slow:
+            sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
+        per_thread = max(per_thread // max(self.sums, 1), 1)
+        share = threads_for(part, per_thread, 1024)
+        per_thread = -(-part // share)
+        threads = share if cluster > 1 else max(256 // share, 1) * share
+        slot = threads * per_thread * vector
+        if per_thread * max(self.sums, 1) > 8 or 2 * slot > room:
+            return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
+        stages = 3 if cluster > 1 and 3 * slot <= room else 2
+        resident = max(1, min(room // (stages * slot), sm_threads // threads))
+        clusters = resident_clusters(problem, cluster) * resident
+        return self._made(
+            "ring", threads, share, cluster, resident, row.align_vectors, stages=stages,
+            clusters=in_step(clusters, row, row.align_vectors),
+        )  # fmt: skip
+
+    def _in_passes(self, problem: Problem, threads: int, align_vectors: int) -> FusedRowConfig:
+        clusters = 0
+        if self.summed:
+            clusters = max(2 * problem.sm_count // PERIOD, 1) * PERIOD
+        return self._made("passes", threads, align_vectors=align_vectors, clusters=clusters)
+
+    def _made(
+        self, form: Literal["one_pass", "ring", "passes"], threads: int, threads_per_row: int = 0, cluster: int = 1,
+        resident: int = 1, align_vectors: int = 1, *, stages: int = 1, clusters: int = 0, keep: bool = False,
+    ) -> FusedRowConfig:  # fmt: skip
+        return FusedRowConfig(
+            form, threads, threads_per_row, cluster, resident, align_vectors, stages=stages, clusters=clusters,
+            keep=keep, **self.texts._asdict(),
+        )  # fmt: skip
+
+    def parts(self, problem: Problem, config: FusedRowConfig) -> tuple[int, int]:
+        """Rows of the workspaces of a row vector's sums and of a scalar's: what each cluster, each of a cluster's rows
+        has added up.
+        """
+        rows = max(config.threads // config.threads_per_row, 1) if config.threads_per_row else 1
+        groups = -(-max(problem.m, 1) // rows)
+        clusters = config.clusters
+        if groups < clusters:
+            clusters = groups
+            if problem.n is None or not self.row(problem).aligned:
+                clusters = min(-(-groups // PERIOD) * PERIOD, config.clusters)
+        return clusters, clusters * rows
+
+
+# Of so many rows of any length one starts where the first does, at any place of a line.
+PERIOD = WIDEST_VECTOR * 8
+
+
+def in_step(clusters: int, row: Row, align_vectors: int) -> int:
+    """So many clusters, or fewer, that all unaligned rows of one start at the same place of a vector."""
+    period = 1 if row.aligned else WIDEST_VECTOR * align_vectors
+    return max(clusters // period, 1) * period
+
+
+def others(rows: Rows, problem: Problem, flat: Config) -> Iterator[FusedRowConfig]:
+    """Other threads per row, CTAs per SM and slots, values kept or not."""
+    config = FusedRowConfig.of(flat)
+    if config.form == "one_pass":
+        for each in vary_threads(rows.row(problem), config):
+            yield from (replace(each, keep=keep) for keep in (False, True))
+    elif config.form == "ring" and not config.clusters:
+        yield from vary_resident(config)
+    elif config.form == "ring":
+        one = max(config.clusters // config.resident, 1)
+        for resident in {max(config.resident - 1, 1), config.resident, config.resident + 1}:
+            for stages in (2, 3, 4):
+                clusters = in_step(one * resident, rows.row(problem), config.align_vectors)
+                yield replace(config, stages=stages, resident=resident, clusters=clusters)
+    else:
+        yield from (replace(config, threads=threads) for threads in (256, 512, 1024))
+
+
+def needs(rows: Rows, problem: Problem, flat: Config) -> Needs:
+    """What a CTA takes of an SM."""
+    config = FusedRowConfig.of(flat)
+    if config.form == "passes":
+        return Needs(config.threads, LEAST_REGISTERS)
+    row = rows.row(problem)
+    per_thread = -(-row.touched // (config.threads_per_row * config.cluster))
+    sums = rows.sums * row.vector_elements * per_thread
+    if config.form == "one_pass":
+        return Needs(config.threads, LEAST_REGISTERS + 4 * per_thread * rows.read, resident=config.resident)
+    slot = config.threads * per_thread * VECTOR_BYTES * rows.read
+    return Needs(config.threads, LEAST_REGISTERS + sums, config.stages * slot, config.resident)

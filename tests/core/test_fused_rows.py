@@ -1,0 +1,252 @@
+"""Ops of functions with reductions of rows: kernels against references in each of their forms, gradients, configs."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import FLOATS, Array, Op, fused
+from cute_ops.binding import bind
+from cute_ops.dispatch import choose
+from cute_ops.expressions.words import WORDS
+from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.plan import Plan, signature
+from cute_ops.jit.target import parse
+from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.op import Case
+from cute_ops.tools import gradient, sass
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
+sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
+import kernel_calls
+import random_programs
+from reducing import FIVE, OPS, ROW, TILE
+
+ALL = [stage for op in OPS for stage in (op, op.grad) if stage]
+BY_NAME = {op.name: op for op in ALL}
+each = pytest.mark.parametrize("op", ALL, ids=lambda op: op.name)
+
+
+def configured(op: Op, rows: int, n: int, dtype: str = "bfloat16", arch: str = "sm_90a") -> FusedRowConfig:
+    sizes = op.example((rows,), n)
+    arrays = {name: Array(t.of(sizes), dtype) for name, t in op.inputs.items()}
+    return FusedRowConfig.of(choose(bind(op, arrays), {}, parse(arch)).variant.config)
+
+
+def test_what_follows_from_a_row_s_numbers_is_a_number_of_the_row() -> None:
+    op = BY_NAME["log_sum_exp"]
+    assert repr(op) == "Op log_sum_exp(x: T[*m n], scale: T_scale[*m 1]) -> lse: T[*m 1], below: T[*m n]"
+    assert repr(op.grad) == (
+        "Op log_sum_exp_bwd(x: T[*m n], scale: T_scale[*m 1], dlse: T[*m 1], dbelow: T[*m n])"
+        " -> dx: T[*m n], dscale: T_scale[*m 1]"
+    )
+
+
+@pytest.mark.parametrize("layout", kernel_calls.LAYOUTS)
+@each
+def test_kernels_compute_the_reference(op: Op, layout: str) -> None:
+    for i, (n, rows) in enumerate(((1, 1), (7, 5), (64, 3), (97, 4), (2048, 2))):
+        for dtype in FLOATS if n == 7 else (FLOATS[i % 3],):
+            kernel_calls.check(kernel_calls.made(op, rows, n, dtype, layout, np.random.default_rng([n, rows])))
+
+
+FORMS = {
+    "registers of a CTA": {"form": "one_pass", "threads": 512, "threads_per_row": 512},
+    "registers of a cluster": {"form": "one_pass", "threads": 64, "threads_per_row": 64, "cluster": 2},
+    "values kept": {"form": "one_pass", "threads": 64, "threads_per_row": 16, "keep": True},
+    "shared memory": {"form": "ring", "threads": 64, "threads_per_row": 64},
+    "shared memory of a cluster": {"form": "ring", "threads": 96, "threads_per_row": 96, "cluster": 4},
+    "persistent": {"form": "ring", "threads": 64, "threads_per_row": 32, "stages": 2, "clusters": 64},
+    "persistent cluster": {
+        "form": "ring", "threads": 64, "threads_per_row": 64, "cluster": 2, "stages": 3, "clusters": 64
+    },
+    "passes": {"form": "passes", "threads": 64, "clusters": 64},
+}  # fmt: skip
+
+
+# Those that add up over rows, for row vectors and scalars, go from row to row.
+SUMMED = [BY_NAME[name] for name in ("rms_bwd", "rms_of_gated_bwd", "spread_bwd")]
+IN_FORMS = [(op, form) for op in ALL for form in FORMS if op not in SUMMED or "clusters" in FORMS[form]]
+
+
+def in_form(planned: Plan, form: str) -> dict[str, Any]:
+    plain: dict[str, Any] = {"threads_per_row": 0, "cluster": 1, "resident": 1, "stages": 1, "clusters": 0}
+    return replace(FusedRowConfig.of(planned.variant.config), **(plain | FORMS[form])).flat()
+
+
+@pytest.mark.parametrize(("op", "form"), IN_FORMS, ids=lambda x: getattr(x, "name", x))
+def test_every_form_computes_the_reference(op: Op, form: str) -> None:
+    for i, (n, rows) in enumerate(((1, 1), (64, 13), (97, 140), (1030, 5))):
+        layout = kernel_calls.LAYOUTS[i]
+        made = kernel_calls.made(op, rows, n, ("float32", "bfloat16")[i % 2], layout, np.random.default_rng(n))
+        kernel_calls.check(made._replace(tile=in_form(made.planned()[1], form)))
+
+
+@each
+def test_kernels_for_any_length(op: Op, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_calls, "plan", partial(kernel_calls.plan, fixed=False))
+    for n, rows in ((1, 1), (7, 5), (64, 70)):
+        for layout in ("compact", "apart"):
+            kernel_calls.check(kernel_calls.made(op, rows, n, "bfloat16", layout, np.random.default_rng(n)))
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("off", ["x", "weight"])
+def test_one_tensor_off_16_bytes(off: str, dtype: str) -> None:
+    for op in (BY_NAME["rms"], BY_NAME["rms_bwd"], BY_NAME["rms_of_gated"], BY_NAME["spread_bwd"]):
+        made = kernel_calls.made(op, 3, 64, dtype, "compact", np.random.default_rng(0))
+        shifted = kernel_calls.place(op.inputs[off], made.arrays[off], "off")
+        kernel_calls.check(made._replace(where={**made.where, off: shifted}))
+
+
+def test_sums_over_many_rows() -> None:
+    for name in ("rms_bwd", "spread_bwd"):
+        for n, layout in ((8, "compact"), (65, "apart")):
+            made = kernel_calls.made(BY_NAME[name], 1201, n, "float32", layout, np.random.default_rng(0))
+            kernel_calls.check(made)
+
+
+def test_workspaces_stop_growing_with_the_rows() -> None:
+    def parts(m: int) -> dict[str, Array | None]:
+        made = kernel_calls.made(BY_NAME["spread_bwd"], m, 64, "float32", "compact", np.random.default_rng(0))
+        return dict(made.planned()[1].workspaces)
+
+    assert parts(10**5) == parts(10**4)
+    assert {name: array.shape[0] for name, array in parts(20).items() if array} == {
+        "dweight_parts": 2, "dbias_parts": 2, "dfactor_parts": 32
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+@pytest.mark.parametrize("lead", [(3, 2), ()])
+def test_gradients(op: Op, lead: tuple[int, ...]) -> None:
+    for attrs in ({}, {"cap": 0.7}) if op.attrs else ({},):
+        gradient.check(op, Case("", {"m": lead, "n": 5}, attrs=attrs))
+
+
+def smooth(seed: int) -> Op | None:
+    """An op of a random expression with reductions, without steps; None of another one."""
+    program = random_programs.program(seed)
+    words = {step.word for step in program.steps}
+    if words & {"floor", "sign", "less", "less_equal", "equal"} or not words & {*random_programs.REDUCTIONS}:
+        return None
+
+    def function(xp: Any, x: Any, y: Any, bias: Any, scale: Any, s: Any, packed: Any) -> Any:
+        given = {"x": x, "y": y, "bias": bias, "scale": scale, "s": s, "packed": packed, "mask": y > 0}
+        named: dict[str, Any] = {
+            name: partial(getattr(xp, name), **ROW) if word.reduces else getattr(xp, name)
+            for name, word in WORDS.items()
+        }
+        return program(named, given, packed.shape[-1] // 2)
+
+    operands = {name: shape for name, shape in random_programs.OPERANDS.items() if name != "mask"}
+    try:
+        return fused(function, operands=operands, name=f"random{seed}")
+    except ValueError:  # its outputs have no rows
+        return None
+
+
+@pytest.mark.parametrize("start", range(0, 400, 50))
+def test_random_expressions(start: int) -> None:
+    made = [op for seed in range(start, start + 50) if (op := smooth(seed))]
+    assert len(made) >= 5
+    for op in made:
+        for stage in (op, op.grad):
+            rng = np.random.default_rng(start)
+            n, rows = int(rng.choice([5, 16, 33, 200])), int(rng.choice([1, 3, 20]))
+            layout, dtype = str(rng.choice(kernel_calls.LAYOUTS)), str(rng.choice(FLOATS))
+            kernel_calls.check(kernel_calls.made(stage, rows, n, dtype, layout, rng))
+
+
+def test_nan_and_infinities_of_a_row() -> None:
+    """NaN reaches whatever follows from the row; a softmax is 0 at -inf; other rows do not notice."""
+    for name in ("probabilities", "total", "log_sum_exp"):
+        for n in (7, 1030):
+            made = kernel_calls.made(BY_NAME[name], 3, n, "float32", "compact", np.random.default_rng(0))
+            arrays = {key: a.copy() for key, a in made.arrays.items() if a is not None}
+            arrays["x"][1, 2], arrays["x"][2, 0] = np.nan, -np.inf
+            got = kernel_calls.run(made._replace(arrays=arrays))
+            with np.errstate(invalid="ignore"):
+                wanted = BY_NAME[name].reference(np, *arrays.values())
+            for found, exact in zip(got, wanted, strict=True):
+                np.testing.assert_allclose(found, exact, rtol=1e-5, atol=1e-6)
+            assert np.isnan(got[0][1]).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "form", "ctas", "kept"),
+    [
+        ("rms", 128, "one_pass", 1, True), ("rms", 8192, "one_pass", 1, True), ("rms", 32768, "ring", 1, False),
+        ("rms", 131072, "ring", 4, False), ("rms", 1 << 20, "passes", 1, False),
+        ("rms_bwd", 1024, "ring", 1, False), ("rms_bwd", 32768, "ring", 4, False),
+        ("rms_bwd", 1 << 19, "passes", 1, False), ("probabilities_bwd", 8192, "one_pass", 1, True),
+        ("probabilities_bwd", 32768, "ring", 1, False),
+    ],
+)  # fmt: skip
+def test_where_rows_wait(name: str, n: int, form: str, ctas: int, kept: bool) -> None:
+    config = configured(BY_NAME[name], 4096, n)
+    assert (config.form, config.cluster, config.keep) == (form, ctas, kept)
+    assert config.threads % 32 == 0
+    assert bool(config.clusters) == (name == "rms_bwd")
+
+
+def test_older_gpus_have_no_clusters() -> None:
+    for op in (BY_NAME["rms"], BY_NAME["rms_bwd"]):
+        for n in (1024, 32768, 131072):
+            assert configured(op, 4096, n, arch="sm_80").cluster == 1
+
+
+@each
+def test_other_configs_are_tried(op: Op) -> None:
+    for n in (64, 32768):
+        sizes = op.example((64,), n)
+        call = bind(op, {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()})
+        problem = signature(call, {}, parse("sm_90a")).problem
+        heuristic = op.config(problem)
+        found = op.space.others(problem, heuristic)
+        assert len(found) >= 2
+        assert all(op.space.needs(problem, config).threads <= 1024 for config in (heuristic, *found))
+
+
+COMPILED = [
+    *((stage, n, "sm_90a") for op in FIVE for stage in (op, op.grad) for n in (128, 4096, 8192, 32768)),
+    *((stage, 32768, "sm_80") for stage in (FIVE[0], FIVE[4].grad)),
+    *((stage, 97, "sm_90a") for op in OPS[5:] for stage in (op, op.grad)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "n", "arch"), COMPILED, ids=lambda x: getattr(x, "name", str(x)))
+def test_kernels_compile_without_spills(op: Op, n: int, arch: str, tmp_path: Path) -> None:
+    sizes, path = op.example((4096,), n), tmp_path / "kernel.cubin"
+    arrays = {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()}
+    worker.compile(choose(bind(op, arrays), {}, parse(arch)).variant, path)
+    assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))
+
+
+COMPILED_FORMS = [(op, form) for op, form in IN_FORMS if op.name in ("log_sum_exp", "spread_bwd")]
+
+
+@pytest.mark.parametrize(("op", "form"), COMPILED_FORMS, ids=lambda x: getattr(x, "name", x))
+def test_every_form_compiles(op: Op, form: str, tmp_path: Path) -> None:
+    made = kernel_calls.made(op, 64, 97, "bfloat16", "compact", np.random.default_rng(0))
+    planned = made._replace(tile=in_form(made.planned()[1], form)).planned()[1]
+    worker.compile(planned.variant, tmp_path / "kernel.cubin")
+
+
+def test_a_function_that_only_sometimes_reduces() -> None:
+    """Each combination of attributes has the kernel that it needs."""
+
+    def centred(xp: Any, x: Any, *, mean: bool) -> Any:
+        return x - xp.mean(x, **ROW) if mean else x * 2
+
+    op = fused(centred, operands={"x": TILE}, attrs={"mean": False})
+    for stage in (op, op.grad):
+        for mean in (False, True):
+            made = kernel_calls.made(stage, 3, 40, "float32", "compact", np.random.default_rng(0))
+            kernel_calls.check(made._replace(attrs={"mean": mean}))
