@@ -19,11 +19,18 @@ from cute_ops_jax import fused, register
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 import epilogues
 import fusing
+import reducing
+
+PLAIN = [*fusing.PLAIN, *reducing.PLAIN]
+
+
+def function_of(declared: Op) -> Callable[..., Any]:
+    return getattr(fusing, declared.name, None) or getattr(reducing, declared.name)
 
 
 def plain(declared: Op) -> Callable[..., Any]:
     """The function by JAX alone."""
-    expression = trace(getattr(fusing, declared.name), {name: t.shape for name, t in declared.inputs.items()})
+    expression = trace(function_of(declared), {name: t.shape for name, t in declared.inputs.items()})
 
     def run(*arrays: Any) -> Any:
         outputs = evaluate(expression, jnp, arrays)
@@ -32,7 +39,7 @@ def plain(declared: Op) -> Callable[..., Any]:
     return run
 
 
-@pytest.mark.parametrize("declared", fusing.PLAIN, ids=lambda op: op.name)
+@pytest.mark.parametrize("declared", PLAIN, ids=lambda op: op.name)
 def test_values_and_gradients_under_jit_and_vmap(declared: Op) -> None:
     rng, sizes = np.random.default_rng(0), {"m": (3, 2), "n": 8}
     arrays = [jnp.asarray(rng.standard_normal(t.of(sizes)), "float32") for t in declared.inputs.values()]

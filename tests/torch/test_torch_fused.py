@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,14 +18,21 @@ from cute_ops_torch import fused, register
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 import fusing
+import reducing
 
-each = pytest.mark.parametrize("declared", fusing.PLAIN, ids=lambda op: op.name)
+PLAIN = [*fusing.PLAIN, *reducing.PLAIN]
+
+each = pytest.mark.parametrize("declared", PLAIN, ids=lambda op: op.name)
 
 
 def tensors(declared: Op) -> list[torch.Tensor]:
     rng = np.random.default_rng(0)
     shapes = [t.of({"m": (3, 2), "n": 8}) for t in declared.inputs.values()]
     return [torch.tensor(rng.standard_normal(shape), dtype=torch.float32, requires_grad=True) for shape in shapes]
+
+
+def function_of(declared: Op) -> Callable[..., Any]:
+    return getattr(fusing, declared.name, None) or getattr(reducing, declared.name)
 
 
 def as_tuple(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
@@ -34,7 +43,7 @@ def as_tuple(outputs: torch.Tensor | tuple[torch.Tensor, ...]) -> tuple[torch.Te
 def test_values_and_gradients(declared: Op) -> None:
     given = tensors(declared)
     wide = [t.detach().double().requires_grad_() for t in given]
-    expression = trace(getattr(fusing, declared.name), {name: t.shape for name, t in declared.inputs.items()})
+    expression = trace(function_of(declared), {name: t.shape for name, t in declared.inputs.items()})
     found, exact = as_tuple(register(declared)(*given)), evaluate(expression, xp, wide)
     cotangents = [torch.randn(out.shape, dtype=torch.float64) for out in exact]
     for out, wanted in zip(found, exact, strict=True):
