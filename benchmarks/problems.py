@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import expressed
 import torch
 
 from cute_ops.binding import Binding, bind
@@ -15,7 +16,7 @@ from cute_ops.ops import OPS, cross_entropy_step, rope_bwd_joined, swiglu_again
 from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops_torch.tools.measure import random_input
 
-BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined)}
+BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *expressed.OPS)}
 DIRECTIONS = ("fwd", "bwd")
 FIRST = ("rmsnorm", "add_rmsnorm", "silu_mul")
 MAX_SETS = 256
@@ -96,6 +97,7 @@ class Problem:
             "P": self.dtype,
             "G": self.dtype,
             "S": self.weight or self.dtype,
+            "T_weight": self.weight or self.dtype,
         }
         lead = self.lead or (self.rows,)
         sizes = {**self.declaration.example(lead, self.n), **dict(self.sizes)}
@@ -228,6 +230,7 @@ def _conv(batch: int, seqlen: int, channels: int, width: int = 4, activation: st
     return Problem("causal_conv1d", batch * seqlen, channels, lead=(batch,), sizes=sizes, attrs=attrs, **more)
 
 
+_ROWS = ((16384, 8192), (32768, 4096), (65536, 1024), (262144, 128), (4096, 32768), (16384, 4097), (64, 4096))
 _EXACT = (("approximate", "none"),)
 _PROBLEMS: dict[str, tuple[Problem, ...]] = {
     "layernorm": (
@@ -287,6 +290,7 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         _conv(1, 2048, 5376), _conv(64, 1, 5376), _conv(8, 4096, 5376, strided=True),
         _conv(8, 4096, 2048, dtype="float32"),
     ),
+    **{name: tuple(Problem(name, *s) for s in _ROWS) for name in expressed.NAMES},
     "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),
 }  # fmt: skip
 _SPECIAL = (
