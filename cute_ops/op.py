@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from cute_ops.config import DEFAULT, Tuning
 from cute_ops.dims import Dim
+from cute_ops.dims import parse as parse_dim
 from cute_ops.op_checks import problems
 from cute_ops.shapes import ITEMSIZE, parse
 
@@ -82,7 +83,8 @@ class Tensor(_TensorFields):
         given: for outputs: it exists only when this input was passed.
         same_as: for outputs: when the named output has the same dtype, that one serves for this one too
             and nothing is written twice.
-        upper_bound: for integer inputs: the dim that bounds its values, ``[0, dim)``. Kernels still check.
+        upper_bound: for integer inputs: the dim that bounds its values, ``[0, dim)``, or an expression such as
+            ``"p*s"``. Kernels still check.
         at_most: for floating inputs: what no valid value exceeds. Samples keep to it; kernels need not check.
         unread: for inputs: only its shape is used.
         hidden: for outputs: kept for the gradient. The raw op returns it, the Python function does not; it has
@@ -119,6 +121,11 @@ class Tensor(_TensorFields):
     def has(self, dim: str) -> bool:
         """Whether it has leading dims of this name, or a dim with this name in it."""
         return dim == self.rows or any(dim in d.names for d in self.dims)
+
+    def bound(self, dims: Mapping[str, Any]) -> Any:
+        """What ``upper_bound`` is for these sizes."""
+        dim = parse_dim(self.upper_bound or "")
+        return dim.of(dims) if dim else None
 
     @property
     def wrong(self) -> str:

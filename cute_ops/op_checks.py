@@ -214,7 +214,7 @@ def _dims(op: Op) -> Iterator[str]:
         if t.broadcast and (name in op.outputs or t.rows not in whole):
             yield f"{name} cannot broadcast: no input has all of *{t.rows}"
     for name, t in op.inputs.items():
-        if t.upper_bound is not None and t.upper_bound not in bound:
+        if t.upper_bound is not None and t.bound(dict.fromkeys(bound, 1)) is None:
             yield f"input {name!r} is below {t.upper_bound!r}, which is no dim of an input; there are {sorted(bound)}"
     for name, t in op.outputs.items():
         there = _there(op, t)

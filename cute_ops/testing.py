@@ -69,7 +69,7 @@ def inputs(op: Op, case: Case, dtype: str, seed: int = 0) -> dict[str, np.ndarra
         tensor = op.inputs[name]
         rng = np.random.default_rng([seed, zlib.crc32(f"{op.name}.{name}".encode())])
         if tensor.upper_bound:
-            made[name] = rng.integers(0, case.dims[tensor.upper_bound], spec.shape).astype(spec.dtype)
+            made[name] = rng.integers(0, tensor.bound(case.dims), spec.shape).astype(spec.dtype)
             continue
         normal = rng.standard_normal(spec.shape, dtype=np.float32)
         values = 1 + normal / 4 if name.endswith("weight") else _valid(tensor, normal)

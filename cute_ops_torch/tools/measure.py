@@ -241,7 +241,7 @@ def random_input(op: Op, name: str, array: Array, dims: Mapping[str, Any], gener
     """Values as :func:`cute_ops.testing.inputs` makes them, on the generator's device."""
     declared = op.inputs[name]
     if declared.upper_bound:
-        values = torch.randint(dims[declared.upper_bound], array.shape, generator=generator, device=generator.device)
+        values = torch.randint(declared.bound(dims), array.shape, generator=generator, device=generator.device)
     else:
         values = torch.randn(array.shape, generator=generator, device=generator.device)
         if declared.at_most is not None:

@@ -82,6 +82,9 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"outputs": {"a": ROWS._replace(same_as="b"), "b": ROW}}, "no other output of its shape",
     ),
     "below": ({"inputs": {"x": ROWS._replace(upper_bound="c")}}, "input 'x' is below 'c', which is no dim of an input"),
+    "below a product": (
+        {"inputs": {"x": ROWS._replace(upper_bound="n*c")}}, r"input 'x' is below 'n\*c', which is no dim of an input",
+    ),
     "given of an input": ({"inputs": {"x": ROWS._replace(given="x")}}, "input 'x' has 'given', which outputs have"),
     "optional output": ({"outputs": {"out": ROWS._replace(optional=True)}}, "output 'out' has 'optional', which"),
     "no output": ({"outputs": {}}, "it has no output that is not hidden"),
