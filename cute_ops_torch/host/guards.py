@@ -50,8 +50,9 @@ def guarded(
     same += [f"{name} == _given_{name}" for name in op.attrs]
     same += [f"type({name}) is _type_{name}" for name in op.scalars]
     same += [f"_same({', '.join(given)})", aligned({name: t.data_ptr() for name, t in given.items()}), *conditions]
-    same += apart(op, tensors) if op.mutates else []
-    values = {"_same": guard.check, **values}
+    distances, numbers = apart(op, tensors)
+    same += distances
+    values = {"_same": guard.check, **numbers, **values}
     values |= {f"_given_{name}": named[name] for name in op.attrs}
     values |= {f"_type_{name}": type(named[name]) for name in op.scalars}
     make = codegen.maker(

@@ -43,13 +43,17 @@ def check_memory(op: Op, tensors: Tensors) -> None:
             raise ValueError(message(op, problem, arrays(op, tensors)))
 
 
-def apart(op: Op, tensors: Tensors) -> list[str]:
-    """The same as source, for calls with tensors like these at other addresses."""
+def apart(op: Op, tensors: Tensors) -> tuple[list[str], dict[str, int]]:
+    """The same as source, and the numbers in it by name, for calls with tensors like these at other addresses. Calls of
+    other sizes have the same source.
+    """
     given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
-    return [
-        f"not {least} < {name}.data_ptr() - {other}.data_ptr() < {most}"
-        for name, other, least, most in _pairs(op, given)
-    ]
+    source: list[str] = []
+    numbers: dict[str, int] = {}
+    for k, (name, other, least, most) in enumerate(_pairs(op, given)):
+        source.append(f"not _least{k} < {name}.data_ptr() - {other}.data_ptr() < _most{k}")
+        numbers |= {f"_least{k}": least, f"_most{k}": most}
+    return source, numbers
 
 
 def _pairs(op: Op, given: dict[str, torch.Tensor]) -> Iterator[tuple[str, str, int, int]]:
