@@ -109,7 +109,7 @@ class Features:
         subject = next(
             (
                 params[name]
-                for name in ("op", "any_op", "layer", "problem", "structure", "turn", "trained")
+                for name in ("op", "any_op", "row_op", "layer", "problem", "structure", "turn", "trained")
                 if name in params
             ),
             None,

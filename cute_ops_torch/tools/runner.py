@@ -65,6 +65,24 @@ def check(op: Op, arrays: Arrays, attrs: Mapping[str, Any], base: str, others: C
             raise AssertionError(f"{op.name}: input {name} was written to")
 
 
+def functional(op: Op, call: Callable[..., Any] | None = None) -> Callable[..., Any]:
+    """A call of an op, the registered one by default, as one that changes nothing: what it writes are copies, which it
+    returns before the outputs.
+    """
+    run = call or getattr(torch.ops.cute, op.name).default
+    if not op.mutates:
+        return run
+
+    def copying(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        given = dict(zip(op.inputs, args, strict=False))
+        given |= {name: given[name].clone() for name in op.mutates}
+        made = run(*given.values(), *args[len(given) :], **kwargs)
+        outputs = () if made is None else made if isinstance(made, tuple) else (made,)
+        return (*map(given.__getitem__, op.mutates), *outputs)
+
+    return copying
+
+
 def on_device(arrays: Arrays) -> dict[str, torch.Tensor | None]:
     """The same values as tensors, on the GPU if there is one."""
     return {name: None if a is None else to_torch(a) for name, a in arrays.items()}

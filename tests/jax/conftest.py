@@ -1,8 +1,8 @@
 """Fixtures of the JAX adapter's tests: problems from the declarations, devices, and kernels without a GPU.
 
-Every test that asks for ``op`` (one with a gradient), ``any_op``, ``problem`` or ``stage_problem`` runs for all
-declarations, so a new op needs no new test. On the CPU a case keeps its dtypes, attributes and absent inputs, but not
-its size.
+Every test that asks for ``op`` (one with a gradient), ``any_op``, ``row_op`` (one that writes no input, so that its
+results have rows), ``problem`` or ``stage_problem`` runs for all declarations, so a new op needs no new test. On the
+CPU a case keeps its dtypes, attributes and absent inputs, but not its size.
 """
 
 from __future__ import annotations
@@ -72,6 +72,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "any_op" in metafunc.fixturenames:
         parts = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
         metafunc.parametrize("any_op", [*OPS, *parts], ids=lambda op: op.name)
+    if "row_op" in metafunc.fixturenames:
+        rows = [op for op in (*OPS, *PARTS) if not op.mutates and any(t.rows for t in op.inputs.values())]
+        metafunc.parametrize("row_op", rows, ids=lambda op: op.name)
     for name, ops in (("problem", DIFFERENTIABLE), ("stage_problem", STAGES.values())):
         if name in metafunc.fixturenames:
             problems = [
@@ -103,7 +106,7 @@ def run_stage() -> Callable[..., tuple[np.ndarray | None, ...]]:
 
     def run(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> tuple[np.ndarray | None, ...]:
         outputs = jax.jit(lambda arrays: stage(op)(arrays, attrs))(inputs)
-        return tuple(None if outputs[name] is None else np.asarray(outputs[name]) for name in op.outputs)
+        return tuple(None if outputs[name] is None else np.asarray(outputs[name]) for name in op.results)
 
     return run
 

@@ -246,7 +246,7 @@ def test_ffi_values_against_float64(stage_problem: Any, through_ffi: Any, fake_k
 
     op, arrays = stage_problem.op, stage_problem.inputs()
     outputs = jax.jit(lambda given: vjp.stage(op)(given, stage_problem.attrs))(arrays)
-    got = tuple(None if outputs[n] is None else np.asarray(outputs[n]) for n in op.outputs)
+    got = tuple(None if outputs[n] is None else np.asarray(outputs[n]) for n in op.results)
     testing.check(op, arrays, stage_problem.attrs, got)
     ((symbol, shapes),) = fake_kernels.calls
     assert symbol == fake_kernels.variants[-1].symbol

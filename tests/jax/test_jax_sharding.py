@@ -79,25 +79,25 @@ def placed(mesh: Any, arrays: Any, specs: Any) -> list[Any]:
 @pytest.mark.feature("FFI: row-sharded jit, automatic and explicit mesh, no all-gather")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 def test_each_device_takes_its_rows(
-    any_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close
+    row_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close
 ) -> None:
     """No all-gather, whichever leading dim is sharded; one all-reduce per sharded dim where weights have a gradient."""
-    function, arrays = testing.plain(any_op, through_ffi(any_op)), inputs(any_op)
-    expected = gradient(any_op, testing.plain(any_op, cute_ops_jax.register(any_op)))(*arrays)
+    function, arrays = testing.plain(row_op, through_ffi(row_op)), inputs(row_op)
+    expected = gradient(row_op, testing.plain(row_op, cute_ops_jax.register(row_op)))(*arrays)
     mesh = mesh_of(kind)
     for axes, rows in ((("data",), 8), (("data", "seq"), 4), ((None, "seq"), 16)):
         with jax.set_mesh(mesh):
-            given = placed(mesh, arrays, row_specs(any_op, *axes))
-            compiled = jax.jit(gradient(any_op, function)).lower(*given).compile()
+            given = placed(mesh, arrays, row_specs(row_op, *axes))
+            compiled = jax.jit(gradient(row_op, function)).lower(*given).compile()
             fake_kernels.calls.clear()
             got = jax.block_until_ready(compiled(*given))
         close(jax.device_get(got), jax.device_get(expected))
-        assert len(fake_kernels.calls) == 8 * (2 if any_op.grad else 1)
-        assert rows_seen(any_op, fake_kernels) == {rows}
+        assert len(fake_kernels.calls) == 8 * (2 if row_op.grad else 1)
+        assert rows_seen(row_op, fake_kernels) == {rows}
         found = collectives(compiled.as_text())
         assert found.keys() <= {"all-reduce"}
-        assert found.get("all-reduce", 0) <= sums(any_op) * sum(a is not None for a in axes)
-        assert bool(found) == bool(sums(any_op))
+        assert found.get("all-reduce", 0) <= sums(row_op) * sum(a is not None for a in axes)
+        assert bool(found) == bool(sums(row_op))
         outputs, gradients = got
         for leaf in jax.tree.leaves((outputs, gradients[:1])):
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, jax.P(*axes)), leaf.ndim)
@@ -147,24 +147,24 @@ def test_no_all_reduce_of_a_frozen_weight(kind: AxisType, through_ffi: Any, fake
 
 @pytest.mark.feature("FFI: shard_map, with and without replication checks")
 @pytest.mark.parametrize("check", [True, False])
-def test_inside_of_shard_map(any_op: Op, check: bool, through_ffi: Any, close: Close) -> None:
+def test_inside_of_shard_map(row_op: Op, check: bool, through_ffi: Any, close: Close) -> None:
     """With replication checks, gradients of replicated inputs come out summed."""
-    function, arrays, mesh = testing.plain(any_op, through_ffi(any_op)), inputs(any_op), mesh_of(AxisType.Auto)
-    expected = gradient(any_op, testing.plain(any_op, cute_ops_jax.register(any_op)))(*arrays)
+    function, arrays, mesh = testing.plain(row_op, through_ffi(row_op)), inputs(row_op), mesh_of(AxisType.Auto)
+    expected = gradient(row_op, testing.plain(row_op, cute_ops_jax.register(row_op)))(*arrays)
     rows = jax.P("data", "seq")
-    whole = row_specs(any_op, "data", "seq")
+    whole = row_specs(row_op, "data", "seq")
     shared = [i for i, spec in enumerate(whole) if spec == jax.P()]
 
     def body(*given: Any) -> Any:
-        outputs, grads = gradient(any_op, function)(*given)
+        outputs, grads = gradient(row_op, function)(*given)
         if not check:
             grads = tuple(jax.lax.psum(g, ("data", "seq")) if i in shared else g
-                          for i, g in zip(testing.argnums(any_op), grads, strict=True))  # fmt: skip
+                          for i, g in zip(testing.argnums(row_op), grads, strict=True))  # fmt: skip
         return outputs, grads
 
     mapped = jax.shard_map(
         body, mesh=mesh, in_specs=tuple(whole), check_vma=check,
-        out_specs=(rows, tuple(whole[i] for i in testing.argnums(any_op))),
+        out_specs=(rows, tuple(whole[i] for i in testing.argnums(row_op))),
     )  # fmt: skip
     compiled = jax.jit(mapped).lower(*placed(mesh, arrays, whole)).compile()
     close(jax.device_get(compiled(*placed(mesh, arrays, whole))), jax.device_get(expected))
@@ -193,22 +193,22 @@ def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> No
 
 @pytest.mark.feature("FFI: shard_map over some axes")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
-def test_partly_manual(any_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
+def test_partly_manual(row_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
     """A shard_map over some axes: of the other axes, explicit ones shard rows, automatic ones shard nothing."""
-    function, arrays, mesh = testing.plain(any_op, through_ffi(any_op)), inputs(any_op), mesh_of(kind)
-    expected = gradient(any_op, testing.plain(any_op, cute_ops_jax.register(any_op)))(*arrays)
-    outer = row_specs(any_op, "data")
+    function, arrays, mesh = testing.plain(row_op, through_ffi(row_op)), inputs(row_op), mesh_of(kind)
+    expected = gradient(row_op, testing.plain(row_op, cute_ops_jax.register(row_op)))(*arrays)
+    outer = row_specs(row_op, "data")
 
     def run(*given: Any) -> Any:
         mapped = jax.shard_map(function, in_specs=tuple(outer), out_specs=jax.P("data"), axis_names={"data"})
-        return gradient(any_op, mapped)(*given)
+        return gradient(row_op, mapped)(*given)
 
     with jax.set_mesh(mesh):
-        given = placed(mesh, arrays, row_specs(any_op, "data", "seq" if kind == AxisType.Explicit else None))
+        given = placed(mesh, arrays, row_specs(row_op, "data", "seq" if kind == AxisType.Explicit else None))
         compiled = jax.jit(run).lower(*given).compile()
         fake_kernels.calls.clear()
         close(jax.device_get(jax.block_until_ready(compiled(*given))), jax.device_get(expected))
-    assert rows_seen(any_op, fake_kernels) == {4 if kind == AxisType.Explicit else 8}
+    assert rows_seen(row_op, fake_kernels) == {4 if kind == AxisType.Explicit else 8}
     if kind == AxisType.Auto:  # explicit ones, JAX's own shard_map gathers at its border
         assert "all-gather" not in collectives(compiled.as_text())
 

@@ -82,12 +82,12 @@ def test_vmap_in_every_axis(any_op: Op, axis: int, out_axis: int, close: Close) 
     close(got, expected)
 
 
-def test_vmap_over_rows_is_one_call_without_a_loop(any_op: Op) -> None:
-    arrays = examples(any_op)
-    axes = tuple(0 if t.rows else None for t in any_op.inputs.values())
+def test_vmap_over_rows_is_one_call_without_a_loop(row_op: Op) -> None:
+    arrays = examples(row_op)
+    axes = tuple(0 if t.rows else None for t in row_op.inputs.values())
     moved = [a if axis == 0 else a[0] for a, axis in zip(arrays, axes, strict=True)]
-    jaxpr = str(jax.make_jaxpr(jax.vmap(function_of(any_op), axes))(*moved))
-    assert jaxpr.count(f"cute_{any_op.name}[") == 1
+    jaxpr = str(jax.make_jaxpr(jax.vmap(function_of(row_op), axes))(*moved))
+    assert jaxpr.count(f"cute_{row_op.name}[") == 1
     assert "scan" not in jaxpr
 
 
@@ -119,7 +119,7 @@ def test_nested_vmap(any_op: Op, close: Close) -> None:
 
 def test_vmap_of_no_example(any_op: Op) -> None:
     outputs = jax.vmap(function_of(any_op))(*(a[:0] for a in examples(any_op)))
-    shapes = [(0, *any_op.outputs[n].of(any_op.example((ROWS,), N))) for n in any_op.shown]
+    shapes = [(0, *any_op.results[n].of(any_op.example((ROWS,), N))) for n in (*any_op.mutates, *any_op.shown)]
     assert [o.shape for o in jax.tree.leaves(outputs)] == shapes
 
 

@@ -1,6 +1,6 @@
 """Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``structure``, ``turn`` or
-``any_op`` run for everything declared, ``op`` and ``trained`` for what has a gradient, ``narrowed`` for backward
-ops of some of their outputs.
+``any_op`` run for everything declared, ``row_op`` for what writes no input, ``op`` and ``trained`` for what has a
+gradient, ``narrowed`` for backward ops of some of their outputs.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from cute_ops.shapes import FLOATS, ITEMSIZE
 from cute_ops_torch.host import launch
 from cute_ops_torch.library.tensors import DTYPES, NAMES
 from cute_ops_torch.registry import define
+from cute_ops_torch.tools.runner import functional
 
 STAGES = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
 NARROWED = tuple(each for op in OPS for step in op.steps for each in step.narrowed)
@@ -59,8 +60,12 @@ class Problem(NamedTuple):
         return testing.attributes(self.op, self.case)
 
     @property
-    def raw(self) -> Any:
+    def overload(self) -> Any:
         return define(self.op).overload
+
+    @property
+    def raw(self) -> Any:
+        return functional(self.op, self.overload)
 
     def inputs(self) -> dict[str, np.ndarray | None]:
         return testing.inputs(self.op, self.case, self.dtype)
@@ -69,11 +74,13 @@ class Problem(NamedTuple):
         return [to_torch(a, device) for a in self.inputs().values()]
 
     def check_into(self, into: Callable[..., Any], made: Any) -> None:
-        """Outputs like these, of NaN, are filled; all others, too, where one is not wanted."""
+        """Outputs like these results', of NaN, are filled; all others, too, where one is not wanted."""
         arguments = (*self.tensors(), *self.attrs.values())
-        outputs = tuple(torch.full_like(o, torch.nan) for o in (made if isinstance(made, tuple) else (made,)))
+        written = [t for name, t in zip(self.op.inputs, arguments, strict=False) if name in self.op.mutates]
+        results = made if isinstance(made, tuple) else (made,)
+        outputs = tuple(torch.full_like(o, torch.nan) for o in results[len(written) :])
         into(*arguments, *outputs)
-        self.check(outputs)
+        self.check((*written, *outputs))
         for k in range(len(outputs)):
             given = [None if i == k else o.fill_(torch.nan) for i, o in enumerate(outputs)]
             into(*arguments, *given)
@@ -95,7 +102,7 @@ class Problem(NamedTuple):
         return strided
 
     def check(self, outputs: Any, tensors: Sequence[torch.Tensor | None] | None = None) -> None:
-        """Raise unless raw outputs are within tolerance of float64, for these inputs or the case's own."""
+        """Raise unless results are within tolerance of float64, for these inputs or the case's own."""
         arrays = self.inputs()
         if tensors is not None:
             arrays = dict(zip(self.op.inputs, map(to_numpy, tensors), strict=True))
@@ -139,6 +146,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "any_op" in metafunc.fixturenames:
         parts = [op for op in PARTS if any(t.rows for t in op.inputs.values())]
         metafunc.parametrize("any_op", [*OPS, *parts], ids=lambda op: op.name)
+    if "row_op" in metafunc.fixturenames:
+        rows = [op for op in (*OPS, *PARTS) if not op.mutates and any(t.rows for t in op.inputs.values())]
+        metafunc.parametrize("row_op", rows, ids=lambda op: op.name)
 
 
 @pytest.fixture(scope="session")
@@ -156,7 +166,12 @@ def make_inputs() -> Callable[..., list[torch.Tensor]]:
                 return torch.randint(n, t.of(sizes), device=device)
             return torch.randn(t.of(sizes), device=device).to(dtype if t.dtype in op.dtypes else DTYPES[t.dtype])
 
-        return [one(t) for t in op.inputs.values()]
+        made = {name: one(t) for name, t in op.inputs.items()}
+        if op.mutates and device != "meta":  # where two places of what is written are one, any order may win
+            numbers = {name: t.cpu().numpy() for name, t in made.items() if not t.is_floating_point()}
+            op.arrange(np, {**made, **numbers})
+            made |= {name: torch.from_numpy(a).to(device) for name, a in numbers.items()}
+        return list(made.values())
 
     return make
 

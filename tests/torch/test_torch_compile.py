@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, lookup, testing
+from cute_ops_torch.tools import runner
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +203,7 @@ def test_every_op_and_gradient_in_inductor(op: Op, make_inputs: Callable[..., An
 
 @pytest.mark.feature("compile: inference")
 def test_every_op_in_inductor(any_op: Op, make_inputs: Callable[..., Any]) -> None:
-    raw = getattr(torch.ops.cute, any_op.name)
+    raw = runner.functional(any_op)
     compiled = torch.compile(lambda *tensors: raw(*tensors), fullgraph=True, dynamic=True)
     with torch._dynamo.config.patch(error_on_recompile=True):
         for m in (7, 4):

@@ -37,7 +37,7 @@ def test_opcheck(turn: Any) -> None:
     look = (turn.op.name, *(t is not None and t.ndim for t in tensors))
     # AOTAutograd, which takes most of the time, sees symbols for sizes.
     some = {"test_utils": ("test_schema", "test_faketensor")} if look in _checked else {}
-    torch.library.opcheck(turn.raw, tuple(tensors), turn.attrs, **some)
+    torch.library.opcheck(turn.overload, tuple(tensors), turn.attrs, **some)
     _checked.add(look)
 
 
@@ -115,15 +115,15 @@ def test_strided_rows(op: Op, make_inputs: Callable[..., Any]) -> None:
 
 @pytest.mark.feature("meta device")
 def test_meta_device(any_op: Op, make_inputs: Callable[..., Any]) -> None:
-    out = getattr(torch.ops.cute, any_op.name)(*make_inputs(any_op, device="meta"))
+    out = runner.functional(any_op)(*make_inputs(any_op, device="meta"))
     outs = out if isinstance(out, tuple) else (out,)
     assert all(o.device.type == "meta" for o in outs)
-    assert [o.shape for o in outs] == [t.of(any_op.example((3, 5), 64)) for t in any_op.outputs.values()]
+    assert [o.shape for o in outs] == [t.of(any_op.example((3, 5), 64)) for t in any_op.results.values()]
 
 
 @pytest.mark.feature("autocast")
 def test_autocast_leaves_dtypes_alone(any_op: Op, make_inputs: Callable[..., Any]) -> None:
-    raw, tensors = getattr(torch.ops.cute, any_op.name), make_inputs(any_op)
+    raw, tensors = runner.functional(any_op), make_inputs(any_op)
     with torch.autocast("cpu", torch.bfloat16):
         out = raw(*tensors)
     torch.testing.assert_close(out, raw(*tensors), rtol=0, atol=0)
@@ -132,7 +132,7 @@ def test_autocast_leaves_dtypes_alone(any_op: Op, make_inputs: Callable[..., Any
 @pytest.mark.feature("deterministic algorithms")
 def test_deterministic_algorithms(any_op: Op, make_inputs: Callable[..., Any]) -> None:
     """Nothing refuses to run, nothing depends on memory that torch then fills with NaN."""
-    raw, tensors = getattr(torch.ops.cute, any_op.name), make_inputs(any_op)
+    raw, tensors = runner.functional(any_op), make_inputs(any_op)
     expected = raw(*tensors)
     torch.use_deterministic_algorithms(True)
     try:
