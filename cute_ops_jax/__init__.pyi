@@ -104,3 +104,10 @@ def causal_conv1d(
     initial_state: ArrayLike | None = None,
     activation: str = "none",
 ) -> tuple[Array, Array]: ...
+def append_kv(
+    k_cache: ArrayLike,
+    v_cache: ArrayLike,
+    k: ArrayLike,
+    v: ArrayLike,
+    slots: ArrayLike,
+) -> tuple[Array, Array]: ...

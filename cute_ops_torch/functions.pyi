@@ -6,6 +6,7 @@ __all__ = [
     "adamw",
     "add_rmsnorm",
     "add_rmsnorm_fp8",
+    "append_kv",
     "causal_conv1d",
     "cross_entropy",
     "geglu",
@@ -113,3 +114,4 @@ def causal_conv1d(
     initial_state: Tensor | None = None,
     activation: str = "none",
 ) -> tuple[Tensor, Tensor]: ...
+def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None: ...

@@ -6,6 +6,7 @@ Here a sample; ``python tests/interpreter/kernel_calls.py`` goes through all len
 from __future__ import annotations
 
 import importlib
+import math
 import sys
 import zlib
 from collections.abc import Callable
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 
 from cute_ops import testing
+from cute_ops.jit.layout import compact
+from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.kernels.norm.config import NormConfig
 from cute_ops.op import Case, Op
@@ -25,7 +28,7 @@ from cute_ops.testing import numpy_dtype
 
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import kernel_calls
-from kernel_calls import ALL, LAYOUTS
+from kernel_calls import ALL, LAYOUTS, VECTOR
 
 NORMS = [op for op in ALL if "norm" in op.name and "n" in op.static]
 CALLS = 10  # of each op
@@ -149,6 +152,58 @@ def test_neither_spans_nor_calls_change_the_bits_of_a_convolution() -> None:
         part, state = kernel_calls.run(call._replace(arrays=given))
         np.testing.assert_array_equal(out[:, start:end], part)
     np.testing.assert_array_equal(final, state)
+
+
+(APPEND,) = (op for op in ALL if op.name == "append_kv")
+# Threads for less than a token, for one and for several; several segments to a token.
+APPEND_CONFIGS = [None, AppendConfig(32, 4, 1), AppendConfig(64, 64, 2), AppendConfig(128, 8, 4)]
+
+
+def spread(rng: np.random.Generator, shape: tuple[int, ...], size: int) -> kernel_calls.Place:
+    """Any order of the dims but the last, compact, on vectors or off them, from an address on a vector or off it."""
+    strides, step, gap = [1] * len(shape), shape[-1] if shape else 1, int(rng.choice([0, 0, 1, VECTOR // size]))
+    for dim in rng.permutation(len(shape) - 1):
+        step += gap if gap < 2 else -step % gap
+        strides[dim], step = step, step * shape[dim]
+    return kernel_calls.Place(tuple(strides), int(rng.choice([0, size])))
+
+
+def appending(rng: np.random.Generator) -> kernel_calls.Call:
+    """Tokens for some slots of poisoned caches, and some for none of them, all laid out in any way."""
+    dtype, index = numpy_dtype(str(rng.choice(FLOATS))), str(rng.choice(["int32", "int64"]))
+    lead = [(), (1,), (5,), (37,), (2, 3), (3, 1, 4)][rng.integers(6)]
+    pages, size, heads, tokens = *rng.integers(1, 9, 3), math.prod(lead)
+    d, e = rng.choice([1, 5, 8, 12, 64, 80, 128, 192], 2)
+    shapes = {
+        "k_cache": (pages, size, heads, d), "v_cache": (pages, size, heads, e), "k": (*lead, heads, d),
+        "v": (*lead, heads, e),
+    }  # fmt: skip
+    arrays = {name: rng.standard_normal(tuple(map(int, shape))).astype(dtype) for name, shape in shapes.items()}
+    for name in APPEND.mutates:
+        arrays[name][...] = np.nan
+    outside = [-1, -pages * size, pages * size, pages * size + 5, np.iinfo(index).min, np.iinfo(index).max]
+    free = [*rng.permutation(int(pages * size)), *rng.choice(outside, tokens)]
+    arrays["slots"] = rng.permutation(np.array(free[:tokens], index)).reshape(lead)
+    where = {name: spread(rng, a.shape, a.itemsize) for name, a in arrays.items() if name != "slots"}
+    where["slots"] = kernel_calls.Place(tuple(2 * s for s in compact(lead)))
+    config = APPEND_CONFIGS[rng.integers(4)]
+    said = ", ".join(f"{name} {a.dtype}{list(a.shape)} {where[name]}" for name, a in arrays.items())
+    return kernel_calls.Call(APPEND, arrays, where, {}, said, lambda _: arrays, config and config.flat())
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_keys_and_values_go_to_their_slots_and_nowhere_else(seed: int) -> None:
+    """Bit by bit. The interpreter raises at a store beside the caches' own elements."""
+    call = appending(np.random.default_rng(seed))
+    expected = [call.arrays[name].copy() for name in APPEND.mutates]
+    for cache, new in zip(expected, (call.arrays["k"], call.arrays["v"]), strict=True):
+        pages, size = cache.shape[:2]
+        for token in np.ndindex(call.arrays["slots"].shape):
+            slot = int(call.arrays["slots"][token])
+            if 0 <= slot < pages * size:
+                cache[slot // size, slot % size] = new[token]
+    for got, cache in zip(kernel_calls.run(call), expected, strict=True):
+        assert got.tobytes() == cache.tobytes(), call.said
 
 
 def dropping(self: Any) -> Any:

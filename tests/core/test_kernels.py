@@ -27,7 +27,7 @@ from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
-from cute_ops.ops import OPS, PARTS, add_rmsnorm, rmsnorm
+from cute_ops.ops import OPS, PARTS, add_rmsnorm, append_kv, rmsnorm
 from cute_ops.ops.activation.config import SPACE as POINTWISE
 from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
@@ -92,6 +92,19 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
     for kernel in kernels:
         assert (kernel.stack, kernel.local) == (0, 0), kernel
         assert kernel.registers * variant.tile["threads"] <= REGISTERS, kernel
+
+
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_strided_caches_and_slices_do_not_spill(arch: str, compiled: Compiled) -> None:
+    """Pages of keys and values side by side, tokens of a fused projection."""
+    caches, new = Memory((2 * 16 * 8 * 128, 8 * 128, 128, 1)), Memory((3 * 8 * 128, 128, 1))
+    memory = {"k_cache": caches, "v_cache": caches, "k": new, "v": new}
+    variant = variant_of(append_kv, "bfloat16", 1, arch, memory)
+    assert {variant.tensors[name].layout for name in memory} == {"strided"}
+    path = compiled(variant)
+    assert [(kernel.stack, kernel.local) for kernel in sass.resources(path)] == [(0, 0)]
+    code = sass.sass(path)
+    assert len(re.findall(r"LDG\.E\S*\.128", code)) == len(re.findall(r"STG\.E\S*\.128", code)) == 8
 
 
 WRITING = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py"))
@@ -209,11 +222,11 @@ def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Call
     if any(t.dims and not t.unread for t in op.inputs.values()):
         assert re.search(r"LDG\.E\S*\.128|LDGSTS\S*\.128|UBLKCP", code), "no 16-byte load"
     # Narrower outputs take as many elements at a time as the inputs.
-    narrow = min(ITEMSIZE[kind] for t in op.outputs.values() for kind in op.dtype_choices(t)) < 2
+    narrow = min(ITEMSIZE[kind] for t in op.results.values() for kind in op.dtype_choices(t)) < 2
     width = 16 * 8 // ITEMSIZE[dtype] if narrow else 128
     # A thread of the gradient of a convolution has registers for so many channels.
     width = min(width, 8 * ITEMSIZE[dtype] * variant_of(op, dtype, wanted.n, "sm_90a").tile.get("channels", 128))
-    if any(t.dims for t in op.outputs.values()):
+    if any(t.dims for t in op.results.values()):
         assert re.search(rf"STG\.E\S*\.{width}\b|UBLKCP" if width > 32 else r"STG\.E ", code), "no wide store"
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"
 

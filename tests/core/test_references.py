@@ -171,3 +171,20 @@ def test_gelu_far_below_zero() -> None:
     by_hand = [v * math.erfc(-v / math.sqrt(2)) / 2 for v in x[0].tolist()]
     np.testing.assert_allclose(exact[0], by_hand, rtol=1e-12)
     np.testing.assert_allclose(low[0], by_hand, rtol=5e-5)  # of the exponent, x^2 / 2, rounded to float32
+
+
+@pytest.mark.parametrize("slots", [[5, -1, 2, 5, 6, -7, 2, 5], [9] * 8, [-1] * 8, [*range(8)], []], ids=str)
+def test_of_tokens_with_one_slot_the_last_one_stays(slots: list[int]) -> None:
+    """In the reference; negative slots and those past the last one name no place."""
+    op = next(op for op in OPS if op.name == "append_kv")
+    rng = np.random.default_rng(0)
+    caches = [rng.standard_normal((3, 2, 2, size)).astype(np.float32) for size in (4, 3)]
+    new = [rng.standard_normal((len(slots), *cache.shape[2:])).astype(np.float32) for cache in caches]
+    expected = [cache.copy() for cache in caches]
+    for token, slot in enumerate(slots):
+        for cache, rows in zip(expected, new, strict=True):
+            if 0 <= slot < 6:
+                cache.reshape(6, *cache.shape[2:])[slot] = rows[token]
+    got = op.reference(np, *caches, *new, np.array(slots, np.int64))
+    for one, other in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(one, other)

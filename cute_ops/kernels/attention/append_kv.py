@@ -1,0 +1,123 @@
+"""Keys and values of new tokens into a cache: see :mod:`cute_ops.ops.attention.append_kv`."""
+
+import math
+
+import cutlass.cute as cute
+from cutlass import Int32, Int64
+
+from cute_ops.kernels.attention.config import AppendConfig
+from cute_ops.kernels.lib.copy import fragment, load_if, store_if
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import load_number
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent
+
+VECTOR_BYTES = 16
+
+
+class Heads:
+    """The heads at one index of the dims before them: those of a token, or of a slot of a cache.
+
+    Args:
+        mX: the tensor, (..., heads, elements).
+        key: what is known of it.
+        index: counts through the dims before the heads, in 64 bits.
+        size: elements of a head.
+    """
+
+    def __init__(self, mX, key, index, size):
+        lead, itemsize = len(mX.shape) - 2, ITEMSIZE[key.dtype]
+        if key.layout == "flat":
+            offset, step = index * (extent(mX, lead) * size), Int64(size)
+        else:
+            offset, step = Int64(0), Int64(mX.stride[lead])
+            for i in reversed(range(1, lead)):
+                above = index // extent(mX, i)
+                offset = offset + (index - above * extent(mX, i)) * Int64(mX.stride[i])
+                index = above
+            offset = offset + index * Int64(mX.stride[0])
+        self.start, self.step, self.itemsize = mX.iterator.toint() + offset * itemsize, step * itemsize, itemsize
+
+    def address(self, head, column):
+        return self.start + Int64(head) * self.step + Int64(column) * self.itemsize
+
+
+class AppendKV:
+    """``k_cache[slots[token]] = k[token]``, and v likewise, for each token whose slot is one of the cache's.
+
+    Tile: ``threads_per_token`` threads copy ``unroll`` vectors each of one token's keys or values, which is a segment,
+    and a CTA takes the same segment of several tokens. All loads of a segment are issued before the token's slot is
+    known. A vector lies within a head and is as wide as the new tensor and the cache are aligned. No shared memory.
+    Bytes moved per element: k and v once, the places that are written in the caches once; no cache is read.
+    """
+
+    def __init__(self, variant):
+        self.keys = variant.tensors
+        config = AppendConfig.of(variant.config)
+        self.lanes, self.unroll = config.threads_per_token, config.unroll
+        self.depth = max(config.threads // self.lanes, 1)
+        self.size = {"k": variant.dims["d"], "v": variant.dims["e"]}
+        self.vec = {name: self._elements(name) for name in self.size}
+        self.pdl = can_use_pdl(variant.arch)
+
+    def _elements(self, name):
+        """Elements of a vector."""
+        keys = self.keys[name], self.keys[f"{name}_cache"]
+        return math.gcd(self.size[name], *(min(VECTOR_BYTES, k.align, k.row_align) // ITEMSIZE[k.dtype] for k in keys))
+
+    @cute.jit
+    def __call__(self, mKCache, mVCache, mK, mV, mSlots, stream):
+        groups = (self._tokens(mSlots) + (self.depth - 1)) // self.depth
+        segments = self._segments(mK, "k") + self._segments(mV, "v")
+        self.kernel(mKCache, mVCache, mK, mV, mSlots).launch(
+            grid=[Int32(groups * segments), 1, 1],
+            block=[self.lanes, self.depth, 1],
+            stream=stream,
+            use_pdl=self.pdl,
+        )
+
+    def _tokens(self, mSlots):
+        count = Int64(1)
+        for i in range(len(mSlots.shape)):
+            count = count * extent(mSlots, i)
+        return count
+
+    def _vectors(self, mX, name):
+        """Vectors of a token."""
+        return Int32(extent(mX, len(mX.shape) - 2)) * (self.size[name] // self.vec[name])
+
+    def _segments(self, mX, name):
+        span = self.lanes * self.unroll
+        return (self._vectors(mX, name) + (span - 1)) // span
+
+    @cute.kernel
+    def kernel(self, mKCache, mVCache, mK, mV, mSlots):
+        _, level, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        of_keys, of_values = self._segments(mK, "k"), self._segments(mV, "v")
+        group = bidx // (of_keys + of_values)
+        segment = bidx - group * (of_keys + of_values)
+        token = Int64(group) * self.depth + level
+        let_next_start(self.pdl)
+        wait_for_previous(self.pdl)
+        if token < self._tokens(mSlots):
+            slot = Int64(load_number(mSlots, self.keys["slots"], token))
+            if segment < of_keys:
+                self._append(mK, mKCache, "k", token, slot, segment)
+            else:
+                self._append(mV, mVCache, "v", token, slot, segment - of_keys)
+
+    def _append(self, mX, mCache, name, token, slot, segment):
+        """Copy a segment of a token's heads to its slot; nowhere where that is none of the cache's."""
+        lane, _, _ = cute.arch.thread_idx()
+        size, vec, count = self.size[name], self.vec[name], self._vectors(mX, name)
+        source, held = Heads(mX, self.keys[name], token, size), []
+        for u in range(self.unroll):
+            vector, rX = (segment * self.unroll + u) * self.lanes + lane, fragment(mX.element_type, vec)
+            head = vector // (size // vec)
+            column = vector * vec - head * size
+            load_if(vector < count, rX, source.address(head, column))
+            held.append((rX, vector < count, head, column))
+        target = Heads(mCache, self.keys[f"{name}_cache"], slot, size)
+        wanted = (slot >= 0) & (slot < extent(mCache, 0) * extent(mCache, 1))
+        for rX, there, head, column in held:
+            store_if(there & wanted, rX, target.address(head, column))

@@ -1,0 +1,1 @@
+"""What surrounds attention: its caches of keys and values."""

@@ -1,0 +1,101 @@
+"""Keys and values of new tokens into a cache: declaration, reference maths, cases."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.array_api import numbers
+from cute_ops.config import Tuning
+from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.ops.attention import config
+from cute_ops.shapes import FLOATS
+
+CASES = (
+    Case("llama3-8b-decode", {"p": 9, "s": 16, "h": 8, "d": 128, "e": 128, "m": (65,)}),
+    Case("llama3-8b-prefill", {"p": 3, "s": 80, "h": 8, "d": 128, "e": 128, "m": (2, 67)}, {"I": "int32"}),
+    Case("qwen2.5-0.5b", {"p": 9, "s": 64, "h": 2, "d": 64, "e": 64, "m": (257,)}),
+    Case("deepseek-v3", {"p": 4, "s": 64, "h": 16, "d": 192, "e": 128, "m": (33,)}),
+    Case("gemma3-4b", {"p": 2, "s": 128, "h": 4, "d": 256, "e": 256, "m": (2, 3)}, {"I": "int32"}),
+    Case("one-token", {"p": 1, "s": 7, "h": 3, "d": 80, "e": 80, "m": ()}),
+    Case("odd", {"p": 5, "s": 3, "h": 3, "d": 7, "e": 5, "m": (11,)}),
+    Case("more-tokens-than-slots", {"p": 2, "s": 3, "h": 1, "d": 12, "e": 36, "m": (5, 4)}, {"I": "int32"}),
+)  # fmt: skip
+
+
+def reference(xp: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any) -> tuple[Any, Any]:
+    pages, size = k_cache.shape[:2]
+    flat = xp.reshape(slots, (-1,))
+    tokens = flat.shape[0]
+    if tokens == 0:
+        return k_cache, v_cache
+    # Of every slot the last token that names it, if there is one.
+    order = xp.argsort(flat, stable=True)
+    ordered, places = xp.take(flat, order, axis=0), numbers(xp, pages * size, flat)
+    last = xp.searchsorted(ordered, places, side="right") - 1
+    last = xp.where(last < 0, xp.zeros_like(last), last)
+    named = xp.reshape(xp.take(ordered, last, axis=0) == places, (pages, size, 1, 1))
+    token = xp.take(order, last, axis=0)
+
+    def written(cache: Any, new: Any) -> Any:
+        rows = xp.take(xp.reshape(new, (tokens, *cache.shape[2:])), token, axis=0)
+        return xp.where(named, xp.reshape(rows, cache.shape), cache)
+
+    return written(k_cache, k), written(v_cache, v)
+
+
+def leave_out_duplicates(xp: Any, arrays: dict[str, Any]) -> None:
+    """Slots that differ. The other tokens are left out, by a slot before the first one or past the last one."""
+    slots, (pages, size) = arrays["slots"], arrays["k_cache"].shape[:2]
+    flat = slots.reshape(-1)
+    others = xp.setdiff1d(xp.arange(flat.size), xp.unique(flat, return_index=True)[1])
+    flat[others] = xp.where(others % 2 == 0, -1 - others, pages * size + others)
+    slots[...] = flat.reshape(slots.shape)
+
+
+append_kv = Op(
+    "append_kv",
+    inputs={
+        "k_cache": Tensor("p s h d", "T"),
+        "v_cache": Tensor("p s h e", "T"),
+        "k": Tensor("*m h d", "T"),
+        "v": Tensor("*m h e", "T"),
+        "slots": Tensor("*m", "I", upper_bound="p*s"),
+    },
+    outputs={},
+    mutates=("k_cache", "v_cache"),
+    dtypes={"T": FLOATS, "I": ("int64", "int32")},
+    static=("d", "e"),
+    sharding=Sharding(parallel=("h",)),
+    reference=reference,
+    kernel="cute_ops.kernels.attention.append_kv:AppendKV",
+    tuning=Tuning(config.append_kv),
+    cases=CASES,
+    arrange=leave_out_duplicates,
+    doc="""Keys and values of new tokens into a paged or contiguous cache, in place.
+
+    ``k_cache[slot // s, slot % s] = k[token]``, ``v_cache`` likewise, with ``slot = slots[token]``
+
+    Args:
+        k_cache: ``T[p s h d]``: (pages, page size, kv heads, headdim), float32, float16 or bfloat16; or (batch, longest
+            sequence, kv heads, headdim) of a contiguous cache, in which position t of sequence b is the slot ``b * s +
+            t``. All dims but the last may have any stride: one of ``kv[:, 0]`` and ``kv[:, 1]``, or heads before slots,
+            transposed. It is written.
+        v_cache: ``T[p s h e]``: as k_cache, with a headdim of its own, in other memory. It is written.
+        k: ``T[*m h d]``: (tokens, kv heads, headdim), or (batch, seqlen, kv heads, headdim); of any strides but the
+            last, as a slice of a fused projection has them.
+        v: ``T[*m h e]``.
+        slots: int64 or int32 ``[*m]``, of any strides: where a token goes. One outside of ``[0, p * s)``, such as -1,
+            leaves its token out. Slots differ: where two tokens name one, it is undefined whose numbers it gets.
+
+    Returns:
+        PyTorch: nothing, the caches are changed. JAX: ``(k_cache, v_cache)``, the new ones, in the memory of the old
+        ones where the program donates them or they are its own. Bits are copied; no gradient.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit, a last dim that is not contiguous, caches that share memory.
+        NotImplementedError: an input that requires a gradient.
+
+    Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
+    """,
+)
