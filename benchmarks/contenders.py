@@ -39,6 +39,8 @@ def make(contender: str, op: str, attrs: Mapping[str, Any] | None = None) -> Cal
         "XLA (jit)": _xla,
         "ours (JAX)": _ours_jax,
     }
+    if contender in JAX and BY_NAME[op].mutates:
+        return None  # the arrays are not donated, so a program would copy what it writes
     try:
         return makers[contender](op, attrs or {})
     except ImportError:
@@ -139,7 +141,15 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         last = F.pad(x[:, -taps:], (0, 0, max(taps - s, 0), 0))
         return F.silu(out) if attrs.get("activation") == "silu" else out, last
 
+    def append_kv(
+        k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        for cache, new in ((k_cache, k), (v_cache, v)):
+            cache.flatten(0, 1).index_copy_(0, slots, new)
+        return k_cache, v_cache
+
     return {
+        "append_kv": append_kv,
         "causal_conv1d": causal_conv1d,
         "cross_entropy_step": cross_entropy_step,
         "swiglu_again": swiglu_again,
@@ -245,8 +255,10 @@ def _liger(op: str, attrs: Mapping[str, Any]) -> Call | None:
 
 def overwrites_inputs(contender: str, op: str, direction: str) -> bool:
     """Liger's gated products write their gradients over their inputs, its rope its output over its input, its cross
-    entropy the gradient in the forward: they need copies.
+    entropy the gradient in the forward: they need copies, as all need of caches, which they write.
     """
+    if BY_NAME[op].mutates:
+        return True
     return contender == "Liger" and (op in ("rope", "cross_entropy") or (direction == "bwd" and "norm" not in op))
 
 
@@ -256,7 +268,20 @@ def _ours_torch(op: str, attrs: Mapping[str, Any]) -> Call:
     if op in expressed.NAMES:
         return cute_ops_torch.register(BY_NAME[op])
     function = getattr(cute_ops_torch, op, None)  # None for a part of our functions, which is an op only
+    if BY_NAME[op].mutates:
+        return _returning_written(function, op)
     return _with_attributes(function or getattr(torch.ops.cute, op), op, attrs)
+
+
+def _returning_written(function: Call, op: str) -> Call:
+    """The function of an op without outputs, which returns what it has written."""
+    places = [i for i, name in enumerate(BY_NAME[op].inputs) if name in BY_NAME[op].mutates]
+
+    def call(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        function(*tensors)
+        return tuple(tensors[i] for i in places)
+
+    return call
 
 
 def _ours_jax(op: str, attrs: Mapping[str, Any]) -> Call:

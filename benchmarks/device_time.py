@@ -97,7 +97,9 @@ def copy_rate(device: torch.device, gigabytes: float) -> list[float]:
 
 def expected(problem: Problem, direction: str, buffers: Buffers) -> list[torch.Tensor]:
     """The eager result in float32 on the same values."""
-    wide = Buffers(*(tuple(t.float() if t.is_floating_point() else t for t in part) for part in buffers))
+    copy = contenders.overwrites_inputs("torch eager", problem.op, direction)
+    widen = lambda t: t.to(torch.float32, copy=copy) if t.is_floating_point() else t  # noqa: E731
+    wide = Buffers(*(tuple(map(widen, part)) for part in buffers))
     eager = contenders.make("torch eager", problem.op, dict(problem.attrs))
     if eager is None:
         raise RuntimeError("PyTorch's own function is missing")
@@ -263,8 +265,8 @@ class Bench:
     ) -> str | None:
         """What disqualifies a result: other values, or what moves other bytes: other dtypes, views without memory."""
         if direction == "fwd":
-            made = problem.binding("fwd").outputs
-            arrays = [made[name] for name in problem.declaration.shown]
+            made, op = problem.binding("fwd").results, problem.declaration
+            arrays = [made[name] for name in (*op.mutates, *op.shown)]
         else:
             arrays = [a for n, a in problem.arrays().items() if n in problem.declaration.differentiable]
         dtypes = [a.dtype for a in ([arrays[i] for i in returned] if returned else arrays) if a]

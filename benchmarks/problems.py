@@ -121,22 +121,31 @@ class Problem:
         return bind(grad, {name: known.get(name) for name in grad.inputs}, dict(self.attrs))
 
     def bytes(self, direction: str) -> int:
-        """The least bytes that must move: every input read once, every output written once."""
+        """The least bytes that must move: every input read once, every output written once. Of a cache that is what
+        the new keys and values take.
+        """
         binding = self.binding(direction)
-        read = [a for name, a in binding.inputs.items() if not binding.op.inputs[name].unread]
-        arrays = [a for a in (*read, *binding.outputs.values()) if a]
+        op, inputs = binding.op, binding.inputs
+        read = [a for name, a in inputs.items() if not op.inputs[name].unread and name not in op.mutates]
+        written = [inputs[name.removesuffix("_cache")] for name in op.mutates]
+        arrays = [a for a in (*read, *written, *binding.outputs.values()) if a]
         return sum(math.prod(a.shape) * ITEMSIZE[a.dtype] for a in arrays)
 
     def tensors(self, device: torch.device, seed: int) -> dict[str, torch.Tensor]:
-        """Random inputs; weights around one."""
+        """Random inputs; weights around one, and another slot of a cache for each token."""
         generator = torch.Generator(device).manual_seed(seed)
+        sizes = {**self.declaration.example(self.lead or (self.rows,), self.n), **dict(self.sizes)}
         made = {}
         for name, (shape, dtype) in self.arrays().items():
             tensor = self.declaration.inputs[name]
             sliced = len(shape) - len(tensor.dims)  # the first dim of a row
             stretch = 3 if self.strided and tensor.rows and tensor.dims and not tensor.broadcast else 1
             full = tuple(size * stretch if i == sliced else size for i, size in enumerate(shape))
-            values = random_input(self.declaration, name, Array(full, dtype), {"n": self.n}, generator)
+            if name == "slots":
+                order = torch.randperm(tensor.bound(sizes), generator=generator, device=device)
+                made[name] = order[: self.rows].reshape(shape).to(getattr(torch, dtype))
+                continue
+            values = random_input(self.declaration, name, Array(full, dtype), sizes, generator)
             made[name] = values if stretch == 1 else values.narrow(sliced, 0, shape[sliced])
         return made
 
@@ -230,6 +239,13 @@ def _conv(batch: int, seqlen: int, channels: int, width: int = 4, activation: st
     return Problem("causal_conv1d", batch * seqlen, channels, lead=(batch,), sizes=sizes, attrs=attrs, **more)
 
 
+def _append(tokens: int, heads: int, headdim: int, of_values: int | None = None, **more: Any) -> Problem:
+    """Into a cache with pages of 16 slots, twice as many slots as tokens."""
+    e = of_values or headdim
+    sizes = (("p", max(tokens // 8, 1)), ("s", 16), ("h", heads), ("d", headdim), ("e", e))
+    return Problem("append_kv", tokens, heads * (headdim + e), sizes=sizes, **more)
+
+
 _ROWS = ((16384, 8192), (32768, 4096), (65536, 1024), (262144, 128), (4096, 32768), (16384, 4097), (64, 4096))
 _EXACT = (("approximate", "none"),)
 _PROBLEMS: dict[str, tuple[Problem, ...]] = {
@@ -291,6 +307,11 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         _conv(8, 4096, 2048, dtype="float32"),
     ),
     **{name: tuple(Problem(name, *s) for s in _ROWS) for name in expressed.NAMES},
+    # Prefills and steps of decoding: Llama 3 8B, also from a fused projection, DeepSeek-V3, Qwen 2.5 0.5B.
+    "append_kv": (
+        _append(32768, 8, 128), _append(32768, 8, 128, strided=True), _append(4096, 128, 192, 128),
+        _append(131072, 2, 64), _append(256, 8, 128), _append(64, 8, 128, dtype="float32"), _append(64, 2, 64),
+    ),
     "rope_bwd_joined": (_qk("rope_bwd_joined", 4, 4096, 32, 8), _qk("rope_bwd_joined", 4, 4096, 32, 8, 64)),
 }  # fmt: skip
 _SPECIAL = (

@@ -48,6 +48,8 @@ def test_least_bytes() -> None:
     assert Problem("silu_mul", rows, n).bytes("bwd") == 2 * 5 * whole
     blocks = Problem("quantize_fp8", rows, 3 * n, attrs=(("block", 128),))
     assert blocks.bytes("fwd") == (2 + 1) * 3 * whole + 4 * 2 * rows
+    sizes = (("p", 300), ("s", 16), ("h", 2), ("d", 24), ("e", 8))
+    assert Problem("append_kv", rows, n, sizes=sizes).bytes("fwd") == 2 * 2 * whole + 8 * rows
 
 
 def test_grid_has_no_problem_twice_and_all_bind() -> None:
@@ -98,6 +100,18 @@ def test_device_time_smoke(tmp_path: Path) -> None:
     flat = [r for r in flat if r not in views]
     assert {r["status"] for r in flat} == {"ok"}
     assert all(float(r["us_min"]) <= float(r["us"]) <= float(r["us_max"]) for r in flat)
+
+
+def test_who_writes_no_cache_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each contender has caches of its own, which nobody else has written."""
+    made = device_time.contenders.make
+    idle = {"Liger": lambda k_cache, v_cache, *_: (k_cache, v_cache)}
+    monkeypatch.setattr(device_time.contenders, "make", lambda name, *call: idle.get(name) or made(name, *call))
+    names = ["torch eager", "ours (torch)", "Liger", "ours (JAX)"]
+    device_time.main(["--cpu-smoke", "--ops", "append_kv", "--contenders", *names, "--out", str(tmp_path)])
+    rows = [row for row in common.read(tmp_path / "device_time.csv") if row["op"] == "append_kv"]
+    statuses = [row["status"].partition(":")[0] for row in rows]
+    assert statuses == ["ok", "ok", "wrong", "not available"] * 2
 
 
 def test_wrong_and_failing_contenders_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
