@@ -15,6 +15,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 import cute_ops_jax
 from cute_ops import lookup, testing
+from cute_ops.ops.attention.append_kv import append_kv as APPEND
 from cute_ops_jax.tools import runner
 
 WRITING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
@@ -151,3 +152,52 @@ def test_what_is_written_stays_on_its_devices(explicit: bool) -> None:
         cache = jax.device_put(rows(12), NamedSharding(mesh, PartitionSpec()))
         index = jnp.arange(8, dtype=jnp.int32)
         np.testing.assert_array_equal(jax.jit(STORE)(cache, x, index)[:8], rows(8) + 1)
+
+
+HEADS, SLOTS = (4, 8), jnp.array([7, 0, -1, 11, 12], jnp.int32)
+
+
+def tokens(count: int, seed: int) -> jax.Array:
+    return jax.random.normal(jax.random.key(seed), (count, *HEADS))
+
+
+def appended(cache: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
+    """Tokens whose slot is none of the cache's are left out, negative ones too."""
+    return cache.reshape(-1, *HEADS).at[jnp.where(slots < 0, 12, slots)].set(new, mode="drop").reshape(cache.shape)
+
+
+def test_decoding_copies_no_cache(through_ffi: Any) -> None:
+    """Prefill, then a loop of steps, in caches that the caller donates."""
+    append = through_ffi(APPEND)
+
+    def decode(caches: Any, k: jax.Array, v: jax.Array, how: Any) -> Any:
+        caches = how(*caches, k, v, SLOTS)
+        return jax.lax.fori_loop(0, 4, lambda i, c: how(*c, k[:1] + i, v[:1] + i, i[None] + 4), caches)
+
+    by_hand = lambda kc, vc, k, v, slots: (appended(kc, k, slots), appended(vc, v, slots))  # noqa: E731
+    caches, k, v = tuple(tokens(12, i).reshape(3, 4, *HEADS) for i in range(2)), tokens(5, 2), tokens(5, 3)
+    expected = decode(caches, k, v, by_hand)
+    compiled = jax.jit(lambda c, k, v: decode(c, k, v, append), donate_argnums=0).lower(caches, k, v).compile()
+    text = compiled.as_text()
+    assert "{0}: (0, {}, may-alias), {1}: (1, {}, may-alias)" in text
+    assert not re.findall(r"f32\[3,4,4,8\]\S* copy\(", text)
+    for got, right in zip(compiled(caches, k, v), expected, strict=True):
+        np.testing.assert_array_equal(got, right)
+
+
+@pytest.mark.parametrize("explicit", [False, True], ids=["automatic", "explicit"])
+def test_devices_write_their_heads_of_caches(explicit: bool, through_ffi: Any, fake_kernels: Any) -> None:
+    kind = jax.sharding.AxisType.Explicit if explicit else jax.sharding.AxisType.Auto
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
+    append, caches = through_ffi(APPEND), [tokens(12, i).reshape(3, 4, *HEADS) for i in range(2)]
+    k, v = tokens(5, 2), tokens(5, 3)
+    with jax.set_mesh(mesh):
+        place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
+        given = [place(a, *(None,) * (a.ndim - 2), "d", None) for a in (*caches, k, v)]
+        compiled = jax.jit(append).lower(*given, place(SLOTS)).compile()
+        got = jax.block_until_ready(compiled(*given, place(SLOTS)))
+    assert not re.findall(r"\ball-\w+|collective-permute", compiled.as_text())
+    assert [shapes[:3] for _, shapes in fake_kernels.calls] == [[(3, 4, 1, 8), (3, 4, 1, 8), (5, 1, 8)]] * 4
+    for one, cache, new in zip(got, caches, (k, v), strict=True):
+        assert one.sharding.is_equivalent_to(given[0].sharding, 4)
+        np.testing.assert_array_equal(one, appended(cache, new, SLOTS))

@@ -96,7 +96,7 @@ ON_GPUS = ("rmsnorm", "layernorm", "rope", "cross_entropy")
 
 
 def everything(world: World) -> list[tuple[Op, Any]]:
-    ops = [(op, torch.ops.cute) for op in OPS if not world.few or op.name in ON_GPUS]
+    ops = [(op, torch.ops.cute) for op in OPS if not op.mutates and (not world.few or op.name in ON_GPUS)]
     mine = my_own()
     return [(op, getattr(space, op.name).default) for op, space in [*ops, (mine, torch.ops.mine)]]
 
@@ -159,6 +159,29 @@ def every_op_stays_on_its_rows(world: World) -> None:
             for name, gradient in gradients.items():
                 parts = tuple(c if c.is_replicate() else Partial() for c in cuts)
                 assert gradient.placements == (cuts if op.inputs[name].rows else parts), (op.name, name)
+
+
+@check
+def caches_share_their_heads(world: World) -> None:
+    """Ranks write their heads without a collective. Tokens that one rank has go to all where all have the caches."""
+    if world.few:
+        return
+    torch.manual_seed(0)
+    heads, slots = 2 * world.line.size(), torch.tensor([7, 0, -1, 11, 3, 12])
+    whole = [torch.randn(3, 4, heads, 8) for _ in "kv"] + [torch.randn(6, heads, 8) for _ in "kv"]
+    expected = [cache.clone() for cache in whole[:2]]
+    cute_ops_torch.append_kv(*expected, *whole[2:], slots)
+    for of_caches, of_tokens, of_slots, count in (
+        (Shard(2), Shard(1), Replicate(), 0), (Replicate(), Replicate(), Replicate(), 0),
+        (Replicate(), Shard(0), Shard(0), 3), (Shard(2), Replicate(), Shard(0), 1),
+    ):  # fmt: skip
+        given = [spread(t.clone(), world.line, [of_caches]) for t in whole[:2]]
+        given += [spread(t, world.line, [of_tokens]) for t in whole[2:]]
+        with CommDebugMode() as moved:
+            cute_ops_torch.append_kv(*given, spread(slots, world.line, [of_slots]))
+        assert moved.get_total_counts() == count, (of_caches, of_tokens, moved.get_comm_counts())
+        for got, right in zip(given[:2], expected, strict=True):
+            world.close(got, right)
 
 
 @check

@@ -13,6 +13,7 @@ import cute_ops_torch
 from cute_ops import FLOATS, Case, Op, testing
 from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.norm.layernorm import layernorm
+from cute_ops_torch.tools import runner
 
 pytestmark = pytest.mark.gpu
 
@@ -186,7 +187,7 @@ def test_errors_on_a_gpu() -> None:
 @pytest.mark.feature("GPU: streams")
 def test_current_stream_is_used(any_op: Op, make_inputs: Callable[..., Any]) -> None:
     for declared in filter(None, (any_op, any_op.grad)):
-        raw = getattr(torch.ops.cute, declared.name)
+        raw = runner.functional(declared)
         given = make_inputs(declared, (4096,), 4096, device="cuda")
         expected = as_tuple(raw(*given))
         stream = torch.cuda.Stream()
@@ -207,7 +208,7 @@ def test_cuda_graph(any_op: Op, make_inputs: Callable[..., Any], warm: bool) -> 
     # Sizes that no other test uses, so that the kernel is loaded for the first time inside the capture.
     n = 1536 if warm else 1152 + 128 * (*OPS, *PARTS).index(any_op)
     tensors = make_inputs(any_op, (64,), n, torch.bfloat16, "cuda")
-    raw = getattr(torch.ops.cute, any_op.name)
+    raw = runner.functional(any_op)
     if warm:
         raw(*tensors)
     torch.cuda.synchronize()
@@ -283,6 +284,24 @@ def test_more_than_2_31_elements(op: Op, n: int) -> None:
         torch.cuda.empty_cache()
 
 
+@pytest.mark.parametrize("first", ["pages", "heads"])
+def test_slots_of_a_cache_of_more_than_2_31_elements(first: str) -> None:
+    """The last page's too, compact and with heads before slots."""
+    pages, size, heads, d, e = 2**31 // (16 * 8 * 128) + 5, 16, 8, 128, 8
+    shapes = [(pages, size, heads, n) if first == "pages" else (pages, heads, size, n) for n in (d, e)]
+    if torch.cuda.mem_get_info()[0] < 4 * sum(map(math.prod, shapes)):
+        pytest.skip("not enough free GPU memory for 2^31 elements")
+    made = [torch.full(shape, torch.nan, dtype=torch.bfloat16, device="cuda") for shape in shapes]
+    caches = made if first == "pages" else [cache.transpose(1, 2) for cache in made]
+    new = [torch.randn(5, heads, n, dtype=torch.bfloat16, device="cuda") for n in (d, e)]
+    slots = torch.tensor([0, 2**31 // (heads * d), -1, pages * size - 1, pages * size], device="cuda")
+    cute_ops_torch.append_kv(*caches, *new, slots)
+    kept = slots[[0, 1, 3]]
+    for cache, rows in zip(caches, new, strict=True):
+        assert torch.equal(cache[kept // size, kept % size], rows[[0, 1, 3]])
+        assert sum(int((~page.isnan()).sum()) for page in cache.split(4096)) == 3 * rows[0].numel()
+
+
 @pytest.mark.parametrize(
     "mode",
     [
@@ -317,7 +336,7 @@ def test_every_device(any_op: Op, make_inputs: Callable[..., Any]) -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("one GPU only")
     tensors = make_inputs(any_op, (33,), 256, device="cuda:0")
-    raw = getattr(torch.ops.cute, any_op.name)
+    raw = runner.functional(any_op)
     expected = as_tuple(raw(*tensors))
     for index in range(1, torch.cuda.device_count()):
         outs = as_tuple(raw(*[t.to(f"cuda:{index}") for t in tensors]))

@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 
 import cute_ops_torch
 from cute_ops import lookup, testing
+from cute_ops.ops.attention.append_kv import append_kv
+from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.tools import runner
 
 WRITING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "writing.py"))
@@ -172,3 +174,83 @@ def test_an_empty_call_changes_nothing() -> None:
     before = cache.clone()
     store(cache, rows(0), INDEX[:0])
     assert torch.equal(cache, before)
+
+
+HEADS, SLOTS = (2, 8), torch.tensor([7, 0, -1, 11, 12])
+
+
+def caches(layout: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of three pages of four slots: halves of one array, side by side in each page, or heads before slots."""
+    if layout == "halves":
+        return torch.randn(2, 3, 4, *HEADS).unbind(0)
+    if layout == "side by side":
+        return torch.randn(3, 2, 4, *HEADS).unbind(1)
+    return torch.randn(2, 3, HEADS[0], 4, HEADS[1]).transpose(2, 3).unbind(0)
+
+
+def appended(cache: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+    """What index_put gives, in an array of its own."""
+    kept = SLOTS.ge(0) & SLOTS.lt(12)
+    return cache.clone().index_put((SLOTS[kept] // 4, SLOTS[kept] % 4), new[kept])
+
+
+@pytest.mark.parametrize("layout", ["halves", "side by side", "heads first"])
+@pytest.mark.parametrize("how", ["eager", "launched", "compiled"])
+def test_a_decode_step_writes_caches_where_they_lie(layout: str, how: str, compiled: Any) -> None:
+    """From slices of a fused projection, without a copy of either."""
+    step: Any = {"eager": cute_ops_torch.append_kv, "launched": Launcher(append_kv).launch}.get(how)
+    step = step or torch.compile(cute_ops_torch.append_kv, fullgraph=True)
+    given, (_, k, v) = caches(layout), torch.randn(5, 3, *HEADS).unbind(1)
+    expected = [appended(cache, new) for cache, new in zip(given, (k, v), strict=True)]
+    for _ in range(2):
+        assert not step(*given, k, v, SLOTS)
+    torch.testing.assert_close(given, tuple(expected), rtol=0, atol=0)
+    if how == "launched":
+        keys = {key.name: key.layout for key in compiled.variants[-1].args}
+        assert keys == {
+            "k_cache": "flat" if layout == "halves" else "strided", "v_cache": keys["k_cache"],
+            "k": "strided", "v": "strided", "slots": "flat",
+        }  # fmt: skip
+
+
+def test_a_compiled_decode_step_copies_no_cache() -> None:
+    def step(k_cache: torch.Tensor, v_cache: torch.Tensor, qkv: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+        q, k, v = (part.unflatten(-1, HEADS) for part in (qkv * 2).chunk(3, -1))
+        cute_ops_torch.append_kv(k_cache, v_cache, k, v, slots)
+        return (q[:, None, None] * (k_cache + v_cache)).sum((1, 2))
+
+    qkv, eager = torch.randn(5, 3 * 16), caches("halves")
+    compiled = tuple(cache.clone() for cache in eager)
+    expected = step(*eager, qkv, SLOTS)
+    got, (code,) = run_and_get_code(torch.compile(step, fullgraph=True), *compiled, qkv, SLOTS)
+    torch.testing.assert_close((got, compiled), (expected, eager))
+    assert code.count("torch.ops.cute.append_kv.default(") == 1
+    assert "copy_" not in code and "empty_strided_cpu((3, 4, 2, 8)" not in code
+
+
+def test_caches_that_share_memory_and_gradients_are_refused() -> None:
+    cache, new = torch.zeros(3, 4, *HEADS), torch.zeros(5, *HEADS)
+    with pytest.raises(ValueError, match="`k_cache` is written, but shares memory with `v_cache`"):
+        cute_ops_torch.append_kv(cache, cache, new, new, SLOTS)
+    with pytest.raises(NotImplementedError, match="`k` requires grad, but an op that writes its inputs has no"):
+        cute_ops_torch.append_kv(cache, cache.clone(), new.requires_grad_(), new, SLOTS)
+
+
+def test_vmap_over_caches() -> None:
+    given, new = [torch.stack(caches("halves")) for _ in range(2)], torch.randn(2, 5, *HEADS)
+    expected = [[appended(cache, new[i]) for i, cache in enumerate(both)] for both in given]
+    torch.vmap(lambda k_cache, v_cache, x: cute_ops_torch.append_kv(k_cache, v_cache, x, x, SLOTS), out_dims=None)(
+        *given, new
+    )
+    for got, both in zip(given, expected, strict=True):
+        assert torch.equal(got, torch.stack(both))
+
+
+@pytest.mark.parametrize("change", [{"slots": SLOTS.float()}, {"v": torch.zeros(5, 3, 8)}, {"k": torch.zeros(4, 2, 8)}])
+def test_what_does_not_fit_writes_nothing(change: dict[str, torch.Tensor]) -> None:
+    given, new = caches("halves"), torch.zeros(5, *HEADS)
+    before = [cache.clone() for cache in given]
+    arguments = {"k_cache": given[0], "v_cache": given[1], "k": new, "v": new, "slots": SLOTS, **change}
+    with pytest.raises((TypeError, ValueError), match=r"^cute\.append_kv: argument "):
+        cute_ops_torch.append_kv(**arguments)
+    assert all(map(torch.equal, given, before))
