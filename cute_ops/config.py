@@ -49,7 +49,9 @@ def flat(config: KernelConfig | Config) -> dict[str, Any]:
 
 
 class Problem(NamedTuple):
-    """What a heuristic may look at: sizes, dtypes and alignments by tensor name, and the target."""
+    """What a heuristic may look at: sizes, dtypes and alignments by tensor name, and the target; of a tensor of which
+    one of several dims is contiguous, which.
+    """
 
     m: int
     n: int | None
@@ -59,6 +61,7 @@ class Problem(NamedTuple):
     attrs: Mapping[str, Any]
     arch: str
     sm_count: int
+    contiguous: Mapping[str, str] = {}
 
     def size(self, name: str) -> int:
         """The size of a dim; of leading dims their product."""

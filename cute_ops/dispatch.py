@@ -40,12 +40,12 @@ def choose(binding: Binding, memory: Mapping[str, Memory], target: Target, devic
 
     Args:
         binding: a checked call with concrete sizes.
-        memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
+        memory: where inputs lie, and outputs that are given; what is missing here is compact and 16-byte aligned.
         target: what the kernel is compiled for.
         device: the GPU to measure on where ``CUTE_OPS_TUNE=1``; None where nothing can be measured.
 
     Raises:
-        ValueError: a last dim that is not contiguous.
+        ValueError: an input does not lie as its declaration demands.
         NotImplementedError: the target is older than the op's kernels.
     """
     chosen = _plan(binding, memory, target, _specialize(binding), device)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from copy import copy
 from functools import cached_property, partial, update_wrapper
 from itertools import combinations
@@ -65,6 +65,9 @@ class _TensorFields(NamedTuple):
     donates: str | None = None
     accumulates: Accumulation | None = None
     skippable: bool = False
+    contiguous: str | tuple[str, ...] | None = None
+    align: int = 0
+    otherwise: str = "refuse"
 
 
 class Tensor(_TensorFields):
@@ -95,6 +98,13 @@ class Tensor(_TensorFields):
             the tolerance is that of sums in float32 by the framework, which add up pairs or blocks.
         skippable: for outputs of a backward op: its kernel gets None for this one, and spares its work, where nobody
             wants this gradient. The reference always returns it.
+        contiguous: the dim whose elements are neighbours in memory, ``"k"``; or several, ``("k", "n")``, of which one
+            is, the first where several are: each is a kernel of its own, which knows which. The name of leading dims
+            means the last of them. The other dims have any strides. ``()`` leaves all strides free. By default the last
+            of its own dims is contiguous.
+        align: bytes, at most 16, that divide the address and the strides of all dims but the contiguous one: 16 where
+            TMA loads it. By default any alignment is a kernel of its own.
+        otherwise: what happens with an argument that does not lie so: it is refused, or with ``"copy"`` copied.
     """
 
     # Cached: binding and planning ask for the parts of a shape some forty times per call.
@@ -112,6 +122,43 @@ class Tensor(_TensorFields):
     def broadcast(self) -> bool:
         """Whether some of the leading dims may be missing."""
         return parse(self.shape).broadcast
+
+    @cached_property
+    def may_be_contiguous(self) -> tuple[str, ...]:
+        """The dims of which one is contiguous in memory, the preferred one first; none where all strides are free."""
+        if self.contiguous is None:
+            return tuple(str(d) for d in self.dims[-1:])
+        return (self.contiguous,) if isinstance(self.contiguous, str) else self.contiguous
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Where these dims are, counted from the end: -1 is the last."""
+        if self.contiguous is None:
+            return (-1,) if self.dims else ()
+        names = (self.rows, *map(str, self.dims))
+        return tuple(names.index(name) - len(names) for name in self.may_be_contiguous)
+
+    def contiguous_place(self, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
+        """Which of :attr:`places` is contiguous in memory with these strides; None where none is. A dim of one element
+        is, and of leading dims such ones do not count.
+        """
+        return next((p for p in self.places if self._is_contiguous(p, shape, strides)), None)
+
+    def _is_contiguous(self, place: int, shape: Sequence[Any], strides: Sequence[Any]) -> bool:
+        if place >= -len(self.dims):
+            # Strides first, so that the usual case asks nothing of a symbolic size.
+            return bool(strides[place] == 1 or shape[place] <= 1)
+        lead = len(shape) - len(self.dims)
+        stepped = [stride for size, stride in zip(shape[:lead], strides[:lead], strict=True) if size != 1]
+        return not stepped or bool(stepped[-1] == 1)
+
+    def memory_order(self, rank: int, place: int) -> tuple[int, ...]:
+        """All dims from the outermost in memory to the one at this place, which is contiguous. Leading dims stay
+        together, so that they can be merged.
+        """
+        lead = rank - len(self.dims)
+        inner = range(lead) if place < -len(self.dims) else range(rank + place, rank + place + 1)
+        return (*(i for i in range(rank) if i not in inner), *inner)
 
     def of(self, dims: Mapping[str, Any]) -> tuple[Any, ...]:
         """The shape for these sizes, with all leading dims."""

@@ -34,6 +34,7 @@ def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
     yield from _dtypes(op, frozenset(itemsize))
     yield from _outputs(op)
     yield from _dims(op)
+    yield from _memory(op)
     yield from _gradient(op)
 
 
@@ -231,6 +232,32 @@ def _dims(op: Op) -> Iterator[str]:
     for name, t in tensors:
         if any(not d.name and shared.intersection(d.names) for d in t.dims):
             yield f"a slice of a dim that devices share is no slice of {name}: {t.shape!r}"
+
+
+def _memory(op: Op) -> Iterator[str]:
+    """Where tensors lie."""
+    for name, t in [*op.inputs.items(), *op.outputs.items()]:
+        if t.contiguous is not None:
+            yield from _contiguous(name, t, name in op.outputs)
+        if t.align not in (0, 2, 4, 8, 16):
+            yield f"{name}: align must be 2, 4, 8 or 16 bytes, got {t.align!r}"
+        if t.align and not t.may_be_contiguous:
+            yield f"{name}: align is of strides beside a contiguous dim, and it has none"
+        if t.otherwise not in ("refuse", "copy"):
+            yield f"{name}: otherwise must be 'refuse' or 'copy', got {t.otherwise!r}"
+        if t.otherwise == "copy" and (name in op.outputs or name in op.mutates):
+            yield f"{name} is written, so a copy cannot stand for it: otherwise='copy' is for inputs that are read"
+
+
+def _contiguous(name: str, tensor: Tensor, is_output: bool) -> Iterator[str]:
+    own = [*([] if tensor.broadcast or not tensor.rows else [tensor.rows]), *(str(d) for d in tensor.dims)]
+    given = tensor.may_be_contiguous
+    if not isinstance(given, tuple) or not all(isinstance(word, str) for word in given):
+        yield f"{name}: contiguous must be a dim's name or a tuple of names, got {given!r}"
+    elif lost := [dim for dim in given if own.count(dim) != 1 or given.count(dim) != 1]:
+        yield f"{name}: contiguous names {lost[0]!r}, which must be one of its dims, once; they are {own}"
+    elif is_output and -1 not in tensor.places:
+        yield f"output {name!r} is made compact, so its last dim must be one of those that may be contiguous"
 
 
 def _bound(tensors: Iterable[Tensor]) -> set[str]:

@@ -74,6 +74,7 @@ def register_lowering(
     body: Callable[..., Sequence[Any]],
     platform: str | None = None,
     spread: Callable[..., Sequence[Any]] | None = None,
+    transposed: bool = False,
 ) -> None:
     """Lower a primitive by tracing ``body(*arrays, **params)``.
 
@@ -83,15 +84,28 @@ def register_lowering(
         platform: the platform to lower for; None for every platform that has no rule of its own.
         spread: the body to trace instead where XLA partitions the program over several devices; it gets their number
             as ``devices``.
+        transposed: whether ``body`` gets for each operand, as ``last_dims``, which of its dims was the last before the
+            program transposed it, counted from the end; None where it did not.
     """
 
     def rule(context: Any, *operands: Any, **params: Any) -> Any:
         axes = context.module_context.axis_context
-        many = isinstance(axes, ShardingContext) and axes.num_devices > 1
-        chosen = partial(spread, devices=axes.num_devices) if spread is not None and many else body
+        chosen: Callable[..., Any] = partial(body, last_dims=tuple(map(_last_dim, operands))) if transposed else body
+        if spread is not None and isinstance(axes, ShardingContext) and axes.num_devices > 1:
+            chosen = partial(spread, devices=axes.num_devices)
         return mlir.lower_fun(chosen, multiple_results=True)(context, *operands, **params)
 
-    mlir.register_lowering(primitive, rule, platform=platform)
+    # A lowering that JAX keeps for other calls sees no operands.
+    mlir.register_lowering(primitive, rule, platform=platform, cacheable=not transposed)
+
+
+def _last_dim(operand: Any) -> int | None:
+    """Which dim of an operand was the last before the program transposed it, counted from the end."""
+    made_by = operand.owner
+    if getattr(made_by, "name", "") != "stablehlo.transpose":
+        return None
+    order = list(made_by.attributes["permutation"])
+    return order.index(len(order) - 1) - len(order)
 
 
 def needs_devices(primitive: Primitive) -> None:

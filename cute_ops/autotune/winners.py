@@ -60,7 +60,8 @@ def items(config: Config) -> Items:
 def class_of(op: Op, problem: Problem) -> str:
     """The class of a call, in words: ``rmsnorm sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=4096``.
 
-    An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes.
+    An op whose kernel is none of ours is named with it. A tensor's number is the alignment of its rows in bytes;
+    ``w|k`` says that k is contiguous in w, where another dim may be.
     Attributes are there where they differ from their defaults, of numbers only whether they are zero. Other dims than
     the static ones are there by their bucket, ``rows<=64 k>4096``, where the op's space has buckets for them.
     """
@@ -68,6 +69,7 @@ def class_of(op: Op, problem: Problem) -> str:
     own = op.kernel.startswith("cute_ops.kernels.")
     words = [op.name if own else f"{op.name}({op.kernel})", f"{problem.arch}:{problem.sm_count}"]
     words += [f"{name}:{dtype}/{problem.aligns[name]}" for name, dtype in problem.dtypes.items()]
+    words += [f"{name}|{dim}" for name, dim in problem.contiguous.items()]
     words += [f"{name}={problem.dims[name]}" for name in op.static]
     for name, value in problem.attrs.items():
         default = op.attrs[name]

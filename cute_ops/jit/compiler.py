@@ -100,8 +100,9 @@ def _entry(kernel: Any, variant: Variant) -> Any:
     """The exported function: it takes what is present and hands the kernel each argument once, None for the others."""
     from cute_ops.kernels.lib.entry import Entry
 
-    taken = [name for name, key in zip(variant.names, variant.args, strict=True) if key]
-    return Entry(kernel, tuple(taken.index(name) if name in taken else None for name in dict.fromkeys(variant.names)))
+    taken = {name: k for k, name in enumerate(n for n, key in zip(variant.names, variant.args, strict=True) if key)}
+    orders = {taken[n]: key.order for n, key in variant.tensors.items() if key and key.order}
+    return Entry(kernel, tuple(taken.get(name) for name in dict.fromkeys(variant.names)), orders)
 
 
 def _fake(key: TensorKey) -> Any:
@@ -109,7 +110,8 @@ def _fake(key: TensorKey) -> Any:
 
     if key.layout == "number":
         return _dtype(key.dtype)(0)
-    shape = tuple(cute.sym_int64() if size is None else size for size in key.shape)
+    sizes = [key.shape[i] for i in key.passed]
+    shape = tuple(cute.sym_int64() if size is None else size for size in sizes)
     dtype = _dtype(key.dtype)
     if key.layout == "flat":
         order = tuple(reversed(range(key.rank)))

@@ -1,9 +1,10 @@
 """How the arrays of a call lie in memory, and as what tensors a kernel gets them.
 
 Kernels see a row-wise tensor either *flat*, compact and of any rank, or *strided*, with free strides on
-its leading dims. Leading dims that memory allows to merge are merged first (a view, never a copy), so
+all dims but the contiguous one. Leading dims that memory allows to merge are merged first (a view, never a copy), so
 that ``qkv[:, :, :h]`` costs no more than its strides force. Without leading dims it is one row: a kernel's
-row-wise tensors have at least one leading dim.
+row-wise tensors have at least one leading dim. What is contiguous in another dim than its last is passed as a view
+with that dim last.
 """
 
 from __future__ import annotations
@@ -42,10 +43,12 @@ class Layout(NamedTuple):
     Attributes:
         keys: what the kernel knows of each tensor, None for an absent one.
         views: how to pass the arrays that are not passed as they are.
+        copies: the inputs to copy first, into memory with these strides.
     """
 
     keys: dict[str, TensorKey | None]
     views: dict[str, View]
+    copies: dict[str, tuple[int, ...]]
 
 
 def compact(shape: Sequence[int]) -> tuple[int, ...]:
@@ -58,14 +61,16 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
 
     Args:
         binding: a checked call with concrete sizes.
-        memory: where each input lies; an input that is missing here, and every output, is compact and 16-byte aligned.
+        memory: where inputs lie, and outputs that are given; what is missing here is compact and 16-byte aligned.
         static: the sizes of dims that are compile-time constants; None for a dim that is dynamic.
 
     Raises:
-        ValueError: the last dim of an input is not contiguous.
+        ValueError: an input does not lie as its declaration demands.
     """
-    check_last_dim(binding, memory)
-    op = binding.op
+    op, copies = binding.op, check_memory(binding, memory)
+    given = {name: array for name, array in binding.inputs.items() if array is not None}
+    tight = {name: preferred(op.inputs[name], a.shape) for name, a in given.items() if name not in memory}
+    memory = {**memory, **{name: Memory(strides) for name, strides in {**tight, **copies}.items()}}
     views = _expanded(binding, memory)
     for group in groups(binding):
         views |= _merge_leading(binding, memory, group)
@@ -82,31 +87,93 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
         known: list[int | None] = [None] * (len(shape) - len(tensor.dims))
         known += [static.get(d.name) if d.name else d.of(static) for d in tensor.dims]
         strides = view.strides if view else place.strides
-        if tensor.dims:
-            keys[name] = tensor_key(name, array.dtype, shape, tuple(known), Memory(strides, place.address))
-        else:
-            keys[name] = _row_key(name, array.dtype, shape, tuple(known), strides)
-    return Layout(keys, views)
-
-
-def check_last_dim(binding: Binding, memory: Mapping[str, Memory]) -> None:
-    """Raise ValueError unless the last dim of every input is contiguous."""
-    for name, where in memory.items():
-        array = binding.inputs[name]
-        if array is None or not binding.op.inputs[name].dims:
+        if not has_contiguous(tensor):
+            keys[name] = _scattered_key(name, array.dtype, shape, tuple(known), strides)
             continue
-        if array.shape[-1] > 1 and math.prod(array.shape) and where.strides[-1] != 1:
-            problem = (
-                f"argument `{name}` has stride {where.strides[-1]} in its last dim, expected 1. "
-                "Other dims may have any stride; call .contiguous() where you accept the copy."
-            )
+        order: tuple[int, ...] = ()
+        if (contiguous := contiguous_place(tensor, shape, strides)) not in (-1, None):
+            order = tensor.memory_order(len(shape), contiguous)
+            shape, strides = (tuple(each[i] for i in order) for each in (shape, strides))
+            strides = (*strides[:-1], 1)  # also that of a dim of one element
+            views[name] = View(shape, strides)
+        key = tensor_key(name, array.dtype, shape, tuple(known), Memory(strides, place.address))
+        keys[name] = key._replace(order=order)
+    return Layout(keys, views, copies)
+
+
+def check_memory(binding: Binding, memory: Mapping[str, Memory]) -> dict[str, tuple[int, ...]]:
+    """The inputs that are copied before a kernel takes them, with the strides of their copies.
+
+    Raises:
+        ValueError: an input does not lie as its declaration demands, and is not to be copied.
+    """
+    copies: dict[str, tuple[int, ...]] = {}
+    for name, array in binding.inputs.items():
+        tensor, where = binding.op.inputs[name], memory.get(name)
+        if array is None or 0 in array.shape or not (where or tensor.align):
+            continue
+        problem = _misplaced(name, tensor, array, where or Memory(preferred(tensor, array.shape)))
+        if problem and where and tensor.otherwise == "copy":
+            copies[name] = preferred(tensor, array.shape)
+            problem = _misplaced(name, tensor, array, Memory(copies[name]))
+        if problem:
             raise ValueError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
+    return copies
+
+
+def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
+    """What is wrong with the place of an array; empty where nothing is."""
+    if not has_contiguous(tensor):
+        return ""
+    contiguous = contiguous_place(tensor, array.shape, where.strides)
+    if contiguous is None:
+        others = "Other dims may have any stride; call .contiguous() where you accept the copy."
+        if tensor.contiguous is None:
+            return f"argument `{name}` has stride {where.strides[-1]} in its last dim, expected 1. {others}"
+        dims = " or ".join(tensor.may_be_contiguous)
+        return f"argument `{name}` has strides {tuple(where.strides)}, expected 1 in {dims}."
+    if not tensor.align:
+        return ""
+    if where.address % tensor.align:
+        return f"argument `{name}` lies {where.address % tensor.align} bytes off a multiple of {tensor.align} bytes."
+    stepped = [s for k, s in enumerate(where.strides) if k != len(where.strides) + contiguous and array.shape[k] > 1]
+    if odd := [s for s in stepped if s * ITEMSIZE[array.dtype] % tensor.align]:
+        return (
+            f"argument `{name}` has a stride of {odd[0]} elements, expected a multiple of "
+            f"{tensor.align // math.gcd(tensor.align, ITEMSIZE[array.dtype])}: pad its rows."
+        )
+    return ""
+
+
+# A declaration that says nothing is answered here: the first call of an op should not go back and forth between files.
+
+
+def has_contiguous(tensor: Tensor) -> bool:
+    """Whether one of the dims must be contiguous."""
+    return bool(tensor.dims if tensor.contiguous is None else tensor.contiguous)
+
+
+def contiguous_place(tensor: Tensor, shape: Sequence[Any], strides: Sequence[Any]) -> int | None:
+    """:meth:`Tensor.contiguous_place`."""
+    if tensor.contiguous is not None:
+        return tensor.contiguous_place(shape, strides)
+    # Strides first, so that the usual case asks nothing of a symbolic size.
+    return -1 if tensor.dims and (strides[-1] == 1 or shape[-1] <= 1) else None
+
+
+def preferred(tensor: Tensor, shape: Sequence[int], place: int | None = None) -> tuple[int, ...]:
+    """The strides of a compact array whose dim at this place is contiguous, by default the one that is preferred."""
+    if not tensor.contiguous:
+        return compact(shape)
+    order = tensor.memory_order(len(shape), place or tensor.places[0])
+    strides = compact([shape[i] for i in order])
+    return tuple(strides[order.index(i)] for i in range(len(shape)))
 
 
 def tensor_key(
     name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], where: Memory
 ) -> TensorKey:
-    """What a kernel knows of a tensor with rows.
+    """What a kernel knows of a tensor that is contiguous in its last dim.
 
     Args:
         name: the tensor's name.
@@ -126,10 +193,10 @@ def tensor_key(
     )  # fmt: skip
 
 
-def _row_key(
+def _scattered_key(
     name: str, dtype: str, shape: tuple[int, ...], known: tuple[int | None, ...], strides: tuple[int, ...]
 ) -> TensorKey:
-    """What a kernel knows of a tensor with one number per row: it is read alone, so alignment says nothing."""
+    """What a kernel knows of a tensor without a contiguous dim. Its numbers are read alone: alignment says nothing."""
     kind: Literal["flat", "scattered"] = "scattered" if _uneven(shape, strides) else "flat"
     return TensorKey(name, dtype, known, kind, align=ITEMSIZE[dtype], row_align=ITEMSIZE[dtype])
 
@@ -201,9 +268,11 @@ def _merge_leading(binding: Binding, memory: Mapping[str, Memory], group: str) -
 
     Inputs that broadcast keep their own leading dims: row i of the op reads their row i modulo how many they have.
     """
-    op, lead = binding.op, binding.dims[group]
-    rows = {n: t for n, t in op.inputs.items() if t.rows == group and not t.broadcast and binding.inputs[n] is not None}
-    shapes = {n: tuple(binding.inputs[n].shape) for n in rows}  # type: ignore[union-attr]
+    op, lead, arrays = binding.op, binding.dims[group], {**binding.inputs, **binding.outputs}
+    # Outputs that the caller gives lie somewhere, too.
+    every = {**op.inputs, **{name: t for name, t in op.outputs.items() if name in memory}}
+    rows = {n: t for n, t in every.items() if t.rows == group and not t.broadcast and arrays[n] is not None}
+    shapes = {n: tuple(arrays[n].shape) for n in rows}  # type: ignore[union-attr]
     strides = {n: memory[n].strides if n in memory else compact(shape) for n, shape in shapes.items()}
     if lead and not any(_uneven(shapes[n], strides[n]) for n in rows):
         return {}

@@ -144,7 +144,7 @@ class _NullArray:
 
     def __init__(self, key: TensorKey, device: int) -> None:
         kind = key.dtype if key.dtype in self._CODES else key.dtype.rstrip("0123456789")
-        shape = [size or 0 for size in key.shape]
+        shape = [key.shape[i] or 0 for i in key.passed]
         # Strides that keep the alignment which the kernel was promised.
         step = max(key.row_align // key.itemsize, 1) if key.layout == "strided" else 1
         strides = [math.prod(-(-size // step) * step for size in shape[i + 1 :]) for i in range(len(shape))]

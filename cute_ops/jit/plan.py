@@ -39,11 +39,14 @@ class Signature(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One way to run a binding: the variant, the scratch arrays, and views for arrays that need one."""
+    """One way to run a binding: the variant, the scratch arrays, views for arrays that need one, and the strides of
+    copies of inputs that are copied first.
+    """
 
     variant: Variant
     workspaces: Mapping[str, Array]
     views: Mapping[str, View]
+    copies: Mapping[str, tuple[int, ...]] = {}
 
 
 def plan(
@@ -58,13 +61,13 @@ def plan(
 
     Args:
         binding: a checked call with concrete sizes.
-        memory: per input; an input that is missing here, and every output, is compact and 16-byte aligned.
+        memory: where inputs lie, and outputs that are given; what is missing here is compact and 16-byte aligned.
         target: what the kernel is compiled for.
         fixed: whether dims that are static while few are compile-time constants.
         config: the kernel's config; the heuristic's by default.
 
     Raises:
-        ValueError: a last dim that is not contiguous.
+        ValueError: an input does not lie as its declaration demands.
         NotImplementedError: the target is older than the op's kernels.
     """
     call = signature(binding, memory, target, fixed)
@@ -81,12 +84,15 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
     static = {d: binding.dims[d] if fixed or d not in op.few else None for d in op.static}
     tensors = layout(binding, memory, static)
     present = {name: key for name, key in tensors.keys.items() if key}
-    # A tensor with one number per row limits no vector.
-    vectors = {name: (op.inputs.get(name) or op.outputs[name]).dims for name in present}
+    declared = {name: op.inputs.get(name) or op.outputs[name] for name in present}
+    limits = {name for name, t in declared.items() if t.dims and t.contiguous != ()}
+    choices = {name: t for name, t in declared.items() if isinstance(t.contiguous, tuple) and len(t.contiguous) > 1}
     problem = Problem(
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
-        aligns={n: min(key.align, key.row_align) if vectors[n] else VECTOR for n, key in present.items()},
+        # A tensor without a contiguous dim limits no vector.
+        aligns={n: min(key.align, key.row_align) if n in limits else VECTOR for n, key in present.items()},
         attrs={name: binding.attrs[name] for name in op.attrs}, arch=target.arch, sm_count=target.sm_count,
+        contiguous={n: t.may_be_contiguous[t.places.index(present[n].contiguous)] for n, t in choices.items()},
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())
 
@@ -111,4 +117,4 @@ def configured(call: Signature, config: Config) -> Plan:
         config=tuple(sorted(config.items())), toolchain=toolchain.versions(),
         sources=source_digest.key(op.kernel, op.sources), declared=op.sources,
     )  # fmt: skip
-    return Plan(variant, workspaces, call.layout.views)
+    return Plan(variant, workspaces, call.layout.views, call.layout.copies)

@@ -25,11 +25,13 @@ class TensorKey(NamedTuple):
         name: the argument's name.
         dtype: dtype name.
         shape: one entry per dim as passed: an int where static, None where dynamic.
-        layout: ``flat`` is compact row-major; ``strided`` has free strides on all dims but the last, which
-            is contiguous; ``scattered``, one number per row, has free strides on all of them; ``number`` is no
-            tensor but a number that is passed by value.
+        layout: ``flat`` is compact, row-major but for the contiguous dim; ``strided`` has free strides on all dims but
+            the contiguous one; ``scattered``, where none is, has free strides on all of them; ``number`` is no tensor
+            but a number that is passed by value.
         align: bytes that divide the base address, at most 16.
-        row_align: bytes that divide every stride but the last, at most 16.
+        row_align: bytes that divide every stride but the contiguous dim's, at most 16.
+        order: the dims in the order in which the compiled function takes them, the contiguous one last; empty where
+            that is the declared one.
     """
 
     name: str
@@ -38,6 +40,17 @@ class TensorKey(NamedTuple):
     layout: Literal["flat", "strided", "scattered", "number"]
     align: int
     row_align: int
+    order: tuple[int, ...] = ()
+
+    @property
+    def contiguous(self) -> int:
+        """Which dim is contiguous, counted from the end: -1 is the last."""
+        return self.order[-1] - self.rank if self.order else -1
+
+    @property
+    def passed(self) -> tuple[int, ...]:
+        """The dims in the order in which the compiled function takes them."""
+        return self.order or tuple(range(self.rank))
 
     @property
     def rank(self) -> int:
@@ -66,6 +79,7 @@ class _Fields(NamedTuple):
 TENSOR_SHAPE = {
     "name": str, "dtype": frozenset(ITEMSIZE), "shape": [json_schema.Either(int, None)],
     "layout": frozenset({"flat", "strided", "scattered", "number"}), "align": int, "row_align": int,
+    "order": [int],
 }  # fmt: skip
 SHAPE = {
     "op": str, "kernel": str, "arch": str, "names": [str], "args": [json_schema.Either(TENSOR_SHAPE, None)],
@@ -138,7 +152,8 @@ class Variant(_Fields):
         """
         json_schema.check(raw, SHAPE)
         args = tuple(
-            a and TensorKey(**{k: a[k] for k in TENSOR_SHAPE} | {"shape": tuple(a["shape"])}) for a in raw["args"]
+            a and TensorKey(**{k: a[k] for k in TENSOR_SHAPE} | {k: tuple(a[k]) for k in ("shape", "order")})
+            for a in raw["args"]
         )
         pairs = {k: tuple(tuple(p) for p in raw[k]) for k in ("static", "attributes", "config")}
         rest = {k: tuple(raw[k]) for k in ("names", "toolchain", "declared")}

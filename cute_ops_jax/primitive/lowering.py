@@ -7,7 +7,7 @@ exists.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,27 +16,39 @@ import jax.numpy as jnp
 from cute_ops import dispatch
 from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
 from cute_ops.errors import message, naming
-from cute_ops.jit.layout import Shapes, folded, with_leading_dims, with_shapes
+from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
+from cute_ops.op import Op
 from cute_ops_jax.primitive import ffi
 from cute_ops_jax.primitive.arrays import spec
 
+# By input the dim, counted from the end, that was the last of the array which the program has transposed.
+Transposed = Mapping[str, int]
+NONE: Transposed = {}
 
-def reference(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False) -> list[jax.Array]:
+
+def reference(
+    binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False, transposed: Transposed = NONE
+) -> list[jax.Array]:
     """The op's reference in jax.numpy, on every platform but CUDA.
 
     Raises:
         TypeError: the reference does not return what the op declares.
+        ValueError: rows that are not aligned as the op demands.
     """
     op = binding.op
+    check_memory(binding, {})
     given = by_name(binding, arrays)
     results = as_outputs(op, op.reference(jnp, *(given.get(name) for name in op.inputs), **binding.attrs))
     check_returned(binding, results, spec)
     return [array for array in results if array is not None]
 
 
-def kernel(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False) -> list[jax.Array]:
-    """The compiled kernel, called by its target's name on row-major arrays.
+def kernel(
+    binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False, transposed: Transposed = NONE
+) -> list[jax.Array]:
+    """The compiled kernel, called by its target's name on row-major arrays. One whose kernel wants another dim to be
+    contiguous is transposed so that this is its last: no copy where the program has just transposed it.
 
     XLA hands over compact arrays, so leading dims fold: into one, or into outer and inner ones where the outer ones
     share an input. One variant serves every rank. Scratch arrays are results that nobody reads: XLA places them among
@@ -44,29 +56,35 @@ def kernel(binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False)
 
     Args:
         inplace: outputs take the memory of the inputs that are donated to them.
+        transposed: inputs that are transposed arrays.
 
     Raises:
         NotImplementedError: symbolic sizes, or a GPU that no kernel is built for.
         CompileError: the kernel does not compile.
     """
-    op, given, chosen = binding.op, by_name(binding, arrays), choose(binding)
+    op, given, chosen = binding.op, by_name(binding, arrays), choose(binding, transposed)
     variant = chosen.plan.variant
     ffi.ensure(variant)
     given |= {n: jnp.broadcast_to(given[n], shape) for n, shape in chosen.expanded.items()}
-    views = [given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None]
+    orders = {n: key.order for n, key in zip(variant.names, variant.args, strict=True) if key and key.order}
+    views = {n: given[n].reshape(a.shape) for n, a in chosen.folded.inputs.items() if a is not None}
+    views |= {n: jnp.transpose(views[n], order) for n, order in orders.items()}
     made = {n: out for n, out in chosen.folded.outputs.items() if out is not None}
     written = {n: a for n in op.mutates if (a := chosen.folded.inputs[n]) is not None}
+    written |= {n: a._replace(shape=tuple(a.shape[i] for i in orders[n])) for n, a in written.items() if n in orders}
     numbers = ffi.attributes(op.scalars, binding.attrs) if op.scalars else {}
     scratch = chosen.plan.workspaces
     results = {**made, **scratch, **written}
     shapes = [jax.ShapeDtypeStruct(out.shape, jnp.dtype(out.dtype)) for out in results.values()]
     # XLA copies an aliased operand that is read later.
     operands, places = {n: i for i, n in enumerate(given)}, {n: i for i, n in enumerate(results)}
-    donated = {n: op.outputs[n].donates for n in made} if inplace else {}
+    donated = {n: op.outputs[n].donates for n in made if op.outputs[n].donates not in orders} if inplace else {}
     donated |= {n: n for n in written}
     aliases = {operands[source]: places[n] for n, source in donated.items() if source in operands}
     call = jax.ffi.ffi_call(variant.symbol, list(shapes), input_output_aliases=aliases)
-    found = dict(zip(results, call(*views, **numbers), strict=True))
+    found = dict(zip(results, call(*views.values(), **numbers), strict=True))
+    for name in written.keys() & orders.keys():
+        found[name] = jnp.transpose(found[name], [orders[name].index(i) for i in range(found[name].ndim)])
     return [found[n].reshape(a.shape) for n, a in binding.results.items() if a is not None]
 
 
@@ -82,7 +100,7 @@ class Chosen(NamedTuple):
 MANY_ROWS = 1 << 20
 
 
-def choose(binding: Binding) -> Chosen:
+def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
     """The kernel for a call on compact arrays, whose leading dims may be symbolic.
 
     Raises:
@@ -91,11 +109,13 @@ def choose(binding: Binding) -> Chosen:
     symbolic = any(_symbolic(size) for a in binding.inputs.values() if a is not None for size in a.shape)
     expanded = _expanded(binding)
     whole = binding._replace(inputs=with_shapes(binding.inputs, expanded)) if expanded else binding
-    flat = with_leading_dims(whole, folded(whole))
+    rows = folded(whole)
+    memory = _memory(binding.op, rows, transposed)
+    flat = with_leading_dims(whole, rows)
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, device = ffi.target_and_device()
     if not symbolic:
-        return Chosen(flat, dispatch.choose(flat, {}, target, device), expanded)
+        return Chosen(flat, dispatch.choose(flat, memory, target, device), expanded)
     shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
     inner = {n: shape[len(shape) - len(binding.op.inputs[n].dims) :] for n, shape in shapes.items()}
     problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
@@ -111,6 +131,18 @@ def choose(binding: Binding) -> Chosen:
         problem = f"on CUDA only leading dims may be symbolic, but {problem}."
         raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
     return Chosen(flat, fixed, expanded)
+
+
+def _memory(op: Op, shapes: Shapes, transposed: Transposed) -> dict[str, Memory]:
+    """How inputs lie of which another dim than the last may be contiguous: as they come, where a kernel takes that."""
+    found = {}
+    for name, shape in shapes.items():
+        tensor = op.inputs[name]
+        for place in (transposed.get(name), -1) if tensor.contiguous else ():
+            if place in tensor.places:
+                found[name] = Memory(preferred(tensor, shape, place))
+                break
+    return found
 
 
 def by_name(binding: Binding, arrays: Sequence[jax.Array]) -> dict[str, jax.Array]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache, lru_cache, partial, wraps
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,10 +27,16 @@ from cute_ops_jax.primitive import ffi, framework, lowering, vmap
 from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
 
 T = TypeVar("T")
-# :func:`lowering.reference` or :func:`lowering.kernel`: ``run(binding, arrays, inplace) -> results``.
-Lowering: TypeAlias = Callable[[Binding, Sequence[jax.Array], bool], list[jax.Array]]
 # ``call(op, inputs, attrs, inplace=False)``: an op's outputs by name.
 Call: TypeAlias = Callable[..., Arrays]
+
+
+class Lowering(Protocol):
+    """:func:`lowering.reference` or :func:`lowering.kernel`."""
+
+    def __call__(
+        self, binding: Binding, arrays: Sequence[jax.Array], inplace: bool = ..., transposed: lowering.Transposed = ...
+    ) -> list[jax.Array]: ...
 
 
 def one_for_each(make: Callable[[Op], T]) -> Callable[[Op], T]:
@@ -71,9 +77,10 @@ class Stage:
         _compat.register_lowering(self.primitive, body)
         _compat.register_lowering(self.partitioned, body, spread=spread if self.partitions_reference else None)
         body, spread = partial(self._lower, lowering.kernel), partial(self._spread, lowering.kernel)
+        transposed = any(t.contiguous is not None for t in op.inputs.values())
         for platform in self.platforms:
-            _compat.register_lowering(self.primitive, body, platform)
-            _compat.register_lowering(self.partitioned, body, platform, spread)
+            _compat.register_lowering(self.primitive, body, platform, transposed=transposed)
+            _compat.register_lowering(self.partitioned, body, platform, spread, transposed)
 
     def __call__(self, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> dict[str, jax.Array | None]:
         """Check the call and bind the primitive.
@@ -130,9 +137,19 @@ class Stage:
         no_derivative(self.op)
 
     def _lower(
-        self, run: Lowering, *arrays: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
+        self,
+        run: Lowering,
+        *arrays: Any,
+        names: tuple[str, ...],
+        attrs: Attributes,
+        inplace: bool,
+        last_dims: tuple[int | None, ...] = (),
     ) -> list[jax.Array]:
-        """What JAX traces when it lowers a program on one device."""
+        """What JAX traces when it lowers a program on one device; ``last_dims``: of operands before they were
+        transposed, None for one that was not.
+        """
+        known = {name: place for name, place in zip(names, last_dims, strict=False) if place is not None}
+        run = partial(run, transposed=known) if known else run
         return self._run(run, self.bound(dict(zip(names, arrays, strict=True)), dict(attrs)), arrays, inplace)
 
     def _spread(

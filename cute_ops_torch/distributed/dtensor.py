@@ -24,7 +24,7 @@ from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, run_on_slice
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler
-from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides
+from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, readable
 
 Tensor = torch.Tensor
 
@@ -184,9 +184,8 @@ class Layout:
         if tensor.placements != placements:
             # Detached: the redistributed tensor would require a gradient, which has no way back.
             tensor = cast(DTensor, tensor.detach()).redistribute(placements=placements)
-        local = tensor.to_local()
-        readable = local.ndim == 0 or local.stride(-1) == 1 or name in self.binding.op.mutates
-        return local if readable else local.contiguous()
+        local, op = tensor.to_local(), self.binding.op
+        return local if name in op.mutates else readable(op.inputs[name], local)
 
     def wrap_outputs(self, local: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The outputs, from this rank's parts of them."""

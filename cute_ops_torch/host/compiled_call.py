@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -62,7 +62,8 @@ class _KernelCall:
 
     def fill(self, wanted: tuple[str, ...]) -> Run:
         present = tuple(name for name, (_, array) in self.outputs.items() if array is not None)
-        if wanted == present and not (self.chosen.views or self.chosen.workspaces or self.written):
+        chosen = self.chosen
+        if wanted == present and not (chosen.views or chosen.workspaces or chosen.copies or self.written):
             return self.kernel
         parameters = [*self.inputs, *(self.outputs[name][0] for name in wanted), *self.scalars]
         return self._make("fill", parameters, tuple(name for name in present if name not in wanted), "None")
@@ -73,6 +74,10 @@ class _KernelCall:
         arguments = [self._view(n, n, values) for n in self.inputs]
         arguments += [self._view(v, n, values) for n, (v, _) in self.outputs.items() if v in arrays]
         allocations = [self._new_output(output, values) for output in allocated]
+        for n, strides in self.chosen.copies.items():
+            array = self.binding.inputs[n]
+            assert array is not None
+            allocations.append(_new(n, array.shape, DTYPES[array.dtype], values, strides) + f".copy_({n})")
         for k, array in enumerate(self.chosen.workspaces.values()):
             allocations.append(_new(f"_work{k}", tuple(array.shape), DTYPES[array.dtype], values))
             arguments.append(f"_work{k}")
@@ -104,9 +109,11 @@ class _KernelCall:
         return f"_as_strided({variable}, _size_{variable}, _stride_{variable})"
 
 
-def _new(variable: str, shape: tuple[int, ...], dtype: torch.dtype, values: dict[str, Any]) -> str:
-    """Source that allocates a compact tensor."""
-    values |= {f"_shape{variable}": shape, f"_strides{variable}": compact(shape), f"_dtype{variable}": dtype}
+def _new(
+    variable: str, shape: tuple[int, ...], dtype: torch.dtype, values: dict[str, Any], strides: Sequence[int] = ()
+) -> str:
+    """Source that allocates a tensor, a compact one by default."""
+    values |= {f"_shape{variable}": shape, f"_strides{variable}": strides or compact(shape), f"_dtype{variable}": dtype}
     return f"{variable} = _new(_shape{variable}, _strides{variable}, _dtype{variable})"
 
 

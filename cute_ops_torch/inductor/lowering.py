@@ -17,7 +17,7 @@ from torch._inductor.utils import convert_shape_to_inductor
 from torch._inductor.virtualized import V
 from torch.compiler import config
 
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 from cute_ops_torch.host.call_site import CallSite, any_call, call_site
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.inductor import cache_key
@@ -56,7 +56,7 @@ def register_lowering(op: Op, overload: Any, launcher: Launcher) -> None:
             other = decomposed(op, overload, V.graph.current_node, args)
             if other is not None:
                 return other
-        given = {name: t for name, t in zip(op.inputs, tensors, strict=True) if t is not None}
+        given = {n: (t, declared) for (n, declared), t in zip(op.inputs.items(), tensors, strict=True) if t is not None}
         kernel = f"extern_kernels.{kernels[device.type]}"
         call = _Call(device, kernel, given, [_literal(a) for a in attrs], list(op.outputs))
         call.outputs = [_Output(_layout(value), call, k) for k, value in enumerate(values)]
@@ -92,9 +92,14 @@ class _Call(ir.ExternKernelAlloc):
     """
 
     def __init__(
-        self, device: torch.device, kernel: str, given: dict[str, Any], attrs: Sequence[str], names: Sequence[str]
+        self,
+        device: torch.device,
+        kernel: str,
+        given: dict[str, tuple[Any, Tensor]],
+        attrs: Sequence[str],
+        names: Sequence[str],
     ) -> None:
-        inputs = [_realize(t) for t in given.values()]
+        inputs = [_realize(t, declared) for t, declared in given.values()]
         super().__init__(ir.MultiOutputLayout(device=device), inputs, python_kernel_name=kernel)
         self.given, self.attrs, self.names = tuple(given), attrs, names
 
@@ -186,8 +191,13 @@ def _literal(value: Any) -> str:
     return f"float('{value}')" if isinstance(value, float) and repr(value) in ("inf", "-inf", "nan") else repr(value)
 
 
-def _realize(tensor: Any) -> Any:
-    """A buffer in memory whose last dim is contiguous."""
+def _realize(tensor: Any, declared: Tensor) -> Any:
+    """A buffer in memory that lies as an input demands."""
     buffer = ir.ExternKernel.realize_input(tensor)
+    if declared.otherwise == "copy" or not declared.places:
+        return buffer
     strides = buffer.get_stride()
-    return buffer if not strides or strides[-1] == 1 else ir.ExternKernel.require_contiguous(buffer)
+    if any(place >= -len(strides) and strides[place] == 1 for place in declared.places):
+        return buffer
+    order = declared.memory_order(len(strides), declared.places[0])[::-1]  # from the contiguous dim on
+    return ir.ExternKernel.require_stride_order(buffer, [order.index(dim) for dim in range(len(strides))])

@@ -13,7 +13,7 @@ from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import resolver
-from cute_ops_torch.library.tensors import arrays, row_major
+from cute_ops_torch.library.tensors import arrays, readable
 
 Call = Callable[..., Any]
 # What a context stores besides tensors.
@@ -187,9 +187,9 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
         return run(*tensors)
 
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        for k, has_rows, may_miss in read:
+        for k, place, may_miss in read:
             cotangent = cotangents[k]
-            if not may_miss if cotangent is None else has_rows and cotangent.stride()[-1:] != (1,):
+            if not may_miss if cotangent is None else place and cotangent.stride()[place] != (1,):
                 cotangents = prepare(ctx, cotangents)
                 if not cotangents:
                     return nothing
@@ -219,7 +219,7 @@ class _Cotangents:
     """Makes cotangents what the backward can read, which has these inputs.
 
     Attributes:
-        read: the places of those that it reads, whether their last dim must be contiguous, and whether they may be None
+        read: the places of those that it reads, where in their strides a 1 is expected, and whether they may be None
             while others are not.
         required: the places of those that it needs. A backward with one cotangent runs only if that is there.
     """
@@ -227,7 +227,8 @@ class _Cotangents:
     def __init__(self, op: Op, inputs: Mapping[str, Tensor]) -> None:
         declared = [inputs.get(f"d{name}") for name in op.outputs]
         required = [k for k, t in enumerate(declared) if t and not t.optional]
-        self.read = [(k, bool(t.dims), t.optional and bool(required)) for k, t in enumerate(declared) if t]
+        self.read = [(k, _first_place(t), t.optional and bool(required)) for k, t in enumerate(declared) if t]
+        self.declared = [(k, t) for k, t in enumerate(declared) if t]
         self.required = [] if len(declared) == 1 else required
 
     def __call__(self, ctx: Any, cotangents: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -240,10 +241,19 @@ class _Cotangents:
             if made[k] is None:
                 shape, dtype = ctx.required[i]
                 made[k] = some.new_zeros(shape, dtype=dtype)
-        for k, has_rows, _ in self.read:
-            if has_rows and made[k] is not None:
-                made[k] = row_major(made[k])
+        for k, tensor in self.declared:
+            if made[k] is not None:
+                made[k] = readable(tensor, made[k])
         return tuple(made)
+
+
+def _first_place(declared: Tensor) -> slice | None:
+    """Where in the strides of a cotangent the dim is that should be contiguous; None where none need be."""
+    if not declared.places:
+        return None
+    place = declared.places[0]
+    # Which of leading dims it is depends on their sizes: then no place is surely right.
+    return slice(place, place + 1 or None) if place >= -len(declared.dims) else slice(0)
 
 
 def _marker(op: Op, given: tuple[str, ...]) -> Call | None:

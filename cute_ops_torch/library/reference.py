@@ -23,7 +23,7 @@ def cpu_kernel(op: Op) -> Callable[..., Any]:
         args = fill(args)
         tensors, attrs = args[:arity], args[arity:]
         binding = bind_tensors(op, tensors, attrs)
-        check_strides(binding, tensors)
+        check_strides(binding, tensors, addresses=True)
         check_memory(op, tensors)
         return run_reference(binding, tensors)
 

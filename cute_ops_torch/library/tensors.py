@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
-from cute_ops.jit.layout import Memory, check_last_dim
+from cute_ops.jit.layout import Memory, check_memory, contiguous_place, has_contiguous
 from cute_ops.op import Op
 from cute_ops.op import Tensor as Declared
 from cute_ops.shapes import ITEMSIZE, Array
@@ -47,17 +47,29 @@ def array(tensor: torch.Tensor) -> Array:
     return Array(tuple(tensor.shape), NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."))
 
 
-def check_strides(binding: Binding, tensors: Tensors) -> None:
-    """Raise ValueError unless every last dim is contiguous, on any device. Programs of composites take any strides."""
-    # Strides first, so that the usual case adds no guard on a symbolic size.
-    declared = binding.op.inputs.values()
-    if not binding.op.program and any(
-        t is not None and d.dims and t.ndim and t.stride(-1) != 1 for t, d in zip(tensors, declared, strict=True)
-    ):
-        check_last_dim(binding, memory(binding.op, tensors, addresses=False))
+def check_strides(binding: Binding, tensors: Tensors, addresses: bool = False) -> None:
+    """Raise ValueError unless every tensor lies as its input demands, on any device. Programs of composites take any
+    strides.
+    """
+    for tensor, declared in zip(tensors, binding.op.inputs.values(), strict=True):
+        usual = declared.contiguous is None and not declared.align
+        # Strides first, so that the usual case adds no guard on a symbolic size.
+        if tensor is not None and not binding.op.program and not (usual and (not declared.dims or tensor.stride(-1) == 1)):
+            check_memory(binding, memory(binding.op, tensors, addresses))
+            break
 
 
-def memory(op: Op, tensors: Tensors, addresses: bool = True) -> Mapping[str, Memory]:
+def readable(declared: Declared, tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor whose strides the caller never chose: a copy where none of the dims is contiguous that an input asks
+    for.
+    """
+    if not has_contiguous(declared) or contiguous_place(declared, tensor.shape, tensor.stride()) is not None:
+        return tensor
+    order = declared.memory_order(tensor.ndim, declared.places[0])
+    return tensor.permute(order).contiguous().permute([order.index(dim) for dim in range(tensor.ndim)])
+
+
+def memory(op: Op, tensors: Tensors, addresses: bool = True) -> dict[str, Memory]:
     return {
         name: Memory(t.stride(), t.data_ptr() if addresses else 0)
         for name, t in zip(op.inputs, tensors, strict=True)

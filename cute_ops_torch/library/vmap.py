@@ -17,7 +17,7 @@ import torch
 from cute_ops.errors import message
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.schema import filler, resolver
-from cute_ops_torch.library.tensors import arrays
+from cute_ops_torch.library.tensors import arrays, readable
 
 
 def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
@@ -35,7 +35,7 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
         gives = [o.given is None or args[list(op.inputs).index(o.given)] is not None for o in op.outputs.values()]
         groups = {t.rows for t, b in zip(declared, batched, strict=True) if b}
         groups |= {o.rows for o, given in zip(op.outputs.values(), gives, strict=True) if given}
-        read = [_readable if name not in op.mutates else _same for name in op.inputs]
+        read = [_reader(d) if name not in op.mutates else _same for name, d in op.inputs.items()]
         group = next(iter(groups))
         if len(groups) == 1 and group:
             own = [d.rows == group for d in declared]
@@ -115,8 +115,6 @@ def _same(tensor: Any) -> Any:
     return tensor
 
 
-def _readable(tensor: Any) -> Any:
-    """A copy if batching along the last dim has left it strided."""
-    if tensor is None or tensor.ndim == 0 or tensor.stride(-1) == 1:
-        return tensor
-    return tensor.contiguous()
+def _reader(declared: Tensor) -> Callable[[Any], Any]:
+    """Takes an input; a copy if batching has left it so that the op cannot."""
+    return lambda tensor: None if tensor is None else readable(declared, tensor)

@@ -46,6 +46,27 @@ def backward(inputs: dict[str, Tensor] | None = None, **changes: Any) -> Op:
 
 
 WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "contiguous": (
+        {"inputs": {"x": ROWS._replace(contiguous="k")}}, r"x: contiguous names 'k', which must .* are \['m', 'n'\]",
+    ),
+    "contiguous twice": ({"inputs": {"x": ROWS._replace(contiguous=("n", "n"))}}, "x: contiguous names 'n', which"),
+    "contiguous, of a square": (
+        {"inputs": {"x": ROWS, "y": Tensor("n n", "T", contiguous="n")}}, "y: contiguous names 'n', .* dims, once",
+    ),
+    "contiguous rows that broadcast": (
+        {"inputs": {"x": ROWS, "y": Tensor("*#m r", "T", contiguous="m")}}, r"y: contiguous names 'm', .* \['r'\]",
+    ),
+    "contiguous as a list": ({"inputs": {"x": ROWS._replace(contiguous=["n"])}}, "x: contiguous must be a dim's name"),
+    "contiguous columns of an output": (
+        {"outputs": {"out": ROWS._replace(contiguous="m")}}, "output 'out' is made compact, so its last dim must be",
+    ),
+    "align": ({"inputs": {"x": ROWS._replace(align=32)}}, "x: align must be 2, 4, 8 or 16 bytes, got 32"),
+    "align without a contiguous dim": ({"inputs": {"x": ROWS._replace(align=16, contiguous=())}}, "x: align is of"),
+    "otherwise": ({"inputs": {"x": ROWS._replace(otherwise="pad")}}, "x: otherwise must be 'refuse' or 'copy', got 'p"),
+    "a copy that is written": (
+        {"inputs": {"x": ROWS._replace(otherwise="copy")}, "mutates": ("x",)}, "x is written, so a copy cannot stand",
+    ),
+    "a copy of an output": ({"outputs": {"out": ROWS._replace(otherwise="copy")}}, "out is written, so a copy cannot"),
     "inf": ({"attrs": {"a": math.inf}}, "attribute 'a' has the default inf, which torch's schemas cannot say"),
     "nan": ({"attrs": {"a": math.nan}}, "attribute 'a' has the default nan"),
     "too small": ({"attrs": {"a": 5e-324}}, "attribute 'a' has the default 5e-324"),

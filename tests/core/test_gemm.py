@@ -134,6 +134,10 @@ def test_few_rows_take_small_tiles() -> None:
         ("sm_80", 64, {}, (8, 8)),
         ("sm_80", 62, {"x": Memory((64, 1), 0)}, (2, 2)),
         ("sm_100a", 64, {}, (8, 8)),
+        ("sm_90a", 64, {"weight": Memory((1, 32), 0)}, None),
+        ("sm_90a", 64, {"weight": Memory((1, 40), 0)}, None),
+        ("sm_90a", 64, {"x": Memory((1, 5), 0)}, (1, 8)),
+        ("sm_90a", 64, {"x": Memory((1, 8), 0), "weight": Memory((1, 36), 0)}, (1, 4)),
     ],
 )
 def test_what_goes_without_tma(arch: str, k: int, memory: dict[str, Memory], vectors: tuple[int, int] | None) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cute_ops import FLOATS, Array, Op, Tensor, WhileFew, dispatch, lookup
 from cute_ops.autotune.rows import resized
 from cute_ops.binding import bind
+from cute_ops.errors import CompileError
+from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory, compact, folded
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import parse
@@ -248,3 +253,75 @@ def test_a_table_that_broadcasts_along_an_inner_dim_is_read_in_place() -> None:
     assert found.views == {"table": ((3, 5, 4), (8, 0, 1))}
     table = found.variant.tensors["table"]
     assert table is not None and (table.layout, table.row_align) == ("strided", 16)
+
+
+LYING = lookup.load(str(Path(__file__).parent / "kernels" / "lying.py"))
+
+
+@pytest.mark.parametrize(
+    ("x", "shape", "contiguous", "view"),
+    [
+        ((8, 1), (None, None), -1, None),
+        ((1, 6), (None, None), -2, ((8, 6), (6, 1))),
+        ((1, 9), (None, None), -2, ((8, 6), (9, 1))),
+    ],
+)
+def test_one_of_several_dims_is_contiguous(x: tuple[int, ...], shape: tuple, contiguous: int, view: Any) -> None:
+    """The key says which; what is no row-major array goes in as the view that is one."""
+    arrays = {"x": Array((6, 8), "float32"), "w": Array((8, 4), "float32"), "bias": Array((4,), "float32")}
+    memory = {"x": Memory(x), "w": Memory((1, 8)), "bias": Memory((3,))}
+    found = plan(bind(LYING.by_columns, arrays), memory, SM90)
+    key, w, bias = (found.variant.tensors[name] for name in ("x", "w", "bias"))
+    assert key is not None and w is not None and bias is not None
+    assert (key.shape, key.contiguous, found.views.get("x")) == (shape, contiguous, view)
+    assert (w.contiguous, w.layout, found.views["w"]) == (-2, "flat", ((4, 8), (8, 1)))
+    assert bias.layout == "scattered" and not found.copies
+    assert Variant.from_json(found.variant.text) == found.variant
+
+
+def test_leading_dims_merge_into_a_contiguous_one() -> None:
+    arrays = {"x": Array((2, 1, 3, 8), "float32"), "w": Array((8, 4), "float32"), "bias": Array((4,), "float32")}
+    found = plan(bind(LYING.by_columns, arrays), {"x": Memory((3, 99, 1, 6))}, SM90)
+    assert found.views["x"] == ((8, 6), (6, 1)) and found.views["out"] == ((6, 4), (4, 1))
+    # One row of an outer group is no contiguous dim where the other rows are apart.
+    bound = bind(LYING.by_columns, {**arrays, "x": Array((6, 1, 8), "float32")})
+    with pytest.raises(ValueError, match=r"argument `x` has strides \(4, 1, 24\), expected 1 in k or m\."):
+        plan(bound, {"x": Memory((4, 1, 24))}, SM90)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "problem"),
+    [
+        (Memory((8, 1)), Memory((1, 4)), ""),
+        (Memory((12, 1)), Memory((1, 8)), ""),
+        (Memory((9, 1)), Memory((1, 4)), "`x` has a stride of 9 elements, expected a multiple of 4: pad its rows."),
+        (Memory((8, 1), 8), Memory((1, 4)), "`x` lies 8 bytes off a multiple of 16 bytes."),
+        (Memory((8, 1)), Memory((8, 1)), "copy"),
+        (Memory((8, 1)), Memory((1, 5)), "copy"),
+        (Memory((8, 1)), Memory((1, 4), 4), "copy"),
+    ],
+)
+def test_what_is_not_aligned_is_refused_or_copied(x: Memory, y: Memory, problem: str) -> None:
+    bound = bind(LYING.aligned, {"x": Array((4, 8), "float32"), "y": Array((4, 8), "float32")})
+    if problem not in ("", "copy"):
+        with pytest.raises(ValueError, match=re.escape(problem)):
+            plan(bound, {"x": x, "y": y}, SM90)
+        return
+    found = plan(bound, {"x": x, "y": y}, SM90)
+    assert found.copies == ({"y": (1, 4)} if problem else {})
+    keys = [found.variant.tensors[name] for name in ("x", "y")]
+    assert [(key.align, key.row_align, key.contiguous) for key in keys if key] == [(16, 16, -1), (16, 16, -2)]
+
+
+def test_a_copy_must_be_aligned_too() -> None:
+    bound = bind(LYING.aligned, {"x": Array((3, 8), "float32"), "y": Array((3, 8), "float32")})
+    for memory in ({}, {"y": Memory((1, 3))}):
+        with pytest.raises(ValueError, match="`y` has a stride of 3 elements, expected a multiple of 4: pad its rows"):
+            plan(bound, memory, SM90)
+
+
+def test_a_kernel_gets_dims_in_declared_order(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent / "kernels"), *sys.path])
+    variant = plan(bind(LYING.turned, {"x": Array((9, 3, 5), "float32")}), {}, SM90).variant
+    with pytest.raises(CompileError, match=r"\(None, 3, 5\): \[None, 3, 5\], \[1, None, None\]"):
+        worker.compile(variant, tmp_path / "kernel.o")

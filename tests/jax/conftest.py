@@ -147,6 +147,9 @@ class FakeKernels:
         self.calls.append((variant.symbol, [tuple(t.shape) for t in tensors]))
         arrays: dict[str, np.ndarray] = {}
         for name, array in zip(present, map(as_numpy, tensors), strict=False):
+            key = variant.tensors[name]
+            assert key is not None
+            array = array.transpose(np.argsort(key.passed))
             # What a kernel writes of its inputs comes twice.
             assert arrays.setdefault(name, array).ctypes.data == array.ctypes.data
         inputs = {name: arrays.get(name) for name in op.inputs}

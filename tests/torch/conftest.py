@@ -218,6 +218,7 @@ def _run(op: Op, variant: Variant, given: Sequence[Any]) -> None:
             _fits(key, value)
             # What a kernel writes of its inputs comes twice.
             assert by_name.setdefault(key.name, value).data_ptr() == value.data_ptr()
+            value = value.permute([key.passed.index(i) for i in range(key.rank)])
         by_name[key.name] = value
     arrays = {n: to_numpy(by_name.get(n)) for n in op.inputs}
     by_row = ((arrays[n], len(t.dims)) for n, t in op.inputs.items() if t.rows)
@@ -239,7 +240,7 @@ def _run(op: Op, variant: Variant, given: Sequence[Any]) -> None:
 
 def _fits(key: TensorKey, tensor: torch.Tensor) -> None:
     assert NAMES[tensor.dtype] == key.dtype
-    assert all(size in (None, have) for size, have in zip(key.shape, tensor.shape, strict=True))
+    assert all(key.shape[i] in (None, have) for i, have in zip(key.passed, tensor.shape, strict=True))
     assert tensor.data_ptr() % key.align == 0
     if key.layout == "flat":
         assert tensor.is_contiguous()

@@ -12,14 +12,16 @@ def is_last_contiguous(m):
 
 
 def by_row(m, key):
-    """A tensor as a matrix with its leading dims as rows."""
-    rows, n = row_count(m), m.shape[-1]
-    if key.layout == "strided" and key.rank > 2:
+    """A tensor as a matrix with its leading dims as rows. Either dim of it may be contiguous."""
+    rows, n = Int32(row_count(m)), Int32(m.shape[-1])
+    across = key.contiguous == -2  # a row's elements are apart
+    if key.rank > 2 and (across or key.layout == "strided"):
         raise NotImplementedError(f"`{key.name}` has rows that no single stride steps over; call .contiguous()")
-    stride = m.stride[0] if key.layout == "strided" else Int64(n)
+    stride = m.stride[-1 if across else 0] if key.layout == "strided" else Int64(rows if across else n)
     if key.row_align > key.itemsize:
         stride = cute.assume(stride, divby=key.row_align // key.itemsize)
-    return cute.make_tensor(m.iterator, cute.make_layout((Int32(rows), Int32(n)), stride=(stride, 1)))
+    strides = (1, stride) if across else (stride, 1)
+    return cute.make_tensor(m.iterator, cute.make_layout((rows, n), stride=strides))
 
 
 def by_column(m, key):

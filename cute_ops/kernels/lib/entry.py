@@ -9,19 +9,29 @@ import cutlass.cute as cute
 
 class Entry:
     """Takes the arguments that are present plus the stream; hands the kernel those at its ``places``, None for the
-    absent ones.
+    absent ones. A tensor whose contiguous dim is not its last arrives with that dim last, and goes on as declared.
 
     Where the first tensor has no memory or no element nothing is launched: a call like that only loads the module,
     which is how :func:`cute_ops.jit.loader.preload` gets it onto a device ahead of time.
     """
 
-    def __init__(self, kernel: Any, places: tuple[int | None, ...]) -> None:
+    def __init__(self, kernel: Any, places: tuple[int | None, ...], orders: dict[int, tuple[int, ...]]) -> None:
+        """``orders``: by place the declared dims in the order in which they arrive, where that is another."""
         self.kernel = kernel
         self.places = places
+        self.orders = orders
 
     @cute.jit
     def __call__(self, *arguments):
-        full = [None if place is None else arguments[place] for place in self.places]
+        full = [None if place is None else self._declared(arguments[place], place) for place in self.places]
         # A problem without rows (a vector) has no size that could be zero: there only the address says so.
         if arguments[0].iterator.toint() != 0 and cute.size(arguments[0]) > 0:
             self.kernel(*full, arguments[-1])
+
+    def _declared(self, argument, place):
+        """An argument with its dims in declared order."""
+        order = self.orders.get(place)
+        if order is None:
+            return argument
+        dims = [order.index(i) for i in range(len(order))]
+        return cute.make_tensor(argument.iterator, cute.select(argument.layout, mode=dims))

@@ -21,7 +21,11 @@ from cute_ops.shapes import ITEMSIZE, Array
 
 HALVES = ("bfloat16", "float16")
 MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach beyond the last one
-X, WEIGHT, OUT = Tensor("*m k", "T"), Tensor("n k", "T"), Tensor("*m n", "T")
+# Of operands either dim may be contiguous, so that transposed ones are read in place.
+X = Tensor("*m k", "T", contiguous=("k", "m"))
+WEIGHT = Tensor("n k", "T", contiguous=("k", "n"))
+DOUT = Tensor("*m n", "T", contiguous=("n", "m"))
+OUT, DX, DWEIGHT = Tensor("*m n", "T"), Tensor("*m k", "T"), Tensor("n k", "T")
 
 CASES = (
     Case("one-row", {"m": (), "n": 64, "k": 64}),
@@ -80,7 +84,7 @@ def _declare(
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
         itemsize = ITEMSIZE[problem.dtypes[next(iter(outputs))]]
-        vectors = [vector(problem, n, t.dims[-1].of(problem.dims)) for n, t in inputs.items()]
+        vectors = [vector(problem, n, problem.size(problem.contiguous[n])) for n in inputs]
         return configure(problem, vectors, sizes, Demand((itemsize,)))
 
     op = Op(
@@ -117,22 +121,23 @@ def configure(
 
 
 def vector(problem: Problem, name: str, length: int) -> tuple[int, bool]:
-    """Elements that divide an input's rows of some length, and what its address and its strides are multiples of;
+    """Elements that divide an input's contiguous dim of some length, and what its address and its strides are multiples of;
     whether TMA takes it.
     """
     align = problem.aligns[name]
     return math.gcd(align // ITEMSIZE[problem.dtypes[name]], length), align == VECTOR_BYTES
 
 
-_ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape, any row stride.
-        weight: ``T[n k]``, any row stride. Rows of both should start on 16 bytes: others are slower.
+_ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        weight: ``T[n k]``. Either dim of both may be contiguous, the other has any stride: a transposed operand is read
+            in place. These strides should be multiples of 16 bytes: others are slower.
 
     Returns:
         {out}, compact. Summed up in float32, rounded once; deterministic.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit together, a last dim that is not contiguous.
+        ValueError: shapes that do not fit together, an operand without a contiguous dim.
         NotImplementedError: on a GPU, more than 2^31 rows.
     """
 
@@ -148,11 +153,11 @@ linear_float32 = _declare(
     + _ARGS.format(out="``float32[*m n]``"),
 )  # fmt: skip
 linear_dx = _declare(
-    "linear_dx", "LinearDx", reference_dx, ("m", "k", "n"), {"dout": OUT, "weight": WEIGHT}, {"dx": X},
+    "linear_dx", "LinearDx", reference_dx, ("m", "k", "n"), {"dout": DOUT, "weight": WEIGHT}, {"dx": DX},
     doc="Gradient of :func:`linear` to x: ``dx = dout @ weight``.",
 )  # fmt: skip
 linear_dweight = _declare(
-    "linear_dweight", "LinearDweight", reference_dweight, ("n", "k", "m"), {"dout": OUT, "x": X}, {"dweight": WEIGHT},
+    "linear_dweight", "LinearDweight", reference_dweight, ("n", "k", "m"), {"dout": DOUT, "x": X}, {"dweight": DWEIGHT},
     doc="Gradient of :func:`linear` to the weight: ``dweight = dout.T @ x``, over all rows.",
 )  # fmt: skip
 PRODUCTS = (linear, linear_float32, linear_dx, linear_dweight)
