@@ -101,10 +101,11 @@ class Tensor(_TensorFields):
         contiguous: the dim whose elements are neighbours in memory, ``"k"``; or several, ``("k", "n")``, of which one
             is, the first where several are: each is a kernel of its own, which knows which. The name of leading dims
             means the last of them. The other dims have any strides. ``()`` leaves all strides free. By default the last
-            of its own dims is contiguous.
-        align: bytes, at most 16, that divide the address and the strides of all dims but the contiguous one: 16 where
-            TMA loads it. By default any alignment is a kernel of its own.
-        otherwise: what happens with an argument that does not lie so: it is refused, or with ``"copy"`` copied.
+            of its own dims is contiguous. An output is made compact; one that the caller gives may lie so where this is
+            declared.
+        align: for inputs: bytes, at most 16, that divide the address and the strides of all dims but the contiguous
+            one: 16 where TMA loads it. By default any alignment is a kernel of its own.
+        otherwise: what happens with an input that does not lie so: it is refused, or with ``"copy"`` copied.
     """
 
     # Cached: binding and planning ask for the parts of a shape some forty times per call.

@@ -241,6 +241,8 @@ def _memory(op: Op) -> Iterator[str]:
             yield from _contiguous(name, t, name in op.outputs)
         if t.align not in (0, 2, 4, 8, 16):
             yield f"{name}: align must be 2, 4, 8 or 16 bytes, got {t.align!r}"
+        if t.align and name in op.outputs:
+            yield f"output {name!r} has 'align', which inputs have: a heuristic sees how an output is aligned"
         if t.align and not t.may_be_contiguous:
             yield f"{name}: align is of strides beside a contiguous dim, and it has none"
         if t.otherwise not in ("refuse", "copy"):

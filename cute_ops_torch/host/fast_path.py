@@ -26,11 +26,12 @@ class FastPath:
     """One op.
 
     Attributes:
+        launcher: makes the CUDA implementation.
         table: guarded calls by the shape of their first input. Each returns None for a call that it does not fit.
     """
 
     def __init__(self, op: Op, launcher: Callable[[], Launcher], nodes: Nodes) -> None:
-        self._op, self._launcher, self._nodes = op, launcher, nodes
+        self._op, self.launcher, self._nodes = op, launcher, nodes
         self._calls = GuardedCalls(no_match)
         self.table: dict[Any, Call] = self._calls.table
         self._fill_defaults = filler(op)
@@ -44,7 +45,7 @@ class FastPath:
         differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
         if differentiated:
             refuse_gradients(self._op, tensors)
-        call = self._launcher().find(tensors, attrs)
+        call = self.launcher().find(tensors, attrs)
         known = self._calls.put(tensors[0].shape, (call, kinds(tensors)), lambda: self._guard(call, tensors, attrs))
         out = known(*args)
         if out is not None:

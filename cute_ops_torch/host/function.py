@@ -14,10 +14,11 @@ import torch
 from cute_ops.op import Op
 from cute_ops_torch.host import codegen
 from cute_ops_torch.host.fast_path import FastPath
+from cute_ops_torch.host.given_outputs import GivenOutputs
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.host.modes import EXACT, modes_active
 from cute_ops_torch.library.nodes import Nodes
-from cute_ops_torch.library.schema import parameters, resolver
+from cute_ops_torch.library.schema import parameters, resolver, takes_out
 
 Call = Callable[..., Any]
 
@@ -61,6 +62,9 @@ def make_function(
     if not raw and inplace is not None:
         values["_inplace"] = inplace
         choose = f"if inplace_backward:\n            _out = _inplace({arguments})\n        el"
+    if not raw and takes_out(op):
+        values["_write"] = GivenOutputs(op, overload, fast_path.launcher, devices)
+        choose = f"if out is not None:\n            return _write(out, {arguments})\n        {choose}"
     make = codegen.maker(
         codegen.FUNCTION, op.name, values, name=op.name, parameters=parameters(op, options=not raw), inplace=choose,
         first=next(iter(op.inputs)), arguments=arguments, returned=returned,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from cute_ops import dispatch
 from cute_ops.binding import Binding
 from cute_ops.errors import naming
 from cute_ops.jit import cache, loader, target
+from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan
 from cute_ops.op import Op
 from cute_ops_torch.host import compiled_call
@@ -21,6 +22,8 @@ from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler, parameters
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, memory
 
+NOTHING: Mapping[str, torch.Tensor] = {}
+COMPACT = torch.contiguous_format
 # Kernels whose modules are on a device, by symbol and device.
 _on_devices: dict[tuple[str, int], Run] = {}
 
@@ -42,19 +45,50 @@ class Launcher:
         self._launches, self._fills = GuardedCalls(self._specialize_launch), GuardedCalls(self._specialize_into)
         self.launch, self.into = self._launches.call(), self._fills.call()
 
-    def find(self, tensors: Tensors, attrs: Sequence[Any]) -> CompiledCall:
-        """The planned call, of any value of the scalars; plans it the first time."""
+    def write(self, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Fill outputs that lie anywhere; those that the kernel cannot write there it writes elsewhere first."""
+        fresh = {n: torch.empty_like(t, memory_format=COMPACT) for n, t in outputs.items() if not self._writable(n, t)}
+        filled = {**outputs, **fresh}
+        if all(map(_compact, filled.values())):
+            self.into(*tensors, *attrs, *map(filled.get, self.op.outputs))
+        else:
+            call = self.find(tensors, attrs, filled)
+            given = [t for t in (*tensors, *filled.values()) if t is not None]
+            call.fill(tuple(filled))(*given, *attrs[len(self.op.attrs) :])
+        for name, made in fresh.items():
+            outputs[name].copy_(made)
+        torch.autograd.graph.increment_version(tuple(outputs.values()))
+
+    def _writable(self, name: str, out: torch.Tensor) -> bool:
+        """Whether the kernel writes an output where it lies."""
+        declared = self.op.outputs[name]
+        if declared.contiguous is None:
+            return _compact(out)
+        place = declared.contiguous_place(out.shape, out.stride())
+        return not declared.places or place is not None
+
+    def find(
+        self, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor] = NOTHING
+    ) -> CompiledCall:
+        """The planned call, of any value of the scalars; plans it the first time.
+
+        Args:
+            tensors: the inputs.
+            attrs: attributes and scalars.
+            outputs: those that are not compact and 16-byte aligned, or all.
+        """
         if self.op.mutates:
             check_memory(self.op, tensors)
         # Kernels are compiled for an alignment of at most 16 bytes.
         places = [
-            None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() & 15) for t in tensors
+            None if t is None else (t.dtype, t.shape, t.stride(), t.get_device(), t.data_ptr() & 15)
+            for t in (*tensors, *outputs.values())
         ]
         constants = len(self.op.attrs)
-        key = (*places, *attrs[:constants], *map(type, attrs[constants:]))
+        key = (*places, *outputs, *attrs[:constants], *map(type, attrs[constants:]))
         call = self.calls.get(key)
         if call is None:
-            call = prepare(self.op, tensors, attrs)
+            call = prepare(self.op, tensors, attrs, outputs)
             make_room(self.calls)
             self.calls[key] = call
         return call
@@ -96,11 +130,18 @@ class Launcher:
         fill(*[t for t in (*tensors, *outputs) if t is not None], *attrs[len(op.attrs) :])
 
 
-def prepare(op: Op, tensors: Tensors, attrs: Sequence[Any]) -> CompiledCall:
+def _compact(tensor: torch.Tensor) -> bool:
+    """Whether any kernel writes an output there."""
+    return tensor.is_contiguous() and not tensor.data_ptr() & 15
+
+
+def prepare(
+    op: Op, tensors: Tensors, attrs: Sequence[Any], outputs: Mapping[str, torch.Tensor] = NOTHING
+) -> CompiledCall:
     """Bind, plan and load: once for all calls like this one."""
     binding = bind_tensors(op, tensors, attrs)
     check_strides(binding, tensors)
-    places = memory(op, tensors)
+    places = memory(op, tensors) | {name: Memory(t.stride(), t.data_ptr()) for name, t in outputs.items()}
     if binding.empty or op.program:
         return compiled_call.of_reference(binding)
     device = next(t.device for t in tensors if t is not None)

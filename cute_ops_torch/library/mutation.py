@@ -1,9 +1,9 @@
-"""Inputs that an op writes, and what is refused of them, as torch's own in-place ops refuse it."""
+"""Inputs that an op writes, outputs that a caller gives, and what is refused of both, as torch's own ops refuse it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
 
 import torch
 
@@ -30,17 +30,68 @@ def check_memory(op: Op, tensors: Tensors) -> None:
     Inputs with gaps, whose elements may interleave, are compared by their first addresses alone.
     """
     given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
-    for name in op.mutates:
-        if name in given and _overlaps_itself(given[name]):
+    _check_themselves(op, tensors, {name: given[name] for name in op.mutates if name in given})
+    for name, other, least, most in _pairs(op, given):
+        if least < given[name].data_ptr() - given[other].data_ptr() < most:
+            _refuse_shared(op, tensors, name, other)
+
+
+def check_outputs(op: Op, tensors: Tensors, outputs: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError where an output that the caller gives overlaps itself, an input or another output. It may be the
+    input that the op donates to it.
+    """
+    _check_themselves(op, tensors, outputs)
+    given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None and not op.inputs[n].unread}
+    for k, (name, out) in enumerate(outputs.items()):
+        others = {**given, **dict(list(outputs.items())[:k])}
+        for other, tensor in others.items():
+            same = (out.data_ptr(), out.shape, out.stride()) == (tensor.data_ptr(), tensor.shape, tensor.stride())
+            if not (same and op.outputs[name].donates == other) and _overlap(out, tensor):
+                _refuse_shared(op, tensors, name, other)
+
+
+def _check_themselves(op: Op, tensors: Tensors, written: Mapping[str, torch.Tensor]) -> None:
+    for name, tensor in written.items():
+        if _overlaps_itself(tensor):
             problem = (
-                f"argument `{name}` is written, but with strides {given[name].stride()} several of its elements are "
+                f"argument `{name}` is written, but with strides {tensor.stride()} several of its elements are "
                 "one place in memory; pass a tensor of its own."
             )
             raise ValueError(message(op, problem, arrays(op, tensors)))
-    for name, other, least, most in _pairs(op, given):
-        if least < given[name].data_ptr() - given[other].data_ptr() < most:
-            problem = f"argument `{name}` is written, but shares memory with `{other}`; pass a tensor of its own."
-            raise ValueError(message(op, problem, arrays(op, tensors)))
+
+
+def _refuse_shared(op: Op, tensors: Tensors, name: str, other: str) -> NoReturn:
+    problem = f"argument `{name}` is written, but shares memory with `{other}`; pass a tensor of its own."
+    raise ValueError(message(op, problem, arrays(op, tensors)))
+
+
+def _overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors have a byte in common."""
+    spans = [(t.data_ptr(), t.data_ptr() + _span(t)) for t in (one, other)]
+    if not all(t.numel() for t in (one, other)) or spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]:
+        return False
+    if one.is_contiguous() and other.is_contiguous():
+        return True
+    import numpy as np  # few outputs lie between the rows of another tensor
+
+    return np.shares_memory(np.asarray(_Place(one)), np.asarray(_Place(other)))
+
+
+def _span(tensor: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.itemsize
+
+
+class _Place:
+    """The bytes of a tensor on any device, which NumPy compares but does not read."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        strides = [step * tensor.itemsize for step in tensor.stride()]
+        self.__array_interface__ = {
+            "data": (tensor.data_ptr(), False), "shape": (*tensor.shape, tensor.itemsize), "strides": (*strides, 1),
+            "typestr": "|u1", "version": 3,
+        }  # fmt: skip
 
 
 def apart(op: Op, tensors: Tensors) -> tuple[list[str], dict[str, int]]:

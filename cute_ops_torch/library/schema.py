@@ -59,7 +59,20 @@ def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
     inputs = [name + (optional if t.optional else required) for name, t in op.inputs.items()]
     named = {**op.keywords, **(op.options if options else {})}
     attrs = [f"{n}: {type(v).__name__} = {_quoted(v)}" if annotated else f"{n}={_quoted(v)}" for n, v in named.items()]
-    return ", ".join(inputs + attrs)
+    given = []
+    if options and takes_out(op):
+        # For callers by name alone; Python would take longer to call a function that says so.
+        kind = "Tensor" if len(op.shown) == 1 else "Sequence[Tensor | None]"
+        given = ["*", f"out: {kind} | None = None"] if annotated else ["out=None"]
+    return ", ".join(inputs + attrs + given)
+
+
+def takes_out(op: Op) -> bool:
+    """Whether the Python function takes ``out=``: not where it does more than a kernel, nor where an argument is called
+    that.
+    """
+    kernel = bool(op.shown) and not op.program
+    return kernel and op.finish is None and "out" not in {*op.inputs, *op.keywords, *op.options}
 
 
 def _quoted(value: Any) -> str:

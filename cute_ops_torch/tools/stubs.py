@@ -12,6 +12,8 @@ from cute_ops_torch.library.schema import parameters
 PATH = Path(__file__).parents[1] / "functions.pyi"
 _HEADER = '''"""Made by ``python -m cute_ops_torch.tools.stubs``; edit the declarations instead."""
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 __all__ = [

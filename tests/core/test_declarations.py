@@ -61,6 +61,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"outputs": {"out": ROWS._replace(contiguous="m")}}, "output 'out' is made compact, so its last dim must be",
     ),
     "align": ({"inputs": {"x": ROWS._replace(align=32)}}, "x: align must be 2, 4, 8 or 16 bytes, got 32"),
+    "align of an output": ({"outputs": {"out": ROWS._replace(align=16)}}, "output 'out' has 'align', which in"),
     "align without a contiguous dim": ({"inputs": {"x": ROWS._replace(align=16, contiguous=())}}, "x: align is of"),
     "otherwise": ({"inputs": {"x": ROWS._replace(otherwise="pad")}}, "x: otherwise must be 'refuse' or 'copy', got 'p"),
     "a copy that is written": (

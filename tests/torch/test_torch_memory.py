@@ -10,10 +10,15 @@ import pytest
 import torch
 
 import cute_ops_torch
-from cute_ops import lookup
+from cute_ops import FLOATS, Op, Tensor, lookup
+from cute_ops.ops import OPS
 from cute_ops.ops.gemm.linear import linear
 from cute_ops_torch.host import launch
+from cute_ops_torch.host.fast_path import FastPath
+from cute_ops_torch.host.function import make_function
 from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.library.schema import takes_out
+from cute_ops_torch.registry import define
 
 LYING = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "lying.py"))
 by_columns, aligned = (cute_ops_torch.register(op) for op in (LYING.by_columns, LYING.aligned))
@@ -123,3 +128,135 @@ def test_what_is_not_aligned(compiled: Any) -> None:
                 call(wrong, y)
     with pytest.raises(ValueError, match="`y` has a stride of 3 elements, expected a multiple of 4: pad its rows"):
         aligned(x[:3], y[:3])
+
+
+# --- outputs that the caller gives
+
+
+@pytest.fixture
+def function(compiled: Any) -> Callable[..., Any]:
+    """``function(op)``: the op's Python function, with stand-ins for kernels on the CPU."""
+
+    def make(op: Op) -> Callable[..., Any]:
+        compiled.ops.setdefault(op.name, op)
+        made = define(op)
+        launcher = Launcher(op)
+        return make_function(op, made.overload, FastPath(op, lambda: launcher, made.nodes), devices=("cpu",))
+
+    return make
+
+
+@pytest.mark.parametrize("lies", ["compact", "apart", "columns", "off"])
+@pytest.mark.parametrize("device", ["kernels", "reference"])
+def test_outputs_of_the_caller(any_op: Op, make_inputs: Any, function: Any, lies: str, device: str) -> None:
+    """They are filled wherever they lie, and are what comes back."""
+    if not takes_out(any_op):
+        pytest.skip("does more than its op")
+    call = function(any_op) if device == "kernels" else define(any_op).function
+    tensors = make_inputs(any_op)
+    expected = call(*[t.clone() for t in tensors])
+    some = expected if isinstance(expected, tuple) else (expected,)
+
+    def place(like: torch.Tensor) -> torch.Tensor:
+        shape, options = like.shape, {"dtype": like.dtype}
+        if lies == "apart" and like.ndim:
+            return torch.zeros(*shape[:-1], 2 * shape[-1] + 1, **options)[..., 1 : shape[-1] + 1]
+        if lies == "columns":
+            return torch.zeros(shape[::-1], **options).permute(*reversed(range(like.ndim)))
+        if lies == "off":
+            return torch.zeros(like.numel() + 1, **options)[1:].view(shape)
+        return torch.zeros(shape, **options)
+
+    out = tuple(None if t is None else place(t) for t in some)
+    for _ in range(2):
+        given = out if len(out) > 1 else out[0]
+        versions = [t._version for t in out if t is not None]
+        assert call(*[t.clone() for t in tensors], out=given) is given
+        assert all(t._version > before for t, before in zip(filter(torch.is_tensor, out), versions, strict=True))
+        torch.testing.assert_close(out, some, equal_nan=True)
+
+
+def test_an_output_that_may_lie_apart_is_written_in_place(seen: list[tuple[Any, ...]]) -> None:
+    x, weight = torch.randn(2, 3, 8).bfloat16(), torch.randn(16, 8).bfloat16()
+    out = torch.empty(2, 3, 20).bfloat16()[..., :16]
+    Launcher(linear).write((x, weight), (), {"out": out})
+    ((_, _, given),) = seen
+    assert (given.data_ptr(), given.shape, given.stride()) == (out.data_ptr(), (6, 16), (20, 1))
+
+
+def other(like: torch.Tensor, **changes: Any) -> torch.Tensor:
+    return torch.empty_like(like, **changes)
+
+
+WIDE = torch.randn(4, 128)
+
+
+@pytest.mark.parametrize(
+    ("x", "out", "kind", "said"),
+    [
+        (WIDE[:, :64], torch.empty(4, 65), ValueError, r"float32\[4, 65\] for `out`, expected float32\[4, 64\]"),
+        (WIDE[:, :64], torch.empty(4, 64).half(), TypeError, r"float16\[4, 64\] for `out`, expected float32\[4, 64\]"),
+        (WIDE[:, :64], torch.empty(4, 64, device="meta"), ValueError, "a tensor on meta for `out`, expected cpu"),
+        (WIDE[:, :64], (torch.empty(4, 64),) * 2, TypeError, "out= has 2 tensors, expected 1: out"),
+        (WIDE[:, :64], 7.0, TypeError, "out= has float for `out`, expected a tensor"),
+        (WIDE[:, :64], WIDE[:, 32:96], ValueError, "`out` is written, but shares memory with `x`"),
+        (WIDE[:, :64], WIDE[0, :64].expand(4, 64), ValueError, "`out` is written, but with strides"),
+        (WIDE[:, :64].requires_grad_(), torch.empty(4, 64), RuntimeError, r"rmsnorm\(\): functions with out=\.\.\."),
+        (WIDE[:, :64].detach(), torch.empty(4, 64, requires_grad=True), RuntimeError, "don't support automatic"),
+    ],
+)
+def test_outputs_that_are_refused(x: torch.Tensor, out: Any, kind: type[Exception], said: str, function: Any) -> None:
+    for call in (cute_ops_torch.rmsnorm, function(OPS[0])):
+        with pytest.raises(kind, match=said):
+            call(x, out=out)
+    if kind is RuntimeError:
+        with torch.no_grad():
+            torch.testing.assert_close(cute_ops_torch.rmsnorm(x, out=out), cute_ops_torch.rmsnorm(x))
+
+
+def test_outputs_between_the_rows_of_an_input() -> None:
+    """They share no byte, though one lies in the other."""
+    wide = torch.randn(4, 128)
+    expected = cute_ops_torch.rmsnorm(wide[:, :64])
+    torch.testing.assert_close(cute_ops_torch.rmsnorm(wide[:, :64], out=wide[:, 64:]), expected)
+
+
+def test_an_output_over_the_input_that_is_donated() -> None:
+    donating = Op(
+        "donating", inputs={"x": Tensor("*m n", "T")}, outputs={"out": Tensor("*m n", "T", donates="x")},
+        dtypes={"T": FLOATS}, reference=lambda xp, x: x + 1, kernel="a:B",
+    )  # fmt: skip
+    call, x = cute_ops_torch.register(donating), torch.ones(5, 8)
+    assert call(x, out=x) is x and torch.equal(x, torch.full((5, 8), 2.0))
+    with pytest.raises(ValueError, match="`out` is written, but shares memory with `x`"):
+        call(x[:4], out=x[1:])
+
+
+def test_several_outputs_in_order() -> None:
+    x, residual = torch.randn(4, 64), torch.randn(4, 64)
+    out = torch.empty(4, 64), torch.empty(4, 64)
+    expected = cute_ops_torch.add_rmsnorm(x, residual)
+    assert cute_ops_torch.add_rmsnorm(x, residual, out=out) is out
+    torch.testing.assert_close(out, expected)
+    with pytest.raises(ValueError, match="`residual_out` is written, but shares memory with `out`"):
+        cute_ops_torch.add_rmsnorm(x, residual, out=(out[0], out[0]))
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_outputs_in_compiled_programs(dynamic: bool) -> None:
+    torch._dynamo.reset()
+    x, out = torch.randn(4, 64), torch.empty(4, 64)
+
+    @torch.compile(fullgraph=True, dynamic=dynamic)
+    def step(x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.rmsnorm(x.sin(), out=out) + 1
+
+    expected = cute_ops_torch.rmsnorm(x.sin())
+    torch.testing.assert_close(step(x, out), expected + 1)
+    torch.testing.assert_close(out, expected)
+
+
+def test_outputs_under_vmap() -> None:
+    x, out = torch.randn(3, 4, 64), torch.empty(3, 4, 64)
+    torch.vmap(lambda x, out: cute_ops_torch.rmsnorm(x, out=out))(x, out)
+    torch.testing.assert_close(out, cute_ops_torch.rmsnorm(x))

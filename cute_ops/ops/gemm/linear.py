@@ -25,7 +25,8 @@ MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach b
 X = Tensor("*m k", "T", contiguous=("k", "m"))
 WEIGHT = Tensor("n k", "T", contiguous=("k", "n"))
 DOUT = Tensor("*m n", "T", contiguous=("n", "m"))
-OUT, DX, DWEIGHT = Tensor("*m n", "T"), Tensor("*m k", "T"), Tensor("n k", "T")
+OUT = Tensor("*m n", "T", contiguous="n")  # its rows may be apart, where the caller gives it
+DX, DWEIGHT = Tensor("*m k", "T", contiguous="k"), Tensor("n k", "T", contiguous="k")
 
 CASES = (
     Case("one-row", {"m": (), "n": 64, "k": 64}),
@@ -121,8 +122,8 @@ def configure(
 
 
 def vector(problem: Problem, name: str, length: int) -> tuple[int, bool]:
-    """Elements that divide an input's contiguous dim of some length, and what its address and its strides are multiples of;
-    whether TMA takes it.
+    """Elements that divide an input's contiguous dim of some length, and what its address and its strides are multiples
+    of; whether TMA takes it.
     """
     align = problem.aligns[name]
     return math.gcd(align // ITEMSIZE[problem.dtypes[name]], length), align == VECTOR_BYTES
