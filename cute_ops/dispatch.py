@@ -35,7 +35,14 @@ _decided: dict[winners.Key, Config] = {}
 _planned: dict[str, set[winners.Key]] = {}  # by symbol: the classes of calls that run this kernel
 
 
-def choose(binding: Binding, memory: Mapping[str, Memory], target: Target, device: int | None = None) -> Plan:
+def choose(
+    binding: Binding,
+    memory: Mapping[str, Memory],
+    target: Target,
+    device: int | None = None,
+    *,
+    fixed: bool | None = None,
+) -> Plan:
     """How a call of this program runs; records it where ``CUTE_OPS_RECORD`` asks for that.
 
     Args:
@@ -43,12 +50,13 @@ def choose(binding: Binding, memory: Mapping[str, Memory], target: Target, devic
         memory: where inputs lie, and outputs that are given; what is missing here is compact and 16-byte aligned.
         target: what the kernel is compiled for.
         device: the GPU to measure on where ``CUTE_OPS_TUNE=1``; None where nothing can be measured.
+        fixed: whether dims that are static while few are compile-time constants; by default while they are few.
 
     Raises:
         ValueError: an input does not lie as its declaration demands.
         NotImplementedError: the target is older than the op's kernels.
     """
-    chosen = _plan(binding, memory, target, _specialize(binding), device)
+    chosen = _plan(binding, memory, target, _specialize(binding) if fixed is None else fixed, device)
     if (manifest := env.RECORD.read()) is not None:
         _recorder(manifest)(binding, memory, chosen.variant)
     return chosen

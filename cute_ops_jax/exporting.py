@@ -50,8 +50,8 @@ def export(
     Args:
         path: the folder; a former export is replaced, by all of this one or by nothing.
         function: a function of JAX arrays, jitted or not.
-        args, kwargs: arrays, or ``jax.ShapeDtypeStruct``; leading dims may be symbolic (``jax.export.symbolic_shape``)
-            and then have at least one row.
+        args, kwargs: arrays, or ``jax.ShapeDtypeStruct``, whose sizes may be symbolic (``jax.export.symbolic_shape``)
+            unless they are constants of every kernel; they are then at least 1.
         platforms: what the program is to run on: ``cuda``, ``cpu``, ``rocm``, ``tpu``. On all but ``cuda`` it is the
             reference.
         arch: the GPUs to build for, ``"sm_90a"``; by default the one of this machine.

@@ -24,10 +24,16 @@ Shapes: TypeAlias = Mapping[str, tuple[Any, ...]]
 
 
 class Memory(NamedTuple):
-    """Where an array lies: strides in elements and an address (or its alignment) in bytes."""
+    """Where an array lies: strides in elements and an address (or its alignment) in bytes.
+
+    Attributes:
+        multiple: bytes that divide all strides but the contiguous dim's where these stand for symbolic ones; 0 where
+            they are what they are.
+    """
 
     strides: tuple[int, ...]
     address: int = 0
+    multiple: int = 0
 
 
 class View(NamedTuple):
@@ -96,7 +102,7 @@ def layout(binding: Binding, memory: Mapping[str, Memory], static: Mapping[str, 
             shape, strides = (tuple(each[i] for i in order) for each in (shape, strides))
             strides = (*strides[:-1], 1)  # also that of a dim of one element
             views[name] = View(shape, strides)
-        key = tensor_key(name, array.dtype, shape, tuple(known), Memory(strides, place.address))
+        key = tensor_key(name, array.dtype, shape, tuple(known), place._replace(strides=strides))
         keys[name] = key._replace(order=order)
     return Layout(keys, views, copies)
 
@@ -137,6 +143,8 @@ def _misplaced(name: str, tensor: Tensor, array: Array, where: Memory) -> str:
     if where.address % tensor.align:
         return f"argument `{name}` lies {where.address % tensor.align} bytes off a multiple of {tensor.align} bytes."
     stepped = [s for k, s in enumerate(where.strides) if k != len(where.strides) + contiguous and array.shape[k] > 1]
+    if where.multiple % tensor.align:
+        return f"argument `{name}` has strides that are no multiple of {tensor.align} bytes for all sizes."
     if odd := [s for s in stepped if s * ITEMSIZE[array.dtype] % tensor.align]:
         return (
             f"argument `{name}` has a stride of {odd[0]} elements, expected a multiple of "
@@ -189,7 +197,7 @@ def tensor_key(
     return TensorKey(
         name=name, dtype=dtype, shape=known, layout="flat" if flat else "strided",
         align=math.gcd(where.address, VECTOR),
-        row_align=math.gcd(VECTOR, *(s * ITEMSIZE[dtype] for s in strides)),
+        row_align=math.gcd(VECTOR, where.multiple, *(s * ITEMSIZE[dtype] for s in strides)),
     )  # fmt: skip
 
 

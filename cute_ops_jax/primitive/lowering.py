@@ -6,20 +6,21 @@ exists.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from cute_ops import dispatch
 from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
-from cute_ops.errors import message, naming
+from cute_ops.errors import naming
 from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
 from cute_ops.op import Op
 from cute_ops_jax.primitive import ffi
+from cute_ops_jax.primitive.any_size import plan_for_any_size
 from cute_ops_jax.primitive.arrays import spec
 
 # By input the dim, counted from the end, that was the last of the array which the program has transposed.
@@ -96,44 +97,25 @@ class Chosen(NamedTuple):
     expanded: Shapes
 
 
-# Enough rows to keep a GPU busy.
-MANY_ROWS = 1 << 20
-
-
 def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
-    """The kernel for a call on compact arrays, whose leading dims may be symbolic.
+    """The kernel for a call on compact arrays, whose sizes may be symbolic.
 
     Raises:
-        NotImplementedError: other symbolic sizes, or a GPU that no kernel is built for.
+        NotImplementedError: a symbolic size that is a constant of kernels, or a GPU that no kernel is built for.
     """
-    symbolic = any(_symbolic(size) for a in binding.inputs.values() if a is not None for size in a.shape)
     expanded = _expanded(binding)
     whole = binding._replace(inputs=with_shapes(binding.inputs, expanded)) if expanded else binding
     rows = folded(whole)
-    memory = _memory(binding.op, rows, transposed)
+    memory = _memory(binding.op, transposed, rows) if any(t.contiguous for t in binding.op.inputs.values()) else {}
     flat = with_leading_dims(whole, rows)
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, device = ffi.target_and_device()
-    if not symbolic:
-        return Chosen(flat, dispatch.choose(flat, memory, target, device), expanded)
-    shapes = {n: a.shape for n, a in flat.inputs.items() if a is not None}
-    inner = {n: shape[len(shape) - len(binding.op.inputs[n].dims) :] for n, shape in shapes.items()}
-    problem = next((f"argument `{n}` has others" for n, shape in inner.items() if any(map(_symbolic, shape))), "")
-    if not problem:
-        # A kernel does not depend on the number of rows, and scratch arrays that serve many rows serve fewer.
-        fixed, larger = (
-            dispatch.choose(with_leading_dims(flat, _with_rows(shapes, rows)), {}, target)
-            for rows in (MANY_ROWS, 2 * MANY_ROWS)
-        )
-        if _elements(larger) > 1.5 * _elements(fixed):
-            problem = "its scratch arrays grow with the rows"
-    if problem:
-        problem = f"on CUDA only leading dims may be symbolic, but {problem}."
-        raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
-    return Chosen(flat, fixed, expanded)
+    if any(not isinstance(size, int) for a in binding.inputs.values() if a is not None for size in a.shape):
+        return Chosen(flat, plan_for_any_size(flat, partial(_memory, binding.op, transposed), target), expanded)
+    return Chosen(flat, dispatch.choose(flat, memory, target, device), expanded)
 
 
-def _memory(op: Op, shapes: Shapes, transposed: Transposed) -> dict[str, Memory]:
+def _memory(op: Op, transposed: Transposed, shapes: Shapes) -> dict[str, Memory]:
     """How inputs lie of which another dim than the last may be contiguous: as they come, where a kernel takes that."""
     found = {}
     for name, shape in shapes.items():
@@ -155,16 +137,3 @@ def _expanded(binding: Binding) -> Shapes:
     given = {n: (t, a) for n, t in binding.op.inputs.items() if t.broadcast and (a := binding.inputs[n]) is not None}
     found = {n: expanded_shape(t, a, binding.dims) for n, (t, a) in given.items()}
     return {n: shape for n, shape in found.items() if shape is not None}
-
-
-def _with_rows(shapes: Shapes, rows: int) -> Shapes:
-    """The shapes with a number in place of everything symbolic."""
-    return {n: tuple(rows if _symbolic(size) else size for size in shape) for n, shape in shapes.items()}
-
-
-def _symbolic(size: Any) -> bool:
-    return not isinstance(size, int)
-
-
-def _elements(chosen: Plan) -> int:
-    return sum(math.prod(scratch.shape) for scratch in chosen.workspaces.values())

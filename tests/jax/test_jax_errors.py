@@ -131,21 +131,6 @@ def test_derivative_of_a_backward_op(op: Op) -> None:
         jax.grad(lambda first: jnp.sum(jax.tree.leaves(backward(first, *arrays[1:]))[0]))(arrays[0])
 
 
-SYMBOLIC_N = """\
-cute.rmsnorm: on CUDA only leading dims may be symbolic, but argument `x` has others.
-  x: float32[2, n]   declared T[*m n]
-  bound so far: *m=(2,), n=n, T=float32"""
-
-
-def test_a_symbolic_last_dim_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("CUTE_OPS_ARCH", "sm_90a")
-    (n,) = jax.export.symbolic_shape("n")
-    x = jax.ShapeDtypeStruct((2, n), jnp.float32)
-    with pytest.raises(NotImplementedError) as caught:
-        jax.export.export(jax.jit(lambda x: cute_ops_jax.rmsnorm(x)), platforms=["cuda"])(x)
-    assert str(caught.value).startswith(SYMBOLIC_N)
-
-
 def test_unknown_architecture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUTE_OPS_ARCH", "sm_70")
     with pytest.raises(ValueError, match="unknown architecture 'sm_70'; known: sm_80"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -26,6 +27,7 @@ from cute_ops.errors import CacheError
 from cute_ops.files import ownership
 from cute_ops.jit import bundle
 from cute_ops.ops import OPS
+from cute_ops.ops.gemm.linear import linear
 from cute_ops_jax import exporting, loading
 from cute_ops_jax.primitive import ffi
 
@@ -367,6 +369,74 @@ def test_symbolic_rows_reach_the_kernel(
 
         close(values(program), values(testing.plain(any_op, cute_ops_jax.register(any_op))))
     assert len({s for s, _ in fake_kernels.calls}) == (2 if any_op.grad else 1)
+
+
+ANY_SIZE = ("rmsnorm", "softmax", "quantize_fp8", "causal_conv1d")
+
+
+@pytest.mark.parametrize("own", [*(op for op in OPS if op.name in ANY_SIZE), linear], ids=lambda own: own.name)
+def test_other_symbolic_sizes_reach_the_kernel(
+    own: Op, through_ffi: Any, fake_kernels: Any, close: Callable[..., Any]
+) -> None:
+    """So do all that are no constants of every kernel; what is one while its sizes are few is dynamic then."""
+    call, by_reference = (testing.plain(own, make(own)) for make in (through_ffi, cute_ops_jax.register))
+    bound = {n for t in own.inputs.values() for d in t.dims for n in d.names}
+    free = sorted(bound - (set(own.static) - set(own.few)))
+    b, m, *sizes = jax.export.symbolic_shape(", ".join(["b", "m", *(f"4*{n}_4" if n in "nk" else n for n in free)]))
+    symbolic = own.example((b, m), 8) | dict(zip(free, sizes, strict=True))
+    dtype = "bfloat16" if own is linear else "float32"
+    kinds = [a.dtype for a in testing.sample(own, (2, 3), 8, np.random.default_rng(0), dtype)]
+    tensors = own.inputs.values()
+    shaped = [jax.ShapeDtypeStruct(t.of(symbolic), kind) for t, kind in zip(tensors, kinds, strict=True)]
+    # A gradient's weight is summed up in a scratch array as wide as a row.
+    order = int(own.name in ("rmsnorm", "softmax"))
+    data, _ = exporting._serialized(call, ["cpu"], order, shaped, {})
+    program = jax.export.deserialize(bytearray(data)).call
+    for lead, n in (((3, 5), 8), ((1, 2), 24)):
+        arrays = testing.sample(own, lead, n, np.random.default_rng(1), dtype)
+        close(program(*arrays), by_reference(*arrays))
+        if order:
+            for k in range(len(arrays)):
+                close(*(gradient(function, arrays, k) for function in (program, by_reference)))
+    for variant in fake_kernels.variants:
+        assert all(variant.dims[name] is None for name in own.few)
+        assert {key.row_align for key in variant.args if key and key.shape[1:] == (None,)} <= {4, 8, 16}
+
+
+def test_sizes_that_kernels_have_as_constants(fake_kernels: Any) -> None:
+    (w,) = jax.export.symbolic_shape("w")
+    shaped = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 9, 8), (8, w))]
+    conv = next(op for op in OPS if op.name == "causal_conv1d")
+    unchecked = cute_ops_jax.register(without_check(conv))
+    with pytest.raises(NotImplementedError, match=r"sizes may not be symbolic: w=w is a constant of every kernel\."):
+        exporting._serialized(unchecked, ["cuda"], 0, shaped, {})
+
+
+def test_scratch_arrays_that_follow_no_size(fake_kernels: Any) -> None:
+    """The gradient of a convolution has the more partial sums the fewer channels there are."""
+    (n,) = jax.export.symbolic_shape("8*n")
+    shaped = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2, 9, n), (n, 4))]
+    with pytest.raises(NotImplementedError, match=r"symbolic: its scratch arrays do not grow as one of them\."):
+        exporting._serialized(cute_ops_jax.causal_conv1d, ["cuda"], 1, shaped, {})
+
+
+def without_check(op: Op) -> Op:
+    """An op that does not look at the values of its sizes, which symbolic ones do not have."""
+    made = copy.copy(op)
+    made.check, made.grad, made.steps = lambda binding: None, None, ()
+    return made
+
+
+@pytest.mark.parametrize(("text", "align"), [("n", 4), ("2*n", 8), ("8*n", 16), ("8*n + 4", 16), ("n + 1", 4)])
+def test_rows_are_aligned_as_they_are_for_all_sizes(text: str, align: int, fake_kernels: Any) -> None:
+    (n,) = jax.export.symbolic_shape(text)
+    exporting._serialized(cute_ops_jax.softmax, ["cuda"], 0, [jax.ShapeDtypeStruct((2, n), jnp.float32)], {})
+    (variant,) = fake_kernels.variants
+    assert [key.row_align for key in variant.args if key] == [align, align]
+
+
+def gradient(function: Callable[..., Any], arrays: Any, k: int) -> Any:
+    return jax.grad(lambda one: jnp.sum(jnp.sin(function(*arrays[:k], one, *arrays[k + 1 :]))))(arrays[k])
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["shard_map", "explicit"])

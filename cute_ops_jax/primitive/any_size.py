@@ -1,0 +1,147 @@
+"""Plans of calls whose sizes are symbolic, as exported programs have them: one kernel for all sizes.
+
+A call is planned with numbers in the place of symbolic sizes. Rows are as aligned as they are for every size, and a
+scratch array may be as long as a symbolic size, a whole number of times.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from cute_ops import dispatch
+from cute_ops.binding import Binding
+from cute_ops.errors import message
+from cute_ops.jit.layout import Memory, Shapes, compact, contiguous_place, has_contiguous
+from cute_ops.jit.plan import Plan, plan
+from cute_ops.jit.target import Target
+from cute_ops.shapes import ITEMSIZE, Array
+
+# Enough rows to keep a GPU busy.
+MANY_ROWS = 1 << 20
+# For other sizes: no rounding of a prime is a multiple of it. A few more show what depends on them.
+PRIME, OTHERS = 4099, (1, 67, 8209)
+NO_FACTORS: Mapping[str, int] = {}
+Dims = Mapping[str, Any]
+
+
+def is_symbolic(size: Any) -> bool:
+    return not isinstance(size, int)
+
+
+def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]], target: Target) -> Plan:
+    """The plan of a call with folded leading dims and symbolic sizes.
+
+    Args:
+        binding: the call.
+        memory: how inputs of these shapes lie, where they are not row-major.
+        target: what the kernel is compiled for.
+
+    Raises:
+        NotImplementedError: a symbolic size that kernels do not have as a dynamic one.
+    """
+    op = binding.op
+    always = [dim for dim in op.static if dim not in op.few and is_symbolic(binding.dims[dim])]
+    if always:
+        raise _refused(binding, f"{always[0]}={binding.dims[always[0]]} is a constant of every kernel")
+    dynamic = any(is_symbolic(binding.dims[dim]) for dim in op.few)
+    numbers = _with_numbers(binding)
+    chosen = dispatch.choose(numbers, _places(binding, numbers, memory), target, fixed=False if dynamic else None)
+    fixed, config = None not in chosen.variant.dims.values(), chosen.variant.tile
+
+    def scratch(numbers: Binding) -> Mapping[str, Array]:
+        return plan(numbers, _places(binding, numbers, memory), target, fixed=fixed, config=config).workspaces
+
+    # Scratch arrays that serve many rows serve fewer.
+    if _elements(scratch(_with_numbers(binding, 2 * MANY_ROWS))) > 1.5 * _elements(chosen.workspaces):
+        raise _refused(binding, "its scratch arrays grow with the rows")
+    sizes = {name: size for name, size in binding.dims.items() if not isinstance(size, tuple)}
+    own = [name for name, size in sizes.items() if is_symbolic(size) and name not in op.derived]
+    others = [_with_numbers(binding, factors={name: factor}) for name in own for factor in OTHERS]
+    found = {}
+    for name, array in chosen.workspaces.items():
+        seen = [(each.dims, scratch(each)[name].shape) for each in others]
+        found[name] = array._replace(shape=tuple(
+            _size(binding, size, numbers.dims, [(dims, shape[k]) for dims, shape in seen], own)
+            for k, size in enumerate(array.shape)
+        ))  # fmt: skip
+    return chosen._replace(workspaces=found)
+
+
+def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:
+    """A size of a scratch array: the same for all numbers that stand for symbolic sizes, or a multiple of one of them.
+
+    Args:
+        binding: the call.
+        size: this size where the numbers are ``dims``.
+        dims: numbers by name.
+        others: other numbers with the sizes for these.
+        names: the names of symbolic dims.
+    """
+    if all(other == size for _, other in others):
+        return size
+    for name in names:
+        if size % dims[name] == 0 and all(other * dims[name] == size * by[name] for by, other in others):
+            return size // dims[name] * binding.dims[name]
+    raise _refused(binding, "its scratch arrays do not grow as one of them")
+
+
+def _refused(binding: Binding, why: str) -> NotImplementedError:
+    problem = f"on CUDA some sizes may not be symbolic: {why}."
+    return NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
+
+
+def _with_numbers(binding: Binding, rows: int = MANY_ROWS, factors: Mapping[str, int] = NO_FACTORS) -> Binding:
+    """The same call with numbers for symbolic sizes: many rows, and multiples, by name, of what a size surely is a
+    multiple of.
+    """
+    op = binding.op
+
+    def many(sizes: tuple[Any, ...]) -> tuple[int, ...]:
+        return tuple(rows if is_symbolic(size) else size for size in sizes)
+
+    def number(name: str, size: Any) -> Any:
+        if isinstance(size, tuple):
+            return many(size)
+        return divisor(size) * factors.get(name, PRIME) if is_symbolic(size) else size
+
+    dims = {name: number(name, size) for name, size in binding.dims.items()}
+    constants = {name: binding.attrs[name] for name in op.attrs}
+    dims |= {name: size(dims, constants) for name, size in op.derived.items()}
+
+    def input_of(name: str, array: Array) -> Array:
+        own = op.inputs[name].dims  # of the leading dims it may have the last few
+        lead = array.shape[: len(array.shape) - len(own)]
+        return array._replace(shape=(*many(lead), *(dims[d.name] if d.name else d.of(dims) for d in own)))
+
+    inputs = {n: a and input_of(n, a) for n, a in binding.inputs.items()}
+    outputs = {n: a and a._replace(shape=op.outputs[n].of(dims)) for n, a in binding.outputs.items()}
+    results = {**{n: inputs[n] for n in op.mutates}, **outputs}
+    return binding._replace(dims=dims, inputs=inputs, outputs=outputs, results=results)
+
+
+def _places(binding: Binding, numbers: Binding, memory: Callable[[Shapes], dict[str, Memory]]) -> dict[str, Memory]:
+    """Where the arrays lie, with what divides their strides whatever the symbolic sizes are."""
+    shapes = {n: a.shape for n, a in numbers.inputs.items() if a is not None}
+    found, tensors = memory(shapes), {**binding.op.inputs, **binding.op.outputs}
+    symbolic = {**binding.inputs, **binding.outputs}
+    for name, array in {**numbers.inputs, **numbers.outputs}.items():
+        tensor, whole = tensors[name], symbolic[name]
+        if array is None or whole is None or not has_contiguous(tensor) or not array.shape:
+            continue
+        where = found.get(name) or Memory(compact(array.shape))
+        place = contiguous_place(tensor, array.shape, where.strides)
+        inner = whole.shape[-1 if place is None else place]
+        if is_symbolic(inner):
+            found[name] = where._replace(multiple=divisor(inner) * ITEMSIZE[array.dtype])
+    return found
+
+
+def divisor(size: Any) -> int:
+    """The largest power of two, at most 16, that surely divides a symbolic size."""
+    return next(d for d in (16, 8, 4, 2, 1) if size % d == 0)
+
+
+def _elements(scratch: Mapping[str, Array]) -> int:
+    return sum(math.prod(array.shape) for array in scratch.values())
