@@ -108,7 +108,8 @@ class Rows(NamedTuple):
         threads = max(128 if row.vectors > WARP else 256, share)
         held = -(-row.touched // share) * row.vector_elements
         keep = held * max(self.read, 1) <= MOST_KEPT
-        return self._made("one_pass", threads, share, align_vectors=row.align_vectors, keep=keep)
+        resident = 2 if self.read > 1 and share == PAIR_THREADS and not self.slow else 1
+        return self._made("one_pass", threads, share, 1, resident, row.align_vectors, keep=keep)
 
     def _in_ring(self, row: Row) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
