@@ -86,6 +86,13 @@ def _normal_cdf(xp: Any, x: Any) -> Any:
     return erfc(xp, -x / math.sqrt(2)) / 2  # 1 + erf would cancel in the far negative
 
 
+def _extreme(xp: Any, reduce: Callable[..., Any], x: Any, of_none: float) -> Any:
+    """The largest or least element of each row; of rows without elements, which frameworks refuse, ``of_none``."""
+    if x.shape[-1] != 0:
+        return reduce(x, axis=-1, keepdims=True)
+    return xp.sum(x, axis=-1, keepdims=True) + of_none
+
+
 # From a namespace and float32 or float64 arrays; of astype the last argument is the dtype's name.
 REFERENCE: Mapping[str, Callable[..., Any]] = {
     "add": lambda xp, x, y: x + y,
@@ -126,6 +133,6 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "logical_not": lambda xp, x: xp.logical_not(x),
     "sum": lambda xp, x: xp.sum(x, axis=-1, keepdims=True),
     "mean": lambda xp, x: xp.mean(x, axis=-1, keepdims=True),
-    "max": lambda xp, x: xp.max(x, axis=-1, keepdims=True),
-    "min": lambda xp, x: xp.min(x, axis=-1, keepdims=True),
+    "max": lambda xp, x: _extreme(xp, xp.max, x, -math.inf),
+    "min": lambda xp, x: _extreme(xp, xp.min, x, math.inf),
 }

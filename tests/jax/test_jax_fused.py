@@ -65,6 +65,12 @@ def test_a_decorated_function_is_called_without_a_namespace() -> None:
     assert weighted.__doc__ == "The tanh of x, weighted."
 
 
+def test_rows_without_elements() -> None:
+    of_nothing = jax.jit(fused(operands={"x": "*m n"}, name="of_nothing_in_jax")(reducing.of_nothing))
+    np.testing.assert_array_equal(jnp.concat(of_nothing(jnp.ones((3, 0))), axis=-1), [[0, np.nan, -np.inf, np.inf]] * 3)
+    assert jax.grad(lambda x: of_nothing(x)[2].sum())(jnp.ones((3, 0))).shape == (3, 0)
+
+
 @pytest.mark.parametrize("declared", epilogues.OPS, ids=lambda op: op.name)
 def test_products_with_epilogues(declared: Op) -> None:
     """With leading dims, under vmap over all of x's rows, and of nothing."""

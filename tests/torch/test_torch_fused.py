@@ -80,3 +80,13 @@ def test_a_decorated_function_is_called_without_a_namespace() -> None:
     torch.testing.assert_close(weighted(x, weight=weight), torch.tanh(x) * weight)
     assert weighted.__doc__ == "The tanh of x, weighted."
     assert torch.ops.fused_tests.weighted(x, weight).shape == x.shape
+
+
+def test_rows_without_elements() -> None:
+    of_nothing = fused(operands={"x": "*m n"}, namespace="fused_tests")(reducing.of_nothing)
+    x = torch.ones(3, 0, requires_grad=True)
+    torch.testing.assert_close(
+        torch.cat(of_nothing(x), -1), torch.tensor([[0, np.nan, -np.inf, np.inf]] * 3), equal_nan=True
+    )
+    of_nothing(x)[2].sum().backward()
+    assert x.grad.shape == x.shape
