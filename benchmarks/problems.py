@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import expressed
+import row_functions
 import torch
 
 from cute_ops.binding import Binding, bind
@@ -16,7 +16,7 @@ from cute_ops.ops import OPS, cross_entropy_step, rope_bwd_joined, swiglu_again
 from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops_torch.tools.measure import random_input
 
-BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *expressed.OPS)}
+BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *row_functions.OPS)}
 DIRECTIONS = ("fwd", "bwd")
 FIRST = ("rmsnorm", "add_rmsnorm", "silu_mul")
 MAX_SETS = 256
@@ -306,7 +306,7 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         _conv(1, 2048, 5376), _conv(64, 1, 5376), _conv(8, 4096, 5376, strided=True),
         _conv(8, 4096, 2048, dtype="float32"),
     ),
-    **{name: tuple(Problem(name, *s) for s in _ROWS) for name in expressed.NAMES},
+    **{name: tuple(Problem(name, *s) for s in _ROWS) for name in row_functions.NAMES},
     # Prefills and steps of decoding: Llama 3 8B, also from a fused projection, DeepSeek-V3, Qwen 2.5 0.5B.
     "append_kv": (
         _append(32768, 8, 128), _append(32768, 8, 128, strided=True), _append(4096, 128, 192, 128),
