@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import shutil
+import signal
 import tempfile
 from collections.abc import Iterator
 from functools import partial
@@ -37,6 +38,10 @@ def _compile_quickly() -> None:
 
 # Programs that tests start print whole lines: unbuffered, those of two processes that share a pipe mix.
 os.environ.pop("PYTHONUNBUFFERED", None)
+
+# A shell's background jobs ignore interrupts, and so would the programs that tests interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Before any folder's conftest imports JAX or torch.
 if not target.device_count():
