@@ -177,6 +177,7 @@ def test_cases_shrink_to_sizes_that_divide() -> None:
     assert [v.problem for v in verify([half], runners, ("float32",))] == [""]
 
 
+@pytest.mark.parametrize("product", ["kernels"], indirect=True)
 def test_a_gradient_of_several_ops_is_verified(product: Any) -> None:
     cases = (Case("small", {"m": (3,), "k": 4, "n": 5}),)
     (verdict,) = verify([Op(**{**_arguments(product.op), "grad": product.op.grad, "cases": cases})], {})

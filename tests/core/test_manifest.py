@@ -133,7 +133,8 @@ def test_every_op_of_a_gradient_is_found_by_its_place(tmp_path: Path) -> None:
         from cute_ops import Op, Tensor
         ROWS, ROW = Tensor("*m n", "float32"), Tensor("n", "float32")
         def declare(name, inputs, outputs, **fields):
-            return Op(name, inputs=inputs, outputs=outputs, dtypes={}, reference=None, kernel="a:B", **fields)
+            fields |= {"reference": lambda xp, *a: a, "kernel": "a:B"}
+            return Op(name, inputs=inputs, outputs=outputs, dtypes={}, **fields)
         mine = declare("mine", {"x": ROWS, "w": ROW}, {"out": ROWS}, grad=(
             declare("first", {"dout": ROWS}, {"dx": ROWS}), declare("second", {"w": ROW}, {"dw": ROW})))
         norm = declare("norm", {"x": ROWS, "w": ROW}, {"out": ROWS}, grad=declare(
@@ -158,9 +159,9 @@ def test_an_op_of_ones_own_is_recorded_by_its_place(tmp_path: Path) -> None:
         from cute_ops.jit.target import parse
         X = {"x": Tensor("*m n", "float32")}
         mine_bwd = Op("mine_bwd", inputs={"dout": Tensor("*m n", "float32")}, outputs={"dx": Tensor("*m n", "float32")},
-                      dtypes={}, reference=None, kernel="copying:Copy")
-        mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=None, kernel="copying:Copy",
-                  grad=mine_bwd)
+                      dtypes={}, reference=lambda xp, *a: a, kernel="copying:Copy")
+        mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, kernel="copying:Copy",
+                  reference=lambda xp, *a: a, grad=mine_bwd)
         del mine_bwd
         if __name__ == "__main__":
             for op, name in ((mine, "x"), (mine.grad, "dout")):
@@ -289,7 +290,7 @@ from cute_ops.binding import bind
 from cute_ops.dispatch import choose
 from cute_ops.jit.target import parse
 X = {"x": Tensor("*m n", "float32")}
-mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=None, kernel="copying:Copy")
+mine = Op("mine", inputs=X, outputs={"out": X["x"]}, dtypes={}, reference=lambda xp, *a: a, kernel="copying:Copy")
 choose(bind(mine, {"x": Array((4, 64), "float32")}), {}, parse("sm_90a"))
 open("runs", "a").write("x")
 """
