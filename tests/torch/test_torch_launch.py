@@ -149,7 +149,7 @@ def test_any_argument_name_will_do(monkeypatch: pytest.MonkeyPatch) -> None:
     )
     seen: list[Any] = []
     call = compiled_call.CompiledCall(lambda *tensors: seen.extend(tensors), lambda wanted: seen.extend)
-    monkeypatch.setattr(launch, "prepare", lambda op, tensors, attrs: call)
+    monkeypatch.setattr(launch, "prepare", lambda op, tensors, attrs, outputs: call)
     given = [torch.full((2, 3), float(i)) for i in range(len(names))]
     Launcher(own).launch(*given)
     assert [id(t) for t in seen] == [id(t) for t in given]

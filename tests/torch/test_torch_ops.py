@@ -60,7 +60,7 @@ def test_function_is_the_raw_op(op: Op, make_inputs: Callable[..., Any]) -> None
     torch.testing.assert_close(out if isinstance(out, tuple) else (out,), testing.shown(op, raw), rtol=0, atol=0)
     assert getattr(cute_ops_torch, op.name).__doc__ == op.doc
     signature = inspect.signature(getattr(cute_ops_torch, op.name))
-    assert list(signature.parameters) == [*op.inputs, *op.attrs, *op.options]
+    assert list(signature.parameters) == [*op.inputs, *op.attrs, *op.options, *(["out"] if not op.finish else [])]
     by_name = dict(zip(op.inputs, tensors, strict=True))
     torch.testing.assert_close(function(**by_name, **op.attrs), function(*tensors), rtol=0, atol=0)
 
