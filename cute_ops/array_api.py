@@ -13,16 +13,17 @@ def widen(xp: Any, *arrays: Any) -> tuple[Any, ...]:
 
 
 def columns(xp: Any, x: Any) -> Any:
-    """``0 ... n - 1`` for the last dim of ``x``, where ``x`` is: torch alone must be told."""
-    return xp.arange(x.shape[-1], **_beside(xp, x))
+    """``0 ... n - 1`` for the last dim of ``x``, where ``x`` is."""
+    return xp.arange(x.shape[-1], **beside(xp, x))
 
 
 def numbers(xp: Any, count: Any, x: Any) -> Any:
     """``0 ... count - 1`` in the dtype of ``x``, where ``x`` is."""
-    return xp.arange(count, dtype=x.dtype, **_beside(xp, x))
+    return xp.arange(count, dtype=x.dtype, **beside(xp, x))
 
 
-def _beside(xp: Any, x: Any) -> dict[str, Any]:
+def beside(xp: Any, x: Any) -> dict[str, Any]:
+    """Where a new array is made, so that it is where ``x`` is: torch alone must be told."""
     return {"device": x.device} if "torch" in xp.__name__ else {}
 
 

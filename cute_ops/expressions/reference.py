@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from cute_ops.array_api import cast, erfc, sigmoid, widen
+from cute_ops.array_api import beside, cast, erfc, sigmoid, widen
 from cute_ops.expressions.graph import Expression
 
 # tanh approximation of GELU: 0.5 * x * (1 + tanh(SLOPE * (x + CUBE * x^3))).
@@ -32,7 +32,7 @@ def evaluate(
     """
     arrays = [a if a.dtype == xp.bool else widen(xp, a)[0] for a in operands]
     accumulator = xp.float64 if any(a.dtype == xp.float64 for a in arrays) else xp.float32
-    place = {"device": arrays[0].device} if "torch" in xp.__name__ else {}
+    place = beside(xp, arrays[0]) if arrays else {}
     values: list[Any] = []
     for node in expression.nodes:
         if node.word == "operand":
