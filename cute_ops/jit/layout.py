@@ -10,7 +10,7 @@ with that dim last.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -233,9 +233,22 @@ def with_leading_dims(binding: Binding, shapes: Shapes) -> Binding:
         tensor = op.inputs[name]
         if tensor.rows and not tensor.broadcast:
             dims[tensor.rows] = shape[: len(shape) - len(tensor.dims)]
-    constants = {name: binding.attrs[name] for name in op.attrs}
-    dims |= {name: size(dims, constants) for name, size in op.derived.items()}
-    inputs = with_shapes(binding.inputs, shapes)
+    return with_sizes(binding, dims, lambda dims: with_shapes(binding.inputs, shapes))
+
+
+def with_sizes(
+    binding: Binding, dims: Mapping[str, Any], inputs_of: Callable[[Mapping[str, Any]], dict[str, Array | None]]
+) -> Binding:
+    """The same call with other sizes, which are not checked.
+
+    Args:
+        binding: the call.
+        dims: the sizes by name; derived ones are computed again.
+        inputs_of: from all sizes to the inputs.
+    """
+    op, constants = binding.op, {name: binding.attrs[name] for name in binding.op.attrs}
+    dims = {**dims, **{name: size(dims, constants) for name, size in op.derived.items()}}
+    inputs = inputs_of(dims)
     outputs = {n: out and out._replace(shape=op.outputs[n].of(dims)) for n, out in binding.outputs.items()}
     results = {**{n: inputs[n] for n in op.mutates}, **outputs}
     return binding._replace(dims=dims, inputs=inputs, outputs=outputs, results=results)

@@ -13,7 +13,7 @@ from typing import Any
 from cute_ops import dispatch
 from cute_ops.binding import Binding
 from cute_ops.errors import message
-from cute_ops.jit.layout import Memory, Shapes, compact, contiguous_place, has_contiguous
+from cute_ops.jit.layout import Memory, Shapes, compact, contiguous_place, has_contiguous, with_sizes
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.jit.target import Target
 from cute_ops.shapes import ITEMSIZE, Array
@@ -106,19 +106,13 @@ def _with_numbers(binding: Binding, rows: int = MANY_ROWS, factors: Mapping[str,
             return many(size)
         return divisor(size) * factors.get(name, PRIME) if is_symbolic(size) else size
 
-    dims = {name: number(name, size) for name, size in binding.dims.items()}
-    constants = {name: binding.attrs[name] for name in op.attrs}
-    dims |= {name: size(dims, constants) for name, size in op.derived.items()}
-
-    def input_of(name: str, array: Array) -> Array:
+    def input_of(name: str, array: Array, dims: Dims) -> Array:
         own = op.inputs[name].dims  # of the leading dims it may have the last few
         lead = array.shape[: len(array.shape) - len(own)]
         return array._replace(shape=(*many(lead), *(dims[d.name] if d.name else d.of(dims) for d in own)))
 
-    inputs = {n: a and input_of(n, a) for n, a in binding.inputs.items()}
-    outputs = {n: a and a._replace(shape=op.outputs[n].of(dims)) for n, a in binding.outputs.items()}
-    results = {**{n: inputs[n] for n in op.mutates}, **outputs}
-    return binding._replace(dims=dims, inputs=inputs, outputs=outputs, results=results)
+    sizes = {name: number(name, size) for name, size in binding.dims.items()}
+    return with_sizes(binding, sizes, lambda dims: {n: a and input_of(n, a, dims) for n, a in binding.inputs.items()})
 
 
 def _places(binding: Binding, numbers: Binding, memory: Callable[[Shapes], dict[str, Memory]]) -> dict[str, Memory]:
