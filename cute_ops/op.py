@@ -31,6 +31,11 @@ class OneOf:
         self.values = values
 
 
+def defaults_of(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The values that declared attributes have where a call does not give them."""
+    return {name: value.values[0] if isinstance(value, OneOf) else value for name, value in attrs.items()}
+
+
 class WhileFew:
     """Dims that are compile-time constants until a program has called the op with 64 of their sizes:
     ``static=("d", WhileFew("n"))``. For further sizes there is one kernel, in which these dims are dynamic.
@@ -442,7 +447,7 @@ class Op:
             raise ValueError(f"op {name}: {error}") from None
         self.sources = _as_tuple(made_from.sources)
         self.choices = {k: v.values for k, v in (attrs or {}).items() if isinstance(v, OneOf)}
-        self.attrs = {k: v.values[0] if isinstance(v, OneOf) else v for k, v in (attrs or {}).items()}
+        self.attrs = defaults_of(attrs or {})
         self.scalars = dict(scalars or {})
         self.keywords = {**self.attrs, **self.scalars}
         self.mutates = _as_tuple(mutates)

@@ -15,7 +15,7 @@ from cute_ops.expressions.stages import stages
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig, Texts
-from cute_ops.op import Case, OneOf, Op, Sharding, Tensor, WhileFew
+from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
 from cute_ops.ops.activation.config import THREADS, THREADS_OF_FIVE_STREAMS
 from cute_ops.ops.fused_rows import Rows, needs, others
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
@@ -60,7 +60,7 @@ def fused(
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
     name = name or function.__name__
-    defaults = {key: value.values[0] if isinstance(value, OneOf) else value for key, value in (attrs or {}).items()}
+    defaults = defaults_of(attrs or {})
     made = _Fused(name, function, operands, outputs, defaults)
     first = made.backward(defaults)
     inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
@@ -231,20 +231,17 @@ class _Fused:
         whole rows are summed first.
         """
         made: dict[str, Array | None] = {}
-        formula = self.backward(problem.attrs)
+        formula, vectors, scalars = self.backward(problem.attrs), PARTS, 0
         if formula.by_rows:
             vectors, scalars = formula.rows.parts(problem, FusedRowConfig.of(config))
-            for name, shape in self.operands.items():
-                if not SHAPES[shape].kind.rows:
-                    n = problem.size("n") * (2 if shape == "2n" else 1)
-                    made[f"d{name}_parts"] = Array((scalars,) if shape == "" else (vectors, n), "float32")
-            return made
         for name, shape in self.operands.items():
-            if not SHAPES[shape].kind.rows:
-                n = problem.size("n") * (2 if shape == "2n" else 1)
-                made[f"d{name}_parts"] = Array((PARTS, n), "float32")
-                if shape == "":
-                    made[f"d{name}_totals"] = Array((n,), "float32")
+            if SHAPES[shape].kind.rows:
+                continue
+            n = problem.size("n") * (2 if shape == "2n" else 1)
+            whole = formula.by_rows and shape == ""
+            made[f"d{name}_parts"] = Array((scalars,) if whole else (vectors, n), "float32")
+            if shape == "" and not whole:
+                made[f"d{name}_totals"] = Array((n,), "float32")
         return made
 
     def reference(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:

@@ -19,7 +19,7 @@ from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.expressions.words import WORDS
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
+from cute_ops.op import Case, Op, Sharding, Tensor, defaults_of
 from cute_ops.ops.gemm.config import Demand
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, product, vector
 from cute_ops.ops.rows import VECTOR_BYTES
@@ -75,7 +75,7 @@ def fused_linear(
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
     name = name or getattr(epilogue, "__name__", "linear")
-    defaults = {key: value.values[0] if isinstance(value, OneOf) else value for key, value in (attrs or {}).items()}
+    defaults = defaults_of(attrs or {})
     if weight not in WEIGHTS:
         _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
     made = _Fused(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
