@@ -123,10 +123,9 @@ def _bundle(where: Path, name: str, anew: str, fitting: str, installed: bool = F
     try:
         found = bundle.Bundle(where, installed)
         count, changed = found.verify(), found.changed()
-    except bundle.Misfit as error:
-        return Finding("bad", f"{name}: {error}" if installed else str(error), fitting)
     except CacheError as error:
-        return Finding("bad", f"{name}: {error}" if installed else str(error), anew)
+        remedy = fitting if isinstance(error, bundle.Misfit) else anew
+        return Finding("bad", f"{name}: {error}" if installed else str(error), remedy)
     kernels = f"{name}: {count} kernels for {', '.join(found.targets)}"
     if changed:
         more = f" and {len(changed) - 1} more" if changed[1:] else ""
