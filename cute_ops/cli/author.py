@@ -265,9 +265,8 @@ def _kernels(variant: Variant, out: Path | None) -> Iterator[CompiledKernel]:
 def short(name: str) -> str:
     """``kernel_cutlass_kernel_cute_opskernelsnormbwd_persistentNormBackward_object_at_...`` -> ``NormBackward``."""
     path = name.removeprefix("kernel_cutlass_kernel_").partition("_object_at")[0]
-    return (
-        path.lstrip("abcdefghijklmnopqrstuvwxyz0123456789_") or path
-    )  # modules have no capitals, classes begin with one
+    # Names of modules have no capitals, and those of classes begin with one.
+    return path.lstrip("abcdefghijklmnopqrstuvwxyz0123456789_") or path
 
 
 def _table_of(variant: Variant) -> Table:
