@@ -59,6 +59,7 @@ def main() -> None:
         arrays = testing.inputs(op, case, dtype).values()
         tensors = [laid_out(to_torch(a), t, base) for a, t in zip(arrays, op.inputs.values(), strict=True)]
         try:
+            cute_ops_torch.register(op)
             getattr(torch.ops.cute, op.name)(*tensors)
             torch.cuda.synchronize()
         except RuntimeError as error:

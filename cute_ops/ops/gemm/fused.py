@@ -19,7 +19,7 @@ from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.expressions.words import WORDS
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import Case, Op, Sharding, Tensor, defaults_of
+from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor, defaults_of
 from cute_ops.ops.gemm.config import Demand
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, product, vector
 from cute_ops.ops.rows import VECTOR_BYTES
@@ -84,7 +84,10 @@ def fused_linear(
     inputs |= {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
     if wrong := [key for key, dtype in (dtypes or {}).items() if key not in made.outputs or dtype not in FLOATS]:
         _refuse(name, f"dtypes has {wrong[0]!r}; outputs {', '.join(made.outputs)} may have {', '.join(FLOATS)}")
-    results = {key: Tensor(shape, (dtypes or {}).get(key, "T")) for key, shape in made.outputs.items()}
+    summed = Accumulation(("k",))
+    results = {
+        key: Tensor(shape, (dtypes or {}).get(key, "T"), accumulates=summed) for key, shape in made.outputs.items()
+    }
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
         acc = product(xp, x, weight.T if across else weight)

@@ -1,6 +1,6 @@
 """A linear layer's products, of itself and of its gradients: declarations, reference maths, cases.
 
-They are not among :data:`cute_ops.ops.OPS` yet: their kernels ran on a CPU, from their PTX, but not on a GPU.
+They are not among :data:`cute_ops.ops.OPS` yet.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from cute_ops.config import Problem, Tuning
 from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor
 from cute_ops.ops.gemm.config import Demand, choose, without_tma
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
@@ -88,8 +88,9 @@ def _declare(
         vectors = [vector(problem, n, problem.size(problem.contiguous[n])) for n in inputs]
         return configure(problem, vectors, sizes, Demand((itemsize,)))
 
+    summed = Accumulation((sizes[2],))
     op = Op(
-        name, inputs=inputs, outputs=outputs, dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
+        name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()}, dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), **more,
     )  # fmt: skip
     return op
