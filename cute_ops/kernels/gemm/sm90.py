@@ -332,6 +332,8 @@ class GemmSm90:
                 tile_ring.consumer_wait(mine)
                 for k, (_, m, sC) in enumerate(tiles):
                     loaded[self.epilogue.by_tma[k]] = self._read_subtile(from_smem[k], sC, mine.index)
+                # Or the next load, on its way as soon as the slot is free, could overtake these reads.
+                cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 tile_ring.consumer_release(mine)
                 tile_slot.advance()
