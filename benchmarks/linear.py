@@ -1,6 +1,8 @@
 """The products of a linear layer: time and TFLOPS of ours beside cuBLAS (torch.mm), alone or with an epilogue.
 
-With an epilogue, cuBLAS is followed by PyTorch's eager functions, and torch.compile is a contender.
+With an epilogue, cuBLAS is followed by PyTorch's eager functions, and torch.compile and what cuBLAS's library fuses
+(torch.addmm with a full matrix, GELU in its product) are contenders. quack is one where it is installed, as it is
+without tuning.
 
 Contenders of a shape take turns in one process. A sample is one replay of a CUDA graph of calls that rotate through
 sets of buffers, larger together than three times the L2 cache; medians and extremes are kept. Every result is compared
@@ -8,7 +10,7 @@ with cuBLAS's first: a wrong one is not timed. A config that hangs ends the prog
 `--configs` leaves it out. Inputs are random normal numbers: power, and with it the clock, depends on the data.
 
     python benchmarks/linear.py --out out/benchmarks                        # what the model of cycles chooses
-    python benchmarks/linear.py --out out/benchmarks --shapes 8b-gate-up --configs ""    # every config
+    python benchmarks/linear.py --out out/benchmarks --shapes 8b-gate-up --configs .     # every config
     python benchmarks/linear.py --out out/benchmarks --shapes 8b --set group=4 stages=3  # other numbers in it
     python benchmarks/linear.py --out out/benchmarks --epilogue gelu swiglu              # with epilogues
 """
@@ -18,8 +20,9 @@ from __future__ import annotations
 import argparse
 import math
 import os
+import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -31,11 +34,11 @@ from rich.console import Console
 
 from cute_ops import Op
 from cute_ops.binding import Binding
-from cute_ops.config import Config
+from cute_ops.config import Config, Problem
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.op import Case
-from cute_ops.ops.gemm.config import configs
+from cute_ops.ops.gemm import config as gemm_config
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import CASES, linear, linear_dweight, linear_dx
 from cute_ops.shapes import ITEMSIZE
@@ -43,11 +46,17 @@ from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import bind_tensors, memory
 from cute_ops_torch.tools.measure import graph_sampler
 
+try:
+    from quack import gemm_interface as quack
+except ImportError:
+    quack = None
+
 COLUMNS = (
     "op", "case", "m", "n", "k", "contender", "config", "status", "us", "us_min", "us_max", "tflops", "of_cublas",
 )  # fmt: skip
 OPS = (linear, linear_dx, linear_dweight)
-CUBLAS, COMPILED, OURS = "cuBLAS", "torch.compile", "ours"
+CUBLAS, COMPILED, FUSED, QUACK, OURS = "cuBLAS", "torch.compile", "cuBLAS, fused", "quack", "ours"
+OTHERS = (CUBLAS, COMPILED, FUSED, QUACK)
 LEAST_WORK = 2**30  # products and sums of a shape that is measured
 SAMPLE_US, WARM_UP_SECONDS, HANG_SECONDS = 3000.0, 2.0, 20.0
 WRONG = 2.0**-6  # of the largest element: a bfloat16 result that was summed in another order is closer
@@ -56,10 +65,11 @@ Tensors = list[torch.Tensor]
 
 
 class Epilogue(NamedTuple):
-    """A product with an epilogue: the op, and the same in PyTorch."""
+    """A product with an epilogue: the op, the same in PyTorch, and by what cuBLAS's library fuses."""
 
     op: Op
     eager: Callable[..., Any]
+    fused: Callable[..., Any] | None = None
 
 
 def swiglu(xp: Any, acc: Any) -> Any:
@@ -93,10 +103,12 @@ EPILOGUES = {
     "gelu": Epilogue(
         fused_linear(lambda xp, acc, bias: xp.gelu_tanh(acc + bias), operands={"bias": "n"}, name="linear_gelu"),
         lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
+        lambda x, weight, bias: torch._addmm_activation(bias, x.flatten(0, -2), weight.T, use_gelu=True),
     ),
     "residual": Epilogue(
         fused_linear(lambda xp, acc, to: acc + to, operands={"to": "*m n"}, name="linear_add"),
         lambda x, weight, residual: F.linear(x, weight) + residual,
+        lambda x, weight, residual: torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.T),
     ),
     "swiglu": Epilogue(fused_linear(swiglu, weight="2n k", name="gated_linear"), eager_swiglu),
     "gated-dgrad": Epilogue(
@@ -106,21 +118,33 @@ EPILOGUES = {
 }
 
 
-def contenders(op: Op) -> dict[str, Call]:
+def contenders(op: Op) -> Mapping[str, Callable[..., Any]]:
     """The others by name: ``call(*inputs, out)``; with an epilogue they make their own output."""
-    eager = next((each.eager for each in EPILOGUES.values() if each.op is op), None)
-    if eager is None:
-        return {CUBLAS: partial(matrix_product, op)}
-    compiled = torch.compile(eager, dynamic=False)
-    return {CUBLAS: lambda *given: eager(*given[:-1]), COMPILED: lambda *given: compiled(*given[:-1])}
+    found = next((each for each in EPILOGUES.values() if each.op is op), None)
+    if found is None:
+        return {CUBLAS: partial(matrix_product, op)} | ({QUACK: partial(by_quack, op)} if quack else {})
+    torch.compiler.reset()  # it compiles no function for more than eight shapes
+    calls = {CUBLAS: found.eager, COMPILED: torch.compile(found.eager, dynamic=False)}
+    if found.fused:
+        calls[FUSED] = found.fused
+    return {label: lambda *given, call=call: call(*given[:-1]) for label, call in calls.items()}
+
+
+def matrices(op: Op, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Whose product an op is."""
+    rows = first.flatten(0, -2)
+    if op is linear_dweight:
+        return rows.T, second.flatten(0, -2)
+    return rows, second.T if op is linear else second
 
 
 def matrix_product(op: Op, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
     """The product of an op by cuBLAS."""
-    if op is linear_dweight:
-        torch.mm(first.flatten(0, -2).T, second.flatten(0, -2), out=out)
-    else:
-        torch.mm(first.flatten(0, -2), second.T if op is linear else second, out=out.flatten(0, -2))
+    torch.mm(*matrices(op, first, second), out=out.flatten(0, -2))
+
+
+def by_quack(op: Op, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
+    quack.gemm(*matrices(op, first, second), out=out.flatten(0, -2), tuned=False)
 
 
 def inputs(op: Op, case: Case, device: torch.device) -> Tensors:
@@ -139,13 +163,29 @@ def name(config: Config) -> str:
 
 
 def plans(binding: Binding, tensors: Tensors, wanted: str | None, numbers: Mapping[str, int]) -> dict[str, Plan]:
-    """Ours by name: the config that is chosen, or all whose names contain a text; with these numbers in them."""
-    where = target.of_device()
-    call = signature(binding, memory(binding.op, tensors), where)
-    every = [config.flat() for config in configs(where.arch, where.sm_count, 2)]
-    found = [c for c in every if wanted in name(c)] if wanted is not None else [binding.op.config(call.problem)]
+    """Ours by name: the config that is chosen, or all whose names a pattern finds; with these numbers in them."""
+    call = signature(binding, memory(binding.op, tensors), target.of_device())
+    found = [binding.op.config(call.problem)] if wanted is None else every_config(binding.op, call.problem)
     more = "".join(f" {key}={value}" for key, value in numbers.items())
-    return {name(config) + more: configured(call, {**config, **numbers}) for config in found}
+    return {
+        name(config) + more: configured(call, {**config, **numbers})
+        for config in found
+        if wanted is None or re.search(wanted, name(config))
+    }
+
+
+def every_config(op: Op, problem: Problem) -> Iterator[Config]:
+    """What an op chooses where it has one tile and one cluster to choose from."""
+    tiles, clusters = gemm_config.TILES, gemm_config.CLUSTERS
+    try:
+        for tile in tiles:
+            for cluster in clusters:
+                gemm_config.TILES, gemm_config.CLUSTERS = (tile,), (cluster,)
+                config = op.config(problem)
+                if config["form"] != "mma_sync":
+                    yield config
+    finally:
+        gemm_config.TILES, gemm_config.CLUSTERS = tiles, clusters
 
 
 def finish(what: str) -> None:
@@ -202,6 +242,7 @@ def measure(
     made_anew = others[CUBLAS](*first, exact)
     exact = exact if made_anew is None else made_anew
     rotation = list(zip(sets, outputs, strict=True))
+    calls: dict[str, list[Call]]
     calls = {label: [partial(other, *given, out) for given, out in rotation] for label, other in others.items()}
     status = dict.fromkeys(others, "ok")
     for label, chosen in chosen_plans.items():
@@ -234,7 +275,7 @@ def write(
     times = {label: spread(each) for label, each in samples.items()}
     for label, state in status.items():
         row: dict[str, Any] = {"op": op.name, "case": case.name, **sizes, "status": state}
-        other = label in (CUBLAS, COMPILED)
+        other = label in OTHERS
         row |= {"contender": label if other else OURS, "config": "" if other else label}
         if label in times:
             us = times[label]
@@ -254,16 +295,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--ops", nargs="*", default=[op.name for op in OPS], choices=[op.name for op in OPS])
-    parser.add_argument("--shapes", default="", help="only cases whose names contain this")
-    parser.add_argument("--configs", help="of ours those whose names contain this, instead of the chosen one")
+    parser.add_argument("--shapes", default="", help="only cases in whose names this pattern is found")
+    parser.add_argument("--configs", help="of ours those whose names this pattern finds, instead of the chosen one")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="numbers of every config of ours")
     parser.add_argument(
         "--epilogue", nargs="*", choices=[*EPILOGUES], help="products with these epilogues, instead of --ops"
     )
     given = parser.parse_args(arguments)
-    if given.epilogue and given.configs is not None:
-        parser.error("--configs are those of products without an epilogue")
     numbers = {key: int(value) for key, _, value in (text.partition("=") for text in given.set)}
     ours = partial(plans, wanted=given.configs, numbers=numbers)
     table, console = Table(given.out / "linear.csv", COLUMNS), Console()
@@ -271,7 +310,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for case in CASES:
         work = math.prod(case.dims["m"]) * case.dims["n"] * case.dims["k"]
         for op in ops:
-            if given.shapes in case.name and work >= LEAST_WORK:
+            if re.search(given.shapes, case.name) and work >= LEAST_WORK:
                 try:
                     measure(op, of_halves(op, case), ours, given.rounds, table, console)
                 except NotImplementedError as refused:

@@ -20,7 +20,7 @@ from cute_ops.expressions.tracing import trace
 from cute_ops.expressions.words import WORDS
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor, defaults_of
-from cute_ops.ops.gemm.config import Demand
+from cute_ops.ops.gemm.config import SWIZZLED, Demand
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, product, vector
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
@@ -107,7 +107,7 @@ def fused_linear(
         start = math.gcd(VECTOR_BYTES, n * ITEMSIZE[problem.dtypes["x"]])
         second, by_tma = vector(problem, "weight", n if across else k)
         vectors = [vector(problem, "x", k), (second, by_tma and (weight != "k 2n" or start == VECTOR_BYTES))]
-        demand = made.demand(problem, start, 64 if across else 8)
+        demand = made.demand(problem, start, SWIZZLED if across else 8)
         chosen = configure(problem, vectors, ("m", "n", "k"), demand)
         halves = start if made.packs else VECTOR_BYTES
         return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})

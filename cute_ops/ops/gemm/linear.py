@@ -15,7 +15,7 @@ from cute_ops.errors import message
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor
-from cute_ops.ops.gemm.config import Demand, choose, without_tma
+from cute_ops.ops.gemm.config import SWIZZLED, Demand, choose, without_tma
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
 
@@ -86,11 +86,13 @@ def _declare(
         check_rows(op, problem)
         itemsize = ITEMSIZE[problem.dtypes[next(iter(outputs))]]
         vectors = [vector(problem, n, problem.size(problem.contiguous[n])) for n in inputs]
-        return configure(problem, vectors, sizes, Demand((itemsize,)))
+        together = 8 if problem.contiguous[list(inputs)[1]] == sizes[2] else SWIZZLED
+        return configure(problem, vectors, sizes, Demand((itemsize,), blocks=together))
 
     summed = Accumulation((sizes[2],))
     op = Op(
-        name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()}, dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
+        name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()},
+        dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), **more,
     )  # fmt: skip
     return op
