@@ -110,6 +110,19 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
             gradients = pull(cotangents if len(cotangents) > 1 else cotangents[0])
             return [gradients[i] for i in returned]
 
+    return of_calls(call, [imported[id(s)] for s in sets], returned)
+
+
+def of_calls(call: Callable[..., Any], arguments: Sequence[Any], returned: list[int]) -> Program:
+    """Compile one call for each set of arguments, each after the one before it.
+
+    Args:
+        call: takes a set's arrays, and gives a tuple or a list of arrays.
+        arguments: the sets.
+        returned: which of the contender's outputs a call returns.
+    """
+    import jax
+
     def program(sets: Any) -> Any:
         outputs: list[Any] = []
         token = _marked(START, jax.numpy.zeros(1))
@@ -122,8 +135,8 @@ def build(function: Callable[..., Any], problem: Problem, direction: str, sets: 
         outputs[-1], token = jax.lax.optimization_barrier((outputs[-1], token))
         return outputs, _marked(END, token)
 
-    arguments = [imported[id(s)] for s in sets]
-    return Program(jax.jit(program).lower(arguments).compile(), arguments, len(sets), returned)
+    arguments = list(arguments)
+    return Program(jax.jit(program).lower(arguments).compile(), arguments, len(arguments), returned)
 
 
 def sample(programs: Sequence[Program], rounds: int) -> list[list[float]]:

@@ -13,6 +13,9 @@ with cuBLAS's first: a wrong one is not timed. A config that hangs ends the prog
     python benchmarks/linear.py --out out/benchmarks --shapes 8b-gate-up --configs .     # every config
     python benchmarks/linear.py --out out/benchmarks --shapes 8b --set group=4 stages=3  # other numbers in it
     python benchmarks/linear.py --out out/benchmarks --epilogue gelu swiglu              # with epilogues
+    python benchmarks/linear.py --out out/benchmarks --jax                  # beside XLA and ours in JAX, too
+
+JAX's contenders run as in device_time.py, in turns after PyTorch's.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax_program
 import torch
 import torch.nn.functional as F
 from common import Table, spread
@@ -56,7 +60,8 @@ COLUMNS = (
 )  # fmt: skip
 OPS = (linear, linear_dx, linear_dweight)
 CUBLAS, COMPILED, FUSED, QUACK, OURS = "cuBLAS", "torch.compile", "cuBLAS, fused", "quack", "ours"
-OTHERS = (CUBLAS, COMPILED, FUSED, QUACK)
+XLA, OURS_JAX = "XLA", "ours (JAX)"
+OTHERS = (CUBLAS, COMPILED, FUSED, QUACK, XLA, OURS_JAX)
 LEAST_WORK = 2**30  # products and sums of a shape that is measured
 SAMPLE_US, WARM_UP_SECONDS, HANG_SECONDS = 3000.0, 2.0, 20.0
 WRONG = 2.0**-6  # of the largest element: a bfloat16 result that was summed in another order is closer
@@ -65,10 +70,11 @@ Tensors = list[torch.Tensor]
 
 
 class Epilogue(NamedTuple):
-    """A product with an epilogue: the op, the same in PyTorch, and by what cuBLAS's library fuses."""
+    """A product with an epilogue: the op, the same in PyTorch, in JAX, and by what cuBLAS's library fuses."""
 
     op: Op
     eager: Callable[..., Any]
+    xla: Callable[..., Any]
     fused: Callable[..., Any] | None = None
 
 
@@ -80,6 +86,13 @@ def swiglu(xp: Any, acc: Any) -> Any:
 def eager_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     gate, up = F.linear(x, weight).chunk(2, -1)
     return F.silu(gate) * up
+
+
+def xla_swiglu(x: Any, weight: Any) -> Any:
+    import jax
+
+    gate, up = jax.numpy.split(x @ weight.T, 2, -1)
+    return jax.nn.silu(gate) * up
 
 
 def gated_dgrad(xp: Any, acc: Any, pre: Any) -> Any:
@@ -96,24 +109,43 @@ def eager_gated_dgrad(dout: torch.Tensor, weight: torch.Tensor, pre: torch.Tenso
     return torch.cat([cotangent * up * (s + gate * s * (1 - s)), cotangent * gate * s], -1)
 
 
+def xla_gated_dgrad(dout: Any, weight: Any, pre: Any) -> Any:
+    import jax
+
+    cotangent, (gate, up) = dout @ weight, jax.numpy.split(pre, 2, -1)
+    s = jax.nn.sigmoid(gate)
+    return jax.numpy.concatenate([cotangent * up * (s + gate * s * (1 - s)), cotangent * gate * s], -1)
+
+
+def xla_gelu(x: Any, weight: Any, bias: Any) -> Any:
+    import jax
+
+    return jax.nn.gelu(x @ weight.T + bias, approximate=True)
+
+
 EPILOGUES = {
     "bias": Epilogue(
-        fused_linear(lambda xp, acc, bias: acc + bias, operands={"bias": "n"}, name="linear_bias"), F.linear
+        fused_linear(lambda xp, acc, bias: acc + bias, operands={"bias": "n"}, name="linear_bias"),
+        F.linear,
+        lambda x, weight, bias: x @ weight.T + bias,
     ),
     "gelu": Epilogue(
         fused_linear(lambda xp, acc, bias: xp.gelu_tanh(acc + bias), operands={"bias": "n"}, name="linear_gelu"),
         lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
+        xla_gelu,
         lambda x, weight, bias: torch._addmm_activation(bias, x.flatten(0, -2), weight.T, use_gelu=True),
     ),
     "residual": Epilogue(
         fused_linear(lambda xp, acc, to: acc + to, operands={"to": "*m n"}, name="linear_add"),
         lambda x, weight, residual: F.linear(x, weight) + residual,
+        lambda x, weight, residual: x @ weight.T + residual,
         lambda x, weight, residual: torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.T),
     ),
-    "swiglu": Epilogue(fused_linear(swiglu, weight="2n k", name="gated_linear"), eager_swiglu),
+    "swiglu": Epilogue(fused_linear(swiglu, weight="2n k", name="gated_linear"), eager_swiglu, xla_swiglu),
     "gated-dgrad": Epilogue(
         fused_linear(gated_dgrad, operands={"pre": "*m 2n"}, weight="k n", outputs={"dpre": "*m 2n"}),
         eager_gated_dgrad,
+        xla_gated_dgrad,
     ),
 }
 
@@ -145,6 +177,19 @@ def matrix_product(op: Op, first: torch.Tensor, second: torch.Tensor, out: torch
 
 def by_quack(op: Op, first: torch.Tensor, second: torch.Tensor, out: torch.Tensor) -> None:
     quack.gemm(*matrices(op, first, second), out=out.flatten(0, -2), tuned=False)
+
+
+def in_jax(op: Op) -> dict[str, Callable[..., Any]]:
+    """The contenders of JAX by name."""
+    import cute_ops_jax
+
+    plain = {
+        linear: lambda x, weight: x @ weight.T,
+        linear_dx: lambda dout, weight: dout @ weight,
+        linear_dweight: lambda dout, x: dout.reshape(-1, dout.shape[-1]).T @ x.reshape(-1, x.shape[-1]),
+    }
+    xla = plain[op] if op in plain else next(each.xla for each in EPILOGUES.values() if each.op is op)
+    return {XLA: lambda *given: (xla(*given),), OURS_JAX: lambda *given: (cute_ops_jax.register(op)(*given),)}
 
 
 def inputs(op: Op, case: Case, device: torch.device) -> Tensors:
@@ -222,8 +267,9 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
 
 
 def measure(
-    op: Op, case: Case, ours: Callable[[Binding, Tensors], dict[str, Plan]], rounds: int, table: Table, console: Console
-) -> None:
+    op: Op, case: Case, ours: Callable[[Binding, Tensors], dict[str, Plan]], rounds: int, jax: bool, table: Table,
+    console: Console,
+) -> None:  # fmt: skip
     device, stream = torch.device("cuda"), torch.cuda.Stream()
     first = inputs(op, case, device)
     binding = bind_tensors(op, first, [])
@@ -262,7 +308,19 @@ def measure(
     for _ in range(rounds):
         for label, sample in samplers.items():
             samples[label].append(sample())
+    if jax:
+        programs = {label: program(call, sets) for label, call in in_jax(op).items()}
+        for label, each in programs.items():
+            status[label] = difference(jax_program.to_torch(each.run()[0][0]), exact) or "ok"
+        samples |= dict(zip(programs, jax_program.sample([*programs.values()], rounds), strict=True))
     write(op, case, binding, status, samples, table, console)
+
+
+def program(call: Callable[..., Any], sets: Sequence[Tensors]) -> jax_program.Program:
+    """One of JAX, of a few milliseconds."""
+    import jax
+
+    return jax_program.of_calls(call, [tuple(map(jax.dlpack.from_dlpack, each)) for each in sets], [0])
 
 
 def write(
@@ -299,6 +357,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--configs", help="of ours those whose names this pattern finds, instead of the chosen one")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--set", nargs="*", default=[], metavar="NAME=NUMBER", help="numbers of every config of ours")
+    parser.add_argument("--jax", action="store_true", help="XLA and ours in JAX, too")
     parser.add_argument(
         "--epilogue", nargs="*", choices=[*EPILOGUES], help="products with these epilogues, instead of --ops"
     )
@@ -312,7 +371,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for op in ops:
             if re.search(given.shapes, case.name) and work >= LEAST_WORK:
                 try:
-                    measure(op, of_halves(op, case), ours, given.rounds, table, console)
+                    measure(op, of_halves(op, case), ours, given.rounds, given.jax, table, console)
                 except NotImplementedError as refused:
                     console.print(f"{op.name} {case.name}: {str(refused).splitlines()[0]}")
 
