@@ -23,6 +23,8 @@ from cute_ops.expressions.symbols import Symbol, Tracing
 from cute_ops.expressions.tracing import Namespace
 from cute_ops.expressions.words import WORDS
 
+NOTHING: Mapping[int, int] = {}
+
 
 class Source(NamedTuple):
     """What an operand of a derivative is: the ``operand``, ``cotangent`` or ``output`` at this position."""
@@ -99,7 +101,7 @@ def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[i
     names = [f"{source.role} {source.position}" for source in sources]
     graph = Tracing("a derivative", dict(zip(names, operands, strict=True)))
     outputs = {expression.outputs[i]: graph.operand(count + len(kinds) + i) for i in saved}
-    forward = _copied(expression, graph, range(count), outputs)
+    forward = copied(expression, graph, lambda node: graph.operand(node.operand, node.half), outputs)
     backward = _Backward(expression, graph, forward)
     for i, (output, kind) in enumerate(zip(expression.outputs, kinds, strict=True)):
         if kind.dtype != "bool":
@@ -114,14 +116,23 @@ def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[i
     return _without_unread(graph.finish(results), sources, tuple(parts))
 
 
-def _copied(expression: Expression, graph: Graph, operands: Sequence[int], instead: Mapping[int, int]) -> list[int]:
-    """An expression's nodes in another graph: its operands have other indices, and some nodes stand ``instead``."""
+def copied(
+    expression: Expression, graph: Graph, operand: Callable[[Node], int], instead: Mapping[int, int] = NOTHING
+) -> list[int]:
+    """An expression's nodes in another graph.
+
+    Args:
+        expression: the expression.
+        graph: the other graph.
+        operand: makes what stands for a node that is an operand.
+        instead: nodes that stand for others.
+    """
     nodes: list[int] = []
     for i, node in enumerate(expression.nodes):
         if i in instead and node.word != "operand":
             nodes.append(instead[i])
         elif node.word == "operand":
-            nodes.append(graph.operand(operands[node.operand], node.half))
+            nodes.append(operand(node))
         elif node.word == "n":
             nodes.append(graph.length())
         elif node.word == "constant":
@@ -140,9 +151,8 @@ def _without_unread(expression: Expression, sources: Sequence[Source], parts: tu
     ):
         read.add(next(i for i, operand in enumerate(expression.operands) if operand.kind.columns))
     kept = sorted(read)
-    place = [kept.index(i) if i in read else -1 for i in range(len(sources))]
     graph = Graph(expression.operands[i] for i in kept)
-    nodes = _copied(expression, graph, place, {})
+    nodes = copied(expression, graph, lambda node: graph.operand(kept.index(node.operand), node.half))
     return Derivative(graph.finish([nodes[i] for i in expression.outputs]), tuple(sources[i] for i in kept), parts)
 
 

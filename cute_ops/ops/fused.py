@@ -90,12 +90,12 @@ def fused(
         f"{name}_bwd", inputs=saved | cotangents, outputs={f"d{key}": tensor for key, tensor in inputs.items()},
         reference=reference_bwd, doc=f"Gradient of :func:`{name}`.",
         tuning=Tuning(
-            lambda problem: made.backward(problem.attrs).config(problem), _space(made.backward), made.workspace
+            lambda problem: made.backward(problem.attrs).config(problem), space_of(made.backward), made.workspace
         ), **common,
     )  # fmt: skip
     return Op(
         name, inputs=inputs, outputs=results, reference=reference, grad=gradient,
-        tuning=Tuning(lambda problem: made.forward(problem.attrs).config(problem), _space(made.forward)),
+        tuning=Tuning(lambda problem: made.forward(problem.attrs).config(problem), space_of(made.forward)),
         doc=inspect.getdoc(function) or f"``{name}`` in one pass.", **common,
     )  # fmt: skip
 
@@ -108,7 +108,7 @@ def _dtype(name: str, shape: str) -> str:
     return "T" if _is_tile(shape) else f"T_{name}"
 
 
-def _space(formula: Callable[[Mapping[str, Any]], _Formula]) -> Space:
+def space_of(formula: Callable[[Mapping[str, Any]], Formula]) -> Space:
     """The search space of the kernel that computes a formula."""
 
     def configs(problem: Problem, heuristic: Config) -> Iterable[Any]:
@@ -122,7 +122,7 @@ def _space(formula: Callable[[Mapping[str, Any]], _Formula]) -> Space:
     return Space(configs, taken)
 
 
-class _Formula(NamedTuple):
+class Formula(NamedTuple):
     """What a kernel computes.
 
     Attributes:
@@ -192,15 +192,15 @@ class _Fused:
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"cute_ops.fused: {self.name} cannot be fused: {why}")
 
-    def forward(self, attrs: Mapping[str, Any]) -> _Formula:
+    def forward(self, attrs: Mapping[str, Any]) -> Formula:
         """The function itself."""
         return self._forward(tuple(attrs.items()))
 
-    def backward(self, attrs: Mapping[str, Any]) -> _Formula:
+    def backward(self, attrs: Mapping[str, Any]) -> Formula:
         """Terms of the gradients of all operands."""
         return self._backward(tuple(attrs.items()))
 
-    def _traced(self, attrs: tuple[tuple[str, Any], ...]) -> _Formula:
+    def _traced(self, attrs: tuple[tuple[str, Any], ...]) -> Formula:
         expression = trace(self.function, self.operands, dict(attrs))
         if len(expression.outputs) != len(self.outputs):
             self._refuse(f"it returns {len(expression.outputs)} values, which are to be {', '.join(self.outputs)}")
@@ -211,9 +211,9 @@ class _Fused:
                 self._refuse(f"{out} does not have the shape {shape!r}: compute it from a tile")
         by_rows = bool(stages(expression)) or "*m 1" in self.outputs.values()
         kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
-        return _Formula(expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile)
+        return Formula(expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile)
 
-    def _differentiated(self, attrs: tuple[tuple[str, Any], ...]) -> _Formula:
+    def _differentiated(self, attrs: tuple[tuple[str, Any], ...]) -> Formula:
         forward = self._forward(attrs)
         found = differentiate(forward.expression, sum_columns=forward.by_rows)
         tensors, cotangents = [*self.operands], [f"d{out}" for out in self.outputs]
@@ -224,7 +224,7 @@ class _Fused:
         writes = tuple(f"d{tensors[part.operand]}{part.half}" for part in found.parts)
         kinds = "".join(str(SHAPES[self.operands[tensors[part.operand]]].kind) for part in found.parts)
         reads = tuple(map(source, found.sources))
-        return _Formula(found.expression, forward.by_rows, reads, writes, kinds, self.tile)
+        return Formula(found.expression, forward.by_rows, reads, writes, kinds, self.tile)
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
         """Partial sums over rows for gradients of row vectors and scalars; whole ones by column for scalars, unless
@@ -261,13 +261,13 @@ class _Fused:
             terms = dict(zip(formula.writes, found, strict=True))
         for name, operand in self.operands.items():
             halves = [f"d{name}[:n]", f"d{name}[n:]"] if SHAPES[operand].packed else [f"d{name}"]
-            summed = [_summed(xp, terms[half], shape, operand, formula.by_rows) for half in halves]
-            whole = summed[0] if len(summed) == 1 else xp.concat(summed, axis=-1)
+            sums = [summed(xp, terms[half], shape, operand, formula.by_rows) for half in halves]
+            whole = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
             gradients.append(xp.astype(whole, given[name].dtype))
         return tuple(gradients)
 
 
-def _summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:
+def summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:
     """The sum of a gradient's terms, which broadcast to a shape, over the dims that its operand, of this shape, lacks;
     with ``by_rows`` those that lack columns are sums over columns.
     """

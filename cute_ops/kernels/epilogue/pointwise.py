@@ -12,7 +12,7 @@ from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import gmem_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import extent, row_address, row_count
-from cute_ops.kernels.rowwise.pointwise import Part, Pointwise
+from cute_ops.kernels.rowwise.pointwise import Part, Pointwise, number_address
 
 WARP = 32
 
@@ -31,17 +31,21 @@ class FusedPointwise:
         self.variant, self.names, self.n = variant, variant.names, variant.dims["n"]
         self.emit = Emitter(config.expression)
         self.read = {node.operand for node in self.emit.expression.nodes if node.word == "operand"}
-        self.inputs = []
+        self.inputs, whole = [], []
         for i, (name, operand) in enumerate(zip(config.reads.split(), self.emit.expression.operands)):
+            count, kind = 1 + operand.packed, operand.kind
+            parts = [Part(name, half, count, kind.rows, kind.columns) for half in range(count)]
+            whole += [part for part in parts if part.tile]
             if i in self.read:
-                count, kind = 1 + operand.packed, operand.kind
-                self.inputs += [Part(name, half, count, kind.rows, kind.columns) for half in range(count)]
+                self.inputs += parts
         words = [word.partition("[") for word in config.writes.split()]
         parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
         # Outputs by what they are, each with its place among the expression's.
         self.kinds = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
         tiles = [part for _, part in self.kinds["t"]]
-        self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.kinds["t"]), config)
+        # A tile, which says how many rows and columns there are.
+        self.whole = (tiles or whole)[0]
+        self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.kinds["t"]), config) if tiles else None
 
     def _only(self, outputs):
         """From an element of each part to these outputs'."""
@@ -62,8 +66,10 @@ class FusedPointwise:
         tensors, stream = dict(zip(self.names, arguments)), arguments[-1]
         inputs = tuple([tensors[part.name] for part in self.inputs])
         tiles = tuple([tensors[part.name] for _, part in self.kinds["t"]])
-        self.tiles(inputs, tiles, stream)
-        rows, n = row_count(tiles[0]), extent(tiles[0], len(tiles[0].shape) - 1) // self.tiles.outputs[0].count
+        if const_expr(self.tiles is not None):
+            self.tiles(inputs, tiles, stream)
+        mX = tensors[self.whole.name]
+        rows, n = row_count(mX), extent(mX, len(mX.shape) - 1) // self.whole.count
         for output in self.kinds["c"]:
             terms = Terms(self.variant, self.inputs, self._only([output]))
             RowSums(self.variant.arch, terms)(inputs, tensors[output[1].name], rows, n, stream)
@@ -90,9 +96,11 @@ class Terms:
     def __call__(self, inputs, row, column, n):
         elements = []
         for mX, part in zip(inputs, self.inputs):
-            address = mX.iterator.toint()
-            if part.rows:
-                address = row_address(mX, self.keys[part.name], row, mX.shape[len(mX.shape) - 1])
+            address, key = mX.iterator.toint(), self.keys[part.name]
+            if part.rows and not part.columns:
+                address = number_address(mX, key, row)
+            elif part.rows:
+                address = row_address(mX, key, row, mX.shape[len(mX.shape) - 1])
             if part.columns:
                 address = address + (Int64(column) + part.index * n) * (mX.element_type.width // 8)
             elements.append(gmem_elements(mX.element_type, address, 1)[0].to(Float32))

@@ -19,7 +19,7 @@ from cute_ops.kernels.lib.copy import (
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, element_address, row_address, row_count
 from cute_ops.kernels.rowwise.config import PointwiseConfig
 from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
 
@@ -204,7 +204,7 @@ class Pointwise:
     def _address(self, mX, part, n, row, first):
         itemsize = mX.element_type.width // 8
         if not part.columns:
-            return row_address(mX, self.keys[part.name], row, 1) if part.rows else mX.iterator.toint()
+            return number_address(mX, self.keys[part.name], row) if part.rows else mX.iterator.toint()
         if self.one_row:
             return mX.iterator.toint() + first * itemsize
         first = first + part.index * Int64(n)
@@ -221,6 +221,11 @@ class Pointwise:
             store_if(left > 0, rOut, address, True)
         else:
             store_masked(rOut, address, Int32(0), left, True)
+
+
+def number_address(mX, key, row):
+    """Byte address of a row's element in a tensor of one number per row, ``*m 1`` or ``*m``."""
+    return element_address(mX, key, row) if key.layout == "scattered" else row_address(mX, key, row, 1)
 
 
 def _parts(names):
