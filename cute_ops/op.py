@@ -382,6 +382,12 @@ class Op:
             ``d<input>`` are the gradients; attributes pass by name. Or several such ops, run in this order, each of
             which may read outputs of earlier ones by name: ``grad=(linear_dgrad, linear_wgrad)``. Those run whose
             gradients are wanted, and those that they read from.
+        handed_on: inputs whose gradient is the cotangent of an output as it is, ``{"residual": "out"}``, in the input's
+            dtype: no step gives it.
+        saving: the op that runs instead where a gradient is computed whose steps read more than this op's inputs and
+            outputs: it has the same inputs and attributes, and after the same outputs more.
+        narrow: ``narrow(name, outputs)`` makes this op without its other, skippable outputs, where it then reads fewer
+            inputs, too. By default its kernel gets None for them.
         no_gradient: floating inputs that ``grad`` gives no gradient, and attributes that it does not depend on.
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
@@ -410,6 +416,9 @@ class Op:
         tuning: Tuning = DEFAULT,
         sharding: Sharding = Sharding(),  # noqa: B008 (an immutable value)
         grad: Op | tuple[Op, ...] | None = None,
+        handed_on: Mapping[str, str] | None = None,
+        saving: Op | None = None,
+        narrow: Callable[[str, tuple[str, ...]], Op] | None = None,
         no_gradient: tuple[str, ...] = (),
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
         inference_only: str = "",
@@ -462,7 +471,8 @@ class Op:
         self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
         self.contracted, self.whole = _as_tuple(sharding.contracted), sharding.whole
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
-        self.grad = grad
+        self.grad, self.saving, self.narrow = grad, saving, narrow
+        self.handed_on = dict(handed_on or {})
         self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})
         self.inference_only = inference_only
@@ -503,8 +513,13 @@ class Op:
                 absent = {name for name, t in step.outputs.items() if t.given in self.inputs and t.given not in present}
                 idle = any(t.skippable for name, t in step.outputs.items() if name not in read | absent)
                 chosen.insert(0, step.only(*read) if idle else step)
-                read |= step.inputs.keys()
+                read |= chosen[0].inputs.keys()
         return tuple(chosen)
+
+    def saves(self, steps: Collection[Op]) -> bool:
+        """Whether these steps of the gradient read what only :attr:`saving` gives."""
+        extra = () if self.saving is None else self.saving.outputs.keys() - self.outputs.keys()
+        return any(name in step.inputs for name in extra for step in steps)
 
     def only(self, *outputs: str) -> Op:
         """The op without those skippable outputs that are not named here; the same one every time."""
@@ -512,15 +527,21 @@ class Op:
         if left == tuple(self.outputs):
             return self
         if (self, left) not in _narrowed:
-            made, skipped = copy(self), frozenset(k for k, name in enumerate(self.outputs) if name not in left)
-            made.name = f"{self.name}_only_{'_'.join(left)}"
-            made.outputs = {name: self.outputs[name] for name in left}
-            made.grad, made.no_gradient = None, ()
-            made.reference = partial(_without, skipped, self.reference)
-            update_wrapper(made.reference, self.reference, ("__module__",), ())  # where it is declared
-            made._derive()
+            name = f"{self.name}_only_{'_'.join(left)}"
+            made = self.narrow(name, left) if self.narrow else self._without(name, left)
             _narrowed.setdefault((self, left), made)  # one of several threads is the first
         return _narrowed[self, left]
+
+    def _without(self, name: str, left: tuple[str, ...]) -> Op:
+        """The op with this name and these outputs, whose kernel gets None for the others."""
+        made, skipped = copy(self), frozenset(k for k, output in enumerate(self.outputs) if output not in left)
+        made.name = name
+        made.outputs = {output: self.outputs[output] for output in left}
+        made.grad, made.no_gradient = None, ()
+        made.reference = partial(_without, skipped, self.reference)
+        update_wrapper(made.reference, self.reference, ("__module__",), ())  # where it is declared
+        made._derive()
+        return made
 
     @property
     def narrowed(self) -> tuple[Op, ...]:
@@ -569,7 +590,7 @@ class Op:
             raise ValueError(f"op {self.name}: grad must be an Op or a tuple of Ops, got {self.grad!r}")
         self.steps: tuple[Op, ...] = steps
         given = {name: tensor for step in steps for name, tensor in step.outputs.items()}
-        self.differentiable = tuple(name for name in self.inputs if f"d{name}" in given)
+        self.differentiable = tuple(name for name in self.inputs if f"d{name}" in given or name in self.handed_on)
         self.results = {**{name: self.inputs[name] for name in self.mutates if name in self.inputs}, **self.outputs}
         self.shown = tuple(name for name, t in self.outputs.items() if not t.hidden)
         self.options: dict[str, Any] = self.finish.defaults if self.finish else {}

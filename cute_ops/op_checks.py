@@ -308,6 +308,8 @@ def _gradient(op: Op) -> Iterator[str]:
     if not op.steps:
         if op.no_gradient:
             yield f"it says which have no gradient, {op.no_gradient}, but declares none"
+        if op.handed_on or op.saving:
+            yield "it says how its gradient is computed, but declares none"
         return
     if op.inference_only:
         yield "it is for inference only, yet declares a gradient"
@@ -325,7 +327,7 @@ def _gradient(op: Op) -> Iterator[str]:
         step = given.get(f"d{name}")
         if step is not None and name in op.no_gradient:
             yield f"input {name!r} has no gradient by `no_gradient`, but {step.name} gives 'd{name}'"
-        elif step is None and name not in op.no_gradient and _floating(op, op.inputs[name]):
+        elif step is None and name not in {*op.no_gradient, *op.handed_on} and _floating(op, op.inputs[name]):
             yield f"input {name!r} has no gradient: {names} {gives} no 'd{name}'; {_meant(name)}"
         # A step that gives nothing else runs only where the input is there.
         elif op.inputs[name].optional and step and len(step.outputs) > 1 and step.outputs[f"d{name}"].given != name:
@@ -348,7 +350,19 @@ def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
     output.
     """
     cotangents, before = {f"d{name}" for name in op.outputs}, set[str]()
-    known = op.inputs.keys() | op.outputs.keys() | cotangents
+    for name, output in op.handed_on.items():
+        if name not in op.inputs or output not in op.shown or op.inputs[name].shape != op.outputs[output].shape:
+            yield f"handed_on gives {name!r} the cotangent of {output!r}: an input, and an output of its shape"
+        if f"d{name}" in given:
+            yield f"handed_on gives {name!r} a gradient, but {given[f'd{name}'].name} gives 'd{name}'"
+    more: set[str] = set()
+    if op.saving is not None:
+        more = op.saving.outputs.keys() - op.outputs.keys()
+        if (op.saving.inputs, op.saving.keywords) != (op.inputs, op.keywords):
+            yield f"{op.saving.name} saves for its gradient, but has other inputs or attributes"
+        if list(op.saving.outputs.items())[: len(op.outputs)] != list(op.outputs.items()):
+            yield f"{op.saving.name} saves for its gradient, but does not have its outputs first"
+    known = op.inputs.keys() | op.outputs.keys() | cotangents | more
     ambiguous = cotangents & (op.inputs.keys() | op.outputs.keys())
     for k, step in enumerate(op.steps):
         unknown = sorted(step.inputs.keys() - known - before)

@@ -63,9 +63,14 @@ def define(op: Op, namespace: str = "cute") -> Registered:
     """What :func:`register` does, without making the Python function."""
     with _lock:
         # Refuse what is to be refused, of the gradient too, before defining anything: a second try would find it there.
-        for stage in (op, *op.steps):
+        for stage in (op, *_computing(op)):
             _check(stage, namespace)
         return _define(op, namespace)
+
+
+def _computing(op: Op) -> tuple[Op, ...]:
+    """The ops that compute an op's gradient."""
+    return (*op.steps, *([op.saving] if op.saving else []))
 
 
 def _check(op: Op, namespace: str) -> None:
@@ -102,7 +107,7 @@ def _define(op: Op, namespace: str) -> Registered:
     # torch cannot change a definition, and what was made of the one before lives on: the new one has another name in
     # programs, and `torch.ops.<namespace>.<name>` leads to it.
     name = op.name if known is None else next(n for k in count(2) if not hasattr(names, n := f"{op.name}_v{k}"))
-    gradient = {step: _define(step, namespace) for step in op.steps}
+    gradient = {step: _define(step, namespace) for step in _computing(op)}
     for called in op.program.ops if op.program else ():
         if called not in program.functions:
             _define(called, namespace)
@@ -118,7 +123,9 @@ def _define(op: Op, namespace: str) -> Registered:
         setattr(names, op.name, packet)
     library.impl(name, returning(op, _deferred(lambda: made.launcher.launch)), "CUDA")
     library.impl(name, returning(op, _deferred(lambda: cpu_kernel(op))), "CPU")
-    library.impl(name, returning(op, autograd_kernel(op, made.overload, made.fast_path, made.nodes)), "Autograd")
+    saving = gradient[op.saving].overload if op.saving else None
+    kernel = autograd_kernel(op, made.overload, made.fast_path, made.nodes, saving=saving)
+    library.impl(name, returning(op, kernel), "Autograd")
     register_fake(library, name, returning(op, _deferred(lambda: fake_kernel(op, made.lower))))
     vmap = _deferred(lambda: vmap_rule(op, made.overload))
     torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
@@ -155,7 +162,8 @@ class Registered:
         self.op, self.overload, self.origin = op, overload, _origin(op)
         self._gradient = gradient
         self.nodes = Nodes(op, lambda step: self._beside(step).raw)
-        self.fast_path = FastPath(op, lambda: self.launcher, self.nodes)
+        saving = gradient.get(op.saving) if op.saving else None
+        self.fast_path = FastPath(op, lambda: self.launcher, self.nodes, (lambda: saving.launcher) if saving else None)
         self._devices = ("cpu", "cuda") if op.program else ("cuda",)
         self._lowered = False
 
@@ -196,7 +204,7 @@ class Registered:
                 # Importing Inductor takes over a second, so only programs that have loaded it get this far.
                 lowering = import_module("cute_ops_torch.inductor.lowering")
                 lowering.register_lowering(self.op, self.overload, self.launcher)
-                for op in [op for step in self.op.steps for op in (step, *step.narrowed)]:
+                for op in [op for step in _computing(self.op) for op in (step, *step.narrowed)]:
                     self._beside(op).lower()
                 self._lowered = True
 

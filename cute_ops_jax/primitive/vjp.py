@@ -19,7 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from cute_ops.op import Op, Tensor
 from cute_ops_jax import _compat
 from cute_ops_jax.primitive.arrays import Attributes
-from cute_ops_jax.primitive.primitive import no_derivative, stage
+from cute_ops_jax.primitive.primitive import Stage, no_derivative, stage
 
 Arrays = dict[str, jax.Array]
 # The arrays that the backward reads, by name, and one whose shape says which inputs are differentiated.
@@ -43,6 +43,9 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
     forward = stage(op)
 
     def run(call: Call, inputs: Arrays) -> Arrays:
+        return outputs_of(forward, call, inputs)
+
+    def outputs_of(forward: Stage, call: Call, inputs: Arrays) -> Arrays:
         # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
         outputs = forward(inputs, dict(call.attrs)).items()
         return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs if a is not None}
@@ -50,18 +53,25 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
     if not op.steps:
         return run
     stage_of = stage  # a step's is made when a gradient is first asked for
-    reads = {name for step in op.steps for name in step.inputs}
+    reads = {name for step in op.steps for name in step.inputs} | op.handed_on.keys()
+    more = () if op.saving is None else op.saving.outputs.keys() - op.outputs.keys()
     # The inputs whose gradient can be left out.
-    optional = [n for n in op.differentiable if len(op.steps) > 1 or op.steps[0].outputs[f"d{n}"].skippable]
+    optional = [
+        n for n in op.differentiable
+        if len(op.steps) > 1 or n in op.handed_on or op.steps[0].outputs[f"d{n}"].skippable
+    ]  # fmt: skip
 
     def forward_rule(call: Call, primals: dict[str, Any]) -> tuple[Arrays, Saved]:
         inputs = {name: primal.value for name, primal in primals.items()}
-        outputs = run(call, inputs)
         wanted = [name for name, primal in primals.items() if name not in optional or primal.perturbed]
-        needed = {name for step in op.backward(wanted, inputs) for name in step.inputs}
+        steps = op.backward(wanted, inputs)
+        needed = {name for step in steps for name in step.inputs}
+        made = outputs_of(stage_of(op.saving) if op.saving and op.saves(steps) else forward, call, inputs)
+        outputs = {name: made[name] for name in op.outputs if name in made}
         # JAX needs one structure of what is saved, whichever inputs are differentiated; shapes may differ.
         mark = jnp.zeros((0, *(int(name in wanted) for name in optional))) if optional else None
-        kept = {n: a if n in needed else jnp.zeros(0) for n, a in {**inputs, **outputs}.items() if n in reads}
+        known = {**dict.fromkeys(more, jnp.zeros(0)), **inputs, **made}
+        kept = {n: a if n in needed else jnp.zeros(0, a.dtype) for n, a in known.items() if n in reads}
         return outputs, (kept, mark)
 
     def backward_rule(call: Call, saved: Saved, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
@@ -73,6 +83,9 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
             results = stage_of(step)(given, {n: value for n, value in call.attrs if n in step.keywords}, call.inplace)
             shared = {n: t.same_as for n, t in step.outputs.items() if t.same_as and results[n] is None}
             known |= {n: results[shared.get(n, n)] for n in results}
+        for name, output in op.handed_on.items():
+            if name in kept and sizes.get(name, 1):
+                known[f"d{name}"] = _like(cotangents[output], kept[name].dtype)
         return ({name: known.get(f"d{name}") for name in call.names},)  # None is a zero gradient
 
     function = jax.custom_vjp(run, nondiff_argnums=(0,))
@@ -85,6 +98,11 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
         return outputs
 
     return reverse_only
+
+
+def _like(cotangent: Any, dtype: Any) -> Any:
+    """A cotangent as the gradient of an input of this dtype; None, a zero gradient, where there is none."""
+    return None if isinstance(cotangent, SymbolicZero) else cotangent.astype(dtype)
 
 
 def _as_input(declared: Tensor, given: Any) -> Any:

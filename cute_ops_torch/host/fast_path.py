@@ -7,7 +7,6 @@ a call that no mode observes and that is not found yet is specialized.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,8 +29,11 @@ class FastPath:
         table: guarded calls by the shape of their first input. Each returns None for a call that it does not fit.
     """
 
-    def __init__(self, op: Op, launcher: Callable[[], Launcher], nodes: Nodes) -> None:
-        self._op, self.launcher, self._nodes = op, launcher, nodes
+    def __init__(
+        self, op: Op, launcher: Callable[[], Launcher], nodes: Nodes, saving: Callable[[], Launcher] | None = None
+    ) -> None:
+        """``saving``: makes the CUDA implementation of the op that saves more for the gradient."""
+        self._op, self.launcher, self._nodes, self._saving = op, launcher, nodes, saving
         self._calls = GuardedCalls(no_match)
         self.table: dict[Any, Call] = self._calls.table
         self._fill_defaults = filler(op)
@@ -52,8 +54,14 @@ class FastPath:
             return out
         # No guard fits where one tensor is two arguments or an attribute is NaN.
         constants = len(self._op.attrs)
-        run = partial(self._nodes.of(tensors, attrs[:constants]).apply, call.run) if differentiated else call.run
-        return run(*given, *attrs[constants:])
+        if differentiated:
+            node = self._nodes.of(tensors, attrs[:constants])
+            return node.apply(self._run_of(node, call, tensors, attrs), *given, *attrs[constants:])
+        return call.run(*given, *attrs[constants:])
+
+    def _run_of(self, node: Any, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Call:
+        """What a node runs: the call, or that of the op that saves more."""
+        return self._saving().find(tensors, attrs).run if node.saves and self._saving else call.run
 
     def _guard(self, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Link:
         op = self._op
@@ -66,8 +74,9 @@ class FastPath:
             if op.mutates:
                 conditions.append("not _grad_enabled()")
             else:
-                values["_node"] = self._nodes.of(tensors, attrs[: len(op.attrs)]).apply
-                result = f"_node(_run, {given}) if _grad_enabled() else {result}"
+                node = self._nodes.of(tensors, attrs[: len(op.attrs)])
+                values |= {"_node": node.apply, "_ran": self._run_of(node, call, tensors, attrs)}
+                result = f"_node(_ran, {given}) if _grad_enabled() else {result}"
         return guarded(
             op, tensors, attrs, conditions, values, parameters=parameters(op),
             arguments=", ".join((*op.inputs, *op.keywords)), result=result,

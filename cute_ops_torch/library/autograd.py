@@ -7,6 +7,7 @@ the dispatcher where no mode is active below autograd.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -45,7 +46,9 @@ class FastPath(Protocol):
         """Run a call that no mode observes, and put a function for others like it into the table."""
 
 
-def autograd_kernel(op: Op, overload: Any, fast_path: FastPath, nodes: Nodes, plain: int = PLAIN_CUDA) -> Call:
+def autograd_kernel(
+    op: Op, overload: Any, fast_path: FastPath, nodes: Nodes, plain: int = PLAIN_CUDA, saving: Any = None
+) -> Call:
     """The Autograd kernel of an op.
 
     Args:
@@ -53,10 +56,11 @@ def autograd_kernel(op: Op, overload: Any, fast_path: FastPath, nodes: Nodes, pl
         overload: the registered op.
         fast_path: the way past the dispatcher.
         nodes: the op's autograd nodes.
+        saving: the registered op that saves more for the gradient.
         plain: the dispatch keys of a call that no mode observes; tests run stand-ins on the CPU.
     """
     get, arity = fast_path.table.get, len(op.inputs)
-    dispatched = _dispatching_kernel(op, overload, nodes)
+    dispatched = _dispatching_kernel(op, overload, nodes, saving)
 
     def kernel(*args: Any) -> Any:
         try:
@@ -75,19 +79,19 @@ def autograd_kernel(op: Op, overload: Any, fast_path: FastPath, nodes: Nodes, pl
     return kernel
 
 
-def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes) -> Call:
+def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes, saving: Any) -> Call:
     """The Autograd kernel of an op whose calls all stay in the dispatcher: ``kernel(keys, *args)``."""
     fill, arity = filler(op), len(op.inputs)
 
     def kernel(keys: Any, *args: Any) -> Any:
-        def run(*args: Any) -> Any:
+        def run(*args: Any, op: Any = overload) -> Any:
             with _C._AutoDispatchBelowAutograd():
-                return overload.redispatch(keys & _C._after_autograd_keyset, *args)
+                return op.redispatch(keys & _C._after_autograd_keyset, *args)
 
-        def run_in_transform(*args: Any) -> Any:
+        def run_in_transform(*args: Any, op: Any = overload) -> Any:
             # A Function's forward turns both kinds of gradient off; functorch's outer levels still want theirs.
             with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
-                return run(*args)
+                return run(*args, op=op)
 
         if forward_ad._current_level >= 0:
             refuse_tangents(op, fill(args)[:arity])
@@ -96,11 +100,11 @@ def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes) -> Call:
         args = fill(args)
         refuse_gradients(op, args[:arity])
         if not _C._are_functorch_transforms_active():
-            return nodes.apply(run, *args)
+            return nodes.apply(run, *args, saving=partial(run, op=saving))
         # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
         # on that level is right here, but torch wants to be told.
         with enable_single_level_autograd_function():
-            return nodes.apply(run_in_transform, *args)
+            return nodes.apply(run_in_transform, *args, saving=partial(run_in_transform, op=saving))
 
     return kernel
 

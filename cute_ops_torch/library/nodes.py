@@ -21,7 +21,13 @@ _SLOTS = ("required", "given", "numbers")
 
 
 class Node(_SingleLevelFunction):
-    """Base of our nodes. ``apply`` of ``autograd.Function`` is for calls from outside the dispatcher."""
+    """Base of our nodes. ``apply`` of ``autograd.Function`` is for calls from outside the dispatcher.
+
+    Attributes:
+        saves: whether what it runs is the op's ``saving`` one.
+    """
+
+    saves = False
 
     # Compiled autograd tells backwards apart by this.
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
@@ -42,7 +48,7 @@ class Nodes:
 
     def of(self, tensors: Sequence[Any], attrs: Sequence[Any]) -> Any:
         """The node of calls like this one: ``apply(run, *inputs, *scalars)``, without absent inputs, returns
-        ``run(*inputs, *scalars)``.
+        ``run(*inputs, *scalars)``, of an op that saves the first of them.
         """
         given = {name: t for name, t in zip(self._op.inputs, tensors, strict=True) if t is not None}
         names, wanted = tuple(given), tuple(name for name, t in given.items() if t.requires_grad)
@@ -56,27 +62,32 @@ class Nodes:
             found = self._known[key] = self._make(names, wanted, attrs)
         return found
 
-    def apply(self, run: Call, *args: Any) -> Any:
-        """``run(*inputs, *attributes, *scalars)`` as a node."""
+    def apply(self, run: Call, *args: Any, saving: Call | None = None) -> Any:
+        """``run(*inputs, *attributes, *scalars)`` as a node; ``saving`` runs the op that saves more."""
         arity, count = len(self._op.inputs), len(self._op.inputs) + len(self._op.attrs)
         tensors, attrs, numbers = args[:arity], args[arity:count], args[count:]
 
+        node = self.of(tensors, attrs)
+        chosen = saving if node.saves and saving is not None else run
+
         def run_given(*given: Any) -> Any:
             rest = iter(given)
-            return run(*[None if t is None else next(rest) for t in tensors], *attrs, *rest)
+            return chosen(*[None if t is None else next(rest) for t in tensors], *attrs, *rest)
 
-        return self.of(tensors, attrs).apply(run_given, *[t for t in tensors if t is not None], *numbers)
+        return node.apply(run_given, *[t for t in tensors if t is not None], *numbers)
 
     def _make(self, given: tuple[str, ...], wanted: tuple[str, ...], attrs: Sequence[Any]) -> Any:
         op = self._op
         if op.steps:
             named = dict(zip(op.attrs, attrs, strict=True))
             absent = {f"d{name}" for name in op.inputs if name not in given}
-            steps = [_Step.of(step, self._function(step), named, absent, given) for step in op.backward(wanted, given)]
-            forward, backward = _with_gradient(op, steps[0] if len(steps) == 1 else _chain(steps), given)
+            chosen = op.backward(wanted, given)
+            steps = [_Step.of(step, self._function(step), named, absent, given) for step in chosen]
+            saves = op.saves(chosen)
+            forward, backward = _with_gradient(op, steps[0] if len(steps) == 1 else _chain(steps), given, saves)
         else:
-            forward, backward = _without_gradient(op, given)
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+            saves, (forward, backward) = False, _without_gradient(op, given)
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saves": saves}
         made: Any = type(f"cute_{op.name}", (Node,), methods)
         # Slots cost less than a dict.
         made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _SLOTS})
@@ -125,7 +136,8 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     """Backward ops in order as one, each of which may read what earlier ones gave; also none at all."""
     made = {name for step in steps for name in step.outputs}
     every = [(name, t) for step in steps for name, t in step.inputs.items() if name not in made]
-    # What one step requires, all get.
+    # What one step requires, all get, and as the one that takes fewest ways to lie wants it.
+    every.sort(key=lambda each: len(each[1].places), reverse=True)
     inputs = dict(sorted(every, key=lambda each: not each[1].optional))
     outputs = tuple(name for step in steps for name in step.outputs)
     scalars = tuple(dict.fromkeys(name for step in steps for name in step.scalars))
@@ -142,26 +154,32 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     return _Step(inputs, outputs, run, (), scalars, lambda found, raw: raw, frozenset(inputs.keys() - read))
 
 
-def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, Call]:
-    """Forward and backward, wired by names as :class:`cute_ops.Op` describes.
+def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saves: bool) -> tuple[Call, Call]:
+    """Forward and backward, wired by names as :class:`cute_ops.Op` describes; ``saves``: the forward runs the op that
+    saves more.
 
     Both run in every training step, so where each tensor goes is worked out here and they only index: loops in them
     cost 1 us and 3 us.
     """
-    single, count, taken = len(op.outputs) == 1, len(given), len(given) + len(op.scalars)
+    ran = op.saving if saves and op.saving is not None else op
+    single, count, taken = len(ran.outputs) == 1, len(given), len(given) + len(op.scalars)
     inputs = [k for k, name in enumerate(given) if name in grad.inputs]
-    outputs = [k for k, name in enumerate(op.outputs) if name in grad.inputs]
+    outputs = [k for k, name in enumerate(ran.outputs) if name in grad.inputs]
     cotangents = [f"d{name}" for name in op.outputs]
     # What a backward has: saved inputs and outputs, cotangents, and at last None for all else.
-    values = [*(given[k] for k in inputs), *(list(op.outputs)[k] for k in outputs), *cotangents]
+    values = [*(given[k] for k in inputs), *(list(ran.outputs)[k] for k in outputs), *cotangents]
     arguments = _take([values.index(name) if name in values else len(values) for name in grad.inputs])
-    gradients = [grad.outputs.index(d) if (d := f"d{n}") in grad.outputs else len(grad.outputs) for n in given]
+    # What gradients are taken from: what is computed, cotangents that are handed on, and None.
+    handed = {f"d{name}": f"d{output}" for name, output in op.handed_on.items()}
+    sources = [*grad.outputs, *cotangents, None]
+    gradients = [sources.index(d if (d := handed.get(f"d{n}", f"d{n}")) in sources else None) for n in given]
     # `run`, the first argument, has none, nor have scalars, the last ones.
-    results = _take([len(grad.outputs), *gradients, *[len(grad.outputs)] * len(op.scalars)])
+    results = _take([len(sources) - 1, *gradients, *[len(sources) - 1] * len(op.scalars)])
     gradient, attributes, resolve = grad.run, grad.attributes, grad.resolve
     prepare = _Cotangents(op, grad.inputs)
     read, required = prepare.read, prepare.required
     mark, nothing = _marker(op, given), (None,) * (1 + taken)
+    shown = len(op.outputs)
     saved, alone = _take([*inputs, *(taken + k for k in outputs)]), len(grad.outputs) == 1
     thin = [inputs.index(k) for k in inputs if given[k] in grad.shapes]
     numbers, has_numbers = _take([count + list(op.scalars).index(n) for n in grad.scalars]), bool(grad.scalars)
@@ -179,7 +197,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
             ctx.required = [(made[k].shape, made[k].dtype) for k in required]
         if mark is not None:
             mark(ctx, args, made)
-        return out
+        return (made[0] if shown == 1 else made[:shown]) if saves else out
 
     def forward_of_inputs(ctx: Any, run: Call, *tensors: Any) -> Any:
         ctx.to_save = tensors
@@ -196,7 +214,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...]) -> tuple[Call, C
                 break
         found = arguments((*ctx.saved_tensors, *cotangents, None))
         raw = gradient(*found, *attributes, *(ctx.numbers if has_numbers else ()))
-        return results((*resolve(found, (raw,) if alone else raw), None))
+        return results((*resolve(found, (raw,) if alone else raw), *cotangents, None))
 
     only_inputs = len(inputs) == count and not (outputs or required or mark or op.scalars or thin)
     return forward_of_inputs if only_inputs else forward, backward
