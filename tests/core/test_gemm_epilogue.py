@@ -23,11 +23,14 @@ from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.gemm.config import Demand, configs
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.tools import sass
+from cute_ops.ops.gemm.linear import linear, linear_float32
+from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
+sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
+import kernel_calls
 import products
-from epilogues import BY_NAME, OPS, TILE
+from epilogues import BY_NAME, DIFFERENTIABLE, OPS, TILE
 
 TARGET = parse("sm_90a")
 each = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -151,6 +154,8 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "its text takes (t,r), and its operands are (t,t)": ("e1(t,r) add 0 1 -> 2", {"operands": {"bias": TILE}}),
     "acc, which is packed": (lambda xp, acc: acc * 2, {"weight": "2n k"}),
     "dtypes has 'out'": (lambda xp, acc: acc, {"dtypes": {"out": "float8_e4m3fn"}}),
+    "save is 'post'": (lambda xp, acc: acc, {"save": "post"}),
+    "an operand or an output is called 'acc'": (lambda xp, acc: acc, {"outputs": {"acc": TILE}}),
     "operand `bias` has shape 'm'": (lambda xp, acc, bias: acc + bias, {"operands": {"bias": "m"}}),
 }  # fmt: skip
 
@@ -168,6 +173,82 @@ def test_wrong_operands() -> None:
         bind(op, {"x": Array((3, 16), "float16"), "weight": Array((8, 16), "float16"), "bias": Array((7,), "float16")})
     with pytest.raises(TypeError, match="argument `x` has dtype float32, expected bfloat16 or float16"):
         bind(op, specs(op, 3, 8, 16, "float32"))
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+STEPS = {
+    "with_bias": "with_bias_bwd_bias linear_dx linear_dweight",
+    "with_gelu": "with_gelu_bwd with_gelu_bwd_bias linear_of_dacc_dx linear_of_dacc_dweight",
+    "with_residual": "linear_dx linear_dweight",
+    "saving": "saving_bwd saving_bwd_bias linear_of_dacc_dx linear_of_dacc_dweight",
+    "with_swiglu": "with_swiglu_bwd linear_of_dacc_dx linear_of_dacc_dweight",
+    "gelu_again": "linear_acc gelu_again_bwd gelu_again_bwd_bias linear_of_dacc_dx linear_of_dacc_dweight",
+    "with_tanh": "with_tanh_bwd with_tanh_bwd_scale linear_of_dacc_dx linear_of_dacc_dweight",
+    "multiplied": "multiplied_bwd multiplied_bwd_bias linear_kn_of_dacc_dx linear_kn_of_dacc_dweight",
+}
+DIFFERENTIABLE_BY_NAME = {op.name: op for op in DIFFERENTIABLE}
+POINTWISE = {step.name: step for op in DIFFERENTIABLE for step in op.steps if "linear" not in step.name}
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_what_computes_a_gradient(name: str) -> None:
+    op = DIFFERENTIABLE_BY_NAME[name]
+    assert " ".join(step.name for step in op.backward(op.differentiable, op.inputs)) == STEPS[name]
+    # What is the cotangent itself is not computed, and what outputs say is not saved.
+    assert op.handed_on == ({"residual": "out"} if name == "with_residual" else {})
+    saves = {"with_gelu": "T[*m n]", "with_swiglu": "T[*m 2n]", "multiplied": "T[*m n]"}
+    assert (op.saving.outputs["acc"].declared if op.saving else None) == saves.get(name)
+
+
+def test_in_which_dtype_sums_are_saved() -> None:
+    saving = DIFFERENTIABLE_BY_NAME["silu_float32"].saving
+    assert saving is not None and saving.outputs["acc"].declared == "float32[*m n]"
+
+
+@pytest.mark.parametrize(
+    ("wanted", "steps"),
+    [
+        ("x", "multiplied_bwd_only_dacc linear_kn_of_dacc_dx"),
+        ("weight", "multiplied_bwd_only_dacc linear_kn_of_dacc_dweight"),
+        ("bias", "multiplied_bwd_only_dacc multiplied_bwd_bias"),
+        ("other", "multiplied_bwd_only_dother"),
+        ("x other", "multiplied_bwd linear_kn_of_dacc_dx"),
+    ],
+)
+def test_only_what_is_wanted_is_computed(wanted: str, steps: str) -> None:
+    op = DIFFERENTIABLE_BY_NAME["multiplied"]
+    found = op.backward(wanted.split(), op.inputs)
+    assert " ".join(step.name for step in found) == steps
+    # The gradient of the tile alone does not read that tile.
+    assert (wanted == "other") == all("other" not in step.inputs or step.inputs["other"].unread for step in found)
+
+
+@pytest.mark.parametrize("op", [*DIFFERENTIABLE, linear, linear_float32], ids=lambda op: op.name)
+@pytest.mark.parametrize("m", [(), (2, 3)], ids=str)
+def test_gradients(op: Op, m: tuple[int, ...]) -> None:
+    gradient.check(op, Case("", {"m": m, "n": 5, "k": 4}))
+
+
+@pytest.mark.parametrize("layout", ["compact", "apart"])
+@pytest.mark.parametrize("name", POINTWISE)
+def test_kernels_of_gradients(name: str, layout: str) -> None:
+    for n, rows, dtype in ((7, 5, "float16"), (64, 3, "bfloat16"), (1, 1, "bfloat16")):
+        kernel_calls.check(kernel_calls.made(POINTWISE[name], rows, n, dtype, layout, np.random.default_rng(n)))
+
+
+@pytest.mark.parametrize("name", [*POINTWISE, "multiplied_bwd_only_dother"])
+def test_kernels_of_gradients_compile(name: str, tmp_path: Path) -> None:
+    op = {**POINTWISE, **{each.name: each for each in POINTWISE["multiplied_bwd"].narrowed}}[name]
+    case = Case("", {"m": (64,), "n": 4096, "k": 64})
+    path = tmp_path / "kernel.cubin"
+    worker.compile(plan(bind(op, testing.specs(op, case, "bfloat16")), {}, TARGET).variant, path)
+    assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))
+
+
+def test_a_gradient_has_no_gradient() -> None:
+    """``d`` and an operand's name, as the gated backward's output has it."""
+    assert BY_NAME["gated_dgrad"].steps == ()
 
 
 # --- results -------------------------------------------------------------------------------------------------------

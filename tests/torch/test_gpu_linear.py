@@ -28,11 +28,16 @@ from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.gemm import config as gemm_config
 from cute_ops.ops.gemm.config import CLUSTERS, TILES, Demand, configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
+from cute_ops.tools import gradient
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import BY_NAME as EPILOGUES
+from epilogues import DIFFERENTIABLE
+
+# What gradients are made of besides the products of a linear layer.
+STEPS = {step.name: step for op in DIFFERENTIABLE for step in (*op.steps, *([op.saving] if op.saving else []))}.values()
 
 pytestmark = pytest.mark.gpu
 DEVICE = "cuda"
@@ -455,3 +460,47 @@ def test_epilogue_of_nothing() -> None:
     x, weight, residual = given.values()
     assert torch.equal(function(x[:, :0], weight[:, :0], residual), residual)
     assert function(x[:0], weight, residual[:0]).shape == (0, 8)
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (67, 130, 17), (300, 520, 264), (4096, 2048, 1024)], ids=str)
+def test_gradients(op: Op, sizes: tuple[int, int, int]) -> None:
+    """Each step against its reference, with what the steps before it gave; twice, for the same bits."""
+    m, n, k = sizes
+    given = epilogue_inputs(op, (m,), n, k)
+    tensors = [t.requires_grad_() for t in given.values()]
+    outputs = cute_ops_torch.register(op)(*tensors)
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    cotangents = [torch.randn_like(out) for out in outputs]
+    found, again = (torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True) for _ in range(2))
+    finish(f"gradient of {op.name} {sizes}")
+    assert all(map(torch.equal, found, again))
+    plain = {name: t.detach() for name, t in given.items()}
+    raw = tuple(out.detach() for out in outputs)
+    by_name = gradient.backward(op, plain, raw, dict(zip(op.outputs, cotangents, strict=True)), op.attrs)
+    for name, got in zip(given, found, strict=True):
+        wanted = by_name[name].double()
+        limit = 2.0**-6 * max(1.0, wanted.abs().max().item())
+        torch.testing.assert_close(got.double(), wanted, rtol=2.0**-6, atol=limit)
+
+
+@pytest.mark.parametrize("product", [*STEPS], ids=lambda op: op.name)
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (67, 130, 17), (4096, 2048, 1024)], ids=str)
+def test_steps_of_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    check_epilogue(product, epilogue_inputs(product, (m,), n, k))
+
+
+def test_gradient_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
+    op = next(op for op in DIFFERENTIABLE if op.name == "with_gelu")
+    tensors = [t.requires_grad_() for t in epilogue_inputs(op, (512,), 1024, 256).values()]
+    function = cute_ops_torch.register(op)
+    eager = torch.autograd.grad(function(*tensors).sum(), tensors)
+    with torch.cuda.graph(captured):
+        found = torch.autograd.grad(function(*tensors).sum(), tensors)
+    captured.replay()
+    finish("graph of gradients")
+    assert all(map(torch.equal, found, eager))

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from array_api_compat import torch as xp
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
 from cute_ops import Case, Op, testing
-from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx
+from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from epilogues import DIFFERENTIABLE
 from epilogues import OPS as EPILOGUES
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
@@ -64,3 +69,164 @@ def test_epilogues(epilogue: Op) -> None:
         got = function(*tensors.values())
         testing.check(epilogue, tensors, epilogue.attrs, got if isinstance(got, tuple) else (got,))
     torch.library.opcheck(getattr(torch.ops.cute, epilogue.name).default, (*tensors.values(), *epilogue.attrs.values()))
+
+
+# --- gradients -----------------------------------------------------------------------------------------------------
+
+ALL = [*DIFFERENTIABLE, linear, linear_float32]
+every_gradient = pytest.mark.parametrize("product", ALL, ids=lambda op: op.name)
+WITH_BIAS, MULTIPLIED = (next(op for op in ALL if op.name == name) for name in ("with_gelu", "multiplied"))
+
+
+def tensors_of(op: Op, m: tuple[int, ...] = (2, 3), n: int = 16, k: int = 8) -> list[torch.Tensor]:
+    given = testing.inputs(op, Case("", {"m": m, "n": n, "k": k}), "float16")
+    return [torch.from_numpy(a).requires_grad_() for a in given.values() if a is not None]
+
+
+def as_tuple(outputs: Any) -> tuple[torch.Tensor, ...]:
+    return outputs if isinstance(outputs, tuple) else (outputs,)
+
+
+def loss(outputs: Any) -> torch.Tensor:
+    return sum((out.float() * torch.arange(out.numel()).reshape(out.shape).cos()).sum() for out in as_tuple(outputs))
+
+
+def exact(op: Op, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The gradients of the reference by torch's autograd, in float64."""
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    return torch.autograd.grad(loss(op.reference(xp, *wide, **op.attrs)), wide)
+
+
+def check(gradients: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> None:
+    """Within what rounding to float16 loses, of sums of like size."""
+    for got, gradient in zip(gradients, wanted, strict=True):
+        limit = 2.0**-8 * max(1, gradient.abs().max().item()) if gradient.numel() else 0.0
+        torch.testing.assert_close(got.double(), gradient.double(), rtol=2.0**-8, atol=limit)
+
+
+@every_gradient
+@pytest.mark.parametrize("m", [(2, 3), (), (1,)], ids=str)
+def test_gradients(product: Op, m: tuple[int, ...]) -> None:
+    tensors = tensors_of(product, m)
+    gradients = torch.autograd.grad(loss(cute_ops_torch.register(product)(*tensors)), tensors)
+    assert [g.dtype for g in gradients] == [torch.float16] * len(tensors)
+    check(gradients, exact(product, tensors))
+
+
+@every_gradient
+@pytest.mark.parametrize("sizes", [{"m": (0, 3)}, {"k": 0}], ids=str)
+def test_gradients_of_nothing(product: Op, sizes: dict[str, Any]) -> None:
+    tensors = tensors_of(product, **sizes)
+    outputs = as_tuple(cute_ops_torch.register(product)(*tensors))
+    gradients = torch.autograd.grad(outputs, tensors, [torch.ones_like(out) for out in outputs])
+    assert [g.shape for g in gradients] == [t.shape for t in tensors]
+    assert all(g.isfinite().all() for g in gradients)
+    if 0 in sizes.get("m", ()):
+        assert not any(g.any() for g in gradients)
+
+
+@every_gradient
+def test_transforms(product: Op) -> None:
+    """``torch.func.grad``, and ``vmap`` of it with weights that are batched, too."""
+    function, tensors = cute_ops_torch.register(product), [t.detach() for t in tensors_of(product)]
+    places = tuple(range(len(tensors)))
+
+    def total(*tensors: torch.Tensor) -> torch.Tensor:
+        return loss(function(*tensors))
+
+    wanted = exact(product, tensors)
+    check(torch.func.grad(total, places)(*tensors), wanted)
+    stacked = [torch.stack([t, t / 2]) for t in tensors]
+    check([g[0] for g in torch.vmap(torch.func.grad(total, places))(*stacked)], wanted)
+    rows = [t.ndim > 2 for t in tensors]
+    shared = [torch.stack([t, t]) if batched else t for t, batched in zip(tensors, rows, strict=True)]
+    dims = tuple(0 if batched else None for batched in rows)
+    summed = torch.func.grad(lambda *tensors: loss(torch.vmap(function, dims)(*tensors)), places)(*shared)
+    assert [g.shape for g in summed] == [t.shape for t in shared]
+
+
+@every_gradient
+def test_compiled_with_rows_of_any_number(product: Op) -> None:
+    torch._dynamo.reset()  # it compiles one function for a few ops only
+    function = cute_ops_torch.register(product)
+    compiled = torch.compile(
+        lambda *tensors: loss(function(*tensors)), fullgraph=True, dynamic=True, backend="aot_eager"
+    )
+    for m in ((2, 3), (2, 5)):
+        tensors = tensors_of(product, m)
+        check(torch.autograd.grad(compiled(*tensors), tensors), exact(product, tensors))
+
+
+def test_inductor() -> None:
+    function, tensors = cute_ops_torch.register(WITH_BIAS), tensors_of(WITH_BIAS)
+    compiled = torch.compile(function, fullgraph=True)
+    check(torch.autograd.grad(loss(compiled(*tensors)), tensors), exact(WITH_BIAS, tensors))
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(*tensors), function(*tensors))
+
+
+class Ran(TorchDispatchMode):
+    """Names of the ops that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "cute":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "forward", "backward"),
+    [
+        ("", "multiplied", ""),
+        ("x", "multiplied_saving", "multiplied_bwd_only_dacc linear_kn_of_dacc_dx"),
+        ("weight", "multiplied_saving", "multiplied_bwd_only_dacc linear_kn_of_dacc_dweight"),
+        ("other", "multiplied_saving", "multiplied_bwd_only_dother"),
+        ("bias", "multiplied_saving", "multiplied_bwd_only_dacc multiplied_bwd_bias"),
+    ],
+)
+def test_only_what_is_wanted_runs(wanted: str, forward: str, backward: str) -> None:
+    given = {name: t.detach() for name, t in zip(MULTIPLIED.inputs, tensors_of(MULTIPLIED), strict=True)}
+    if wanted:
+        given[wanted].requires_grad_()
+    with Ran() as ran:
+        out = cute_ops_torch.register(MULTIPLIED)(*given.values())
+    assert ran.names == [forward]
+    with Ran() as ran:
+        if wanted:
+            out.sum().backward()
+    assert " ".join(ran.names) == backward
+
+
+def test_a_residual_gets_the_cotangent_itself() -> None:
+    op = next(op for op in ALL if op.name == "with_residual")
+    x, weight, residual = (t.detach() for t in tensors_of(op))
+    residual.requires_grad_()
+    out = cute_ops_torch.register(op)(x, weight, residual)
+    cotangent = torch.randn_like(out)
+    (gradient,) = torch.autograd.grad(out, [residual], cotangent)
+    assert gradient.data_ptr() == cotangent.data_ptr()
+    wide = residual.detach().float().requires_grad_()
+    (gradient,) = torch.autograd.grad(cute_ops_torch.register(op)(x, weight, wide), [wide], cotangent)
+    assert torch.equal(gradient, cotangent.float())
+
+
+def test_cotangents_that_lie_otherwise() -> None:
+    """Transposed ones, which a product reads in place and a sum of rows does not."""
+    op = next(op for op in ALL if op.name == "with_bias")
+    tensors = tensors_of(op, (6,))
+    out = cute_ops_torch.register(op)(*tensors)
+    for cotangent in (torch.randn(16, 6).half().T, torch.ones(()).half().expand(6, 16)):
+        wide = [t.detach().double().requires_grad_() for t in tensors]
+        wanted = torch.autograd.grad(op.reference(xp, *wide), wide, cotangent.double())
+        check(torch.autograd.grad(out, tensors, cotangent, retain_graph=True), wanted)
+
+
+def test_a_backward_of_a_backward_is_refused() -> None:
+    tensors = tensors_of(WITH_BIAS)
+    (gradient, *_) = torch.autograd.grad(loss(cute_ops_torch.register(WITH_BIAS)(*tensors)), tensors, create_graph=True)
+    with pytest.raises(NotImplementedError, match="there is no double backward"):
+        gradient.sum().backward()

@@ -8,12 +8,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from cute_ops.array_api import cast
 from cute_ops.config import Problem, Tuning
-from cute_ops.expressions.graph import SHAPES, Expression
+from cute_ops.expressions.derivative import copied
+from cute_ops.expressions.graph import SHAPES, Expression, Graph
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
@@ -21,12 +23,13 @@ from cute_ops.expressions.words import WORDS
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor, defaults_of
 from cute_ops.ops.gemm.config import SWIZZLED, Demand
+from cute_ops.ops.gemm.gradient import ACC, NO_GRADIENT, Forward, gradient
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, product, vector
+from cute_ops.ops.gemm.pointwise import COLUMN
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
-COLUMN = "*m"  # of one number per row, as ``*m 1``
 CASES = (
     Case("one-row", {"m": (), "n": 64, "k": 64}),
     Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200}),
@@ -44,6 +47,7 @@ def fused_linear(
     outputs: Mapping[str, str] | None = None,
     dtypes: Mapping[str, str] | None = None,
     attrs: Mapping[str, Any] | None = None,
+    save: Literal["pre", "none"] = "pre",
     cases: tuple[Case, ...] = CASES,
 ) -> Op:
     """The op of a product ``x @ weight.T`` and of what happens to it before it is stored, in one kernel.
@@ -65,9 +69,12 @@ def fused_linear(
         weight: its shape; ``n k`` as in PyTorch, ``k n`` as in JAX and in gradients.
         name: the op's name, the function's by default.
         outputs: their shapes, ``*m n`` or ``*m 2n``, which takes two values; ``out``, or ``out0``, ``out1``, ... of
-            ``*m n`` by default.
-        dtypes: of those outputs that do not have x's dtype.
+            ``*m n`` by default. One that is called ``d`` and an operand makes the op a gradient, which has none.
+        dtypes: of those outputs that do not have x's dtype; of ``acc`` the one in which it is saved.
         attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
+        save: what becomes of the sums where the gradient reads them: a call that is differentiated stores them, too
+            (``pre``, "pre-activations"), or the backward computes the product again (``none``). Rounded outputs that
+            tell as much are read instead.
         cases: named problems.
 
     Raises:
@@ -78,16 +85,40 @@ def fused_linear(
     defaults = defaults_of(attrs or {})
     if weight not in WEIGHTS:
         _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
+    if save not in ("pre", "none"):
+        _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
     made = _Fused(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
-    across = weight.startswith("k")
     inputs = {"x": Tensor("*m k", "T"), "weight": Tensor(weight, "T")}
-    inputs |= {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
-    if wrong := [key for key, dtype in (dtypes or {}).items() if key not in made.outputs or dtype not in FLOATS]:
+    given = {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
+    known = {ACC, *made.outputs}
+    if wrong := [key for key, dtype in (dtypes or {}).items() if key not in known or dtype not in FLOATS]:
         _refuse(name, f"dtypes has {wrong[0]!r}; outputs {', '.join(made.outputs)} may have {', '.join(FLOATS)}")
-    summed = Accumulation(("k",))
-    results = {
-        key: Tensor(shape, (dtypes or {}).get(key, "T"), accumulates=summed) for key, shape in made.outputs.items()
-    }
+    results = {key: Tensor(shape, (dtypes or {}).get(key, "T")) for key, shape in made.outputs.items()}
+    acc = Tensor(made.shapes[ACC], (dtypes or {}).get(ACC, "T"), hidden=True)
+    # Where the op is declared.
+    module = getattr(epilogue, "__module__", __name__)
+    forward = Forward(name, inputs["weight"], given, results, acc, made.expression, attrs or {}, defaults, module)
+    itself = any(f"d{key}" in results for key in given)
+    found = NO_GRADIENT if itself else gradient(forward, save == "pre")
+    common: dict[str, Any] = {
+        "inputs": inputs | given, "attrs": attrs, "cases": cases, "module": module,
+        "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
+    }  # fmt: skip
+    saving = (
+        _declare(f"{name}_saving", made.with_acc(), outputs={**results, ACC: acc}, **common) if found.saves else None
+    )
+    return _declare(
+        name, made, outputs=results, grad=found.steps or None, handed_on=found.handed_on, saving=saving,
+        no_gradient=found.no_gradient if found.steps else (), **common,
+    )  # fmt: skip
+
+
+def _declare(
+    name: str, made: _Fused, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], module: str, **more: Any
+) -> Op:
+    """The op of a product with an epilogue."""
+    weight = inputs["weight"].shape
+    across = weight.startswith("k")
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
         acc = product(xp, x, weight.T if across else weight)
@@ -96,7 +127,7 @@ def fused_linear(
         ]
         values = iter(evaluate(made.expression(attrs), xp, [acc, *columns]))
         outs = []
-        for tensor in results.values():
+        for tensor in outputs.values():
             out = xp.concat([next(values), next(values)], axis=-1) if "2n" in tensor.shape else next(values)
             outs.append(xp.astype(out, x.dtype) if tensor.dtype == "T" else cast(xp, out, tensor.dtype, out))
         return tuple(outs)
@@ -112,14 +143,14 @@ def fused_linear(
         halves = start if made.packs else VECTOR_BYTES
         return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
 
-    # Where the op is declared.
-    reference.__module__ = getattr(epilogue, "__module__", __name__)
+    reference.__module__ = module
+    summed = Accumulation(("k",))
     op = Op(
-        name, inputs=inputs, outputs=results, reference=reference, attrs=attrs, cases=cases, static=(),
-        dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands}, tuning=Tuning(config),
+        name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
+        reference=reference, static=(), tuning=Tuning(config),
+        dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
-        sharding=Sharding(parallel=() if made.packs else ("n",)),
-        doc=(None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
+        sharding=Sharding(parallel=() if made.packs else ("n",)), **more,
     )  # fmt: skip
     return op
 
@@ -136,11 +167,13 @@ class _Fused:
         outputs: Mapping[str, str] | None, defaults: Mapping[str, Any],
     ) -> None:  # fmt: skip
         self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
-        self.shapes = {"acc": "*m 2n" if packed else "*m n"}
+        self.shapes = {ACC: "*m 2n" if packed else "*m n"}
         self.shapes |= {key: "*m 1" if shape == COLUMN else shape for key, shape in operands.items()}
+        if ACC in operands or ACC in (outputs or {}):
+            _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
             _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
-        self._traced = cache(self._trace)
+        self._traced, self.saves = cache(self._trace), False
         count = len(self._traced(tuple(defaults.items())).outputs)
         names = ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
         self.outputs = dict(outputs or dict.fromkeys(names, "*m n"))
@@ -154,6 +187,16 @@ class _Fused:
         if wrong := [key for key, shape in self.outputs.items() if shape not in ("*m n", "*m 2n")]:
             _refuse(name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; outputs have '*m n' or '*m 2n'")
         self.expression(defaults)
+
+    def with_acc(self) -> _Fused:
+        """The same, whose last output is the sums."""
+        made = copy(self)
+        made.saves, shape = True, self.shapes[ACC]
+        made.outputs = {**self.outputs, ACC: shape}
+        made.writes = [*self.writes, *([f"{ACC}[:n]", f"{ACC}[n:]"] if "2n" in shape else [ACC])]
+        made.packs = self.packs or "2n" in shape
+        made._traced = cache(made._trace)
+        return made
 
     def expression(self, attrs: Mapping[str, Any]) -> Expression:
         """What is computed with these attributes."""
@@ -170,7 +213,7 @@ class _Fused:
                 _refuse(self.name, f"its text takes ({given}), and its operands are ({declared})")
         else:
             (_, acc, *_) = inspect.signature(self.epilogue).parameters
-            shapes = {acc if name == "acc" else name: shape for name, shape in self.shapes.items()}
+            shapes = {acc if name == ACC else name: shape for name, shape in self.shapes.items()}
             found = trace(self.epilogue, shapes, dict(attrs))
         if rows := [node.word for node in found.nodes if node.word in WORDS and WORDS[node.word].reduces]:
             _refuse(self.name, f"xp.{rows[0]} of a row is not fused yet; make it an operand, '*m 1'")
@@ -179,7 +222,7 @@ class _Fused:
                 _refuse(self.name, f"value {i} holds bools; return xp.where(value, 1.0, 0.0)")
             if not (kind.rows and kind.columns):
                 _refuse(self.name, f"value {i} does not have the shape '*m n': compute it from acc")
-        return found
+        return _with_acc(found) if self.saves else found
 
     def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
         """What the kernel is told."""
@@ -214,6 +257,14 @@ class _Fused:
             tuple(ITEMSIZE[problem.dtypes[name]] for name in outputs), tuple(tiles), self.packed, blocks, vectors,
             _live(expression), mufu, fma,
         )  # fmt: skip
+
+
+def _with_acc(expression: Expression) -> Expression:
+    """The same, whose last outputs are its first operand."""
+    graph = Graph(expression.operands)
+    nodes = copied(expression, graph, lambda node: graph.operand(node.operand, node.half))
+    halves = ("[:n]", "[n:]") if expression.operands[0].packed else ("",)
+    return graph.finish([*(nodes[i] for i in expression.outputs), *(graph.operand(0, half) for half in halves)])
 
 
 def _live(expression: Expression) -> int:

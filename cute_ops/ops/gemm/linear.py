@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from cute_ops.array_api import widen
 from cute_ops.config import Problem, Tuning
 from cute_ops.errors import message
+from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor
+from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.config import SWIZZLED, Demand, choose, without_tma
+from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
 
@@ -26,6 +30,7 @@ X = Tensor("*m k", "T", contiguous=("k", "m"))
 WEIGHT = Tensor("n k", "T", contiguous=("k", "n"))
 DOUT = Tensor("*m n", "T", contiguous=("n", "m"))
 OUT = Tensor("*m n", "T", contiguous="n")  # its rows may be apart, where the caller gives it
+ACROSS = Tensor("k n", "T", contiguous=("n", "k"))
 DX, DWEIGHT = Tensor("*m k", "T", contiguous="k"), Tensor("n k", "T", contiguous="k")
 
 CASES = (
@@ -65,13 +70,17 @@ def reference_dweight(xp: Any, dout: Any, x: Any) -> Any:
     return xp.astype(xp.matmul(dy.T, wide), x.dtype)
 
 
+def across_float32(xp: Any, x: Any, weight: Any) -> Any:
+    return product(xp, x, weight.T)
+
+
 def product(xp: Any, x: Any, weight: Any) -> Any:
     """``x @ weight.T`` in float32 or float64."""
     wide, w = widen(xp, x, weight)
     return xp.matmul(wide, w.T)
 
 
-def _declare(
+def declare(
     name: str,
     kernel: str,
     reference: Callable[..., Any],
@@ -145,23 +154,76 @@ _ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape.
         NotImplementedError: on a GPU, more than 2^31 rows.
     """
 
-linear = _declare(
+
+@cache
+def product_gradients(cotangent: str, across: bool) -> tuple[Op, Op]:
+    """The products that are the gradients of ``x @ weight.T`` to x and to the weight.
+
+    Args:
+        cotangent: the name of the gradient of the product.
+        across: whether it is ``x @ weight``, of a weight ``k n``.
+    """
+    dout = {cotangent: DOUT}
+    of = ("_kn" if across else "") + ("" if cotangent == "dout" else f"_of_{cotangent}")
+    if across:
+        dx = declare(
+            f"linear{of}_dx", "Linear", reference, ("m", "k", "n"), {**dout, "weight": ACROSS}, {"dx": DX},
+            doc=f"Gradient of a product to x: ``dx = {cotangent} @ weight.T``.",
+        )  # fmt: skip
+        dweight = declare(
+            f"linear{of}_dweight", "LinearDweight", reference_dweight, ("k", "n", "m"), {"x": X, **dout},
+            {"dweight": ACROSS._replace(contiguous="n")},
+            doc=f"Gradient of a product to the weight: ``dweight = x.T @ {cotangent}``, over all rows.",
+        )  # fmt: skip
+        return dx, dweight
+    dx = declare(
+        f"linear{of}_dx", "LinearDx", reference_dx, ("m", "k", "n"), {**dout, "weight": WEIGHT}, {"dx": DX},
+        doc=f"Gradient of :func:`linear` to x: ``dx = {cotangent} @ weight``.",
+    )  # fmt: skip
+    dweight = declare(
+        f"linear{of}_dweight", "LinearDweight", reference_dweight, ("n", "k", "m"), {**dout, "x": X},
+        {"dweight": DWEIGHT},
+        doc=f"Gradient of :func:`linear` to the weight: ``dweight = {cotangent}.T @ x``, over all rows.",
+    )  # fmt: skip
+    return dx, dweight
+
+
+@cache
+def linear_acc(dtype: str, across: bool) -> Op:
+    """A product of which a gradient computes the sums again.
+
+    Args:
+        dtype: of the sums, ``T`` or ``float32``.
+        across: whether it is ``x @ weight``, of a weight ``k n``.
+    """
+    name = f"linear{'_kn' if across else ''}_acc{'' if dtype == 'T' else f'_{dtype}'}"
+    compute = (
+        (reference_dx if across else reference) if dtype == "T" else (across_float32 if across else reference_float32)
+    )
+    return declare(
+        name, "LinearDx" if across else "Linear", compute, ("m", "n", "k"),
+        {"x": X, "weight": ACROSS if across else WEIGHT}, {"acc": OUT._replace(dtype=dtype)},
+        doc="The sums of a product, once more.",
+    )  # fmt: skip
+
+
+linear_dx, linear_dweight = product_gradients("dout", across=False)
+linear = declare(
     "linear", "Linear", reference, ("m", "n", "k"), {"x": X, "weight": WEIGHT}, {"out": OUT},
-    sharding=Sharding(parallel=("n",), contracted=("k",)),
+    sharding=Sharding(parallel=("n",), contracted=("k",)), grad=(linear_dx, linear_dweight),
     doc="Product with a weight.\n\n    ``out = x @ weight.T``\n\n    Args:\n        " + _ARGS.format(out="``T[*m n]``"),
 )  # fmt: skip
-linear_float32 = _declare(
+rounded = pointwise(
+    "linear_float32_bwd",
+    lambda attrs: Formula(parse("e1(t) -> 0"), False, ("dout",), ("dacc",), "t", "dout"),
+    {"dout": Tensor("*m n", "float32"), "weight": WEIGHT._replace(unread=True, contiguous=())},
+    {"dacc": Tensor("*m n", "T")}, {}, {}, doc="The cotangent of :func:`linear_float32` in x's dtype.",
+)  # fmt: skip
+linear_float32 = declare(
     "linear_float32", "Linear", reference_float32, ("m", "n", "k"), {"x": X, "weight": WEIGHT},
     {"out": OUT._replace(dtype="float32")}, sharding=Sharding(parallel=("n",), contracted=("k",)),
+    grad=(rounded, *product_gradients("dacc", across=False)),
     doc="Product with a weight, unrounded: logits.\n\n    ``out = x @ weight.T``\n\n    Args:\n        "
     + _ARGS.format(out="``float32[*m n]``"),
-)  # fmt: skip
-linear_dx = _declare(
-    "linear_dx", "LinearDx", reference_dx, ("m", "k", "n"), {"dout": DOUT, "weight": WEIGHT}, {"dx": DX},
-    doc="Gradient of :func:`linear` to x: ``dx = dout @ weight``.",
-)  # fmt: skip
-linear_dweight = _declare(
-    "linear_dweight", "LinearDweight", reference_dweight, ("n", "k", "m"), {"dout": DOUT, "x": X}, {"dweight": DWEIGHT},
-    doc="Gradient of :func:`linear` to the weight: ``dweight = dout.T @ x``, over all rows.",
 )  # fmt: skip
 PRODUCTS = (linear, linear_float32, linear_dx, linear_dweight)

@@ -69,3 +69,22 @@ OPS: tuple[Op, ...] = (
     ),
 )  # fmt: skip
 BY_NAME = {op.name: op for op in OPS}
+
+
+def multiplied(xp: Any, acc: Any, other: Any, bias: Any) -> Any:
+    return xp.silu(acc + bias) * other
+
+
+def with_tanh(xp: Any, acc: Any, scale: Any) -> Any:
+    return xp.tanh(acc + scale)
+
+
+# With other ways to get the sums for a gradient.
+DIFFERENTIABLE: tuple[Op, ...] = (
+    *(op for op in OPS if op.grad),
+    fused_linear(with_gelu, name="gelu_again", operands={"bias": ROW}, save="none"),
+    fused_linear(with_swiglu, name="swiglu_again_kn", weight="k 2n", save="none", dtypes={"acc": "float32"}),
+    fused_linear(with_silu, name="silu_float32", dtypes={"acc": "float32", "out": "float32"}),
+    fused_linear(multiplied, operands={"other": TILE, "bias": ROW}, weight="k n"),
+    fused_linear(with_tanh, operands={"scale": COLUMN}),
+)

@@ -1,0 +1,259 @@
+"""Gradients of products with epilogues: the ops that compute them, one after the other.
+
+The derivative of the epilogue's expression gives ``dacc``, the gradient of the sums, and those of other tiles in one
+pass. A vector's or scalar's is a sum: of ``dacc``, where each of its terms is one of ``dacc``. Two products give the
+gradients of x and of the weight. What is the cotangent itself, as a residual's gradient is, nothing computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from itertools import groupby
+from typing import Any, NamedTuple
+
+from cute_ops.expressions.derivative import copied, differentiate
+from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node
+from cute_ops.op import Op, Tensor
+from cute_ops.ops.fused import Formula
+from cute_ops.ops.gemm.linear import linear_acc, product_gradients
+from cute_ops.ops.gemm.pointwise import pointwise, shape_of
+
+ACC = "acc"  # the sums
+MOST_SKIPPABLE = 3  # tiles; each set of them that is wanted is an op
+HALVES = ("[:n]", "[n:]")
+
+
+class Forward(NamedTuple):
+    """A product with an epilogue.
+
+    Attributes:
+        name: the op's name.
+        weight: the weight.
+        operands: the epilogue's other operands, by name.
+        outputs: what it returns, by name.
+        acc: the sums, as they would be saved.
+        expression: the epilogue with some attributes; its first operand is the sums.
+        attrs: the attributes, as :class:`Op` has them.
+        defaults: their defaults.
+        module: where the op is declared.
+    """
+
+    name: str
+    weight: Tensor
+    operands: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    acc: Tensor
+    expression: Callable[[Mapping[str, Any]], Expression]
+    attrs: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    module: str
+
+    @property
+    def sources(self) -> dict[str, Tensor]:
+        """What a derivative may read: the expression's operands, cotangents, outputs."""
+        cotangents = {f"d{key}": tensor for key, tensor in self.outputs.items()}
+        return {ACC: self.acc, **self.operands, **cotangents, **self.outputs}
+
+
+class Gradient(NamedTuple):
+    """What an op declares of its gradient.
+
+    Attributes:
+        steps: the ops that compute it.
+        handed_on: as :class:`Op` has it.
+        no_gradient: as :class:`Op` has it.
+        saves: whether it reads sums that the forward saves.
+    """
+
+    steps: tuple[Op, ...] = ()
+    handed_on: Mapping[str, str] = {}
+    no_gradient: tuple[str, ...] = ()
+    saves: bool = False
+
+
+NO_GRADIENT = Gradient()
+
+
+class Terms(NamedTuple):
+    """The derivative of an epilogue: one node for each half of a packed operand, else one for each operand.
+
+    Attributes:
+        expression: all of them, of all that a derivative may read.
+        of: by operand the outputs that are its gradient's terms, by index.
+    """
+
+    expression: Expression
+    of: Mapping[str, tuple[int, ...]]
+
+    def nodes(self, key: str) -> tuple[int, ...]:
+        return tuple(self.expression.outputs[i] for i in self.of[key])
+
+    def read(self, nodes: Sequence[int]) -> list[tuple[int, str]]:
+        """Where these nodes are operands as they are: which, and which half; empty where one is more than that."""
+        found = [self.expression.nodes[i] for i in nodes]
+        return [(node.operand, node.half) for node in found] if all(n.word == "operand" for n in found) else []
+
+
+def gradient(forward: Forward, save: bool) -> Gradient:
+    """How the gradient of a product with an epilogue is computed.
+
+    Args:
+        forward: the product.
+        save: whether sums that are needed are saved; else they are computed again.
+    """
+    made = _Gradient(forward)
+    d_acc, tiles, vectors = made.d_acc, made.tiles(), made.vectors()
+    pointwise_steps = ([made.step(f"{forward.name}_bwd", tiles)] if tiles else []) + vectors
+    again = not save and any(ACC in step.inputs for step in pointwise_steps)
+    across = forward.weight.shape.startswith("k")
+    steps = [linear_acc(forward.acc.dtype, across=across)] if again else []
+    products = product_gradients(d_acc, across=across) if d_acc else ()
+    flat = made.zero - {ACC} | ({"x", "weight"} if not d_acc else set())
+    saves = save and any(ACC in step.inputs for step in pointwise_steps)
+    return Gradient((*steps, *pointwise_steps, *products), made.handed_on, tuple(sorted(flat)), saves)
+
+
+class _Gradient:
+    """The parts of a gradient.
+
+    Attributes:
+        handed_on: operands whose gradient is an output's cotangent.
+        zero: operands, and the sums, that no output depends on.
+        d_acc: the name of what is the gradient of the sums: ``dacc``, or the cotangent that it is; empty where it is 0.
+    """
+
+    def __init__(self, forward: Forward) -> None:
+        self.forward, self.terms = forward, cache(self._terms)
+        first, every = self._with(forward.defaults), (ACC, *forward.operands)
+        # With other attributes a gradient may be another.
+        known = {} if forward.attrs else {key: first.read(first.nodes(key)) for key in every}
+        self.handed_on = {key: out for key, read in known.items() if (out := self._cotangent(key, read))}
+        zeros = [Node("constant", (), "0.0")]
+        self.zero = {key for key in known if [first.expression.nodes[i] for i in {*first.nodes(key)}] == zeros}
+        out = self.handed_on.pop(ACC, "")
+        if out and forward.outputs[out].dtype != "T":
+            out = ""
+        self.d_acc = f"d{out}" if out else "" if ACC in self.zero else f"d{ACC}"
+        # Vectors of whose gradient each term is one of the sums'.
+        same = [key for key in known if key != ACC and first.nodes(key) == first.nodes(ACC)]
+        self.like_acc = [key for key in same if not _is_tile(forward.operands[key])]
+
+    def _cotangent(self, key: str, read: list[tuple[int, str]]) -> str:
+        """The output whose cotangent is this operand's gradient; empty where there is none."""
+        sources = self.forward.sources
+        names, tensor = list(sources), sources[key]
+        for out, other in self.forward.outputs.items():
+            place, halves = names.index(f"d{out}"), HALVES if SHAPES[other.shape].packed else ("",)
+            if other.shape == tensor.shape and read == [(place, half) for half in halves]:
+                return out
+        return ""
+
+    def tiles(self) -> tuple[str, ...]:
+        """The tiles whose gradients one pass computes."""
+        wanted = [ACC] if self.d_acc == f"d{ACC}" else []
+        given = self.forward.operands.items()
+        return (*wanted, *(k for k, t in given if _is_tile(t) and k not in self.zero and k not in self.handed_on))
+
+    def vectors(self) -> list[Op]:
+        """A step for each vector or scalar."""
+        given = self.forward.operands.items()
+        names = [key for key, tensor in given if not _is_tile(tensor) and key not in self.zero]
+        return [
+            self.of_acc(key) if key in self.like_acc else self.step(f"{self.forward.name}_bwd_{key}", (key,))
+            for key in names
+        ]
+
+    def step(self, name: str, wanted: tuple[str, ...]) -> Op:
+        """The op that computes the gradients of these operands, and of the sums."""
+        forward = self.forward
+        formula = cache(lambda attrs: self._formula(dict(attrs), wanted))
+        used = formula(tuple(forward.defaults.items())).reads
+        # With other attributes it may read others.
+        reads = [key for key in forward.sources if key in used or (forward.attrs and key not in forward.outputs)]
+        inputs = {key: forward.sources[key]._replace(hidden=False) for key in reads}
+        outputs = {
+            f"d{key}": forward.acc._replace(dtype="T", hidden=False) if key == ACC else forward.operands[key]
+            for key in wanted
+        }
+        for key in wanted:  # what says the dtype of an output
+            if key == ACC and all(tensor.dtype != "T" for tensor in inputs.values()):
+                inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
+            elif key != ACC:
+                inputs.setdefault(key, forward.operands[key]._replace(unread=True))
+        if 1 < len(wanted) <= MOST_SKIPPABLE:
+            outputs = {key: tensor._replace(skippable=True) for key, tensor in outputs.items()}
+
+        def narrow(name: str, left: tuple[str, ...]) -> Op:
+            return self.step(name, tuple(key.removeprefix("d") for key in left))
+
+        return pointwise(
+            name, lambda attrs: formula(tuple(attrs.items())), inputs, outputs, forward.attrs, forward.defaults,
+            narrow=narrow, module=forward.module, doc=f"A part of the gradient of :func:`{forward.name}`.",
+        )  # fmt: skip
+
+    def of_acc(self, key: str) -> Op:
+        """The op that adds up the gradient of the sums."""
+        forward, tensor = self.forward, self.forward.operands[key]
+        shape = shape_of(tensor).replace("2n", "n")
+        graph = Graph([SHAPES["*m n"]])
+        kinds = str(SHAPES[shape].kind)
+        formula = Formula(graph.finish([graph.operand(0)]), False, (self.d_acc,), (f"d{key}",), kinds, self.d_acc)
+        tensor = tensor._replace(shape=tensor.shape.replace("2n", "n"))
+        return pointwise(
+            f"{forward.name}_bwd_{key}", lambda attrs: formula,
+            {self.d_acc: Tensor("*m n", "T"), key: tensor._replace(unread=True)}, {f"d{key}": tensor}, {}, {},
+            module=forward.module, doc=f"A part of the gradient of :func:`{forward.name}`: a sum.",
+        )  # fmt: skip
+
+    def _formula(self, attrs: Mapping[str, Any], wanted: tuple[str, ...]) -> Formula:
+        """What the step of these operands computes."""
+        terms, sources = self._with(attrs), self.forward.sources
+        names, nodes, expression = list(sources), [i for key in wanted for i in terms.nodes(key)], terms.expression
+        whole = Graph(expression.operands)
+        places = copied(expression, whole, lambda node: whole.operand(node.operand, node.half))
+        needed = whole.finish([places[i] for i in nodes])
+        # One cotangent in any case, which says how many rows and columns there are.
+        read = {node.operand for node in needed.nodes if node.word == "operand"}
+        cotangents = [names.index(f"d{out}") for out in self.forward.outputs]
+        kept = sorted(read if read.intersection(cotangents) else read | {cotangents[0]})
+        graph = Graph(expression.operands[i] for i in kept)
+        found = copied(needed, graph, lambda node: graph.operand(kept.index(node.operand), node.half))
+        tile = next(names[i] for i in kept if i in cotangents)
+        writes, kinds = [], ""
+        for key in wanted:
+            operand = SHAPES[shape_of(sources[key])]
+            halves = HALVES if operand.packed else ("",)
+            writes += [f"d{key}{half}" for half in halves]
+            kinds += str(operand.kind) * len(halves)
+        reads = tuple(names[i] for i in kept)
+        return Formula(graph.finish([found[i] for i in needed.outputs]), False, reads, tuple(writes), kinds, tile)
+
+    def _with(self, attrs: Mapping[str, Any]) -> Terms:
+        return self.terms(tuple(attrs.items()))
+
+    def _terms(self, attrs: tuple[tuple[str, Any], ...]) -> Terms:
+        forward = self.forward
+        expression = forward.expression(dict(attrs))
+        halves = [(key, half) for key, t in forward.outputs.items() for half in (HALVES if "2n" in t.shape else ("",))]
+        # Which outputs serve may depend on attributes, and those that are saved may not.
+        saved = () if forward.attrs else range(len(halves))
+        found = differentiate(expression, saved=saved)
+        names = list(forward.sources)
+        graph = Graph(SHAPES[shape_of(tensor)] for tensor in forward.sources.values())
+
+        def operand(node: Node) -> int:
+            role, position = found.sources[node.operand]
+            if role == "operand":
+                return graph.operand(position, node.half)
+            key, half = halves[position]
+            return graph.operand(names.index(f"d{key}" if role == "cotangent" else key), half)
+
+        nodes = copied(found.expression, graph, operand)
+        outputs = [nodes[i] for i in found.expression.outputs]
+        parts = groupby(range(len(outputs)), key=lambda i: found.parts[i].operand)
+        return Terms(graph.finish(outputs), {names[key]: tuple(group) for key, group in parts})
+
+
+def _is_tile(tensor: Tensor) -> bool:
+    return "*m" in tensor.shape and "n" in tensor.shape

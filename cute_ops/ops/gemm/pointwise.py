@@ -1,0 +1,84 @@
+"""Ops of an expression of tiles, vectors and scalars, by the kernels of :mod:`cute_ops.ops.fused`: what stands beside
+products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from cute_ops.array_api import cast
+from cute_ops.config import Config, Problem, Tuning
+from cute_ops.expressions.graph import SHAPES
+from cute_ops.expressions.reference import evaluate
+from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew
+from cute_ops.ops.fused import KERNEL, PARTS, Formula, space_of, summed
+from cute_ops.shapes import FLOATS, Array
+
+CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
+COLUMN = "*m"  # of one number per row, as ``*m 1``
+
+
+def shape_of(tensor: Tensor) -> str:
+    """A tensor's shape as expressions know it."""
+    return "*m 1" if tensor.shape == COLUMN else tensor.shape
+
+
+def pointwise(
+    name: str,
+    formula: Callable[[Mapping[str, Any]], Formula],
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor],
+    attrs: Mapping[str, Any],
+    defaults: Mapping[str, Any],
+    **more: Any,
+) -> Op:
+    """The op of an expression. Its vectors and scalars are sums of values over what they lack, in a fixed order.
+
+    Args:
+        name: the op's name.
+        formula: from the attributes what is computed.
+        inputs: those that are read, and those that only say shapes and dtypes, ``unread``.
+        outputs: what is written, whole or by halves.
+        attrs: the attributes, as :class:`Op` has them.
+        defaults: their defaults.
+        more: what else the declaration says.
+    """
+    first = formula(defaults)
+    dtypes = {tensor.dtype: key for key, tensor in reversed(list(inputs.items()))}
+
+    def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
+        given, found = dict(zip(inputs, arrays, strict=True)), formula(attrs)
+        tile = given[found.tile]
+        whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[inputs[found.tile].shape].packed))
+        read = [given[key][..., None] if inputs[key].shape == COLUMN else given[key] for key in found.reads]
+        values = dict(zip(found.writes, evaluate(found.expression, xp, read), strict=True))
+        results = []
+        for key, tensor in outputs.items():
+            halves = [f"{key}[:n]", f"{key}[n:]"] if "2n" in tensor.shape else [key]
+            sums = [summed(xp, values[half], whole, shape_of(tensor), False) for half in halves]
+            out = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
+            out = out[..., 0] if tensor.shape == COLUMN else out
+            like = dtypes.get(tensor.dtype)
+            results.append(cast(xp, out, tensor.dtype, out) if like is None else xp.astype(out, given[like].dtype))
+        return tuple(results)
+
+    def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
+        made: dict[str, Array | None] = {}
+        for key, tensor in outputs.items():
+            if not SHAPES[shape_of(tensor)].kind.rows:
+                made[f"{key}_parts"] = Array((PARTS, problem.size("n") * (1 + (tensor.shape == "2n"))), "float32")
+            if tensor.shape == "":
+                made[f"{key}_totals"] = Array((problem.size("n"),), "float32")
+        return made
+
+    reference.__module__ = more.pop("module", __name__)
+    tensors = (*inputs.values(), *outputs.values())
+    counts = any(node.word == "n" for node in first.expression.nodes)
+    return Op(
+        name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs, kernel=KERNEL, cases=CASES,
+        dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
+        static=("n",) if counts else WhileFew("n"),
+        sharding=Sharding(parallel=() if any("2n" in t.shape for t in tensors) else ("n",)),
+        tuning=Tuning(lambda problem: formula(problem.attrs).config(problem), space_of(formula), workspace), **more,
+    )  # fmt: skip

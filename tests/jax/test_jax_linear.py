@@ -1,0 +1,120 @@
+"""Products with epilogues in JAX: gradients against the reference's, under jit, vmap, scan and checkpoint."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from cute_ops import Case, Op, testing
+from cute_ops.ops.gemm.linear import linear, linear_float32
+from cute_ops_jax import register
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from epilogues import DIFFERENTIABLE
+
+ALL = [*DIFFERENTIABLE, linear, linear_float32]
+BY_NAME = {op.name: op for op in ALL}
+every_gradient = pytest.mark.parametrize("product", ALL, ids=lambda op: op.name)
+
+
+def arrays_of(op: Op, m: tuple[int, ...] = (2, 3), n: int = 16, k: int = 8) -> list[jax.Array]:
+    given = testing.inputs(op, Case("", {"m": m, "n": n, "k": k}), "float16")
+    return [jnp.asarray(a) for a in given.values() if a is not None]
+
+
+def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    def loss(*arrays: Any) -> Any:
+        outputs = jax.tree.leaves(function(*arrays))
+        return sum((out.astype("float32") * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum() for out in outputs)
+
+    return loss
+
+
+def gradients(function: Callable[..., Any], arrays: list[jax.Array]) -> Any:
+    return jax.grad(loss_of(function), tuple(range(len(arrays))))(*arrays)
+
+
+def exact(op: Op, arrays: list[jax.Array]) -> Any:
+    """The gradients of the reference by JAX, in float32."""
+    return gradients(lambda *a: op.reference(jnp, *a, **op.attrs), [a.astype("float32") for a in arrays])
+
+
+def check(found: Any, wanted: Any) -> None:
+    """Within what rounding to float16 loses, of sums of like size."""
+    for got, gradient in zip(found, wanted, strict=True):
+        limit = 2.0**-8 * max(1, float(jnp.abs(gradient).max()))
+        np.testing.assert_allclose(np.float32(got), np.float32(gradient), rtol=2.0**-8, atol=limit)
+
+
+@every_gradient
+@pytest.mark.parametrize("m", [(2, 3), ()], ids=str)
+def test_gradients(product: Op, m: tuple[int, ...]) -> None:
+    function, arrays = register(product), arrays_of(product, m)
+    wanted = exact(product, arrays)
+    for transformed in (function, jax.jit(function), jax.checkpoint(function)):
+        found = jax.jit(gradients, static_argnums=0)(transformed, arrays)
+        assert [g.dtype for g in found] == ["float16"] * len(arrays)
+        check(found, wanted)
+
+
+@every_gradient
+def test_gradients_of_nothing(product: Op) -> None:
+    for sizes in ({"m": (0, 3)}, {"k": 0}):
+        arrays = arrays_of(product, **sizes)
+        found = gradients(register(product), arrays)
+        assert [g.shape for g in found] == [a.shape for a in arrays]
+
+
+@every_gradient
+def test_gradients_under_vmap(product: Op) -> None:
+    function, arrays = register(product), arrays_of(product)
+    stacked = [jnp.stack([a, a / 2]) for a in arrays]
+    found = jax.jit(jax.vmap(lambda *a: gradients(function, a)))(*stacked)
+    check([g[0] for g in found], exact(product, arrays))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ops"),
+    [
+        ("x", "multiplied_saving multiplied_bwd_only_dacc linear_kn_of_dacc_dx"),
+        ("weight", "multiplied_saving multiplied_bwd_only_dacc linear_kn_of_dacc_dweight"),
+        ("other", "multiplied_saving multiplied_bwd_only_dother"),
+        ("bias", "multiplied_saving multiplied_bwd_only_dacc multiplied_bwd_bias"),
+    ],
+)
+def test_only_what_is_wanted_is_in_the_program(wanted: str, ops: str) -> None:
+    op = BY_NAME["multiplied"]
+    place, arrays = list(op.inputs).index(wanted), arrays_of(op)
+    program = str(jax.make_jaxpr(jax.grad(loss_of(register(op)), place))(*arrays))
+    assert [name for name in re.findall(r"= cute_(\w+)\[", program) if not name.endswith("_inputs")] == ops.split()
+
+
+def test_a_residual_gets_the_cotangent_itself() -> None:
+    op = BY_NAME["with_residual"]
+    x, weight, residual = arrays_of(op)
+    for dtype in ("float16", "float32"):
+        out, pull = jax.vjp(lambda r: register(op)(x, weight, r), residual.astype(dtype))
+        (gradient,) = pull(jnp.cos(out))
+        assert gradient.dtype == dtype
+        np.testing.assert_array_equal(gradient, jnp.cos(out).astype(dtype))
+
+
+def test_in_a_scan() -> None:
+    op = BY_NAME["with_residual"]
+    x, weight, residual = arrays_of(op, n=8, k=8)
+
+    def layers(weights: Any, product: Callable[..., Any]) -> Any:
+        return jax.lax.scan(lambda h, w: (product(h, w, residual).astype(h.dtype), None), x, weights)[0].sum()
+
+    weights = jnp.stack([weight / 8, weight / 9])
+    found = jax.jit(jax.grad(lambda w: layers(w, register(op))))(weights)
+    wanted = jax.grad(lambda w: layers(w, lambda *a: op.reference(jnp, *a)[0]))(weights)
+    check([found], [wanted])
