@@ -465,22 +465,22 @@ def test_epilogue_of_nothing() -> None:
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
+@pytest.mark.parametrize("product", DIFFERENTIABLE, ids=lambda op: op.name)
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (67, 130, 17), (300, 520, 264), (4096, 2048, 1024)], ids=str)
-def test_gradients(op: Op, sizes: tuple[int, int, int]) -> None:
+def test_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
     """Each step against its reference, with what the steps before it gave; twice, for the same bits."""
     m, n, k = sizes
-    given = epilogue_inputs(op, (m,), n, k)
+    given = epilogue_inputs(product, (m,), n, k)
     tensors = [t.requires_grad_() for t in given.values()]
-    outputs = cute_ops_torch.register(op)(*tensors)
+    outputs = cute_ops_torch.register(product)(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = [torch.randn_like(out) for out in outputs]
     found, again = (torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True) for _ in range(2))
-    finish(f"gradient of {op.name} {sizes}")
+    finish(f"gradient of {product.name} {sizes}")
     assert all(map(torch.equal, found, again))
     plain = {name: t.detach() for name, t in given.items()}
     raw = tuple(out.detach() for out in outputs)
-    by_name = gradient.backward(op, plain, raw, dict(zip(op.outputs, cotangents, strict=True)), op.attrs)
+    by_name = gradient.backward(product, plain, raw, dict(zip(product.outputs, cotangents, strict=True)), product.attrs)
     for name, got in zip(given, found, strict=True):
         wanted = by_name[name].double()
         limit = 2.0**-6 * max(1.0, wanted.abs().max().item())
