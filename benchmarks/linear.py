@@ -266,6 +266,15 @@ def difference(got: torch.Tensor, wanted: torch.Tensor) -> str:
     return f"wrong: relative error {relative:.2g} at {at}" if relative > WRONG else ""
 
 
+def attempt(call: Call) -> str:
+    """``ok``, or why this contender cannot do it."""
+    try:
+        call()
+    except (RuntimeError, ValueError, NotImplementedError) as error:
+        return str(error).strip().splitlines()[0][:100]
+    return "ok"
+
+
 def measure(
     op: Op, case: Case, ours: Callable[[Binding, Tensors], dict[str, Plan]], rounds: int, jax: bool, table: Table,
     console: Console,
@@ -290,7 +299,8 @@ def measure(
     rotation = list(zip(sets, outputs, strict=True))
     calls: dict[str, list[Call]]
     calls = {label: [partial(other, *given, out) for given, out in rotation] for label, other in others.items()}
-    status = dict.fromkeys(others, "ok")
+    status = {label: attempt(each[0]) for label, each in calls.items()}
+    calls = {label: each for label, each in calls.items() if status[label] == "ok"}
     for label, chosen in chosen_plans.items():
         fill = filling(binding, chosen, device)
         outputs[0].fill_(torch.nan)
