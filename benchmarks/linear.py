@@ -189,7 +189,8 @@ def in_jax(op: Op) -> dict[str, Callable[..., Any]]:
         linear_dweight: lambda dout, x: dout.reshape(-1, dout.shape[-1]).T @ x.reshape(-1, x.shape[-1]),
     }
     xla = plain[op] if op in plain else next(each.xla for each in EPILOGUES.values() if each.op is op)
-    return {XLA: lambda *given: (xla(*given),), OURS_JAX: lambda *given: (cute_ops_jax.register(op)(*given),)}
+    ours = cute_ops_jax.register(op)
+    return {XLA: lambda *given: (xla(*given),), OURS_JAX: lambda *given: (ours(*given, fused="always"),)}
 
 
 def inputs(op: Op, case: Case, device: torch.device) -> Tensors:
@@ -281,7 +282,7 @@ def measure(
 ) -> None:  # fmt: skip
     device, stream = torch.device("cuda"), torch.cuda.Stream()
     first = inputs(op, case, device)
-    binding = bind_tensors(op, first, [])
+    binding = bind_tensors(op, first, [*op.attrs.values()])
     (made,) = binding.outputs.values()
     assert made is not None
     moved = sum(t.nbytes for t in first) + math.prod(made.shape) * ITEMSIZE[made.dtype]

@@ -90,7 +90,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
             if not tensor.optional:
                 raise fail(TypeError, f"argument `{name}` is required, but None was given.")
             continue
-        choices = op.dtypes.get(tensor.dtype, (tensor.dtype,))
+        choices = op.accepted(tensor.dtype)
         if array.dtype not in choices:
             raise fail(TypeError, f"argument `{name}` has dtype {array.dtype}, expected {_one_of(choices)}.")
         if tensor.dtype in op.dtypes:

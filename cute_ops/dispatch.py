@@ -7,6 +7,7 @@ is remembered for is measured. ``CUTE_OPS_RECORD`` names a manifest to which eve
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -18,16 +19,19 @@ from cute_ops.autotune import winners
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding
 from cute_ops.config import Config
+from cute_ops.errors import message
 from cute_ops.files import file_lock
 from cute_ops.jit import cache as kernels
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
+from cute_ops.op import Program
 
 # Every new size of a static dim is one more compile. Beyond this many sizes of its dims that are static while few, an
 # op uses one kernel in which they are dynamic.
 STATIC_LIMIT = 64
+log = logging.getLogger("cute_ops")
 
 _lock = file_lock.between_threads(threading.RLock)
 _static_seen: dict[str, set[tuple[int, ...]]] = {}
@@ -60,6 +64,32 @@ def choose(
     if (manifest := env.RECORD.read()) is not None:
         _recorder(manifest)(binding, memory, chosen.variant)
     return chosen
+
+
+def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> Program | None:
+    """The program that runs a call in place of a kernel, if one does: see :class:`cute_ops.op.Instead`.
+
+    Args:
+        binding: a checked call with concrete sizes.
+        memory: as :func:`choose` takes it.
+        target: the GPU; None where no kernel can run.
+
+    Raises:
+        ValueError: a kernel is asked for, and none takes the call's dtypes.
+    """
+    op = binding.op
+    if op.instead is None or (choice := binding.attrs["fused"]) == "never":
+        return op.instead and op.instead.program
+    if target is None:
+        return None
+    beyond = next((v for v, names in op.instead.dtypes.items() if binding.dtypes.get(v) in names), None)
+    if choice == "always" and beyond is not None:
+        problem = f"attribute `fused` is 'always', but no kernel takes {binding.dtypes[beyond]}; 'auto' does."
+        raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
+    if beyond is None and (choice == "always" or not op.instead.when(signature(binding, memory, target).problem)):
+        return None
+    log.debug("%s%s runs by the framework's product", op.name, dict(binding.dims))
+    return op.instead.program
 
 
 def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from cute_ops.config import DEFAULT, Tuning
 from cute_ops.dims import Dim
 from cute_ops.dims import parse as parse_dim
-from cute_ops.op_checks import problems
+from cute_ops.op_checks import HOW_FUSED, problems
 from cute_ops.shapes import ITEMSIZE, parse
 
 
@@ -315,6 +315,27 @@ class Program(NamedTuple):
     ops: tuple[Op, ...] = ()
 
 
+class Instead(NamedTuple):
+    """A program that runs in place of a kernel where that is faster, or where the kernel does not take the dtypes. It
+    gives the same but for rounding.
+
+    Args:
+        program: the program. ``xp`` has ``product(a, b, dtype=None)``, too: ``a @ b`` of a matrix ``b``, with sums in
+            float32, rounded once to this dtype or to that of both.
+        when: ``when(problem)``: whether it runs where the attribute ``fused`` is ``"auto"``. With ``"always"`` the
+            kernel runs, with ``"never"`` the program, also on a CPU. No kernel depends on this attribute, which must be
+            declared as ``FUSED``.
+        dtypes: dtypes that variables of the op may have beside those that the kernel takes.
+    """
+
+    program: Program
+    when: Callable[[Any], bool]
+    dtypes: Mapping[str, tuple[str, ...]] = {}
+
+
+FUSED = OneOf(*HOW_FUSED)
+
+
 def importable(name: str) -> str:
     """``__main__:Class`` as another process can import it: by the name of the program's module or file, or of a module
     made from a notebook's cells. Other names stay, and those of a program whose source is not known.
@@ -376,6 +397,7 @@ class Op:
             values of those that the op mutates come before the outputs. A composite needs none, because its program
             runs on every device.
         kernel: ``"module:Class"``, a :class:`Kernel` that says more, or the :class:`Program` of a composite.
+        instead: a program that may run in place of the kernel.
         tuning: how the kernel is configured: ``Tuning(heuristic, space=vary(threads=(64, 128)))``.
         grad: the backward op. It is wired by argument names: an input of the backward op that is named
             like an input or output of this one gets that array, ``d<output>`` the cotangent; its outputs
@@ -409,6 +431,7 @@ class Op:
         dtypes: Mapping[str, tuple[str, ...]],
         reference: Callable[..., Any] | None = None,
         kernel: str | Kernel | Program,
+        instead: Instead | None = None,
         attrs: Mapping[str, Any] | None = None,
         scalars: Mapping[str, float] | None = None,
         mutates: tuple[str, ...] = (),
@@ -444,7 +467,7 @@ class Op:
             if not isinstance(given, kinds):
                 expected = " or ".join(", ".join(kind.__name__ for kind in kinds).rsplit(", ", 1))
                 raise ValueError(f"op {name}: {what} must be a {expected}, got {given!r}")
-        self.program = kernel if isinstance(kernel, Program) else None
+        self.program, self.instead = kernel if isinstance(kernel, Program) else None, instead
         made_from = kernel if isinstance(kernel, Kernel) else Kernel(kernel if isinstance(kernel, str) else "")
         runs = reference or (self.program and self.program.run)
         if runs is None:
@@ -493,6 +516,11 @@ class Op:
         """The dtypes that an input or output may have."""
         choices: tuple[str, ...] = {**self.choices, **self.dtypes}.get(tensor.dtype, (tensor.dtype,))
         return choices
+
+    def accepted(self, variable: str) -> tuple[str, ...]:
+        """The dtypes that inputs of a dtype variable may have, with those that no kernel takes."""
+        more = self.instead.dtypes.get(variable, ()) if self.instead else ()
+        return (*self.dtypes.get(variable, (variable,)), *more)
 
     def dtype_near(self, tensor: Tensor, dtype: str) -> str:
         """This dtype where the tensor may have it, else the first that it may."""

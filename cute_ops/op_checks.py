@@ -13,6 +13,7 @@ from cute_ops.shapes import ACCUMULATORS
 if TYPE_CHECKING:
     from cute_ops.op import Op, Tensor
 
+HOW_FUSED = ("auto", "always", "never")
 _KINDS = (bool, int, float, str)
 _LEAST_NORMAL, _INT64 = 2.0**-1022, 2**63
 # Names that references have, that code which adapters write out uses, and that torch's schemas do not take.
@@ -35,6 +36,7 @@ def problems(op: Op, itemsize: Iterable[str]) -> Iterator[str]:
     yield from _outputs(op)
     yield from _dims(op)
     yield from _memory(op)
+    yield from _instead(op)
     yield from _gradient(op)
 
 
@@ -301,6 +303,16 @@ def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
             )
     if op.split is not None and op.split.dim not in bound | op.derived.keys():
         yield f"it splits {op.split.dim!r}, which is no dim of an input"
+
+
+def _instead(op: Op) -> Iterator[str]:
+    """What may run in place of a kernel."""
+    if op.instead is None:
+        return
+    if op.choices.get("fused") != HOW_FUSED:
+        yield "a program may run instead of its kernel, so it must declare the attribute fused=FUSED"
+    if op.program or op.mutates:
+        yield "a program may run instead of a kernel that writes no inputs alone"
 
 
 def _gradient(op: Op) -> Iterator[str]:

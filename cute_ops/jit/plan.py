@@ -91,7 +91,8 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         m=binding.rows, n=static.get("n"), dims=binding.dims, dtypes={name: key.dtype for name, key in present.items()},
         # A tensor without a contiguous dim limits no vector.
         aligns={n: min(key.align, key.row_align) if n in limits else VECTOR for n, key in present.items()},
-        attrs={name: binding.attrs[name] for name in op.attrs}, arch=target.arch, sm_count=target.sm_count,
+        attrs={name: binding.attrs[name] for name in op.attrs if not (op.instead and name == "fused")},
+        arch=target.arch, sm_count=target.sm_count,
         contiguous={n: t.may_be_contiguous[t.places.index(present[n].contiguous)] for n, t in choices.items()},
     )  # fmt: skip
     return Signature(binding, static, tensors, problem, op.space is not None and None not in static.values())

@@ -46,8 +46,8 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
     if always:
         raise _refused(binding, f"{always[0]}={binding.dims[always[0]]} is a constant of every kernel")
     dynamic = any(is_symbolic(binding.dims[dim]) for dim in op.few)
-    numbers = _with_numbers(binding)
-    chosen = dispatch.choose(numbers, _places(binding, numbers, memory), target, fixed=False if dynamic else None)
+    numbers, places = with_numbers(binding, memory)
+    chosen = dispatch.choose(numbers, places, target, fixed=False if dynamic else None)
     fixed, config = None not in chosen.variant.dims.values(), chosen.variant.tile
 
     def scratch(numbers: Binding) -> Mapping[str, Array]:
@@ -67,6 +67,12 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
             for k, size in enumerate(array.shape)
         ))  # fmt: skip
     return chosen._replace(workspaces=found)
+
+
+def with_numbers(binding: Binding, memory: Callable[[Shapes], dict[str, Memory]]) -> tuple[Binding, dict[str, Memory]]:
+    """The same call with large numbers for symbolic sizes, and where its arrays lie."""
+    numbers = _with_numbers(binding)
+    return numbers, _places(binding, numbers, memory)
 
 
 def _size(binding: Binding, size: int, dims: Dims, others: Sequence[tuple[Dims, int]], names: Sequence[str]) -> Any:

@@ -29,3 +29,10 @@ def sort(keys: Array) -> tuple[Array, Array]:
 def ends(keys: Array, count: int) -> Array:
     every = jnp.arange(count, dtype=jnp.int32)
     return jnp.searchsorted(keys, every, side="right", method="scan_unrolled").astype(jnp.int32)
+
+
+def product(a: Array, b: Array, dtype: str | None = None) -> Array:
+    """Of float32 the factors are rounded only if ``jax_default_matmul_precision`` says so."""
+    asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
+    precision = "highest" if a.dtype == jnp.float32 and asked is None else None
+    return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype or a.dtype)

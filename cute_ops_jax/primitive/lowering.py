@@ -18,9 +18,9 @@ from cute_ops.binding import Binding, as_outputs, check_returned, expanded_shape
 from cute_ops.errors import naming
 from cute_ops.jit.layout import Memory, Shapes, check_memory, folded, preferred, with_leading_dims, with_shapes
 from cute_ops.jit.plan import Plan
-from cute_ops.op import Op
+from cute_ops.op import Op, Program
 from cute_ops_jax.primitive import ffi
-from cute_ops_jax.primitive.any_size import plan_for_any_size
+from cute_ops_jax.primitive.any_size import plan_for_any_size, with_numbers
 from cute_ops_jax.primitive.arrays import spec
 
 # By input the dim, counted from the end, that was the last of the array which the program has transposed.
@@ -103,16 +103,42 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
     Raises:
         NotImplementedError: a symbolic size that is a constant of kernels, or a GPU that no kernel is built for.
     """
-    expanded = _expanded(binding)
-    whole = binding._replace(inputs=with_shapes(binding.inputs, expanded)) if expanded else binding
-    rows = folded(whole)
-    memory = _memory(binding.op, transposed, rows) if any(t.contiguous for t in binding.op.inputs.values()) else {}
-    flat = with_leading_dims(whole, rows)
+    expanded, flat = _folded(binding)
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, device = ffi.target_and_device()
-    if any(not isinstance(size, int) for a in binding.inputs.values() if a is not None for size in a.shape):
+    if _has_symbols(binding):
         return Chosen(flat, plan_for_any_size(flat, partial(_memory, binding.op, transposed), target), expanded)
+    memory = _memory(binding.op, transposed, _shapes(flat))
     return Chosen(flat, dispatch.choose(flat, memory, target, device), expanded)
+
+
+def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:
+    """The program that runs a call in place of a kernel, if one does; of symbolic sizes as if they were large."""
+    if binding.op.instead is None or binding.empty:
+        return None
+    if not on_gpu:
+        return dispatch.instead(binding, {}, None)
+    _, flat = _folded(binding)
+    with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
+        target, _ = ffi.target_and_device()
+    if _has_symbols(binding):
+        return dispatch.instead(*with_numbers(flat, partial(_memory, binding.op, transposed)), target)
+    return dispatch.instead(flat, _memory(binding.op, transposed, _shapes(flat)), target)
+
+
+def _folded(binding: Binding) -> tuple[Shapes, Binding]:
+    """The shapes of the inputs to broadcast first, and the call with its leading dims folded."""
+    expanded = _expanded(binding)
+    whole = binding._replace(inputs=with_shapes(binding.inputs, expanded)) if expanded else binding
+    return expanded, with_leading_dims(whole, folded(whole))
+
+
+def _shapes(binding: Binding) -> Shapes:
+    return {name: a.shape for name, a in binding.inputs.items() if a is not None}
+
+
+def _has_symbols(binding: Binding) -> bool:
+    return any(not isinstance(size, int) for shape in _shapes(binding).values() for size in shape)
 
 
 def _memory(op: Op, transposed: Transposed, shapes: Shapes) -> dict[str, Memory]:

@@ -149,8 +149,8 @@ class Stage:
         transposed, None for one that was not.
         """
         known = {name: place for name, place in zip(names, last_dims, strict=False) if place is not None}
-        run = partial(run, transposed=known) if known else run
-        return self._run(run, self.bound(dict(zip(names, arrays, strict=True)), dict(attrs)), arrays, inplace)
+        binding = self.bound(dict(zip(names, arrays, strict=True)), dict(attrs))
+        return self._run(run, binding, arrays, inplace, transposed=known)
 
     def _spread(
         self, run: Lowering, *arrays: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool, devices: int
@@ -167,10 +167,21 @@ class Stage:
         return partitioner.by_partitioner(program, binding, arrays)
 
     def _run(
-        self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = ()
-    ) -> list[jax.Array]:
-        """The body of the primitive on one device, by the reference or the kernel; ``axes`` as in :attr:`together`."""
-        return run(binding, arrays, inplace)
+        self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
+        transposed: lowering.Transposed = lowering.NONE,
+    ) -> list[jax.Array]:  # fmt: skip
+        """The body of the primitive on one device, by the reference or the kernel, or by what runs instead.
+
+        Args:
+            axes: as in :attr:`together`.
+            transposed: inputs that are transposed arrays.
+        """
+        program = lowering.instead(binding, run is lowering.kernel, transposed)
+        if program is None:
+            return run(binding, arrays, inplace, transposed)
+        given = lowering.by_name(binding, arrays)
+        found = program.run(framework, partial(by_lowering, run), given, binding.attrs)
+        return list(slices.present({n: found[n] for n in self.op.outputs}).values())
 
 
 class Composite(Stage):
@@ -201,7 +212,10 @@ class Composite(Stage):
             inputs = dict(zip(inputs, alike(list(inputs.values())), strict=True))
         return self._outputs(by_stage, inputs, attrs, axes)
 
-    def _run(self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = ()) -> list[Any]:
+    def _run(
+        self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
+        transposed: lowering.Transposed = lowering.NONE,
+    ) -> list[Any]:  # fmt: skip
         inputs = lowering.by_name(binding, arrays)
         return list(self._outputs(partial(by_lowering, run), inputs, binding.attrs, axes).values())
 

@@ -11,6 +11,7 @@ import torch
 from cute_ops.binding import Binding
 from cute_ops.jit.layout import compact
 from cute_ops.jit.plan import Plan
+from cute_ops.op import Program
 from cute_ops_torch.host import codegen
 from cute_ops_torch.library.reference import run_reference
 from cute_ops_torch.library.tensors import DTYPES, absent_dtype
@@ -117,8 +118,8 @@ def _new(
     return f"{variable} = _new(_shape{variable}, _strides{variable}, _dtype{variable})"
 
 
-def of_reference(binding: Binding) -> CompiledCall:
-    """The same by the reference, or a composite's program. No kernel can be launched on an empty input or output."""
+def of_reference(binding: Binding, program: Program | None = None) -> CompiledCall:
+    """The same by the reference, or a program. No kernel can be launched on an empty input or output."""
     inputs = [name for name, array in binding.inputs.items() if array is not None]
     names = [*inputs, *binding.op.scalars]
 
@@ -126,7 +127,7 @@ def of_reference(binding: Binding) -> CompiledCall:
         there, call = dict(zip(names, given, strict=True)), binding
         if numbers := {name: there[name] for name in binding.op.scalars}:
             call = binding._replace(attrs={**binding.attrs, **numbers})
-        return run_reference(call, [there.get(name) for name in binding.inputs])
+        return run_reference(call, [there.get(name) for name in binding.inputs], program)
 
     def fill(wanted: tuple[str, ...]) -> Run:
         def call(*args: Any) -> None:

@@ -149,7 +149,11 @@ def prepare(
     on = index if device.type == "cuda" else None
     with naming(op, binding.inputs, binding.dims, binding.dtypes):
         arch = target.of_device(index)
-    call = planned_call(binding, dispatch.choose(binding, places, arch, on), device)
+    program = dispatch.instead(binding, places, arch)
+    if program is None:
+        call = planned_call(binding, dispatch.choose(binding, places, arch, on), device)
+    else:
+        call = compiled_call.of_reference(binding, program)
     return compiled_call.on_device(call, device) if torch.cuda.device_count() > 1 else call
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from cute_ops_torch.library.tensors import DTYPES
+
 Tensor = torch.Tensor
 where = torch.where
 
@@ -26,3 +28,14 @@ def sort(keys: Tensor) -> tuple[Tensor, Tensor]:
 def ends(keys: Tensor, count: int) -> Tensor:
     every = torch.arange(count, dtype=torch.int32, device=keys.device)
     return torch.searchsorted(keys, every, right=True, out_int32=True)
+
+
+def product(a: Tensor, b: Tensor, dtype: str | None = None) -> Tensor:
+    """By cuBLAS. Torch's settings say whether it rounds parts of long sums, and factors of float32 to TF32."""
+    wanted = a.dtype if dtype is None else DTYPES[dtype]
+    if wanted == a.dtype:
+        return torch.matmul(a, b)
+    if not a.is_cuda:
+        return torch.matmul(a.to(wanted), b.to(wanted))
+    out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=wanted)
+    return out.reshape(*a.shape[:-1], b.shape[1])

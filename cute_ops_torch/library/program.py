@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from cute_ops.binding import Binding
-from cute_ops.op import Op
+from cute_ops.op import Op, Program
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import Tensors, row_major
@@ -19,12 +19,11 @@ functions: dict[Op, Callable[[], Callable[..., Any]]] = {}
 _resolver = cache(resolver)
 
 
-def run(binding: Binding, tensors: Tensors) -> tuple[Any, ...]:
-    """What the program returns, in declared order."""
+def run(program: Program, binding: Binding, tensors: Tensors) -> tuple[Any, ...]:
+    """What a program returns for a call, in declared order."""
     op = binding.op
-    assert op.program is not None
     with torch._C._DisableAutocast():  # the declaration says which dtypes there are
-        found = op.program.run(framework, _call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)
+        found = program.run(framework, _call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)
     return tuple(found[name] for name in op.outputs)
 
 

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 
 from cute_ops.binding import Binding, as_outputs, check_returned
-from cute_ops.op import Op
-from cute_ops_torch.library import program
+from cute_ops.dispatch import instead
+from cute_ops.op import Op, Program
+from cute_ops_torch.library import program as programs
 from cute_ops_torch.library.mutation import check_memory, write_back
 from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import Tensors, absent_dtype, array, bind_tensors, check_strides
@@ -25,7 +26,7 @@ def cpu_kernel(op: Op) -> Callable[..., Any]:
         binding = bind_tensors(op, tensors, attrs)
         check_strides(binding, tensors, addresses=True)
         check_memory(op, tensors)
-        return run_reference(binding, tensors)
+        return run_reference(binding, tensors, None if binding.empty else instead(binding, {}, None))
 
     return run
 
@@ -86,14 +87,14 @@ def traced_reference(op: Op, *args: Any, **kwargs: Any) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def run_reference(binding: Binding, tensors: Tensors) -> Any:
-    """The reference's outputs as the raw op returns them: compact, new, empty where absent. What the op mutates is
-    written.
+def run_reference(binding: Binding, tensors: Tensors, program: Program | None = None) -> Any:
+    """The reference's outputs, or a program's, as the raw op returns them: compact, new, empty where absent. What the
+    op mutates is written.
     """
     op = binding.op
     taken = {t.untyped_storage().data_ptr() for t in tensors if t is not None}
     results: list[Any] = []
-    for (name, declared), result in zip(op.results.items(), _results(binding, tensors), strict=True):
+    for (name, declared), result in zip(op.results.items(), _results(binding, tensors, program), strict=True):
         if binding.results[name] is None:
             like = next(t for t in tensors if t is not None)
             result = like.new_empty((0,), dtype=absent_dtype(binding, declared))
@@ -108,14 +109,14 @@ def run_reference(binding: Binding, tensors: Tensors) -> Any:
     return outputs[0] if len(outputs) == 1 else tuple(outputs)
 
 
-def _results(binding: Binding, tensors: Tensors) -> tuple[Any, ...]:
-    """What the reference returns, None where absent.
+def _results(binding: Binding, tensors: Tensors, program: Program | None = None) -> tuple[Any, ...]:
+    """What the program returns, the op's own or one that runs instead, or else the reference; None where absent.
 
     Raises:
         TypeError: it is not what the op declares.
     """
-    if binding.op.program:
-        results = program.run(binding, tensors)
+    if (program := program or binding.op.program) is not None:
+        results = programs.run(program, binding, tensors)
     else:
         from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
 

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from cute_ops import Array, Case, Op, testing
+from cute_ops import Array, Case, Op, dispatch, testing
 from cute_ops.binding import bind
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
@@ -171,8 +171,10 @@ def test_wrong_operands() -> None:
     op = BY_NAME["with_gelu"]
     with pytest.raises(ValueError, match="argument `bias` has n=7, but n=8"):
         bind(op, {"x": Array((3, 16), "float16"), "weight": Array((8, 16), "float16"), "bias": Array((7,), "float16")})
-    with pytest.raises(TypeError, match="argument `x` has dtype float32, expected bfloat16 or float16"):
-        bind(op, specs(op, 3, 8, 16, "float32"))
+    with pytest.raises(TypeError, match="argument `x` has dtype float64, expected bfloat16, float16 or float32"):
+        bind(op, {"x": Array((3, 16), "float64"), "weight": Array((8, 16), "float64"), "bias": Array((8,), "float32")})
+    with pytest.raises(ValueError, match="attribute `fused` must be 'auto', 'always' or 'never', got 'alway'"):
+        bind(op, specs(op, 3, 8, 16), {"fused": "alway"})
 
 
 # --- gradients -----------------------------------------------------------------------------------------------------
@@ -249,6 +251,55 @@ def test_kernels_of_gradients_compile(name: str, tmp_path: Path) -> None:
 def test_a_gradient_has_no_gradient() -> None:
     """``d`` and an operand's name, as the gated backward's output has it."""
     assert BY_NAME["gated_dgrad"].steps == ()
+
+
+# --- the framework's product ---------------------------------------------------------------------------------------
+
+
+def runs_apart(op: Op, m: int = 512, n: int = 64, k: int = 64, dtype: str = "bfloat16", **more: Any) -> bool:
+    """Whether the framework's product runs: in float32, as elsewhere, where ``target`` is None."""
+    where, memory = more.pop("target", TARGET), more.pop("memory", {})
+    given = testing.specs(op, Case("", {"m": (m,), "n": n, "k": k}, {f"T_{o}": "bfloat16" for o in op.inputs}), dtype)
+    return dispatch.instead(bind(op, given, more), memory, where) is not None
+
+
+@pytest.mark.parametrize("op", [linear, *linear.steps, BY_NAME["with_gelu"], BY_NAME["with_gelu"].saving])
+def test_where_the_kernel_runs(op: Op) -> None:
+    assert not runs_apart(op) and not runs_apart(op, m=65)
+    assert runs_apart(op, m=64)  # few rows
+    assert runs_apart(op, n=63, k=63)  # rows that TMA does not take
+    assert runs_apart(op, target=parse("sm_80")) and runs_apart(op, target=parse("sm_100a"))
+    assert not runs_apart(op, target=None)  # the reference runs on a CPU
+    assert runs_apart(op, dtype="float32")
+
+
+def test_who_asks_for_a_kernel_gets_it_or_hears_why() -> None:
+    for more in ({"m": 1}, {"n": 63}, {"target": parse("sm_80")}):
+        assert not runs_apart(linear, fused="always", **more)
+    for where in (TARGET, None):
+        assert runs_apart(linear, fused="never", target=where)
+    problem = "attribute `fused` is 'always', but no kernel takes float32; 'auto' does."
+    with pytest.raises(ValueError, match=re.escape(problem)):
+        runs_apart(linear, dtype="float32", fused="always")
+
+
+def test_no_kernel_depends_on_the_choice() -> None:
+    op = BY_NAME["with_all"]
+    symbols = {
+        plan(bind(op, specs(op, 512, 64, 64), {"fused": fused, "limit": limit}), {}, TARGET).variant.symbol
+        for fused in ("auto", "always")
+        for limit in (2.0, 3.0)
+    }
+    assert len(symbols) == 2
+
+
+@each
+@pytest.mark.parametrize("layout", ["compact", "apart"])
+def test_kernels_of_epilogues_alone(op: Op, layout: str) -> None:
+    assert op.instead is not None
+    (alone,) = op.instead.program.ops
+    for n, rows, dtype in ((7, 5, "float16"), (64, 3, "bfloat16"), (64, 3, "float32")):
+        kernel_calls.check(kernel_calls.made(alone, rows, n, dtype, layout, np.random.default_rng(n)))
 
 
 # --- results -------------------------------------------------------------------------------------------------------

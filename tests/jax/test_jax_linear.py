@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -118,3 +119,36 @@ def test_in_a_scan() -> None:
     found = jax.jit(jax.grad(lambda w: layers(w, register(op))))(weights)
     wanted = jax.grad(lambda w: layers(w, lambda *a: op.reference(jnp, *a)[0]))(weights)
     check([found], [wanted])
+
+
+@every_gradient
+def test_both_choices_give_the_same(product: Op) -> None:
+    function, arrays = register(product), arrays_of(product)
+    found = [jax.jit(lambda *a, c=choice: function(*a, fused=c))(*arrays) for choice in ("auto", "never")]
+    check(*map(jax.tree.leaves, found[::-1]))
+    check(jax.jit(lambda *a: gradients(partial(function, fused="never"), a))(*arrays), exact(product, arrays))
+    wide = [a.astype("float32") for a in arrays]
+    for choice in ("auto", "never"):
+        for got, wanted in zip(gradients(partial(function, fused=choice), wide), exact(product, wide), strict=True):
+            np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "dtype", "fused", "dots", "kernels"),
+    [
+        (512, "bfloat16", "auto", 0, ["with_gelu"]),
+        (16, "bfloat16", "auto", 1, ["with_gelu_epilogue"]),
+        (16, "bfloat16", "always", 0, ["with_gelu"]),
+        (512, "bfloat16", "never", 1, ["with_gelu_epilogue"]),
+        (512, "float32", "auto", 1, ["with_gelu_epilogue"]),
+    ],
+)
+def test_what_runs_on_a_gpu(
+    rows: int, dtype: str, fused: str, dots: int, kernels: list[str], fake_kernels: Any
+) -> None:
+    op = BY_NAME["with_gelu"]
+    arrays = [jax.ShapeDtypeStruct(t.of({"m": (rows,), "n": 64, "k": 64}), dtype) for t in op.inputs.values()]
+    traced = jax.jit(partial(register(op), fused=fused)).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.dot_general") == dots
+    assert re.findall(r"@cute_(\w+)_[0-9a-f]{24}\(", text) == kernels

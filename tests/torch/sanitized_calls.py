@@ -60,7 +60,7 @@ def main() -> None:
         tensors = [laid_out(to_torch(a), t, base) for a, t in zip(arrays, op.inputs.values(), strict=True)]
         try:
             cute_ops_torch.register(op)
-            getattr(torch.ops.cute, op.name)(*tensors)
+            getattr(torch.ops.cute, op.name)(*tensors, **({"fused": "always"} if op.instead else {}))
             torch.cuda.synchronize()
         except RuntimeError as error:
             failed += 1

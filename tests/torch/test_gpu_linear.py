@@ -122,7 +122,7 @@ def rounded(op: Op, tensors: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Te
 
 def filling(op: Op, tensors: list[torch.Tensor], config: GemmConfig) -> tuple[Callable[[], torch.Tensor], str]:
     """A call with this config into an output of NaN, and its description."""
-    binding = bind_tensors(op, tensors, [])
+    binding = bind_tensors(op, tensors, [*op.attrs.values()])
     chosen = planned(binding, memory(op, tensors), config)
     made = binding.outputs[next(iter(op.outputs))]
     assert made is not None
@@ -282,7 +282,7 @@ def test_slices_off_16_bytes() -> None:
     wide = [torch.cat([torch.full_like(t, torch.nan), t], 1) for t in (x, weight)]
     for shift in (1, 2, 4):
         tensors = [t[:, t.shape[1] // 2 :][:, shift : shift + 100] for t in wide]
-        got = cute_ops_torch.register(linear)(*tensors)
+        got = cute_ops_torch.register(linear)(*tensors, fused="always")
         finish(f"slices shifted by {shift}")
         compare(got, expected(linear, tensors).bfloat16().double(), 0.0, without_tma(1, 1), f"shifted by {shift}")
 
@@ -504,3 +504,26 @@ def test_gradient_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
     captured.replay()
     finish("graph of gradients")
     assert all(map(torch.equal, found, eager))
+
+
+# --- the framework's product ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", [*DIFFERENTIABLE, linear, linear_float32], ids=lambda op: op.name)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (16, 512, 1024), (67, 130, 17), (1024, 512, 256)], ids=str)
+def test_the_product_of_the_framework(op: Op, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+    """Forward and backward give what the kernels give, but for rounding."""
+    m, n, k = sizes
+    tensors = [t.to(dtype).requires_grad_() for t in epilogue_inputs(op, (m,), n, k).values()]
+    found = []
+    for fused in ("always" if dtype is torch.bfloat16 else "auto", "never"):
+        outputs = cute_ops_torch.register(op)(*tensors, fused=fused)
+        outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+        gradients = torch.autograd.grad(outputs, tensors, [torch.ones_like(out) for out in outputs])
+        finish(f"{op.name} {fused} {sizes}")
+        found.append((*outputs, *gradients))
+    rounding = 2.0**-6 if dtype is torch.bfloat16 else 2.0**-17
+    for ours, theirs in zip(*found, strict=True):
+        limit = rounding * max(1.0, ours.abs().max().item())
+        torch.testing.assert_close(theirs.double(), ours.double(), rtol=rounding, atol=limit)

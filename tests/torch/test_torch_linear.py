@@ -15,6 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_ops_torch
 from cute_ops import Case, Op, testing
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
+from cute_ops_torch.host import compiled_call
+from cute_ops_torch.library.tensors import bind_tensors
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import DIFFERENTIABLE
@@ -51,8 +53,8 @@ def test_as_an_op_of_torch(product: Op) -> None:
 
 def test_refused() -> None:
     x, weight = torch.randn(3, 8), torch.randn(4, 8)
-    with pytest.raises(TypeError, match="argument `x` has dtype float32, expected bfloat16 or float16"):
-        cute_ops_torch.register(linear)(x, weight)
+    with pytest.raises(TypeError, match="argument `x` has dtype float64, expected bfloat16, float16 or float32"):
+        cute_ops_torch.register(linear)(x.double(), weight.double())
     with pytest.raises(ValueError, match="argument `weight` has k=7, but k=8"):
         cute_ops_torch.register(linear)(x.half(), weight[:, :7].half())
     with pytest.raises(ValueError, match=r"argument `weight` has strides \(16, 2\), expected 1 in k or n"):
@@ -166,15 +168,17 @@ def test_inductor() -> None:
 
 
 class Ran(TorchDispatchMode):
-    """Names of the ops that run."""
+    """Names of the ops that run; with ``arguments`` each beside what it got for ``fused``."""
 
-    def __init__(self) -> None:
+    def __init__(self, arguments: bool = False) -> None:
         super().__init__()
-        self.names: list[str] = []
+        self.names: list[Any] = []
+        self.arguments = arguments
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace == "cute":
-            self.names.append(func._opname)
+            choice = next((a for a in args if isinstance(a, str)), None)
+            self.names.append((func._opname, choice) if self.arguments else func._opname)
         return func(*args, **(kwargs or {}))
 
 
@@ -230,3 +234,57 @@ def test_a_backward_of_a_backward_is_refused() -> None:
     (gradient, *_) = torch.autograd.grad(loss(cute_ops_torch.register(WITH_BIAS)(*tensors)), tensors, create_graph=True)
     with pytest.raises(NotImplementedError, match="there is no double backward"):
         gradient.sum().backward()
+
+
+# --- the framework's product ---------------------------------------------------------------------------------------
+
+
+@every_gradient
+@pytest.mark.parametrize("m", [(2, 3), (), (0,)], ids=str)
+def test_both_choices_give_the_same(product: Op, m: tuple[int, ...]) -> None:
+    function, tensors = cute_ops_torch.register(product), tensors_of(product, m)
+    outputs = {fused: as_tuple(function(*tensors, fused=fused)) for fused in ("auto", "never")}
+    for ours, theirs in zip(*outputs.values(), strict=True):
+        assert (ours.dtype, ours.shape) == (theirs.dtype, theirs.shape)
+    check(outputs["never"], outputs["auto"])
+    for ours in outputs.values():
+        check(torch.autograd.grad(loss(ours), tensors), exact(product, tensors))
+
+
+@every_gradient
+def test_float32(product: Op) -> None:
+    tensors = [t.detach().float().requires_grad_() for t in tensors_of(product)]
+    wanted = exact(product, tensors)
+    for fused in ("auto", "never"):
+        outputs = cute_ops_torch.register(product)(*tensors, fused=fused)
+        for got, gradient in zip(torch.autograd.grad(loss(outputs), tensors), wanted, strict=True):
+            torch.testing.assert_close(got.double(), gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_the_choice_reaches_the_products_of_the_gradient() -> None:
+    tensors = tensors_of(MULTIPLIED)
+    with Ran(arguments=True) as ran:
+        loss(cute_ops_torch.register(MULTIPLIED)(*tensors, fused="never")).backward()
+    chosen = {name: choice for name, choice in ran.names if choice}
+    assert chosen == dict.fromkeys(("multiplied_saving", "linear_kn_of_dacc_dx", "linear_kn_of_dacc_dweight"), "never")
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_the_choice_is_one_op_in_a_graph(backend: str) -> None:
+    torch._dynamo.reset()
+    function, tensors = cute_ops_torch.register(WITH_BIAS), tensors_of(WITH_BIAS)
+    compiled = torch.compile(lambda *tensors: function(*tensors, fused="never"), fullgraph=True, backend=backend)
+    check(torch.autograd.grad(loss(compiled(*tensors)), tensors), exact(WITH_BIAS, tensors))
+
+
+def test_a_call_on_a_gpu_by_the_program() -> None:
+    """As the launcher runs it, into new outputs and into given ones."""
+    op = WITH_BIAS.saving
+    tensors = [t.detach() for t in tensors_of(op)]
+    binding = bind_tensors(op, tensors, ["auto"])
+    call = compiled_call.of_reference(binding, op.instead.program)
+    out, acc = call.run(*tensors)
+    check((acc,), (tensors[0] @ tensors[1].T,))
+    given = torch.full_like(out, torch.nan)
+    call.fill(("out",))(*tensors, given)
+    assert torch.equal(given, out)

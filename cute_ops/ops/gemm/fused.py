@@ -21,11 +21,13 @@ from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.expressions.words import WORDS
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor, defaults_of
+from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor, defaults_of
+from cute_ops.ops.fused import Formula
+from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand
 from cute_ops.ops.gemm.gradient import ACC, NO_GRADIENT, Forward, gradient
-from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, product, vector
-from cute_ops.ops.gemm.pointwise import COLUMN
+from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, multiply, product, vector
+from cute_ops.ops.gemm.pointwise import COLUMN, pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
@@ -60,6 +62,11 @@ def fused_linear(
     ``acc`` is the product in float32; of packed weights, ``2n k`` or ``k 2n``, it has ``2n`` columns, and is read by
     halves: ``acc[..., :n]`` and ``acc[..., n:]`` with ``n = acc.shape[-1] // 2``. Values are float32, and outputs are
     rounded once.
+
+    The op has one more attribute, ``fused``. ``"always"`` runs that kernel; ``"never"`` the framework's product and
+    then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
+    ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.fuses`),
+    and never for float32.
 
     Args:
         epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns a value or a tuple of
@@ -101,7 +108,8 @@ def fused_linear(
     itself = any(f"d{key}" in results for key in given)
     found = NO_GRADIENT if itself else gradient(forward, save == "pre")
     common: dict[str, Any] = {
-        "inputs": inputs | given, "attrs": attrs, "cases": cases, "module": module,
+        "apart": made.apart(forward), "inputs": inputs | given, "acc": acc, "attrs": attrs or {}, "cases": cases,
+        "module": module,
         "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
     }  # fmt: skip
     saving = (
@@ -114,13 +122,14 @@ def fused_linear(
 
 
 def _declare(
-    name: str, made: _Fused, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], module: str, **more: Any
-) -> Op:
-    """The op of a product with an epilogue."""
+    name: str, made: _Fused, apart: Op, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], acc: Tensor,
+    attrs: Mapping[str, Any], module: str, **more: Any,
+) -> Op:  # fmt: skip
+    """The op of a product with an epilogue, which ``apart`` computes from the sums."""
     weight = inputs["weight"].shape
     across = weight.startswith("k")
 
-    def reference(xp: Any, x: Any, weight: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
+    def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
         acc = product(xp, x, weight.T if across else weight)
         columns = [
             a[..., None] if shape == COLUMN else a for a, shape in zip(arrays, made.operands.values(), strict=True)
@@ -143,6 +152,13 @@ def _declare(
         halves = start if made.packs else VECTOR_BYTES
         return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
 
+    def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        given, attrs = dict(inputs), {key: value for key, value in attrs.items() if key != "fused"}
+        dtype = None if acc.dtype == "T" else acc.dtype
+        given[ACC] = multiply(xp, WEIGHTS[weight], (given["x"], given["weight"]), dtype)
+        made = call(apart, {key: given[key] for key in apart.inputs}, attrs)
+        return {key: given[ACC] if key == ACC else made[key] for key in outputs}
+
     reference.__module__ = module
     summed = Accumulation(("k",))
     op = Op(
@@ -150,7 +166,8 @@ def _declare(
         reference=reference, static=(), tuning=Tuning(config),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
-        sharding=Sharding(parallel=() if made.packs else ("n",)), **more,
+        sharding=Sharding(parallel=() if made.packs else ("n",)), attrs={**attrs, "fused": FUSED},
+        instead=instead(Program(run, (apart,)), config), **more,
     )  # fmt: skip
     return op
 
@@ -197,6 +214,21 @@ class _Fused:
         made.packs = self.packs or "2n" in shape
         made._traced = cache(made._trace)
         return made
+
+    def apart(self, forward: Forward) -> Op:
+        """The op of the epilogue alone, which reads the sums."""
+        kinds = "t" * len(self.writes)
+
+        def formula(attrs: Mapping[str, Any]) -> Formula:
+            return Formula(self.expression(attrs), False, (ACC, *forward.operands), tuple(self.writes), kinds, ACC)
+
+        inputs = {ACC: Tensor(forward.acc.shape, forward.acc.dtype), **forward.operands}
+        if forward.acc.dtype != "T":  # the weight says what dtype outputs have
+            inputs["weight"] = forward.weight._replace(unread=True, contiguous=())
+        return pointwise(
+            f"{forward.name}_epilogue", formula, inputs, forward.outputs, forward.attrs, forward.defaults,
+            module=forward.module, doc=f"The epilogue of :func:`{forward.name}`.",
+        )  # fmt: skip
 
     def expression(self, attrs: Mapping[str, Any]) -> Expression:
         """What is computed with these attributes."""

@@ -6,7 +6,7 @@ They are not among :data:`cute_ops.ops.OPS` yet.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from typing import Any
 
@@ -16,8 +16,9 @@ from cute_ops.errors import message
 from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import Accumulation, Case, Op, Sharding, Tensor
+from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import Formula
+from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand, choose, without_tma
 from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
@@ -51,26 +52,26 @@ CASES = (
 )
 
 
-def reference(xp: Any, x: Any, weight: Any) -> Any:
+def reference(xp: Any, x: Any, weight: Any, *, fused: str = "") -> Any:
     return xp.astype(product(xp, x, weight), x.dtype)
 
 
-def reference_float32(xp: Any, x: Any, weight: Any) -> Any:
+def reference_float32(xp: Any, x: Any, weight: Any, *, fused: str = "") -> Any:
     return product(xp, x, weight)
 
 
-def reference_dx(xp: Any, dout: Any, weight: Any) -> Any:
+def reference_dx(xp: Any, dout: Any, weight: Any, *, fused: str = "") -> Any:
     wide, w = widen(xp, dout, weight)
     return xp.astype(xp.matmul(wide, w), dout.dtype)
 
 
-def reference_dweight(xp: Any, dout: Any, x: Any) -> Any:
+def reference_dweight(xp: Any, dout: Any, x: Any, *, fused: str = "") -> Any:
     rows = math.prod(x.shape[:-1])
     dy, wide = (xp.reshape(a, (rows, a.shape[-1])) for a in widen(xp, dout, x))
     return xp.astype(xp.matmul(dy.T, wide), x.dtype)
 
 
-def across_float32(xp: Any, x: Any, weight: Any) -> Any:
+def across_float32(xp: Any, x: Any, weight: Any, *, fused: str = "") -> Any:
     return product(xp, x, weight.T)
 
 
@@ -98,13 +99,28 @@ def declare(
         together = 8 if problem.contiguous[list(inputs)[1]] == sizes[2] else SWIZZLED
         return configure(problem, vectors, sizes, Demand((itemsize,), blocks=together))
 
+    def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        ((out, tensor),) = outputs.items()
+        dtype = None if tensor.dtype == "T" else tensor.dtype
+        return {out: multiply(xp, kernel, inputs.values(), dtype)}
+
     summed = Accumulation((sizes[2],))
     op = Op(
         name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()},
         dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
-        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), **more,
+        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
+        instead=instead(Program(run), config), **more,
     )  # fmt: skip
     return op
+
+
+def multiply(xp: Any, kernel: str, operands: Iterable[Any], dtype: str | None) -> Any:
+    """What the kernel of this name computes, by the framework's product."""
+    a, b = operands
+    if kernel == "LinearDweight":
+        a, b = (each.reshape(-1, each.shape[-1]) for each in (a, b))
+        return xp.product(a.T, b, dtype)
+    return xp.product(a, b.T if kernel == "Linear" else b, dtype)
 
 
 def check_rows(op: Op, problem: Problem) -> None:
@@ -141,9 +157,11 @@ def vector(problem: Problem, name: str, length: int) -> tuple[int, bool]:
     return math.gcd(align // ITEMSIZE[problem.dtypes[name]], length), align == VECTOR_BYTES
 
 
-_ARGS = """x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+_ARGS = """x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[n k]``. Either dim of both may be contiguous, the other has any stride: a transposed operand is read
             in place. These strides should be multiples of 16 bytes: others are slower.
+        fused: whether our kernel runs: ``"always"``, ``"never"``, or ``"auto"``, where it was measured to be at least
+            as fast as the framework's product, which runs otherwise, and for float32.
 
     Returns:
         {out}, compact. Summed up in float32, rounded once; deterministic.
