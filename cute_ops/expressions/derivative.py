@@ -21,6 +21,7 @@ from cute_ops.expressions.graph import Expression, Graph, Node, Operand
 from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.expressions.symbols import Symbol, Tracing
 from cute_ops.expressions.tracing import Namespace
+from cute_ops.expressions.vanishing import Polynomials
 from cute_ops.expressions.words import WORDS
 
 NOTHING: Mapping[int, int] = {}
@@ -173,6 +174,7 @@ class _Backward:
     def __init__(self, expression: Expression, graph: Tracing, forward: Sequence[int]) -> None:
         self.expression, self.graph, self.forward = expression, graph, forward
         self.cotangents: list[dict[_Excess, Symbol]] = [{} for _ in expression.nodes]
+        self.polynomials = Polynomials(graph)
 
     def hand(self, i: int, excess: _Excess, cotangent: Symbol) -> None:
         before = self.cotangents[i].get(excess)
@@ -183,8 +185,11 @@ class _Backward:
         for i in reversed(range(len(self.expression.nodes))):
             node = self.expression.nodes[i]
             if node.word in WORDS:
-                for excess, cotangent in self.cotangents[i].items():
-                    (self._row if WORDS[node.word].reduces else self._word)(i, node, excess, cotangent)
+                if WORDS[node.word].reduces:
+                    self._row(i, node)
+                else:
+                    for excess, cotangent in self.cotangents[i].items():
+                        self._word(i, node, excess, cotangent)
 
     def of_operand(self, index: int, half: str, sum_columns: bool) -> Iterable[tuple[_Excess, int]]:
         """Addends of an operand's gradient."""
@@ -209,13 +214,19 @@ class _Backward:
                 columns = (kinds[i].columns or excess.columns) and not kinds[j].columns
                 self.hand(j, _Excess(rows, columns), gradient)
 
-    def _row(self, i: int, node: Node, excess: _Excess, cotangent: Symbol) -> None:
-        """Of a reduction, whose result has no columns: its cotangent is summed over them first."""
-        if excess.columns:
-            cotangent = self._summed(cotangent)
+    def _row(self, i: int, node: Node) -> None:
+        """Of a reduction, whose result has no columns: its cotangent is summed over them first. One that is 0 whatever
+        the operands hold is not handed on.
+        """
+        found: dict[bool, Symbol] = {}
+        for excess, cotangent in self.cotangents[i].items():
+            total = self._summed(cotangent) if excess.columns else cotangent
+            found[excess.rows] = found[excess.rows] + total if excess.rows in found else total
         y, x = Symbol(self.graph, self.forward[i]), Symbol(self.graph, self.forward[node.args[0]])
-        (gradient,) = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, x)
-        self.hand(node.args[0], _Excess(excess.rows, False), gradient)
+        for rows, cotangent in found.items():
+            if not self.polynomials.vanishes(cotangent._id):
+                (gradient,) = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, x)
+                self.hand(node.args[0], _Excess(rows, False), gradient)
 
     def _summed(self, cotangent: Symbol) -> Symbol:
         """The sum over the columns. What a whole row has one of is multiplied afterwards, so that a sum does not wait
