@@ -41,11 +41,11 @@ class Emitter:
         return tuple(values[i] for i in self.expression.outputs)
 
 
-def computed(node, args, length):
-    """The value of a node that is neither an operand nor a reduction."""
+def computed(node, args, length, device=DEVICE):
+    """The value of a node that is neither an operand nor a reduction, by a table of device functions."""
     if node.word == "n":
         return Float32(length)
     if node.word == "constant":
         bool_ = node.value in ("true", "false")
         return Boolean(node.value == "true") if bool_ else Float32(float(node.value))
-    return DEVICE[node.word](*args, *([node.value] if node.word == "astype" else []))
+    return device[node.word](*args, *([node.value] if node.word == "astype" else []))

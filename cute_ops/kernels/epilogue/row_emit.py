@@ -5,6 +5,7 @@ from cutlass import Float32
 from cute_ops.expressions.stages import levels, stages
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.emit import computed
+from cute_ops.kernels.epilogue.words import DEVICE
 
 
 class RowEmitter:
@@ -12,13 +13,14 @@ class RowEmitter:
 
     Attributes:
         expression: the expression.
+        device: the device functions of its words.
         stages: the nodes of the reductions of each stage.
         words: their words.
         read: the nodes of the operands that are read.
     """
 
-    def __init__(self, text):
-        self.expression = parse(text)
+    def __init__(self, text, device=DEVICE):
+        self.expression, self.device = parse(text), device
         self.levels, self.stages = levels(self.expression), stages(self.expression)
         nodes = self.expression.nodes
         self.words = [[nodes[i].word for i in stage] for stage in self.stages]
@@ -42,7 +44,7 @@ class RowValues:
         nodes, kinds = self.emitter.expression.nodes, self.emitter.expression.kinds
         for i, node in enumerate(nodes):
             if not kinds[i].columns and self.emitter.levels[i] == level and i not in self.known:
-                self.known[i] = computed(node, [self.known[arg] for arg in node.args], self.length)
+                self.known[i] = self._computed(node, [self.known[arg] for arg in node.args])
 
     def reduced(self, stage, totals):
         """What a stage's reductions have found, means as sums."""
@@ -69,5 +71,8 @@ class RowValues:
             return self.known[i]
         if i not in found:
             node = self.emitter.expression.nodes[i]
-            found[i] = computed(node, [self._value(arg, found) for arg in node.args], self.length)
+            found[i] = self._computed(node, [self._value(arg, found) for arg in node.args])
         return found[i]
+
+    def _computed(self, node, args):
+        return computed(node, args, self.length, self.emitter.device)
