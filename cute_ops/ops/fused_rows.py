@@ -11,11 +11,14 @@ from typing import Literal, NamedTuple
 
 from cute_ops.config import Config, Needs, Problem
 from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.stages import stages
+from cute_ops.expressions.words import WORDS
 from cute_ops.hardware import WARP
 from cute_ops.kernels.epilogue.config import FusedRowConfig, Texts
 from cute_ops.ops.rows import (
     CTA_VECTORS,
     LEAST_REGISTERS,
+    MORE_VECTORS,
     RESERVED_BYTES,
     SMEM_BYTES_IN_FLIGHT,
     SMEM_PER_THREAD,
@@ -33,6 +36,7 @@ from cute_ops.ops.rows import (
     row_threads,
     step,
     threads_for,
+    vary_cluster,
     vary_resident,
     vary_threads,
 )
@@ -48,6 +52,10 @@ PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
 # Expressions with so many special instructions take many registers: then a thread has at most SLOW_VECTORS vectors in
 # registers, and an SM has fewer threads where rows are in shared memory, in one slot or in persistent clusters.
 SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
+# Expressions with so many per element take longer to compute than to load unless a thread has many vectors, for which
+# what is done once counts less, and an SM has REGISTER_THREADS threads, of 64 registers; and unless nothing is computed
+# twice, so that longer rows wait in the registers of a cluster.
+DEAR, REGISTER_THREADS = 3, 1024
 
 
 class Rows(NamedTuple):
@@ -70,8 +78,9 @@ class Rows(NamedTuple):
     texts: Texts
 
     def config(self, problem: Problem) -> FusedRowConfig:
-        """Rows in registers up to :data:`CTA_VECTORS`; longer ones in the shared memory of a cluster; the longest, and
-        those of unknown length, are read again for each stage. Sums over rows are those of persistent clusters.
+        """Rows in registers up to :data:`CTA_VECTORS`; longer ones in the registers of a cluster if they are of several
+        tiles or dear, else in its shared memory; the longest, and those of unknown length, are read again for each
+        stage. Sums over rows are those of persistent clusters.
         """
         if problem.n is None:
             return self._in_passes(problem, TWO_PASS_THREADS, 1)
@@ -80,6 +89,9 @@ class Rows(NamedTuple):
             return self._persistent(problem, row)
         if row.vectors <= CTA_VECTORS:
             return self._in_registers(row)
+        cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
+        if (self.read > 1 or self.special >= DEAR) and row.touched <= cluster * CTA_VECTORS:
+            return self._in_registers(row, cluster)
         return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
 
     @property
@@ -92,24 +104,44 @@ class Rows(NamedTuple):
         """Whether it takes many special instructions."""
         return self.expression.cost[0] >= SLOW
 
+    @property
+    def special(self) -> int:
+        """Special instructions per element: a row's numbers, and their reciprocals, are computed once."""
+        nodes, kinds = self.expression.nodes, self.expression.kinds
+        return sum(
+            WORDS[node.word].mufu
+            for node, kind in zip(nodes, kinds, strict=True)
+            if kind.columns and node.word in WORDS and not (node.word == "divide" and not kinds[node.args[1]].columns)
+        )
+
     def row(self, problem: Problem) -> Row:
         """Halves of packed rows start on a vector only if they are of whole ones."""
         row = row_of(problem, self.tiles)
         packed = any(name in problem.dtypes for name in self.packed)
         return row._replace(aligned=row.aligned and not (packed and row.n * row.itemsize % VECTOR_BYTES))
 
-    def _in_registers(self, row: Row) -> FusedRowConfig:
-        if self.read > 1 and row.vectors > WARP:
-            share = threads_for(row.touched, 1 if row.touched <= PAIR_THREADS else 2)
-        elif self.slow and row.vectors > WARP:
-            share = max(row_threads(row), threads_for(row.touched, SLOW_VECTORS))
+    def _in_registers(self, row: Row, cluster: int = 1) -> FusedRowConfig:
+        part, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
+        if short:
+            share = threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
+        elif self.read > 1:
+            share = threads_for(part, 1 if part <= PAIR_THREADS and not self.special else 2)
+        elif self.special >= SLOW:
+            share = threads_for(part, SLOW_VECTORS)
+        elif cluster > 1 or (dear and row.aligned):
+            share = threads_for(part, 4)
         else:
             share = row_threads(row)
-        threads = max(128 if row.vectors > WARP else 256, share)
-        held = -(-row.touched // share) * row.vector_elements
+        threads = max(256 if short else 128, share)
+        held = -(-part // share) * row.vector_elements
         keep = held * max(self.read, 1) <= MOST_KEPT
-        resident = 2 if self.read > 1 and share == PAIR_THREADS and not self.slow else 1
-        return self._made("one_pass", threads, share, 1, resident, row.align_vectors, keep=keep)
+        resident = 1
+        few = keep and len(stages(self.expression)) <= 2 and 0 < self.special < SLOW
+        if few and not short and (dear or self.read > 1):
+            resident = max(REGISTER_THREADS // threads, 1)
+        elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
+            resident = 2
+        return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)
 
     def _in_ring(self, row: Row) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
@@ -192,7 +224,8 @@ def others(rows: Rows, problem: Problem, flat: Config) -> Iterator[FusedRowConfi
     """Other threads per row, CTAs per SM and slots, values kept or not."""
     config = FusedRowConfig.of(flat)
     if config.form == "one_pass":
-        for each in vary_threads(rows.row(problem), config):
+        row = rows.row(problem)
+        for each in vary_threads(row, config) if config.cluster == 1 else vary_cluster(row, config, MORE_VECTORS):
             yield from (replace(each, keep=keep) for keep in (False, True))
     elif config.form == "ring" and not config.clusters:
         yield from vary_resident(config)

@@ -186,7 +186,8 @@ def test_nan_and_infinities_of_a_row() -> None:
         ("rms", 131072, "ring", 4, False), ("rms", 1 << 20, "passes", 1, False),
         ("rms_bwd", 1024, "ring", 1, False), ("rms_bwd", 32768, "ring", 4, False),
         ("rms_bwd", 1 << 19, "passes", 1, False), ("probabilities_bwd", 8192, "one_pass", 1, True),
-        ("probabilities_bwd", 32768, "ring", 1, False),
+        ("probabilities_bwd", 32768, "one_pass", 4, True), ("probabilities_bwd", 1 << 20, "passes", 1, False),
+        ("capped_log_probabilities", 32768, "one_pass", 4, True), ("probabilities", 32768, "ring", 1, False),
     ],
 )  # fmt: skip
 def test_where_rows_wait(name: str, n: int, form: str, ctas: int, kept: bool) -> None:
