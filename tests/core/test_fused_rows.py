@@ -230,6 +230,17 @@ def test_kernels_compile_without_spills(op: Op, n: int, arch: str, tmp_path: Pat
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))
 
 
+def test_halves_off_a_vector_are_loaded_in_whole_vectors(tmp_path: Path) -> None:
+    op, path = BY_NAME["rms_of_gated"], tmp_path / "kernel.cubin"
+    arrays = {name: Array(t.of(op.example((64,), 4097)), "bfloat16") for name, t in op.inputs.items()}
+    worker.compile(choose(bind(op, arrays), {}, parse("sm_90a")).variant, path)
+    # A thread has two vectors of each half, which lie in two aligned ones each.
+    assert (
+        sum(access.number for access in sass.accesses(sass.sass(path)) if (access.kind, access.bytes) == ("LDG", 16))
+        >= 8
+    )
+
+
 COMPILED_FORMS = [(op, form) for op, form in IN_FORMS if op.name in ("log_sum_exp", "spread_bwd")]
 
 

@@ -22,6 +22,7 @@ from cute_ops.kernels.lib.copy import (
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.row_copy import RowAccess, load_tails
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors
 from cute_ops.kernels.lib.smem_ring import RowRing
@@ -42,10 +43,13 @@ class HeldRows(RowParts):
         super().__init__(variant)
         self.config = FusedRowConfig.of(variant.config)
         shown = Shown(self.tensors)
-        self.tile = RowTile(Vectors(shown, self.names, self.n, self.config.align_vectors), self.config)
+        self.tile = RowTile(self._vectors(shown), self.config)
         self.access = RowAccess(shown, self.tile)
         self.exchanges = exchanges(self.tile, self.emit.words, 2)
         self.pdl = can_use_pdl(variant.arch)
+
+    def _vectors(self, shown):
+        return Vectors(shown, self.names, self.n, self.config.align_vectors)
 
     def _allocate(self, smem):
         """Shared memory of the reductions, ready to be used once :meth:`_ready` returns."""
@@ -112,9 +116,22 @@ class HeldRows(RowParts):
 class RowsInRegisters(HeldRows):
     """One pass: rows stay in registers, in their own dtype.
 
-    All loads of a thread are in flight together. Shared memory: 4 bytes per reduction, warp and CTA of the cluster,
-    twice; none where a row fits a warp.
+    All loads of a thread are in flight together. Halves of packed rows that start off a vector of the other tiles are
+    read as pairs of vectors, see :mod:`cute_ops.kernels.lib.realign`. Shared memory: 4 bytes per reduction, warp and
+    CTA of the cluster, twice; none where a row fits a warp.
     """
+
+    def _vectors(self, shown):
+        """Those of all tiles or, if this makes them wider, of those that are not packed. Then halves lie apart."""
+        self.apart, vectors = set(), super()._vectors(shown)
+        whole = [self.keys[part].name for _, part in (*self.tiles, *self.outputs["t"]) if part.count == 1]
+        if not whole or any(part.count > 1 for _, part in self.outputs["t"]):
+            return vectors
+        wider = Vectors(shown, whole, self.n, self.config.align_vectors)
+        if wider.vec == vectors.vec:
+            return vectors
+        self.apart = {part for _, part in self.tiles if part.count > 1}
+        return wider
 
     @cute.jit
     def __call__(self, arguments, stream):
@@ -169,8 +186,11 @@ class RowsInRegisters(HeldRows):
 
     def _load(self, tensors, row, first, count, valid):
         """This thread's vectors of each tile, all on their way together."""
-        held, (bound, tail) = [], self.tile.edge(row, count)
+        held, apart, (bound, tail) = [], {}, self.tile.edge(row, count)
         for base, (_, part) in zip(self.bases(tensors, self.tiles, row, self.n), self.tiles):
+            if part in self.apart:
+                apart[part] = self._load_pairs(tensors[part.name], part, base, first, row, count, valid)
+                continue
             vectors = [fragment(tensors[part.name].element_type, self.tile.vec) for _ in first]
             for rX in vectors:
                 rX.fill(0)
@@ -178,7 +198,23 @@ class RowsInRegisters(HeldRows):
             held.append((vectors, base))
         if self.tile.v.masked:
             load_tails(held, first, self.tile, (bound, tail & valid))
-        return [vectors for vectors, _ in held]
+        loaded = iter([vectors for vectors, _ in held])
+        return [settle_all(*apart[part]) if part in apart else next(loaded) for _, part in self.tiles]
+
+    def _load_pairs(self, mX, part, base, first, row, count, valid):
+        """The pairs that hold this thread's vectors of a half, and how many bytes past their beginning these begin."""
+        vec, itemsize = self.tile.vec, mX.element_type.width // 8
+        past = bytes_past(base + Int64(first[0]) * itemsize, mX.element_type, vec)
+        end, bound, tail = cutlass.select_(valid, Int32(self.n), Int32(-2 * vec)), Int32(self.n), Boolean(False)
+        if part.index + 1 == part.count:  # behind it lies no other half
+            tail = row + 1 >= count if self.variant.tensors[part.name].layout == "flat" else Boolean(True)
+            bound = cutlass.select_(tail, Int32(self.n - vec + 1), bound)
+        pairs = [fragment(mX.element_type, 2 * vec) for _ in first]
+        for rPair, start in zip(pairs, first):
+            rPair.fill(0)
+            begin = start - past // itemsize
+            fetch(rPair, base + Int64(begin) * itemsize, begin, end, bound, tail)
+        return pairs, past
 
     def _read(self, held, k):
         for vectors in held:
