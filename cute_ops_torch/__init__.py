@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_ops_torch import functions, nn
 from cute_ops_torch.composite.embedding import embedding
+from cute_ops_torch.composite.linear import linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.distributed.import_hook import when_imported
 from cute_ops_torch.registry import fused, register
@@ -20,7 +21,17 @@ if TYPE_CHECKING:
     from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.patch import patch, unpatch
 
-__all__ = ["embedding", "fused", "linear_cross_entropy", "nn", "patch", "register", "unpatch", *functions.__all__]
+__all__ = [
+    "embedding",
+    "fused",
+    "linear",
+    "linear_cross_entropy",
+    "nn",
+    "patch",
+    "register",
+    "unpatch",
+    *functions.__all__,
+]
 
 # Teach all ops to take DTensors, once a program imports those. Imports `distributed.dtensor`, too.
 when_imported("torch.distributed.tensor", "cute_ops_torch.composite.dtensor")

@@ -21,6 +21,7 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops.gemm.by_call import fit, op_of
 from cute_ops.ops.gemm.config import Demand, configs
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear, linear_float32
@@ -69,6 +70,48 @@ def test_an_epilogue_by_its_text() -> None:
     np.testing.assert_array_equal(got, wanted)
     texts = [plan(bind(o, specs(o, 64, 64, 64)), {}, TARGET).variant.tile for o in (op, BY_NAME["with_gelu"])]
     assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "packed", "wanted"),
+    [
+        ((), False, ("", ())), ((1,), False, ("", ())), ((1, 1), False, ("", ())),
+        ((8,), False, ("n", (8,))), ((1, 8), False, ("n", (8,))), ((16,), True, ("2n", (16,))),
+        ((2, 8, 8), False, ("*m n", (2, 8, 8))), ((8, 8), False, ("*m n", (2, 8, 8))),
+        ((2, 1, 8), False, ("*m n", (2, 8, 8))), ((2, 8, 16), True, ("*m 2n", (2, 8, 16))),
+        ((2, 8, 1), False, ("*m 1", (2, 8, 1))), ((8, 1), False, ("*m 1", (2, 8, 1))),
+        ((7,), False, None), ((16,), False, None), ((3, 8), False, None), ((1, 2, 8, 8), False, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_operands_fit_as_numpy_broadcasts_them(shape: Any, packed: bool, wanted: Any) -> None:
+    """Against ``(2, 8, 8)``, whose last two sizes are equal."""
+    assert fit(shape, (2, 8), 8, packed) == wanted
+    if wanted:
+        whole = (2, 8, 16 if "2n" in wanted[0] else 8)
+        assert np.broadcast_shapes(shape, whole) == whole == np.broadcast_shapes(wanted[1], whole)
+
+
+def test_an_op_of_a_call_is_made_once() -> None:
+    def shifted(xp: Any, acc: Any, bias: Any, factor: Any = None, *, slope: float = 1.0) -> Any:
+        return slope * (acc + bias) if factor is None else slope * (acc + bias) * factor
+
+    def other(xp: Any, y: Any, bias: Any) -> Any:
+        return bias + y
+
+    op = op_of(shifted, ("n",), "n k")
+    assert op is op_of(shifted, ("n", None), "n k")
+    other.__name__ = "shifted"
+    assert op is op_of(other, ("n",), "n k")  # what it computes, and how it is called, are the same
+    assert op.name == "linear_shifted_d1ff1c742fec"  # in every process
+    assert {op.name} == {o.name for o in (op, op_of(shifted, ("n",), "n k", (("slope", 1.0),)))}
+    others = [op_of(shifted, shapes, "n k") for shapes in ((TILE,), ("n", ""), ("n", "*m 1"))]
+    others += [op_of(shifted, ("n",), "k n"), op_of(shifted, ("n",), "n k", (("slope", 2.0),))]
+    assert len({op.name for op in (op, *others)}) == 6
+    assert repr(others[2]).startswith("Op linear_shifted_")
+    assert list(others[2].inputs) == ["x", "weight", "bias", "factor"]
+    beside = op_of(lambda xp, acc, weight, y, _x: acc * weight + y + _x, ("n", "n", "n"), "n k")
+    assert list(beside.inputs) == ["x", "weight", "operand0", "y", "operand2"]
 
 
 def test_operands_go_by_name() -> None:

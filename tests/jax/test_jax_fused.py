@@ -14,7 +14,7 @@ import pytest
 
 from cute_ops import Case, Op, testing
 from cute_ops.expressions import evaluate, trace
-from cute_ops_jax import fused, register
+from cute_ops_jax import fused, linear, register
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 import epilogues
@@ -85,3 +85,34 @@ def test_products_with_epilogues(declared: Op) -> None:
         jax.tree.leaves(jax.vmap(function, in_axes=over)(*arrays)), jax.tree.leaves(function(*arrays)), strict=True
     ):
         np.testing.assert_array_equal(mapped, whole)
+
+
+def gelu_add(xp, acc, bias, residual=None):
+    out = xp.gelu(acc + bias)
+    return out if residual is None else out + residual
+
+
+@pytest.mark.parametrize("residual", [None, (2, 8, 8), (8, 8), (2, 8, 1), (8,), (1, 1)], ids=str)
+def test_a_function_as_epilogue_of_a_product(residual: tuple[int, ...] | None) -> None:
+    rng = np.random.default_rng(0)
+    shapes = (2, 8, 16), (8, 16), (8,), *([] if residual is None else [residual])
+    x, weight, bias, *others = (jnp.asarray(rng.standard_normal(shape), "bfloat16") for shape in shapes)
+    acc = jnp.matmul(x, weight.T, preferred_element_type="float32")
+    exact = jax.nn.gelu(acc + bias, approximate=False) + sum(others)
+
+    def run(weight: Any, *rest: Any, **options: Any) -> Any:
+        return jax.jit(lambda x, *a: linear(x, *a, epilogue=gelu_add, **options))(x, weight, *rest)
+
+    out = run(weight, bias, *others)
+    np.testing.assert_allclose(out.astype("float32"), exact, rtol=0.02, atol=0.02)
+    np.testing.assert_array_equal(run(weight.T, bias, *others, transposed=True), out)
+    one = jax.vmap(lambda x: linear(x, weight, bias, epilogue=gelu_add))(x)
+    np.testing.assert_array_equal(one, linear(x, weight, bias, epilogue=gelu_add))
+
+
+def test_products_without_an_epilogue_and_calls_that_are_refused() -> None:
+    x, weight = jnp.ones((3, 16), "bfloat16"), jnp.ones((8, 16), "bfloat16")
+    np.testing.assert_array_equal(linear(x, weight), jnp.full((3, 8), 16, "bfloat16"))
+    np.testing.assert_array_equal(linear(x, weight.T, transposed=True), linear(x, weight))
+    with pytest.raises(ValueError, match=r"cute.linear: argument `bias` has shape \[7\], which does not broadcast to"):
+        linear(x, weight, jnp.ones(7), epilogue=gelu_add)

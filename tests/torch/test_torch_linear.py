@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
 from cute_ops import Case, Op, testing
+from cute_ops.expressions import TraceError
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.library.tensors import bind_tensors
@@ -288,3 +290,111 @@ def test_a_call_on_a_gpu_by_the_program() -> None:
     given = torch.full_like(out, torch.nan)
     call.fill(("out",))(*tensors, given)
     assert torch.equal(given, out)
+
+
+# --- the function --------------------------------------------------------------------------------------------------
+
+
+def gelu_add(xp, acc, bias, residual=None, *, slope=1.0):
+    out = slope * xp.gelu(acc + bias)
+    return out if residual is None else out + residual
+
+
+def swiglu(xp, acc, bias):
+    n = acc.shape[-1] // 2
+    return xp.silu(acc[..., :n] + bias[..., :n]) * (acc[..., n:] + bias[..., n:])
+
+
+def made(*shapes: tuple[int, ...]) -> list[torch.Tensor]:
+    """Random numbers: x and the weight in bfloat16, operands in float32."""
+    generator = torch.Generator().manual_seed(0)
+    first = [torch.randn(shape, generator=generator).bfloat16() for shape in shapes[:2]]
+    return [*first, *(torch.randn(shape, generator=generator) for shape in shapes[2:])]
+
+
+@pytest.mark.parametrize("residual", [None, (2, 8, 8), (8, 8), (2, 1, 8), (2, 8, 1), (8,), (1, 8), (1, 1), ()], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_a_function_as_epilogue(residual: tuple[int, ...] | None, transposed: bool) -> None:
+    x, weight, bias, *others = made((2, 8, 16), (8, 16), (8,), *([] if residual is None else [residual]))
+    given = (x, weight.T.contiguous() if transposed else weight, bias, *others)
+    out = cute_ops_torch.linear(*given, epilogue=gelu_add, transposed=transposed, slope=0.5)
+    exact = 0.5 * torch.nn.functional.gelu(x.double() @ weight.double().T + bias)
+    torch.testing.assert_close(out.double(), exact + sum(others), rtol=0.01, atol=0.01)
+
+
+def test_packed_weights() -> None:
+    x, weight, bias = made((2, 3, 16), (16, 16), (16,))
+    gate, up = (x.double() @ weight.double().T + bias).chunk(2, -1)
+    exact = torch.nn.functional.silu(gate) * up
+    for given, transposed in ((weight, False), (weight.T.contiguous(), True)):
+        out = cute_ops_torch.linear(x, given, bias, epilogue=swiglu, packed=True, transposed=transposed)
+        torch.testing.assert_close(out.double(), exact, rtol=0.01, atol=0.01)
+
+
+def test_without_an_epilogue() -> None:
+    x, weight = made((2, 3, 16), (8, 16))
+    out = cute_ops_torch.linear(x, weight)
+    assert torch.equal(out, torch.ops.cute.linear(x, weight))
+    assert torch.equal(out, cute_ops_torch.linear(x, weight.T.contiguous(), transposed=True))
+
+
+def test_the_function_compiled() -> None:
+    """In one graph for any number of rows, with a function of a module and one that is made in what is compiled."""
+
+    def layer(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        factor = 0.5
+        hidden = cute_ops_torch.linear(x, weight, bias, epilogue=gelu_add)
+        return cute_ops_torch.linear(hidden, weight, x, epilogue=lambda xp, acc, x: acc * factor + x)
+
+    torch.compiler.reset()
+    graphs = torch._dynamo.utils.counters["stats"]
+    before = graphs["unique_graphs"]
+    compiled = torch.compile(layer, fullgraph=True)
+    for rows in (2, 3, 5, 9):
+        given = made((rows, 3, 16), (16, 16), (16,))
+        assert torch.equal(compiled(*given), layer(*given))
+    assert graphs["unique_graphs"] - before <= 2
+
+
+def test_the_function_under_vmap() -> None:
+    x, weight, bias, residual = made((4, 3, 16), (8, 16), (8,), (4, 3, 8))
+
+    def one(x: torch.Tensor, residual: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.linear(x, weight, bias, residual, epilogue=gelu_add)
+
+    assert torch.equal(torch.vmap(one)(x, residual), one(x, residual))
+
+
+def test_calls_that_are_refused() -> None:
+    x, weight, bias = made((2, 3, 16), (8, 16), (8,))
+
+    def refused(error: type[Exception], text: str, *given: Any, **options: Any) -> None:
+        with pytest.raises(error) as raised:
+            cute_ops_torch.linear(*given, **options)
+        assert str(raised.value).startswith(text)
+
+    refused(
+        ValueError,
+        "cute.linear: argument `bias` has shape [7], which does not broadcast to [2, 3, 8].\n"
+        "  x:      bfloat16[2, 3, 16]   declared T[*m k]\n"
+        "  weight: bfloat16[8, 16]      declared T[n k]\n"
+        "  bias:   float32[7]           declared T_bias[*m n]",
+        x, weight, bias[:7], epilogue=gelu_add,
+    )  # fmt: skip
+    packed = "cute.linear: argument `bias` has shape [3], which does not broadcast to [2, 3, 4] or [2, 3, 8]."
+    refused(ValueError, packed, x, weight, bias[:3], epilogue=swiglu, packed=True)
+    odd = "cute.linear: argument `weight` has 7 columns of the product, which two halves cannot share."
+    refused(ValueError, odd, x, weight[:7], bias, epilogue=swiglu, packed=True)
+    refused(ValueError, "cute.linear: argument `weight` has 1 dims, expected 2.", x, bias, bias, epilogue=gelu_add)
+    few = "cute.linear: the epilogue gelu_add reads `bias`, `residual` besides the product; 0 were given."
+    refused(TypeError, few, x, weight, epilogue=gelu_add)
+    refused(TypeError, "cute.linear: operand 1 was given, but no epilogue that reads it.", x, weight, bias)
+    refused(TypeError, "cute.linear: `slope` was given, but no epilogue that reads it.", x, weight, slope=2.0)
+    mixed = "argument `weight` has dtype float32, expected bfloat16 or float16."
+    with pytest.raises(TypeError, match=mixed):
+        cute_ops_torch.linear(x, weight.float(), bias, epilogue=gelu_add)
+    array = "add of a torch array of shape (8,), which is no operand"
+    with pytest.raises(TraceError, match=re.escape(array)):
+        cute_ops_torch.linear(x, weight, epilogue=lambda xp, acc: acc + bias)
+    with pytest.raises(TraceError, match="a part of a row"):
+        cute_ops_torch.linear(x, weight, bias, epilogue=swiglu)

@@ -1,0 +1,229 @@
+"""The op that a call of ``linear`` runs: it follows from the epilogue and from the shapes of the operands.
+
+There is one op for each expression, operands' names and weight's shape. Its name follows from these alone, so it is the
+same in every process.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple, NoReturn
+from weakref import WeakKeyDictionary
+
+from cute_ops.errors import message
+from cute_ops.op import Op, Tensor
+from cute_ops.shapes import Array
+
+Epilogue = Callable[..., Any] | str
+# Of each operand, as :func:`fused_linear` takes it; None where it is left out.
+Shapes = tuple[str | None, ...]
+Attrs = tuple[tuple[str, Any], ...]
+# Names of operands that an op has for something else, and those that it may not have.
+_TAKEN = re.compile(r"d?(x|weight|out\d*|pre)|xp|ctx|type|_.*")
+# Ops by epilogue, then by the shapes of operands and weight, and by attributes.
+_known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Op]] = WeakKeyDictionary()
+DOC = """Args:
+    x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+    weight: ``T[n k]``, as in PyTorch; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``.
+    operands: what the epilogue reads besides the product, each float32, bfloat16 or float16. They broadcast against
+        ``[*m n]`` as in NumPy: ``[n]`` is a row that all rows share, ``[*m 1]`` a number per row, ``[*m n]`` a tile,
+        ``[]`` a scalar; with ``packed`` also ``[2n]`` and ``[*m 2n]``. None stands for one that is left out. One that
+        has some of the leading dims alone is copied to all of them.
+    epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns one value or several, each
+        rounded once; or an expression's text. ``acc`` is the product in float32. A function is traced once for each
+        combination of operands' shapes and attributes: numbers that it refers to are constants of its kernel.
+    packed: the weight is ``[gate | up]``: the epilogue reads ``acc[..., :n]`` and ``acc[..., n:]`` with
+        ``n = acc.shape[-1] // 2``.
+    transposed: the weight is ``[k, n]``, as in JAX.
+    attrs: of the epilogue; numbers, each combination of which is a kernel of its own.
+
+Returns:
+    ``T[*m n]``, or a tuple of them where the epilogue returns several values.
+
+Raises:
+    TraceError: the epilogue does what an expression cannot say; what to write instead.
+    TypeError: a dtype that is not listed, operands that the epilogue does not have.
+    ValueError: shapes that do not fit together.
+"""
+
+
+class Fit(NamedTuple):
+    """How an operand meets the product.
+
+    Attributes:
+        shape: as :func:`fused_linear` takes it.
+        sizes: what it is broadcast to where it has rows, else reshaped to.
+    """
+
+    shape: str
+    sizes: tuple[Any, ...]
+
+
+def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool) -> Fit | None:
+    """How an operand broadcasts, as NumPy does it, against values ``(*rows, n)`` or, of a packed weight, the product
+    ``(*rows, 2n)``; None where it does not.
+    """
+    if not shape:
+        return Fit("", ())
+    *lead, last = shape
+    if last == n:
+        width = "n"
+    elif packed and last == 2 * n:
+        width = "2n"
+    elif last == 1:
+        width = "1"
+    else:
+        return None
+    beside = rows[max(len(rows) - len(lead), 0) :]
+    if len(lead) > len(rows) or any(size != 1 and size != row for size, row in zip(lead, beside, strict=True)):
+        return None
+    if all(size == 1 for size in lead) and tuple(lead) != tuple(rows):  # one row, which all share
+        return Fit("", ()) if width == "1" else Fit(width, (last,))
+    return Fit(f"*m {width}", (*rows, last))
+
+
+def fits(
+    epilogue: Epilogue, arrays: Sequence[Any], packed: bool, transposed: bool, spec: Callable[[Any], Array]
+) -> tuple[Fit | None, ...]:
+    """How each operand of a call meets the product, None for one that is left out.
+
+    Args:
+        epilogue: what reads them.
+        arrays: x, the weight and the operands.
+        packed: whether the weight has two halves.
+        transposed: whether the weight is ``[k, n]``.
+        spec: an array's shape and dtype.
+
+    Raises:
+        TypeError: the epilogue takes more operands, or fewer.
+        ValueError: an operand does not broadcast.
+    """
+    x, weight, *operands = arrays
+    if not x.shape or len(weight.shape) != 2:
+        name, wanted = ("weight", 2) if x.shape else ("x", "1 or more")
+        count = len((weight if x.shape else x).shape)
+        _refuse(f"argument `{name}` has {count} dims, expected {wanted}.", [x, weight], [], packed, transposed, spec)
+    columns, rows = weight.shape[1 if transposed else 0], x.shape[:-1]
+    if packed and columns % 2:
+        problem = f"argument `weight` has {columns} columns of the product, which two halves cannot share."
+        _refuse(problem, [x, weight], [], packed, transposed, spec)
+    n = columns // 2 if packed else columns
+    found = tuple(None if a is None else fit(a.shape, rows, n, packed) for a in operands)
+    for i, (operand, how) in enumerate(zip(operands, found, strict=True)):
+        if operand is not None and how is None:
+            names = operand_names(epilogue, len(operands))
+            whole = [f"{[*rows, n]}", *([f"{[*rows, 2 * n]}"] if packed else [])]
+            problem = (
+                f"argument `{names[i]}` has shape {list(operand.shape)}, which does not broadcast to"
+                f" {' or '.join(whole)}."
+            )
+            _refuse(problem, arrays, names, packed, transposed, spec)
+    return found
+
+
+def weight_shape(packed: bool, transposed: bool) -> str:
+    """The weight's shape as :func:`fused_linear` takes it."""
+    n = "2n" if packed else "n"
+    return f"k {n}" if transposed else f"{n} k"
+
+
+def _refuse(
+    problem: str, arrays: Sequence[Any], names: Sequence[str], packed: bool, transposed: bool,
+    spec: Callable[[Any], Array],
+) -> NoReturn:  # fmt: skip
+    declared = {"x": Tensor("*m k", "T"), "weight": Tensor(weight_shape(packed, transposed), "T")}
+    declared |= {name: Tensor("*m n", f"T_{name}") for name in names}
+    given = {name: None if a is None else spec(a) for name, a in zip(declared, arrays, strict=True)}
+    raise ValueError(message(_Call("linear", declared), problem, given))
+
+
+class _Call(NamedTuple):
+    """What a message says of a call."""
+
+    name: str
+    inputs: Mapping[str, Tensor]
+
+
+def without_epilogue(operands: Sequence[Any], attrs: Mapping[str, Any]) -> None:
+    """Raise TypeError for what an epilogue would read."""
+    if operands or attrs:
+        given = ", ".join(f"`{name}`" for name in attrs) or f"operand {len(operands)}"
+        raise TypeError(f"cute.linear: {given} was given, but no epilogue that reads it.")
+
+
+def operand_names(epilogue: Epilogue, count: int) -> tuple[str, ...]:
+    """The names of so many operands: the function's positional parameters after ``xp`` and the product.
+
+    Raises:
+        TypeError: it takes more, or fewer.
+    """
+    if isinstance(epilogue, str):
+        return tuple(f"operand{i}" for i in range(count))
+    every = inspect.signature(epilogue).parameters.values()
+    _, _, *parameters = [p for p in every if p.kind is not p.KEYWORD_ONLY]
+    least = sum(p.default is p.empty for p in parameters)
+    if not least <= count <= len(parameters):
+        names = ", ".join(f"`{p.name}`" for p in parameters) or "nothing"
+        were = "1 was" if count == 1 else f"{count} were"
+        raise TypeError(f"cute.linear: the epilogue {_name(epilogue)} reads {names} besides the product; {were} given.")
+    return tuple(p.name for p in parameters[:count])
+
+
+def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = ()) -> Op:
+    """The op of a product with an epilogue.
+
+    Args:
+        epilogue: as :func:`fused_linear` takes it. It is traced once for each combination of shapes.
+        shapes: of its operands.
+        weight: of the weight.
+        attrs: of the epilogue, by name.
+
+    Raises:
+        TypeError: the epilogue takes more operands, or fewer.
+        TraceError: it does what an expression cannot say.
+        ValueError: it does what is not fused yet.
+    """
+    if isinstance(epilogue, str):
+        return _op_of_text("", epilogue, _there(operand_names(epilogue, len(shapes)), shapes), weight)
+    try:
+        known = _known.setdefault(epilogue, {})
+    except TypeError:  # a callable object that nothing may refer to weakly
+        known = {}
+    key = shapes, weight, attrs, tuple(type(value) for _, value in attrs)
+    if key not in known:
+        names = operand_names(epilogue, len(shapes))
+        # Start-up time: tracing takes time to import.
+        from cute_ops.expressions.text import text_of
+        from cute_ops.expressions.tracing import trace
+
+        _, acc, *_ = inspect.signature(epilogue).parameters
+        product = "*m 2n" if "2n" in weight else "*m n"
+        operands = {acc: product, **dict(zip(names, shapes, strict=True))}
+        text = text_of(trace(epilogue, operands, dict(attrs)))
+        known[key] = _op_of_text(_name(epilogue), text, _there(names, shapes), weight)
+    return known[key]
+
+
+def _name(epilogue: Callable[..., Any]) -> str:
+    """What it is called, alone: torch.compile names a function with what it is in."""
+    return str(getattr(epilogue, "__name__", type(epilogue).__name__)).rpartition(".")[2]
+
+
+def _there(names: Sequence[str], shapes: Shapes) -> tuple[tuple[str, str], ...]:
+    """Operands that are not left out, by names that they may have."""
+    allowed = [f"operand{i}" if _TAKEN.fullmatch(name) else name for i, name in enumerate(names)]
+    return tuple((name, shape) for name, shape in zip(allowed, shapes, strict=True) if shape is not None)
+
+
+@cache
+def _op_of_text(name: str, text: str, operands: tuple[tuple[str, str], ...], weight: str) -> Op:
+    from cute_ops.ops.gemm.fused import fused_linear  # start-up time: tracing takes time to import
+
+    parts = "; ".join([text, *(name for name, _ in operands), weight])
+    readable = re.sub(r"\W+", "_", name).strip("_")
+    full = "_".join(filter(None, ["linear", readable, hashlib.sha256(parts.encode()).hexdigest()[:12]]))
+    return fused_linear(text, operands=dict(operands), weight=weight, name=full)
