@@ -11,10 +11,14 @@ __all__ = [
     "append_kv",
     "causal_conv1d",
     "cross_entropy",
+    "gated_linear",
     "geglu",
     "gelu",
     "gelu_mul",
     "layernorm",
+    "linear_add",
+    "linear_gelu",
+    "linear_silu",
     "log_softmax",
     "mean",
     "qk_norm_rope",
@@ -149,3 +153,14 @@ def causal_conv1d(
     out: Sequence[Tensor | None] | None = None,
 ) -> tuple[Tensor, Tensor]: ...
 def append_kv(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None: ...
+def linear_gelu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    approximate: str = "none",
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
+def linear_silu(x: Tensor, weight: Tensor, bias: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, out: Tensor | None = None) -> Tensor: ...
+def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu", *, out: Tensor | None = None) -> Tensor: ...

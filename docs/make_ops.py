@@ -15,7 +15,7 @@ BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end --
 # By room of the kernel.
 FAMILIES = {
     "norm": "norms", "activation": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
-    "attention": "caches of keys and values", "reduction": "losses, softmax, sums",
+    "gemm": "matrix products", "attention": "caches of keys and values", "reduction": "losses, softmax, sums",
     "quantize": "float8 with scales, for inference", "parts": "optimizer",
 }  # fmt: skip
 _INTRODUCTION = """# The ops

@@ -120,6 +120,7 @@ def _results(binding: Binding, tensors: Tensors, program: Program | None = None)
     else:
         from array_api_compat import torch as xp  # lazily: a call on a GPU does not need it
 
-        results = as_outputs(binding.op, binding.op.reference(xp, *tensors, **binding.attrs))
+        with torch._C._DisableAutocast():  # products would round their operands
+            results = as_outputs(binding.op, binding.op.reference(xp, *tensors, **binding.attrs))
     check_returned(binding, results, array)
     return results

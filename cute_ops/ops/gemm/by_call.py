@@ -23,7 +23,7 @@ Epilogue = Callable[..., Any] | str
 Shapes = tuple[str | None, ...]
 Attrs = tuple[tuple[str, Any], ...]
 # Names of operands that an op has for something else, and those that it may not have.
-_TAKEN = re.compile(r"d?(x|weight|out\d*|pre)|xp|ctx|type|_.*")
+_TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
 # Ops by epilogue, then by the shapes of operands and weight, and by attributes.
 _known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Op]] = WeakKeyDictionary()
 DOC = """Args:

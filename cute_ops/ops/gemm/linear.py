@@ -1,7 +1,4 @@
-"""A linear layer's products, of itself and of its gradients: declarations, reference maths, cases.
-
-They are not among :data:`cute_ops.ops.OPS` yet.
-"""
+"""A linear layer's products, of itself and of its gradients: declarations, reference maths, cases."""
 
 from __future__ import annotations
 

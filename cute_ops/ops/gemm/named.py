@@ -1,0 +1,126 @@
+"""Products with the epilogues that models have most, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from cute_ops.op import Case, OneOf
+from cute_ops.ops.gemm.fused import fused_linear
+
+ACTIVATIONS = OneOf("silu", "gelu", "gelu_tanh")
+ODD = Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200})
+UP = (
+    ODD, Case("bert-base-up", {"m": (8, 128), "n": 3072, "k": 768}),
+    Case("vit-base-up", {"m": (64, 197), "n": 3072, "k": 768}),
+)  # fmt: skip
+GPT2_UP = Case("gpt2-up", {"m": (2, 1024), "n": 3072, "k": 768}, attrs={"approximate": "tanh"})
+DOWN = (
+    ODD, Case("llama3-1b-out", {"m": (4, 4096), "n": 2048, "k": 2048}),
+    Case("llama3-8b-down", {"m": (2, 4096), "n": 4096, "k": 14336}),
+)  # fmt: skip
+GATED = (
+    ODD, Case("llama3-1b-gate-up", {"m": (4, 4096), "n": 8192, "k": 2048}),
+    Case("llama3-8b-gate-up", {"m": (2, 4096), "n": 14336, "k": 4096}),
+    Case("gemma-2b-gate-up", {"m": (4096,), "n": 16384, "k": 2048}, attrs={"activation": "gelu_tanh"}),
+)  # fmt: skip
+
+
+def _gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
+    """A linear layer and GELU.
+
+    ``out = gelu(x @ weight.T + bias)``
+
+    Args:
+        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        weight: ``T[n k]``.
+        bias: ``[n]``; float32, bfloat16 or float16.
+        approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by it.
+
+    Returns:
+        ``T[*m n]``, compact. Summed up in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.
+    """
+    return (xp.gelu_tanh if approximate == "tanh" else xp.gelu)(acc + bias)
+
+
+def _silu(xp: Any, acc: Any, bias: Any) -> Any:
+    """A linear layer and SiLU.
+
+    ``out = silu(x @ weight.T + bias)``
+
+    Args:
+        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        weight: ``T[n k]``.
+        bias: ``[n]``; float32, bfloat16 or float16.
+
+    Returns:
+        ``T[*m n]``, compact. Summed up in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
+
+    Source: Elfwing et al., Sigmoid-Weighted Linear Units, 2017.
+    """
+    return xp.silu(acc + bias)
+
+
+def _add(xp: Any, acc: Any, residual: Any) -> Any:
+    """A linear layer and the residual stream that its output is added to.
+
+    ``out = x @ weight.T + residual``
+
+    Args:
+        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        weight: ``T[n k]``.
+        residual: ``[*m n]``; float32, bfloat16 or float16.
+
+    Returns:
+        ``T[*m n]``, compact. Summed up in float32, rounded once.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
+
+    Source: He et al., Deep Residual Learning for Image Recognition, 2015.
+    """
+    return acc + residual
+
+
+def gated(xp: Any, acc: Any, *, activation: str) -> Any:
+    """A linear layer of packed weights, gated: the first half of an MLP.
+
+    ``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``
+
+    Args:
+        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        weight: ``T[2n k]``, ``[gate | up]``.
+        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+
+    Returns:
+        ``T[*m n]``, compact. Summed up in float32, rounded once: neither half is stored.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit together, an operand whose last dim is not contiguous.
+
+    Source: Shazeer, GLU Variants Improve Transformer, 2020.
+    """
+    n = acc.shape[-1] // 2
+    return getattr(xp, activation)(acc[..., :n]) * acc[..., n:]
+
+
+linear_gelu = fused_linear(
+    _gelu, name="linear_gelu", operands={"bias": "n"}, attrs={"approximate": OneOf("none", "tanh")},
+    cases=(*UP, GPT2_UP),
+)  # fmt: skip
+linear_silu = fused_linear(_silu, name="linear_silu", operands={"bias": "n"}, cases=UP)
+linear_add = fused_linear(_add, name="linear_add", operands={"residual": "*m n"}, cases=DOWN)
+gated_linear = fused_linear(
+    gated, name="gated_linear", weight="2n k", attrs={"activation": ACTIVATIONS}, cases=GATED
+)
