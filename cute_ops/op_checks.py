@@ -188,7 +188,8 @@ def _outputs(op: Op) -> Iterator[str]:
             yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
         if other is not None and other.skippable:
             yield f"output {name!r} is the same as {t.same_as!r}, which is skippable: one that serves for two is not"
-        if op.program and (words := [word for word in ("skippable", "donates", "same_as") if getattr(t, word)]):
+        unsaid = ("donates", "same_as", *(() if op.narrow else ("skippable",)))
+        if op.program and (words := [word for word in unsaid if getattr(t, word)]):
             yield f"output {name!r} has {words[0]!r}, but a program returns all outputs, each in memory of its own"
         if t.skippable and op.split is not None and op.split.merge is not None:
             yield f"output {name!r} is skippable, but the merge of slices takes all outputs"

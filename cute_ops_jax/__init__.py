@@ -9,6 +9,7 @@ from typing import Any
 
 from cute_ops.ops import OPS
 from cute_ops_jax.composite.embedding import embedding
+from cute_ops_jax.composite.gated_mlp import gated_mlp
 from cute_ops_jax.composite.linear import linear
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
@@ -21,6 +22,7 @@ _LAZY = {"export": "cute_ops_jax.exporting", "load": "cute_ops_jax.loading"}
 __all__ = [
     "embedding",
     "fused",
+    "gated_mlp",
     "linear",
     "linear_cross_entropy",
     "probe",

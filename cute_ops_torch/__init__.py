@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from cute_ops_torch import functions, nn
 from cute_ops_torch.composite.embedding import embedding
+from cute_ops_torch.composite.gated_mlp import gated_mlp
 from cute_ops_torch.composite.linear import linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.distributed.import_hook import when_imported
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __all__ = [
     "embedding",
     "fused",
+    "gated_mlp",
     "linear",
     "linear_cross_entropy",
     "nn",

@@ -20,7 +20,7 @@ Array = jax.Array
 @continued(by_call.DOC)
 def linear(
     x: Array, weight: Array, *operands: Array | None, epilogue: Epilogue | None = None, packed: bool = False,
-    transposed: bool = False, **attrs: Any,
+    transposed: bool = False, save: str = "pre", **attrs: Any,
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``."""
     x, weight = jnp.asarray(x), jnp.asarray(weight)
@@ -30,7 +30,7 @@ def linear(
         return register(product)(x, weight.T if transposed else weight)
     fits = by_call.fits(epilogue, (x, weight, *given), packed, transposed, spec)
     shapes = tuple(fit and fit.shape for fit in fits)
-    op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), tuple(attrs.items()))
+    op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), save, tuple(attrs.items()))
     fitted = [_fitted(a, fit) for a, fit in zip(given, fits, strict=True) if a is not None and fit is not None]
     return register(op)(x, weight, *fitted)
 

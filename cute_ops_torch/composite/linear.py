@@ -10,6 +10,7 @@ from cute_ops.composite.docstrings import continued
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Fit, Shapes
 from cute_ops.ops.gemm.linear import linear as product
+from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
 
@@ -20,7 +21,7 @@ _product = define(product).function
 @continued(by_call.DOC)
 def linear(
     x: Tensor, weight: Tensor, *operands: Tensor | None, epilogue: Epilogue | None = None, packed: bool = False,
-    transposed: bool = False, **attrs: Any,
+    transposed: bool = False, save: str = "pre", **attrs: Any,
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``.
 
@@ -33,21 +34,18 @@ def linear(
     shapes, layout = tuple(fit and fit.shape for fit in fits), by_call.weight_shape(packed, transposed)
     given = [_fitted(t, fit) for t, fit in zip(operands, fits, strict=True) if t is not None and fit is not None]
     if torch.compiler.is_dynamo_compiling():
-        name = _defined(epilogue, shapes, layout, tuple(attrs.items()))
+        name = _defined(epilogue, shapes, layout, save, tuple(attrs.items()))
         return getattr(torch.ops.cute, name).default(x, weight, *given)
-    op = by_call.op_of(epilogue, shapes, layout, tuple(attrs.items()))
+    op = by_call.op_of(epilogue, shapes, layout, save, tuple(attrs.items()))
     return define(op).function(x, weight, *given)
 
 
-def _defined(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs) -> str:
+@constant
+def _defined(epilogue: Epilogue, shapes: Shapes, weight: str, save: str, attrs: Attrs) -> str:
     """The name of the op, which is registered."""
-    op = by_call.op_of(epilogue, shapes, weight, attrs)
+    op = by_call.op_of(epilogue, shapes, weight, save, attrs)
     define(op)
     return op.name
-
-
-# As torch.compiler.assume_constant_result does, which imports Dynamo.
-_defined._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _fitted(tensor: Tensor, fit: Fit) -> Tensor:

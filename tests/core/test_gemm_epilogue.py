@@ -15,6 +15,7 @@ import pytest
 
 from cute_ops import Array, Case, Op, dispatch, testing
 from cute_ops.binding import bind
+from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
@@ -103,11 +104,12 @@ def test_an_op_of_a_call_is_made_once() -> None:
     assert op is op_of(shifted, ("n", None), "n k")
     other.__name__ = "shifted"
     assert op is op_of(other, ("n",), "n k")  # what it computes, and how it is called, are the same
-    assert op.name == "linear_shifted_d1ff1c742fec"  # in every process
-    assert {op.name} == {o.name for o in (op, op_of(shifted, ("n",), "n k", (("slope", 1.0),)))}
+    assert op.name == "linear_shifted_1f90a1072368"  # in every process
+    assert {op.name} == {o.name for o in (op, op_of(shifted, ("n",), "n k", "pre", (("slope", 1.0),)))}
     others = [op_of(shifted, shapes, "n k") for shapes in ((TILE,), ("n", ""), ("n", "*m 1"))]
-    others += [op_of(shifted, ("n",), "k n"), op_of(shifted, ("n",), "n k", (("slope", 2.0),))]
-    assert len({op.name for op in (op, *others)}) == 6
+    others += [op_of(shifted, ("n",), "k n"), op_of(shifted, ("n",), "n k", "pre", (("slope", 2.0),))]
+    others.append(op_of(shifted, ("n",), "n k", "none"))
+    assert len({op.name for op in (op, *others)}) == 7
     assert repr(others[2]).startswith("Op linear_shifted_")
     assert list(others[2].inputs) == ["x", "weight", "bias", "factor"]
     beside = op_of(lambda xp, acc, weight, y, _x: acc * weight + y + _x, ("n", "n", "n"), "n k")
@@ -487,3 +489,15 @@ def test_what_would_spill_takes_another_config() -> None:
     text = f"e1({','.join('t' * 13)}) add 0 1; " + "; ".join(f"add {i} {i + 11}" for i in range(2, 13)) + " -> 24"
     op = fused_linear(text, operands={f"t{i}": TILE for i in range(12)}, name="many")
     assert plan(bind(op, specs(op, 64, 64, 64)), {}, TARGET).variant.tile["form"] == "mma_sync"
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_gated_gradient_does_not_spill(activation: str, transposed: bool, tmp_path: Path) -> None:
+    """The epilogue that reads two tiles and writes three."""
+    (step,) = (step for step in gated_mlp("pre", transposed).steps if step.name.endswith("_bwd"))
+    (op,) = step.program.ops
+    variant = plan(bind(op, specs(op, 4096, 8192, 2048), {"activation": activation}), {}, TARGET).variant
+    path = tmp_path / "kernel.cubin"
+    worker.compile(variant, path)
+    assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+import cute_ops_jax
 from cute_ops import Case, Op, testing
 from cute_ops.ops.gemm.linear import linear, linear_float32
 from cute_ops_jax import register
@@ -152,3 +153,29 @@ def test_what_runs_on_a_gpu(
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.dot_general") == dots
     assert re.findall(r"@cute_(\w+)_[0-9a-f]{24}\(", text) == kernels
+
+
+@pytest.mark.parametrize("save", ["pre", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_gated_mlp(save: str, transposed: bool) -> None:
+    rng = np.random.default_rng(0)
+    arrays = [jnp.asarray(rng.standard_normal(shape) / 4, "bfloat16") for shape in ((2, 3, 24), (2 * 33, 24), (20, 33))]
+
+    def run(x: Any, *weights: Any) -> Any:
+        given = [w.T if transposed else w for w in weights]
+        return cute_ops_jax.gated_mlp(x, *given, save=save, transposed=transposed)
+
+    def plain(x: Any, w_gate_up: Any, w_down: Any) -> Any:
+        gate, up = jnp.split(x @ w_gate_up.T, 2, -1)
+        return (jax.nn.silu(gate) * up) @ w_down.T
+
+    def summed(function: Any) -> Any:
+        return lambda *given: (function(*given).astype("float32") * jnp.cos(jnp.arange(20))).sum()
+
+    wide = [a.astype("float32") for a in arrays]
+    for wanted in ((0, 1, 2), (0,), (1,), (2,)):
+        found, exact = jax.jit(jax.grad(summed(run), wanted))(*arrays), jax.grad(summed(plain), wanted)(*wide)
+        for got, gradient in zip(found, exact, strict=True):
+            np.testing.assert_allclose(got.astype("float32"), gradient, rtol=0.03, atol=0.03 * np.abs(gradient).max())
+    each = jax.vmap(run, (0, None, None))(*arrays)
+    np.testing.assert_array_equal(each, run(*arrays))

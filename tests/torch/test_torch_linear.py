@@ -398,3 +398,91 @@ def test_calls_that_are_refused() -> None:
         cute_ops_torch.linear(x, weight, epilogue=lambda xp, acc: acc + bias)
     with pytest.raises(TraceError, match="a part of a row"):
         cute_ops_torch.linear(x, weight, bias, epilogue=swiglu)
+
+
+# --- the gated MLP -------------------------------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu,
+    "gelu_tanh": lambda x: torch.nn.functional.gelu(x, approximate="tanh"),
+}  # fmt: skip
+MLP = ("x", "w_gate_up", "w_down")
+
+
+def mlp_inputs(m: tuple[int, ...] = (2, 3)) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((*m, 24), (2 * 33, 24), (20, 33))
+    return [(torch.randn(shape, generator=generator) / 4).bfloat16().requires_grad_() for shape in shapes]
+
+
+def plain_mlp(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor, activation: str) -> torch.Tensor:
+    gate, up = (x @ w_gate_up.T).chunk(2, -1)
+    return (ACTIVATIONS[activation](gate) * up) @ w_down.T
+
+
+def mlp_gradients(function: Any, tensors: list[torch.Tensor], *wanted: str) -> list[torch.Tensor]:
+    out = function(*tensors)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16).to(out.dtype)
+    named = dict(zip(MLP, tensors, strict=True))
+    return [out, *torch.autograd.grad(out, [named[name] for name in wanted or MLP], cotangent)]
+
+
+def check_mlp(found: Sequence[torch.Tensor], tensors: list[torch.Tensor], activation: str, *wanted: str) -> None:
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    for got, exact in zip(found, mlp_gradients(lambda *t: plain_mlp(*t, activation), wide, *wanted), strict=True):
+        torch.testing.assert_close(got.double(), exact, rtol=0.02, atol=0.02 * exact.abs().max().item())
+
+
+@pytest.mark.parametrize("save", ["pre", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gated_mlp(activation: str, transposed: bool, save: str) -> None:
+    def run(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        given = [w.T.contiguous() if transposed else w for w in weights]
+        return cute_ops_torch.gated_mlp(x, *given, activation, save=save, transposed=transposed)
+
+    check_mlp(mlp_gradients(run, mlp_inputs()), mlp_inputs(), activation)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "save", "forward", "backward"),
+    [
+        ("", "pre", "gated_mlp", ""),
+        ("x", "pre", "gated_mlp_saving", "gated_mlp_bwd_only_dpre gated_mlp_dx"),
+        ("w_gate_up", "none", "gated_mlp_again", "gated_mlp_pre gated_mlp_bwd_only_dpre gated_mlp_dw_gate_up"),
+        ("w_down", "pre", "gated_mlp_saving", "gated_mlp_bwd_only_hidden gated_mlp_dw_down"),
+        ("x w_down", "pre", "gated_mlp_saving", "gated_mlp_bwd gated_mlp_dx gated_mlp_dw_down"),
+    ],
+)
+def test_only_what_is_wanted_of_a_gated_mlp_runs(wanted: str, save: str, forward: str, backward: str) -> None:
+    tensors = [t.requires_grad_(name in wanted.split()) for name, t in zip(MLP, mlp_inputs(), strict=True)]
+    composites = {"gated_mlp", "gated_mlp_saving", "gated_mlp_again"}
+    with Ran() as ran:
+        out = cute_ops_torch.gated_mlp(*tensors, save=save)
+    assert [name for name in ran.names if name in composites] == [forward]
+    with Ran() as ran:
+        if wanted:
+            out.sum().backward()
+    assert " ".join(name for name in ran.names if name.startswith("gated_mlp")) == backward
+    if wanted:
+        named = [t for name, t in zip(MLP, mlp_inputs(), strict=True) if name in wanted.split()]
+        assert [t.grad.shape for t in tensors if t.requires_grad] == [t.shape for t in named]
+
+
+def test_a_compiled_gated_mlp() -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(cute_ops_torch.gated_mlp, fullgraph=True, dynamic=True, backend="aot_eager")
+    for m in ((2, 3), (2, 5)):
+        check_mlp(mlp_gradients(compiled, mlp_inputs(m)), mlp_inputs(m), "silu")
+
+
+def test_a_gated_mlp_is_a_good_citizen() -> None:
+    torch.library.opcheck(torch.ops.cute.gated_mlp.default, (*mlp_inputs(), "gelu"))
+    tensors = [t.detach() for t in mlp_inputs()]
+    stacked = torch.stack([tensors[0], tensors[0] / 2])
+    out = torch.vmap(cute_ops_torch.gated_mlp, (0, None, None))(stacked, *tensors[1:])
+    assert torch.equal(out[0], cute_ops_torch.gated_mlp(*tensors))
+    with pytest.raises(ValueError, match=r"cute\.gated_mlp: option `save` is 'h', expected 'pre' or 'none'"):
+        cute_ops_torch.gated_mlp(*tensors, save="h")
+    with pytest.raises(ValueError, match=r"argument `w_down` has n=32, but n=33"):
+        cute_ops_torch.gated_mlp(*tensors[:2], tensors[2][:, :32])

@@ -39,6 +39,8 @@ DOC = """Args:
     packed: the weight is ``[gate | up]``: the epilogue reads ``acc[..., :n]`` and ``acc[..., n:]`` with
         ``n = acc.shape[-1] // 2``.
     transposed: the weight is ``[k, n]``, as in JAX.
+    save: what a call that is differentiated keeps for its gradient where that reads the product: ``"pre"``, the product
+        before the epilogue; or ``"none"``, and the backward computes it again.
     attrs: of the epilogue; numbers, each combination of which is a kernel of its own.
 
 Returns:
@@ -173,13 +175,14 @@ def operand_names(epilogue: Epilogue, count: int) -> tuple[str, ...]:
     return tuple(p.name for p in parameters[:count])
 
 
-def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = ()) -> Op:
+def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", attrs: Attrs = ()) -> Op:
     """The op of a product with an epilogue.
 
     Args:
         epilogue: as :func:`fused_linear` takes it. It is traced once for each combination of shapes.
         shapes: of its operands.
         weight: of the weight.
+        save: as :func:`fused_linear` takes it.
         attrs: of the epilogue, by name.
 
     Raises:
@@ -188,12 +191,12 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = ()) ->
         ValueError: it does what is not fused yet.
     """
     if isinstance(epilogue, str):
-        return _op_of_text("", epilogue, _there(operand_names(epilogue, len(shapes)), shapes), weight)
+        return _op_of_text("", epilogue, _there(operand_names(epilogue, len(shapes)), shapes), weight, save)
     try:
         known = _known.setdefault(epilogue, {})
     except TypeError:  # a callable object that nothing may refer to weakly
         known = {}
-    key = shapes, weight, attrs, tuple(type(value) for _, value in attrs)
+    key = shapes, weight, save, attrs, tuple(type(value) for _, value in attrs)
     if key not in known:
         names = operand_names(epilogue, len(shapes))
         # Start-up time: tracing takes time to import.
@@ -204,7 +207,7 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = ()) ->
         product = "*m 2n" if "2n" in weight else "*m n"
         operands = {acc: product, **dict(zip(names, shapes, strict=True))}
         text = text_of(trace(epilogue, operands, dict(attrs)))
-        known[key] = _op_of_text(_name(epilogue), text, _there(names, shapes), weight)
+        known[key] = _op_of_text(_name(epilogue), text, _there(names, shapes), weight, save)
     return known[key]
 
 
@@ -220,10 +223,10 @@ def _there(names: Sequence[str], shapes: Shapes) -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def _op_of_text(name: str, text: str, operands: tuple[tuple[str, str], ...], weight: str) -> Op:
+def _op_of_text(name: str, text: str, operands: tuple[tuple[str, str], ...], weight: str, save: Any) -> Op:
     from cute_ops.ops.gemm.fused import fused_linear  # start-up time: tracing takes time to import
 
-    parts = "; ".join([text, *(name for name, _ in operands), weight])
+    parts = "; ".join([text, *(name for name, _ in operands), weight, save])
     readable = re.sub(r"\W+", "_", name).strip("_")
     full = "_".join(filter(None, ["linear", readable, hashlib.sha256(parts.encode()).hexdigest()[:12]]))
-    return fused_linear(text, operands=dict(operands), weight=weight, name=full)
+    return fused_linear(text, operands=dict(operands), weight=weight, name=full, save=save)

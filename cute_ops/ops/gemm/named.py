@@ -121,6 +121,4 @@ linear_gelu = fused_linear(
 )  # fmt: skip
 linear_silu = fused_linear(_silu, name="linear_silu", operands={"bias": "n"}, cases=UP)
 linear_add = fused_linear(_add, name="linear_add", operands={"residual": "*m n"}, cases=DOWN)
-gated_linear = fused_linear(
-    gated, name="gated_linear", weight="2n k", attrs={"activation": ACTIVATIONS}, cases=GATED
-)
+gated_linear = fused_linear(gated, name="gated_linear", weight="2n k", attrs={"activation": ACTIVATIONS}, cases=GATED)

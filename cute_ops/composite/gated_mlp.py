@@ -1,0 +1,236 @@
+"""The gated MLP of Llama and its kin: two products forward, four backward, and no other kernel.
+
+``h = activation(x @ gate.T) * (x @ up.T)`` and ``out = h @ w_down.T``. The epilogue of the first product combines both
+halves. The epilogue of the product that makes the gradient of ``h`` turns that into the gradients of both halves, and
+makes ``h`` again for the gradient of ``w_down``: neither ``h`` nor its gradient is kept.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from typing import Any, TypeAlias
+
+from cute_ops.op import Case, Op, Program, Tensor
+from cute_ops.ops.activation.glu import geglu, swiglu
+from cute_ops.ops.activation.maths import CUBE, SLOPE
+from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.linear import HALVES, linear, linear_dweight, linear_dx
+from cute_ops.ops.gemm.named import ACTIVATIONS, gated, gated_linear
+
+DOC = """Args:
+    x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+    w_gate_up: ``T[2n k]``, ``[gate | up]``; ``T[k 2n]`` with ``transposed``.
+    w_down: ``T[p n]``, of an output of p columns; ``T[n p]`` with ``transposed``.
+    activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+    save: what a call that is differentiated keeps for its gradient: ``"pre"``, the product ``[*m 2n]`` before the
+        activation; or ``"none"``, and the backward computes that product again.
+    transposed: weights are ``[k, 2n]`` and ``[n, p]``, as in JAX.
+
+Returns:
+    ``T[*m p]``. Products are summed up in float32; what lies between them is rounded once.
+
+Raises:
+    TypeError: a dtype that is not listed.
+    ValueError: shapes that do not fit together, another activation.
+"""
+CASES = (
+    Case("odd", {"m": (3, 5), "k": 24, "n": 33, "p": 20}),
+    Case("llama3-1b", {"m": (4, 4096), "k": 2048, "n": 8192, "p": 2048}),
+    Case("llama3-8b", {"m": (2, 4096), "k": 4096, "n": 14336, "p": 4096}),
+    Case("gemma-2b", {"m": (4096,), "k": 2048, "n": 16384, "p": 2048}, attrs={"activation": "gelu_tanh"}),
+)
+X, OUT, PRE, HIDDEN = Tensor("*m k", "T"), Tensor("*m p", "T"), Tensor("*m 2n", "T"), Tensor("*m n", "T")
+# What makes h from both halves.
+POINTWISE: dict[str, tuple[Op, dict[str, Any]]] = {
+    "silu": (swiglu, {}), "gelu": (geglu, {"approximate": "none"}), "gelu_tanh": (geglu, {"approximate": "tanh"}),
+}  # fmt: skip
+Call: TypeAlias = Callable[..., Any]
+Arrays: TypeAlias = Mapping[str, Any]
+Attrs: TypeAlias = Mapping[str, Any]
+
+
+def _value_and_slope(xp: Any, gate: Any, activation: str) -> tuple[Any, Any]:
+    if activation == "gelu":
+        below = xp.ndtr(gate)
+        return gate * below, below + gate * xp.exp(-0.5 * xp.square(gate)) / math.sqrt(2 * math.pi)
+    if activation == "gelu_tanh":
+        s = xp.sigmoid(2 * SLOPE * (gate + CUBE * gate**3))
+        near = xp.clip(gate, -16, 16)  # where a square would overflow the slope is multiplied by zero
+        return gate * s, s + gate * s * (1 - s) * (2 * SLOPE * (1 + 3 * CUBE * xp.square(near)))
+    s = xp.sigmoid(gate)
+    return gate * s, s + gate * s * (1 - s)
+
+
+def _halves_of_gradient(xp: Any, dh: Any, pre: Any, activation: str) -> tuple[Any, Any, Any]:
+    n = pre.shape[-1] // 2
+    gate, up = pre[..., :n], pre[..., n:]
+    value, slope = _value_and_slope(xp, gate, activation)
+    return dh * up * slope, dh * value, value * up
+
+
+def _gated_dgrad(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any]:
+    """Gradients of gate and up, side by side, from the product that is the gradient of ``h``."""
+    return _halves_of_gradient(xp, dh, pre, activation)[:2]
+
+
+def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any, Any]:
+    """The same, and ``h``."""
+    return _halves_of_gradient(xp, dh, pre, activation)
+
+
+class _Layout:
+    """The ops of one layout of the weights.
+
+    Args:
+        transposed: whether they are ``[k, 2n]`` and ``[n, p]``.
+    """
+
+    def __init__(self, transposed: bool) -> None:
+        self.transposed, self.suffix = transposed, "_kn" if transposed else ""
+        self.w_gate_up = Tensor("k 2n" if transposed else "2n k", "T")
+        self.w_down = Tensor("n p" if transposed else "p n", "T")
+        self.inputs = {"x": X, "w_gate_up": self.w_gate_up, "w_down": self.w_down}
+        options: dict[str, Any] = {
+            "operands": {"pre": "*m 2n"}, "attrs": {"activation": ACTIVATIONS},
+            "weight": "n k" if transposed else "k n",
+        }  # fmt: skip
+        self.gated = (
+            fused_linear(gated, name="gated_linear_kn", weight="k 2n", attrs={"activation": ACTIVATIONS})
+            if transposed
+            else gated_linear
+        )
+        assert self.gated.saving is not None
+        self.gated_saving = self.gated.saving
+        self.dgrad = fused_linear(_gated_dgrad, name=f"gated{self.suffix}_dgrad", outputs={"dpre": "*m 2n"}, **options)
+        self.dgrad_again = fused_linear(
+            _gated_dgrad_again, name=f"gated{self.suffix}_dgrad_again", outputs={"dpre": "*m 2n", "hidden": "*m n"},
+            **options,
+        )  # fmt: skip
+        self.products = (linear, linear_dx, linear_dweight)
+
+    def product(self, call: Call, x: Any, weight: Any) -> Any:
+        if self.transposed:
+            return call(linear_dx, {"dout": x, "weight": weight}, {})["dx"]
+        return call(linear, {"x": x, "weight": weight}, {})["out"]
+
+    def product_dx(self, call: Call, dout: Any, weight: Any) -> Any:
+        if self.transposed:
+            return call(linear, {"x": dout, "weight": weight}, {})["out"]
+        return call(linear_dx, {"dout": dout, "weight": weight}, {})["dx"]
+
+    def product_dweight(self, call: Call, dout: Any, x: Any) -> Any:
+        first, second = (x, dout) if self.transposed else (dout, x)
+        return call(linear_dweight, {"dout": first, "x": second}, {})["dweight"]
+
+    # --- programs --------------------------------------------------------------------------------------------------
+
+    def forward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        h = call(self.gated, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)["out"]
+        return {"out": self.product(call, h, inputs["w_down"])}
+
+    def forward_saving(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        found = call(self.gated_saving, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)
+        return {"out": self.product(call, found["out"], inputs["w_down"]), "pre": found["acc"]}
+
+    def again(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        return {"pre": self.product(call, inputs["x"], inputs["w_gate_up"])}
+
+    def backward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        found: Arrays = call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
+        return found
+
+    def backward_only_dpre(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        found: Arrays = call(self.dgrad, self._dgrad_inputs(inputs), attrs)
+        return found
+
+    def backward_only_hidden(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        op, given = POINTWISE[attrs["activation"]]
+        return {"hidden": call(op, {"x": inputs["pre"]}, given)["out"]}
+
+    def _dgrad_inputs(self, inputs: Arrays) -> Arrays:
+        return {"x": inputs["dout"], "weight": inputs["w_down"], "pre": inputs["pre"]}
+
+    def dx(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        return {"dx": self.product_dx(call, inputs["dpre"], inputs["w_gate_up"])}
+
+    def dw_gate_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        return {"dw_gate_up": self.product_dweight(call, inputs["dpre"], inputs["x"])}
+
+    def dw_down(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
+        return {"dw_down": self.product_dweight(call, inputs["dout"], inputs["hidden"])}
+
+    # --- declarations ----------------------------------------------------------------------------------------------
+
+    def op(self, save: str) -> Op:
+        """The MLP."""
+        name = f"gated_mlp{self.suffix}{'' if save == 'pre' else '_again'}"
+        return self._declare(
+            name, self.forward, (self.gated, *self.products), self.inputs, {"out": OUT}, cases=CASES,
+            grad=(*(() if save == "pre" else (self._again(),)), *self._steps),
+            saving=self._saving() if save == "pre" else None,
+        )  # fmt: skip
+
+    def _saving(self) -> Op:
+        outputs = {"out": OUT, "pre": PRE._replace(hidden=True)}
+        ops = (self.gated_saving, *self.products)
+        return self._declare(f"gated_mlp{self.suffix}_saving", self.forward_saving, ops, self.inputs, outputs)
+
+    def _again(self) -> Op:
+        inputs = {"x": X, "w_gate_up": self.w_gate_up}
+        return self._declare(f"gated_mlp{self.suffix}_pre", self.again, self.products, inputs, {"pre": PRE})
+
+    @cached_property
+    def _steps(self) -> tuple[Op, ...]:
+        """The gradient: first of both halves and, for that of ``w_down``, ``h`` again."""
+        name = f"gated_mlp{self.suffix}"
+        both = {"dout": OUT, "w_down": self.w_down, "pre": PRE}
+
+        def narrow(name: str, outputs: tuple[str, ...]) -> Op:
+            if outputs == ("dpre",):
+                return self._declare(name, self.backward_only_dpre, (self.dgrad,), both, {"dpre": PRE})
+            return self._declare(name, self.backward_only_hidden, (swiglu, geglu), {"pre": PRE}, {"hidden": HIDDEN})
+
+        skippable = {"dpre": PRE._replace(skippable=True), "hidden": HIDDEN._replace(skippable=True)}
+        return (
+            self._declare(f"{name}_bwd", self.backward, (self.dgrad_again,), both, skippable, narrow=narrow),
+            self._declare(
+                f"{name}_dx", self.dx, self.products, {"dpre": PRE, "w_gate_up": self.w_gate_up}, {"dx": X}
+            ),
+            self._declare(
+                f"{name}_dw_gate_up", self.dw_gate_up, self.products, {"dpre": PRE, "x": X},
+                {"dw_gate_up": self.w_gate_up},
+            ),
+            self._declare(
+                f"{name}_dw_down", self.dw_down, self.products, {"dout": OUT, "hidden": HIDDEN},
+                {"dw_down": self.w_down},
+            ),
+        )  # fmt: skip
+
+    def _declare(
+        self, name: str, run: Callable[..., Arrays], ops: tuple[Op, ...], inputs: Mapping[str, Tensor],
+        outputs: Mapping[str, Tensor], **more: Any,
+    ) -> Op:  # fmt: skip
+        return Op(
+            name, inputs=inputs, outputs=outputs, kernel=Program(run, ops), dtypes={"T": HALVES},
+            attrs={"activation": ACTIVATIONS}, static=(), **more,
+        )  # fmt: skip
+
+
+_layout = cache(_Layout)
+
+
+@cache
+def gated_mlp(save: str, transposed: bool) -> Op:
+    """The op.
+
+    Args:
+        save, transposed: as :data:`DOC` says.
+
+    Raises:
+        ValueError: something else is to be saved.
+    """
+    if save not in ("pre", "none"):
+        raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")
+    return _layout(transposed).op(save)

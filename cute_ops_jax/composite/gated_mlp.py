@@ -1,0 +1,20 @@
+"""The gated MLP, whose backward has the activation's gradient in a product: :mod:`cute_ops.composite.gated_mlp`."""
+
+from __future__ import annotations
+
+import jax
+
+from cute_ops.composite import gated_mlp as declared
+from cute_ops.composite.docstrings import continued
+from cute_ops_jax.primitive.function import register
+
+Array = jax.Array
+
+
+@continued(declared.DOC)
+def gated_mlp(
+    x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, save: str = "pre", transposed: bool = False
+) -> Array:
+    """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
+    out: Array = register(declared.gated_mlp(save, transposed))(x, w_gate_up, w_down, activation)
+    return out

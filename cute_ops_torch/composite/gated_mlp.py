@@ -1,0 +1,34 @@
+"""The gated MLP, whose backward has the activation's gradient in a product: :mod:`cute_ops.composite.gated_mlp`."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_ops.composite import gated_mlp as declared
+from cute_ops.composite.docstrings import continued
+from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.registry import define
+
+Tensor = torch.Tensor
+
+
+@continued(declared.DOC)
+def gated_mlp(
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: str = "silu", *, save: str = "pre",
+    transposed: bool = False,
+) -> Tensor:  # fmt: skip
+    """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
+    if torch.compiler.is_dynamo_compiling():
+        run = getattr(torch.ops.cute, _defined(save, transposed)).default
+    else:
+        run = define(declared.gated_mlp(save, transposed)).function
+    out: Tensor = run(x, w_gate_up, w_down, activation)
+    return out
+
+
+@constant
+def _defined(save: str, transposed: bool) -> str:
+    """The name of the op, which is registered."""
+    op = declared.gated_mlp(save, transposed)
+    define(op)
+    return op.name
