@@ -80,7 +80,7 @@ def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[
     return _halves_of_gradient(xp, dh, pre, activation)
 
 
-class _Layout:
+class Layout:
     """The ops of one layout of the weights.
 
     Args:
@@ -218,7 +218,7 @@ class _Layout:
         )  # fmt: skip
 
 
-_layout = cache(_Layout)
+layout = cache(Layout)
 
 
 @cache
@@ -233,4 +233,4 @@ def gated_mlp(save: str, transposed: bool) -> Op:
     """
     if save not in ("pre", "none"):
         raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")
-    return _layout(transposed).op(save)
+    return layout(transposed).op(save)

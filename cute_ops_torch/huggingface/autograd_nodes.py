@@ -5,7 +5,8 @@ are saved too. Here the backward kernel that reads those computes it again, in t
 layers that read the same input (gate and up; queries, keys and values) are one layer in the backward, so that autograd
 adds no gradients of that input; with packed weights in the forward, too. The kernel that rotates the gradients of
 queries and keys back writes them beside those of the values. The backward of a norm adds the gradient of the residual
-stream that it reads.
+stream that it reads. On a GPU where our products are faster, the activation of a gated MLP with packed weights, and its
+gradient, are computed inside of the products.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch
 
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm_bwd
 from cute_ops_torch import functions, registry
+from cute_ops_torch.huggingface import products
 from cute_ops_torch.huggingface.packed_weights import packed_view
 from cute_ops_torch.library.inplace import overwriting
 from cute_ops_torch.library.no_gradient import once
@@ -33,12 +35,16 @@ def silu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 class _SiluMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        gate_up = _project(x.reshape(-1, x.shape[-1]), (gate, up))
-        out = functions.swiglu(gate_up) @ down.t()
+        rows, packed = x.reshape(-1, x.shape[-1]), packed_view((gate, up))
+        if packed is not None and products.are_ours(rows):
+            product, gate_up = products.swiglu(rows, packed)
+        else:
+            gate_up = _project(rows, (gate, up))
+            product = functions.swiglu(gate_up)
         # The gradient of a weight needs x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, gate, up, down, gate_up)
         ctx.lead = x.shape[:-1]
-        return out.view(*ctx.lead, down.shape[0])
+        return products.forward(product, down).view(*ctx.lead, down.shape[0])
 
     @staticmethod
     @once("silu_mul in a gated MLP")
@@ -46,18 +52,23 @@ class _SiluMLP(torch.autograd.Function):
         x, gate, up, down, gate_up = ctx.saved_tensors
         dout, ddown = dout.reshape(-1, down.shape[0]), None
         if ctx.needs_input_grad[3]:
-            dgate_up, product = _swiglu_bwd_and_product(gate_up, dout @ down)
-            ddown = dout.t() @ product
+            dgate_up, product = _swiglu_gradient_again(dout, down, gate_up)
+            ddown = products.weight_gradient(dout, product)
             del product
+        elif products.are_ours(dout):
+            dgate_up = products.swiglu_input_gradient(dout, down, gate_up)
         else:
             dgate_up = torch.ops.cute.swiglu_bwd(gate_up, dout @ down)
         return *_linear_bwd(ctx, dgate_up, x, (gate, up)), ddown
 
 
-def _swiglu_bwd_and_product(gate_up: Tensor, dproduct: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient, and ``silu(gate) * up``: in the memory of the arguments, unless another backward needs them."""
-    _, run, into = registry.family("cute", "swiglu_again")
+def _swiglu_gradient_again(dout: Tensor, down: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate and up, in their memory unless another backward needs them, and ``silu(gate) * up``."""
     keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    if products.are_ours(dout):
+        return products.swiglu_gradient_again(dout, down, gate_up, overwrite=not keep)
+    dproduct = dout @ down
+    _, run, into = registry.family("cute", "swiglu_again")
     # A thread stores only where it has read, except that the vectors of unaligned halves of a row overlap.
     if not keep and dproduct.shape[-1] * dproduct.itemsize % 16 == 0:
         run = overwriting(run, into, (0, 1))
@@ -76,7 +87,7 @@ class _Projections(torch.autograd.Function):
         # The gradient of a weight needs x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:]) else None, *weights)
         ctx.lead = x.shape[:-1]
-        return tuple((rows @ w.t()).view(*ctx.lead, w.shape[0]) for w in weights)
+        return tuple(products.forward(rows, w).view(*ctx.lead, w.shape[0]) for w in weights)
 
     @staticmethod
     @once("layers of one input")
@@ -104,7 +115,7 @@ class _RotatedProjections(torch.autograd.Function):
         shape = (*ctx.lead, -1, headdim)
         rotated = functions.rope(_project(rows, weights[:2]).view(shape), cos, sin)
         q, k = torch.split(rotated, [w.shape[0] // headdim for w in weights[:2]], -2)
-        return q, k, (rows @ weights[2].t()).view(shape)
+        return q, k, products.forward(rows, weights[2]).view(shape)
 
     @staticmethod
     @once("rope of layers of one input")
@@ -118,7 +129,7 @@ def _project(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
     """``rows @ w.T`` for each weight, concatenated along the columns."""
     packed = packed_view(weights)
     if packed is not None:
-        return rows @ packed.t()
+        return products.forward(rows, packed)
     out = rows.new_empty(rows.shape[0], sum(w.shape[0] for w in weights))
     for weight, part in zip(weights, torch.split(out, [w.shape[0] for w in weights], -1), strict=True):
         torch.mm(rows, weight.t(), out=part)
@@ -140,10 +151,12 @@ def _linear_bwd(ctx: Any, dout: Tensor, x: Tensor | None, weights: Sequence[Tens
     if x is not None:
         rows, sizes = x.reshape(-1, x.shape[-1]), [w.shape[0] for w in weights]
         if all(needs_dw):  # one product, faster than one for each weight
-            dweights = list(torch.split(dout.t() @ rows, sizes))
+            dweights = list(torch.split(products.weight_gradient(dout, rows), sizes))
         else:
             parts = torch.split(dout, sizes, -1)
-            dweights = [d.t() @ rows if needed else None for d, needed in zip(parts, needs_dw, strict=True)]
+            dweights = [
+                products.weight_gradient(d, rows) if needed else None for d, needed in zip(parts, needs_dw, strict=True)
+            ]
     return dx, *dweights
 
 
@@ -154,7 +167,7 @@ def _input_gradient(dout: Tensor, weights: Sequence[Tensor]) -> Tensor:
     if packed is None and sum(w.numel() for w in weights) < dout.shape[0] * first.shape[1] * len(others):
         packed = torch.cat(list(weights))
     if packed is not None:
-        return dout @ packed
+        return products.input_gradient(dout, packed)
     start, *rest = torch.split(dout, [w.shape[0] for w in weights], -1)
     result = start @ first
     for part, weight in zip(rest, others, strict=True):

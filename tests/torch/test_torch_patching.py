@@ -21,7 +21,7 @@ from cute_ops.aot.hf_config import calls_of_model
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 from cute_ops_torch.composite import chunked_loss, gradient_scale
-from cute_ops_torch.huggingface import attention, decoder, packed_weights, residual_norm
+from cute_ops_torch.huggingface import attention, decoder, packed_weights, products, residual_norm
 from cute_ops_torch.huggingface import patch as patching
 from cute_ops_torch.library import program
 from cute_ops_torch.library.tensors import bind_tensors, memory
@@ -334,6 +334,29 @@ def pack_weights(model: nn.Module) -> None:
             packed_weights.pack([getattr(parent, name).weight for name in names])
 
 
+@pytest.mark.parametrize("frozen", ["", "down_proj", "gate_proj", "_proj"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_activations_inside_of_products(packed: bool, frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on a GPU where our products are faster, here by their references."""
+    monkeypatch.setattr(products, "are_ours", lambda x: x.dtype is torch.bfloat16)
+    tokens = torch.randint(0, 97, (2, 19))
+    plain = llama()
+    for name, p in plain.named_parameters():
+        p.requires_grad_(not frozen or frozen not in name)
+    model = copy.deepcopy(plain).bfloat16()
+    cute_ops_torch.patch(model)
+    if packed:
+        pack_weights(model)
+    loss = model(tokens, labels=tokens).loss
+    loss.backward(retain_graph=True)  # nothing is overwritten, which references cannot
+    plain(tokens, labels=tokens).loss.backward()
+    for (name, p), got in zip(plain.named_parameters(), model.parameters(), strict=True):
+        if p.grad is None:
+            assert got.grad is None
+        else:
+            assert (got.grad - p.grad).norm() <= 0.05 * p.grad.norm(), name
+
+
 def test_a_patched_layer_runs_fewer_products() -> None:
     """Layers that read the same input share one product for its gradient, or add into it, and one for their weights."""
     model = llama(num_hidden_layers=1)
@@ -417,13 +440,14 @@ def test_on_a_gpu_patching_packs_weights() -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("rows", [19, 2000])
 @pytest.mark.parametrize("size", [96, 97])
-def test_on_a_gpu_a_gated_mlp_makes_its_product_again_in_place(size: int) -> None:
+def test_on_a_gpu_a_gated_mlp_makes_its_product_again_in_place(size: int, rows: int) -> None:
     """With the same bits as in new memory, which it takes where another backward is to come."""
     model = llama(num_hidden_layers=1, intermediate_size=size).cuda().bfloat16()
     cute_ops_torch.patch(model)
     mlp = model.model.layers[0].mlp
-    x = torch.randn(2, 19, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    x = torch.randn(2, rows, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     out, wanted = mlp(x), [x, *mlp.parameters()]
     apart, in_place = [torch.autograd.grad(out.square().sum(), wanted, retain_graph=k) for k in (True, False)]
     assert all(torch.equal(a, b) for a, b in zip(apart, in_place, strict=True))

@@ -1,0 +1,62 @@
+"""Matrix products of layers: by our ops on a GPU, which choose our kernels where these are faster, else by torch."""
+
+from __future__ import annotations
+
+import torch
+
+from cute_ops.composite.gated_mlp import layout
+from cute_ops_torch import registry
+
+Tensor = torch.Tensor
+_MLP = layout(transposed=False)
+_gated = registry.define(_MLP.gated_saving).overload
+_gated_dgrad = registry.define(_MLP.dgrad).overload
+_gated_dgrad_again = registry.define(_MLP.dgrad_again)
+
+
+def are_ours(x: Tensor) -> bool:
+    """Whether products of ``x`` are computed by our ops."""
+    return x.is_cuda and x.dtype in (torch.bfloat16, torch.float16)
+
+
+def forward(x: Tensor, weight: Tensor) -> Tensor:
+    """``x @ weight.T``."""
+    return torch.ops.cute.linear(x, weight) if are_ours(x) else x @ weight.t()
+
+
+def input_gradient(dout: Tensor, weight: Tensor) -> Tensor:
+    """``dout @ weight``."""
+    return torch.ops.cute.linear_dx(dout, weight) if are_ours(dout) else dout @ weight
+
+
+def weight_gradient(dout: Tensor, x: Tensor) -> Tensor:
+    """``dout.T @ x``."""
+    return torch.ops.cute.linear_dweight(dout, x) if are_ours(dout) else dout.t() @ x
+
+
+def swiglu(x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """``silu(x @ gate.T) * (x @ up.T)`` of packed weights, and both products side by side."""
+    return _gated(x, gate_up, "silu")  # type: ignore[no-any-return]
+
+
+def swiglu_input_gradient(dout: Tensor, down: Tensor, products: Tensor) -> Tensor:
+    """The gradient of these products, where ``dout @ down`` is that of what SwiGLU makes of them."""
+    return _gated_dgrad(dout, down, products, "silu")  # type: ignore[no-any-return]
+
+
+def swiglu_gradient_again(dout: Tensor, down: Tensor, products: Tensor, overwrite: bool) -> tuple[Tensor, Tensor]:
+    """The same, and what SwiGLU makes of them.
+
+    Args:
+        dout, down, products: two-dimensional, as above.
+        overwrite: whether the gradient may take the memory of ``products``, which nobody reads any more.
+    """
+    # A subtile is stored after it was read, by the CTA that alone reads it, except that vectors of halves of a row
+    # that start off a vector overlap.
+    if not overwrite or products.shape[-1] // 2 * products.itemsize % 16:
+        return _gated_dgrad_again.overload(dout, down, products, "silu")  # type: ignore[no-any-return]
+    again = products.new_empty(products.shape[0], products.shape[1] // 2)
+    _gated_dgrad_again.launcher.into(dout, down, products, "silu", "auto", products, again)
+    # Another node that has saved this memory raises in its backward instead of reading other numbers.
+    torch.autograd.graph.increment_version(products)
+    return products, again
