@@ -4,13 +4,17 @@ from __future__ import annotations
 
 from cute_ops.config import Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES, MAX_REGISTERS, MAX_THREADS, WARP, occupancy
+from cute_ops.kernels.epilogue.config import Texts
+
+# Fields of configs that are no numbers.
+TEXTS = ("form", *Texts._fields)
 
 
 def objection(space: Space, problem: Problem, config: Config) -> str:
     """Why a config cannot run on the target, empty where it may: divisibility, threads, clusters, registers and shared
     memory.
     """
-    numbers = {name: value for name, value in config.items() if name != "form"}
+    numbers = {name: value for name, value in config.items() if name not in TEXTS}
     wrong = [f"{name}={value!r}" for name, value in numbers.items() if type(value) is not int or value < 0]
     if wrong:
         return f"{wrong[0]} is no number"

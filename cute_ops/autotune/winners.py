@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from cute_ops import env
+from cute_ops.autotune.space import TEXTS
 from cute_ops.config import Config, Problem
 from cute_ops.errors import CacheError
 from cute_ops.files import cache_dir, file_lock, json_schema
@@ -28,7 +29,7 @@ from cute_ops.op import Op
 
 log = logging.getLogger("cute_ops")
 FORMAT, NAME = 2, "tuning.json"
-CONFIG = {str: int, "form": str}
+CONFIG: dict[Any, Any] = {str: int, **dict.fromkeys(TEXTS, str)}
 WINNER = {"call": str, "heuristic": CONFIG, "config": CONFIG}
 SHIPPED = Path(__file__).parent / "shipped"
 LOCK_SECONDS = 10.0  # whoever writes the file for longer has stopped

@@ -29,6 +29,7 @@ from cute_ops import (
     Tensor,
     Tuning,
     dispatch,
+    fused,
     manifest,
     processes,
     testing,
@@ -225,6 +226,18 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
                         reason = objection(stage.space, problem, heuristic)
                         assert not reason or "shared out" in reason, (stage.name, n, reason)
     assert count > 1000
+
+
+def test_ops_of_functions_have_configs_to_measure_and_to_remember() -> None:
+    """Their configs hold texts."""
+    functions = (lambda xp, x: xp.exp(x), lambda xp, x: x - xp.max(x, axis=-1, keepdims=True))
+    for op in (fused(function, name="made", operands={"x": "*m n"}) for function in functions):
+        problem = signature(bind(op, {"x": Array((64, 4096), "bfloat16")}), {}, SM90).problem
+        heuristic = op.config(problem)
+        found = [c for c in op.space.others(problem, heuristic) if not objection(op.space, problem, c)]
+        assert found
+        made = Winner("made", heuristic, found[-1])
+        assert winners.parse(winners.dump([made])) == {made.key: made}
 
 
 def test_forwards_propose_the_same_for_any_number_of_rows() -> None:
