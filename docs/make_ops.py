@@ -14,7 +14,7 @@ PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
 BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end -->"
 # By room of the kernel.
 FAMILIES = {
-    "norm": "norms", "activation": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
+    "norm": "norms", "epilogue": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
     "gemm": "matrix products", "attention": "caches of keys and values", "reduction": "losses, softmax, sums",
     "quantize": "float8 with scales, for inference", "parts": "optimizer",
 }  # fmt: skip

@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
+from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.op import Case, Op, Program, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
-from cute_ops.ops.activation.maths import CUBE, SLOPE
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import HALVES, linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import ACTIVATIONS, gated, gated_linear

@@ -56,7 +56,8 @@ class Derivative(NamedTuple):
     Attributes:
         expression: reads ``sources``, computes ``parts``, in order.
         sources: what its operands are.
-        parts: what its outputs are; every wanted operand, or each of its halves, has at least one.
+        parts: what its outputs are, or the first of them; every wanted operand, or each of its halves, has at least
+            one.
     """
 
     expression: Expression
@@ -65,8 +66,9 @@ class Derivative(NamedTuple):
 
 
 def differentiate(
-    expression: Expression, wanted: Sequence[int] | None = None, saved: Sequence[int] = (), *, sum_columns: bool = False
-) -> Derivative:
+    expression: Expression, wanted: Sequence[int] | None = None, saved: Sequence[int] = (), *,
+    sum_columns: bool = False, again: bool = False,
+) -> Derivative:  # fmt: skip
     """The gradients of operands.
 
     Args:
@@ -74,6 +76,7 @@ def differentiate(
         wanted: operands, by index; all that are not of bools where it is not given.
         saved: outputs that may be read. They are where that means to read or compute less, as of ``tanh``.
         sum_columns: whether sums over columns are part of the expression; then no part is to be summed over them.
+        again: whether it computes the expression's outputs, too, after the parts.
 
     Raises:
         ValueError: an operand of bools is wanted, or the derivative is too large.
@@ -84,7 +87,7 @@ def differentiate(
     if bools := [i for i in wanted if kinds[i].dtype == "bool"]:
         raise ValueError(f"operand {bools[0]} of an expression holds bools, which have no gradient")
     choices = (tuple(saved), ()) if saved else ((),)
-    found = [_derivative(expression, wanted, given, sum_columns) for given in choices]
+    found = [_derivative(expression, wanted, given, sum_columns, again) for given in choices]
     return min(found, key=_price)
 
 
@@ -94,7 +97,9 @@ def _price(derivative: Derivative) -> tuple[int, ...]:
     return sum(1 + o.packed for o in operands if o.kind.rows and o.kind.columns), *derivative.expression.cost
 
 
-def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[int], sum_columns: bool) -> Derivative:
+def _derivative(
+    expression: Expression, wanted: Sequence[int], saved: Sequence[int], sum_columns: bool, again: bool
+) -> Derivative:
     count, kinds = len(expression.operands), expression.output_kinds
     sources = [Source("operand", i) for i in range(count)]
     sources += [Source(role, i) for role in ("cotangent", "output") for i in range(len(kinds))]
@@ -114,6 +119,8 @@ def _derivative(expression: Expression, wanted: Sequence[int], saved: Sequence[i
             for excess, gradient in backward.of_operand(i, half, sum_columns):
                 parts.append(Part(i, half, *excess))
                 results.append(gradient)
+    if again:
+        results += [forward[i] for i in expression.outputs]
     return _without_unread(graph.finish(results), sources, tuple(parts))
 
 
@@ -282,9 +289,12 @@ def _extreme(xp: Any, d: Any, first: Any, equal: Any) -> tuple[Any, ...]:
 
 
 def _gelu_tanh(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
-    s = xp.sigmoid(2 * SLOPE * (x + CUBE * x**3))
-    near = xp.clip(x, -16.0, 16.0)  # beyond, s is 0 or 1, and the square would overflow
-    return (d * s * (1 + near * (1 - s) * (2 * SLOPE * (1 + 3 * CUBE * near**2))),)
+    square = x**2
+    # As kernels write the word's sigmoid, so that both are computed once.
+    s = xp.sigmoid(x * (square * (2 * SLOPE * CUBE) + 2 * SLOPE))
+    # Of larger squares s is 0 or 1, and what it multiplies must not overflow.
+    slope = xp.minimum(square, 256.0) * (6 * SLOPE * CUBE) + 2 * SLOPE
+    return (d * (s + s * (1 - s) * x * slope),)
 
 
 def _silu(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
@@ -293,8 +303,8 @@ def _silu(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
 
 
 def _density(xp: Any, x: Any) -> Any:
-    """The normal distribution's."""
-    return xp.exp(-0.5 * x**2) * (1 / math.sqrt(2 * math.pi))
+    """The normal distribution's, its exponential as kernels write that of ``ndtr``, so that both are computed once."""
+    return xp.exp2(x**2 * (-0.5 * math.log2(math.e))) * (1 / math.sqrt(2 * math.pi))
 
 
 def _extreme_of_row(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:

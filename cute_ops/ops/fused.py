@@ -16,12 +16,15 @@ from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig, Texts
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
-from cute_ops.ops.activation.config import THREADS, THREADS_OF_FIVE_STREAMS
 from cute_ops.ops.fused_rows import Rows, needs, others
+from cute_ops.ops.rows import row_of
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 KERNEL = "cute_ops.kernels.epilogue.select:fused"
 POINTWISE = vary(threads=(64, 128, 256, 512), unroll=(1, 2, 4))
+# Threads of a CTA. With five streams (three inputs, two outputs) CTAs are small: large ones drift apart over memory
+# pages.
+THREADS, THREADS_OF_FIVE_STREAMS = 256, 128
 # What a sum over rows of elements is divided into: the CTAs that share it.
 PARTS = 64
 CASES = (Case("odd", {"m": (3, 5), "n": 999}), Case("aligned", {"m": (64,), "n": 4096}))
@@ -35,6 +38,8 @@ def fused(
     outputs: Sequence[str] = (),
     attrs: Mapping[str, Any] | None = None,
     cases: tuple[Case, ...] = CASES,
+    doc: str = "",
+    grad_doc: str = "",
 ) -> Op:
     """The op of a function, with a kernel that computes all of it in one pass, and a gradient.
 
@@ -54,49 +59,40 @@ def fused(
         outputs: their names, by default ``out``, or ``out0``, ``out1``, ...
         attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
         cases: named problems.
+        doc: the op's docstring, the function's by default.
+        grad_doc: the gradient's docstring.
 
     Raises:
         TraceError: the function does what an expression cannot say.
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
-    name = name or function.__name__
-    defaults = defaults_of(attrs or {})
-    made = _Fused(name, function, operands, outputs, defaults)
-    first = made.backward(defaults)
-    inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
-    results = {out: Tensor(shape, "T") for out, shape in made.outputs.items()}
-    cotangents = {f"d{out}": tensor for out, tensor in results.items()}
-    # With other attributes a gradient may read other operands.
-    needed = operands.keys() if attrs else set(first.reads)
-    saved = {key: tensor._replace(unread=key not in needed) for key, tensor in inputs.items()}
-
-    def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
-        return made.reference(xp, arrays, attrs)
-
-    def reference_bwd(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
-        return made.reference_bwd(xp, arrays, attrs)
-
-    # Where the op is declared.
-    reference.__module__ = reference_bwd.__module__ = function.__module__
-    by_rows = made.forward(defaults).by_rows
-    counts = any(node.word == "n" for node in (*made.forward(defaults).expression.nodes, *first.expression.nodes))
-    alone = by_rows or any("2n" in shape for shape in operands.values())
-    common: dict[str, Any] = {
-        "dtypes": {tensor.dtype: FLOATS for tensor in inputs.values()}, "attrs": attrs, "cases": cases,
-        "static": ("n",) if counts and not by_rows else WhileFew("n"), "kernel": KERNEL,
-        "sharding": Sharding(parallel=() if alone else ("n",)),
-    }  # fmt: skip
+    made = _Fused(name or function.__name__, function, operands, outputs, attrs, cases)
     gradient = Op(
-        f"{name}_bwd", inputs=saved | cotangents, outputs={f"d{key}": tensor for key, tensor in inputs.items()},
-        reference=reference_bwd, doc=f"Gradient of :func:`{name}`.",
-        tuning=Tuning(
-            lambda problem: made.backward(problem.attrs).config(problem), space_of(made.backward), made.workspace
-        ), **common,
+        f"{made.name}_bwd", inputs=made.grad_inputs, outputs=made.gradients,
+        doc=grad_doc or f"Gradient of :func:`{made.name}`.", reference=made.reference_of(made.reference_bwd),
+        tuning=made.tuning(made.backward, made.workspace), **made.common,
     )  # fmt: skip
     return Op(
-        name, inputs=inputs, outputs=results, reference=reference, grad=gradient,
-        tuning=Tuning(lambda problem: made.forward(problem.attrs).config(problem), space_of(made.forward)),
-        doc=inspect.getdoc(function) or f"``{name}`` in one pass.", **common,
+        made.name, inputs=made.inputs, outputs=made.results, grad=gradient,
+        doc=doc or inspect.getdoc(function) or f"``{made.name}`` in one pass.",
+        reference=made.reference_of(made.reference), tuning=made.tuning(made.forward), **made.common,
+    )  # fmt: skip
+
+
+def fused_again(
+    function: Callable[..., Any], *, operands: Mapping[str, str], name: str, cases: tuple[Case, ...], doc: str
+) -> Op:
+    """The op of a function's gradients and of its outputs again, for a backward that needs both; it has no gradient.
+    Takes what :func:`fused` does.
+    """
+    made = _Fused(name, function, operands, (), None, cases)
+
+    def both(xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+        return *made.reference_bwd(xp, arrays, attrs), *made.reference(xp, arrays[: len(operands)], attrs)
+
+    return Op(
+        name, inputs=made.grad_inputs, outputs=made.gradients | made.results, doc=doc,
+        reference=made.reference_of(both), tuning=made.tuning(made.again), **made.common,
     )  # fmt: skip
 
 
@@ -142,13 +138,15 @@ class Formula(NamedTuple):
     tile: str
 
     def config(self, problem: Problem) -> FusedConfig | FusedRowConfig:
-        """Of elements one vector per thread, as of :func:`cute_ops.ops.activation.config.pointwise`."""
+        """Of elements one vector per thread. Vectors of 4-byte elements have half as many, so a CTA has twice the
+        threads; not of packed rows, whose CTAs are small also where halves do not start on a vector.
+        """
+        rows = self.rows
         if self.by_rows:
-            return self.rows.config(problem)
-        read = [1 + o.packed for o in self.expression.operands if o.kind.rows and o.kind.columns]
-        threads = THREADS_OF_FIVE_STREAMS if sum(read) + len(self.writes) >= 5 else THREADS
-        wide = ITEMSIZE[problem.dtypes[self.tile]] == 4
-        return FusedConfig(threads * (2 if wide else 1), 1, *self._texts)
+            return rows.config(problem)
+        small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
+        wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
+        return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, *self._texts)
 
     @property
     def rows(self) -> Rows:
@@ -169,14 +167,15 @@ class Formula(NamedTuple):
 
 
 class _Fused:
-    """A function, traced once for each combination of attributes."""
+    """A function, traced once for each combination of attributes, and what its declarations consist of."""
 
     def __init__(
         self, name: str, function: Callable[..., Any], operands: Mapping[str, str], outputs: Sequence[str],
-        defaults: Mapping[str, Any],
+        attrs: Mapping[str, Any] | None, cases: tuple[Case, ...],
     ) -> None:  # fmt: skip
         self.name, self.function, self.operands = name, function, dict(operands)
         self._forward, self._backward = cache(self._traced), cache(self._differentiated)
+        defaults = defaults_of(attrs or {})
         kinds = trace(function, operands, defaults).output_kinds
         names = tuple(outputs) or (("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds))))
         # Tiles or, of values without columns, column vectors.
@@ -187,7 +186,21 @@ class _Fused:
         if not any(map(_is_tile, operands.values())):
             self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
         self.tile = next(key for key, shape in operands.items() if _is_tile(shape))
-        self.forward(defaults)
+        forward, backward = self.forward(defaults), self.backward(defaults)
+        self.inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
+        self.results = {out: Tensor(shape, "T") for out, shape in self.outputs.items()}
+        self.gradients = {f"d{key}": tensor for key, tensor in self.inputs.items()}
+        # With other attributes a gradient may read other operands.
+        needed = operands.keys() if attrs else set(backward.reads)
+        self.grad_inputs = {key: tensor._replace(unread=key not in needed) for key, tensor in self.inputs.items()}
+        self.grad_inputs |= {f"d{out}": tensor for out, tensor in self.results.items()}
+        counts = any(node.word == "n" for each in (forward, backward) for node in each.expression.nodes)
+        alone = forward.by_rows or any("2n" in shape for shape in operands.values())
+        self.common: dict[str, Any] = {
+            "dtypes": {tensor.dtype: FLOATS for tensor in self.inputs.values()}, "attrs": attrs, "cases": cases,
+            "static": ("n",) if counts and not forward.by_rows else WhileFew("n"), "kernel": KERNEL,
+            "sharding": Sharding(parallel=() if alone else ("n",)),
+        }  # fmt: skip
 
     def _refuse(self, why: str) -> NoReturn:
         raise ValueError(f"cute_ops.fused: {self.name} cannot be fused: {why}")
@@ -199,6 +212,23 @@ class _Fused:
     def backward(self, attrs: Mapping[str, Any]) -> Formula:
         """Terms of the gradients of all operands."""
         return self._backward(tuple(attrs.items()))
+
+    def again(self, attrs: Mapping[str, Any]) -> Formula:
+        """Those, and the function itself."""
+        return self._backward(tuple(attrs.items()), again=True)
+
+    def tuning(self, formula: Callable[[Mapping[str, Any]], Formula], workspace: Any = None) -> Tuning:
+        """Of the kernel that computes a formula."""
+        return Tuning(lambda problem: formula(problem.attrs).config(problem), space_of(formula), workspace)
+
+    def reference_of(self, computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, ...]]) -> Any:
+        """As declarations have it."""
+
+        def reference(xp: Any, *arrays: Any, **attrs: Any) -> tuple[Any, ...]:
+            return computed(xp, arrays, attrs)
+
+        reference.__module__ = self.function.__module__  # where the op is declared
+        return reference
 
     def _traced(self, attrs: tuple[tuple[str, Any], ...]) -> Formula:
         expression = trace(self.function, self.operands, dict(attrs))
@@ -213,9 +243,9 @@ class _Fused:
         kinds = "".join(str(SHAPES[shape]) for shape in self.outputs.values())
         return Formula(expression, by_rows, tuple(self.operands), tuple(self.outputs), kinds, self.tile)
 
-    def _differentiated(self, attrs: tuple[tuple[str, Any], ...]) -> Formula:
+    def _differentiated(self, attrs: tuple[tuple[str, Any], ...], again: bool = False) -> Formula:
         forward = self._forward(attrs)
-        found = differentiate(forward.expression, sum_columns=forward.by_rows)
+        found = differentiate(forward.expression, sum_columns=forward.by_rows, again=again)
         tensors, cotangents = [*self.operands], [f"d{out}" for out in self.outputs]
 
         def source(each: Source) -> str:
@@ -223,6 +253,8 @@ class _Fused:
 
         writes = tuple(f"d{tensors[part.operand]}{part.half}" for part in found.parts)
         kinds = "".join(str(SHAPES[self.operands[tensors[part.operand]]].kind) for part in found.parts)
+        if again:
+            writes, kinds = writes + forward.writes, kinds + forward.kinds
         reads = tuple(map(source, found.sources))
         return Formula(found.expression, forward.by_rows, reads, writes, kinds, self.tile)
 

@@ -443,6 +443,14 @@ def test_a_saved_output_that_does_not_help_is_not_read(function: Callable[..., A
     assert {s.role for s in differentiate(trace(function, TILES), saved=[0, 1]).sources} == {"operand", "cotangent"}
 
 
+def test_a_derivative_may_compute_the_outputs_again() -> None:
+    found = differentiate(trace(lambda xp, x, y: (x * y, x + y), TILES), again=True)
+    assert text_of(found.expression) == (
+        "e1(t,t,t,t) multiply 1 2; add 3 4; multiply 0 2; add 3 6; multiply 0 1; add 0 1 -> 5 7 8 9"
+    )
+    assert [part.operand for part in found.parts] == [0, 1]
+
+
 def test_an_operand_without_influence_has_a_gradient_of_zero() -> None:
     found = differentiate(trace(lambda xp, x, y: xp.floor(x) + 2 * y, TILES))
     assert text_of(found.expression) == "e1(t) multiply 0 2.0 -> 0.0 1"

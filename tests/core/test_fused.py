@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from cute_ops import FLOATS, Array, Op, fused
+from cute_ops import ops as ours
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
 from cute_ops.expressions import TraceError
@@ -41,6 +42,32 @@ def test_the_declaration_follows_from_the_function() -> None:
         " -> dx: T[*m n], dscale: T_scale[*m 1], dshift: T_shift[]"
     )
     assert op.doc == "A scaled tile, and its tanh."
+
+
+def test_docstrings_may_be_given() -> None:
+    def double(xp: Any, x: Any) -> Any:
+        """The function's own."""
+        return 2 * x
+
+    own = fused(double, operands={"x": TILE})
+    given = fused(double, operands={"x": TILE}, doc="The op's.", grad_doc="Its gradient's.")
+    assert [own.doc, own.grad.doc] == ["The function's own.", "Gradient of :func:`double`."]
+    assert [given.doc, given.grad.doc] == ["The op's.", "Its gradient's."]
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "dtype", "threads"),
+    [
+        ("silu", 4096, "bfloat16", 256), ("silu", 4096, "float32", 512), ("silu_mul_bwd", 4096, "bfloat16", 128),
+        ("silu_mul_bwd", 4097, "float32", 256), ("swiglu", 4096, "bfloat16", 256), ("swiglu", 4096, "float32", 256),
+        ("swiglu", 4097, "bfloat16", 128), ("swiglu_bwd", 4096, "float32", 128), ("swiglu_again", 64, "bfloat16", 128),
+    ],
+)  # fmt: skip
+def test_threads_follow_from_streams_and_alignment(name: str, n: int, dtype: str, threads: int) -> None:
+    op = next(o for op in (*ours.OPS, *ours.PARTS) for o in (op, *op.steps) if o.name == name)
+    dims = op.example((64,), n)
+    arrays = {key: Array(t.of(dims), dtype) for key, t in op.inputs.items()}
+    assert choose(bind(op, arrays), {}, parse("sm_90a")).variant.tile["threads"] == threads
 
 
 def test_a_gradient_keeps_what_it_reads() -> None:

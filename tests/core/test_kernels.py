@@ -28,7 +28,7 @@ from cute_ops.jit.layout import Memory, compact
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.ops import OPS, PARTS, add_rmsnorm, append_kv, rmsnorm
-from cute_ops.ops.activation.config import SPACE as POINTWISE
+from cute_ops.ops.fused import KERNEL as FUSED
 from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
 
@@ -153,7 +153,7 @@ class Wanted(NamedTuple):
 
 # In one of two dtypes, in turn.
 ALIGNED = [Wanted(op, ("bfloat16", "float32")[i % 2], 4096) for i, op in enumerate(ALL)]
-POINTWISE_LOADS = [Wanted(op, "bfloat16", 4096) for op in ALL if op.space is POINTWISE or op.name == "adamw"]
+POINTWISE_LOADS = [Wanted(op, "bfloat16", 4096) for op in ALL if op.kernel == FUSED or op.name == "adamw"]
 ANYWHERE = [
     Wanted(op, "bfloat16", 4097, tuple(attrs.items()))
     for op in ALL if op.name in ("swiglu", "geglu_bwd", "quantize_fp8", "rmsnorm_fp8", "add_rmsnorm_fp8")

@@ -8,7 +8,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float8E4M3FN, Float16, Float32
 
-from cute_ops.kernels.lib.activation import LOG2_E, TAIL, TAIL_SCALE, gelu_tanh, sigmoid, silu
+from cute_ops.kernels.lib.activation import LOG2_E, gelu_tanh, ndtr, sigmoid, silu
 
 ROUNDS_TO = {"float16": Float16, "bfloat16": BFloat16, "float8_e4m3fn": Float8E4M3FN}
 
@@ -31,18 +31,6 @@ def exp2(x):
 
 def softplus(x):
     return relu(x) + cute.math.log1p(cute.math.exp(cute.math.absf(x) * -1.0))
-
-
-def ndtr(x):
-    """The normal distribution's cdf, by its tail as in :func:`cute_ops.kernels.lib.activation.gelu_exact`. Its
-    exponential is written as derivatives write the density, so that both are computed once.
-    """
-    t = cute.arch.rcp_approx(cute.math.absf(x) * TAIL_SCALE + 1.0)
-    q = t * TAIL[-1] + TAIL[-2]
-    for c in reversed(TAIL[:-2]):
-        q = q * t + c
-    tail = q * t * cute.math.exp(x * x * -0.5)
-    return where(x < 0.0, tail, 1.0 - tail)
 
 
 def relu(x):
@@ -93,7 +81,7 @@ DEVICE = {
     "relu": relu,
     "silu": lambda x: silu(x)[0],
     "gelu": lambda x: x * ndtr(x),
-    "gelu_tanh": lambda x: gelu_tanh(x)[0],
+    "gelu_tanh": gelu_tanh,
     "minimum": minimum,
     "maximum": maximum,
     "clip": clip,

@@ -1,16 +1,13 @@
-"""GELU-gated product, the pointwise half of GEGLU: declaration, reference maths, cases."""
+"""GELU-gated product, the pointwise half of GEGLU: expression, cases."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
+from cute_ops.op import Case
 from cute_ops.ops import docs
-from cute_ops.ops.activation.config import SPACE, pointwise
-from cute_ops.ops.activation.maths import gelu
-from cute_ops.shapes import FLOATS
+from cute_ops.ops.activation.maths import APPROXIMATE, gelu
+from cute_ops.ops.fused import fused
 
 CASES = (
     Case("one-row", {"m": (), "n": 2304}),
@@ -20,41 +17,17 @@ CASES = (
 )
 
 
-def reference(xp: Any, gate: Any, up: Any, *, approximate: str) -> Any:
-    g, u = widen(xp, gate, up)
-    return xp.astype(gelu(xp, g, approximate)[0] * u, gate.dtype)
+def gated(xp: Any, gate: Any, up: Any, *, approximate: str) -> Any:
+    return gelu(xp, gate, approximate) * up
 
 
-def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any, *, approximate: str) -> tuple[Any, Any]:
-    g, u, dy = widen(xp, gate, up, dout)
-    y, slope = gelu(xp, g, approximate)
-    return xp.astype(dy * u * slope, gate.dtype), xp.astype(dy * y, up.dtype)
-
-
-ROWS = Tensor("*m n", "T")
-COMMON: dict[str, Any] = {
-    "dtypes": {"T": FLOATS}, "attrs": {"approximate": OneOf("tanh", "none")}, "sharding": Sharding(parallel=("n",)),
-    "tuning": Tuning(pointwise, space=SPACE), "cases": CASES,
-}  # fmt: skip
-
-gelu_mul_bwd = Op(
-    "gelu_mul_bwd",
-    inputs={"gate": ROWS, "up": ROWS, "dout": ROWS},
-    outputs={"dgate": ROWS, "dup": ROWS},
-    **COMMON,
-    reference=reference_bwd,
-    kernel="cute_ops.kernels.activation.gelu_mul:GeluMulBackward",
-    doc="""Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.""",
-)
-
-gelu_mul = Op(
-    "gelu_mul",
-    inputs={"gate": ROWS, "up": ROWS},
-    outputs={"out": ROWS},
-    **COMMON,
-    reference=reference,
-    kernel="cute_ops.kernels.activation.gelu_mul:GeluMul",
-    grad=gelu_mul_bwd,
+gelu_mul = fused(
+    gated,
+    name="gelu_mul",
+    operands={"gate": "*m n", "up": "*m n"},
+    attrs=APPROXIMATE,
+    cases=CASES,
+    grad_doc="Gradients of :func:`gelu_mul`: ``dgate = dout * up * gelu'(gate)``, ``dup = dout * gelu(gate)``.",
     doc=f"""GELU of the gate times up: the pointwise half of GEGLU.
 
     ``out = gelu(gate) * up``

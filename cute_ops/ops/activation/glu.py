@@ -1,20 +1,14 @@
-"""SwiGLU and GEGLU of packed halves, as a fused gate-up projection leaves them: declarations, maths, cases."""
+"""SwiGLU and GEGLU of packed halves, as a fused gate-up projection leaves them: expressions, cases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, OneOf, Op, Tensor
-from cute_ops.ops.activation.config import SPACE, packed
-from cute_ops.ops.activation.maths import gelu, silu
-from cute_ops.shapes import FLOATS
+from cute_ops.op import Case
+from cute_ops.ops.activation.maths import APPROXIMATE, gelu, halves
+from cute_ops.ops.fused import fused, fused_again
 
-X, OUT = Tensor("*m 2n", "T"), Tensor("*m n", "T")
-COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS}, "tuning": Tuning(packed, space=SPACE)}
+X = {"x": "*m 2n"}
 SWIGLU_CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
     Case("odd", {"m": (37,), "n": 4097}),
@@ -44,68 +38,39 @@ _DOC = """{what}
     """
 
 
-def _halves(x: Any) -> tuple[Any, Any]:
-    n = x.shape[-1] // 2
-    return x[..., :n], x[..., n:]
+def _swiglu(xp: Any, x: Any) -> Any:
+    gate, up = halves(x)
+    return xp.silu(gate) * up
 
 
-def _gated(activation: Callable[..., Any], xp: Any, x: Any, **attrs: Any) -> Any:
-    gate, up = _halves(widen(xp, x)[0])
-    return xp.astype(activation(xp, gate, **attrs)[0] * up, x.dtype)
+def _geglu(xp: Any, x: Any, *, approximate: str) -> Any:
+    gate, up = halves(x)
+    return gelu(xp, gate, approximate) * up
 
 
-def _gated_bwd(activation: Callable[..., Any], xp: Any, x: Any, dout: Any, **attrs: Any) -> tuple[Any]:
-    wide, dy = widen(xp, x, dout)
-    gate, up = _halves(wide)
-    y, slope = activation(xp, gate, **attrs)
-    return (xp.astype(xp.concat([dy * up * slope, dy * y], axis=-1), x.dtype),)
-
-
-def _swiglu_again(xp: Any, x: Any, dout: Any) -> tuple[Any, Any]:
-    return *_gated_bwd(silu, xp, x, dout), _gated(silu, xp, x)
-
-
-def _declare(
-    name: str, activation: Callable[..., Any], attrs: dict[str, Any], cases: tuple[Case, ...], kernel: str, doc: str
-) -> Op:  # fmt: skip
-    """An activation of gate, times up, and its gradient."""
-    kernel = f"cute_ops.kernels.activation.glu:{kernel}"
-    common = {**COMMON, "attrs": attrs, "cases": cases}
-    backward = Op(
-        f"{name}_bwd", inputs={"x": X, "dout": OUT}, outputs={"dx": X}, reference=partial(_gated_bwd, activation),
-        kernel=f"{kernel}Backward", doc=f"Gradient of :func:`{name}`: those of gate and up side by side, as in x.",
-        **common,
-    )  # fmt: skip
-    return Op(
-        name, inputs={"x": X}, outputs={"out": OUT}, reference=partial(_gated, activation), kernel=kernel,
-        grad=backward, doc=doc, **common,
-    )  # fmt: skip
-
-
-swiglu = _declare(
-    "swiglu", silu, {}, SWIGLU_CASES, "SwiGLU",
-    _DOC.format(
+swiglu = fused(
+    _swiglu, name="swiglu", operands=X, cases=SWIGLU_CASES,
+    grad_doc="Gradient of :func:`swiglu`: those of gate and up side by side, as in x.",
+    doc=_DOC.format(
         what="SiLU of the first half of each row times the second.", formula="gate * sigmoid(gate) * up",
         attributes="", errors="",
     ),
 )  # fmt: skip
 
-geglu = _declare(
-    "geglu", gelu, {"approximate": OneOf("tanh", "none")}, GEGLU_CASES, "GEGLU",
-    _DOC.format(
+geglu = fused(
+    _geglu, name="geglu", operands=X, attrs=APPROXIMATE, cases=GEGLU_CASES,
+    grad_doc="Gradient of :func:`geglu`: those of gate and up side by side, as in x.",
+    doc=_DOC.format(
         what="GELU of the first half of each row times the second.", formula="gelu(gate) * up",
         attributes="\n        approximate: ``tanh``, or ``none`` for the error function, as :func:`gelu`.",
         errors=", another ``approximate``",
     ),
 )  # fmt: skip
 
-swiglu_again = Op(
-    "swiglu_again",
-    inputs={"x": X, "dout": OUT},
-    outputs={"dx": X, "out": OUT},
-    **COMMON,
-    reference=_swiglu_again,
-    kernel="cute_ops.kernels.activation.glu:SwiGLUAgain",
+swiglu_again = fused_again(
+    _swiglu,
+    name="swiglu_again",
+    operands=X,
     cases=SWIGLU_CASES,
     doc="""Gradient of :func:`swiglu`, and its output again.
 

@@ -1,16 +1,12 @@
-"""SiLU-gated product, the pointwise half of SwiGLU: declaration, reference maths, cases."""
+"""SiLU-gated product, the pointwise half of SwiGLU: expression, cases."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, Op, Sharding, Tensor
+from cute_ops.op import Case
 from cute_ops.ops import docs
-from cute_ops.ops.activation.config import SPACE, pointwise
-from cute_ops.ops.activation.maths import silu
-from cute_ops.shapes import FLOATS
+from cute_ops.ops.fused import fused
 
 CASES = (
     Case("one-element", {"m": (1,), "n": 1}),
@@ -23,44 +19,19 @@ CASES = (
 )
 
 
-def reference(xp: Any, gate: Any, up: Any) -> Any:
-    g, u = widen(xp, gate, up)
-    return xp.astype(silu(xp, g)[0] * u, gate.dtype)
+def gated(xp: Any, gate: Any, up: Any) -> Any:
+    return xp.silu(gate) * up
 
 
-def reference_bwd(xp: Any, gate: Any, up: Any, dout: Any) -> tuple[Any, Any]:
-    g, u, dy = widen(xp, gate, up, dout)
-    y, slope = silu(xp, g)
-    return xp.astype(dy * u * slope, gate.dtype), xp.astype(dy * y, up.dtype)
-
-
-ROWS = Tensor("*m n", "T")
-COMMON: dict[str, Any] = {
-    "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "tuning": Tuning(pointwise, space=SPACE),
-    "cases": CASES,
-}  # fmt: skip
-
-silu_mul_bwd = Op(
-    "silu_mul_bwd",
-    inputs={"gate": ROWS, "up": ROWS, "dout": ROWS},
-    outputs={"dgate": ROWS, "dup": ROWS},
-    **COMMON,
-    reference=reference_bwd,
-    kernel="cute_ops.kernels.activation.silu_mul:SiluMulBackward",
-    doc="""Gradients of :func:`silu_mul`.
+silu_mul = fused(
+    gated,
+    name="silu_mul",
+    operands={"gate": "*m n", "up": "*m n"},
+    cases=CASES,
+    grad_doc="""Gradients of :func:`silu_mul`.
 
     With ``s = sigmoid(gate)``: ``dgate = dout * up * s * (1 + gate * (1 - s))``, ``dup = dout * gate * s``.
     """,
-)
-
-silu_mul = Op(
-    "silu_mul",
-    inputs={"gate": ROWS, "up": ROWS},
-    outputs={"out": ROWS},
-    **COMMON,
-    reference=reference,
-    kernel="cute_ops.kernels.activation.silu_mul:SiluMul",
-    grad=silu_mul_bwd,
     doc=f"""SiLU of the gate times up: the pointwise half of SwiGLU.
 
     ``out = gate * sigmoid(gate) * up``

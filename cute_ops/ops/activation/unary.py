@@ -1,17 +1,14 @@
-"""SiLU, GELU and squared ReLU alone: declarations, reference maths, cases."""
+"""SiLU, GELU and squared ReLU alone: expressions, cases."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from cute_ops.array_api import widen
-from cute_ops.config import Tuning
-from cute_ops.op import Case, OneOf, Op, Sharding, Tensor
+from cute_ops.op import Case
 from cute_ops.ops.activation import maths
-from cute_ops.ops.activation.config import SPACE, pointwise
-from cute_ops.shapes import FLOATS
+from cute_ops.ops.fused import fused
 
+X = {"x": "*m n"}
 GPT2 = Case("gpt2", {"m": (2, 33), "n": 3072})
 CASES = (Case("odd", {"m": (37,), "n": 4097}), GPT2, Case("longest", {"m": (3,), "n": 262144}))
 GELU_CASES = (*CASES, Case("bert-large", {"m": (67,), "n": 4096}, attrs={"approximate": "none"}))
@@ -34,60 +31,43 @@ _DOC = """{what}
     """
 
 
-def _declare(
-    name: str, activation: Callable[..., Any], attrs: dict[str, Any], cases: tuple[Case, ...], doc: str, derivative: str
-) -> Op:
-    """An activation and its gradient."""
-
-    def reference(xp: Any, x: Any, **attrs: Any) -> Any:
-        (wide,) = widen(xp, x)
-        return xp.astype(activation(xp, wide, **attrs)[0], x.dtype)
-
-    def reference_bwd(xp: Any, x: Any, dout: Any, **attrs: Any) -> tuple[Any]:
-        wide, dy = widen(xp, x, dout)
-        return (xp.astype(dy * activation(xp, wide, **attrs)[1], x.dtype),)
-
-    kernel = f"cute_ops.kernels.activation.unary:{name.capitalize()}"
-    rows = Tensor("*m n", "T")
-    common: dict[str, Any] = {
-        "dtypes": {"T": FLOATS}, "sharding": Sharding(parallel=("n",)), "attrs": attrs,
-        "tuning": Tuning(pointwise, space=SPACE), "cases": cases,
-    }  # fmt: skip
-    backward = Op(
-        f"{name}_bwd", inputs={"x": rows, "dout": rows}, outputs={"dx": rows}, reference=reference_bwd,
-        kernel=f"{kernel}Backward", doc=f"Gradient of :func:`{name}`: ``dx = dout * {derivative}``.", **common,
-    )  # fmt: skip
-    return Op(
-        name, inputs={"x": rows}, outputs={"out": rows}, reference=reference, kernel=kernel, grad=backward, doc=doc,
-        **common,
-    )  # fmt: skip
+def _silu(xp: Any, x: Any) -> Any:
+    return xp.silu(x)
 
 
-silu = _declare(
-    "silu", maths.silu, {}, CASES,
-    _DOC.format(
+def _gelu(xp: Any, x: Any, *, approximate: str) -> Any:
+    return maths.gelu(xp, x, approximate)
+
+
+def _relu2(xp: Any, x: Any) -> Any:
+    return xp.relu(x) ** 2
+
+
+silu = fused(
+    _silu, name="silu", operands=X, cases=CASES,
+    doc=_DOC.format(
         what="Sigmoid linear unit, also called swish.", formula="x * sigmoid(x)", attributes="", errors="",
         source="Elfwing, Uchibe and Doya, Sigmoid-Weighted Linear Units, 2017.",
     ),
-    "(s + x * s * (1 - s))`` with ``s = sigmoid(x)",
+    grad_doc="Gradient of :func:`silu`: ``dx = dout * (s + x * s * (1 - s))`` with ``s = sigmoid(x)``.",
 )  # fmt: skip
 
-gelu = _declare(
-    "gelu", maths.gelu, {"approximate": OneOf("tanh", "none")}, GELU_CASES,
-    _DOC.format(
+gelu = fused(
+    _gelu, name="gelu", operands=X, attrs=maths.APPROXIMATE, cases=GELU_CASES,
+    doc=_DOC.format(
         what="Gaussian error linear unit.",
         formula="x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x^3))) / 2``, or ``x * (1 + erf(x / sqrt(2))) / 2",
         attributes="\n        approximate: ``tanh`` for the first formula, ``none`` for the second.",
         errors=", another ``approximate``", source="Hendrycks and Gimpel, Gaussian Error Linear Units, 2016.",
     ),
-    "gelu'(x)",
+    grad_doc="Gradient of :func:`gelu`: ``dx = dout * gelu'(x)``.",
 )  # fmt: skip
 
-relu2 = _declare(
-    "relu2", maths.relu2, {}, CASES,
-    _DOC.format(
+relu2 = fused(
+    _relu2, name="relu2", operands=X, cases=CASES,
+    doc=_DOC.format(
         what="Squared rectified linear unit.", formula="max(x, 0)^2", attributes="", errors="",
         source="So et al., Primer: Searching for Efficient Transformers, 2021.",
     ),
-    "2 * max(x, 0)",
+    grad_doc="Gradient of :func:`relu2`: ``dx = dout * 2 * max(x, 0)``.",
 )  # fmt: skip

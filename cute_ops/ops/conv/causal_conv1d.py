@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from cute_ops.array_api import widen
+from cute_ops.array_api import sigmoid, widen
 from cute_ops.config import Tuning
 from cute_ops.op import Case, OneOf, Op, Sharding, Tensor, WhileFew
-from cute_ops.ops.activation.maths import silu
 from cute_ops.ops.conv import config
 from cute_ops.ops.norm.rmsnorm import sum_rows
 from cute_ops.shapes import FLOATS
@@ -52,6 +51,12 @@ def _convolved(padded: Any, weight: Any, bias: Any) -> Any:
     return sum(terms[1:], terms[0] if bias is None else terms[0] + bias)
 
 
+def _silu(xp: Any, x: Any) -> tuple[Any, Any]:
+    """The value and the derivative."""
+    s = sigmoid(xp, x)
+    return x * s, s + x * s * (1 - s)
+
+
 def reference(
     xp: Any, x: Any, weight: Any, bias: Any = None, initial_state: Any = None, *, activation: str
 ) -> tuple[Any, Any]:
@@ -60,7 +65,7 @@ def reference(
     wide, w, b = widen(xp, padded, weight, bias)
     out = _convolved(wide, w, b)
     if activation == "silu":
-        out, _ = silu(xp, out)
+        out, _ = _silu(xp, out)
     return xp.astype(out, x.dtype), xp.astype(padded[..., 1 - width :, :], x.dtype)
 
 
@@ -71,7 +76,7 @@ def reference_bwd(
     width = weight.shape[-1]
     padded, w, b, d, df = widen(xp, _padded(xp, x, initial_state, width), weight, bias, dout, dfinal_state)
     if activation == "silu":
-        d = d * silu(xp, _convolved(padded, w, b))[1]
+        d = d * _silu(xp, _convolved(padded, w, b))[1]
     # The gradient of a padded input is the sum over the outputs that it reaches, each by its tap.
     zeros = xp.zeros_like(padded[..., : width - 1, :])
     reached = _taps(xp.concat([zeros, d, zeros], axis=-2), width)
