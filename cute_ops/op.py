@@ -308,6 +308,9 @@ class Program(NamedTuple):
             - ``classes_of(index, count)``: such indices as int32, ``count`` in place of those out of range
             - ``sort(keys) -> (keys, order)``: stable
             - ``ends(keys, count)``: int32, how many of sorted keys are up to each of ``range(count)``
+            - ``product(a, b, dtype=None)``: ``a @ b`` of a matrix ``b``, with sums in float32, rounded once to this or
+              their own dtype
+            - ``add_product(total, a, b)``: ``total + a @ b`` of matrices, rounded to the dtype of ``total``
         ops: those that it calls. If there are none, XLA sees the framework's functions, and may shard and fuse them.
     """
 
@@ -320,8 +323,7 @@ class Instead(NamedTuple):
     gives the same but for rounding.
 
     Args:
-        program: the program. ``xp`` has ``product(a, b, dtype=None)``, too: ``a @ b`` of a matrix ``b``, with sums in
-            float32, rounded once to this dtype or to that of both.
+        program: the program; it returns the new values of inputs that the op mutates, too.
         when: ``when(problem)``: whether it runs where the attribute ``fused`` is ``"auto"``. With ``"always"`` the
             kernel runs, with ``"never"`` the program, also on a CPU. No kernel depends on this attribute, which must be
             declared as ``FUSED``.

@@ -36,3 +36,7 @@ def product(a: Array, b: Array, dtype: str | None = None) -> Array:
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     precision = "highest" if a.dtype == jnp.float32 and asked is None else None
     return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype or a.dtype)
+
+
+def add_product(total: Array, a: Array, b: Array) -> Array:
+    return (total.astype(jnp.float32) + product(a, b, "float32")).astype(total.dtype)

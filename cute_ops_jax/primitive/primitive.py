@@ -181,7 +181,7 @@ class Stage:
             return run(binding, arrays, inplace, transposed)
         given = lowering.by_name(binding, arrays)
         found = program.run(framework, partial(by_lowering, run), given, binding.attrs)
-        return list(slices.present({n: found[n] for n in self.op.outputs}).values())
+        return list(slices.present({n: found[n] for n in self.op.results}).values())
 
 
 class Composite(Stage):

@@ -39,3 +39,9 @@ def product(a: Tensor, b: Tensor, dtype: str | None = None) -> Tensor:
         return torch.matmul(a.to(wanted), b.to(wanted))
     out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=wanted)
     return out.reshape(*a.shape[:-1], b.shape[1])
+
+
+def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    if total.dtype == a.dtype:
+        return torch.addmm(total, a, b)
+    return (total + product(a, b, "float32")).to(total.dtype)

@@ -24,7 +24,7 @@ def run(program: Program, binding: Binding, tensors: Tensors) -> tuple[Any, ...]
     op = binding.op
     with torch._C._DisableAutocast():  # the declaration says which dtypes there are
         found = program.run(framework, _call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)
-    return tuple(found[name] for name in op.outputs)
+    return tuple(found[name] for name in op.results)
 
 
 def _call(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:

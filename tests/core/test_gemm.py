@@ -27,6 +27,7 @@ from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
+from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import Demand, choose, configs, cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import sass
@@ -274,6 +275,7 @@ def test_machine_code_without_tma(op: Op, arch: str, n: int, k: int, compiled: C
     [
         (linear, "sm_80", "bfloat16", (130, 132, 72)), (linear_float32, "sm_90a", "float16", (130, 133, 71)),
         (linear_dx, "sm_120a", "float16", (130, 70, 134)), (linear_dweight, "sm_80", "bfloat16", (72, 130, 132)),
+        (linear_dweight_add, "sm_80", "bfloat16", (72, 130, 132)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -297,6 +299,8 @@ def test_results_without_tma(
         (linear_float32, "cooperative", (256, 128), (1, 2), (260, 136, 200)),
         (linear_dx, "pingpong", (128, 128), (1, 1), (130, 72, 264)),
         (linear_dweight, "cooperative", (128, 256), (1, 1), (80, 136, 264)),
+        (linear_dweight_add, "cooperative", (128, 128), (1, 1), (80, 136, 264)),
+        (linear_dweight_add, "pingpong", (64, 128), (2, 1), (200, 264, 136)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -307,7 +311,8 @@ def test_results_with_tma(
     """What a CPU makes of the kernel's PTX: two persistent clusters, whose warps go in a random order."""
     given = integers(op, "bfloat16", sizes)
     (exact,) = testing.run_reference(op, given, {})
-    (out,) = on_cpu(op, given, "sm_90a", GemmConfig(form, *tile, 3, 2, *cluster)).values()
+    stages = {"store_stages": 2, "tile_stages": 2} if op.mutates else {}
+    (out,) = on_cpu(op, given, "sm_90a", GemmConfig(form, *tile, 3, 2, *cluster, **stages)).values()
     np.testing.assert_array_equal(out, exact)
 
 
@@ -323,9 +328,10 @@ def on_cpu(tmp_path: Path) -> Callable[..., dict[str, np.ndarray]]:
 
 def integers(op: Op, dtype: str, sizes: tuple[int, int, int]) -> dict[str, np.ndarray]:
     rng, dims = np.random.default_rng(0), {"m": sizes[:1], "n": sizes[1], "k": sizes[2]}
+    dtypes = {name: dtype if t.dtype == "T" else "float32" for name, t in op.inputs.items()}
     return {
-        name: rng.integers(-4, 5, t.of(dims)).astype(testing.numpy_dtype(dtype)) for name, t in op.inputs.items()
-    }  # fmt: skip
+        name: rng.integers(-4, 5, t.of(dims)).astype(testing.numpy_dtype(dtypes[name])) for name, t in op.inputs.items()
+    }
 
 
 def test_slots_that_subtiles_cannot_take_in_turn(compiled: Callable[[Variant], Path]) -> None:

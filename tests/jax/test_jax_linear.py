@@ -16,7 +16,8 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import Case, Op, testing
-from cute_ops.ops.gemm.linear import linear, linear_float32
+from cute_ops.ops.gemm.accumulate import linear_dweight_add
+from cute_ops.ops.gemm.linear import DOUT, X, linear, linear_float32
 from cute_ops_jax import register
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
@@ -179,3 +180,20 @@ def test_gated_mlp(save: str, transposed: bool) -> None:
             np.testing.assert_allclose(got.astype("float32"), gradient, rtol=0.03, atol=0.03 * np.abs(gradient).max())
     each = jax.vmap(run, (0, None, None))(*arrays)
     np.testing.assert_array_equal(each, run(*arrays))
+
+
+@pytest.mark.parametrize("fused", ["auto", "never"])
+def test_adding_to_a_total(fused: str) -> None:
+    add = partial(register(linear_dweight_add), fused=fused)
+    dout, x, total = (jnp.cos(jnp.arange(size * 8.0)).reshape(-1, 8) for size in (6, 6, 8))
+    half = [a.astype("float16") for a in (dout, x)]
+    step = jax.jit(lambda total: jax.lax.fori_loop(0, 3, lambda _, t: add(*half, t), total), donate_argnums=0)
+    wanted = total + 3 * half[0].astype("float32").T @ half[1].astype("float32")
+    np.testing.assert_allclose(step(total), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_adding_takes_the_memory_of_the_total(fake_kernels: Any) -> None:
+    shapes = [jax.ShapeDtypeStruct(t.of({"m": (512,), "n": 64, "k": 64}), "bfloat16") for t in (DOUT, X)]
+    total = jax.ShapeDtypeStruct((64, 64), "float32")
+    text = jax.jit(register(linear_dweight_add)).trace(*shapes, total).lower(lowering_platforms=("cuda",)).as_text()
+    assert "output_operand_alias" in text and "stablehlo.dot_general" not in text

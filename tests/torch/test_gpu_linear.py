@@ -26,6 +26,7 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops.gemm import config as gemm_config
+from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import CLUSTERS, TILES, Demand, configs, without_tma
 from cute_ops.ops.gemm.linear import HALVES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import gradient
@@ -527,3 +528,25 @@ def test_the_product_of_the_framework(op: Op, dtype: torch.dtype, sizes: tuple[i
     for ours, theirs in zip(*found, strict=True):
         limit = rounding * max(1.0, ours.abs().max().item())
         torch.testing.assert_close(theirs.double(), ours.double(), rtol=rounding, atol=limit)
+
+
+# --- weight gradients that are added up ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", ["always", "never"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (67, 130, 17), (300, 520, 264), (8192, 4096, 2048)], ids=str)
+def test_adding_to_a_total(sizes: tuple[int, int, int], dtype: torch.dtype, fused: str) -> None:
+    """In place: what is stored was read before. Sums of integers are exact in float32."""
+    m, n, k = sizes
+    dout, x = operands(linear_dweight, m, n, k)
+    total = torch.randint(-INTEGERS, INTEGERS + 1, (n, k), device=DEVICE).to(dtype)
+    exact = total.double()
+    for _ in range(3):
+        exact = (exact + expected(linear_dweight, [dout, x])).to(dtype).double()
+        cute_ops_torch.register(linear_dweight_add)(dout, x, total, fused=fused)
+    finish(f"adding {sizes}")
+    if fused == "always":
+        assert torch.equal(total.double(), exact)
+    else:  # torch.addmm may round once more
+        torch.testing.assert_close(total.double(), exact, rtol=2.0**-6, atol=2.0**-6 * exact.abs().max().item())

@@ -16,6 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_ops_torch
 from cute_ops import Case, Op, testing
 from cute_ops.expressions import TraceError
+
+
+from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.library.tensors import bind_tensors
@@ -486,3 +489,39 @@ def test_a_gated_mlp_is_a_good_citizen() -> None:
         cute_ops_torch.gated_mlp(*tensors, save="h")
     with pytest.raises(ValueError, match=r"argument `w_down` has n=32, but n=33"):
         cute_ops_torch.gated_mlp(*tensors[:2], tensors[2][:, :32])
+
+
+# --- weight gradients that are added up ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", ["auto", "never"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("m", [(2, 3), (0,)], ids=str)
+def test_adding_to_a_total(fused: str, dtype: torch.dtype, m: tuple[int, ...]) -> None:
+    add = cute_ops_torch.register(linear_dweight_add)
+    dout, x, total = torch.randn(*m, 16).half(), torch.randn(*m, 8).half(), torch.randn(16, 8).to(dtype)
+    exact, version = total.double(), total._version
+    for _ in range(3):
+        exact += dout.flatten(0, -2).double().T @ x.flatten(0, -2).double()
+        assert add(dout, x, total, fused=fused) is None
+    assert total._version > version
+    tolerance = 1e-5 if dtype is torch.float32 else 8e-3
+    torch.testing.assert_close(total.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_adding_in_a_graph() -> None:
+    torch._dynamo.reset()
+    add = cute_ops_torch.register(linear_dweight_add)
+    dout, x, total = torch.randn(6, 16).half(), torch.randn(6, 8).half(), torch.zeros(16, 8)
+    torch.compile(add, fullgraph=True)(dout, x, total)
+    torch.testing.assert_close(total, dout.float().T @ x.float())
+    torch.library.opcheck(torch.ops.cute.linear_dweight_add.default, (dout, x, total))
+
+
+def test_what_adding_refuses() -> None:
+    add = cute_ops_torch.register(linear_dweight_add)
+    dout, x = torch.randn(8, 8).half(), torch.randn(8, 8).half()
+    with pytest.raises(ValueError, match="argument `total` is written, but shares memory with `x`"):
+        add(dout, x, x)
+    with pytest.raises(NotImplementedError, match="argument `dout` requires grad"):
+        add(dout.requires_grad_(), x, torch.zeros(8, 8))

@@ -19,7 +19,7 @@ class Product:
     """
 
     def __init__(self, variant, views):
-        self.keys, self.names, self.views = variant.args, variant.names, views
+        self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
         self.epilogue = Epilogue(variant)
         form = GemmSm80 if GemmConfig.of(variant.config).form == "mma_sync" else GemmSm90
         self.form = form(variant, self.epilogue)

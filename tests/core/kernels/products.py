@@ -64,7 +64,7 @@ def offset(part: np.ndarray, whole: np.ndarray) -> int:
 def run(
     op: Op, given: Mapping[str, np.ndarray], folder: Path, arch: str, config: GemmConfig | None = None
 ) -> dict[str, np.ndarray]:
-    """The outputs, which are NaN before.
+    """The outputs, which are NaN before, and the new values of inputs that are written.
 
     Args:
         op: the product.
@@ -75,6 +75,7 @@ def run(
     """
     binding = bind(op, {name: Array(a.shape, testing.dtype_name(a)) for name, a in given.items()})
     made = {name: out for name, out in binding.outputs.items() if out}
+    given = {**given, **{name: given[name].copy() for name in op.mutates}}
     arrays = {name: np.full(out.shape, np.nan, testing.numpy_dtype(out.dtype)) for name, out in made.items()}
     arrays = {**given, **arrays}
     memory = [a if a.base is None else a.base for a in arrays.values()]
@@ -96,11 +97,11 @@ def run(
     chosen = GemmConfig.of(tile)
     (first,), second = map(parts, [*op.inputs][:2])
     operands = [part for name in chosen.reads.split() for part in parts(name)]
-    outputs = [part for name in op.outputs for part in parts(name)]
+    outputs = [part for name in op.results for part in parts(name)]
     on_sm = _run_sm80 if chosen.form == "mma_sync" else _run_sm90
     blocks = [block.reshape(-1).view(np.uint8) for block in memory]
     on_sm(chosen, ACROSS[op.kernel.partition(":")[2]], Call(first, second, operands, outputs), ptx.read_text(), blocks)
-    return {name: arrays[name] for name in made}
+    return {name: arrays[name] for name in op.results}
 
 
 class Call(NamedTuple):
@@ -130,7 +131,7 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
     arguments, maps = [b"0"], {}
 
     def by_tma(part: Part, box: tuple[int, int], turned: bool = False) -> None:
-        maps[len(arguments)] = ptx_sm90.Map(part.array, *box)
+        maps[len(arguments)] = ptx_sm90.Map(part.array, *box, set())
         arguments.extend([bytes(128), struct.pack("<ii", *part.array.shape[:: -1 if turned else 1])])
 
     def multiplied(part: Part, rows: int, sharers: int, turned: bool) -> None:

@@ -29,11 +29,14 @@ RANK_BITS = 20  # of an address in another CTA: above these stands the rank, fro
 
 
 class Map(NamedTuple):
-    """What a TMA descriptor says: a matrix in memory, and rows and columns of the part that is copied at once."""
+    """What a TMA descriptor says: a matrix in memory, and rows and columns of the part that is copied at once; row and
+    column of what was stored.
+    """
 
     tensor: np.ndarray
     rows: int
     columns: int
+    stored: set[tuple[int, int]]
 
     def places(self, start: int) -> Iterator[tuple[int, int, int]]:
         """Row, first column and address in shared memory of every 16 bytes; rows there have 64 or 128 bytes."""
@@ -242,8 +245,9 @@ class Warp(ptx_cta.Cta):
                 place[:] = 0
                 place[: inside.size] = inside.reshape(-1)
             if not taking and inside.size:
-                if not np.isnan(inside.astype(np.float32)).all():
+                if (top + row, start) in which.stored:
                     raise RuntimeError(f"row {top + row}, column {start} is stored twice")
+                which.stored.add((top + row, start))
                 inside[0] = self.blocks[0][address : address + 16].view(which.tensor.dtype)[: inside.size]
         for cta in taking:
             cta.arrive(self.one(operands[2], now), 0, -which.rows * which.columns * which.tensor.itemsize)

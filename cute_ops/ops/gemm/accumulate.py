@@ -1,0 +1,78 @@
+"""A weight's gradient added to what is there: declaration and reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cute_ops.config import Problem, Tuning
+from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.op import FUSED, Op, Program, Tensor
+from cute_ops.ops.gemm.choice import instead
+from cute_ops.ops.gemm.config import SWIZZLED, Demand
+from cute_ops.ops.gemm.linear import CASES, DOUT, HALVES, X, check_rows, configure, linear_dweight, vector
+from cute_ops.ops.rows import VECTOR_BYTES
+from cute_ops.shapes import FLOATS, ITEMSIZE
+
+# Registers of a thread for elements of a total that TMA does not load, of each byte of one: of two subtiles.
+BY_THREADS = 8
+
+
+def reference(xp: Any, dout: Any, x: Any, total: Any, *, fused: str = "") -> Any:
+    wide = xp.float64 if total.dtype == xp.float64 else xp.float32
+    exact = linear_dweight.reference(xp, xp.astype(dout, wide), xp.astype(x, wide))
+    return xp.astype(xp.astype(total, wide) + exact, total.dtype)
+
+
+def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+    dout, x = (a.reshape(-1, a.shape[-1]) for a in (inputs["dout"], inputs["x"]))
+    return {"total": xp.add_product(inputs["total"], dout.T, x)}
+
+
+def config(problem: Problem) -> GemmConfig:
+    """That of the product, with one tile to read."""
+    check_rows(linear_dweight_add, problem)
+    vectors = [vector(problem, name, problem.size(problem.contiguous[name])) for name in ("dout", "x")]
+    itemsize, by_tma = ITEMSIZE[problem.dtypes["total"]], problem.aligns["total"] == VECTOR_BYTES
+    demand = Demand(
+        (itemsize,), (itemsize,) if by_tma else (), live=2, fma=1, vectors=0 if by_tma else BY_THREADS * itemsize,
+        blocks=8 if problem.contiguous["x"] == "m" else SWIZZLED,
+    )  # fmt: skip
+    chosen = configure(problem, vectors, ("n", "k", "m"), demand)
+    texts = {"expression": "e1(t,t) add 0 1 -> 2", "reads": "total", "writes": "total"}
+    return GemmConfig.of({**chosen.flat(), **texts})
+
+
+linear_dweight_add = Op(
+    "linear_dweight_add",
+    inputs={"dout": DOUT, "x": X, "total": Tensor("n k", "A")},
+    outputs={},
+    mutates=("total",),
+    dtypes={"T": HALVES, "A": FLOATS},
+    static=(),
+    reference=reference,
+    kernel="cute_ops.kernels.gemm.linear:LinearDweight",
+    tuning=Tuning(config),
+    attrs={"fused": FUSED},
+    instead=instead(Program(run), config),
+    cases=CASES,
+    doc="""Gradient of :func:`linear` to the weight, added to earlier ones: ``total += dout.T @ x``, over all rows.
+
+    Gradients of micro-batches are added up without a pass of its own, and none is rounded before.
+
+    Args:
+        dout: ``T[*m n]``; bfloat16, float16 or float32.
+        x: ``T[*m k]``. Either dim of both may be contiguous.
+        total: ``[n k]``; float32, float16 or bfloat16, whatever the others are. It is written.
+        fused: as of :func:`linear`.
+
+    Returns:
+        PyTorch: nothing, ``total`` is changed. JAX: the new ``total``, in the memory of the old one where the program
+        donates it or it is its own. Summed up in float32, rounded once; deterministic.
+
+    Raises:
+        TypeError: a dtype that is not listed.
+        ValueError: shapes that do not fit together, a ``total`` that shares memory with an operand.
+        NotImplementedError: an input that requires a gradient; on a GPU, more than 2^31 rows.
+    """,
+)
