@@ -393,7 +393,7 @@ def test_calls_that_are_refused() -> None:
     refused(TypeError, few, x, weight, epilogue=gelu_add)
     refused(TypeError, "cute.linear: operand 1 was given, but no epilogue that reads it.", x, weight, bias)
     refused(TypeError, "cute.linear: `slope` was given, but no epilogue that reads it.", x, weight, slope=2.0)
-    mixed = "argument `weight` has dtype float32, expected bfloat16 or float16."
+    mixed = "argument `weight` has dtype float32, but T=bfloat16 from `x`."
     with pytest.raises(TypeError, match=mixed):
         cute_ops_torch.linear(x, weight.float(), bias, epilogue=gelu_add)
     array = "add of a torch array of shape (8,), which is no operand"
