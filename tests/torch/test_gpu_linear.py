@@ -510,19 +510,19 @@ def test_gradient_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
 # --- the framework's product ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("op", [*DIFFERENTIABLE, linear, linear_float32], ids=lambda op: op.name)
+@pytest.mark.parametrize("product", [*DIFFERENTIABLE, linear, linear_float32], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (16, 512, 1024), (67, 130, 17), (1024, 512, 256)], ids=str)
-def test_the_product_of_the_framework(op: Op, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
+def test_the_product_of_the_framework(product: Op, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:
     """Forward and backward give what the kernels give, but for rounding."""
     m, n, k = sizes
-    tensors = [t.to(dtype).requires_grad_() for t in epilogue_inputs(op, (m,), n, k).values()]
+    tensors = [t.to(dtype).requires_grad_() for t in epilogue_inputs(product, (m,), n, k).values()]
     found = []
     for fused in ("always" if dtype is torch.bfloat16 else "auto", "never"):
-        outputs = cute_ops_torch.register(op)(*tensors, fused=fused)
+        outputs = cute_ops_torch.register(product)(*tensors, fused=fused)
         outputs = outputs if isinstance(outputs, tuple) else (outputs,)
         gradients = torch.autograd.grad(outputs, tensors, [torch.ones_like(out) for out in outputs])
-        finish(f"{op.name} {fused} {sizes}")
+        finish(f"{product.name} {fused} {sizes}")
         found.append((*outputs, *gradients))
     rounding = 2.0**-6 if dtype is torch.bfloat16 else 2.0**-17
     for ours, theirs in zip(*found, strict=True):
