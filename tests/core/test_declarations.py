@@ -26,6 +26,7 @@ from cute_ops import (
 from cute_ops.binding import bind
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
+from cute_ops.op import FUSED, Instead
 from cute_ops.ops import OPS, adamw, add_rmsnorm, cross_entropy, layernorm, qk_norm_rope, rmsnorm, rmsnorm_fp8
 
 ROWS, ROW = Tensor("*m n", "T"), Tensor("n", "T")
@@ -297,6 +298,33 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"inputs": {"x": ROWS, "y": ROWS}, "grad": (
             backward(name="first", outputs={"dx": ROWS._replace(donates="dout")}), backward(outputs={"dy": ROWS}))},
         "first may write 'dx' over 'dout', but a later step reads 'dout'",
+    ),
+    "a cotangent that is handed on to nobody": (
+        {"grad": backward(), "handed_on": {"y": "out"}}, "handed_on gives 'y' the cotangent of 'out': an input, and an",
+    ),
+    "a cotangent of another shape": (
+        {"inputs": {"x": ROWS, "w": ROW}, "grad": backward(), "handed_on": {"w": "out"}},
+        "handed_on gives 'w' the cotangent of 'out': an input, and an output of its shape",
+    ),
+    "a cotangent beside a gradient": (
+        {"grad": backward(), "handed_on": {"x": "out"}},
+        "handed_on gives 'x' a gradient, but mine_bwd gives 'dx'",
+    ),
+    "a cotangent, and no gradient": ({"handed_on": {"x": "out"}}, "it says how its gradient is computed, but declares"),
+    "what is saved by another op": (
+        {"grad": backward(), "saving": declare("saving", attrs={"a": 1.0})},
+        "saving saves for its gradient, but has other inputs or attributes",
+    ),
+    "what is saved with other outputs": (
+        {"grad": backward(), "saving": declare("saving", outputs={"kept": ROWS, "out": ROWS})},
+        "saving saves for its gradient, but does not have its outputs first",
+    ),
+    "a program instead, and no choice": (
+        {"instead": Instead(Program(dict), bool)}, "so it must declare the attribute fused=FUSED",
+    ),
+    "a program instead of a program": (
+        {"kernel": Program(dict), "instead": Instead(Program(dict), bool), "attrs": {"fused": FUSED}},
+        "a program may run instead of a kernel, but it has a program",
     ),
     "skippable input": ({"inputs": {"x": ROWS._replace(skippable=True)}}, "input 'x' has 'skippable', which outputs"),
     "skippable, but serves for two": (

@@ -16,12 +16,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_ops_torch
 from cute_ops import Case, Op, testing
 from cute_ops.expressions import TraceError
-
-
+from cute_ops.jit.target import parse
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
-from cute_ops_torch.host import compiled_call
-from cute_ops_torch.library.tensors import bind_tensors
+from cute_ops_torch.host import launch
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import DIFFERENTIABLE
@@ -282,12 +280,12 @@ def test_the_choice_is_one_op_in_a_graph(backend: str) -> None:
     check(torch.autograd.grad(loss(compiled(*tensors)), tensors), exact(WITH_BIAS, tensors))
 
 
-def test_a_call_on_a_gpu_by_the_program() -> None:
+def test_a_call_on_a_gpu_by_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """As the launcher runs it, into new outputs and into given ones."""
+    monkeypatch.setattr(launch.target, "of_device", lambda index: parse("sm_90a"))
     op = WITH_BIAS.saving
     tensors = [t.detach() for t in tensors_of(op)]
-    binding = bind_tensors(op, tensors, ["auto"])
-    call = compiled_call.of_reference(binding, op.instead.program)
+    call = launch.prepare(op, tensors, ["auto"])  # few rows
     out, acc = call.run(*tensors)
     check((acc,), (tensors[0] @ tensors[1].T,))
     given = torch.full_like(out, torch.nan)
