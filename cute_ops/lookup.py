@@ -21,9 +21,9 @@ from cute_ops.op import Op
 @cache
 def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
-    from cute_ops.ops import OPS, PARTS  # start-up time: a program of one's own op needs none of ours
+    from cute_ops.ops import OPS, PARTS, PRODUCTS  # start-up time: a program of one's own op needs none of ours
 
-    return {op.name: op for forward in (*OPS, *PARTS) for op in _family(forward)}
+    return {op.name: op for forward in (*OPS, *PRODUCTS, *PARTS) for op in _family(forward)}
 
 
 def _family(op: Op) -> list[Op]:

@@ -53,7 +53,7 @@ def specs(op: Op, case: Case, dtype: str) -> dict[str, Array | None]:
         if name in case.leading:
             shape = shape[len(shape) - len(tensor.dims) - case.leading[name] :]
         # Every dtype variable of integers takes its first choice where the case fixes none.
-        free = op.dtype_choices(tensor)[0] if tensor.upper_bound else op.dtype_near(tensor, dtype)
+        free = op.dtype_choices(tensor)[0] if tensor.upper_bound else dtype
         variable = tensor.upper_bound or tensor.dtype in op.dtypes
         found[name] = Array(shape, case.dtypes.get(tensor.dtype, free) if variable else tensor.dtype)
     return found

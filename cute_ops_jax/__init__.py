@@ -7,7 +7,7 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.gated_mlp import gated_mlp
 from cute_ops_jax.composite.linear import linear
@@ -16,7 +16,7 @@ from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import fused, register
 
-_DECLARED = {op.name: op for op in OPS}
+_DECLARED = {op.name: op for op in (*OPS, *PRODUCTS)}
 # Imported when they are first asked for: most programs use neither, and start faster without their imports.
 _LAZY = {"export": "cute_ops_jax.exporting", "load": "cute_ops_jax.loading"}
 __all__ = [

@@ -6,10 +6,10 @@ Parts of other functions become ops only.
 import sys
 from typing import Any
 
-from cute_ops.ops import OPS, PARTS
+from cute_ops.ops import OPS, PARTS, PRODUCTS
 from cute_ops_torch.registry import define
 
-_DEFINED = {op.name: define(op) for op in OPS}
+_DEFINED = {op.name: define(op) for op in (*OPS, *PRODUCTS)}
 __all__ = list(_DEFINED)
 
 for _part in PARTS:

@@ -7,11 +7,12 @@ import re
 from pathlib import Path
 
 from cute_ops.op import Op
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PRODUCTS
 
 ROOT = Path(__file__).parents[1]
 PAGE, README = ROOT / "docs" / "ops.md", ROOT / "README.md"
 BEGIN, END = "<!-- ops: begin (made by docs/make_ops.py) -->", "<!-- ops: end -->"
+PUBLIC = (*OPS, *PRODUCTS)
 # By room of the kernel.
 FAMILIES = {
     "norm": "norms", "epilogue": "activations, gated products", "rotary": "rotary embeddings", "conv": "convolutions",
@@ -28,12 +29,11 @@ Made from the declarations by `python docs/make_ops.py`. Every op below is `torc
 def page() -> str:
     """The documentation of every op and its gradient."""
     parts = [_INTRODUCTION, table()]
-    for op in OPS:
+    for op in PUBLIC:
         parts.append(f"## {op.name}\n\n```text\n{signature(op)}\n\n{inspect.cleandoc(op.doc)}\n```\n")
         tensors = [*op.inputs.items(), *op.outputs.items()]
         parts.append("Declared: " + ", ".join(f"`{name}: {t.declared}`" for name, t in tensors) + ".\n")
-        if op.grad:
-            parts.append(f"Gradient: `{signature(op.grad)}`\n\n```text\n{inspect.cleandoc(op.grad.doc)}\n```\n")
+        parts += [f"Gradient: `{signature(each)}`\n\n```text\n{inspect.cleandoc(each.doc)}\n```\n" for each in op.steps]
     return "\n".join(parts)
 
 
@@ -45,14 +45,14 @@ def readme() -> str:
 
 def table() -> str:
     """One line per op."""
-    lines = [f"| [`{op.name}`](#{op.name}) | {summary(op)} |" for op in OPS]
+    lines = [f"| [`{op.name}`](#{op.name}) | {summary(op)} |" for op in PUBLIC]
     return "\n".join(["| op | computes |", "|---|---|", *lines, ""])
 
 
 def families() -> str:
     """One line per family."""
     links: dict[str, list[str]] = {family: [] for family in FAMILIES}
-    for op in OPS:
+    for op in PUBLIC:
         _, _, family, *_ = op.kernel.split(".")
         links[family].append(f"[`{op.name}`](docs/ops.md#{op.name})")
     lines = [f"| {title} | {', '.join(links[family])} |" for family, title in FAMILIES.items()]

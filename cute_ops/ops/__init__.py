@@ -1,5 +1,5 @@
-"""The declarations. ``OPS`` have a public Python function and an entry in the documentation and in the stubs;
-``PARTS`` are ops without a function, which our own functions call.
+"""The declarations. ``OPS`` and ``PRODUCTS`` have a public Python function and an entry in the documentation and in the
+stubs; products have tests of their own. ``PARTS`` are ops without a function, which our own functions call.
 """
 
 from cute_ops.op import Op
@@ -9,7 +9,6 @@ from cute_ops.ops.activation.silu_mul import silu_mul
 from cute_ops.ops.activation.unary import gelu, relu2, silu
 from cute_ops.ops.attention.append_kv import append_kv
 from cute_ops.ops.conv.causal_conv1d import causal_conv1d
-from cute_ops.ops.gemm.linear import linear
 from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu, linear_silu
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm
 from cute_ops.ops.norm.layernorm import layernorm
@@ -31,6 +30,6 @@ OPS: tuple[Op, ...] = (
     rmsnorm, add_rmsnorm, layernorm, silu_mul, gelu_mul, swiglu, geglu, silu, gelu, relu2, rope, qk_norm_rope,
     cross_entropy, softmax, log_softmax, row_sum, row_mean,
     quantize_fp8, rmsnorm_fp8, add_rmsnorm_fp8, silu_mul_fp8, adamw, causal_conv1d, append_kv,
-    linear_gelu, linear_silu, linear_add, gated_linear,
 )  # fmt: skip
-PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined, linear)
+PRODUCTS: tuple[Op, ...] = (linear_gelu, linear_silu, linear_add, gated_linear)
+PARTS: tuple[Op, ...] = (scale, sorted_embedding_bwd, swiglu_again, cross_entropy_step, rope_bwd_joined)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cute_ops.op import Op
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.primitive.function import signature
 
 PATH = Path(__file__).parents[1] / "__init__.pyi"
@@ -31,7 +31,7 @@ from cute_ops_jax.primitive.function import register as register
 '''
 
 
-def text(ops: Iterable[Op] = OPS) -> str:
+def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
     """The stub file's text."""
     return _HEADER + "\n" + "".join(f"{_function(op)}\n" for op in ops)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from cute_ops.op import Op
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_torch.library.schema import parameters
 
 PATH = Path(__file__).parents[1] / "functions.pyi"
@@ -22,7 +22,7 @@ __all__ = [
 '''
 
 
-def text(ops: Iterable[Op] = OPS) -> str:
+def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
     """The text of the stub file."""
     ops = tuple(ops)
     names = "".join(f'    "{name}",\n' for name in sorted(op.name for op in ops))

@@ -32,9 +32,7 @@ from cute_ops.ops.fused import KERNEL as FUSED
 from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
 
-# Products are in test_gemm.py and test_gemm_epilogue.py.
-ROWWISE = [op for op in (*OPS, *PARTS) if ".gemm." not in op.kernel]
-ALL = [o for op in ROWWISE for o in (op, *op.steps)]
+ALL = [o for op in (*OPS, *PARTS) for o in (op, op.grad) if o is not None]
 REGISTERS = 65536
 Compiled = Callable[[Variant], Path]
 
@@ -305,7 +303,7 @@ def test_every_length_compiles(op: Op, n: int, compiled: Compiled) -> None:
 
 CHOICES = [
     pytest.param(op, {name: value}, id=f"{op.name}-{name}-{value}")
-    for op in ROWWISE for name, values in op.choices.items() for value in values[1:]
+    for op in (*OPS, *PARTS) for name, values in op.choices.items() for value in values[1:]
 ]  # fmt: skip
 
 

@@ -293,7 +293,7 @@ from pathlib import Path
 from cute_ops.jit import source_digest
 from cute_ops.ops import OPS, PARTS
 
-kernels = {op.kernel.partition(":")[0]: op.kernel for f in (*OPS, *PARTS) for op in (f, *f.steps)}
+kernels = {op.kernel.partition(":")[0]: op.kernel for f in (*OPS, *PARTS) for op in (f, f.grad) if op}
 root = Path(source_digest.__file__).parents[1]
 assert root.parent == Path(sys.argv[1]), f"{root} is no copy"
 missed, reached = [], 0

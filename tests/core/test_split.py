@@ -14,7 +14,7 @@ from cute_ops.ops import OPS
 from cute_ops.shapes import FLOATS, Array
 from cute_ops.sharding import factors
 
-SPLIT = tuple(one for op in OPS for one in (op, *op.steps) if one.split)
+SPLIT = tuple(one for op in OPS for one in (op, op.grad) if one and one.split)
 ATTRS = ({}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}, {"label_smoothing": 0.3})
 
 

@@ -30,8 +30,7 @@ from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
 from cute_ops.shapes import Array
 
-EVERY = [op for part in (*OPS, *PARTS) for each in (part, *part.steps) for op in (each, *each.narrowed)]
-ALL = [op for op in EVERY if ".gemm." not in op.kernel]  # products run from their PTX, tests/core/kernels/products.py
+ALL = [op for part in (*OPS, *PARTS) for each in (part, *part.steps) for op in (each, *each.narrowed)]
 VECTOR = 16
 LAYOUTS = ("compact", "off", "apart", "spaced")
 KINDS = {str(kind.dtype): kind for kind in interpreter.KINDS.values()}

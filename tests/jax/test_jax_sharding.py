@@ -229,7 +229,7 @@ def test_dims_called_parallel_are_cut_too(kind: AxisType, through_ffi: Any, fake
 
 def test_what_is_parallel_gives_slices_of_outputs(op: Op) -> None:
     """Checks what declarations call parallel: the op on slices of such a dim gives slices."""
-    for one in (op, *op.steps):
+    for one in (op, op.grad):
         for dim in one.parallel:
             sizes = {**one.example((3,), 8), dim: 8}
             rng = np.random.default_rng(1)

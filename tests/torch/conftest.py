@@ -27,7 +27,7 @@ from cute_ops_torch.library.tensors import DTYPES, NAMES
 from cute_ops_torch.registry import define
 from cute_ops_torch.tools.runner import functional
 
-STAGES = tuple(dict.fromkeys((*OPS, *(step for op in OPS for step in op.steps), *PARTS)))
+STAGES = (*OPS, *(op.grad for op in OPS if op.grad), *PARTS)
 NARROWED = tuple(each for op in OPS for step in op.steps for each in step.narrowed)
 
 
@@ -164,7 +164,7 @@ def make_inputs() -> Callable[..., list[torch.Tensor]]:
         def one(t: Tensor) -> torch.Tensor:
             if t.upper_bound:
                 return torch.randint(n, t.of(sizes), device=device)
-            return torch.randn(t.of(sizes), device=device).to(DTYPES[op.dtype_near(t, NAMES[dtype])])
+            return torch.randn(t.of(sizes), device=device).to(dtype if t.dtype in op.dtypes else DTYPES[t.dtype])
 
         made = {name: one(t) for name, t in op.inputs.items()}
         if op.mutates and device != "meta":  # where two places of what is written are one, any order may win

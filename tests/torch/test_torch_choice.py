@@ -38,7 +38,7 @@ def as_list(value: Any) -> list[torch.Tensor]:
 @pytest.mark.feature("max-autotune: Inductor's own form as a choice")
 def test_the_traced_reference_is_the_op(row_op: Op, make_inputs: Callable[..., Any]) -> None:
     """For any number of rows, with all inputs and with those only that it needs; the gradient too."""
-    for op in (row_op, *row_op.steps):
+    for op in filter(None, (row_op, row_op.grad)):
         raw, required = getattr(torch.ops.cute, op.name).default, sum(not t.optional for t in op.inputs.values())
         for count in {required, len(op.inputs)}:
             trace = make_fx(
