@@ -158,9 +158,31 @@ def linear_gelu(
     weight: Tensor,
     bias: Tensor,
     approximate: str = "none",
+    fused: str = "auto",
     *,
     out: Tensor | None = None,
 ) -> Tensor: ...
-def linear_silu(x: Tensor, weight: Tensor, bias: Tensor, *, out: Tensor | None = None) -> Tensor: ...
-def linear_add(x: Tensor, weight: Tensor, residual: Tensor, *, out: Tensor | None = None) -> Tensor: ...
-def gated_linear(x: Tensor, weight: Tensor, activation: str = "silu", *, out: Tensor | None = None) -> Tensor: ...
+def linear_silu(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    fused: str = "auto",
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
+def linear_add(
+    x: Tensor,
+    weight: Tensor,
+    residual: Tensor,
+    fused: str = "auto",
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...
+def gated_linear(
+    x: Tensor,
+    weight: Tensor,
+    activation: str = "silu",
+    fused: str = "auto",
+    *,
+    out: Tensor | None = None,
+) -> Tensor: ...

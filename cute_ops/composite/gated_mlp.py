@@ -13,17 +13,19 @@ from functools import cache, cached_property
 from typing import Any, TypeAlias
 
 from cute_ops.expressions.reference import CUBE, SLOPE
-from cute_ops.op import Case, Op, Program, Tensor
+from cute_ops.op import FUSED, Case, Op, Program, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.linear import HALVES, linear, linear_dweight, linear_dx
+from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import ACTIVATIONS, gated, gated_linear
+from cute_ops.shapes import FLOATS
 
 DOC = """Args:
-    x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+    x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     w_gate_up: ``T[2n k]``, ``[gate | up]``; ``T[k 2n]`` with ``transposed``.
     w_down: ``T[p n]``, of an output of p columns; ``T[n p]`` with ``transposed``.
     activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+    fused: as :func:`linear` has it, of all products.
     save: what a call that is differentiated keeps for its gradient: ``"pre"``, the product ``[*m 2n]`` before the
         activation; or ``"none"``, and the backward computes that product again.
     transposed: weights are ``[k, 2n]`` and ``[n, p]``, as in JAX.
@@ -80,6 +82,10 @@ def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[
     return _halves_of_gradient(xp, dh, pre, activation)
 
 
+def _how(attrs: Attrs) -> Attrs:
+    return {"fused": attrs["fused"]}
+
+
 class Layout:
     """The ops of one layout of the weights.
 
@@ -110,32 +116,32 @@ class Layout:
         )  # fmt: skip
         self.products = (linear, linear_dx, linear_dweight)
 
-    def product(self, call: Call, x: Any, weight: Any) -> Any:
+    def product(self, call: Call, x: Any, weight: Any, attrs: Attrs) -> Any:
         if self.transposed:
-            return call(linear_dx, {"dout": x, "weight": weight}, {})["dx"]
-        return call(linear, {"x": x, "weight": weight}, {})["out"]
+            return call(linear_dx, {"dout": x, "weight": weight}, _how(attrs))["dx"]
+        return call(linear, {"x": x, "weight": weight}, _how(attrs))["out"]
 
-    def product_dx(self, call: Call, dout: Any, weight: Any) -> Any:
+    def product_dx(self, call: Call, dout: Any, weight: Any, attrs: Attrs) -> Any:
         if self.transposed:
-            return call(linear, {"x": dout, "weight": weight}, {})["out"]
-        return call(linear_dx, {"dout": dout, "weight": weight}, {})["dx"]
+            return call(linear, {"x": dout, "weight": weight}, _how(attrs))["out"]
+        return call(linear_dx, {"dout": dout, "weight": weight}, _how(attrs))["dx"]
 
-    def product_dweight(self, call: Call, dout: Any, x: Any) -> Any:
+    def product_dweight(self, call: Call, dout: Any, x: Any, attrs: Attrs) -> Any:
         first, second = (x, dout) if self.transposed else (dout, x)
-        return call(linear_dweight, {"dout": first, "x": second}, {})["dweight"]
+        return call(linear_dweight, {"dout": first, "x": second}, _how(attrs))["dweight"]
 
     # --- programs --------------------------------------------------------------------------------------------------
 
     def forward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         h = call(self.gated, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)["out"]
-        return {"out": self.product(call, h, inputs["w_down"])}
+        return {"out": self.product(call, h, inputs["w_down"], attrs)}
 
     def forward_saving(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         found = call(self.gated_saving, {"x": inputs["x"], "weight": inputs["w_gate_up"]}, attrs)
-        return {"out": self.product(call, found["out"], inputs["w_down"]), "pre": found["acc"]}
+        return {"out": self.product(call, found["out"], inputs["w_down"], attrs), "pre": found["acc"]}
 
     def again(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"pre": self.product(call, inputs["x"], inputs["w_gate_up"])}
+        return {"pre": self.product(call, inputs["x"], inputs["w_gate_up"], attrs)}
 
     def backward(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
         found: Arrays = call(self.dgrad_again, self._dgrad_inputs(inputs), attrs)
@@ -153,13 +159,13 @@ class Layout:
         return {"x": inputs["dout"], "weight": inputs["w_down"], "pre": inputs["pre"]}
 
     def dx(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dx": self.product_dx(call, inputs["dpre"], inputs["w_gate_up"])}
+        return {"dx": self.product_dx(call, inputs["dpre"], inputs["w_gate_up"], attrs)}
 
     def dw_gate_up(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dw_gate_up": self.product_dweight(call, inputs["dpre"], inputs["x"])}
+        return {"dw_gate_up": self.product_dweight(call, inputs["dpre"], inputs["x"], attrs)}
 
     def dw_down(self, xp: Any, call: Call, inputs: Arrays, attrs: Attrs) -> Arrays:
-        return {"dw_down": self.product_dweight(call, inputs["dout"], inputs["hidden"])}
+        return {"dw_down": self.product_dweight(call, inputs["dout"], inputs["hidden"], attrs)}
 
     # --- declarations ----------------------------------------------------------------------------------------------
 
@@ -213,8 +219,8 @@ class Layout:
         outputs: Mapping[str, Tensor], **more: Any,
     ) -> Op:  # fmt: skip
         return Op(
-            name, inputs=inputs, outputs=outputs, kernel=Program(run, ops), dtypes={"T": HALVES},
-            attrs={"activation": ACTIVATIONS}, static=(), **more,
+            name, inputs=inputs, outputs=outputs, kernel=Program(run, ops), dtypes={"T": FLOATS},
+            attrs={"activation": ACTIVATIONS, "fused": FUSED}, static=(), **more,
         )  # fmt: skip
 
 

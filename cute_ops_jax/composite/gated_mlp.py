@@ -13,8 +13,9 @@ Array = jax.Array
 
 @continued(declared.DOC)
 def gated_mlp(
-    x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, save: str = "pre", transposed: bool = False
-) -> Array:
+    x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, fused: str = "auto", save: str = "pre",
+    transposed: bool = False,
+) -> Array:  # fmt: skip
     """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
-    out: Array = register(declared.gated_mlp(save, transposed))(x, w_gate_up, w_down, activation)
+    out: Array = register(declared.gated_mlp(save, transposed))(x, w_gate_up, w_down, activation, fused)
     return out

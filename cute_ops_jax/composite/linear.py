@@ -19,20 +19,20 @@ Array = jax.Array
 
 @continued(by_call.DOC)
 def linear(
-    x: Array, weight: Array, *operands: Array | None, epilogue: Epilogue | None = None, packed: bool = False,
-    transposed: bool = False, save: str = "pre", **attrs: Any,
+    x: Array, weight: Array, *operands: Array | None, epilogue: Epilogue | None = None, fused: str = "auto",
+    packed: bool = False, transposed: bool = False, save: str = "pre", **attrs: Any,
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``."""
     x, weight = jnp.asarray(x), jnp.asarray(weight)
     given = [None if a is None else jnp.asarray(a) for a in operands]
     if epilogue is None:
         by_call.without_epilogue(operands, attrs)
-        return register(product)(x, weight.T if transposed else weight)
+        return register(product)(x, weight.T if transposed else weight, fused)
     fits = by_call.fits(epilogue, (x, weight, *given), packed, transposed, spec)
     shapes = tuple(fit and fit.shape for fit in fits)
     op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), save, tuple(attrs.items()))
     fitted = [_fitted(a, fit) for a, fit in zip(given, fits, strict=True) if a is not None and fit is not None]
-    return register(op)(x, weight, *fitted)
+    return register(op)(x, weight, *fitted, fused=fused)
 
 
 def _fitted(array: Array, fit: by_call.Fit) -> Array:

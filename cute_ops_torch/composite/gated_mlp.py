@@ -6,6 +6,7 @@ import torch
 
 from cute_ops.composite import gated_mlp as declared
 from cute_ops.composite.docstrings import continued
+from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.registry import define
 
@@ -14,15 +15,16 @@ Tensor = torch.Tensor
 
 @continued(declared.DOC)
 def gated_mlp(
-    x: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: str = "silu", *, save: str = "pre",
-    transposed: bool = False,
+    x: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: str = "silu", *, fused: str = "auto",
+    save: str = "pre", transposed: bool = False,
 ) -> Tensor:  # fmt: skip
     """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
+    x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
     if torch.compiler.is_dynamo_compiling():
         run = getattr(torch.ops.cute, _defined(save, transposed)).default
     else:
         run = define(declared.gated_mlp(save, transposed)).function
-    out: Tensor = run(x, w_gate_up, w_down, activation)
+    out: Tensor = run(x, w_gate_up, w_down, activation, fused)
     return out
 
 

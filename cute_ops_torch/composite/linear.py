@@ -10,6 +10,7 @@ from cute_ops.composite.docstrings import continued
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Fit, Shapes
 from cute_ops.ops.gemm.linear import linear as product
+from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
@@ -20,24 +21,25 @@ _product = define(product).function
 
 @continued(by_call.DOC)
 def linear(
-    x: Tensor, weight: Tensor, *operands: Tensor | None, epilogue: Epilogue | None = None, packed: bool = False,
-    transposed: bool = False, save: str = "pre", **attrs: Any,
+    x: Tensor, weight: Tensor, *operands: Tensor | None, epilogue: Epilogue | None = None, fused: str = "auto",
+    packed: bool = False, transposed: bool = False, save: str = "pre", **attrs: Any,
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``.
 
     The op is ``torch.ops.cute.linear_<function>_<digest>``, the same in every process that has made this call.
     """
+    x, weight = autocast(x, weight)
     if epilogue is None:
         by_call.without_epilogue(operands, attrs)
-        return _product(x, weight.mT if transposed else weight)
+        return _product(x, weight.mT if transposed else weight, fused)
     fits = by_call.fits(epilogue, (x, weight, *operands), packed, transposed, array)
     shapes, layout = tuple(fit and fit.shape for fit in fits), by_call.weight_shape(packed, transposed)
     given = [_fitted(t, fit) for t, fit in zip(operands, fits, strict=True) if t is not None and fit is not None]
     if torch.compiler.is_dynamo_compiling():
         name = _defined(epilogue, shapes, layout, save, tuple(attrs.items()))
-        return getattr(torch.ops.cute, name).default(x, weight, *given)
+        return getattr(torch.ops.cute, name).default(x, weight, *given, fused=fused)
     op = by_call.op_of(epilogue, shapes, layout, save, tuple(attrs.items()))
-    return define(op).function(x, weight, *given)
+    return define(op).function(x, weight, *given, fused=fused)
 
 
 @constant

@@ -16,6 +16,7 @@ import pytest
 
 import cute_ops_jax
 from cute_ops import Case, Op, testing
+from cute_ops.ops import PRODUCTS
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import DOUT, X, linear, linear_float32
 from cute_ops_jax import register
@@ -23,7 +24,7 @@ from cute_ops_jax import register
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import DIFFERENTIABLE
 
-ALL = [*DIFFERENTIABLE, linear, linear_float32]
+ALL = [*DIFFERENTIABLE, *PRODUCTS, linear, linear_float32]
 BY_NAME = {op.name: op for op in ALL}
 every_gradient = pytest.mark.parametrize("product", ALL, ids=lambda op: op.name)
 

@@ -17,6 +17,7 @@ import cute_ops_torch
 from cute_ops import Case, Op, testing
 from cute_ops.expressions import TraceError
 from cute_ops.jit.target import parse
+from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops_torch.host import launch
@@ -78,7 +79,7 @@ def test_epilogues(epilogue: Op) -> None:
 
 # --- gradients -----------------------------------------------------------------------------------------------------
 
-ALL = [*DIFFERENTIABLE, linear, linear_float32]
+ALL = [*DIFFERENTIABLE, *NAMED, linear, linear_float32]
 every_gradient = pytest.mark.parametrize("product", ALL, ids=lambda op: op.name)
 WITH_BIAS, MULTIPLIED = (next(op for op in ALL if op.name == name) for name in ("with_gelu", "multiplied"))
 
@@ -487,6 +488,15 @@ def test_a_gated_mlp_is_a_good_citizen() -> None:
         cute_ops_torch.gated_mlp(*tensors, save="h")
     with pytest.raises(ValueError, match=r"argument `w_down` has n=32, but n=33"):
         cute_ops_torch.gated_mlp(*tensors[:2], tensors[2][:, :32])
+
+
+@pytest.mark.parametrize("product", [linear, *NAMED], ids=lambda op: op.name)
+def test_autocast_does_not_round_what_an_op_gets(product: Op) -> None:
+    tensors = [t.detach().float() for t in tensors_of(product)]
+    function = getattr(torch.ops.cute, product.name).default
+    with torch.autocast("cpu", torch.bfloat16):
+        found = function(*tensors)
+    assert found.dtype == torch.float32 and torch.equal(found, function(*tensors))
 
 
 # --- weight gradients that are added up ----------------------------------------------------------------------------

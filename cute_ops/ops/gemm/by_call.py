@@ -15,7 +15,11 @@ from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
 from cute_ops.errors import message
+from cute_ops.expressions.text import text_of
+from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op, Tensor
+from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.named import EPILOGUES
 from cute_ops.shapes import Array
 
 Epilogue = Callable[..., Any] | str
@@ -27,15 +31,19 @@ _TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
 # Ops by epilogue, then by the shapes of operands and weight, and by attributes.
 _known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Op]] = WeakKeyDictionary()
 DOC = """Args:
-    x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+    x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     weight: ``T[n k]``, as in PyTorch; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``.
     operands: what the epilogue reads besides the product, each float32, bfloat16 or float16. They broadcast against
         ``[*m n]`` as in NumPy: ``[n]`` is a row that all rows share, ``[*m 1]`` a number per row, ``[*m n]`` a tile,
         ``[]`` a scalar; with ``packed`` also ``[2n]`` and ``[*m 2n]``. None stands for one that is left out. One that
         has some of the leading dims alone is copied to all of them.
     epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns one value or several, each
-        rounded once; or an expression's text. ``acc`` is the product in float32. A function is traced once for each
-        combination of operands' shapes and attributes: numbers that it refers to are constants of its kernel.
+        rounded once. ``acc`` is the product in float32. A function is traced once for each combination of operands'
+        shapes and attributes: numbers that it refers to are constants of its kernel. Or ``"gelu"``, ``"gelu_tanh"``,
+        ``"silu"``, ``"bias"``, which read a bias if one is given; ``"add"``, which reads a bias or None and a residual;
+        or an expression's text.
+    fused: whether one kernel computes all of it: ``"always"``; ``"never"``, but the framework's product and a pass over
+        its output; or ``"auto"``, a kernel where it was measured to be at least as fast. float32 is never fused.
     packed: the weight is ``[gate | up]``: the epilogue reads ``acc[..., :n]`` and ``acc[..., n:]`` with
         ``n = acc.shape[-1] // 2``.
     transposed: the weight is ``[k, n]``, as in JAX.
@@ -163,6 +171,7 @@ def operand_names(epilogue: Epilogue, count: int) -> tuple[str, ...]:
     Raises:
         TypeError: it takes more, or fewer.
     """
+    epilogue = EPILOGUES.get(epilogue, epilogue) if isinstance(epilogue, str) else epilogue
     if isinstance(epilogue, str):
         return tuple(f"operand{i}" for i in range(count))
     every = inspect.signature(epilogue).parameters.values()
@@ -190,6 +199,7 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
         TraceError: it does what an expression cannot say.
         ValueError: it does what is not fused yet.
     """
+    epilogue = EPILOGUES.get(epilogue, epilogue) if isinstance(epilogue, str) else epilogue
     if isinstance(epilogue, str):
         return _op_of_text("", epilogue, _there(operand_names(epilogue, len(shapes)), shapes), weight, save)
     try:
@@ -199,10 +209,6 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
     key = shapes, weight, save, attrs, tuple(type(value) for _, value in attrs)
     if key not in known:
         names = operand_names(epilogue, len(shapes))
-        # Start-up time: tracing takes time to import.
-        from cute_ops.expressions.text import text_of
-        from cute_ops.expressions.tracing import trace
-
         _, acc, *_ = inspect.signature(epilogue).parameters
         product = "*m 2n" if "2n" in weight else "*m n"
         operands = {acc: product, **dict(zip(names, shapes, strict=True))}
@@ -224,8 +230,6 @@ def _there(names: Sequence[str], shapes: Shapes) -> tuple[tuple[str, str], ...]:
 
 @cache
 def _op_of_text(name: str, text: str, operands: tuple[tuple[str, str], ...], weight: str, save: Any) -> Op:
-    from cute_ops.ops.gemm.fused import fused_linear  # start-up time: tracing takes time to import
-
     parts = "; ".join([text, *(name for name, _ in operands), weight, save])
     readable = re.sub(r"\W+", "_", name).strip("_")
     full = "_".join(filter(None, ["linear", readable, hashlib.sha256(parts.encode()).hexdigest()[:12]]))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from cute_ops.op import Case, OneOf
@@ -25,16 +26,43 @@ GATED = (
 )  # fmt: skip
 
 
-def _gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
+def bias(xp: Any, acc: Any, bias: Any = None) -> Any:
+    return acc if bias is None else acc + bias
+
+
+def bias_gelu(xp: Any, acc: Any, bias: Any = None) -> Any:
+    return xp.gelu(acc if bias is None else acc + bias)
+
+
+def bias_gelu_tanh(xp: Any, acc: Any, bias: Any = None) -> Any:
+    return xp.gelu_tanh(acc if bias is None else acc + bias)
+
+
+def bias_silu(xp: Any, acc: Any, bias: Any = None) -> Any:
+    return xp.silu(acc if bias is None else acc + bias)
+
+
+def bias_add(xp: Any, acc: Any, bias: Any, residual: Any) -> Any:
+    return acc + residual if bias is None else acc + bias + residual
+
+
+# What ``epilogue="gelu"`` stands for; the bias may be left out.
+EPILOGUES: dict[str, Callable[..., Any]] = {
+    "bias": bias, "gelu": bias_gelu, "gelu_tanh": bias_gelu_tanh, "silu": bias_silu, "add": bias_add,
+}  # fmt: skip
+
+
+def gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
     """A linear layer and GELU.
 
     ``out = gelu(x @ weight.T + bias)``
 
     Args:
-        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[n k]``.
         bias: ``[n]``; float32, bfloat16 or float16.
         approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by it.
+        fused: as :func:`linear` has it.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once.
@@ -48,15 +76,16 @@ def _gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
     return (xp.gelu_tanh if approximate == "tanh" else xp.gelu)(acc + bias)
 
 
-def _silu(xp: Any, acc: Any, bias: Any) -> Any:
+def silu(xp: Any, acc: Any, bias: Any) -> Any:
     """A linear layer and SiLU.
 
     ``out = silu(x @ weight.T + bias)``
 
     Args:
-        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[n k]``.
         bias: ``[n]``; float32, bfloat16 or float16.
+        fused: as :func:`linear` has it.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once.
@@ -70,15 +99,16 @@ def _silu(xp: Any, acc: Any, bias: Any) -> Any:
     return xp.silu(acc + bias)
 
 
-def _add(xp: Any, acc: Any, residual: Any) -> Any:
+def add(xp: Any, acc: Any, residual: Any) -> Any:
     """A linear layer and the residual stream that its output is added to.
 
     ``out = x @ weight.T + residual``
 
     Args:
-        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[n k]``.
         residual: ``[*m n]``; float32, bfloat16 or float16.
+        fused: as :func:`linear` has it.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once.
@@ -98,9 +128,10 @@ def gated(xp: Any, acc: Any, *, activation: str) -> Any:
     ``out = activation(x @ gate.T) * (x @ up.T)`` with ``gate, up = weight[:n], weight[n:]``
 
     Args:
-        x: ``T[*m k]``; bfloat16 or float16; any leading shape.
+        x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[2n k]``, ``[gate | up]``.
         activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+        fused: as :func:`linear` has it.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once: neither half is stored.
@@ -116,9 +147,9 @@ def gated(xp: Any, acc: Any, *, activation: str) -> Any:
 
 
 linear_gelu = fused_linear(
-    _gelu, name="linear_gelu", operands={"bias": "n"}, attrs={"approximate": OneOf("none", "tanh")},
+    gelu, name="linear_gelu", operands={"bias": "n"}, attrs={"approximate": OneOf("none", "tanh")},
     cases=(*UP, GPT2_UP),
 )  # fmt: skip
-linear_silu = fused_linear(_silu, name="linear_silu", operands={"bias": "n"}, cases=UP)
-linear_add = fused_linear(_add, name="linear_add", operands={"residual": "*m n"}, cases=DOWN)
+linear_silu = fused_linear(silu, name="linear_silu", operands={"bias": "n"}, cases=UP)
+linear_add = fused_linear(add, name="linear_add", operands={"residual": "*m n"}, cases=DOWN)
 gated_linear = fused_linear(gated, name="gated_linear", weight="2n k", attrs={"activation": ACTIVATIONS}, cases=GATED)

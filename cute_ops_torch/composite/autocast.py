@@ -1,0 +1,14 @@
+"""What autocast does with the operands of products, as torch's own products have it."""
+
+from __future__ import annotations
+
+import torch
+
+
+def autocast(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """X and weights in autocast's dtype where that is on; as they are where it is off."""
+    device = x.device.type
+    if not torch.is_autocast_enabled(device):
+        return x, *weights
+    dtype = torch.get_autocast_dtype(device)
+    return x.to(dtype), *(w.to(dtype) for w in weights)
