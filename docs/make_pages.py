@@ -23,15 +23,27 @@ import cute_ops_torch
 from cute_ops import env
 from cute_ops.__main__ import app
 from cute_ops.hardware import ARCHES
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_torch import nn
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs"
 RESULTS = ROOT / "benchmarks" / "results"
 _MADE = "Made by `python docs/make_pages.py`."
-_OPS = {op.name for op in OPS}
-_WRITTEN = ["module", "RMSNorm", "AddRMSNorm", "LayerNorm", "LinearCrossEntropy"]  # of `nn`: not made of declarations
+_OPS = {op.name for op in (*OPS, *PRODUCTS)}
+_WRITTEN = [
+    "module",
+    "RMSNorm",
+    "AddRMSNorm",
+    "LayerNorm",
+    "Linear",
+    "LinearGELU",
+    "LinearSiLU",
+    "LinearAdd",
+    "GatedLinear",
+    "GatedMLP",
+    "LinearCrossEntropy",
+]  # of `nn`: not made of declarations
 # GPUs of each architecture, by NVIDIA's list of compute capabilities.
 _PARTS = {
     "sm_80": "A100, A30", "sm_86": "A10, A40, RTX 30", "sm_89": "L4, L40, RTX 40", "sm_90a": "H100, H200, GH200",

@@ -6,6 +6,12 @@ from typing import Any
 from cute_ops.ops import OPS
 from cute_ops_torch.nn.from_op import class_name as class_name
 from cute_ops_torch.nn.from_op import module as module
+from cute_ops_torch.nn.linear import GatedLinear as GatedLinear
+from cute_ops_torch.nn.linear import GatedMLP as GatedMLP
+from cute_ops_torch.nn.linear import Linear as Linear
+from cute_ops_torch.nn.linear import LinearAdd as LinearAdd
+from cute_ops_torch.nn.linear import LinearGELU as LinearGELU
+from cute_ops_torch.nn.linear import LinearSiLU as LinearSiLU
 from cute_ops_torch.nn.loss import LinearCrossEntropy as LinearCrossEntropy
 from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
 from cute_ops_torch.nn.norm import LayerNorm as LayerNorm
@@ -13,7 +19,11 @@ from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
 
 # An op without a gradient is a layer where it is for inference; a step of an optimizer is none.
 _OPS = {class_name(op): op for op in OPS if op.grad or op.inference_only}
-__all__ = ["module", *sorted({*_OPS, "AddRMSNorm", "LayerNorm", "LinearCrossEntropy", "RMSNorm"})]
+_WRITTEN = {
+    "AddRMSNorm", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearCrossEntropy", "LinearGELU",
+    "LinearSiLU", "RMSNorm",
+}  # fmt: skip
+__all__ = ["module", *sorted({*_OPS, *_WRITTEN})]
 
 
 def __getattr__(name: str) -> Any:

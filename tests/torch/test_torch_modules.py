@@ -61,6 +61,51 @@ def test_a_module_of_ones_own_op() -> None:
         module(own, "cute_test")(8, powr=2)
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_with_epilogues(bias: bool) -> None:
+    layer, x = nn.Linear(16, 8, bias), torch.randn(2, 3, 16)
+    residual = torch.randn(2, 3, 8)
+    plain = {
+        "LinearGELU": nn.functional.gelu, "LinearSiLU": nn.functional.silu, "LinearAdd": lambda y: y + residual,
+        "Linear": lambda y: y,
+    }  # fmt: skip
+    for name, function in plain.items():
+        made = getattr(cute_ops_torch.nn, name).from_linear(layer.eval())
+        assert made.weight is layer.weight and made.bias is layer.bias and not made.training
+        out = made(x, residual) if name == "LinearAdd" else made(x)
+        torch.testing.assert_close(out, function(layer(x)))
+        loaded = getattr(cute_ops_torch.nn, name)(16, 8, bias=bias)
+        loaded.load_state_dict(layer.state_dict())
+    tanh = cute_ops_torch.nn.LinearGELU.from_linear(layer, approximate="tanh")
+    torch.testing.assert_close(tanh(x), nn.functional.gelu(layer(x), approximate="tanh"))
+    assert repr(tanh) == f"LinearGELU(in_features=16, out_features=8, bias={bias}, epilogue=gelu_tanh)"
+    own = cute_ops_torch.nn.Linear(16, 8, bias, epilogue=lambda xp, acc, bias, scale: acc * scale)
+    torch.testing.assert_close(own(x, torch.tensor(2.0)), 2 * nn.functional.linear(x, own.weight))
+    with pytest.raises(ValueError, match="LinearGELU: approximate is 'erf', expected 'none' or 'tanh'"):
+        cute_ops_torch.nn.LinearGELU(16, 8, approximate="erf")
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu"])
+def test_gated_layers_of_linear_ones(activation: str) -> None:
+    gate, up, down = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
+    x = torch.randn(2, 3, 16)
+    hidden = getattr(nn.functional, activation)(gate(x)) * up(x)
+    half = cute_ops_torch.nn.GatedLinear.from_linear(gate, up, activation=activation)
+    torch.testing.assert_close(half(x), hidden)
+    mlp = cute_ops_torch.nn.GatedMLP.from_linear(gate, up, down, activation=activation, save="none")
+    assert [name for name, _ in mlp.named_parameters()] == ["gate_up_proj.weight", "down_proj.weight"]
+    torch.testing.assert_close(mlp(x), down(hidden))
+    mlp(x).sum().backward()
+    assert mlp.gate_up_proj.weight.grad.shape == (48, 16)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert mlp(x).dtype == half(x).dtype == torch.bfloat16
+        assert cute_ops_torch.nn.Linear(16, 8)(x).dtype == torch.bfloat16
+    with pytest.raises(ValueError, match="expected two of one size without biases"):
+        cute_ops_torch.nn.GatedLinear.from_linear(gate, nn.Linear(16, 24))
+    with pytest.raises(ValueError, match="expected 24 columns and no bias"):
+        cute_ops_torch.nn.GatedMLP.from_linear(gate, up, nn.Linear(16, 16, bias=False))
+
+
 def test_modules_with_options() -> None:
     loss = cute_ops_torch.nn.CrossEntropy(reduction="sum", label_smoothing=0.1)
     assert repr(loss) == "CrossEntropy(label_smoothing=0.1, reduction='sum')"

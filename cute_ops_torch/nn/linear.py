@@ -1,0 +1,175 @@
+"""Linear layers with epilogues. Parameters are those of :class:`torch.nn.Linear`, so state dicts fit both."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+import torch
+from torch import nn
+
+from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops_torch import functions
+from cute_ops_torch.composite.autocast import autocast
+from cute_ops_torch.composite.gated_mlp import gated_mlp
+from cute_ops_torch.composite.linear import linear
+
+Tensor = torch.Tensor
+Device = torch.device | str | None
+
+
+class Linear(nn.Linear):
+    """:func:`cute_ops_torch.linear` with learned parameters: ``(x, *operands) -> out``.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: columns of the product.
+        bias: learn a bias. It is the epilogue's first operand, None where it is not learned.
+        device: where the parameters are.
+        dtype: of the parameters.
+        epilogue: the function's, which reads the bias, then what the module is called with.
+        options: other options of the function, and attributes of the epilogue.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None, *, epilogue: Epilogue = "bias", **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.epilogue, self.options = epilogue, options
+
+    @classmethod
+    def from_linear(cls, layer: nn.Linear, **options: Any) -> Self:
+        """A layer with the parameters of another one, which they share."""
+        made = cls(layer.in_features, layer.out_features, _has_bias(layer), "meta", **options)
+        made.weight, made.bias = layer.weight, layer.bias
+        return made.train(layer.training)
+
+    def forward(self, x: Tensor, *operands: Tensor | None) -> Any:
+        return linear(x, self.weight, self.bias, *operands, epilogue=self.epilogue, **self.options)
+
+    def extra_repr(self) -> str:
+        options = {"epilogue": getattr(self.epilogue, "__name__", self.epilogue), **self.options}
+        return ", ".join([super().extra_repr(), *(f"{name}={value}" for name, value in options.items())])
+
+
+class LinearGELU(Linear):
+    """A linear layer and GELU. Arguments are those of :class:`torch.nn.Linear`, then these.
+
+    Args:
+        approximate: ``"none"`` for the error function, or ``"tanh"``, as :class:`torch.nn.GELU` has it.
+        options: of :func:`cute_ops_torch.linear`.
+    """
+
+    def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"LinearGELU: approximate is {approximate!r}, expected 'none' or 'tanh'.")
+        super().__init__(*args, epilogue="gelu_tanh" if approximate == "tanh" else "gelu", **options)
+
+
+class LinearSiLU(Linear):
+    """A linear layer and SiLU. Arguments are those of :class:`torch.nn.Linear`; options are the function's."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, epilogue="silu", **options)
+
+
+class LinearAdd(Linear):
+    """A linear layer whose output is added to a residual: ``(x, residual) -> out``. Arguments are those of
+    :class:`torch.nn.Linear`; options are the function's.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, epilogue="add", **options)
+
+
+class GatedLinear(nn.Linear):
+    """:func:`cute_ops_torch.gated_linear` with a learned weight, ``[gate | up]``, of ``2 * out_features`` rows.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: size of the output's last dim.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        device: where the parameter is.
+        dtype: of the parameter.
+        fused: the function's.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, activation: str = "silu", device: Device = None,
+        dtype: torch.dtype | None = None, *, fused: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, 2 * out_features, False, device, dtype)
+        self.activation, self.fused = activation, fused
+
+    @classmethod
+    def from_linear(cls, gate: nn.Linear, up: nn.Linear, **options: Any) -> Self:
+        """The layer of two, whose weights are copied side by side.
+
+        Raises:
+            ValueError: they have biases, or differ in size.
+        """
+        weight = _packed(gate, up)
+        made = cls(gate.in_features, gate.out_features, device="meta", **options)
+        made.weight = nn.Parameter(weight, gate.weight.requires_grad)
+        return made.train(gate.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, weight = autocast(x, self.weight)
+        return functions.gated_linear(x, weight, self.activation, self.fused)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features // 2}, activation={self.activation!r}"
+
+
+class GatedMLP(nn.Module):
+    """:func:`cute_ops_torch.gated_mlp` with learned weights, ``gate_up_proj.weight`` and ``down_proj.weight``.
+
+    Args:
+        in_features: size of x's last dim, and of the output's.
+        hidden_features: size between.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        device: where the parameters are.
+        dtype: of the parameters.
+        fused, save: the function's.
+    """
+
+    def __init__(
+        self, in_features: int, hidden_features: int, activation: str = "silu", device: Device = None,
+        dtype: torch.dtype | None = None, *, fused: str = "auto", save: str = "pre",
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.gate_up_proj = nn.Linear(in_features, 2 * hidden_features, False, device, dtype)
+        self.down_proj = nn.Linear(hidden_features, in_features, False, device, dtype)
+        self.activation, self.fused, self.save = activation, fused, save
+
+    @classmethod
+    def from_linear(cls, gate: nn.Linear, up: nn.Linear, down: nn.Linear, **options: Any) -> Self:
+        """The MLP of three layers: the first two weights are copied side by side, the last one is shared.
+
+        Raises:
+            ValueError: layers have biases, or do not fit together.
+        """
+        weight = _packed(gate, up)
+        if _has_bias(down) or down.weight.shape != (gate.in_features, gate.out_features):
+            raise ValueError(f"GatedMLP: down is {down}, expected {gate.out_features} columns and no bias.")
+        made = cls(gate.in_features, gate.out_features, device="meta", **options)
+        made.gate_up_proj.weight = nn.Parameter(weight, gate.weight.requires_grad)
+        made.down_proj.weight = down.weight
+        return made.train(down.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate_up_proj.weight, self.down_proj.weight
+        return gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save)
+
+    def extra_repr(self) -> str:
+        return f"activation={self.activation!r}"
+
+
+def _has_bias(layer: nn.Linear) -> bool:
+    return any(name == "bias" for name, _ in layer.named_parameters(recurse=False))
+
+
+def _packed(gate: nn.Linear, up: nn.Linear) -> Tensor:
+    if _has_bias(gate) or _has_bias(up) or gate.weight.shape != up.weight.shape:
+        raise ValueError(f"gate is {gate} and up is {up}, expected two of one size without biases.")
+    return torch.cat([gate.weight.detach(), up.weight.detach()])
