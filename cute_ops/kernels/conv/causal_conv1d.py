@@ -2,9 +2,9 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.conv.walk import SMEM_PERCENT, Walk
+from cute_ops.kernels.conv.walk import SMEM_PERCENT, Walk, before
 from cute_ops.kernels.lib.activation import silu
 from cute_ops.kernels.lib.column_reduce import ColumnSum
 from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store, store_if, widen
@@ -27,9 +27,9 @@ class CausalConv1d(Walk):
         threads = Int64(self.config.ctas) * (self.lanes * self.depth)
         span = self.span(mX, cutlass.max(threads // (self.channels(mX) // self.vec), 1))
         cuts = self.cuts(mX, span)
-        groups = (cuts[2] + (self.depth - 1)) // self.depth
+        groups = (Int64(cuts.spans) + (self.depth - 1)) // self.depth
         self.kernel(mX, mWeight, mBias, mInitial, mOut, mFinal, cuts).launch(
-            grid=[Int32(groups * self.blocks(mX)), 1, 1],
+            grid=[Int32(groups * self.blocks(mX)), 1, cuts.parts],
             block=[self.lanes, self.depth, 1],
             min_blocks_per_mp=self.config.resident,
             preferred_smem_carveout=SMEM_PERCENT,
@@ -40,47 +40,53 @@ class CausalConv1d(Walk):
     @cute.kernel
     def kernel(self, mX, mWeight, mBias, mInitial, mOut, mFinal, cuts):
         group, channel, level, inside = self.place(mX)
-        index = Int64(group) * self.depth + level
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
-        if inside & (index < cuts[2]):
-            self._walk(mX, mWeight, mBias, mInitial, mOut, mFinal, channel, cuts, index)
+        index = group * self.depth + level
+        sequence, start, end = self.bounds(mX, cuts, cute.arch.block_idx()[2], index)
+        if inside & (index < cuts.spans) & (sequence < cuts.sequences):
+            self._walk(mX, mWeight, mBias, mInitial, mOut, mFinal, channel, sequence, start, end)
 
     @cute.jit
-    def _walk(self, mX, mWeight, mBias, mInitial, mOut, mFinal, channel: Int32, cuts, index: Int64):
-        sequence, start, end = self.bounds(mX, cuts, index)
+    def _walk(
+        self, mX, mWeight, mBias, mInitial, mOut, mFinal, channel: Int32, sequence: Int64, start: Int32, end: Int32
+    ):  # fmt: skip
         tensors = {"x": mX, "initial_state": mInitial, "out": mOut, "final_state": mFinal}
         rows = self.rows(tensors, sequence, channel)
         coming = [fragment(mX.element_type, self.vec) for _ in range(self.ahead)]
+        # First, though it reads the last rows: afterwards, what it takes would be in registers all the time.
+        if end == self.seqlen(mX):
+            self._store_final(coming[0], rows, end)
         for u, rX in enumerate(coming):
             load_if(start + u < end, rX, rows["x"].address(start, u))
         window = self.window(mX.element_type, start, rows)
         rWeight = self.weights(mWeight, channel)
         rBias = None if mBias is None else self.column(mBias, channel)
         given = rows, coming, window, rWeight, rBias
-        for t in cutlass.range(start, end, self.ahead, unroll=1):
+        inner = self.inner(start, end)
+        for t in cutlass.range(start, inner, self.ahead, unroll=1):
+            self._step(given, t, None)
+        for t in cutlass.range(inner, end, self.ahead, unroll=1):
             self._step(given, t, end)
-        if end == self.seqlen(mX):
-            self._store_final(coming[0], rows, end)
 
     def _step(self, given, first, end):
-        """Take ``ahead`` rows, and let as many come in their place."""
+        """Take ``ahead`` rows, and let as many come in their place: all of them, or those before row ``end``."""
         rows, coming, window, rWeight, rBias = given
         for u, rX in enumerate(coming):
             inputs = [rOld.load() for rOld in self.older(window, u)] + [widen(rX)]
             window[u % self.taps].store(inputs[-1])
-            load_if(first + (u + self.ahead) < end, rX, rows["x"].address(first, u + self.ahead))
+            load_if(before(first + (u + self.ahead), end), rX, rows["x"].address(first, u + self.ahead))
             rOut = fragment(Float32, self.vec)
             rOut.store(self.convolved(inputs, rWeight, rBias))
             if self.silu:
                 for c in range(self.vec):
                     rOut[c] = silu(rOut[c])[0]
             rOut = narrow(rOut.load(), rX.element_type, self.vec)
-            store_if(first + u < end, rOut, rows["out"].address(first, u), True)
+            store_if(before(first + u, end), rOut, rows["out"].address(first, u), True)
 
     def _store_final(self, rX, rows, end):
         for i in range(self.taps):
-            self.load_padded(rX, end + (i - self.taps), rows)
+            self.load_padded(rX, end, i, rows)
             store(rX, rows["final_state"].address(i))
 
 
@@ -128,7 +134,6 @@ class CausalConv1dBackward(Walk):
         sWeight = smem.allocate_tensor(Float32, cute.make_layout((row * self.width, self.depth)), byte_alignment=16)
         sBias = smem.allocate_tensor(Float32, cute.make_layout((row, self.depth)), byte_alignment=16)
         group, channel, level, inside = self.place(mX)
-        groups = Int64(mWeightParts.shape[0])
         wait_for_previous(self.pdl)
         rDweight, rDbias = [fragment(Float32, self.vec) for _ in range(self.width)], fragment(Float32, self.vec)
         for rSum in (*rDweight, rDbias):
@@ -136,12 +141,15 @@ class CausalConv1dBackward(Walk):
         if inside:
             rWeight = self.weights(mWeight, channel)
             rBias = None if const_expr(mBias is None) else self.column(mBias, channel)
-            first, step = Int64(group) * self.depth + level, groups * self.depth
-            for i in cutlass.range(Int32((cuts[2] - first + (step - 1)) // step), unroll=1):
-                self._walk(
-                    mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight, rBias, rDweight, rDbias, channel, cuts,
-                    first + Int64(i) * step,
-                )  # fmt: skip
+            step = Int32(mWeightParts.shape[0]) * self.depth
+            for part in cutlass.range(cuts.parts, unroll=1):
+                for index in cutlass.range(group * self.depth + level, cuts.spans, step, unroll=1):
+                    sequence, start, end = self.bounds(mX, cuts, part, index)
+                    if sequence < cuts.sequences:
+                        self._walk(
+                            mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight, rBias, rDweight, rDbias, channel,
+                            sequence, start, end,
+                        )  # fmt: skip
         let_next_start(self.pdl)
         # A thread past the last channel has sums of zero, which nobody reads.
         lane = cute.arch.thread_idx()[0]
@@ -169,9 +177,8 @@ class CausalConv1dBackward(Walk):
     @cute.jit
     def _walk(
         self, mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight: cutlass.Constexpr, rBias: cutlass.Constexpr,
-        rDweight: cutlass.Constexpr, rDbias: cute.Tensor, channel: Int32, cuts, index: Int64,
+        rDweight: cutlass.Constexpr, rDbias: cute.Tensor, channel: Int32, sequence: Int64, start: Int32, end: Int32,
     ):  # fmt: skip
-        sequence, start, end = self.bounds(mX, cuts, index)
         dtype, seqlen = mX.element_type, self.seqlen(mX)
         tensors = {"x": mX, "dout": mDout, "dx": mDx, "initial_state": mInitial, "dfinal_state": mDfinal,
                    "dinitial_state": mDinitial}  # fmt: skip
@@ -185,10 +192,10 @@ class CausalConv1dBackward(Walk):
         for rG in gs:
             rG.fill(0.0)
         given = rows, coming, xs, gs, rWeight, rBias, rDweight, rDbias
-        whole = start + (end - start) // self.ahead * self.ahead
-        for t in cutlass.range(start, whole, self.ahead, unroll=1):
+        inner = self.inner(start, last)
+        for t in cutlass.range(start, inner, self.ahead, unroll=1):
             self._step(given, t, start, end, last, seqlen, False)
-        for t in cutlass.range(whole, end + self.taps, self.ahead, unroll=1):
+        for t in cutlass.range(inner, end + self.taps, self.ahead, unroll=1):
             self._step(given, t, start, end, last, seqlen, True)
 
     @cute.jit
@@ -205,7 +212,7 @@ class CausalConv1dBackward(Walk):
             inputs = [rOld.load() for rOld in self.older(xs, u)] + [widen(rX)]
             rG = fragment(Float32, self.vec)
             rG.store(widen(rDout))
-            self._load(coming[u], rows, first, u + self.ahead, last)
+            self._load(coming[u], rows, first, u + self.ahead, last if edge else None)
             if const_expr(self.silu):
                 rOut = fragment(Float32, self.vec)
                 rOut.store(self.convolved(inputs, rWeight, rBias))
@@ -223,18 +230,20 @@ class CausalConv1dBackward(Walk):
             rDx.store(self.convolved(cotangents, rWeight[::-1], None))
             xs[u % self.taps].store(inputs[-1])
             gs[u % self.taps].store(cotangents[-1])
-            row = t - self.taps
             if const_expr(edge and rows["dfinal_state"] is not None):
                 self._add_final(rDx, rows, dtype, t - seqlen)
             rOut = narrow(rDx.load(), dtype, self.vec)
-            there = (row >= start) & (row < end) if const_expr(edge) else row >= start
-            store_if(there, rOut, rows["dx"].address(first, u - self.taps), True)
-            if const_expr(rows["dinitial_state"] is not None):
-                store_if(row < 0, rOut, rows["dinitial_state"].address(first, u), True)
+            # The first rows are before the span, and its first taps are the gradients of the one before.
+            inside = first > start if const_expr(u < self.taps) else Boolean(True)
+            if const_expr(edge):
+                inside = inside & (t - self.taps < end)
+            store_if(inside, rOut, rows["dx"].address(first, u - self.taps), True)
+            if const_expr(u < self.taps and rows["dinitial_state"] is not None):
+                store_if(first == 0, rOut, rows["dinitial_state"].address(first, u), True)
 
     def _load(self, held, rows, t, more, last):
         for rX, name in zip(held, ("x", "dout")):
-            load_if(t + more < last, rX, rows[name].address(t, more))
+            load_if(before(t + more, last), rX, rows[name].address(t, more))
 
     def _add(self, rG, inputs, rDweight, rDbias):
         g = rG.load()

@@ -5,10 +5,11 @@ keeps the last rows in registers, so that each is loaded once; only the ``taps``
 """
 
 import math
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
 from cute_ops.kernels.conv.config import ConvConfig
 from cute_ops.kernels.lib.copy import fragment, gmem_elements, load, load_if, widen
@@ -16,9 +17,31 @@ from cute_ops.kernels.lib.pdl import can_use_pdl
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, present, row_address, row_count
 
 WARP = 32
+PART = 2**30  # spans
 VECTOR_BYTES = 16
 # Enough for the sums and what the system keeps of any number of CTAs; the rest is L1, which finds rows loaded twice.
 SMEM_PERCENT = 50
+
+
+class Cuts(NamedTuple):
+    """How sequences are cut into spans. A part is some whole sequences, so many that 32 bits count their spans: a
+    64-bit division is a call, around which a kernel spills registers.
+
+    Attributes:
+        span: rows of a span.
+        each: spans of a sequence.
+        part: sequences of a part.
+        spans: those of a part.
+        sequences: all of them.
+        parts: how many there are.
+    """
+
+    span: Int32
+    each: Int32
+    part: Int32
+    spans: Int32
+    sequences: Int64
+    parts: Int32
 
 
 class Rows:
@@ -74,10 +97,11 @@ class Walk:
         return Int32(extent(mX, len(mX.shape) - 2))
 
     def cuts(self, mX, span):
-        """(rows of a span, spans of a sequence, spans of all). Computed on the host, they take kernels no registers."""
-        seqlen = Int64(self.seqlen(mX))
-        each = (seqlen + (span - 1)) // span
-        return span, each, row_count(mX) // seqlen * each
+        """The :class:`Cuts` into spans of so many rows, computed on the host."""
+        each = (Int64(self.seqlen(mX)) + (span - 1)) // span
+        sequences = row_count(mX) // self.seqlen(mX)
+        part = cutlass.min(cutlass.max(PART // each, 1), sequences)
+        return Cuts(span, Int32(each), Int32(part), Int32(part * each), sequences, Int32((sequences + (part - 1)) // part))
 
     def span(self, mX, walkers):
         """Rows of a span where so many threads that run at once share the rows: ``config.span`` at most, in whole steps
@@ -91,18 +115,22 @@ class Walk:
     def place(self, mX):
         """(row of CTAs, first channel, depth in the CTA, whether the channel exists) of this thread."""
         lane, level, _ = cute.arch.thread_idx()
+        level = 0 if self.depth == 1 else level
         bidx, _, _ = cute.arch.block_idx()
         blocks = self.blocks(mX)
         group = bidx // blocks
         channel = ((bidx - group * blocks) * self.lanes + lane) * self.vec
         return group, channel, level, channel < self.channels(mX)
 
-    def bounds(self, mX, cuts, index):
-        """(sequence, first row, row after the last) of a span."""
-        span, each, _ = cuts
-        sequence = index // each
-        start = Int32(index - sequence * each) * span
-        return sequence, start, cutlass.min(start + span, self.seqlen(mX))
+    def bounds(self, mX, cuts, part, index):
+        """(sequence, first row, row after the last) of a part's span."""
+        sequence = index // cuts.each
+        start = (index - sequence * cuts.each) * cuts.span
+        return Int64(part) * cuts.part + sequence, start, cutlass.min(start + cuts.span, self.seqlen(mX))
+
+    def inner(self, start, last):
+        """Where whole steps from ``start`` on end whose rows, and those that they load, are all before row ``last``."""
+        return start + cutlass.max(last - start - self.ahead, 0) // self.ahead * self.ahead
 
     def rows(self, tensors, sequence, channel):
         """A thread's :class:`Rows` of a sequence by name, None of an absent tensor."""
@@ -136,14 +164,16 @@ class Walk:
         return rW
 
     @cute.jit
-    def load_padded(self, rX: cute.Tensor, t: Int32, rows: cutlass.Constexpr):
-        """Load a row of x or, before its first one, of the initial state; zeros where there is none."""
+    def load_padded(self, rX: cute.Tensor, t: Int32, i: cutlass.Constexpr, rows: cutlass.Constexpr):
+        """Load the i-th of the ``taps`` rows before row t of x: before the first one, a row of the initial state; zeros
+        where there is none.
+        """
         x, state = rows["x"], rows["initial_state"]
         if const_expr(state is None):
             rX.fill(0)
-            load_if(t >= 0, rX, x.address(t))
+            load_if(t + i >= self.taps, rX, x.address(t, i - self.taps))
         else:
-            load(rX, cutlass.select_(t < 0, state.address(t + self.taps), x.address(t)))
+            load(rX, cutlass.select_(t + i >= self.taps, x.address(t, i - self.taps), state.address(t, i)))
 
     def window(self, dtype, start, rows):
         """The ``taps`` rows before a span, in fp32. The row at ``start + i`` takes the place of the oldest one, the
@@ -151,7 +181,7 @@ class Walk:
         """
         held = [fragment(dtype, self.vec) for _ in range(self.taps)]
         for i, rX in enumerate(held):
-            self.load_padded(rX, start + (i - self.taps), rows)
+            self.load_padded(rX, start, i, rows)
         window = [fragment(Float32, self.vec) for _ in held]
         for rWide, rX in zip(window, held):
             rWide.store(widen(rX))
@@ -167,6 +197,11 @@ class Walk:
         for rTap, row in zip(rWeight[1:], rows[1:]):
             total = total + rTap.load() * row
         return total
+
+
+def before(t, end):
+    """Whether row t comes before ``end``; every row does where that is None."""
+    return Boolean(True) if end is None else t < end
 
 
 def _transposed(rW, vec):
