@@ -122,8 +122,8 @@ def test_rows_off_a_vector_beyond_one_for_each_cluster(name: str) -> None:
 CONV = [op for op in ALL if "conv" in op.name]
 # Spans of one step, of several, and of all rows; several spans, channels and CTAs to a thread, a warp or a CTA.
 CONV_CONFIGS = [
-    None, ConvConfig(64, channels=8, ahead=3, span=12, resident=1, sms=1), ConvConfig(32, 4, 3, 96, 1, 4),
-    ConvConfig(128, 4, 6, 6, 1, 7), ConvConfig(64, 2, 1, 24, 2, 1),
+    None, ConvConfig(64, channels=8, ahead=3, resident=1, sms=1, span=12), ConvConfig(32, 4, 3, 1, 4, 96),
+    ConvConfig(128, 4, 6, 1, 7, 6), ConvConfig(64, 2, 1, 2, 1, 24),
 ]  # fmt: skip
 
 

@@ -1,14 +1,40 @@
 """Causal depthwise convolution along a sequence, forward and backward."""
 
+from typing import NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.conv.walk import SMEM_PERCENT, Walk, before
+from cute_ops.kernels.conv.walk import Walk, before
 from cute_ops.kernels.lib.activation import silu
 from cute_ops.kernels.lib.column_reduce import ColumnSum
-from cute_ops.kernels.lib.copy import fragment, load_if, narrow, store, store_if, widen
+from cute_ops.kernels.lib.copy import compiler_barrier_value, fragment, load_if, narrow, store, store_if, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_layout import row_count
+
+PART = 2**30  # spans
+
+
+class Cuts(NamedTuple):
+    """How sequences are cut into spans. A part is some whole sequences, so many that 32 bits count their spans: a
+    64-bit division is a call, around which a kernel spills registers.
+
+    Attributes:
+        span: rows of a span.
+        each: spans of a sequence.
+        part: sequences of a part.
+        spans: those of a part.
+        sequences: all of them.
+        parts: how many there are.
+    """
+
+    span: Int32
+    each: Int32
+    part: Int32
+    spans: Int32
+    sequences: Int64
+    parts: Int32
 
 
 class CausalConv1d(Walk):
@@ -20,62 +46,76 @@ class CausalConv1d(Walk):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("x", "initial_state", "out", "final_state"))
+        super().__init__(variant, ("x", "initial_state", "out", "final_state"), 1)
 
     @cute.jit
     def __call__(self, mX, mWeight, mBias, mInitial, mOut, mFinal, stream):
-        threads = Int64(self.config.ctas) * (self.lanes * self.depth)
-        span = self.span(mX, cutlass.max(threads // (self.channels(mX) // self.vec), 1))
-        cuts = self.cuts(mX, span)
+        cuts = self.cuts(mX)
         groups = (Int64(cuts.spans) + (self.depth - 1)) // self.depth
         self.kernel(mX, mWeight, mBias, mInitial, mOut, mFinal, cuts).launch(
             grid=[Int32(groups * self.blocks(mX)), 1, cuts.parts],
             block=[self.lanes, self.depth, 1],
-            min_blocks_per_mp=self.config.resident,
-            preferred_smem_carveout=SMEM_PERCENT,
+            min_blocks_per_mp=self.ctas,
+            preferred_smem_carveout=self.carveout,
             stream=stream,
             use_pdl=self.pdl,
         )
 
+    def cuts(self, mX):
+        """The :class:`Cuts` that let the threads that run at once go the same number of times, computed on the host."""
+        seqlen, rows = Int64(self.seqlen(mX)), row_count(mX)
+        walkers = cutlass.max(Int64(self.ctas * self.config.sms) // self.blocks(mX), 1) * self.depth
+        sequences = rows // seqlen
+        rounds = (rows + (walkers * self.config.span - 1)) // (walkers * self.config.span)
+        each = cutlass.max(walkers * rounds // sequences, 1)
+        span = (seqlen + (each - 1)) // each
+        each = (seqlen + (span - 1)) // span
+        part = cutlass.min(cutlass.max(PART // each, 1), sequences)
+        parts = (sequences + (part - 1)) // part
+        return Cuts(Int32(span), Int32(each), Int32(part), Int32(part * each), sequences, Int32(parts))
+
     @cute.kernel
     def kernel(self, mX, mWeight, mBias, mInitial, mOut, mFinal, cuts):
+        ring = self.ring(cutlass.utils.SmemAllocator(), mX)
         group, channel, level, inside = self.place(mX)
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         index = group * self.depth + level
         sequence, start, end = self.bounds(mX, cuts, cute.arch.block_idx()[2], index)
         if inside & (index < cuts.spans) & (sequence < cuts.sequences):
-            self._walk(mX, mWeight, mBias, mInitial, mOut, mFinal, channel, sequence, start, end)
+            self._walk(ring, mX, mWeight, mBias, mInitial, mOut, mFinal, channel, sequence, start, end)
 
     @cute.jit
     def _walk(
-        self, mX, mWeight, mBias, mInitial, mOut, mFinal, channel: Int32, sequence: Int64, start: Int32, end: Int32
+        self, ring: cutlass.Constexpr, mX, mWeight, mBias, mInitial, mOut, mFinal, channel: Int32, sequence: Int64,
+        start: Int32, end: Int32,
     ):  # fmt: skip
         tensors = {"x": mX, "initial_state": mInitial, "out": mOut, "final_state": mFinal}
         rows = self.rows(tensors, sequence, channel)
-        coming = [fragment(mX.element_type, self.vec) for _ in range(self.ahead)]
-        # First, though it reads the last rows: afterwards, what it takes would be in registers all the time.
+        self.start(ring, rows, start, end)
+        # First, though these are its last rows: afterwards, what it takes would be in registers all the time.
         if end == self.seqlen(mX):
-            self._store_final(coming[0], rows, end)
-        for u, rX in enumerate(coming):
-            load_if(start + u < end, rX, rows["x"].address(start, u))
+            self._store_final(fragment(mX.element_type, self.vec), rows, end)
         window = self.window(mX.element_type, start, rows)
         rWeight = self.weights(mWeight, channel)
         rBias = None if mBias is None else self.column(mBias, channel)
-        given = rows, coming, window, rWeight, rBias
-        inner = self.inner(start, end)
-        for t in cutlass.range(start, inner, self.ahead, unroll=1):
-            self._step(given, t, None)
-        for t in cutlass.range(inner, end, self.ahead, unroll=1):
-            self._step(given, t, end)
+        given = ring, rows, window, rWeight, rBias
+        stage, inner = Int32(0), self.inner(start, end)
+        for t in cutlass.range(start, inner, self.unit, unroll=1):
+            self._step(given, t, stage, None)
+            stage = self.next(stage)
+        for t in cutlass.range(inner, end, self.unit, unroll=1):
+            self._step(given, t, stage, end)
+            stage = self.next(stage)
 
-    def _step(self, given, first, end):
-        """Take ``ahead`` rows, and let as many come in their place: all of them, or those before row ``end``."""
-        rows, coming, window, rWeight, rBias = given
-        for u, rX in enumerate(coming):
+    def _step(self, given, first, stage, end):
+        """Take a step's rows, and let as many come in their place: all of them, or those before row ``end``."""
+        ring, rows, window, rWeight, rBias = given
+        held = self.take(ring, stage)
+        self.fetch(ring, rows, first, self.ahead, end, stage)
+        for u, (rX,) in enumerate(held):
             inputs = [rOld.load() for rOld in self.older(window, u)] + [widen(rX)]
             window[u % self.taps].store(inputs[-1])
-            load_if(before(first + (u + self.ahead), end), rX, rows["x"].address(first, u + self.ahead))
             rOut = fragment(Float32, self.vec)
             rOut.store(self.convolved(inputs, rWeight, rBias))
             if self.silu:
@@ -83,6 +123,12 @@ class CausalConv1d(Walk):
                     rOut[c] = silu(rOut[c])[0]
             rOut = narrow(rOut.load(), rX.element_type, self.vec)
             store_if(before(first + u, end), rOut, rows["out"].address(first, u), True)
+
+    def bounds(self, mX, cuts, part, index):
+        """(sequence, first row, row after the last) of a part's span."""
+        sequence = index // cuts.each
+        start = (index - sequence * cuts.each) * cuts.span
+        return Int64(part) * cuts.part + sequence, start, cutlass.min(start + cuts.span, self.seqlen(mX))
 
     def _store_final(self, rX, rows, end):
         for i in range(self.taps):
@@ -103,7 +149,7 @@ class CausalConv1dBackward(Walk):
     """
 
     def __init__(self, variant):
-        super().__init__(variant, ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"))
+        super().__init__(variant, ("x", "dout", "initial_state", "dfinal_state", "dx", "dinitial_state"), 2)
         self.column_sum = ColumnSum(None if self.n is None else self.n * self.width, variant.arch)
 
     @cute.jit
@@ -112,15 +158,16 @@ class CausalConv1dBackward(Walk):
         stream,
     ):  # fmt: skip
         groups = Int32(mWeightParts.shape[0])
-        span = self.span(mX, Int64(groups) * self.depth)
-        cuts = self.cuts(mX, span)
+        walkers = Int64(groups) * self.depth
+        share = (row_count(mX) + (walkers - 1)) // walkers
+        pieces = Int32((share - 1) // self.seqlen(mX)) + 2
         self.kernel(
-            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, cuts
+            mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, Int32(share), pieces
         ).launch(
             grid=[groups * Int32(self.blocks(mX)), 1, 1],
             block=[self.lanes, self.depth, 1],
-            min_blocks_per_mp=self.config.resident,
-            preferred_smem_carveout=SMEM_PERCENT,
+            min_blocks_per_mp=self.ctas,
+            preferred_smem_carveout=self.carveout,
             stream=stream,
             use_pdl=self.pdl,
         )
@@ -128,8 +175,11 @@ class CausalConv1dBackward(Walk):
         self.column_sum((mWeightParts, mBiasParts), (columns, mDbias), stream)
 
     @cute.kernel
-    def kernel(self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, cuts):
+    def kernel(
+        self, mX, mWeight, mDout, mBias, mInitial, mDfinal, mDx, mDinitial, mWeightParts, mBiasParts, share, pieces
+    ):
         smem = cutlass.utils.SmemAllocator()
+        ring = self.ring(smem, mX)
         row = self.lanes * self.vec
         sWeight = smem.allocate_tensor(Float32, cute.make_layout((row * self.width, self.depth)), byte_alignment=16)
         sBias = smem.allocate_tensor(Float32, cute.make_layout((row, self.depth)), byte_alignment=16)
@@ -138,37 +188,42 @@ class CausalConv1dBackward(Walk):
         rDweight, rDbias = [fragment(Float32, self.vec) for _ in range(self.width)], fragment(Float32, self.vec)
         for rSum in (*rDweight, rDbias):
             rSum.fill(0.0)
+        seqlen, rows = self.seqlen(mX), row_count(mX)
+        first = (Int64(group) * self.depth + level) * share
+        sequence = first // seqlen
+        start, left = Int32(first - sequence * seqlen), cutlass.min(Int64(share), rows - first)
         if inside:
             rWeight = self.weights(mWeight, channel)
             rBias = None if const_expr(mBias is None) else self.column(mBias, channel)
-            step = Int32(mWeightParts.shape[0]) * self.depth
-            for part in cutlass.range(cuts.parts, unroll=1):
-                for index in cutlass.range(group * self.depth + level, cuts.spans, step, unroll=1):
-                    sequence, start, end = self.bounds(mX, cuts, part, index)
-                    if sequence < cuts.sequences:
-                        self._walk(
-                            mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight, rBias, rDweight, rDbias, channel,
-                            sequence, start, end,
-                        )  # fmt: skip
+            for _ in cutlass.range(pieces, unroll=1):
+                end = Int32(cutlass.min(start + left, seqlen))
+                if start < end:
+                    self._walk(
+                        ring, mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight, rBias, rDweight, rDbias, channel,
+                        sequence, start, end,
+                    )  # fmt: skip
+                left = left - (end - start)
+                sequence, start = sequence + 1, Int32(0)
         let_next_start(self.pdl)
         # A thread past the last channel has sums of zero, which nobody reads.
-        lane = cute.arch.thread_idx()[0]
+        # Its place, from its channel: otherwise its index is in a register all the time.
+        start = (cute.arch.block_idx()[0] - group * self.blocks(mX)) * row
+        place = compiler_barrier_value(channel) - start
         for c in cutlass.range_constexpr(self.vec):
             for j in cutlass.range_constexpr(self.width):
-                sWeight[(lane * self.vec + c) * self.width + j, level] = rDweight[j][c]
-            sBias[lane * self.vec + c, level] = rDbias[c]
+                sWeight[(place + c) * self.width + j, level] = rDweight[j][c]
+            sBias[place + c, level] = rDbias[c]
         cute.arch.barrier()
-        start = channel - lane * self.vec
-        self._store_parts(mWeightParts, sWeight, group, start * self.width)
+        thread = level * self.lanes + place // self.vec
+        self._store_parts(mWeightParts, sWeight, group, start * self.width, thread)
         if const_expr(mBiasParts is not None):
-            self._store_parts(mBiasParts, sBias, group, start)
+            self._store_parts(mBiasParts, sBias, group, start, thread)
 
     @cute.jit
-    def _store_parts(self, mParts, sSum, group: Int32, start: Int32):
+    def _store_parts(self, mParts, sSum, group: Int32, start: Int32, thread: Int32):
         """Write the CTA's sums to its row of the workspace, neighbouring threads neighbouring numbers."""
-        lane, level, _ = cute.arch.thread_idx()
         count = cutlass.min(Int32(sSum.shape[0]), Int32(mParts.shape[1]) - start)
-        for column in cutlass.range(level * self.lanes + lane, count, self.lanes * self.depth, unroll=1):
+        for column in cutlass.range(thread, count, self.lanes * self.depth, unroll=1):
             total = Float32(0.0)
             for d in cutlass.range_constexpr(self.depth):
                 total = total + sSum[column, d]
@@ -176,43 +231,45 @@ class CausalConv1dBackward(Walk):
 
     @cute.jit
     def _walk(
-        self, mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight: cutlass.Constexpr, rBias: cutlass.Constexpr,
-        rDweight: cutlass.Constexpr, rDbias: cute.Tensor, channel: Int32, sequence: Int64, start: Int32, end: Int32,
+        self, ring: cutlass.Constexpr, mX, mDout, mInitial, mDfinal, mDx, mDinitial, rWeight: cutlass.Constexpr,
+        rBias: cutlass.Constexpr, rDweight: cutlass.Constexpr, rDbias: cute.Tensor, channel: Int32, sequence: Int64,
+        start: Int32, end: Int32,
     ):  # fmt: skip
         dtype, seqlen = mX.element_type, self.seqlen(mX)
         tensors = {"x": mX, "dout": mDout, "dx": mDx, "initial_state": mInitial, "dfinal_state": mDfinal,
                    "dinitial_state": mDinitial}  # fmt: skip
         rows = self.rows(tensors, sequence, channel)
         last = cutlass.min(end + self.taps, seqlen)
-        coming = [(fragment(dtype, self.vec), fragment(dtype, self.vec)) for _ in range(self.ahead)]
-        for u, held in enumerate(coming):
-            self._load(held, rows, start, u, last)
+        self.start(ring, rows, start, last)
         xs = self.window(dtype, start, rows)
         gs = [fragment(Float32, self.vec) for _ in xs]
         for rG in gs:
             rG.fill(0.0)
-        given = rows, coming, xs, gs, rWeight, rBias, rDweight, rDbias
-        inner = self.inner(start, last)
-        for t in cutlass.range(start, inner, self.ahead, unroll=1):
-            self._step(given, t, start, end, last, seqlen, False)
-        for t in cutlass.range(inner, end + self.taps, self.ahead, unroll=1):
-            self._step(given, t, start, end, last, seqlen, True)
+        given = ring, rows, xs, gs, rWeight, rBias, rDweight, rDbias
+        stage, inner = Int32(0), self.inner(start, last)
+        for t in cutlass.range(start, inner, self.unit, unroll=1):
+            self._step(given, t, stage, start, end, last, seqlen, False)
+            stage = self.next(stage)
+        for t in cutlass.range(inner, end + self.taps, self.unit, unroll=1):
+            self._step(given, t, stage, start, end, last, seqlen, True)
+            stage = self.next(stage)
 
     @cute.jit
     def _step(
-        self, given: cutlass.Constexpr, first: Int32, start: Int32, end: Int32, last: Int32, seqlen: Int32,
-        edge: cutlass.Constexpr,
+        self, given: cutlass.Constexpr, first: Int32, stage: Int32, start: Int32, end: Int32, last: Int32,
+        seqlen: Int32, edge: cutlass.Constexpr,
     ):  # fmt: skip
-        """Take ``ahead`` rows: all of the span, or with ``edge`` those that may be past its end or the sequence's."""
-        rows, coming, xs, gs, rWeight, rBias, rDweight, rDbias = given
-        for u in cutlass.range_constexpr(self.ahead):
+        """Take a step's rows: all of the span, or with ``edge`` those that may be past its end or the sequence's."""
+        ring, rows, xs, gs, rWeight, rBias, rDweight, rDbias = given
+        held = self.take(ring, stage)
+        self.fetch(ring, rows, first, self.ahead, last if const_expr(edge) else None, stage)
+        for u in cutlass.range_constexpr(self.unit):
             t = first + u
-            rX, rDout = coming[u]
+            rX, rDout = held[u]
             dtype = rX.element_type
             inputs = [rOld.load() for rOld in self.older(xs, u)] + [widen(rX)]
             rG = fragment(Float32, self.vec)
             rG.store(widen(rDout))
-            self._load(coming[u], rows, first, u + self.ahead, last if edge else None)
             if const_expr(self.silu):
                 rOut = fragment(Float32, self.vec)
                 rOut.store(self.convolved(inputs, rWeight, rBias))
@@ -240,10 +297,6 @@ class CausalConv1dBackward(Walk):
             store_if(inside, rOut, rows["dx"].address(first, u - self.taps), True)
             if const_expr(u < self.taps and rows["dinitial_state"] is not None):
                 store_if(first == 0, rOut, rows["dinitial_state"].address(first, u), True)
-
-    def _load(self, held, rows, t, more, last):
-        for rX, name in zip(held, ("x", "dout")):
-            load_if(before(t + more, last), rX, rows[name].address(t, more))
 
     def _add(self, rG, inputs, rDweight, rDbias):
         g = rG.load()

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from cute_ops.config import KernelConfig
 
+WARP = 32
+
 
 @dataclass(frozen=True)
 class ConvConfig(KernelConfig):
@@ -15,19 +17,33 @@ class ConvConfig(KernelConfig):
         threads: of a CTA at most.
         channels: that a thread holds at most: as many as alignment allows.
         ahead: rows that a thread loads ahead, at least.
-        span: rows that a thread walks through at most; fewer where the GPU has room for more threads.
-        resident: CTAs that are to fit on an SM together: a cap on registers.
-        sms: SMs of the GPU: spans become shorter until there are CTAs for all of them.
+        span: rows that a thread of the forward walks through, about: fewer where the GPU has room for more threads.
+        resident: CTAs of so many threads that are to fit on an SM together: a cap on registers.
+        sms: SMs of the GPU: threads walk through fewer rows until there are CTAs for all of them.
     """
 
     threads: int
     channels: int
     ahead: int
-    span: int
     resident: int
     sms: int
+    span: int = 0
 
-    @property
-    def ctas(self) -> int:
-        """CTAs that run at once."""
-        return self.resident * self.sms
+    def lanes(self, vectors: int | None) -> int:
+        """Vectors of a row that a CTA takes, side by side: whole warps where it takes a part of the row, so that it
+        begins on a whole sector of memory. Fewer warps than allowed where that leaves fewer of them idle.
+        """
+        if vectors is None:
+            return WARP
+        if vectors <= self.threads:
+            return vectors
+        warps, most = -(-vectors // WARP), self.threads // WARP
+        return WARP * min(range(most, most // 2, -1), key=lambda count: -warps % count)
+
+    def depth(self, vectors: int | None) -> int:
+        """Threads of a CTA at the same channels."""
+        return max(self.threads // self.lanes(vectors), 1)
+
+    def ctas(self, vectors: int | None) -> int:
+        """CTAs that are to fit on an SM together."""
+        return self.resident * self.threads // (self.lanes(vectors) * self.depth(vectors))

@@ -2,46 +2,25 @@
 
 A thread holds a vector of neighbouring channels and walks along a *span*: some consecutive rows of one sequence. It
 keeps the last rows in registers, so that each is loaded once; only the ``taps`` rows before a span are loaded again.
+The next rows are on their way through a ring in shared memory. Loads to registers would take fewer instructions, but
+the compiler moves them to the end of a loop, beside the stores, where most of the time none is under way.
 """
 
 import math
-from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
+from cutlass.cute.nvgpu import LoadCacheMode, cpasync
 
 from cute_ops.kernels.conv.config import ConvConfig
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, load, load_if, widen
+from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, gmem_vector, load, load_if, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, present, row_address, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, present, row_address
 
-WARP = 32
-PART = 2**30  # spans
+LEAST_ROWS = 3  # of a step
 VECTOR_BYTES = 16
-# Enough for the sums and what the system keeps of any number of CTAs; the rest is L1, which finds rows loaded twice.
-SMEM_PERCENT = 50
-
-
-class Cuts(NamedTuple):
-    """How sequences are cut into spans. A part is some whole sequences, so many that 32 bits count their spans: a
-    64-bit division is a call, around which a kernel spills registers.
-
-    Attributes:
-        span: rows of a span.
-        each: spans of a sequence.
-        part: sequences of a part.
-        spans: those of a part.
-        sequences: all of them.
-        parts: how many there are.
-    """
-
-    span: Int32
-    each: Int32
-    part: Int32
-    spans: Int32
-    sequences: Int64
-    parts: Int32
+SMEM_BYTES = 228 * 1024  # of an SM, L1 included: Hopper's, of others less
 
 
 class Rows:
@@ -67,24 +46,31 @@ class Walk:
 
     Args:
         variant: the kernel's variant.
-        names: the row tensors.
+        names: the row tensors, those that a ring holds first.
+        streams: how many these are.
     """
 
-    def __init__(self, variant, names):
+    def __init__(self, variant, names, streams):
         self.config = ConvConfig.of(variant.config)
         self.keys, self.n, self.width = variant.tensors, variant.dims["n"], variant.dims["w"]
         self.taps = self.width - 1
-        # A multiple of the taps: then each row of the window is in the same registers at every step.
-        self.ahead = -(-self.config.ahead // self.taps) * self.taps
+        # Of a step. A multiple of the taps: then each row of the window is in the same registers at every step.
+        self.unit = -(-LEAST_ROWS // self.taps) * self.taps
+        self.stages = -(-self.config.ahead // self.unit)
+        self.ahead = self.stages * self.unit
         self.silu = variant.attrs["activation"] == "silu"
         starts = [min(key.align, key.row_align, VECTOR_BYTES) // ITEMSIZE[key.dtype] for key in present(variant, names)]
         self.vec = min(self.config.channels, *starts)
-        self.lanes = WARP
-        if self.n is not None:
-            vectors = self.n // self.vec
-            self.lanes = -(-vectors // -(-vectors // self.config.threads))
-        self.depth = max(self.config.threads // self.lanes, 1)
+        vectors = None if self.n is None else self.n // self.vec
+        self.lanes, self.depth = self.config.lanes(vectors), self.config.depth(vectors)
+        self.ctas = self.config.ctas(vectors)
         self.pdl = can_use_pdl(variant.arch)
+        self.names, self.threads = names[:streams], self.lanes * self.depth
+        sums = self.width + 1 if "dout" in names else 0
+        each = self.vec * (self.ahead * streams * ITEMSIZE[self.keys["x"].dtype] + 4 * sums)
+        # For CTAs with the kilobyte that the system takes of each; the rest is L1, which finds rows loaded twice.
+        shared = self.ctas * (self.threads * each + 1024)
+        self.carveout = min(-(-100 * shared // SMEM_BYTES) + 1, 100)
 
     def channels(self, mX):
         return Int32(mX.shape[len(mX.shape) - 1]) if self.n is None else self.n
@@ -96,22 +82,6 @@ class Walk:
     def seqlen(self, mX):
         return Int32(extent(mX, len(mX.shape) - 2))
 
-    def cuts(self, mX, span):
-        """The :class:`Cuts` into spans of so many rows, computed on the host."""
-        each = (Int64(self.seqlen(mX)) + (span - 1)) // span
-        sequences = row_count(mX) // self.seqlen(mX)
-        part = cutlass.min(cutlass.max(PART // each, 1), sequences)
-        return Cuts(span, Int32(each), Int32(part), Int32(part * each), sequences, Int32((sequences + (part - 1)) // part))
-
-    def span(self, mX, walkers):
-        """Rows of a span where so many threads that run at once share the rows: ``config.span`` at most, in whole steps
-        of ``ahead``, and such that all get as many.
-        """
-        share = (row_count(mX) + (walkers - 1)) // walkers
-        count = (share + (self.config.span - 1)) // self.config.span
-        steps = (share + (count * self.ahead - 1)) // (count * self.ahead)
-        return Int32(steps * self.ahead)
-
     def place(self, mX):
         """(row of CTAs, first channel, depth in the CTA, whether the channel exists) of this thread."""
         lane, level, _ = cute.arch.thread_idx()
@@ -122,15 +92,47 @@ class Walk:
         channel = ((bidx - group * blocks) * self.lanes + lane) * self.vec
         return group, channel, level, channel < self.channels(mX)
 
-    def bounds(self, mX, cuts, part, index):
-        """(sequence, first row, row after the last) of a part's span."""
-        sequence = index // cuts.each
-        start = (index - sequence * cuts.each) * cuts.span
-        return Int64(part) * cuts.part + sequence, start, cutlass.min(start + cuts.span, self.seqlen(mX))
-
     def inner(self, start, last):
-        """Where whole steps from ``start`` on end whose rows, and those that they load, are all before row ``last``."""
-        return start + cutlass.max(last - start - self.ahead, 0) // self.ahead * self.ahead
+        """Where whole steps from ``start`` on end whose rows, and those that they fetch, are before row ``last``."""
+        return start + cutlass.max(last - start - self.ahead, 0) // self.unit * self.unit
+
+    def ring(self, smem, mX):
+        """The rows of each stream that are on their way: (element, thread, row). A thread copies what it reads itself,
+        so that no barrier is needed: the thread's own wait does.
+        """
+        layout = cute.make_layout((self.vec, self.threads, self.ahead))
+        return [smem.allocate_tensor(mX.element_type, layout, byte_alignment=VECTOR_BYTES) for _ in self.names]
+
+    def thread(self):
+        lane, level, _ = cute.arch.thread_idx()
+        return lane if self.depth == 1 else level * self.lanes + lane
+
+    def fetch(self, ring, rows, t, more, end, stage):
+        """Start copying a step's rows to a stage of the ring: from ``more``, a static number, after row t on, those
+        before row ``end``.
+        """
+        for u in range(self.unit):
+            for sX, name in zip(ring, self.names):
+                valid, address = before(t + (more + u), end), rows[name].address(t, more + u)
+                copy_if(valid, address, sX[None, self.thread(), stage * self.unit + u])
+        cute.arch.cp_async_commit_group()
+
+    def start(self, ring, rows, start, end):
+        """Start copying as many rows as the ring holds, from row ``start`` on."""
+        for stage in range(self.stages):
+            self.fetch(ring, rows, start, stage * self.unit, end, stage)
+
+    def take(self, ring, stage):
+        """The rows of the stage that was fetched first: of each row, a vector of each stream."""
+        cute.arch.cp_async_wait_group(self.stages - 1)
+        held = [[fragment(sX.element_type, self.vec) for sX in ring] for _ in range(self.unit)]
+        for u, vectors in enumerate(held):
+            for sX, rX in zip(ring, vectors):
+                cute.autovec_copy(sX[None, self.thread(), stage * self.unit + u], rX)
+        return held
+
+    def next(self, stage):
+        return cutlass.select_(stage + 1 == self.stages, Int32(0), stage + 1)
 
     def rows(self, tensors, sequence, channel):
         """A thread's :class:`Rows` of a sequence by name, None of an absent tensor."""
@@ -202,6 +204,23 @@ class Walk:
 def before(t, end):
     """Whether row t comes before ``end``; every row does where that is None."""
     return Boolean(True) if end is None else t < end
+
+
+@cute.jit
+def copy_if(valid: Boolean, address: Int64, sX: cute.Tensor):
+    """Start copying a vector to shared memory."""
+    if valid:
+        dtype, vec = sX.element_type, cute.size(sX)
+        bits = access_bits(dtype, vec)
+        if const_expr(bits >= 32):
+            mode = LoadCacheMode.GLOBAL if const_expr(bits == 128) else LoadCacheMode.ALWAYS
+            atom = cute.make_copy_atom(cpasync.CopyG2SOp(mode), dtype, num_bits_per_copy=bits)
+            cute.copy(atom, cute.coalesce(gmem_vector(dtype, address, vec)), sX)
+        else:
+            # Asynchronous copies move no less than 4 bytes.
+            rX = fragment(dtype, vec)
+            load(rX, address)
+            cute.autovec_copy(rX, sX)
 
 
 def _transposed(rW, vec):
