@@ -154,6 +154,25 @@ def test_neither_spans_nor_calls_change_the_bits_of_a_convolution() -> None:
     np.testing.assert_array_equal(final, state)
 
 
+def test_convolutions_of_more_spans_than_fit_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where 32 bits do not count the spans of all sequences, a part of these follows another."""
+    with kernel_calls.interpreted():
+        kernels = importlib.import_module("cute_ops.kernels.conv.causal_conv1d")
+    monkeypatch.setattr(kernels, "PART", 5)
+    for rows, s in ((1, 13), (7, 1), (7, 13)):
+        call = kernel_calls.made(CONV[0], rows, 64, "bfloat16", "compact", np.random.default_rng(rows), s=s)
+        kernel_calls.check(call._replace(tile=ConvConfig(64, 8, 3, 1, 4, 3).flat()))
+
+
+@pytest.mark.parametrize(("vectors", "lanes", "depth", "ctas"), [
+    (1344, 96, 1, 8), (1024, 128, 1, 6), (130, 96, 1, 8), (128, 128, 1, 6), (40, 40, 3, 6), (None, 32, 4, 6),
+])  # fmt: skip
+def test_ctas_of_a_convolution_begin_on_a_sector(vectors: int | None, lanes: int, depth: int, ctas: int) -> None:
+    """They take whole warps of rows that have several, as few idle ones as can be, and as many threads of an SM."""
+    config = ConvConfig(128, 4, 9, 6, 132)
+    assert (config.lanes(vectors), config.depth(vectors), config.ctas(vectors)) == (lanes, depth, ctas)
+
+
 (APPEND,) = (op for op in ALL if op.name == "append_kv")
 # Threads for less than a token, for one and for several; several segments to a token.
 APPEND_CONFIGS = [None, AppendConfig(32, 4, 1), AppendConfig(64, 64, 2), AppendConfig(128, 8, 4)]
