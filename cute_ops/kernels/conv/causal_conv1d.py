@@ -40,8 +40,8 @@ class Cuts(NamedTuple):
 class CausalConv1d(Walk):
     """``out_t = activation(bias + sum_j weight_j * x_(t - taps + j))`` in fp32, and the last ``taps`` inputs.
 
-    Tile: see :class:`~cute_ops.kernels.conv.walk.Walk`; one span per thread. A thread loads ``ahead`` rows ahead: as
-    soon as a row is in fp32, the load of the row ``ahead`` later takes its registers. No shared memory.
+    Tile: see :class:`~cute_ops.kernels.conv.walk.Walk`; one span per thread.
+    Shared memory: ``ahead`` rows per thread.
     Bytes moved per element: x and out once; of every span, ``taps`` rows again and the parameters, mostly from L2.
     """
 
@@ -140,12 +140,13 @@ class CausalConv1dBackward(Walk):
     """With ``g_t = dout_t * activation'(...)`` and x preceded by the initial state:
     ``dx_t = sum_j weight_j * g_(t + taps - j)``, ``dweight_j = sum_t g_t * x_(t - taps + j)``, ``dbias = sum_t g_t``.
 
-    Tile: see :class:`~cute_ops.kernels.conv.walk.Walk`; persistent, a thread takes one span after another of its
-    channels. It keeps the last ``taps`` rows of x and of g and walks ``taps`` rows past its span: the gradient of a row
-    is there once g has come so far. Sums of the parameters' gradients stay in registers to the end; those of a CTA make
-    a row of the workspace, and a second kernel adds these rows in a fixed order.
-    Shared memory: 4 bytes per sum and thread. Bytes moved per element: x, dout and dx once; of every span, ``2 * taps``
-    rows of x and ``taps`` of dout again, mostly from L2.
+    Tile: see :class:`~cute_ops.kernels.conv.walk.Walk`; persistent, a thread takes its share of the consecutive rows of
+    all sequences, a span of each that it meets. It keeps the last ``taps`` rows of x and of g and walks ``taps`` rows
+    past its span: the gradient of a row is there once g has come so far. Sums of the parameters' gradients stay in
+    registers to the end; those of a CTA make a row of the workspace, and a second kernel adds these rows in a fixed
+    order.
+    Shared memory: ``ahead`` rows of x and of dout per thread, and 4 bytes per sum and thread. Bytes moved per element:
+    x, dout and dx once; of every span, ``2 * taps`` rows of x and ``taps`` of dout again, mostly from L2.
     """
 
     def __init__(self, variant):
@@ -195,6 +196,7 @@ class CausalConv1dBackward(Walk):
         if inside:
             rWeight = self.weights(mWeight, channel)
             rBias = None if const_expr(mBias is None) else self.column(mBias, channel)
+            # The sequences that a share can meet; where it meets fewer, what is left of it is nothing.
             for _ in cutlass.range(pieces, unroll=1):
                 end = Int32(cutlass.min(start + left, seqlen))
                 if start < end:

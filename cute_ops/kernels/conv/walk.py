@@ -3,7 +3,7 @@
 A thread holds a vector of neighbouring channels and walks along a *span*: some consecutive rows of one sequence. It
 keeps the last rows in registers, so that each is loaded once; only the ``taps`` rows before a span are loaded again.
 The next rows are on their way through a ring in shared memory. Loads to registers would take fewer instructions, but
-the compiler moves them to the end of a loop, beside the stores, where most of the time none is under way.
+the compiler moves them to the end of a loop, beside the stores, so that most of the time too few are under way.
 """
 
 import math
@@ -43,6 +43,7 @@ class Walk:
 
     Tile: a CTA is ``lanes`` vectors of channels, side by side, times ``depth`` spans. Row tensors have one dtype; the
     alignment of all of them, compact outputs among them, makes a vector so long that it divides ``n``: none has a mask.
+    A step of the walk takes ``unit`` rows, which are a stage of the ring.
 
     Args:
         variant: the kernel's variant.
