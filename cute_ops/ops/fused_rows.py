@@ -56,6 +56,9 @@ SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
 # what is done once counts less, and an SM has REGISTER_THREADS threads, of 64 registers; and unless nothing is computed
 # twice, so that longer rows wait in the registers of a cluster.
 DEAR, REGISTER_THREADS = 3, 1024
+# Two tiles in the registers of clusters, whose reductions take longer: four vectors of each in 80 registers, so that
+# half as many bytes more are on their way.
+WIDE_THREADS = 768
 
 
 class Rows(NamedTuple):
@@ -90,7 +93,8 @@ class Rows(NamedTuple):
         if row.vectors <= CTA_VECTORS:
             return self._in_registers(row)
         cluster = cluster_for(row.touched, CTA_VECTORS, row.max_cluster)
-        if (self.read > 1 or self.special >= DEAR) and row.touched <= cluster * CTA_VECTORS:
+        costs = self.special >= DEAR or (self.special and self.read > 1)
+        if costs and row.touched <= cluster * CTA_VECTORS:
             return self._in_registers(row, cluster)
         return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
 
@@ -122,9 +126,10 @@ class Rows(NamedTuple):
 
     def _in_registers(self, row: Row, cluster: int = 1) -> FusedRowConfig:
         part, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
+        wide = cluster > 1 and self.read == 2 and not dear
         if short:
             share = threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
-        elif self.read > 1:
+        elif self.read > 1 and not wide:
             share = threads_for(part, 1 if part <= PAIR_THREADS and not self.special else 2)
         elif self.special >= SLOW:
             share = threads_for(part, SLOW_VECTORS)
@@ -134,11 +139,11 @@ class Rows(NamedTuple):
             share = row_threads(row)
         threads = max(256 if short else 128, share)
         held = -(-part // share) * row.vector_elements
-        keep = held * max(self.read, 1) <= MOST_KEPT
+        few = len(stages(self.expression)) <= 2 and 0 < self.special < SLOW
+        keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few else 1)
         resident = 1
-        few = keep and len(stages(self.expression)) <= 2 and 0 < self.special < SLOW
-        if few and not short and (dear or self.read > 1):
-            resident = max(REGISTER_THREADS // threads, 1)
+        if few and keep and not short and (dear or self.read > 1):
+            resident = max((WIDE_THREADS if wide else REGISTER_THREADS) // threads, 1)
         elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
             resident = 2
         return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)
