@@ -59,6 +59,9 @@ DEAR, REGISTER_THREADS = 3, 1024
 # Two tiles in the registers of clusters, whose reductions take longer: four vectors of each in 80 registers, so that
 # half as many bytes more are on their way.
 WIDE_THREADS = 768
+# Halves of which not all start on so many bytes go to shared memory by way of registers, which threads wait for: then
+# an SM has so many threads in persistent clusters.
+ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
 
 
 class Rows(NamedTuple):
@@ -169,7 +172,9 @@ class Rows(NamedTuple):
         cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
         part = -(-row.touched // cluster)
         per_thread, sm_threads = step(PERSISTENT, part)
-        if self.slow:
+        if self.packed and row.n * row.itemsize % ASYNC_BYTES:
+            sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
+        elif self.slow:
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
         per_thread = max(per_thread // max(self.sums, 1), 1)
         share = threads_for(part, per_thread, 1024)

@@ -197,6 +197,14 @@ def test_where_rows_wait(name: str, n: int, form: str, ctas: int, kept: bool) ->
     assert bool(config.clusters) == (name == "rms_bwd")
 
 
+def test_more_threads_where_copies_are_not_asynchronous() -> None:
+    threads = {}
+    for n in (4097, 4098):
+        config = configured(BY_NAME["rms_of_gated_bwd"], 4096, n)
+        threads[n] = config.threads * config.resident
+    assert threads == {4097: 864, 4098: 576}
+
+
 def test_older_gpus_have_no_clusters() -> None:
     for op in (BY_NAME["rms"], BY_NAME["rms_bwd"]):
         for n in (1024, 32768, 131072):
