@@ -18,6 +18,7 @@ import pytest
 
 from cute_ops import Array, Case, Op, testing
 from cute_ops.binding import bind
+from cute_ops.dispatch import instead
 from cute_ops.errors import CompileError
 from cute_ops.hardware import ARCHES
 from cute_ops.jit.compile_pool import worker
@@ -119,6 +120,23 @@ def test_a_tile_more_than_clusters_takes_another_wave() -> None:
 def test_few_rows_take_small_tiles() -> None:
     config = chosen(64, 4096, 4096)
     assert (config.tile_m, config.tile_n) == (64, 64)
+
+
+@pytest.mark.parametrize(
+    ("op", "sizes", "ours"),
+    [
+        (linear, (8192, 28672, 4096), True), (linear_dx, (8192, 28672, 4096), True),
+        (linear_dweight, (8192, 28672, 4096), True), (linear, (1024, 3072, 768), True),
+        (linear_dx, (1024, 3072, 768), False), (linear_dweight, (1024, 3072, 768), False),
+        (linear, (134, 50257, 768), True), (linear, (134, 50256, 768), False), (linear, (64, 28672, 4096), False),
+        (linear, (8192, 4096, 4095), False),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_products_that_cublas_makes_faster(op: Op, sizes: tuple[int, int, int], ours: bool) -> None:
+    m, n, k = sizes
+    chosen = instead(bind(op, arrays(op, (m,), n, k)), {}, TARGET)
+    assert (chosen is None) == ours
 
 
 # --- what the kernel takes -----------------------------------------------------------------------------------------

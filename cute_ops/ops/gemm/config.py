@@ -127,3 +127,8 @@ def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, demand: De
     if config.form == "pingpong":
         return waves * (max(inside, after) + TURN) + after
     return waves * (inside + after + RESUME)
+
+
+def busy(config: GemmConfig, m: int, n: int, k: int, itemsize: int, sm_count: int) -> float:
+    """The part of a product's time in which the Tensor Cores multiply."""
+    return m * n * k / (MMA * sm_count * cycles(config, m, n, k, itemsize))

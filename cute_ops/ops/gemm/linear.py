@@ -106,7 +106,7 @@ def declare(
         name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()},
         dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
-        instead=instead(Program(run), config), **more,
+        instead=instead(Program(run), config, sizes), **more,
     )  # fmt: skip
     return op
 
