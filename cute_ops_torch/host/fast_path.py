@@ -7,6 +7,7 @@ a call that no mode observes and that is not found yet is specialized.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,23 +48,22 @@ class FastPath:
         differentiated = torch.is_grad_enabled() and torch._C._any_requires_grad(*given)
         if differentiated:
             refuse_gradients(self._op, tensors)
-        call = self.launcher().find(tensors, attrs)
-        known = self._calls.put(tensors[0].shape, (call, kinds(tensors)), lambda: self._guard(call, tensors, attrs))
+        constants = len(self._op.attrs)
+        node = self._nodes.of(tensors, attrs[:constants]) if differentiated else None
+        launcher = self._saving if self._saving and node is not None and node.saves else self.launcher
+        call = launcher().find(tensors, attrs)
+        key = call, kinds(tensors)
+        known = self._calls.put(tensors[0].shape, key, lambda: self._guard(call, tensors, attrs, differentiated))
         out = known(*args)
         if out is not None:
             return out
         # No guard fits where one tensor is two arguments or an attribute is NaN.
-        constants = len(self._op.attrs)
-        if differentiated:
-            node = self._nodes.of(tensors, attrs[:constants])
-            return node.apply(self._run_of(node, call, tensors, attrs), *given, *attrs[constants:])
-        return call.run(*given, *attrs[constants:])
+        run = call.run if node is None else partial(node.apply, call.run)
+        return run(*given, *attrs[constants:])
 
-    def _run_of(self, node: Any, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Call:
-        """What a node runs: the call, or that of the op that saves more."""
-        return self._saving().find(tensors, attrs).run if node.saves and self._saving else call.run
-
-    def _guard(self, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...]) -> Link:
+    def _guard(
+        self, call: CompiledCall, tensors: tuple[Any, ...], attrs: tuple[Any, ...], differentiated: bool
+    ) -> Link:
         op = self._op
         names = [name for name, t in zip(op.inputs, tensors, strict=True) if t is not None]
         given = ", ".join([*names, *op.scalars])
@@ -71,12 +71,14 @@ class FastPath:
         conditions, result = ["_ad._current_level < 0"], f"_run({given})"
         if any(t is not None and t.requires_grad for t in tensors):
             values["_grad_enabled"] = torch.is_grad_enabled
-            if op.mutates:
+            node = None if op.mutates else self._nodes.of(tensors, attrs[: len(op.attrs)])
+            if node is None or (node.saves and not differentiated):
                 conditions.append("not _grad_enabled()")
             else:
-                node = self._nodes.of(tensors, attrs[: len(op.attrs)])
-                values |= {"_node": node.apply, "_ran": self._run_of(node, call, tensors, attrs)}
-                result = f"_node(_ran, {given}) if _grad_enabled() else {result}"
+                values["_node"] = node.apply
+                if node.saves:  # another kernel than without a gradient
+                    conditions.append("_grad_enabled()")
+                result = f"_node(_run, {given}) if _grad_enabled() else {result}"
         return guarded(
             op, tensors, attrs, conditions, values, parameters=parameters(op),
             arguments=", ".join((*op.inputs, *op.keywords)), result=result,

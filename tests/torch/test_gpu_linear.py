@@ -355,7 +355,8 @@ def epilogue_inputs(op: Op, m: tuple[int, ...], n: int, k: int, **others: torch.
     found = {}
     for key, tensor in op.inputs.items():
         values = torch.randn(tensor.of({"m": m, "n": n, "k": k}), generator=generator, device=DEVICE)
-        found[key] = (values / (k**0.5 if key == "weight" else 1)).to(others.get(key, torch.bfloat16))
+        dtype = others.get(key, DTYPES.get(tensor.dtype, torch.bfloat16))
+        found[key] = (values / (k**0.5 if key == "weight" else 1)).to(dtype)
     return found
 
 
@@ -473,7 +474,7 @@ def test_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     given = epilogue_inputs(product, (m,), n, k)
     tensors = [t.requires_grad_() for t in given.values()]
-    outputs = cute_ops_torch.register(product)(*tensors)
+    outputs = cute_ops_torch.register(product)(*tensors, fused="always")
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = [torch.randn_like(out) for out in outputs]
     found, again = (torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True) for _ in range(2))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,7 +24,10 @@ from cute_ops_torch.library.reference import fake_kernel
 from cute_ops_torch.library.schema import returning, schema
 from cute_ops_torch.tools import runner
 
-NAMESPACE = "cute_fast_path"
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from epilogues import BY_NAME
+
+NAMESPACE, WITH_GELU = "cute_fast_path", BY_NAME["with_gelu"]
 rmsnorm = OPS[0]
 
 
@@ -34,6 +38,7 @@ class Made(NamedTuple):
     function: Callable[..., Any]
     fast_path: fast_path.FastPath
     nodes: Nodes
+    launcher: launch.Launcher
 
 
 @pytest.fixture
@@ -46,15 +51,16 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             library.define(schema(op))
             overload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
             launcher, nodes = launch.Launcher(op), Nodes(op, lambda step: one(step).function)
-            fast = fast_path.FastPath(op, lambda: launcher, nodes)
+            saving = one(op.saving) if op.saving else None
+            fast = fast_path.FastPath(op, lambda: launcher, nodes, (lambda: saving.launcher) if saving else None)
             compiled.ops[op.name] = op
             library.impl(op.name, returning(op, lambda *args: launcher.launch(*args)), "CPU")
-            kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr())
+            kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr(), saving and saving.raw)
             library.impl(op.name, returning(op, kernel), "Autograd")
             fake = returning(op, fake_kernel(op, lambda: None))
             torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=library)
             call = function.make_function(op, overload, fast, raw=True, devices=("cpu",))
-            made[op.name] = Made(overload, call, fast, nodes)
+            made[op.name] = Made(overload, call, fast, nodes, launcher)
         return made[op.name]
 
     yield one
@@ -107,6 +113,25 @@ def test_known_calls_that_want_other_gradients_are_told_apart(make: Any, compile
             for call in (made.function, made.raw):
                 call(x, weight).sum().backward()
                 assert compiled.calls[-2:] == ["rmsnorm", backward]
+
+
+@pytest.mark.parametrize("public", [True, False], ids=["function", "op"])
+def test_what_a_gradient_saves_is_written_where_one_is_wanted(public: bool, make: Any, compiled: Any) -> None:
+    """And the kernel that does not write it is neither planned nor compiled."""
+    made = make(WITH_GELU)
+    call = made.function if public else made.raw
+    x, weight, bias = (torch.randn(shape, dtype=torch.bfloat16) for shape in ((72, 64), (64, 64), (64,)))
+    for _ in range(2):
+        out = call(x, weight.requires_grad_(), bias)
+        assert compiled.calls.pop() == "with_gelu_saving"
+        with torch.no_grad():
+            assert torch.equal(call(x, weight, bias), out)
+        assert torch.equal(call(x, weight.detach(), bias), out)
+        assert [compiled.calls.pop() for _ in range(2)] == ["with_gelu"] * 2
+        (gradient,) = torch.autograd.grad(out.sum(), [weight])
+        assert gradient.shape == weight.shape
+        compiled.calls.clear()
+    assert [variant.op for variant in compiled.variants][:2] == ["with_gelu_saving", "with_gelu"]
 
 
 def test_inputs_left_out_get_no_gradient(op: Op, make: Any, make_inputs: Callable[..., Any]) -> None:
