@@ -27,8 +27,10 @@ def ours() -> dict[str, Op]:
 
 
 def _family(op: Op) -> list[Op]:
-    """An op and the ops that compute its gradient, whole and narrowed."""
-    return [found for each in (op, *op.steps) for found in (each, *each.narrowed)]
+    """An op and the ops that compute its gradient, whole and narrowed, and those that programs call instead."""
+    stages = (op, *op.steps, *([op.saving] if op.saving else []))
+    called = {found: None for each in stages if each.instead for found in each.instead.program.ops}
+    return [*(found for each in stages for found in (each, *each.narrowed)), *called]
 
 
 def find(name: str) -> Op:

@@ -93,6 +93,20 @@ def test_what_ran_on_a_vector_is_recorded(tmp_path: Path, monkeypatch: pytest.Mo
     assert build.variant_of(call, SM90) == ran[0]
 
 
+@pytest.mark.parametrize("fused", ["auto", "always"])
+@pytest.mark.parametrize("name", ["linear_gelu_saving", "linear_gelu_epilogue", "linear_gelu_bwd", "linear_of_dacc_dx"])
+def test_what_runs_beside_a_product_is_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, fused: str
+) -> None:
+    """Forwards that save, epilogues alone and gradients; whichever was asked for, it is one kernel."""
+    op = lookup.find(name)
+    arrays = {n: Array(t.of({"m": (512,), "n": 64, "k": 64}), "bfloat16") for n, t in op.inputs.items()}
+    attrs = {"fused": fused} if "fused" in op.attrs else {}
+    variant = choose(bind(op, arrays), {}, SM90).variant
+    (call,) = recorded(tmp_path / "m.txt", lambda: choose(bind(op, arrays, attrs), {}, SM90), monkeypatch)
+    assert build.variant_of(call, SM90) == variant
+
+
 def test_a_dynamic_kernel_is_recorded_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "STATIC_LIMIT", 0)
     monkeypatch.setattr(dispatch, "_static_seen", {})
