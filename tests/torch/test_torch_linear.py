@@ -209,6 +209,15 @@ def test_only_what_is_wanted_runs(wanted: str, forward: str, backward: str) -> N
     assert " ".join(ran.names) == backward
 
 
+def test_a_checkpoint_saves_nothing_of_its_own() -> None:
+    tensors = tensors_of(MULTIPLIED)
+    with Ran() as ran:
+        function = cute_ops_torch.register(MULTIPLIED)
+        out = torch.utils.checkpoint.checkpoint(function, *tensors, use_reentrant=False)
+    assert ran.names == ["multiplied_saving"]
+    check(torch.autograd.grad(loss(out), tensors), exact(MULTIPLIED, tensors))
+
+
 def test_a_residual_gets_the_cotangent_itself() -> None:
     op = next(op for op in ALL if op.name == "with_residual")
     x, weight, residual = (t.detach() for t in tensors_of(op))
