@@ -17,14 +17,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from cute_ops.expressions.graph import Expression, Graph, Node, Operand
+from cute_ops.expressions.graph import Expression, Graph, Node, Operand, copied
 from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.expressions.symbols import Symbol, Tracing
 from cute_ops.expressions.tracing import Namespace
 from cute_ops.expressions.vanishing import Polynomials
 from cute_ops.expressions.words import WORDS
-
-NOTHING: Mapping[int, int] = {}
 
 
 class Source(NamedTuple):
@@ -124,37 +122,10 @@ def _derivative(
     return _without_unread(graph.finish(results), sources, tuple(parts))
 
 
-def copied(
-    expression: Expression, graph: Graph, operand: Callable[[Node], int], instead: Mapping[int, int] = NOTHING
-) -> list[int]:
-    """An expression's nodes in another graph.
-
-    Args:
-        expression: the expression.
-        graph: the other graph.
-        operand: makes what stands for a node that is an operand.
-        instead: nodes that stand for others.
-    """
-    nodes: list[int] = []
-    for i, node in enumerate(expression.nodes):
-        if i in instead and node.word != "operand":
-            nodes.append(instead[i])
-        elif node.word == "operand":
-            nodes.append(operand(node))
-        elif node.word == "n":
-            nodes.append(graph.length())
-        elif node.word == "constant":
-            truth = {"true": True, "false": False}
-            nodes.append(graph.constant(truth[node.value] if node.value in truth else float(node.value)))
-        else:
-            nodes.append(graph.add(node.word, *(nodes[arg] for arg in node.args), value=node.value))
-    return nodes
-
-
 def _without_unread(expression: Expression, sources: Sequence[Source], parts: tuple[Part, ...]) -> Derivative:
     """Only the operands that are read; one with columns, if the length of a row is."""
     read = {node.operand for node in expression.nodes if node.word == "operand"}
-    if any(node.word == "n" for node in expression.nodes) and not any(
+    if any(node.word in ("n", "column") for node in expression.nodes) and not any(
         expression.operands[i].kind.columns for i in read
     ):
         read.add(next(i for i, operand in enumerate(expression.operands) if operand.kind.columns))
@@ -214,7 +185,8 @@ class _Backward:
     def _word(self, i: int, node: Node, excess: _Excess, cotangent: Symbol) -> None:
         y, *args = (Symbol(self.graph, self.forward[j]) for j in (i, *node.args))
         kinds = self.expression.kinds
-        gradients = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, *args)
+        sizes = [int(node.value)] if WORDS[node.word].grouped else []
+        gradients = DERIVATIVE[node.word](Namespace(self.graph), cotangent, y, *args, *sizes)
         for j, gradient in zip(node.args, gradients, strict=True):
             if gradient is not None:
                 rows = (kinds[i].rows or excess.rows) and not kinds[j].rows
@@ -302,6 +274,24 @@ def _silu(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     return (d * s * (1 + x * (1 - s)),)
 
 
+def _rotate_half(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
+    return (-xp.rotate_half(_in_columns(xp, d, x), size),)
+
+
+def _group_sum(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
+    return (xp.group_sum(_in_columns(xp, d, x), size),)
+
+
+def _group_max(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
+    ties = xp.group_sum(xp.where(x == y, 1.0, 0.0), size)
+    return (xp.where(x == y, xp.group_sum(_in_columns(xp, d, x), size) / ties, 0.0),)
+
+
+def _in_columns(xp: Any, d: Any, x: Any) -> Any:
+    """A cotangent in each column of x, where it is one for all of them."""
+    return xp.where(xp.arange(x.shape[-1]) >= 0, d, 0.0) if isinstance(d.shape[-1], int) else d
+
+
 def _density(xp: Any, x: Any) -> Any:
     """The normal distribution's, its exponential as kernels write that of ``ndtr``, so that both are computed once."""
     return xp.exp2(x**2 * (-0.5 * math.log2(math.e))) * (1 / math.sqrt(2 * math.pi))
@@ -351,6 +341,9 @@ DERIVATIVE: Mapping[str, Callable[..., tuple[Any, ...]]] = {
     "logical_and": lambda xp, d, y, a, b: (None, None),
     "logical_or": lambda xp, d, y, a, b: (None, None),
     "logical_not": lambda xp, d, y, x: (None,),
+    "rotate_half": _rotate_half,
+    "group_sum": _group_sum,
+    "group_max": _group_max,
     "sum": lambda xp, d, y, x: (d,),
     "mean": lambda xp, d, y, x: (d / x.shape[-1],),
     "max": _extreme_of_row,

@@ -9,14 +9,15 @@ operands. Kernels import this module, so that it imports the standard library on
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from cute_ops.expressions.words import ROUNDS_TO, WORDS
 
 # Bounds of what is read from files. The derivative of a written-out GELU has 40 nodes and is 20 deep.
 MOST_NODES, MOST_DEPTH, MOST_OPERANDS, MOST_OUTPUTS = 1000, 200, 32, 32
-LEAVES = ("operand", "constant", "n")
+NOTHING: Mapping[int, int] = {}
+LEAVES = ("operand", "constant", "n", "column")
 
 
 class Kind(NamedTuple):
@@ -60,9 +61,10 @@ class Node(NamedTuple):
     """A word of earlier nodes, or a leaf.
 
     Attributes:
-        word: a word, or one of :data:`LEAVES`: an operand, a constant, or the length of a row as a number.
+        word: a word, or one of :data:`LEAVES`: an operand, a constant, the length of a row or an element's place in it.
         args: nodes, by index.
-        value: of an operand ``0``, ``0[:n]`` or ``0[n:]``; of a constant its number; of ``astype`` the dtype.
+        value: of an operand ``0``, ``0[:n]`` or ``0[n:]``; of a constant its number; of ``astype`` the dtype;
+            of a grouped word the columns of a group.
     """
 
     word: str
@@ -139,6 +141,10 @@ class Graph:
         """The number of elements of a row."""
         return self._make(Node("n"), SCALAR)
 
+    def column(self) -> int:
+        """An element's place in its row, as a number."""
+        return self._make(Node("column"), Kind(False, True))
+
     def add(self, word: str, *args: int, value: str = "") -> int:
         """A word of nodes.
 
@@ -151,10 +157,12 @@ class Graph:
         got = "".join(self.kinds[i].dtype[0] for i in args)
         if got != declared.takes:
             raise ValueError(f"{word} takes {_dtypes(declared.takes)}, got {_dtypes(got)}")
-        if (value in ROUNDS_TO) != (word == "astype") or (value and word != "astype"):
+        if (value in ROUNDS_TO) != (word == "astype") or (value and word != "astype" and not declared.grouped):
             raise ValueError(f"{word} {value!r}: {', '.join(ROUNDS_TO)} belong to astype")
+        if declared.grouped != value.isdigit():
+            raise ValueError(f"{word} {value!r}: the columns of a group belong to words of groups")
         rows, columns = any(self.kinds[i].rows for i in args), any(self.kinds[i].columns for i in args)
-        if declared.reduces and not columns:
+        if (declared.reduces or declared.grouped) and not columns:
             raise ValueError(f"{word} of a value without columns")
         if declared.commutes:
             args = tuple(sorted(args, key=self._order.__getitem__))
@@ -197,6 +205,33 @@ class Graph:
         first = {"operand": 0, "constant": 2}.get(node.word, 1)
         self._order.append((first, node.word, node.value, *(self._order[arg] for arg in node.args)))
         return index
+
+
+def copied(
+    expression: Expression, graph: Graph, operand: Callable[[Node], int], instead: Mapping[int, int] = NOTHING
+) -> list[int]:
+    """An expression's nodes in another graph.
+
+    Args:
+        expression: the expression.
+        graph: the other graph.
+        operand: makes what stands for a node that is an operand.
+        instead: nodes that stand for others.
+    """
+    nodes: list[int] = []
+    for i, node in enumerate(expression.nodes):
+        if i in instead and node.word != "operand":
+            nodes.append(instead[i])
+        elif node.word == "operand":
+            nodes.append(operand(node))
+        elif node.word in ("n", "column"):
+            nodes.append(graph.length() if node.word == "n" else graph.column())
+        elif node.word == "constant":
+            truth = {"true": True, "false": False}
+            nodes.append(graph.constant(truth[node.value] if node.value in truth else float(node.value)))
+        else:
+            nodes.append(graph.add(node.word, *(nodes[arg] for arg in node.args), value=node.value))
+    return nodes
 
 
 def _dtypes(letters: str) -> str:

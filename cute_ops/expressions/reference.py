@@ -40,6 +40,8 @@ def evaluate(
             values.append(_half(array, node.half) if node.half else array)
         elif node.word == "constant" and node.value in ("true", "false"):
             values.append(xp.asarray(node.value == "true", **place))
+        elif node.word == "column":
+            values.append(xp.arange(_row_length(expression, arrays), dtype=accumulator, **place))
         elif node.word in ("constant", "n"):
             number = _row_length(expression, arrays) if node.word == "n" else float(node.value)
             values.append(xp.asarray(number, dtype=accumulator, **place))
@@ -93,7 +95,21 @@ def _extreme(xp: Any, reduce: Callable[..., Any], x: Any, of_none: float) -> Any
     return xp.sum(x, axis=-1, keepdims=True) + of_none
 
 
-# From a namespace and float32 or float64 arrays; of astype the last argument is the dtype's name.
+def rotate_half(xp: Any, x: Any, size: int | str) -> Any:
+    """Of each ``size`` columns the second half with its sign changed, and then the first one."""
+    half = int(size) // 2
+    heads = xp.reshape(x, (*x.shape[:-1], x.shape[-1] // (2 * half), 2, half))
+    return xp.reshape(xp.stack([-heads[..., 1, :], heads[..., 0, :]], axis=-2), x.shape)
+
+
+def _grouped(xp: Any, reduce: Callable[..., Any], x: Any, size: int | str) -> Any:
+    """Of each ``size`` columns what they are reduced to, in each of them."""
+    groups = xp.reshape(x, (*x.shape[:-1], x.shape[-1] // int(size), int(size)))
+    return xp.reshape(xp.broadcast_to(reduce(groups, axis=-1, keepdims=True), groups.shape), x.shape)
+
+
+# From a namespace and float32 or float64 arrays; of astype the last argument is the dtype's name, of words of groups
+# their size.
 REFERENCE: Mapping[str, Callable[..., Any]] = {
     "add": lambda xp, x, y: x + y,
     "subtract": lambda xp, x, y: x - y,
@@ -131,6 +147,9 @@ REFERENCE: Mapping[str, Callable[..., Any]] = {
     "logical_and": lambda xp, x, y: xp.logical_and(x, y),
     "logical_or": lambda xp, x, y: xp.logical_or(x, y),
     "logical_not": lambda xp, x: xp.logical_not(x),
+    "rotate_half": rotate_half,
+    "group_sum": lambda xp, x, size: _grouped(xp, xp.sum, x, size),
+    "group_max": lambda xp, x, size: _grouped(xp, xp.max, x, size),
     "sum": lambda xp, x: xp.sum(x, axis=-1, keepdims=True),
     "mean": lambda xp, x: xp.mean(x, axis=-1, keepdims=True),
     "max": lambda xp, x: _extreme(xp, xp.max, x, -math.inf),

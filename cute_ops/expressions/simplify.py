@@ -13,6 +13,7 @@ from types import SimpleNamespace
 from cute_ops.expressions.graph import Graph, Node
 from cute_ops.expressions.recognize import recognize
 from cute_ops.expressions.reference import REFERENCE
+from cute_ops.expressions.words import WORDS
 
 # Python's numbers as an array namespace, which references are evaluated with.
 NUMBERS = SimpleNamespace(
@@ -51,7 +52,7 @@ class SimplifyingGraph(Graph):
         return self.nodes[i].args[0] if self.nodes[i].word == word else None
 
     def _simpler(self, word: str, args: tuple[int, ...], value: str) -> int | None:
-        if not args:
+        if not args or WORDS[word].grouped:
             return None
         numbers = [self.number(i) for i in args]
         if word == "astype":

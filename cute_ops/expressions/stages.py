@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from cute_ops.expressions.graph import Expression
+from typing import NamedTuple
+
+from cute_ops.expressions.graph import Expression, Graph, Kind, Operand, copied
 from cute_ops.expressions.words import WORDS
 
 
@@ -20,6 +22,55 @@ def stages(expression: Expression) -> tuple[tuple[int, ...], ...]:
     of = levels(expression)
     reductions = [i for i, node in enumerate(expression.nodes) if _reduces(node.word)]
     return tuple(tuple(i for i in reductions if of[i] == stage) for stage in range(1, max(of, default=0) + 1))
+
+
+class Split(NamedTuple):
+    """An expression in two: what is computed of each element, and what then is of each row.
+
+    Attributes:
+        elements: its outputs are those with columns, and behind them what is reduced.
+        reductions: what becomes of the latter: ``sum``, ``max`` or ``min``.
+        rows: the outputs without columns, None if there are none. Its operands are the results of the reductions, and
+            behind them all operands.
+    """
+
+    elements: Expression
+    reductions: tuple[str, ...]
+    rows: Expression | None
+
+
+def split(expression: Expression) -> Split:
+    """An expression with one stage of reductions at most, of which no output with columns depends.
+
+    Raises:
+        ValueError: it has more, or such an output does.
+    """
+    of, kinds = levels(expression), expression.output_kinds
+    first, *more = stages(expression) or ((),)
+    late = [i for i, kind in zip(expression.outputs, kinds, strict=True) if kind.columns and of[i]]
+    if late or more:
+        word = expression.nodes[first[0]].word
+        raise ValueError(f"values follow from xp.{word} of a row: make it an operand, '*m 1', or return it")
+    wanted = [
+        ("sum" if node.word == "mean" else node.word, node.args[0]) for node in (expression.nodes[i] for i in first)
+    ]
+    taken = tuple(dict.fromkeys(wanted))  # each once: sum and mean of the same values share one
+    tiles = [i for i, kind in zip(expression.outputs, kinds, strict=True) if kind.columns]
+    graph = Graph(expression.operands)
+    nodes = copied(expression, graph, lambda node: graph.operand(node.operand, node.half))
+    elements = graph.finish([nodes[i] for i in (*tiles, *(value for _, value in taken))])
+    if len(tiles) == len(kinds):
+        return Split(elements, (), None)
+    column = Operand(Kind(True, False))
+    graph = Graph((*[column] * len(taken), *expression.operands))
+    results = {}
+    for i, reduction in zip(first, wanted, strict=True):
+        total = graph.operand(taken.index(reduction))
+        mean = expression.nodes[i].word == "mean"
+        results[i] = graph.add("divide", total, graph.length()) if mean else total
+    nodes = copied(expression, graph, lambda node: graph.operand(node.operand + len(taken), node.half), results)
+    rows = graph.finish([nodes[i] for i, kind in zip(expression.outputs, kinds, strict=True) if not kind.columns])
+    return Split(elements, tuple(word for word, _ in taken), rows)
 
 
 def _reduces(word: str) -> bool:

@@ -59,6 +59,8 @@ class Tracing(SimplifyingGraph):
         for i in floats:
             if bools[i]:
                 nodes[i] = self.add("where", nodes[i], self.constant(1.0), self.constant(0.0))
+        if WORDS[word].grouped and not self.kinds[nodes[0]].columns:
+            self.refuse(f"{word} of a value without columns", "compute it from a tile or a row vector")
         if WORDS[word].reduces and not self.kinds[nodes[0]].columns:
             if not self.kinds[nodes[0]].rows:
                 self.refuse(f"{word} of a scalar", "leave it out: a scalar has no rows")

@@ -3,7 +3,7 @@
 ``gelu(x + bias) + residual`` is ``e1(t,r,t) add 0 1; gelu 3; add 2 4 -> 5``. In parentheses stand the operands: ``t``
 tile, ``r`` row vector, ``c`` column vector, ``s`` scalar, ``?`` of bools, ``2`` packed. Words follow. Operands and
 words are numbered together, from 0; ``0[:n]`` and ``0[n:]`` are halves of a packed operand, ``0.5`` and ``true``
-constants, ``n`` is the length of a row. The outputs come last.
+constants, ``n`` is the length of a row and ``column`` an element's place in it. The outputs come last.
 
 There is one text of an expression: names, the order in which temporaries were made and the order of arguments that
 commute leave no trace. ``e1`` is the format's version, which changes when the meaning of any text does.
@@ -15,6 +15,7 @@ import hashlib
 import re
 
 from cute_ops.expressions.graph import LEAVES, OPERANDS, Expression, Graph
+from cute_ops.expressions.words import WORDS
 
 VERSION = "e1"
 MOST_CHARACTERS = 1 << 15
@@ -73,7 +74,7 @@ def _parse(given: str) -> Expression:
     words: list[int] = []
     for line in body.split("; ") if body else []:
         word, *tokens = line.split(" ")
-        value = tokens.pop() if word == "astype" and tokens else ""
+        value = tokens.pop() if tokens and (word == "astype" or (word in WORDS and WORDS[word].grouped)) else ""
         words.append(graph.add(word, *(_node(graph, words, token) for token in tokens), value=value))
     return graph.finish([_node(graph, words, token) for token in results.split(" ")])
 
@@ -83,8 +84,8 @@ _OPERAND = re.compile(r"([0-9]{1,4})(\[:n\]|\[n:\])?")
 
 def _node(graph: Graph, words: list[int], token: str) -> int:
     """What a token stands for."""
-    if token == "n":
-        return graph.length()
+    if token in ("n", "column"):
+        return graph.length() if token == "n" else graph.column()
     if token in ("true", "false"):
         return graph.constant(token == "true")
     match = _OPERAND.fullmatch(token)

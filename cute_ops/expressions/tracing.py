@@ -23,7 +23,7 @@ from cute_ops.errors import first_line, meant
 from cute_ops.expressions.graph import SHAPES, Expression, Operand
 from cute_ops.expressions.reference import REFERENCE
 from cute_ops.expressions.simplify import NUMBERS, fold
-from cute_ops.expressions.symbols import Packed, Symbol, TraceError, Tracing, is_users
+from cute_ops.expressions.symbols import Packed, Size, Symbol, TraceError, Tracing, is_users
 from cute_ops.expressions.words import OFFERED, ROUNDS_TO, WORDS
 
 
@@ -168,6 +168,28 @@ class Namespace:
         if isinstance(x, Symbol) and x.dtype == "bool":
             x = self._word("where", x, 1.0, 0.0)
         return x if name == "float32" else self._graph.apply("astype", x, value=name)
+
+    def arange(self, n: Any) -> Any:
+        """The columns' numbers."""
+        if not isinstance(n, Size) or n._factor != 1:
+            self._graph.refuse("xp.arange of anything but the length of a row", "write xp.arange(x.shape[-1])")
+        return Symbol(self._graph, self._graph.column())
+
+    def rotate_half(self, x: Any, size: int) -> Any:
+        """Of each ``size`` columns the second half with its sign changed, and then the first one."""
+        return self._graph.apply("rotate_half", x, value=str(size))
+
+    def group_sum(self, x: Any, size: int) -> Any:
+        """Of each ``size`` columns the sum, in each of them."""
+        return self._graph.apply("group_sum", x, value=str(size))
+
+    def group_mean(self, x: Any, size: int) -> Any:
+        """Of each ``size`` columns the mean, in each of them."""
+        return self.group_sum(x, size) * (1 / size)
+
+    def group_max(self, x: Any, size: int) -> Any:
+        """Of each ``size`` columns the largest, in each of them."""
+        return self._graph.apply("group_max", x, value=str(size))
 
     def sum(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:
         return self._reduced("sum", x, axis, keepdims)

@@ -22,6 +22,7 @@ class Word(NamedTuple):
         fma: its other float32 instructions, of which an SM does 128 per cycle.
         commutes: the order of the arguments does not matter; the graph sorts them.
         reduces: it combines a row's elements to one.
+        grouped: it looks at whole groups of columns, whose size it is given: heads of a projection, blocks of scales.
     """
 
     takes: str
@@ -30,6 +31,7 @@ class Word(NamedTuple):
     fma: int = 1
     commutes: bool = False
     reduces: bool = False
+    grouped: bool = False
 
 
 WORDS = {
@@ -69,6 +71,9 @@ WORDS = {
     "logical_and": Word("bb", "b", fma=0, commutes=True),
     "logical_or": Word("bb", "b", fma=0, commutes=True),
     "logical_not": Word("b", "b", fma=0),
+    "rotate_half": Word("f", grouped=True),
+    "group_sum": Word("f", fma=2, grouped=True),
+    "group_max": Word("f", fma=2, grouped=True),
     "sum": Word("f", reduces=True),
     "mean": Word("f", reduces=True),
     "max": Word("f", reduces=True),
@@ -79,4 +84,4 @@ ROUNDS_TO = ("float16", "bfloat16", "float8_e4m3fn")
 # Those that the array API lacks, which the package offers as functions of their own.
 FUNCTIONS = ("erf", "exp2", "gelu", "gelu_tanh", "ndtr", "relu", "rsqrt", "sigmoid", "silu", "softplus")
 # What a namespace offers: words, and what is written with other words.
-OFFERED = frozenset(WORDS) | {"greater", "greater_equal", "not_equal", "pow"}
+OFFERED = frozenset(WORDS) | {"arange", "greater", "greater_equal", "group_mean", "not_equal", "pow"}

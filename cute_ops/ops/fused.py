@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, NoReturn
 from cute_ops.config import Config, Needs, Problem, Space, Tuning, vary
 from cute_ops.expressions.derivative import Source, differentiate
 from cute_ops.expressions.graph import SHAPES, Expression
+from cute_ops.expressions.groups import sizes
 from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import stages
 from cute_ops.expressions.text import text_of
@@ -232,6 +233,8 @@ class _Fused:
 
     def _traced(self, attrs: tuple[tuple[str, Any], ...]) -> Formula:
         expression = trace(self.function, self.operands, dict(attrs))
+        if sizes(expression) or any(node.word == "column" for node in expression.nodes):
+            self._refuse("columns by their number or in groups are for epilogues of products, cute_ops.fused_linear")
         if len(expression.outputs) != len(self.outputs):
             self._refuse(f"it returns {len(expression.outputs)} values, which are to be {', '.join(self.outputs)}")
         for (out, shape), kind in zip(self.outputs.items(), expression.output_kinds, strict=True):

@@ -17,7 +17,7 @@ from cute_ops.expressions import TraceError, differentiate, digest, evaluate, ge
 from cute_ops.expressions.derivative import DERIVATIVE
 from cute_ops.expressions.graph import MOST_DEPTH, MOST_NODES
 from cute_ops.expressions.reference import REFERENCE
-from cute_ops.expressions.stages import stages
+from cute_ops.expressions.stages import split, stages
 from cute_ops.expressions.words import FUNCTIONS, WORDS
 from cute_ops.op import Case
 from cute_ops.tools import gradient
@@ -182,8 +182,8 @@ class _Numbers:
 def test_every_word_is_in_every_table() -> None:
     device = (Path(cute_ops.expressions.__file__).parents[1] / "kernels" / "epilogue" / "words.py").read_text()
     named = set(re.findall(r'^    "(\w+)": ', device.partition("\nDEVICE = ")[2], re.MULTILINE))
-    reductions = {name for name, word in WORDS.items() if word.reduces}
-    assert REFERENCE.keys() == DERIVATIVE.keys() == WORDS.keys() == named | reductions
+    others = {name for name, word in WORDS.items() if word.reduces or word.grouped}
+    assert REFERENCE.keys() == DERIVATIVE.keys() == WORDS.keys() == named | others
     with pytest.raises(AttributeError, match="no attribute 'cumsum'"):
         _ = cute_ops.expressions.cumsum
 
@@ -520,3 +520,57 @@ def test_what_is_too_large_is_not_taken_apart() -> None:
         return large * xp.mean(x, **ROW)
 
     differentiate(trace(function, {"x": "*m n"}), sum_columns=True)
+
+
+def test_what_follows_from_reductions_is_split_from_what_is_computed_of_each_element() -> None:
+    def function(xp: Any, x: Any, scale: Any) -> Any:
+        y = x * x
+        return xp.rsqrt(xp.mean(y, **ROW) * scale), xp.exp(x), xp.sum(y, **ROW), xp.max(y, **ROW)
+
+    elements, reductions, rows = split(trace(function, {"x": "*m n", "scale": "*m 1"}))
+    assert rows
+    assert (text_of(elements), reductions, text_of(rows)) == (
+        "e1(t,c) exp 0; square 0 -> 2 3 3",
+        ("sum", "max"),
+        "e1(c,c,t,c) divide 0 n; multiply 3 4; rsqrt 5 -> 6 0 1",
+    )
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda xp, x, y: (xp.where(xp.arange(x.shape[-1]) < 8, xp.rotate_half(x, 4) * y, x), xp.rotate_half(x, 2)),
+        lambda xp, x, y: (x * xp.rsqrt(xp.group_mean(x * x, 4) + 0.1) * y, y),
+        lambda xp, x, y: (xp.group_max(x, 4) + y, xp.group_sum(x * y, 2)),
+    ],
+)
+def test_derivatives_of_groups_are_those_of_differences(function: Any) -> None:
+    def summed(xp: Any, x: Any, y: Any) -> Any:
+        first, second = function(xp, x, y)
+        return first, xp.sum(second, **ROW)
+
+    expression, rng = trace(summed, TILES), np.random.default_rng(0)
+    assert parse(text_of(expression)) == expression
+    arrays = [rng.standard_normal((3, 12)) for _ in range(2)]
+    found, cotangents = differentiate(expression), (rng.standard_normal((3, 12)), rng.standard_normal((3, 1)))
+    given = [(arrays if source.role == "operand" else cotangents)[source.position] for source in found.sources]
+    gradients = [np.zeros((3, 12)) for _ in arrays]
+    for part, value in zip(found.parts, evaluate(found.expression, np, given), strict=True):
+        gradients[part.operand] += value
+    for i, found_gradient in enumerate(gradients):
+        step = 1e-6 * rng.standard_normal((3, 12))
+        ends = [evaluate(expression, np, [*arrays[:i], arrays[i] + s * step, *arrays[i + 1 :]]) for s in (1, -1)]
+        slope = sum((d * (a - b)).sum() / 2 for d, a, b in zip(cotangents, *ends, strict=True))
+        np.testing.assert_allclose((found_gradient * step).sum(), slope, rtol=1e-4)
+
+
+def test_groups_of_columns() -> None:
+    x = np.arange(12.0).reshape(2, 6)
+    expression = trace(
+        lambda xp, x: (xp.rotate_half(x, 2), xp.group_sum(x, 3), xp.group_mean(x, 2), xp.group_max(x, 6)), {"x": "*m n"}
+    )
+    half, total, mean, largest = evaluate(expression, np, [x])
+    np.testing.assert_array_equal(half[0], [-1, 0, -3, 2, -5, 4])
+    np.testing.assert_array_equal(total, [[3, 3, 3, 12, 12, 12], [21, 21, 21, 30, 30, 30]])
+    np.testing.assert_array_equal(mean[1], [6.5, 6.5, 8.5, 8.5, 10.5, 10.5])
+    np.testing.assert_array_equal(largest, [[5] * 6, [11] * 6])

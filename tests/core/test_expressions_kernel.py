@@ -27,7 +27,7 @@ sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import interpreter
 from kernel_calls import interpreted
 
-POINTWISE = [name for name, word in WORDS.items() if not word.reduces]
+POINTWISE = [name for name, word in WORDS.items() if not (word.reduces or word.grouped)]
 WIDE = {"x": "*m n", "bias": "n", "scale": "*m 1", "packed": "*m 2n"}
 
 

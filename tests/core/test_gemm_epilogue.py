@@ -22,6 +22,7 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.by_call import fit, op_of
 from cute_ops.ops.gemm.config import Demand, configs
 from cute_ops.ops.gemm.fused import fused_linear
@@ -32,7 +33,7 @@ sys.path.append(str(Path(__file__).parent / "kernels"))
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import kernel_calls
 import products
-from epilogues import BY_NAME, DIFFERENTIABLE, OPS, TILE
+from epilogues import BY_NAME, DIFFERENTIABLE, OPS, TILE, columns
 
 TARGET = parse("sm_90a")
 each = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
@@ -133,7 +134,7 @@ def specs(op: Op, m: int, n: int, k: int, dtype: str = "bfloat16") -> dict[str, 
 @pytest.mark.parametrize("m", [(), (2, 3)], ids=str)
 def test_references(op: Op, m: tuple[int, ...]) -> None:
     """By NumPy in float64, written out."""
-    given = made(op, m, 6, 5)
+    given = made(op, m, columns(op, 6), 5)
     x, weight, *operands = (a.astype(np.float64) for a in given.values())
     acc = x @ (weight if op.inputs["weight"].shape.startswith("k") else weight.T)
     n, exact = acc.shape[-1] // 2, testing.expected(op, given, op.attrs)
@@ -163,6 +164,24 @@ def test_references(op: Op, m: tuple[int, ...]) -> None:
             gate, up = np.split(operands[0], 2, -1)
             slope = (silu(gate + 1e-6) - silu(gate - 1e-6)) / 2e-6
             wanted = (np.concatenate([acc * up * slope, acc * silu(gate)], -1),)
+        case "with_rstd":
+            out = acc + operands[0]
+            wanted = (out, 1 / np.sqrt((out**2).mean(-1, keepdims=True) + op.attrs["eps"]))
+        case "gated_reducing":
+            out = silu(acc[..., :n]) * acc[..., n:]
+            wanted = (abs(out).max(-1) * operands[0], out, out.min(-1, keepdims=True), out.sum(-1, keepdims=True))
+        case "with_rope":
+            bias, cos, sin = operands
+            a, b = np.split((acc + bias), 2, -1)
+            wanted = (np.concatenate([a * cos - b * sin, b * cos + a * sin], -1),)
+        case "with_qk_norm":
+            norm, cos, sin = operands
+            a, b = np.split(acc / np.sqrt((acc**2).mean(-1, keepdims=True) + 1e-6) * norm, 2, -1)
+            wanted = (np.concatenate([a * cos - b * sin, b * cos + a * sin], -1),)
+        case "scaled":
+            y = silu(acc[..., :n]) * acc[..., n:] * operands[0][..., None]
+            largest = abs(y).max(-1, keepdims=True)
+            wanted = (y / np.maximum(largest, 1e-4), largest)
         case _:
             scale, bias, residual, factor = operands
             wanted = (np.clip(acc * scale[..., None] + bias, -2, 2) * factor + residual,)
@@ -175,9 +194,10 @@ def test_references(op: Op, m: tuple[int, ...]) -> None:
 
 @each
 @pytest.mark.parametrize("zero", ["m", "n", "k"])
+@pytest.mark.filterwarnings("ignore:Mean of empty slice", "ignore:invalid value encountered in divide")
 def test_nothing_is_launched_for_nothing(op: Op, zero: str) -> None:
     """Where there is nothing to add up, the epilogue of zero."""
-    sizes: dict[str, Any] = {"m": (3,), "n": 4, "k": 8, zero: (0,) if zero == "m" else 0}
+    sizes: dict[str, Any] = {"m": (3,), "n": columns(op, 4), "k": 8, zero: (0,) if zero == "m" else 0}
     given = testing.inputs(op, Case("", sizes), "bfloat16")
     assert bind(op, {name: Array(a.shape, "bfloat16") for name, a in given.items() if a is not None}).empty
     outs = testing.run_reference(op, given, op.attrs)
@@ -187,7 +207,17 @@ def test_nothing_is_launched_for_nothing(op: Op, zero: str) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "xp.max of a row is not fused yet": (lambda xp, acc: acc - xp.max(acc, axis=-1, keepdims=True), {}),
+    "values follow from xp.max of a row": (lambda xp, acc: acc - xp.max(acc, axis=-1, keepdims=True), {}),
+    "values follow from xp.sum of a row": (
+        lambda xp, acc: (acc, xp.sum(acc - xp.sum(acc, axis=-1, keepdims=True), axis=-1, keepdims=True)), {}
+    ),
+    "it returns no tile": (lambda xp, acc: xp.sum(acc, axis=-1, keepdims=True), {}),
+    "total does not have the shape '*m n'": (
+        lambda xp, acc: (acc, xp.sum(acc, axis=-1, keepdims=True)), {"outputs": {"out": TILE, "total": TILE}}
+    ),
+    "value 2 does not have the shape": (
+        lambda xp, acc, scale: (acc, acc, scale * 2), {"operands": {"scale": "*m 1"}}
+    ),
     "operand `mask` holds bools": (
         lambda xp, acc, mask: xp.where(mask, acc, 0.0), {"operands": {"mask": "bool *m n"}}
     ),
@@ -198,6 +228,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     "weight has shape 'm k'": (lambda xp, acc: acc, {"weight": "m k"}),
     "its text takes (t,r), and its operands are (t,t)": ("e1(t,r) add 0 1 -> 2", {"operands": {"bias": TILE}}),
     "acc, which is packed": (lambda xp, acc: acc * 2, {"weight": "2n k"}),
+    "it has groups of 48 columns": (lambda xp, acc: xp.rotate_half(acc, 48), {}),
+    "xp.rotate_half of `residual`, a tile": (
+        lambda xp, acc, residual: xp.rotate_half(acc + residual, 64), {"operands": {"residual": TILE}}
+    ),
+    "groups are reduced that follow from `bias`": (
+        lambda xp, acc, bias: xp.group_sum(acc + bias, 64), {"operands": {"bias": "n"}}
+    ),
+    "groups of 32 columns are reduced, others of 64": (
+        lambda xp, acc: xp.rotate_half(acc * xp.group_max(acc, 32), 64), {}
+    ),
+    "xp.rotate_half of what follows from": (lambda xp, acc: xp.rotate_half(xp.rotate_half(acc, 64), 128), {}),
+    "rotate_half of a value without columns": (
+        lambda xp, acc, scale: acc + xp.rotate_half(scale, 64), {"operands": {"scale": "*m"}}
+    ),
+    "xp.arange of anything but": (lambda xp, acc: acc + xp.arange(64), {}),
     "dtypes has 'out'": (lambda xp, acc: acc, {"dtypes": {"out": "float8_e4m3fn"}}),
     "save is 'post'": (lambda xp, acc: acc, {"save": "post"}),
     "an operand or an output is called 'acc'": (lambda xp, acc: acc, {"outputs": {"acc": TILE}}),
@@ -212,7 +257,14 @@ def test_what_cannot_be_fused_is_refused(message: str) -> None:
         fused_linear(epilogue, name="refused", **more)
 
 
+def test_columns_in_groups_are_for_products() -> None:
+    with pytest.raises(ValueError, match="columns by their number or in groups are for epilogues of products"):
+        fused(lambda xp, x: xp.rotate_half(x, 64), operands={"x": TILE}, name="turned")
+
+
 def test_wrong_operands() -> None:
+    with pytest.raises(ValueError, match="argument `weight` has n=96, no multiple of the 64 columns"):
+        bind(BY_NAME["with_rope"], specs(BY_NAME["with_rope"], 3, 96, 8))
     op = BY_NAME["with_gelu"]
     with pytest.raises(ValueError, match="argument `bias` has n=7, but n=8"):
         bind(op, {"x": Array((3, 16), "float16"), "weight": Array((8, 16), "float16"), "bias": Array((7,), "float16")})
@@ -366,6 +418,11 @@ def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config:
         ("gated_dgrad", (35, 131, 33), {}),
         ("with_all", (67, 130, 17), {"scale": "float32", "bias": "float32", "residual": "float32"}),
         ("with_all", (3, 9, 40), {}),
+        ("with_rope", (67, 256, 17), {}),
+        ("with_qk_norm", (35, 256, 17), {}),
+        ("scaled", (35, 192, 33), {}),
+        ("with_rstd", (67, 330, 17), {}),
+        ("gated_reducing", (35, 131, 33), {"scale": "float32"}),
     ],
     ids=str,
 )
@@ -393,6 +450,15 @@ PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
         ("gated_saving", replace(PINGPONG, tile_n=256, cluster_m=2), (64, 16, 136), {}),
         ("with_all", replace(PINGPONG, tile_stages=4), (200, 136, 72), {"residual": "float32", "scale": "float32"}),
         ("with_all", PINGPONG, (3, 9, 40), {}),
+        ("with_rope", PINGPONG, (70, 320, 72), {}),
+        ("with_qk_norm", PINGPONG, (70, 320, 72), {}),
+        ("with_qk_norm", replace(COOPERATIVE, store_stages=4), (130, 256, 72), {"norm": "float32"}),
+        ("scaled", COOPERATIVE, (130, 128, 72), {}),
+        ("with_rope", replace(COOPERATIVE, tile_n=256, store_stages=4), (130, 256, 72), {"cos": "float32"}),
+        ("with_rstd", replace(COOPERATIVE, tile_m=256, cluster_n=2), (260, 264, 72), {}),
+        ("with_rstd", PINGPONG, (200, 2056, 8), {}),
+        ("gated_reducing", replace(PINGPONG, cluster_n=2), (70, 136, 72), {}),
+        ("gated_reducing", PINGPONG, (1, 8, 8), {"scale": "float32"}),
     ],
     ids=lambda value: getattr(value, "form", str(value)),
 )
@@ -424,6 +490,14 @@ def test_vectors_in_other_layouts(arch: str, tmp_path: Path) -> None:
     check(op, {**given, "scale": columns[:, 1], "bias": row[1:17]}, tmp_path, arch, config)
 
 
+def test_halves_of_packed_operands_alone(tmp_path: Path) -> None:
+    """Only those halves are loaded that are read."""
+    op = fused_linear(
+        lambda xp, acc, pre: acc * pre[..., pre.shape[-1] // 2 :], operands={"pre": "*m 2n"}, name="of_second_half"
+    )
+    check(op, made(op, (35,), 64, 16), tmp_path, "sm_90a", PINGPONG)
+
+
 def test_the_length_of_a_row(tmp_path: Path) -> None:
     op = fused_linear(lambda xp, acc: acc * acc.shape[-1], name="times_length")
     check(op, made(op, (3,), 24, 8), tmp_path, "sm_80")
@@ -431,7 +505,10 @@ def test_the_length_of_a_row(tmp_path: Path) -> None:
 
 # --- configs and machine code --------------------------------------------------------------------------------------
 
-USUAL = ("with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "gated_dgrad")
+USUAL = (
+    "with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "gated_dgrad", "with_rstd",
+    "gated_reducing", "with_rope", "with_qk_norm", "scaled",
+)  # fmt: skip
 
 
 def test_tiles_that_tma_cannot_take_are_loaded_by_threads() -> None:
@@ -462,14 +539,15 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
             continue
         seen.add(variant.symbol)
         worker.compile(variant, path)
-        (kernel,) = sass.resources(path)
+        (kernel,) = [each for each in sass.resources(path) if "GemmSm90" in each.kernel]
         assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0), variant.tile
         code = sass.sass(path)
         assert not re.search(r"\b(STL|LDL)\b", code), variant.tile
         # More waits would mean that the compiler runs one instruction after the other.
         assert code.count("WARPGROUP.DEPBAR") == 2
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
-        packed, tiles = name == "with_swiglu", {"with_residual": 1, "gated_dgrad": 2}.get(name, 0)
+        packed = name in ("with_swiglu", "gated_reducing", "scaled")
+        tiles = {"with_residual": 1, "gated_dgrad": 2, "with_rstd": 1}.get(name, 0)
         assert len(re.findall(r"\bUTMALDG\b", code)) >= 2 + packed + tiles
         assert "HGMMA" in code and "UTMASTG" in code
         # The warps that load have given most of their registers away.

@@ -35,7 +35,7 @@ from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import BY_NAME as EPILOGUES
-from epilogues import DIFFERENTIABLE
+from epilogues import DIFFERENTIABLE, columns
 
 # What gradients are made of besides the products of a linear layer.
 STEPS = {step.name: step for op in DIFFERENTIABLE for step in (*op.steps, *([op.saving] if op.saving else []))}.values()
@@ -351,7 +351,7 @@ def test_in_a_graph_behind_what_it_reads(captured: torch.cuda.CUDAGraph) -> None
 
 def epilogue_inputs(op: Op, m: tuple[int, ...], n: int, k: int, **others: torch.dtype) -> dict[str, torch.Tensor]:
     """Random normal numbers in bfloat16, some operands in other dtypes; sums of the size of what is added to them."""
-    generator = torch.Generator(DEVICE).manual_seed(n + k)
+    generator, n = torch.Generator(DEVICE).manual_seed(n + k), columns(op, n)
     found = {}
     for key, tensor in op.inputs.items():
         values = torch.randn(tensor.of({"m": m, "n": n, "k": k}), generator=generator, device=DEVICE)
@@ -398,7 +398,10 @@ def test_epilogue(epilogue: Op, sizes: tuple[int, int, int]) -> None:
 
 @pytest.mark.parametrize("cluster", CLUSTERS[::-1], ids=str)
 @pytest.mark.parametrize("tile", TILES, ids=str)
-@pytest.mark.parametrize("name", ["with_gelu", "saving", "with_swiglu", "gated_dgrad", "with_all"])
+@pytest.mark.parametrize(
+    "name",
+    ["with_gelu", "saving", "with_swiglu", "gated_dgrad", "with_all", "with_rstd", "scaled", "with_qk_norm"],
+)
 def test_epilogue_of_every_tile(name: str, tile: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if sm(target.of_device().arch) != 90:
         pytest.skip("the kernel runs on SM 9.0 alone")
@@ -441,6 +444,14 @@ def test_epilogue_time_and_again(name: str, sizes: tuple[int, int, int]) -> None
     first = function(*given.values())
     for _ in range(200):
         assert torch.equal(function(*given.values()), first)
+
+
+def test_angles_that_a_batch_shares() -> None:
+    """Rows of cos and sin by position, for projections of (batch, positions, k), and halves of wider tables."""
+    op = EPILOGUES["with_rope"]
+    given = epilogue_inputs(op, (3, 150), 320, 136)
+    for position in (given["cos"][0], given["cos"][:1], given["cos"][0].repeat(1, 2)[:, :32]):
+        check_epilogue(op, {**given, "cos": position, "sin": -position})
 
 
 def test_epilogue_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:

@@ -23,7 +23,7 @@ from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx
 from cute_ops_torch.host import launch
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from epilogues import DIFFERENTIABLE
+from epilogues import DIFFERENTIABLE, columns
 from epilogues import OPS as EPILOGUES
 
 every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda op: op.name)
@@ -70,7 +70,8 @@ def test_epilogues(epilogue: Op) -> None:
     """As ops of torch, with leading dims, and of nothing."""
     function = cute_ops_torch.register(epilogue)
     for sizes in ({"m": (2, 3), "n": 16, "k": 8}, {"m": (), "n": 5, "k": 0}, {"m": (0,), "n": 5, "k": 8}):
-        given = testing.inputs(epilogue, Case("", sizes), "float16")
+        case = Case("", {**sizes, "n": columns(epilogue, sizes["n"])})
+        given = testing.inputs(epilogue, case, "float16")
         tensors = {name: torch.from_numpy(a) for name, a in given.items() if a is not None}
         got = function(*tensors.values())
         testing.check(epilogue, tensors, epilogue.attrs, got if isinstance(got, tuple) else (got,))

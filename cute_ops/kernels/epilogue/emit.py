@@ -41,10 +41,10 @@ class Emitter:
         return tuple(values[i] for i in self.expression.outputs)
 
 
-def computed(node, args, length, device=DEVICE):
+def computed(node, args, length, device=DEVICE, column=None):
     """The value of a node that is neither an operand nor a reduction, by a table of device functions."""
-    if node.word == "n":
-        return Float32(length)
+    if node.word in ("n", "column"):
+        return Float32(length if node.word == "n" else column)
     if node.word == "constant":
         bool_ = node.value in ("true", "false")
         return Boolean(node.value == "true") if bool_ else Float32(float(node.value))

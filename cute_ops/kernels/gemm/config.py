@@ -11,6 +11,8 @@ from cute_ops.config import KernelConfig
 Form = Literal["cooperative", "pingpong", "mma_sync"]
 WARPGROUP = 128  # threads
 MMA_M, MMA_K = 64, 16  # rows of a warpgroup's instruction; 16-bit elements of k that it takes
+WARPS = 8  # of ``mma_sync``
+ROW_PARTS = "row_parts"  # the workspace of reductions of rows
 STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
 
 
@@ -36,9 +38,10 @@ class GemmConfig(KernelConfig):
         vec_b: of ``b``.
         tile_stages: slots for subtiles of the epilogue's operands, of each group of warps that stores.
         expression: the epilogue's text; its first operand is what was summed up.
-        reads: the tensors that are its other operands, divided by blanks.
+        reads: the tensors that are its other operands, divided by blanks; ``cos%64`` repeats itself after 64 columns.
         writes: the tensors that its outputs are of: ``pre[:n] pre[n:] out``. The call's last one where it is empty.
         half_align: bytes, at most 16, that divide where the second half of a packed tensor's row starts.
+        warps_n: warps of ``mma_sync`` beside one another.
     """
 
     form: Form
@@ -58,6 +61,7 @@ class GemmConfig(KernelConfig):
     reads: str = ""
     writes: str = ""
     half_align: int = 16
+    warps_n: int = 4
 
     @property
     def threads(self) -> int:
@@ -77,6 +81,13 @@ class GemmConfig(KernelConfig):
     def groups(self) -> int:
         """Groups of warps that store, each its own tiles."""
         return 2 // self.sharing
+
+    def row_parts(self, n: int, packed: bool) -> int:
+        """Parts of a row of n columns that are reduced one by one: of each warp beside another, and of tiles behind the
+        last column that fill a cluster.
+        """
+        tiles = -(-n // (self.tile_n // (1 + packed) * self.cluster_n)) * self.cluster_n
+        return tiles * (self.warps_n if self.form == "mma_sync" else 1)
 
     def subtile(self, *itemsizes: int) -> tuple[int, int]:
         """Rows and columns of the part of a tile that is stored at once, for outputs and operands of these sizes."""

@@ -1,13 +1,18 @@
 """What becomes of a product's sums: an expression of them, of tiles, vectors and scalars, in registers."""
 
+import math
 from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int64, const_expr
 
-from cute_ops.kernels.epilogue.emit import Emitter
+from cute_ops.expressions.groups import REDUCTIONS, reads
+from cute_ops.expressions.stages import split
+from cute_ops.expressions.text import parse
+from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.rows import COMBINE, IDENTITY, FinishRows, RowParts
 from cute_ops.kernels.gemm.views import by_row, half
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
 from cute_ops.kernels.lib.row_layout import element_address, row_address
@@ -23,6 +28,8 @@ class Part(NamedTuple):
         index: the half's index.
         packed: whether it is a half.
         align: bytes, at most 16, that divide where its rows start.
+        period: columns after which it repeats itself, 0 if it does not.
+        turned: for elements of the other half of so many columns, as ``rotate_half`` takes them; 0 for those here.
     """
 
     key: Any
@@ -31,6 +38,8 @@ class Part(NamedTuple):
     index: int
     packed: bool
     align: int
+    period: int = 0
+    turned: int = 0
 
     @property
     def tile(self):
@@ -39,12 +48,17 @@ class Part(NamedTuple):
     @property
     def by_tma(self):
         """Whether TMA can take it: a tile with rows on 16 bytes, that a single stride steps over."""
-        return self.tile and self.align == 16 and (self.key.layout == "flat" or self.key.rank == 2)
+        return self.tile and not self.period and self.align == 16 and (self.key.layout == "flat" or self.key.rank == 2)
 
     def matrix(self, tensor):
         """A tile as a matrix."""
         whole = by_row(tensor, self.key)
         return half(whole, self.index, 1, self.align) if self.packed else whole
+
+    def column(self, chunk, c, j, most):
+        """The column of an element for the sums in a chunk's column, ``most`` if it lies behind."""
+        column = cutlass.min(chunk.columns[c] + j + partner(chunk.at[c], self.turned), most)
+        return column % self.period if self.period else column
 
     def address(self, tensor, row, n):
         """Where the elements of a row begin, of ``n`` of them."""
@@ -60,12 +74,14 @@ class Chunk(NamedTuple):
     """The places of a thread's sums that are stored at once: in two rows, two neighbours for each of some columns.
 
     The sum with the index ``4 * c + 2 * r + j`` is that in row ``rows[r]`` and column ``columns[c] + j``, as the matrix
-    instructions have it. ``shape`` is that of the outputs: what lies outside is neither read nor stored.
+    instructions have it. ``shape`` is that of the outputs: what lies outside is neither read nor stored. ``at`` is
+    where the columns are in the tile, for the thread that has the first one: known at compile time.
     """
 
     rows: tuple[Any, Any]
     columns: tuple[Any, ...]
     shape: tuple[Any, Any]
+    at: tuple[int, ...]
 
     @property
     def size(self):
@@ -73,34 +89,52 @@ class Chunk(NamedTuple):
 
 
 class Epilogue:
-    """The expression that a config names, its operands and its outputs."""
+    """The expression that a config names, its operands and its outputs.
+
+    Those without columns are not computed here: :attr:`rows` takes the elements of their reductions in, and
+    :attr:`finish`, None where there are none, makes the outputs of these.
+    """
 
     def __init__(self, variant):
         config = GemmConfig.of(variant.config)
-        self.emit = Emitter(config.expression)
-        nodes = [node for node in self.emit.expression.nodes if node.word == "operand"]
-        self.read = {node.operand for node in nodes}
-        self.packed = self.emit.expression.operands[0].packed
+        whole = parse(config.expression)
+        parts = split(whole)
+        self.expression, self.rows = parts.elements, RowParts(parts.reductions)
+        self.packed = self.expression.operands[0].packed
         self.half_align = config.half_align
+        self.names = config.reads.split()
+        # Operands as they are read, but for the product itself.
+        self.read = [read for read in reads(self.expression) if read.operand]
         self.operands = []
-        for i, (name, operand) in enumerate(zip(config.reads.split(), self.emit.expression.operands[1:]), start=1):
-            for index in range((1 + operand.packed) * (i in self.read)):
-                self.operands.append(self._part(variant, name, operand.kind, index, operand.packed))
+        for read in self.read:
+            operand, name = self.expression.operands[read.operand], self.names[read.operand - 1]
+            part = self._part(variant, name, operand.kind, int(read.half == "[n:]"), operand.packed)
+            self.operands.append(part._replace(turned=read.turned))
         words = [word.partition("[") for word in config.writes.split() or variant.names[-1:]]
-        kinds = self.emit.expression.output_kinds
-        self.outputs = [
+        outputs = [
             self._part(variant, name, kind, int(which == "n:]"), bool(which))
-            for (name, _, which), kind in zip(words, kinds)
+            for (name, _, which), kind in zip(words, whole.output_kinds)
         ]
+        self.outputs, columns = ([part for part in outputs if part.columns == which] for which in (True, False))
+        self.finish = self._finish(variant, parts, columns) if columns else None
         # Places of the operands that TMA loads.
         self.by_tma = [i for i, part in enumerate(self.operands) if part.by_tma and config.tile_stages]
         # Whether rows have an even number of elements, so that neighbours are both there or both not.
         self.even = all(part.align >= 2 * part.key.itemsize for part in self.outputs)
 
     def _part(self, variant, name, kind, index, packed):
-        key = variant.tensors[name]
+        name, _, period = name.partition("%")
+        key, period = variant.tensors[name], int(period or 0)
         align = min(key.align, key.row_align if kind.rows else 16, self.half_align if packed else 16)
-        return Part(key, kind.rows, kind.columns, index, packed, align)
+        align = math.gcd(align, period * key.itemsize)
+        return Part(key, kind.rows, kind.columns, index, packed, align, period)
+
+    def _finish(self, variant, parts, outputs):
+        """The kernel of the outputs without columns; of its operands the first is the product itself."""
+        count, read = len(parts.reductions), {}
+        for i in [read.operand for read in reads(parts.rows) if read.operand >= count]:
+            read[i] = self._part(variant, self.names[i - count - 1], parts.rows.operands[i].kind, 0, False)
+        return FinishRows(parts.rows, parts.reductions, read, outputs, variant.arch)
 
     @property
     def itemsizes(self):
@@ -122,9 +156,9 @@ class Epilogue:
                 self._load(loaded, r, 1, place)
             return loaded
         loaded = fragment(tensor.element_type, 2 * len(rows) * len(chunk.columns))
-        for c, first in enumerate(chunk.columns):
+        for c in range(len(chunk.columns)):
             for j in range(0, 2, count):
-                column = Int64(cutlass.min(first + j, n - count)) * part.key.itemsize
+                column = Int64(part.column(chunk, c, j, n - count)) * part.key.itemsize
                 for r, place in enumerate(places):
                     self._load(loaded, 2 * (len(rows) * c + r) + j, count, place + column)
         return loaded
@@ -135,25 +169,43 @@ class Epilogue:
         for j in range(count):
             rX[at + j] = piece[j]
 
-    def compute(self, sums, loaded, chunk):
+    def compute(self, sums, loaded, chunk, rows, groups):
         """The outputs of a chunk, in fp32.
 
         Args:
-            sums: ``sums(h, v)``: the sum with an index, of the half ``h`` where they are packed.
+            sums: ``sums(h, v, distance)``: the sum so many columns behind the one with an index, of the half ``h``
+                where they are packed.
             loaded: for each operand what :meth:`load` gave.
             chunk: where they are.
+            rows: results of reductions so far, to which these elements are added.
+            groups: what groups of columns of these rows are reduced to, as far as it is known.
         """
         results = [fragment(Float32, chunk.size) for _ in self.outputs]
         wide = [widen(rX) for rX in loaded]
+        self._reduce_groups(sums, wide, chunk, groups)
         for v in range(chunk.size):
-            given = iter([values[part_index(part, v)] for part, values in zip(self.operands, wide)])
-            elements = [(sums(0, v), sums(1, v)) if self.packed else sums(0, v)]
-            for i, operand in enumerate(self.emit.expression.operands[1:], start=1):
-                used = i in self.read
-                elements.append(None if not used else (next(given), next(given)) if operand.packed else next(given))
-            for rX, x in zip(results, self.emit(*elements, length=chunk.shape[1])):
+            element = Element(self, sums, wide, chunk, v, groups)
+            values = [element(i) for i in self.expression.outputs]
+            for rX, x in zip(results, values):
                 rX[v] = x
+            self.rows.add(rows, v, chunk, values[len(results) :])
         return results
+
+    def _reduce_groups(self, sums, loaded, chunk, groups):
+        """Reduce the groups that the columns of a chunk are in; four lanes have those of a row."""
+        nodes = self.expression.nodes
+        for i, size in [(i, int(node.value)) for i, node in enumerate(nodes) if node.word in REDUCTIONS]:
+            combine, start = COMBINE[nodes[i].word[len("group_") :]], IDENTITY[nodes[i].word[len("group_") :]]
+            for group in sorted({at // size for at in chunk.at} - {group for j, group in groups if i == j}):
+                results = []
+                for r in range(2):
+                    x = Float32(start)
+                    for at in range(group * size, (group + 1) * size, 8):
+                        for j in range(2):
+                            element = Element(self, sums, loaded, chunk, 2 * r + j, groups, at - chunk.at[0])
+                            x = combine(x, element(nodes[i].args[0]))
+                    results.append(cute.arch.warp_reduction(x, combine, threads_in_group=4))
+                groups[i, group] = results
 
     @cute.jit
     def store(self, part: cutlass.Constexpr, tensor, rX, chunk: cutlass.Constexpr):
@@ -169,6 +221,48 @@ class Epilogue:
                     column = chunk.columns[c] + j
                     address = place + Int64(column) * part.key.itemsize
                     store_if((chunk.rows[r] < m) & (column < n), piece, address)
+
+
+class Element:
+    """The values of an expression's nodes for one of a thread's sums, or the one ``shift`` columns behind it, each
+    computed when it is asked for.
+    """
+
+    def __init__(self, epilogue, sums, loaded, chunk, v, groups, shift=0):
+        self.nodes, self.kinds = epilogue.expression.nodes, epilogue.expression.kinds
+        self.sums, self.chunk, self.v, self.groups, self.shift = sums, chunk, v, groups, shift
+        self.loaded = {
+            read: values[part_index(part, v)] for read, part, values in zip(epilogue.read, epilogue.operands, loaded)
+        }
+        self.values = {}
+
+    def __call__(self, i, turned=0):
+        """A node's value here, or where ``rotate_half`` of so many columns takes it."""
+        if (i, turned) not in self.values:
+            self.values[i, turned] = self._value(i, turned)
+        return self.values[i, turned]
+
+    def _value(self, i, turned):
+        node, at = self.nodes[i], self.chunk.at[self.v // 4] + self.shift
+        distance = self.shift + partner(at, turned)
+        if node.word == "operand" and node.operand == 0:
+            return self.sums(int(node.half == "[n:]"), self.v, distance)
+        if node.word == "operand":
+            return self.loaded[node.operand, node.half, turned if self.kinds[i].columns else 0]
+        if node.word == "rotate_half":
+            x = self(node.args[0], int(node.value))
+            return x if partner(at, int(node.value)) < 0 else x * -1.0
+        if node.word in REDUCTIONS:
+            return self.groups[i, at // int(node.value)][self.v // 2 % 2]
+        column = self.chunk.columns[self.v // 4] + self.v % 2 + distance
+        return computed(node, [self(arg, turned) for arg in node.args], self.chunk.shape[1], column=column)
+
+
+def partner(at, turned):
+    """How far it is from a column of a tile to its partner in the other half of so many columns."""
+    if not turned:
+        return 0
+    return turned // 2 if 2 * (at % turned) < turned else -(turned // 2)
 
 
 def part_index(part, v):

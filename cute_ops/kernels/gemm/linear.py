@@ -3,8 +3,9 @@
 from functools import partial
 
 import cutlass.cute as cute
+from cutlass import Int32, const_expr
 
-from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.config import ROW_PARTS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
@@ -30,7 +31,15 @@ class Product:
         tensors = dict(zip(self.names, arguments))
         operands = tuple([tensors[part.key.name] for part in self.epilogue.operands])
         outputs = tuple([tensors[part.key.name] for part in self.epilogue.outputs])
-        self.form.launch(first, self._parts(second), operands, outputs, arguments[-1])
+        halves, mParts, stream = self._parts(second), tensors.get(ROW_PARTS), arguments[-1]
+        self.form.launch(first, halves, operands, outputs, mParts, stream)
+        finish = self.epilogue.finish
+        if const_expr(finish is not None):
+            read, made = (
+                tuple([tensors[part.key.name] for part in parts])
+                for parts in (finish.operands.values(), finish.outputs)
+            )
+            finish(mParts, read, made, Int32(halves[0].shape[0]), stream)
 
     def _parts(self, mB):
         """The second operand whole, or the halves of a packed one."""

@@ -2,26 +2,27 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 from cutlass.cute.nvgpu import CopyUniversalOp
 from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
-from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.config import WARPS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Chunk
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
 from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 
-WARPS_M, WARPS_N = 2, 4
-THREADS = 32 * WARPS_M * WARPS_N
+THREADS = 32 * WARPS
+CHUNK = 4  # columns of a thread that are computed and stored at once, with the ones next to them
 PADDING = 8  # elements between rows in shared memory, so that eight neighbouring rows lie in different banks
 
 
 class GemmSm80:
     """``out = epilogue(a @ b.T)``, as :class:`~cute_ops.kernels.gemm.sm90.GemmSm90`, without TMA.
 
-    Tile: ``tile_m x tile_n`` of a CTA of 2 x 4 warps. While a step of ``tile_k`` is multiplied, each thread holds its
-    vectors of the next step in registers; vectors are as long as alignments and sizes allow.
+    Tile: ``tile_m x tile_n`` of a CTA of 8 warps, ``warps_n`` of them beside one another. While a step of ``tile_k`` is
+    multiplied, each thread holds its vectors of the next step in registers; vectors are as long as alignments and sizes
+    allow.
     Shared memory: two slots of ``(tile_m + tile_n) x tile_k`` elements, padded.
     Bytes moved per element: a and b once from memory as long as tiles that run together find them in L2, out once.
     """
@@ -30,25 +31,26 @@ class GemmSm80:
         self.config, self.epilogue = GemmConfig.of(variant.config), epilogue
         self.pdl = can_use_pdl(variant.arch)
         self.columns = self.config.tile_n // (1 + epilogue.packed)  # of an output's tile
+        self.warps_m, self.warps_n = WARPS // self.config.warps_n, self.config.warps_n
 
     @cute.jit
-    def launch(self, mA, mB, operands, outputs, stream):
+    def launch(self, mA, mB, operands, outputs, mParts, stream):
         tile = self.config
         self.dtype = mA.element_type
         mma = cute.make_tiled_mma(
-            MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), (WARPS_M, WARPS_N, 1),
-            permutation_mnk=(16 * WARPS_M, 16 * WARPS_N, 16),
+            MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), (self.warps_m, self.warps_n, 1),
+            permutation_mnk=(16 * self.warps_m, 16 * self.warps_n, 16),
         )  # fmt: skip
         m, n = mA.shape[0], mB[0].shape[0]
         rows, columns = cute.ceil_div(m, tile.tile_m), cute.ceil_div(n, self.columns)
         grouped_rows, grouped_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
         order = (rows, columns, Int32(grouped_columns < grouped_rows))
-        self.kernel(mma, mA, mB, operands, outputs, order).launch(
+        self.kernel(mma, mA, mB, operands, outputs, mParts, order).launch(
             grid=[rows * columns, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, order):
+    def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, mParts, order):
         tile, tidx = self.config, cute.arch.thread_idx()[0]
         row, column = tile_of(cute.arch.block_idx()[0], order[0], order[1], tile.group, order[2])
         smem = cutlass.utils.SmemAllocator()
@@ -86,7 +88,9 @@ class GemmSm80:
                 self._put(loader, 1 - slot)
             cute.arch.barrier()
         let_next_start(self.pdl)
-        self._store(mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column))
+        # Warps below one another come first.
+        part = column * self.warps_n + tidx // (32 * self.warps_m)
+        self._store(mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column), (mParts, part))
 
     def _slots(self, smem, m, size):
         """Two slots of an operand: (size, tile_k, slot), contiguous as in memory."""
@@ -132,16 +136,27 @@ class GemmSm80:
         cute.copy(atom, rX, tXsX[None, None, None, slot])
 
     @cute.jit
-    def _store(self, mine, rAcc, operands, outputs, shape: cutlass.Constexpr, at: cutlass.Constexpr):
+    def _store(
+        self, mine, rAcc, operands, outputs, shape: cutlass.Constexpr, at: cutlass.Constexpr, to: cutlass.Constexpr
+    ):  # fmt: skip
         """Compute and store the outputs, 16 rows of each warp at once."""
         tile = (self.config.tile_m, self.columns)
         tCcD = mine.partition_C(cute.local_tile(cute.make_identity_tensor(shape), tile, at))  # (4, rows, columns)
         below, across = cute.size(tCcD, mode=[1]), cute.size(tCcD, mode=[2])
+        size = 8 * self.warps_n  # from one of a thread's columns to the next one
         for i in cutlass.range_constexpr(below):
-            rows, columns = [tCcD[2 * r, i, 0][0] for r in range(2)], [tCcD[0, i, c][1] for c in range(across)]
-            chunk = Chunk(tuple(rows), tuple(columns), shape)
-            loaded = [self.epilogue.load(part, m, chunk) for part, m in zip(self.epilogue.operands, operands)]
-            # Packed columns are beside one another in shared memory, first all of one half.
-            results = self.epilogue.compute(lambda h, v: rAcc[v % 4, i, v // 4 + h * across], loaded, chunk)
-            for part, m, rX in zip(self.epilogue.outputs, outputs, results):
-                self.epilogue.store(part, m, rX, chunk)
+            rows, totals, groups = tuple(tCcD[2 * r, i, 0][0] for r in range(2)), self.epilogue.rows.start(), {}
+            for first in cutlass.range_constexpr(0, across, CHUNK):
+                these = range(first, min(first + CHUNK, across))
+                columns, at = tuple(tCcD[0, i, c][1] for c in these), tuple(c * size for c in these)
+                chunk = Chunk(rows, columns, shape, at)
+                loaded = [self.epilogue.load(part, m, chunk) for part, m in zip(self.epilogue.operands, operands)]
+                # Packed columns are beside one another in shared memory, first all of one half.
+                results = self.epilogue.compute(
+                    lambda h, v, distance: rAcc[v % 4, i, first + v // 4 + h * across + distance // size],
+                    loaded, chunk, totals, groups,
+                )  # fmt: skip
+                for part, m, rX in zip(self.epilogue.outputs, outputs, results):
+                    self.epilogue.store(part, m, rX, chunk)
+            if const_expr(len(totals) > 0):
+                self.epilogue.rows.store(totals, to[0], rows, shape[0], to[1])

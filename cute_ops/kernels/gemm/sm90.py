@@ -58,7 +58,7 @@ class GemmSm90:
             raise ValueError(f"{self.subtiles} subtiles of {shape} cannot take {tile.store_stages} slots in turn")
 
     @cute.jit
-    def launch(self, mA, mB, operands, outputs, stream):
+    def launch(self, mA, mB, operands, outputs, mParts, stream):
         tile = self.config
         majors = [
             LayoutEnum.ROW_MAJOR if const_expr(is_last_contiguous(m)) else LayoutEnum.COL_MAJOR for m in (mA, mB[0])
@@ -90,7 +90,7 @@ class GemmSm90:
         by_rows, by_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
         clusters = cutlass.min(rows * columns, tile.clusters)
         order = (rows, columns, Int32(by_columns < by_rows))
-        self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, (m, n), order).launch(
+        self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, mParts, (m, n), order).launch(
             grid=[tile.cluster_m, tile.cluster_n, clusters], block=[tile.threads, 1, 1], cluster=list(self.cluster),
             stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
@@ -112,7 +112,7 @@ class GemmSm90:
         return cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile, num_multicast=sharers)
 
     @cute.kernel
-    def kernel(self, mma: cute.TiledMma, a, b, operands, tiles, outputs, shape, order):
+    def kernel(self, mma: cute.TiledMma, a, b, operands, tiles, outputs, mParts, shape, order):
         tile, (tma_a, mA, a_layout), (halves, b_layout) = self.config, a, b
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
@@ -156,8 +156,8 @@ class GemmSm90:
                     self._load_tiles(tile_ring, warp - 1, order, tiles)
         else:
             cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
-            inputs = (operands, tiles, tile_ring)
-            self._multiply_and_store(mma, ring, order, sA, sB, inputs, outputs, shape, cute.size(mA, mode=[1]))
+            inputs, results = (operands, tiles, tile_ring), (outputs, mParts)
+            self._multiply_and_store(mma, ring, order, sA, sB, inputs, results, shape, cute.size(mA, mode=[1]))
 
     def _slots(self, smem, dtype, layout):
         return smem.allocate_tensor(dtype, layout.outer, byte_alignment=1024, swizzle=layout.inner)
@@ -319,7 +319,7 @@ class GemmSm90:
         """
         tile, (sub_m, sub_n), (at, _, thread) = self.config, self.subtile, places
         stages, across = tile.store_stages, self.columns // sub_n
-        operands, tiles, tile_ring = inputs
+        (operands, tiles, tile_ring), (outputs, mParts) = inputs, outputs
         size = sub_m * sub_n // self.consumers  # of a thread
         to_smem = [self._subtile_copy(mma, sD.element_type, thread) for *_, sD in outputs]
         from_smem = [self._subtile_copy(mma, sC.element_type, thread, load=True) for *_, sC in tiles]
@@ -341,7 +341,13 @@ class GemmSm90:
                 ahead = self._load_chunk(operands, self._chunk(i + 1, places))
             # The sums of a block of rows are neighbours, of packed ones first those of one half.
             first, half = i // across * (tile.tile_n // sub_n) * size + i % across * size, across * size
-            results = self.epilogue.compute(lambda h, v: rAcc[first + h * half + v], loaded, chunk)
+            if const_expr(i % across == 0):
+                totals, groups = self.epilogue.rows.start(), {}
+            results = self.epilogue.compute(
+                lambda h, v, distance: rAcc[first + h * half + v + distance // 2], loaded, chunk, totals, groups
+            )
+            if const_expr(i % across == across - 1 and len(totals) > 0):
+                self.epilogue.rows.store(totals, mParts, chunk.rows, chunk.shape[0], at[1])
             slot = group * stages + i % stages
             for (*_, sD), copy, rX in zip(outputs, to_smem, results):
                 rOut = cute.make_rmem_tensor(copy.partition_S(sD).shape[:3], sD.element_type)
@@ -371,7 +377,9 @@ class GemmSm90:
         below, beside = divmod(i, self.columns // sub_n)
         row = row * self.config.tile_m + below * sub_m + thread // 32 * 16 + lane // 4
         column = column * self.columns + beside * sub_n + lane % 4 * 2
-        return Chunk((row, row + 8), tuple(column + c for c in range(0, sub_n, 8)), shape)
+        columns = range(0, sub_n, 8)
+        at = tuple(beside * sub_n + c for c in columns)
+        return Chunk((row, row + 8), tuple(column + c for c in columns), shape, at)
 
     def _load_chunk(self, operands, chunk):
         """What a thread loads itself of the epilogue's operands; None for those that TMA loads."""

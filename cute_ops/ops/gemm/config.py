@@ -45,6 +45,7 @@ class Demand(NamedTuple):
         live: float32 values of an element that are needed at once.
         mufu: instructions for each element that an SM does 16 of in a cycle.
         fma: other instructions.
+        group: columns that a tile has all or none of.
     """
 
     outputs: tuple[int, ...] = (2,)
@@ -55,6 +56,7 @@ class Demand(NamedTuple):
     live: int = 1
     mufu: int = 0
     fma: int = 0
+    group: int = 1
 
     def registers(self, config: GemmConfig) -> int:
         """Of a thread while it computes the first subtile: sums, what is loaded for this and the next one, results."""
@@ -73,7 +75,7 @@ def configs(arch: str, sm_count: int, itemsize: int, demand: Demand = PLAIN) -> 
         config = GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
         sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
         columns = tile_n // (1 + demand.packed)
-        if columns % sub_n or columns % (demand.blocks * cluster_m):
+        if columns % sub_n or columns % (demand.blocks * cluster_m) or columns % demand.group:
             continue
         if demand.registers(config) > MULTIPLY_REGISTERS:
             continue

@@ -9,18 +9,20 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from copy import copy
+from dataclasses import replace
 from functools import cache
 from typing import Any, Literal, NoReturn
 
 from cute_ops.array_api import cast
-from cute_ops.config import Problem, Tuning
-from cute_ops.expressions.derivative import copied
-from cute_ops.expressions.graph import SHAPES, Expression, Graph
+from cute_ops.binding import Binding
+from cute_ops.config import Config, Problem, Tuning
+from cute_ops.expressions.graph import SHAPES, Expression, Graph, copied
+from cute_ops.expressions.groups import REDUCTIONS, reads, reduced, sizes
 from cute_ops.expressions.reference import evaluate
+from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.expressions.words import WORDS
-from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.config import ROW_PARTS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor, defaults_of
 from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.choice import instead
@@ -29,9 +31,11 @@ from cute_ops.ops.gemm.gradient import ACC, NO_GRADIENT, Forward, gradient
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, multiply, product, vector
 from cute_ops.ops.gemm.pointwise import COLUMN, pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
-from cute_ops.shapes import FLOATS, ITEMSIZE
+from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
+COLUMNS = (COLUMN, "*m 1")
+GROUPS = (16, 32, 64, 128)  # columns
 CASES = (
     Case("one-row", {"m": (), "n": 64, "k": 64}),
     Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200}),
@@ -61,23 +65,41 @@ def fused_linear(
 
     ``acc`` is the product in float32; of packed weights, ``2n k`` or ``k 2n``, it has ``2n`` columns, and is read by
     halves: ``acc[..., :n]`` and ``acc[..., n:]`` with ``n = acc.shape[-1] // 2``. Values are float32, and outputs are
-    rounded once.
+    rounded once. Reductions of rows, and what follows from them and has no columns, may be returned beside a tile:
+
+        def add_rstd(xp, acc, residual):
+            y = acc + residual
+            return y, xp.rsqrt(xp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
+
+    Columns may be looked at in groups: by ``xp.rotate_half``, or by ``xp.group_sum``, ``xp.group_mean`` and
+    ``xp.group_max``, which give each column of a group the same. An operand ``*m 64`` is repeated every 64 columns:
+
+        def qk_norm_rope(xp, acc, norm, cos, sin, *, heads):      # those of queries and keys, before the values
+            x = acc * xp.rsqrt(xp.group_mean(acc * acc, 128) + 1e-6) * norm
+            turned = x * cos + xp.rotate_half(x, 128) * sin
+            return xp.where(xp.arange(acc.shape[-1]) < 128 * heads, turned, acc)
+
+        op = fused_linear(qk_norm_rope, operands={"norm": "n", "cos": "*m 64", "sin": "*m 64"}, attrs={"heads": 40})
 
     The op has one more attribute, ``fused``. ``"always"`` runs that kernel; ``"never"`` the framework's product and
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
     ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.fuses`),
-    and never for float32.
+    and never for float32. Where elements follow from more than those at their place, the kernel always runs; such an op
+    has no ``fused``, and no gradient.
 
     Args:
         epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns a value or a tuple of
             values; or an expression's text, whose first operand is the product.
         operands: their shapes: ``*m n`` a tile, ``*m 2n`` two side by side, ``n`` or ``2n`` a row vector, ``*m 1`` or
-            ``*m`` a column vector, empty a scalar. Each has its own dtype: float32, float16 or bfloat16.
+            ``*m`` a column vector, empty a scalar, ``*m 64`` what repeats itself; ``*#m 64`` where its leading dims
+            broadcast, as Op has it. Each has its own dtype: float32, float16 or bfloat16.
         weight: its shape; ``n k`` as in PyTorch, ``k n`` as in JAX and in gradients.
         name: the op's name, the function's by default.
-        outputs: their shapes, ``*m n`` or ``*m 2n``, which takes two values; ``out``, or ``out0``, ``out1``, ... of
-            ``*m n`` by default. One that is called ``d`` and an operand makes the op a gradient, which has none.
-        dtypes: of those outputs that do not have x's dtype; of ``acc`` the one in which it is saved.
+        outputs: their shapes, ``*m n`` or ``*m 2n``, which takes two values, of what follows from reductions ``*m 1``
+            or ``*m``; ``out``, or ``out0``, ``out1``, ... of ``*m n`` and ``*m 1`` by default. One that is called ``d``
+            and an operand makes the op a gradient, which has none.
+        dtypes: of those outputs that do not have x's dtype, column vectors float32; of ``acc`` the one in which it is
+            saved.
         attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
         save: what becomes of the sums where the gradient reads them: a call that is differentiated stores them, too
             (``pre``, "pre-activations"), or the backward computes the product again (``none``). Rounded outputs that
@@ -100,16 +122,17 @@ def fused_linear(
     known = {ACC, *made.outputs}
     if wrong := [key for key, dtype in (dtypes or {}).items() if key not in known or dtype not in FLOATS]:
         _refuse(name, f"dtypes has {wrong[0]!r}; outputs {', '.join(made.outputs)} may have {', '.join(FLOATS)}")
-    results = {key: Tensor(shape, (dtypes or {}).get(key, "T")) for key, shape in made.outputs.items()}
-    acc = Tensor(made.shapes[ACC], (dtypes or {}).get(ACC, "T"), hidden=True)
+    usual = {key: "float32" if shape in COLUMNS else "T" for key, shape in made.outputs.items()} | dict(dtypes or {})
+    results = {key: Tensor(shape, usual[key]) for key, shape in made.outputs.items()}
+    acc = Tensor(made.shapes[ACC], usual.get(ACC, "T"), hidden=True)
     # Where the op is declared.
     module = getattr(epilogue, "__module__", __name__)
     forward = Forward(name, inputs["weight"], given, results, acc, made.expression, attrs or {}, defaults, module)
     itself = any(f"d{key}" in results for key in given)
-    found = NO_GRADIENT if itself else gradient(forward, save == "pre")
+    found = gradient(forward, save == "pre") if made.by_element and not itself else NO_GRADIENT
     common: dict[str, Any] = {
-        "apart": made.apart(forward), "inputs": inputs | given, "acc": acc, "attrs": attrs or {}, "cases": cases,
-        "module": module,
+        "apart": made.apart(forward) if made.by_element else None, "inputs": inputs | given, "acc": acc,
+        "attrs": attrs or {}, "cases": cases, "module": module,
         "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
     }  # fmt: skip
     saving = (
@@ -122,22 +145,24 @@ def fused_linear(
 
 
 def _declare(
-    name: str, made: _Fused, apart: Op, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], acc: Tensor,
+    name: str, made: _Fused, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], acc: Tensor,
     attrs: Mapping[str, Any], module: str, **more: Any,
 ) -> Op:  # fmt: skip
-    """The op of a product with an epilogue, which ``apart`` computes from the sums."""
+    """The op of a product with an epilogue, which ``apart`` computes from the sums; None where nothing does."""
     weight = inputs["weight"].shape
     across = weight.startswith("k")
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
         acc = product(xp, x, weight.T if across else weight)
-        columns = [
-            a[..., None] if shape == COLUMN else a for a, shape in zip(arrays, made.operands.values(), strict=True)
+        given = [
+            a[..., None] if shape == COLUMN else _repeated(xp, a, acc.shape[-1]) if _period(shape) else a
+            for a, shape in zip(arrays, made.operands.values(), strict=True)
         ]
-        values = iter(evaluate(made.expression(attrs), xp, [acc, *columns]))
+        values = iter(evaluate(made.expression(attrs), xp, [acc, *given]))
         outs = []
         for tensor in outputs.values():
             out = xp.concat([next(values), next(values)], axis=-1) if "2n" in tensor.shape else next(values)
+            out = out[..., 0] if tensor.shape == COLUMN else out
             outs.append(xp.astype(out, x.dtype) if tensor.dtype == "T" else cast(xp, out, tensor.dtype, out))
         return tuple(outs)
 
@@ -150,26 +175,48 @@ def _declare(
         demand = made.demand(problem, start, SWIZZLED if across else 8)
         chosen = configure(problem, vectors, ("m", "n", "k"), demand)
         halves = start if made.packs else VECTOR_BYTES
+        if demand.group > 1 and chosen.form == "mma_sync":  # a warp has all columns of a tile
+            chosen = replace(chosen, warps_n=1)
         return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        assert apart
         given, attrs = dict(inputs), {key: value for key, value in attrs.items() if key != "fused"}
         dtype = None if acc.dtype == "T" else acc.dtype
         given[ACC] = multiply(xp, WEIGHTS[weight], (given["x"], given["weight"]), dtype)
         made = call(apart, {key: given[key] for key in apart.inputs}, attrs)
         return {key: given[ACC] if key == ACC else made[key] for key in outputs}
 
+    def check(binding: Binding) -> str | None:
+        n, size = binding.dims["n"], math.lcm(*sizes(made.expression(binding.attrs)))
+        return f"argument `weight` has n={n}, no multiple of the {size} columns of a group." if n % size else None
+
+    if apart is None:
+        more |= {"attrs": attrs, "check": check}
+    else:
+        more |= {"attrs": {**attrs, "fused": FUSED}, "instead": instead(Program(run, (apart,)), config)}
+
     reference.__module__ = module
     summed = Accumulation(("k",))
     op = Op(
         name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
-        reference=reference, static=(), tuning=Tuning(config),
+        reference=reference, static=(), tuning=Tuning(config, workspace=made.workspace if made.reduces else None),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
-        sharding=Sharding(parallel=() if made.packs else ("n",)), attrs={**attrs, "fused": FUSED},
-        instead=instead(Program(run, (apart,)), config), **more,
+        sharding=Sharding(parallel=("n",) if made.by_element and not made.packs else ()), **more,
     )  # fmt: skip
     return op
+
+
+def _period(shape: str) -> int:
+    """Columns after which an operand of this shape repeats itself; 0 of others."""
+    lead, _, columns = shape.rpartition(" ")
+    return int(columns) if lead in ("*m", "*#m") and columns.isdigit() and columns != "1" else 0
+
+
+def _repeated(xp: Any, array: Any, n: int) -> Any:
+    """What repeats itself, in n columns."""
+    return xp.concat([array] * -(-n // array.shape[-1]), axis=-1)[..., :n] if n else array[..., :0]
 
 
 def _refuse(name: str, why: str) -> NoReturn:
@@ -185,15 +232,18 @@ class _Fused:
     ) -> None:  # fmt: skip
         self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
         self.shapes = {ACC: "*m 2n" if packed else "*m n"}
-        self.shapes |= {key: "*m 1" if shape == COLUMN else shape for key, shape in operands.items()}
+        self.shapes |= {
+            key: "*m 1" if shape == COLUMN else "*m n" if _period(shape) else shape for key, shape in operands.items()
+        }
         if ACC in operands or ACC in (outputs or {}):
             _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
         if bools := [key for key, shape in operands.items() if "bool" in shape]:
             _refuse(name, f"operand `{bools[0]}` holds bools: give numbers, and compare them, `{bools[0]} != 0`")
         self._traced, self.saves = cache(self._trace), False
-        count = len(self._traced(tuple(defaults.items())).outputs)
-        names = ("out",) if count == 1 else tuple(f"out{i}" for i in range(count))
-        self.outputs = dict(outputs or dict.fromkeys(names, "*m n"))
+        kinds = self._traced(tuple(defaults.items())).output_kinds
+        names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
+        shapes = ["*m n" if kind.columns else "*m 1" for kind in kinds]
+        self.outputs = dict(outputs or zip(names, shapes, strict=True))
         # The tensors that values go to, a packed one twice.
         self.writes = [
             f"{key}{half}"
@@ -201,9 +251,15 @@ class _Fused:
             for half in (("[:n]", "[n:]") if "2n" in shape else ("",))
         ]
         self.packs = any("2n" in shape for shape in (*self.shapes.values(), *self.outputs.values()))
-        if wrong := [key for key, shape in self.outputs.items() if shape not in ("*m n", "*m 2n")]:
-            _refuse(name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; outputs have '*m n' or '*m 2n'")
-        self.expression(defaults)
+        self.reduces = any(shape in COLUMNS for shape in self.outputs.values())
+        known = ("*m n", "*m 2n", "*m 1", COLUMN)
+        if wrong := [key for key, shape in self.outputs.items() if shape not in known]:
+            listed = ", ".join(map(repr, known))
+            _refuse(name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; shapes of outputs are {listed}")
+        found = self.expression(defaults)
+        # Whether each element follows from those at its place alone.
+        columns = bool(sizes(found)) or any(node.word == "column" for node in found.nodes)
+        self.by_element = not (columns or self.reduces or any(map(_period, operands.values())))
 
     def with_acc(self) -> _Fused:
         """The same, whose last output is the sums."""
@@ -235,6 +291,10 @@ class _Fused:
         found = self._traced(tuple(attrs.items()))
         if len(found.outputs) != len(self.writes):
             _refuse(self.name, f"it returns {len(found.outputs)} values, which are to be {', '.join(self.writes)}")
+        for written, kind in zip(self.writes, found.output_kinds, strict=True):
+            shape = self.outputs[written.partition("[")[0]]
+            if kind.columns == (shape in COLUMNS):
+                _refuse(self.name, f"{written} does not have the shape {shape!r}")
         return found
 
     def _trace(self, attrs: tuple[tuple[str, Any], ...]) -> Expression:
@@ -247,19 +307,34 @@ class _Fused:
             (_, acc, *_) = inspect.signature(self.epilogue).parameters
             shapes = {acc if name == ACC else name: shape for name, shape in self.shapes.items()}
             found = trace(self.epilogue, shapes, dict(attrs))
-        if rows := [node.word for node in found.nodes if node.word in WORDS and WORDS[node.word].reduces]:
-            _refuse(self.name, f"xp.{rows[0]} of a row is not fused yet; make it an operand, '*m 1'")
-        for i, kind in enumerate(found.output_kinds):
+        try:
+            split(found)
+            turned = [list(self.operands)[read.operand - 1] for read in reads(found) if read.turned and read.operand]
+        except ValueError as error:
+            _refuse(self.name, str(error))
+        for i, (node, kind) in enumerate(zip(found.outputs, found.output_kinds, strict=True)):
             if kind.dtype == "bool":
                 _refuse(self.name, f"value {i} holds bools; return xp.where(value, 1.0, 0.0)")
-            if not (kind.rows and kind.columns):
+            if not (kind.rows and (kind.columns or levels(found)[node])):
                 _refuse(self.name, f"value {i} does not have the shape '*m n': compute it from acc")
+        if wrong := [size for size in sizes(found) if size not in GROUPS]:
+            _refuse(self.name, f"it has groups of {wrong[0]} columns; they have {', '.join(map(str, GROUPS))}")
+        turns, groups = sizes(found, "rotate_half"), sizes(found, *REDUCTIONS)
+        if len(groups) > 1 or any(size > groups[0] for size in turns if groups):
+            _refuse(self.name, f"groups of {groups[0]} columns are reduced, others of {max(turns + groups)}")
+        if others := [list(self.operands)[i - 1] for i in reduced(found) if i]:
+            _refuse(self.name, f"groups are reduced that follow from `{others[0]}`; they may from acc and '*m 1'")
+        if tiles := [name for name in turned if self.operands[name] in ("*m n", "*m 2n")]:
+            _refuse(self.name, f"xp.rotate_half of `{tiles[0]}`, a tile; add it afterwards")
+        if not any(kind.columns for kind in found.output_kinds):
+            _refuse(self.name, "it returns no tile, '*m n', beside what is reduced")
         return _with_acc(found) if self.saves else found
 
     def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
         """What the kernel is told."""
         text = text_of(self.expression(attrs))
-        return {"expression": text, "reads": " ".join(self.operands), "writes": " ".join(self.writes)}
+        read = [f"{name}%{_period(shape)}" if _period(shape) else name for name, shape in self.operands.items()]
+        return {"expression": text, "reads": " ".join(read), "writes": " ".join(self.writes)}
 
     def demand(self, problem: Problem, start: int, blocks: int) -> Demand:
         """What the epilogue takes of an SM.
@@ -269,26 +344,34 @@ class _Fused:
             start: bytes, at most 16, that divide where second halves start.
             blocks: columns of the weight that lie together in shared memory.
         """
-        expression = self.expression(problem.attrs)
-        used = {node.operand for node in expression.nodes if node.word == "operand"}
-        tiles, vectors = [], 0
-        for i, (name, operand) in enumerate(zip(self.operands, expression.operands[1:], strict=True), start=1):
-            if i not in used:
+        expression, words, _ = split(self.expression(problem.attrs))
+        # Results of two rows; those of groups as they are added up, and two of each row.
+        tiles, vectors = [], 2 * len(words) + 8 * sum(node.word in REDUCTIONS for node in expression.nodes)
+        for read in reads(expression):
+            if not read.operand:
                 continue
-            itemsize, count = ITEMSIZE[problem.dtypes[name]], 1 + operand.packed
+            name, operand = list(self.operands)[read.operand - 1], expression.operands[read.operand]
+            itemsize, period = ITEMSIZE[problem.dtypes[name]], _period(self.operands[name])
             aligned = min(problem.aligns[name], start if operand.packed else VECTOR_BYTES) == VECTOR_BYTES
-            if operand.kind.rows and operand.kind.columns and aligned:
-                tiles += count * [itemsize]
-            elif operand.kind.columns:  # of 16 sums in two rows, loaded for the next subtile, too
-                vectors += 2 * count * (16 if operand.kind.rows else 8) * itemsize // 4
+            if operand.kind.rows and operand.kind.columns and aligned and not period:
+                tiles += [itemsize]
+            elif operand.kind.columns:  # of 16 sums in two rows, loaded for the next subtile, too; where the rows are
+                vectors += 2 * (16 if operand.kind.rows else 8) * itemsize // 4 + 4 * operand.kind.rows
             else:
                 vectors += 2 * (1 + operand.kind.rows)
         outputs = [name.partition("[")[0] for name in self.writes]
+        outputs = [name for name in outputs if self.outputs[name] not in COLUMNS]
         mufu, fma = expression.cost
         return Demand(
             tuple(ITEMSIZE[problem.dtypes[name]] for name in outputs), tuple(tiles), self.packed, blocks, vectors,
-            _live(expression), mufu, fma,
+            _live(expression), mufu, fma + len(words), math.lcm(*sizes(expression)),
         )  # fmt: skip
+
+    def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
+        """Parts of rows' reductions."""
+        parts = GemmConfig.of(config).row_parts(problem.size("n"), self.packed)
+        words = split(self.expression(problem.attrs)).reductions
+        return {ROW_PARTS: Array((problem.size("m"), parts, len(words)), "float32")}
 
 
 def _with_acc(expression: Expression) -> Expression:

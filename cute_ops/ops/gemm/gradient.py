@@ -12,8 +12,8 @@ from functools import cache
 from itertools import groupby
 from typing import Any, NamedTuple
 
-from cute_ops.expressions.derivative import copied, differentiate
-from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node
+from cute_ops.expressions.derivative import differentiate
+from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node, copied
 from cute_ops.op import Op, Tensor
 from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.linear import linear_acc, product_gradients

@@ -53,6 +53,43 @@ def with_all(xp: Any, acc: Any, scale: Any, bias: Any, residual: Any, factor: An
     return xp.clip(acc * scale + bias, -limit, limit) * factor + residual
 
 
+def with_rstd(xp: Any, acc: Any, residual: Any, *, eps: float) -> Any:
+    out = acc + residual
+    return out, xp.rsqrt(xp.mean(out * out, axis=-1, keepdims=True) + eps)
+
+
+def gated_reducing(xp: Any, acc: Any, scale: Any) -> Any:
+    n = acc.shape[-1] // 2
+    out = xp.silu(acc[..., :n]) * acc[..., n:]
+    largest = xp.max(xp.abs(out), axis=-1, keepdims=True)
+    return largest * scale, out, xp.min(out, axis=-1, keepdims=True), xp.sum(out, axis=-1, keepdims=True)
+
+
+def with_rope(xp: Any, acc: Any, bias: Any, cos: Any, sin: Any, *, heads: int) -> Any:
+    x = acc + bias
+    turned = x * cos + xp.rotate_half(x, 64) * sin
+    return xp.where(xp.arange(acc.shape[-1]) < 64 * heads, turned, x)
+
+
+def with_qk_norm(xp: Any, acc: Any, norm: Any, cos: Any, sin: Any, *, heads: int) -> Any:
+    x = acc * xp.rsqrt(xp.group_mean(acc * acc, 64) + 1e-6) * norm
+    turned = x * cos + xp.rotate_half(x, 64) * sin
+    return xp.where(xp.arange(acc.shape[-1]) < 64 * heads, turned, acc)
+
+
+def scaled(xp: Any, acc: Any, scale: Any) -> Any:
+    """By the largest of 128 columns, as fp8 numbers are; and what that was."""
+    n = acc.shape[-1] // 2
+    y = xp.silu(acc[..., :n]) * acc[..., n:] * scale
+    largest = xp.group_max(xp.abs(y), 64)
+    return y / xp.maximum(largest, 1e-4), xp.max(largest, axis=-1, keepdims=True)
+
+
+def columns(op: Op, n: int) -> int:
+    """At least n, whole groups where the op has groups."""
+    return -(-n // 64) * 64 if op.name in ("with_rope", "with_qk_norm", "scaled") else n
+
+
 OPS: tuple[Op, ...] = (
     fused_linear(with_bias, operands={"bias": ROW}),
     fused_linear(with_gelu, operands={"bias": ROW}),
@@ -64,6 +101,20 @@ OPS: tuple[Op, ...] = (
         gated_saving, operands={"bias": "2n"}, weight="k 2n", outputs={"pre": "*m 2n", "out": TILE}
     ),
     fused_linear(gated_dgrad, operands={"pre": "*m 2n"}, weight="k n", outputs={"dpre": "*m 2n"}),
+    fused_linear(
+        with_rstd, operands={"residual": TILE}, outputs={"out": TILE, "rstd": COLUMN}, attrs={"eps": 1e-6}
+    ),
+    fused_linear(
+        gated_reducing, operands={"scale": "*m"}, weight="2n k", dtypes={"least": "bfloat16"},
+        outputs={"largest": "*m", "out": TILE, "least": COLUMN, "total": COLUMN},
+    ),
+    fused_linear(
+        with_rope, operands={"bias": ROW, "cos": "*#m 32", "sin": "*#m 32"}, attrs={"heads": 3}
+    ),
+    fused_linear(
+        with_qk_norm, operands={"norm": ROW, "cos": "*#m 32", "sin": "*#m 32"}, attrs={"heads": 3}
+    ),
+    fused_linear(scaled, operands={"scale": "*m"}, weight="2n k"),
     fused_linear(
         with_all, operands={"scale": "*m", "bias": ROW, "residual": TILE, "factor": ""}, attrs={"limit": 2.0}
     ),

@@ -13,14 +13,19 @@ import ptx_sm90
 
 from cute_ops import Array, Op, testing
 from cute_ops.binding import bind
+from cute_ops.expressions.groups import reads
+from cute_ops.expressions.stages import split
+from cute_ops.expressions.text import parse as parse_expression
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.rows import FinishRows
+from cute_ops.ops.gemm.fused import COLUMNS
 
 CLUSTERS = 2  # persistent ones
-CHOSEN = ("expression", "reads", "writes", "half_align")  # of a config: what no other tile changes
+CHOSEN = ("expression", "reads", "writes", "half_align", "warps_n")  # of a config: what no other tile changes
 # Of both operands, whether rows in memory are columns of the matrices that are multiplied.
 ACROSS = {"Linear": (False, False), "LinearDx": (False, True), "LinearDweight": (True, True)}
 
@@ -78,39 +83,58 @@ def run(
     given = {**given, **{name: given[name].copy() for name in op.mutates}}
     arrays = {name: np.full(out.shape, np.nan, testing.numpy_dtype(out.dtype)) for name, out in made.items()}
     arrays = {**given, **arrays}
-    memory = [a if a.base is None else a.base for a in arrays.values()]
-    address = {name: (i << 32) + offset(a, memory[i - 1]) for i, (name, a) in enumerate(arrays.items(), start=1)}
     strides = {name: tuple(stride // a.itemsize for stride in a.strides) for name, a in given.items()}
-    places = {name: Memory(strides[name], address[name] % 2**32) for name in given}
+    places = {name: Memory(strides[name], offset(a, _base(a))) for name, a in given.items()}
     tile = dict(plan(binding, places, parse(arch)).variant.config)
     if config:
         tile = {**config.flat(), **{name: tile[name] for name in CHOSEN if name in tile}}
-    variant = plan(binding, places, parse(arch), config=tile).variant
+    variant, scratch, *_ = plan(binding, places, parse(arch), config=tile)
+    arrays |= {name: np.full(array.shape, np.nan, np.float32) for name, array in scratch.items()}
+    memory = [_base(a) for a in arrays.values()]
+    address = {name: (i << 32) + offset(a, memory[i - 1]) for i, (name, a) in enumerate(arrays.items(), start=1)}
     worker.compile(variant, folder / "kernel.o", folder)
     (ptx,) = folder.glob("*.ptx")
+    shapes = {name: tensor.shape for name, tensor in {**op.inputs, **op.outputs}.items()}
 
     def parts(name: str) -> list[Part]:
-        words, a = {**op.inputs, **op.outputs}[name].shape.split(), arrays[name]
+        words, a = shapes.get(name, "").split(), arrays[name]
         halves = np.split(a, 2, axis=words.index("2n") - len(words)) if "2n" in words else [a]
         return [Part(address[name], half, a) for half in halves]
 
     chosen = GemmConfig.of(tile)
     (first,), second = map(parts, [*op.inputs][:2])
-    operands = [part for name in chosen.reads.split() for part in parts(name)]
-    outputs = [part for name in op.results for part in parts(name)]
+    elements, words, rows = split(parse_expression(chosen.expression))
+    named = [name.partition("%")[0] for name in ("", *chosen.reads.split())]
+    operands = [parts(named[read.operand])[read.half == "[n:]"] for read in reads(elements) if read.operand]
+    outputs = [part for name in op.results if shapes[name] not in COLUMNS for part in parts(name)]
+    scratched = [part for name in scratch for part in parts(name)]
     on_sm = _run_sm80 if chosen.form == "mma_sync" else _run_sm90
     blocks = [block.reshape(-1).view(np.uint8) for block in memory]
-    on_sm(chosen, ACROSS[op.kernel.partition(":")[2]], Call(first, second, operands, outputs), ptx.read_text(), blocks)
+    call = Call(first, second, operands, outputs, scratched)
+    on_sm(chosen, ACROSS[op.kernel.partition(":")[2]], call, ptx.read_text(), blocks)
+    if rows:
+        late = [named[read.operand - len(words)] for read in reads(rows) if read.operand >= len(words)]
+        given_rows = [*late, *(name for name in op.outputs if shapes[name] in COLUMNS)]
+        m, n = outputs[0].array.shape
+        arguments = [part.tensor() for part in (*scratched, *(part for name in given_rows for part in parts(name)))]
+        finish, per_cta = ptx_cta.Kernel(ptx.read_text(), entry=1), FinishRows.threads // FinishRows.lanes
+        finish.run(-(-m // per_cta), [*arguments, struct.pack("<i", n)], blocks)
     return {name: arrays[name] for name in op.results}
 
 
+def _base(a: np.ndarray) -> np.ndarray:
+    """The array that it is a part of, or itself."""
+    return a if a.base is None else a.base
+
+
 class Call(NamedTuple):
-    """What is multiplied, what the epilogue reads, and what it writes."""
+    """What is multiplied, what the epilogue reads, what it writes, and where parts of rows' reductions go."""
 
     first: Part
     second: list[Part]
     operands: list[Part]
     outputs: list[Part]
+    scratch: list[Part]
 
     def tiles(self, config: GemmConfig) -> tuple[int, int]:
         """Of a cluster, below and beside one another."""
@@ -121,7 +145,7 @@ class Call(NamedTuple):
 
 def _run_sm80(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
     arguments = [call.first.matrix(across[0]), *(part.matrix(across[1]) for part in call.second)]
-    arguments += [part.tensor() for part in (*call.operands, *call.outputs)]
+    arguments += [part.tensor() for part in (*call.operands, *call.outputs, *call.scratch)]
     rows, columns = call.tiles(config)
     arguments += [struct.pack("<i", number) for number in (rows, columns, 0)]
     ptx_cta.Kernel(ptx).run(rows * columns, arguments, memory)
@@ -141,8 +165,9 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
     multiplied(call.first, config.tile_m, config.cluster_n, across[0])
     for part in call.second:
         multiplied(part, config.tile_n // len(call.second), config.cluster_m, across[1])
-    loaded = [part for part in call.operands if part.by_tma and config.tile_stages]
-    arguments += [part.tensor() for part in call.operands if not (part.by_tma and config.tile_stages)]
+    is_tile = [p.by_tma and p.array.shape == call.outputs[0].array.shape and config.tile_stages for p in call.operands]
+    loaded = [part for part, taken in zip(call.operands, is_tile, strict=True) if taken]
+    arguments += [part.tensor() for part, taken in zip(call.operands, is_tile, strict=True) if not taken]
     subtile = config.subtile(*(part.array.itemsize for part in (*loaded, *call.outputs)))
     for part in loaded:
         by_tma(part, subtile)
@@ -151,6 +176,7 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
             by_tma(part, subtile)
         else:
             arguments.append(part.matrix())
+    arguments += [part.tensor() for part in call.scratch]
     rows, columns = call.tiles(config)
     arguments += [struct.pack("<i", number) for number in (*call.outputs[0].array.shape, rows, columns, 0)]
     kernel, count = ptx_sm90.Kernel(ptx), min(CLUSTERS, rows * columns)

@@ -28,7 +28,7 @@ COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equa
 FLOATS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "fma": lambda a, b, c: a * b + c, "neg": np.negative,
     "abs": np.abs, "rcp": lambda a: 1 / a, "ex2": np.exp2, "lg2": np.log2, "sqrt": np.sqrt, "min": np.fmin,
-    "max": np.fmax, "cvt": lambda a: a.clip(0, 1),
+    "max": np.fmax, "cvt": lambda a: a.clip(0, 1), "rsqrt": lambda a: 1 / np.sqrt(a),
 }  # fmt: skip
 
 
@@ -42,10 +42,10 @@ def number(bits: np.ndarray, kind: str) -> np.ndarray:
 
 
 class Kernel:
-    """The one entry of a PTX text."""
+    """An entry of a PTX text, the first one by default."""
 
-    def __init__(self, text: str) -> None:
-        signature, body = re.sub(r"//.*", "", text).split(".entry", 1)[1].split("{", 1)
+    def __init__(self, text: str, entry: int = 0) -> None:
+        signature, body = re.sub(r"//.*", "", text).split(".entry")[1 + entry].split("{", 1)
         self.parameters = re.findall(r"([\w$]+)(?:\[\d+\])?\s*[,)]", signature[: signature.index(")") + 1])
         self.threads = int(re.search(r"\.reqntid (\d+)", signature)[1])  # type: ignore[index]
         self.labels: dict[str, int] = {}
@@ -133,9 +133,11 @@ class Cta:
 
     def together(self, op: list[str], operands: list[list[str]]) -> None:
         everyone = np.ones(len(self.threads), bool)
-        if op[0] == "shfl":  # of the first lane, as make_warp_uniform has it
-            assert operands[2] == ["0"]
-            self.write(operands[0][0], np.repeat(self.read(operands[1][0])[::LANES], LANES), everyone)
+        if op[0] == "shfl":  # of the first lane, as make_warp_uniform has it, or of the one across
+            lanes, (distance,) = self.threads % LANES, operands[2]
+            assert op[2] == "bfly" or distance == "0"
+            source = lanes ^ int(distance) if op[2] == "bfly" else 0
+            self.write(operands[0][0], self.read(operands[1][0])[self.threads - lanes + source], everyone)
         elif op[0] == "ldmatrix":
             rows = sum(self.read(name) for name in operands[1])
             for i, name in enumerate(operands[0]):

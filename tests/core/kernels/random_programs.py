@@ -59,7 +59,8 @@ OPERATORS: Mapping[str, Any] = {
 }  # fmt: skip
 REDUCTIONS = [name for name, word in WORDS.items() if word.reduces]
 UNARY = [
-    *(name for name, word in WORDS.items() if word.takes == "f" and not word.reduces and name != "astype"), "cube",
+    *(n for n, word in WORDS.items() if word.takes == "f" and not (word.reduces or word.grouped or n == "astype")),
+    "cube",
 ]  # fmt: skip
 
 

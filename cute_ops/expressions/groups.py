@@ -1,0 +1,72 @@
+"""Which elements of its operands an expression reads that has words of groups of columns."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from cute_ops.expressions.graph import Expression
+from cute_ops.expressions.words import WORDS
+
+
+class Read(NamedTuple):
+    """An operand as it is read.
+
+    Attributes:
+        operand: its index.
+        half: of a packed one: ``[:n]`` or ``[n:]``.
+        turned: where ``rotate_half`` of so many columns takes it, 0 at the element's own place.
+    """
+
+    operand: int
+    half: str
+    turned: int
+
+
+# Words that give each column of a group the same.
+REDUCTIONS = ("group_sum", "group_max")
+
+
+def reads(expression: Expression) -> tuple[Read, ...]:
+    """How operands are read, each way once, in their order.
+
+    Raises:
+        ValueError: what ``rotate_half`` takes follows from another one.
+    """
+    found: dict[tuple[int, int], None] = {}
+
+    def visit(i: int, turned: int) -> None:
+        if (i, turned) not in found:
+            found[i, turned] = None
+            node = expression.nodes[i]
+            if turned and node.word == "rotate_half":
+                raise ValueError("xp.rotate_half of what follows from xp.rotate_half")
+            for arg in node.args:
+                visit(arg, int(node.value) if node.word == "rotate_half" else 0 if node.word in REDUCTIONS else turned)
+
+    for i in expression.outputs:
+        visit(i, 0)
+    nodes = [(expression.nodes[i], turned if expression.kinds[i].columns else 0) for i, turned in found]
+    return tuple(sorted({Read(node.operand, node.half, turned) for node, turned in nodes if node.word == "operand"}))
+
+
+def sizes(expression: Expression, *words: str) -> tuple[int, ...]:
+    """The columns of its groups, or of those that these words take, each size once."""
+    of = words or [name for name, word in WORDS.items() if word.grouped]
+    return tuple(sorted({int(node.value) for node in expression.nodes if node.word in of}))
+
+
+def reduced(expression: Expression) -> tuple[int, ...]:
+    """The operands that have columns and that reductions of groups follow from."""
+    found: set[int] = set()
+
+    def visit(i: int) -> None:
+        if i not in found:
+            found.add(i)
+            for arg in expression.nodes[i].args:
+                visit(arg)
+
+    for node in expression.nodes:
+        if node.word in REDUCTIONS:
+            visit(node.args[0])
+    operands = [expression.nodes[i] for i in found if expression.kinds[i].columns]
+    return tuple(sorted({node.operand for node in operands if node.word == "operand"}))

@@ -1,0 +1,119 @@
+"""What an epilogue returns of whole rows: reductions, and what follows from them."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_ops.expressions.text import text_of
+from cute_ops.kernels.epilogue.emit import Emitter
+from cute_ops.kernels.epilogue.words import maximum, minimum
+from cute_ops.kernels.lib.copy import fragment, load, store_if
+from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+
+COMBINE = {"sum": lambda x, y: x + y, "max": maximum, "min": minimum}
+IDENTITY = {"sum": 0.0, "max": -float("inf"), "min": float("inf")}
+
+
+class RowParts:
+    """Reductions over the columns that a warp has of its tile. The lanes ``4 r .. 4 r + 3`` have the rows ``r`` and
+    ``r + 8``, as the matrix instructions have it.
+
+    The results are in the workspace ``row_parts``, ``(rows, parts, reductions)`` in fp32: each warp beside another
+    gives a part of a row.
+
+    Args:
+        reductions: a word of :data:`COMBINE` each.
+    """
+
+    def __init__(self, reductions):
+        self.reductions = reductions
+
+    def start(self):
+        """Results so far, of no columns: two rows for each reduction."""
+        found = [fragment(Float32, 2) for _ in self.reductions]
+        for word, rX in zip(self.reductions, found):
+            rX.fill(IDENTITY[word])
+        return found
+
+    def add(self, results, v, chunk, values):
+        """Take what is reduced of the sum with an index in, unless its column lies outside."""
+        r = v // 2 % 2
+        for word, rX, x in zip(self.reductions, results, values):
+            inside = chunk.columns[v // 4] + v % 2 < chunk.shape[1]
+            rX[r] = COMBINE[word](rX[r], cutlass.select_(inside, x, Float32(IDENTITY[word])))
+
+    @cute.jit
+    def store(self, results: cutlass.Constexpr, mParts, rows: cutlass.Constexpr, m, part):
+        """Store the results of two rows as this part of theirs."""
+        count = len(self.reductions)
+        for r in cutlass.range_constexpr(2):
+            rX = fragment(Float32, count)
+            for i, word in enumerate(self.reductions):
+                rX[i] = cute.arch.warp_reduction(results[i][r], COMBINE[word], threads_in_group=4)
+            place = address(mParts, rows[r], part, count)
+            for i in cutlass.range_constexpr(count):
+                one = fragment(Float32, 1)
+                one[0] = rX[i]
+                store_if((cute.arch.thread_idx()[0] % 4 == 0) & (rows[r] < m), one, place + 4 * i)
+
+
+def address(mParts, row, part, count):
+    """Where a part's ``count`` results are."""
+    return mParts.iterator.toint() + (Int64(row) * Int64(mParts.shape[1]) + part) * (4 * count)
+
+
+class FinishRows:
+    """Puts the parts of each row's reductions together, in a fixed order, and computes the outputs without columns.
+
+    Tile: 8 threads take a row, each every eighth part. No shared memory. Bytes moved: the parts, from L2, and the
+    outputs once.
+
+    Args:
+        expression: of the reductions' results, and behind them all operands of the epilogue.
+        reductions: words.
+        operands: of those that it reads, the tensor each, by its index in the expression.
+        outputs: tensors.
+        arch: what is compiled for.
+    """
+
+    threads, lanes = 128, 8
+
+    def __init__(self, expression, reductions, operands, outputs, arch):
+        self.emit, self.reductions = Emitter(text_of(expression)), reductions
+        self.operands, self.outputs, self.pdl = operands, outputs, can_use_pdl(arch)
+
+    @cute.jit
+    def __call__(self, mParts, operands, outputs, n, stream):
+        m = Int32(mParts.shape[0])
+        self.kernel(mParts, operands, outputs, n).launch(
+            grid=[cute.ceil_div(m, self.threads // self.lanes), 1, 1], block=[self.threads, 1, 1], stream=stream,
+            use_pdl=self.pdl,
+        )  # fmt: skip
+
+    @cute.kernel
+    def kernel(self, mParts, operands, outputs, n: Int32):
+        tidx, bidx = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        m, parts = Int32(mParts.shape[0]), Int32(mParts.shape[1])
+        place, lane = bidx * (self.threads // self.lanes) + tidx // self.lanes, tidx % self.lanes
+        row = cutlass.min(place, m - 1)
+        wait_for_previous(self.pdl)
+        let_next_start(self.pdl)
+        results = fragment(Float32, max(len(self.reductions), 1))
+        for i, word in enumerate(self.reductions):
+            results[i] = Float32(IDENTITY[word])
+        for part in cutlass.range(lane, parts, self.lanes, unroll=4):
+            for i, word in enumerate(self.reductions):
+                one = fragment(Float32, 1)
+                load(one, address(mParts, row, part, len(self.reductions)) + 4 * i)
+                results[i] = COMBINE[word](results[i], one[0])
+        elements = [None] * len(self.emit.expression.operands)
+        for i, word in enumerate(self.reductions):
+            elements[i] = cute.arch.warp_reduction(results[i], COMBINE[word], threads_in_group=self.lanes)
+        for (i, part), mX in zip(self.operands.items(), operands):
+            one = fragment(mX.element_type, 1)
+            load(one, part.address(mX, row, n))
+            elements[i] = one[0].to(Float32)
+        for part, mX, x in zip(self.outputs, outputs, self.emit(*elements, length=n)):
+            one = fragment(mX.element_type, 1)
+            one[0] = x.to(mX.element_type)
+            store_if((lane == 0) & (place < m), one, part.address(mX, row, n))
