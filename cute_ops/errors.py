@@ -7,6 +7,7 @@ expected, and lists what had been bound so far.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol
@@ -46,6 +47,9 @@ class _Declaration(Protocol):
     @property
     def inputs(self) -> Mapping[str, _Declared]: ...
 
+    @property
+    def aliases(self) -> Mapping[str, str]: ...
+
 
 def bound_text(dims: Mapping[str, object], dtypes: Mapping[str, str]) -> str:
     """What is known of dims and dtype variables: ``*m=(3, 5), n=64, T=float32``."""
@@ -75,7 +79,12 @@ def message(
     bound = bound_text(dims or {}, dtypes or {})
     if bound:
         lines.append(f"  bound so far: {bound}")
-    return "\n".join(lines)
+    return renamed("\n".join(lines), op.aliases)
+
+
+def renamed(text: str, aliases: Mapping[str, str]) -> str:
+    """A text in which names stand as their aliases: ``xs[2]`` for ``xs_2``."""
+    return re.sub(r"\w+", lambda word: aliases.get(word[0], word[0]), text) if aliases else text
 
 
 @contextmanager

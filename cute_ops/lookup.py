@@ -2,7 +2,8 @@
 
 ``rmsnorm`` is one of ours. ``package.module:name`` and ``path/to/file.py:name`` are ops that a module or file binds to
 that name. ``.grad`` behind a name means the gradient; the name of one of several ops that compute it, or of one that is
-narrowed to some of its outputs, means that one: ``file.py:norm.norm_bwd_only_dx``.
+narrowed to some of its outputs, means that one: ``file.py:norm.norm_bwd_only_dx``. So does ``file.py:add_n.add_n_of_3``
+for an op with lists.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
 
+from cute_ops import lists
 from cute_ops.errors import meant
 from cute_ops.op import Op
 
@@ -50,7 +52,9 @@ def find(name: str) -> Op:
     for step in rest:
         if not isinstance(found, Op):
             break
-        found = found.grad if step == "grad" else {op.name: op for op in _family(found)}.get(step)
+        found = (
+            found.grad if step == "grad" else {op.name: op for op in _family(found)}.get(step, lists.named(found, step))
+        )
     if not isinstance(found, Op):
         ops = of_module(module)
         raise ValueError(f"{place} has no op {attribute!r}{meant(attribute, ops)}; it has {', '.join(ops) or 'none'}")
@@ -59,7 +63,7 @@ def find(name: str) -> Op:
 
 def find_all(name: str, gradients: bool = True) -> list[Op]:
     """The op of a name, with those of its gradient unless ``gradients`` is false, or every op of a module or file.
-    Composites are left out.
+    Composites are left out; an op with lists is those that its cases call.
 
     Raises:
         ValueError: there is none.
@@ -69,7 +73,7 @@ def find_all(name: str, gradients: bool = True) -> list[Op]:
         ops = [op, *op.steps] if gradients else [op]
     else:
         ops = [each for op in of_module(load(name)).values() for each in (op, *op.steps)]
-    found = {id(op): op for op in ops if not op.program}
+    found = {id(one): one for op in ops if not op.program for one in op.instances}
     if not found:
         raise ValueError(f"{name} declares no op with a kernel")
     return list(found.values())
@@ -84,6 +88,9 @@ def place(op: Op) -> str | None:
     """The name that :func:`find` finds an op by; None where no module holds it."""
     if ours().get(op.name) is op:
         return op.name
+    if op.template is not None:
+        one, where = op.template.unrolled(op.counts), place(op.template)
+        return where and f"{where}.{one.name}{'' if op is one else f'.{op.name}'}"
     program = sys.modules.get("__main__")  # (multiprocessing gives it a second name)
     modules = [(where, module) for where, module in list(sys.modules.items()) if module is not program]
     # The program itself comes last: another process could import it only by running it.

@@ -15,9 +15,11 @@ from functools import cached_property, partial, update_wrapper
 from itertools import combinations
 from typing import Any, NamedTuple
 
+from cute_ops import lists
 from cute_ops.config import DEFAULT, Tuning
 from cute_ops.dims import Dim
 from cute_ops.dims import parse as parse_dim
+from cute_ops.errors import renamed
 from cute_ops.op_checks import HOW_FUSED, problems
 from cute_ops.shapes import ITEMSIZE, parse
 
@@ -73,10 +75,12 @@ class _TensorFields(NamedTuple):
     contiguous: str | tuple[str, ...] | None = None
     align: int = 0
     otherwise: str = "refuse"
+    many: str | None = None
+    own: tuple[str, ...] = ()
 
 
 class Tensor(_TensorFields):
-    """One input or output of an op.
+    """One input or output of an op, or with ``many`` a list of them.
 
     Args:
         shape: dims separated by blanks, ``"*m n"``. A name binds a dim; ``2n``, ``n/2`` (which must divide), ``g*r``,
@@ -111,6 +115,12 @@ class Tensor(_TensorFields):
         align: for inputs: bytes, at most 16, that divide the address and the strides of all dims but the contiguous
             one: 16 where TMA loads it. By default any alignment is a kernel of its own.
         otherwise: what happens with an input that does not lie so: it is refused, or with ``"copy"`` copied.
+        many: that it is a list of one such tensor or more, and the name of how many: ``"k"``. Lists of one name have
+            the same length, which is also the size of a dim of this name, ``"k n"``. The kernel gets the tensors one
+            after another and is compiled for their number; references, ``check`` and ``arrange`` get lists.
+        own: of a list: the dims, or the name of the leading ones, that each tensor has a size of its own of; the others
+            are the same for all. Lists of one length share these sizes, place by place. Functions of sizes see
+            a tuple of them, and cases give one.
     """
 
     # Cached: binding and planning ask for the parts of a shape some forty times per call.
@@ -363,6 +373,8 @@ def importable(name: str) -> str:
 
 # Ops without some of their skippable outputs, by op and the outputs that are left.
 _narrowed: dict[tuple[Op, tuple[str, ...]], Op] = {}
+# Ops with lists for so many tensors, by op and numbers.
+_unrolled: dict[tuple[Op, tuple[int, ...]], Op] = {}
 
 
 def _without(places: Collection[int], reference: Callable[..., Any], *args: Any, **attrs: Any) -> tuple[Any, ...]:
@@ -506,6 +518,9 @@ class Op:
         self.cases = cases
         self.arrange = arrange or (lambda xp, arrays: None)
         self.doc = doc
+        self.template: Op | None = None
+        self.counts: Mapping[str, int] = {}
+        self.aliases: Mapping[str, str] = {}
         self._derive()
         self._validate()
 
@@ -573,6 +588,27 @@ class Op:
         made._derive()
         return made
 
+    def unrolled(self, counts: Mapping[str, int]) -> Op:
+        """The op for so many tensors in its lists, as one without lists; the same one every time.
+
+        Raises:
+            ValueError: the declaration is wrong for them.
+        """
+        key = (self, tuple(counts[name] for name in self.numbers))
+        if self.numbers and key not in _unrolled:
+            made = lists.unroll(self, counts)
+            made._derive()
+            made._validate()
+            _unrolled.setdefault(key, made)  # one of several threads is the first
+        return _unrolled[key] if self.numbers else self
+
+    @property
+    def instances(self) -> tuple[Op, ...]:
+        """The ops that cases call: with lists one for each number of tensors, or for two where there is no case."""
+        asked = [{name: case.dims[name] for name in self.numbers} for case in self.cases]
+        found = [self.unrolled(counts) for counts in asked or [dict.fromkeys(self.numbers, 2)]]
+        return tuple(dict.fromkeys(found))
+
     @property
     def narrowed(self) -> tuple[Op, ...]:
         """The op without some of its skippable outputs, in every way."""
@@ -614,7 +650,11 @@ class Op:
             results: what the reference returns: the inputs that the op mutates, then the outputs.
             shown: the outputs that a Python function returns.
             options: keyword arguments of the Python functions beyond inputs and attributes, with their defaults.
+            numbers: the names of how many tensors its lists have; none where it has no lists.
+            template: the op with lists that this one is unrolled from, for ``counts`` tensors, or None.
+            aliases: what messages call the arguments of an unrolled op, ``xs[2]`` for ``xs_2``.
         """
+        self.numbers = tuple(dict.fromkeys(t.many for t in self.inputs.values() if t.many))
         steps = self.grad if isinstance(self.grad, tuple) else () if self.grad is None else (self.grad,)
         if not all(isinstance(step, Op) for step in steps):
             raise ValueError(f"op {self.name}: grad must be an Op or a tuple of Ops, got {self.grad!r}")
@@ -634,5 +674,10 @@ class Op:
 
     def _validate(self) -> None:
         """Raise ValueError for the first thing that is wrong with the declaration."""
-        for problem in problems(self, ITEMSIZE):
+        for problem in lists.problems(self):
             raise ValueError(f"op {self.name}: {problem}")
+        if self.numbers:
+            self.unrolled(dict.fromkeys(self.numbers, 2))
+            return
+        for problem in problems(self, ITEMSIZE):
+            raise ValueError(renamed(f"op {self.name}: {problem}", self.aliases))

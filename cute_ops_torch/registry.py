@@ -17,6 +17,7 @@ from cute_ops.op import Op
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
 from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.host.lists import ListCalls
 from cute_ops_torch.library import program
 from cute_ops_torch.library.autograd import autograd_kernel
 from cute_ops_torch.library.inplace import inplace_gradient
@@ -122,6 +123,11 @@ def _define(op: Op, namespace: str) -> Registered:
     program.functions.setdefault(op, lambda: made.raw)
     if known is not None:
         setattr(names, op.name, packet)
+    if op.numbers:
+        # It is made of the unrolled ops, in every transform: these have all that is below.
+        for decomposed in ("CompositeImplicitAutograd", "FuncTorchBatchedDecomposition"):
+            library.impl(name, returning(op, made.fast_path.specialize), decomposed)
+        return made
     library.impl(name, returning(op, _deferred(lambda: made.launcher.launch)), "CUDA")
     library.impl(name, returning(op, _deferred(lambda: cpu_kernel(op))), "CPU")
     saving = gradient[op.saving].overload if op.saving else None
@@ -164,7 +170,8 @@ class Registered:
         self._gradient = gradient
         self.nodes = Nodes(op, lambda step: self._beside(step).raw)
         saving = gradient.get(op.saving) if op.saving else None
-        self.fast_path = FastPath(op, lambda: self.launcher, self.nodes, (lambda: saving.launcher) if saving else None)
+        path = FastPath(op, lambda: self.launcher, self.nodes, (lambda: saving.launcher) if saving else None)
+        self.fast_path = ListCalls(op, lambda one: define(one, overload.namespace).raw) if op.numbers else path
         self._devices = ("cpu", "cuda") if op.program else ("cuda",)
         self._lowered = False
 
@@ -198,7 +205,7 @@ class Registered:
         Dynamo runs fake kernels before Inductor compiles, and before it takes compiled code from its cache. In the
         latter case only the forward's runs, so a forward registers its gradient's lowering too.
         """
-        if self._lowered or self.op.program or "torch._inductor" not in sys.modules:
+        if self._lowered or self.op.program or self.op.numbers or "torch._inductor" not in sys.modules:
             return
         with _lowering:  # a second thread must not compile before the first has registered
             if not self._lowered:
@@ -225,9 +232,10 @@ def register_lowerings() -> None:
 
 
 def everything() -> Iterator[tuple[Op, Any, torch.library.Library]]:
-    """Every registered op: its declaration, the op and the library that it is in."""
+    """Every registered op without lists: its declaration, the op and the library that it is in."""
     for (namespace, _), made in list(_registered.items()):
-        yield made.op, made.overload, _libraries[namespace]
+        if not made.op.numbers:
+            yield made.op, made.overload, _libraries[namespace]
 
 
 def family(namespace: str, name: str) -> tuple[Op, Callable[..., Any], Callable[..., Any]]:

@@ -81,7 +81,8 @@ def verify(
         repeats: calls on a GPU, which must give the same bits.
         sizes: of dims by name, which cases have in place of their own, every combination.
     """
-    for op in [found for each in ops for found in (each, *each.narrowed)]:
+    whole = [one for each in ops for one in each.instances]
+    for op in [found for each in whole for found in (each, *each.narrowed)]:
         for case, asked in product(op.cases, _combined(sizes or {})):
             if op.steps:
                 yield _gradient(op, case, asked)

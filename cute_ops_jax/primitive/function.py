@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 import cute_ops
+from cute_ops import lists
 from cute_ops.errors import meant, message
 from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import alike
@@ -45,6 +46,8 @@ def register(op: Op) -> Callable[..., Any]:
         declared, with None for an absent one.
     """
     header = signature(op)
+    if op.numbers:
+        return _of_lists(op, header)
     run = differentiable(op)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -67,10 +70,7 @@ def register(op: Op) -> Callable[..., Any]:
             results = list(op.finish.apply(jnp, bound.arguments, shown, dict(attrs), **options).values())
         return results[0] if len(results) == 1 else tuple(results)
 
-    call.__name__ = call.__qualname__ = op.name
-    call.__module__ = "cute_ops_jax"
-    call.__doc__ = op.doc
-    call.__signature__ = header  # type: ignore[attr-defined]
+    _describe(call, op, header)
     # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
     traced = jax.jit(call, static_argnames=(*op.keywords, *op.options), inline=True)
 
@@ -82,6 +82,33 @@ def register(op: Op) -> Callable[..., Any]:
             _check_arguments(op, header, args, kwargs)  # what jit refuses, it refuses without the op's name
             raise
 
+    return function
+
+
+def _of_lists(op: Op, header: inspect.Signature) -> Callable[..., Any]:
+    """The function of an op with lists: that of the op unrolled for so many arrays, with lists in and out."""
+    shown = {name: tensor for name, tensor in op.results.items() if not tensor.hidden}
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = header.bind(*args, **kwargs)
+        except TypeError:
+            _check_arguments(op, header, args, kwargs)
+            raise
+        bound.apply_defaults()
+        counts = lists.counts(op, bound.arguments)
+        found = register(op.unrolled(counts))(*lists.spread(op.inputs, list(bound.arguments.values())))
+        results = lists.gathered(shown, counts, found if isinstance(found, tuple) else (found,))
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return _describe(function, op, header)
+
+
+def _describe(function: Callable[..., Any], op: Op, header: inspect.Signature) -> Callable[..., Any]:
+    function.__name__ = function.__qualname__ = op.name
+    function.__module__ = "cute_ops_jax"
+    function.__doc__ = op.doc
+    function.__signature__ = header  # type: ignore[attr-defined]
     return function
 
 
@@ -122,10 +149,14 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
 def signature(op: Op) -> inspect.Signature:
     """``(x, weight=None, bias=None, eps=1e-06, weight_offset=0.0)``, with annotations as text."""
     kind, required = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.empty
-    outputs = ["Array | None" if tensor.given else "Array" for tensor in op.results.values() if not tensor.hidden]
+    outputs = [
+        "list[Array]" if tensor.many else "Array | None" if tensor.given else "Array"
+        for tensor in op.results.values() if not tensor.hidden
+    ]  # fmt: skip
     parameters = []
     for name, tensor in op.inputs.items():
         default, annotation = (None, "ArrayLike | None") if tensor.optional else (required, "ArrayLike")
+        annotation = "Sequence[ArrayLike]" if tensor.many else annotation
         parameters.append(inspect.Parameter(name, kind, default=default, annotation=annotation))
     for name, value in {**op.keywords, **op.options}.items():
         parameters.append(inspect.Parameter(name, kind, default=value, annotation=type(value).__name__))

@@ -16,6 +16,7 @@ from cute_ops_torch.host import codegen
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.given_outputs import GivenOutputs
 from cute_ops_torch.host.launch import Launcher
+from cute_ops_torch.host.lists import ListCalls
 from cute_ops_torch.host.modes import EXACT, modes_active
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver, takes_out
@@ -24,7 +25,7 @@ Call = Callable[..., Any]
 
 
 def make_function(
-    op: Op, overload: Call, fast_path: FastPath, *, raw: bool = False, inplace: Call | None = None,
+    op: Op, overload: Call, fast_path: FastPath | ListCalls, *, raw: bool = False, inplace: Call | None = None,
     devices: tuple[str, ...] = ("cuda",),
 ) -> Call:  # fmt: skip
     """``cute_ops_torch.<op>``.
@@ -40,10 +41,14 @@ def make_function(
     """
 
     def is_plain(tensor: Any) -> bool:
+        if isinstance(tensor, (list, tuple)):
+            return all(map(is_plain, tensor))
         # A negated view shares its base's memory; the dispatcher's fallback resolves it.
         return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg()
 
     def specialize(*args: Any) -> Any:
+        if isinstance(fast_path, ListCalls):
+            fast_path.counts(args)  # what torch's schema refuses, it refuses without the argument's name
         tensors = zip(op.inputs.values(), args, strict=False)
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
             return overload(*args)
@@ -62,7 +67,7 @@ def make_function(
     if not raw and inplace is not None:
         values["_inplace"] = inplace
         choose = f"if inplace_backward:\n            _out = _inplace({arguments})\n        el"
-    if not raw and takes_out(op):
+    if not raw and takes_out(op) and isinstance(fast_path, FastPath):
         values["_write"] = GivenOutputs(op, overload, fast_path.launcher, devices)
         choose = f"if out is not None:\n            return _write(out, {arguments})\n        {choose}"
     make = codegen.maker(

@@ -21,12 +21,12 @@ def schema(op: Op, name: str | None = None) -> str:
     """``rmsnorm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-06, ...) -> Tensor``."""
     written = {name: f"(w{k}!)" for k, name in enumerate(op.mutates)}
     inputs = [
-        f"Tensor{written.get(name, '')}" + (f"? {name}=None" if t.optional else f" {name}")
+        f"Tensor{written.get(name, '')}{'[]' if t.many else ''}" + (f"? {name}=None" if t.optional else f" {name}")
         for name, t in op.inputs.items()
     ]
     attrs = [f"{_SCHEMA_TYPES[type(value)]} {name}={_default(value)}" for name, value in op.attrs.items()]
     scalars = [f"{_SCALAR_TYPES[type(value)]} {name}={value!r}" for name, value in op.scalars.items()]
-    outputs = ", ".join("Tensor" for _ in op.outputs)
+    outputs = ", ".join("Tensor[]" if t.many else "Tensor" for t in op.outputs.values())
     arguments = ", ".join(inputs + attrs + scalars)
     return f"{name or op.name}({arguments}) -> {outputs if len(op.outputs) == 1 else f'({outputs})'}"
 
@@ -55,8 +55,10 @@ def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
         annotated: with types, for stubs.
         options: with the options that only Python functions have.
     """
-    optional, required = (": Tensor | None = None", ": Tensor") if annotated else ("=None", "")
-    inputs = [name + (optional if t.optional else required) for name, t in op.inputs.items()]
+    optional, required, many = (
+        (": Tensor | None = None", ": Tensor", ": Sequence[Tensor]") if annotated else ("=None", "", "")
+    )
+    inputs = [name + (many if t.many else optional if t.optional else required) for name, t in op.inputs.items()]
     named = {**op.keywords, **(op.options if options else {})}
     attrs = [f"{n}: {type(v).__name__} = {_quoted(v)}" if annotated else f"{n}={_quoted(v)}" for n, v in named.items()]
     given = []
@@ -68,10 +70,10 @@ def parameters(op: Op, annotated: bool = False, options: bool = False) -> str:
 
 
 def takes_out(op: Op) -> bool:
-    """Whether the Python function takes ``out=``: not where it does more than a kernel, nor where an argument is called
-    that.
+    """Whether the Python function takes ``out=``: not where it does more than a kernel, nor with lists, nor where an
+    argument is called that.
     """
-    kernel = bool(op.shown) and not op.program
+    kernel = bool(op.shown) and not op.program and not op.numbers
     return kernel and op.finish is None and "out" not in {*op.inputs, *op.keywords, *op.options}
 
 

@@ -30,7 +30,8 @@ def text(ops: Iterable[Op] = (*OPS, *PRODUCTS)) -> str:
 
 
 def _function(op: Op) -> str:
-    outputs = [f"Tensor{' | None' if t.given else ''}" for t in op.outputs.values() if not t.hidden]
+    kinds = [(t, "list[Tensor]" if t.many else "Tensor") for t in op.outputs.values() if not t.hidden]
+    outputs = [f"{kind}{' | None' if t.given else ''}" for t, kind in kinds]
     returns = "None" if not outputs else outputs[0] if len(outputs) == 1 else f"tuple[{', '.join(outputs)}]"
     arguments = parameters(op, annotated=True, options=True)
     head = f"def {op.name}({arguments}) -> {returns}: ...\n"

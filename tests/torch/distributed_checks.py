@@ -388,6 +388,25 @@ def what_is_written_stays_where_it_is(world: World) -> None:
         store(cache, spread(x, world.line, whole), spread(index, world.line, whole))
 
 
+@check
+def lists_stay_on_their_rows(world: World) -> None:
+    if world.few:
+        return  # the op's kernels are compiled in other tests
+    listing = lookup.load(str(Path(__file__).parents[1] / "core" / "kernels" / "listing.py"))
+    add_n = cute_ops_torch.register(listing.add_n, "listing")
+    xs = [torch.full((8, 6), float(k)) for k in range(3)]
+    for call in (add_n, torch.ops.listing.add_n):
+        given = [spread(x, world.line, [Shard(0)]).requires_grad_() for x in xs]
+        with CommDebugMode() as moved:
+            out = call(given)
+            gradients = torch.autograd.grad(out, given, spread(xs[2], world.line, [Shard(0)]))
+        assert moved.get_total_counts() == 0 and out.placements == (Shard(0),)
+        world.close(out, xs[0] + xs[1] + xs[2])
+        for gradient in gradients:
+            assert gradient.placements == (Shard(0),)
+            world.close(gradient, xs[2])
+
+
 class raises:
     """Like ``pytest.raises``; ranks do not import pytest."""
 

@@ -1,0 +1,173 @@
+"""Lists of tensors: what declarations say of them, how calls are checked, and kernels that get them."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import FLOATS, Case, Op, Sharding, Tensor, lists, lookup, manifest, testing
+from cute_ops.binding import bind
+from cute_ops.jit import cache, loader, target
+from cute_ops.jit.plan import plan
+from cute_ops.jit.target import parse
+from cute_ops.manifest import call_of
+from cute_ops.shapes import Array
+from cute_ops.tools.verify import verify
+
+sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
+import kernel_calls
+
+LISTING = lookup.load(str(Path(__file__).parent / "kernels" / "listing.py"))
+FORWARDS = LISTING.add_n, LISTING.scale_all, LISTING.concatenate
+OPS = [one for op in FORWARDS for each in (op, op.grad) for one in each.instances]
+every_op = pytest.mark.parametrize("op", OPS, ids=lambda op: op.name)
+
+
+def test_an_op_for_so_many_tensors() -> None:
+    op = LISTING.scale_all.unrolled({"k": 2})
+    assert op is LISTING.scale_all.unrolled({"k": 2}) is lists.named(LISTING.scale_all, "scale_all_of_2")
+    assert str(op) == (
+        "Op scale_all_of_2(xs_0: T[r_0 n], xs_1: T[r_1 n], factors: float32[2]) -> ys_0: T[r_0 n], ys_1: T[r_1 n]"
+    )
+    assert op.grad is LISTING.scale_all.grad.unrolled({"k": 2})
+    assert op.differentiable == ("xs_0", "xs_1")
+    assert op.cases == (Case("two", {"r_0": 3, "r_1": 40, "n": 8}),)
+
+
+def test_sizes_that_follow_from_those_of_all() -> None:
+    binding = bind(LISTING.concatenate.unrolled({"k": 3}), {f"xs_{i}": Array((i + 1, 8), "float32") for i in range(3)})
+    assert binding.outputs == {"out": Array((6, 8), "float32")}
+
+
+@pytest.mark.parametrize(
+    ("given", "kind", "problem"),
+    [
+        ({"xs": np.zeros(3)}, TypeError, "argument `xs` must be a list of tensors, got ndarray"),
+        ({}, TypeError, "argument `xs` must be a list of tensors, got None"),
+        ({"xs": []}, ValueError, "argument `xs` is empty, expected one tensor or more"),
+        ({"xs": [1, None]}, TypeError, "argument `xs[1]` is required, but None was given"),
+        ({"xs": [1, 2], "ys": [1]}, ValueError, "argument `ys` has 1 tensors, but k=2 from `xs`"),
+    ],
+)
+def test_what_is_no_list(given: dict[str, Any], kind: type[Exception], problem: str) -> None:
+    lists_of_two = Op(
+        "both", inputs={"xs": LISTING.LIST, "ys": LISTING.LIST}, outputs={"out": LISTING.ROWS}, dtypes={"T": FLOATS},
+        reference=lambda xp, xs, ys: xs[0], kernel="a:B",
+    )  # fmt: skip
+    with pytest.raises(kind, match=re.escape(f"cute.both: {problem}")):
+        lists.counts(lists_of_two, {"ys": [1, 2], **given})
+
+
+def test_messages_name_the_tensor_of_a_list() -> None:
+    shapes = [(3, 8), (2, 8), (4, 7)]
+    with pytest.raises(ValueError) as raised:
+        bind(
+            LISTING.concatenate.unrolled({"k": 3}),
+            {f"xs_{i}": Array(shape, "float32") for i, shape in enumerate(shapes)},
+        )
+    first, *_, last = str(raised.value).splitlines()
+    assert first == "cute.concatenate: argument `xs[2]` has n=7, but n=8."
+    assert last == "  bound so far: r[0]=3, n=8, r[1]=2, r[2]=4, T=float32"
+
+
+MANY = Tensor("r n", "T", many="k", own=("r",))
+
+
+@pytest.mark.parametrize(
+    ("problem", "declared"),
+    [
+        ("xs has dims of its own, ('n',), but is no list", {"inputs": {"xs": Tensor("n", "T", own=("n",))}}),
+        ("xs: many is the name of how many tensors there are, 'k', got True",
+         {"inputs": {"xs": Tensor("n", "T", many=True)}}),  # type: ignore[arg-type]
+        ("xs has 'm' as its own, which is no dim of 'r n'", {"inputs": {"xs": MANY._replace(own=("m",))}}),
+        ("out has dim 'r', of which each tensor of a list has a size of its own",
+         {"outputs": {"out": Tensor("r", "T")}}),
+        ("gradient concatenate_bwd has lists of 'k', but wrong has lists of []",
+         {"inputs": {"xs": Tensor("n", "T")}, "grad": LISTING.concatenate.grad}),
+        ("output 'out' is a list of j, but no input is; there are ['k']",
+         {"outputs": {"out": Tensor("n", "T", many="j")}}),
+        ("output 'out' is a list of j, but no input is",
+         {"inputs": {"xs": Tensor("n", "T")}, "outputs": {"out": Tensor("n", "T", many="j")}}),
+        ("xs: 'k' is how many tensors there are, so it is no dim of each",
+         {"inputs": {"xs": Tensor("k n", "T", many="k")}}),
+        ("out: the number of tensors is a dim, or a factor of one, in 'k+1'", {"outputs": {"out": Tensor("k+1", "T")}}),
+        ("xs has 'optional', which a list cannot have", {"inputs": {"xs": MANY._replace(optional=True)}}),
+        ("'r' is a dim that each tensor has for itself: devices cannot share it",
+         {"outputs": {"out": MANY}, "sharding": Sharding(parallel=("r",))}),
+        ("case 'a' must say how many 'k' is", {"cases": (Case("a", {"n": 8}),)}),
+        ("case 'a' must have 2 sizes for 'r', got 3", {"cases": (Case("a", {"k": 2, "r": 3, "n": 8}),)}),
+        ("'xs_1' is what one of 'xs' is called", {"inputs": {"xs": MANY, "xs_1": Tensor("n", "T")}}),
+        ("'r_0' is what one of 'r' is called", {"inputs": {"xs": MANY, "y": Tensor("r_0", "T")}}),
+        ("xs[0]: contiguous names 'm'", {"inputs": {"xs": MANY._replace(contiguous="m")}}),
+    ],
+)  # fmt: skip
+def test_declarations_that_cannot_work(problem: str, declared: dict[str, Any]) -> None:
+    usual = {"inputs": {"xs": MANY}, "outputs": {"out": Tensor("n", "T")}, "dtypes": {"T": FLOATS}}
+    with pytest.raises(ValueError, match=re.escape(f": {problem}")):
+        Op("wrong", reference=lambda xp, xs: xs[0], kernel="a:B", **{**usual, **declared})
+
+
+def test_a_reference_that_returns_no_list() -> None:
+    for returned, problem in ((0, "int for `ys`, declared is a list"), ([0], "1 for `ys`, declared are 2 tensors")):
+        wrong = Op(
+            "wrong", inputs={"xs": MANY}, outputs={"ys": MANY}, dtypes={"T": FLOATS}, kernel="a:B",
+            reference=lambda xp, xs, given=returned: given,
+        )  # fmt: skip
+        with pytest.raises(TypeError, match=problem):
+            wrong.unrolled({"k": 2}).reference(np, *[np.zeros((3, 8))] * 2)
+
+
+def test_samples_are_arranged_as_lists() -> None:
+    def arrange(xp: Any, arrays: dict[str, Any]) -> None:
+        arrays["xs"][1][...] = 5
+
+    own = Op(
+        "own", inputs={"xs": MANY}, outputs={"ys": MANY}, dtypes={"T": FLOATS}, kernel="a:B", arrange=arrange,
+        reference=lambda xp, xs: xs, cases=LISTING.JAGGED,
+    )  # fmt: skip
+    (one, _) = own.instances
+    assert (testing.inputs(one, one.cases[0], "float32")["xs_1"] == 5).all()
+
+
+def test_gradients_are_derivatives() -> None:
+    """Of every number of tensors in the cases; ``verify`` needs no framework for that."""
+    found = [verdict for verdict in verify(FORWARDS, {}) if verdict.framework == "gradient"]
+    assert [v.op for v in found] == [one.name for op in FORWARDS for one in op.instances]
+    assert not [v for v in found if v.problem]
+
+
+def test_manifests_name_an_op_for_so_many() -> None:
+    op = LISTING.concatenate.grad.unrolled({"k": 2})
+    shapes = {"xs_0": (3, 8), "xs_1": (2, 8), "dout": (5, 8)}
+    call = call_of(bind(op, {name: Array(shape, "float32") for name, shape in shapes.items()}), {})
+    text = "listing:concatenate.grad.concatenate_bwd_of_2 xs_0:float32[3,8] xs_1:float32[2,8] dout:float32[5,8]"
+    assert str(call) == text
+    assert [found.op for found in manifest.parse(text)] == [op]
+    assert LISTING.add_n.unrolled({"k": 1}) in lookup.find_all("listing:add_n")
+
+
+@every_op
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_kernels_get_the_tensors_one_after_another(op: Op, dtype: str) -> None:
+    (case,) = op.cases
+    arrays, attrs = testing.inputs(op, case, dtype), testing.attributes(op, case)
+    kernel_calls.check(kernel_calls.Call(op, arrays, {}, attrs, "", lambda seed: testing.inputs(op, case, dtype, seed)))
+
+
+@every_op
+def test_kernels_compile(op: Op, cache_folder: Path) -> None:
+    (case,) = op.cases
+    binding = bind(op, testing.specs(op, case, "bfloat16"))
+    variant = plan(binding, {}, parse("sm_90a")).variant
+    function = cache.get(variant)
+    with pytest.raises(TypeError) as raised:
+        function()
+    assert len(re.findall(r"_vararg_\d+: Tensor\(", str(raised.value))) == len(variant.args)
+    if not target.device_count():
+        with pytest.raises(RuntimeError, match="Cuda Runtime Error"):  # all arguments are what it takes
+            loader.preload(function, variant, 0)
