@@ -40,6 +40,12 @@ class Dim:
         plain = len(self.names) == 1 and (self.factor, self.divisor, self.offset) == (1, 1, 0)
         object.__setattr__(self, "name", self.names[0] if plain else "")
 
+    @property
+    def outer(self) -> str:
+        """The name of which a slice is a slice of the dim: ``g`` of ``g*r``, a name of itself; empty where none is."""
+        alone = (self.factor, self.divisor, self.offset) == (1, 1, 0) and self.names
+        return self.names[0] if alone and self.names.count(self.names[0]) == 1 else ""
+
     def __str__(self) -> str:
         product = f"{self.factor if self.factor != 1 or not self.names else ''}{'*'.join(self.names)}"
         if self.divisor != 1 or self.ceil:

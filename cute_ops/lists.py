@@ -263,7 +263,7 @@ def problems(op: Op) -> Iterator[str]:
         if taken := [one for one in long if re.fullmatch(rf"{one}_\d+", name)]:
             yield f"{name!r} is what one of {taken[0]!r} is called: take another name"
     for what, used in (
-        ("finish", op.finish), ("a split", op.split), ("a program", op.program), ("narrow", op.narrow),
+        ("finish", op.finish), ("a split", op.split), ("a program", op.program or op.instead), ("narrow", op.narrow),
         ("inputs that gradients overwrite", "inplace_backward" in op.options),
     ):  # fmt: skip
         if used:

@@ -268,7 +268,8 @@ class Sharding(NamedTuple):
 
     Args:
         parallel: dims shared like rows: on a slice of them the op gives that slice of its outputs, all of which have
-            the dim, but for gradients of inputs without it, which add up.
+            the dim, but for gradients of inputs without it, which add up. ``g`` may be the first name of a tied dim,
+            ``g*r`` heads: each device has as many whole groups, of all tensors.
         split: how devices share a dim that is neither parallel nor contracted.
         contracted: dims that outputs are sums over, ``k`` of a product: on slices of them the op gives slices of the
             outputs that have the dim, and parts of a sum of those that have not.

@@ -231,9 +231,10 @@ def _dims(op: Op) -> Iterator[str]:
         if t.rows and t.rows not in {i.rows for i in there}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
     yield from _named_dims(op, bound)
-    shared = {*op.parallel, *op.contracted, *([op.split.dim] if op.split else [])}
+    shared = {*op.parallel, *op.contracted}
+    apart = {op.split.dim} if op.split else set()
     for name, t in tensors:
-        if any(not d.name and shared.intersection(d.names) for d in t.dims):
+        if any(shared.intersection(d.names) - {d.outer} or apart.intersection(d.names) - {d.name} for d in t.dims):
             yield f"a slice of a dim that devices share is no slice of {name}: {t.shape!r}"
 
 

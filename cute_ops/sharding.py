@@ -1,6 +1,7 @@
 """Which dims of a call may be split over devices; this follows from the declaration.
 
 A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel`` or ``contracted``.
+Of a tied dim such as ``g*r`` heads that is its first name: a device has whole groups.
 Every device gets all of any other dim. An input without a factor is replicated. An output without it is the sum of what
 the devices get, if it is contracted or the output is such an input's gradient; else the dim is not split.
 """
@@ -8,6 +9,7 @@ the devices get, if it is contracted or the output is such an input's gradient; 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from cute_ops.binding import Binding
 from cute_ops.op import Tensor
@@ -37,11 +39,27 @@ def factors(binding: Binding, split: bool = False) -> Factors:
     return {n: tuple(None if f in whole else f for f in each) for n, each in found.items()}
 
 
+def sizes(binding: Binding, named: Factors) -> dict[str, Any]:
+    """How long each factor is: ``g`` where a dim is ``g*r``."""
+    arrays = {**binding.inputs, **binding.outputs}
+    found: dict[str, Any] = {}
+    for name, names in named.items():
+        if (array := arrays[name]) is not None:
+            found |= {f: binding.dims.get(f, size) for f, size in zip(names, array.shape, strict=True) if f}
+    return found
+
+
+def tied(binding: Binding) -> set[str]:
+    """The dims that are factors of others: slices of these fit together where all slices are of one length."""
+    tensors = {**binding.op.inputs, **binding.op.outputs}.values()
+    return {d.outer for t in tensors for d in t.dims if d.outer and not d.name}
+
+
 def _names(tensor: Tensor, array: Array, cut: set[str]) -> tuple[str | None, ...]:
     lead = len(array.shape) - len(tensor.dims)
     # Counted from the last one: what broadcasts has the last few. A dim of one element is not cut.
     rows = [f"{tensor.rows}{lead - i}" if array.shape[i] != 1 else None for i in range(lead)]
-    return (*rows, *(d.name if d.name in cut else None for d in tensor.dims))
+    return (*rows, *(d.outer if d.outer in cut else None for d in tensor.dims))
 
 
 def _all(found: Factors) -> set[str]:

@@ -12,7 +12,7 @@ from typing import Any, NoReturn, cast
 import jax
 from jax._src.core import Primitive  # jax.extend.core has it too, but takes Pallas along: 20 ms
 from jax._src.dispatch import apply_primitive, prim_requires_devices_during_lowering
-from jax._src.sharding_impls import ShardingContext
+from jax._src.sharding_impls import ShardingContext, parse_flatten_op_sharding
 from jax.core import ShapedArray
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
@@ -23,6 +23,7 @@ __all__ = [
     "aval_like",
     "callbacks_in_keys",
     "custom_calls",
+    "named_sharding",
     "needs_devices",
     "new_primitive",
     "register_lowering",
@@ -113,6 +114,16 @@ def needs_devices(primitive: Primitive) -> None:
     them.
     """
     prim_requires_devices_during_lowering.add(primitive)
+
+
+def named_sharding(sharding: Any, mesh: Any) -> Any:
+    """A sharding as XLA gives it by axes of a mesh; None where it names none: it cuts a part of an axis."""
+    if isinstance(sharding, NamedSharding) or mesh.empty:
+        return sharding
+    try:
+        return NamedSharding(mesh, parse_flatten_op_sharding(sharding._hlo_sharding, mesh)[0])
+    except ValueError:
+        return None
 
 
 def callbacks_in_keys() -> bool:

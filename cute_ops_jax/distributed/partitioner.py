@@ -14,7 +14,7 @@ from jax.sharding import NamedSharding
 import cute_ops
 from cute_ops.binding import Binding
 from cute_ops.errors import message
-from cute_ops.sharding import Factors, factors
+from cute_ops.sharding import Factors, factors, sizes
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed.slices import Call, Cuts, Local, Together, assign, of_one_device, present, spec_of
 
@@ -56,13 +56,15 @@ def by_partitioner(program: Program, binding: Binding, arrays: Sequence[Any]) ->
 
     def cut(mesh: Any, known: Mapping[str, Any]) -> Cuts:
         # Arrays that nobody placed, under jax.set_mesh, have no axes to name.
-        placed = {n: a for n, a in known.items() if not a.sharding.is_fully_replicated}
-        if any(not isinstance(a.sharding, NamedSharding) for a in placed.values()):
+        known = {n: a for n, a in known.items() if not a.sharding.is_fully_replicated}
+        # Of a tied dim XLA may give a part of an axis to the groups, of which no device then has a whole number.
+        placed = {n: s for n, a in known.items() if (s := _compat.named_sharding(a.sharding, mesh)) is not None}
+        if any(not isinstance(sharding, NamedSharding) for sharding in placed.values()):
             problem = "its arguments have shardings of several meshes, or of none; use NamedShardings of one mesh."
             raise NotImplementedError(message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes))
         # Row-wise arrays say how rows are sharded, arguments first.
         order = sorted(placed, key=lambda n: -len(known[n].shape))
-        return assign(binding, named, [(n, known[n].sharding.spec) for n in order], dict(mesh.shape))
+        return assign(binding, named, [(n, placed[n].spec) for n in order], dict(mesh.shape))
 
     def shardings(mesh: Any, which: Iterable[str], cuts: Cuts) -> list[NamedSharding]:
         return [NamedSharding(mesh, spec_of(named[n], cuts)) for n in which]
@@ -76,32 +78,45 @@ def by_partitioner(program: Program, binding: Binding, arrays: Sequence[Any]) ->
         return shardings(mesh, outputs, cut(mesh, dict(zip(names, arguments, strict=True))))
 
     partitioned = custom_partitioning(program.local(binding, {}))
-    rule, whole = _rule(names, outputs, named)
+    rule, whole, lengths = _rule(binding, names, outputs, named)
     # In the order of their first use, as Shardy wants them.
     every = dict.fromkeys(f for n in names for f in named[n] if f is not None)
     partitioned.def_partition(
         partition, infer_sharding_from_operands=infer, sharding_rule=rule, need_replication_factors=whole,
         reduction_factors=tuple(f for f in every if all(f not in named[n] for n in outputs)),
+        decode_shardings=not lengths, **lengths,
     )  # fmt: skip
     with set_xla_metadata(cute_ops_kernel=_label(program, binding, named)):
         return list(partitioned(*arrays))
 
 
-def _rule(inputs: Iterable[str], outputs: Iterable[str], named: Factors) -> tuple[str, tuple[str, ...]]:
-    """Shardy's rule as text, ``m2 m1 whole0, whole1 -> m2 m1 whole2``, and its factors that are never sharded."""
+def _rule(
+    binding: Binding, inputs: Iterable[str], outputs: Iterable[str], named: Factors
+) -> tuple[str, tuple[str, ...], dict[str, int]]:
+    """Shardy's rule as text, ``m2 m1 whole0, whole1 -> m2 m1 whole2``, its factors that are never sharded, and the
+    sizes of those that no dim is alone: of ``(g whole0)``, which is a tied dim.
+    """
     wholes: list[str] = []
+    alone: set[str] = set()
+    lengths, arrays, known = {}, {**binding.inputs, **binding.results}, sizes(binding, named)
 
     def text(name: str) -> str:
         words = []
-        for factor in named[name]:
-            if factor is None:
-                factor = f"whole{len(wholes)}"
-                wholes.append(factor)
-            words.append(factor)
+        for factor, size in zip(named[name], present(arrays)[name].shape, strict=True):
+            rest = f"whole{len(wholes)}"
+            if factor is None or size != known[factor]:
+                wholes.append(rest)
+            if factor is not None and size != known[factor]:
+                lengths[factor], lengths[rest] = known[factor], size // known[factor]
+                words.append(f"({factor} {rest})")
+                continue
+            words.append(factor or rest)
+            alone.add(words[-1])
         return " ".join(words)
 
     left = ", ".join(map(text, inputs))
-    return f"{left} -> {', '.join(map(text, outputs))}", tuple(wholes)
+    rule = f"{left} -> {', '.join(map(text, outputs))}"
+    return rule, tuple(wholes), {f: size for f, size in lengths.items() if f not in alone}
 
 
 def _label(program: Program, binding: Binding, named: Factors) -> str:
@@ -124,13 +139,13 @@ def _label(program: Program, binding: Binding, named: Factors) -> str:
 
 def _partitions(binding: Binding, named: Factors, devices: int) -> list[dict[str, int]]:
     """All ways in which a mesh of so many devices may shard the factors: the number of slices of each."""
-    pairs = (zip(named[n], a.shape, strict=True) for n, a in present(binding.inputs).items())
-    sizes = {f: size for pair in pairs for f, size in pair if f is not None}
+    given = present(binding.inputs)
+    known = sizes(binding, {n: named[n] for n in given})
     found: list[dict[str, int]] = [{}]
     for prime in _primes(devices):
-        more = [{**parts, f: parts.get(f, 1) * prime} for parts in found for f in sizes]
+        more = [{**parts, f: parts.get(f, 1) * prime} for parts in found for f in known]
         found += [parts for i, parts in enumerate(more) if parts not in found and parts not in more[:i]]
-    return [parts for parts in found if all(sizes[f] % part == 0 for f, part in parts.items())]
+    return [parts for parts in found if all(known[f] % part == 0 for f, part in parts.items())]
 
 
 def _primes(number: int) -> Iterator[int]:

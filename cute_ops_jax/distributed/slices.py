@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec
 from cute_ops.binding import Binding
 from cute_ops.op import Op, Tensor
 from cute_ops.sharding import Factors, factors
+from cute_ops.sharding import sizes as factor_sizes
 from cute_ops_jax.distributed.varying import Axes, varying_like
 
 T = TypeVar("T")
@@ -40,17 +41,17 @@ def assign(binding: Binding, named: Factors, wanted: Sequence[tuple[str, Any]], 
     """
     cuts: dict[str, Axes] = {}
     used: set[str] = set()
-    arrays = {**binding.inputs, **binding.outputs}
+    arrays, lengths = {**binding.inputs, **binding.outputs}, factor_sizes(binding, named)
     for name, spec in wanted:
         array = arrays[name]
         if array is None:
             continue
-        for factor, size, entry in zip(named[name], array.shape, entries(spec, len(array.shape)), strict=True):
+        for factor, entry in zip(named[name], entries(spec, len(array.shape)), strict=True):
             axes = tuple(a for a in entry if a in sizes)
             if factor is None or factor in cuts or not axes or used & set(axes):
                 continue
             # XLA pads uneven slices, and the padding would get into sums.
-            if size % math.prod(sizes[a] for a in axes) == 0:
+            if lengths[factor] % math.prod(sizes[a] for a in axes) == 0:
                 cuts[factor] = axes
                 used |= set(axes)
     return cuts

@@ -9,6 +9,7 @@ sharding are redistributed first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from cute_ops.binding import Binding
 from cute_ops.errors import message
 from cute_ops.jit.layout import compact
 from cute_ops.op import Op
-from cute_ops.sharding import factors
+from cute_ops.sharding import factors, tied
 from cute_ops_torch import registry
 from cute_ops_torch.distributed.split import Slice, run_on_slice
 from cute_ops_torch.library.remembered import make_room
@@ -154,9 +155,17 @@ class Layout:
             shards = [(names, p.dim) for names, placements in order if type(p := placements[k]) is Shard]
             # Only one mesh dim can shard the dim that is split.
             found = [f for names, dim in shards if (f := names[dim]) and not (f == self.split and f in chosen)]
+            found = [f for f in found if self._fits(f, [i for i in range(k + 1) if i == k or chosen[i] == f])]
             # The split dim first: a vocabulary should not have to fit one rank.
             chosen.append(self.split if self.split in found else found[0] if found else None)
         return chosen
+
+    def _fits(self, factor: str, mesh_dims: Sequence[int]) -> bool:
+        """Whether ranks along these mesh dims may share a factor: of tied dims, ``g*r``, each gets as many whole groups
+        as the others.
+        """
+        ranks = math.prod(self.mesh.size(i) for i in mesh_dims)
+        return factor not in tied(self.binding) or self.binding.dims[factor] % ranks == 0
 
     def _input_placements(self, names: Sequence[str | None]) -> tuple[Placement, ...]:
         return tuple(Shard(names.index(f)) if f and f in names else Replicate() for f in self.factors)

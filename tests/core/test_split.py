@@ -12,7 +12,7 @@ from cute_ops.binding import bind
 from cute_ops.op import Case, Sharding
 from cute_ops.ops import OPS
 from cute_ops.shapes import FLOATS, Array
-from cute_ops.sharding import factors
+from cute_ops.sharding import factors, sizes
 
 SPLIT = tuple(one for op in OPS for one in (op, op.grad) if one and one.split)
 ATTRS = ({}, {"label_smoothing": 0.1, "z_loss": 1e-2, "ignore_index": 3}, {"label_smoothing": 0.3})
@@ -83,9 +83,11 @@ def test_what_cannot_be_shared_is_refused() -> None:
     for sharding in (Sharding(split=Split("n", lambda *a: a)), Sharding(contracted=("n",))):
         with pytest.raises(ValueError, match=r"is no slice of x: '\*m 2n'"):
             Op("halves", sharding=sharding, **declared)
-    tied = {"inputs": {"q": Tensor("*m g*r", "T"), "k": Tensor("*m g", "T")}, "outputs": {"out": Tensor("*m g", "T")}}
-    with pytest.raises(ValueError, match=r"is no slice of q: '\*m g\*r'"):
-        Op("heads", sharding=Sharding(parallel=("g",)), **{**declared, **tied})
+    heads = Tensor("*m g*r", "T")
+    tied = {"inputs": {"q": heads, "k": Tensor("*m g", "T")}, "outputs": {"out": heads}}
+    for sharding in (Sharding(parallel=("r",)), Sharding(split=Split("g", lambda *a: a))):
+        with pytest.raises(ValueError, match=r"is no slice of q: '\*m g\*r'"):
+            Op("heads", sharding=sharding, **{**declared, **tied})
     with pytest.raises(ValueError, match="it splits 'k', which is no dim of an input"):
         Op("halves", sharding=Sharding(split=Split("k", lambda *a: a)), **declared)
 
@@ -125,14 +127,20 @@ def test_devices_share_leading_dims_of_one_name() -> None:
     assert backward.sums("dy", "m") and not backward.sums("dx", "p")
 
 
-def test_dims_of_expressions_stay_whole() -> None:
-    tied = Op(
-        "tied", inputs={"q": Tensor("*m g*r d", "T"), "k": Tensor("*m g d", "T"), "scale": Tensor("ceil(d/4)", "T")},
-        outputs={"out": Tensor("*m g*r d", "T")}, dtypes={"T": FLOATS}, reference=lambda xp, q, *_: q, kernel="m:K",
-    )  # fmt: skip
+def test_dims_of_expressions_stay_whole_but_for_groups() -> None:
+    rows: dict[str, Any] = {
+        "inputs": {
+            "q": Tensor("*m g*r d", "T"), "k": Tensor("*m g d", "T"), "scale": Tensor("ceil(d/4)", "T"),
+        },
+        "outputs": {"out": Tensor("*m g*r d", "T")}, "dtypes": {"T": FLOATS}, "kernel": "m:K",
+        "reference": lambda xp, q, *_: q,
+    }  # fmt: skip
     given = {"q": Array((5, 8, 6), "float32"), "k": Array((5, 2, 6), "float32"), "scale": Array((2,), "float32")}
-    whole = ("m1", None, None)
-    assert factors(bind(tied, given)) == {"q": whole, "k": whole, "scale": (None,), "out": whole}
+    for parallel, group in ((), None), (("g",), "g"):
+        binding = bind(Op("tied", sharding=Sharding(parallel), **rows), given)
+        own = ("m1", group, None)
+        assert factors(binding) == {"q": own, "k": own, "scale": (None,), "out": own}
+    assert sizes(binding, factors(binding)) == {"m1": 5, "g": 2}
 
 
 def test_factors_of_a_backward() -> None:

@@ -296,6 +296,58 @@ def test_what_lacks_a_sharded_dim_is_a_sum(
     assert collectives(compiled.as_text()) == {"all-reduce": 1} and {s[0] for _, s in fake_kernels.calls} == {seen}
 
 
+def _spread(xp: Any, q: Any, k: Any) -> Any:
+    return xp.repeat(k, q.shape[-2] // k.shape[-2], -2)
+
+
+TIED = Tensor("*m g*r d", "T")
+GROUPED: dict[str, Any] = {"dtypes": {"T": FLOATS}, "kernel": "cute_ops.kernels:K", "sharding": Sharding(("g",))}
+TIED_HEADS = Op(
+    "tied_heads", inputs={"q": TIED, "k": KEYS}, outputs={"out": TIED},
+    reference=lambda xp, q, k: q * _spread(xp, q, k),
+    grad=Op(
+        "tied_heads_bwd", inputs={"dout": TIED, "q": TIED, "k": KEYS}, outputs={"dq": TIED, "dk": KEYS}, **GROUPED,
+        reference=lambda xp, dout, q, k: (
+            dout * _spread(xp, q, k), xp.sum(xp.reshape(dout * q, (*k.shape[:-1], -1, k.shape[-1])), axis=-2),
+        ),
+    ), **GROUPED,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("groups", "axes", "kind"),
+    [
+        (8, "data", AxisType.Auto), (8, "data", AxisType.Explicit), (2, "data", AxisType.Auto),
+        (4, ("seq", "data"), AxisType.Auto), (4, ("data", "seq"), AxisType.Auto),
+    ],
+    ids=["auto", "explicit", "few", "part", "more"],
+)  # fmt: skip
+def test_groups_of_tied_heads_stay_on_their_devices(
+    groups: int, axes: Any, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close
+) -> None:
+    """A device has whole groups, of heads as of keys; where there are fewer groups than devices, each has all."""
+    rng = np.random.default_rng(0)
+    q, k, dout = (rng.standard_normal((3, h, 6)).astype(np.float32) for h in (2 * groups, groups, 2 * groups))
+    function, mesh = through_ffi(TIED_HEADS), mesh_of(kind)
+
+    def step(q: Any, k: Any, dout: Any) -> Any:
+        out, pull = jax.vjp(function, q, k)
+        return out, pull(dout)
+
+    with jax.set_mesh(mesh):
+        spec = jax.P(None, axes)
+        given = placed(mesh, (q, k, dout), [spec, spec if groups == 8 else jax.P(), spec])
+        compiled = jax.jit(step).lower(*given).compile()
+        fake_kernels.calls.clear()
+        got = jax.device_get(jax.block_until_ready(compiled(*given)))
+    close(got, (TIED_HEADS.reference(np, q, k), TIED_HEADS.grad.reference(np, dout, q, k)))
+    if groups == 8:
+        assert {shapes[0] for _, shapes in fake_kernels.calls} == {(3, 4, 6)}
+        assert collectives(compiled.as_text()) == {}
+        for leaf in jax.tree.leaves(compiled(*given)):
+            assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
+
+
 def test_a_row_that_is_cut_comes_together(through_ffi: Any, close: Close) -> None:
     """A norm needs whole rows: XLA gathers them, and the rows themselves stay where they are."""
     function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Auto)

@@ -277,9 +277,54 @@ def what_lacks_a_sharded_dim_is_a_sum(world: World) -> None:
             world.close(one.detach(), right.detach(), f"{op.name} {of_inputs}")
 
 
+@cache
+def tied_heads() -> Op:
+    """Groups of heads share keys, and ranks may share the groups."""
+    heads, keys = Declared("*m g*r d", "T"), Declared("*m g d", "T")
+    shared: dict[str, Any] = {"dtypes": {"T": FLOATS}, "kernel": "m:K", "sharding": Sharding(("g",))}
+
+    def spread_out(xp: Any, q: Any, k: Any) -> Any:
+        return xp.repeat_interleave(k, q.shape[-2] // k.shape[-2], -2)
+
+    backward = Op(
+        "groups_bwd", inputs={"dout": heads, "q": heads, "k": keys}, outputs={"dq": heads, "dk": keys}, **shared,
+        reference=lambda xp, dout, q, k: (
+            dout * spread_out(xp, q, k), (dout * q).unflatten(-2, (k.shape[-2], -1)).sum(-2),
+        ),
+    )  # fmt: skip
+    return Op(
+        "groups", inputs={"q": heads, "k": keys}, outputs={"out": heads}, grad=backward, **shared,
+        reference=lambda xp, q, k: q * spread_out(xp, q, k),
+    )  # fmt: skip
+
+
+@check
+def groups_of_tied_heads_stay_on_their_ranks(world: World) -> None:
+    """Each rank has whole groups, of heads as of keys; where there are fewer groups than ranks, each has all."""
+    if world.few:
+        return
+    call = registered(tied_heads())
+    for groups, mesh, cut, collectives in (
+        (4, world.line, [Shard(2)], 0), (2, world.line, [Shard(2)], 1), (6, world.line, [Shard(2)], 1),
+        (4, world.grid, [Shard(2), Shard(2)], 0), (2, world.grid, [Shard(0), Shard(2)], 0),
+    ):  # fmt: skip
+        torch.manual_seed(0)
+        whole = [torch.randn(s, requires_grad=True) for s in ((8, 3, 2 * groups, 6), (8, 3, groups, 6))]
+        given = [spread(t.detach(), mesh, cut).requires_grad_() for t in whole]
+        exact, cotangent = call(*whole), torch.randn(8, 3, 2 * groups, 6)
+        with CommDebugMode() as moved:
+            out = call(*given)
+            found = torch.autograd.grad(out, given, spread(cotangent, mesh, out.placements))
+        assert bool(moved.get_total_counts()) == bool(collectives), (groups, moved.get_total_counts())
+        if not collectives:
+            assert all(t.placements == tuple(cut) for t in (out, *found)), groups
+        for one, right in zip((out, *found), (exact, *torch.autograd.grad(exact, whole, cotangent)), strict=True):
+            world.close(one.detach(), right.detach(), groups)
+
+
 @check
 def tied_heads_are_gathered(world: World) -> None:
-    """A slice of ``g*r`` heads is no slice of the groups' keys, so each rank gets all of both."""
+    """Where no dim is declared parallel, a slice of ``g*r`` heads says nothing: each rank gets all."""
     q, k = Declared("*m g*r d", "T"), Declared("*m g d", "T")
     tied = Op(
         "tied", inputs={"q": q, "k": k}, outputs={"out": q}, dtypes={"T": FLOATS}, kernel="m:K",

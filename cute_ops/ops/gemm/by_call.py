@@ -156,6 +156,7 @@ class _Call(NamedTuple):
 
     name: str
     inputs: Mapping[str, Tensor]
+    aliases: Mapping[str, str] = {}
 
 
 def without_epilogue(operands: Sequence[Any], attrs: Mapping[str, Any]) -> None:
