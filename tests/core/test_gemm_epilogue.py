@@ -391,11 +391,11 @@ def test_no_kernel_depends_on_the_choice() -> None:
     assert len(symbols) == 2
 
 
-@each
+@pytest.mark.parametrize(
+    "alone", [alone for op in OPS if op.instead for alone in op.instead.program.ops], ids=lambda op: op.name
+)
 @pytest.mark.parametrize("layout", ["compact", "apart"])
-def test_kernels_of_epilogues_alone(op: Op, layout: str) -> None:
-    assert op.instead is not None
-    (alone,) = op.instead.program.ops
+def test_kernels_of_epilogues_alone(alone: Op, layout: str) -> None:
     for n, rows, dtype in ((7, 5, "float16"), (64, 3, "bfloat16"), (64, 3, "float32")):
         kernel_calls.check(kernel_calls.made(alone, rows, n, dtype, layout, np.random.default_rng(n)))
 

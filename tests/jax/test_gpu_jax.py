@@ -298,7 +298,7 @@ def test_products_of_integers_are_exact(product: Op, k: int) -> None:
     shapes = [t.of({"m": (3, 101), "n": 520, "k": k}) for t in product.inputs.values()]
     given = [rng.integers(-4, 5, shape).astype(jnp.bfloat16) for shape in shapes]
     (exact,) = testing.run_reference(product, dict(zip(product.inputs, given, strict=True)), {})
-    got = jax.jit(cute_ops_jax.register(product))(*map(jnp.asarray, given))
+    got = jax.jit(partial(cute_ops_jax.register(product), fused="always"))(*map(jnp.asarray, given))
     np.testing.assert_array_equal(np.asarray(got, np.float32), exact.astype(np.float32))
 
 
@@ -307,7 +307,8 @@ def test_products_of_integers_are_exact(product: Op, k: int) -> None:
 def test_products_with_epilogues(epilogue: Op, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     given = testing.inputs(epilogue, Case("", {"m": (m,), "n": columns(epilogue, n), "k": k}), "bfloat16")
-    got = jax.tree.leaves(jax.jit(cute_ops_jax.register(epilogue))(*given.values()))
+    by_kernel = partial(cute_ops_jax.register(epilogue), **({"fused": "always"} if epilogue.instead else {}))
+    got = jax.tree.leaves(jax.jit(by_kernel)(*given.values()))
     testing.check(epilogue, given, epilogue.attrs, tuple(map(np.asarray, got)))
 
 

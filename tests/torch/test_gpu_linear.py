@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from itertools import product as every_pair
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ def with_tma() -> None:
         variants.append(planned(binding, {}, config).variant)
     for built in cache.build_all(variants):
         assert built.error is None, built.error
+
+
+def by_kernel(op: Op) -> Callable[..., Any]:
+    """The public function, which may not take the framework's product instead."""
+    return partial(cute_ops_torch.register(op), **({"fused": "always"} if op.instead else {}))
 
 
 def name(config: GemmConfig) -> str:
@@ -283,7 +289,7 @@ def test_slices_off_16_bytes() -> None:
     wide = [torch.cat([torch.full_like(t, torch.nan), t], 1) for t in (x, weight)]
     for shift in (1, 2, 4):
         tensors = [t[:, t.shape[1] // 2 :][:, shift : shift + 100] for t in wide]
-        got = cute_ops_torch.register(linear)(*tensors, fused="always")
+        got = by_kernel(linear)(*tensors)
         finish(f"slices shifted by {shift}")
         compare(got, expected(linear, tensors).bfloat16().double(), 0.0, without_tma(1, 1), f"shifted by {shift}")
 
@@ -317,7 +323,7 @@ def test_rows_do_not_depend_on_others(config: GemmConfig) -> None:
 @every_product
 def test_llama(product: Op, sizes: tuple[int, int, int]) -> None:
     """Through the public function, with the config that the model of cycles chooses."""
-    function = cute_ops_torch.register(product)
+    function = by_kernel(product)
     tensors = operands(product, *sizes, exact=False)
     out = function(*tensors)
     finish(f"{product.name} {sizes}")
@@ -333,7 +339,7 @@ def captured() -> Iterator[torch.cuda.CUDAGraph]:
 
 def test_in_a_graph_behind_what_it_reads(captured: torch.cuda.CUDAGraph) -> None:
     """A product that starts early (PDL) waits for what the kernel before it writes."""
-    function = cute_ops_torch.register(linear)
+    function = by_kernel(linear)
     x, weight = operands(linear, 4096, 4096, 512)
     function(x, weight)
     with torch.cuda.graph(captured):
@@ -440,7 +446,7 @@ def test_epilogue_of_models(epilogue: Op, sizes: tuple[int, int, int]) -> None:
 def test_epilogue_time_and_again(name: str, sizes: tuple[int, int, int]) -> None:
     """A slot of a tile that is filled anew too early is a matter of chance: it was seen once in ten runs."""
     m, n, k = sizes
-    function, given = cute_ops_torch.register(EPILOGUES[name]), epilogue_inputs(EPILOGUES[name], (m,), n, k)
+    function, given = by_kernel(EPILOGUES[name]), epilogue_inputs(EPILOGUES[name], (m,), n, k)
     first = function(*given.values())
     for _ in range(200):
         assert torch.equal(function(*given.values()), first)
@@ -457,7 +463,7 @@ def test_angles_that_a_batch_shares() -> None:
 def test_epilogue_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
     """An epilogue's operands are what the kernel before it writes."""
     op = EPILOGUES["with_residual"]
-    function, given = cute_ops_torch.register(op), epilogue_inputs(op, (4096,), 1024, 1024)
+    function, given = by_kernel(op), epilogue_inputs(op, (4096,), 1024, 1024)
     x, weight, residual = given.values()
     eager = function(x, weight, function(x, weight, residual))
     with torch.cuda.graph(captured):
@@ -469,7 +475,7 @@ def test_epilogue_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
 
 def test_epilogue_of_nothing() -> None:
     op = EPILOGUES["with_residual"]
-    function, given = cute_ops_torch.register(op), epilogue_inputs(op, (5,), 8, 16)
+    function, given = by_kernel(op), epilogue_inputs(op, (5,), 8, 16)
     x, weight, residual = given.values()
     assert torch.equal(function(x[:, :0], weight[:, :0], residual), residual)
     assert function(x[:0], weight, residual[:0]).shape == (0, 8)
@@ -485,7 +491,7 @@ def test_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     given = epilogue_inputs(product, (m,), n, k)
     tensors = [t.requires_grad_() for t in given.values()]
-    outputs = cute_ops_torch.register(product)(*tensors, fused="always")
+    outputs = by_kernel(product)(*tensors)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = [torch.randn_like(out) for out in outputs]
     found, again = (torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True) for _ in range(2))
@@ -510,7 +516,7 @@ def test_steps_of_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
 def test_gradient_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
     op = next(op for op in DIFFERENTIABLE if op.name == "with_gelu")
     tensors = [t.requires_grad_() for t in epilogue_inputs(op, (512,), 1024, 256).values()]
-    function = cute_ops_torch.register(op)
+    function = by_kernel(op)
     eager = torch.autograd.grad(function(*tensors).sum(), tensors)
     with torch.cuda.graph(captured):
         found = torch.autograd.grad(function(*tensors).sum(), tensors)
