@@ -15,6 +15,7 @@ from cute_ops.shapes import FLOATS, Array
 
 if TYPE_CHECKING:
     from cute_ops.ops.fused import fused
+    from cute_ops.ops.gemm.fused import fused_linear
 
 __version__ = "0.2.0"
 __all__ = [
@@ -39,6 +40,7 @@ __all__ = [
     "WhileFew",
     "cast",
     "fused",
+    "fused_linear",
     "vary",
     "widen",
 ]
@@ -46,6 +48,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Tracing is imported when it is first used: it takes time."""
-    if name != "fused":
+    homes = {"fused": "cute_ops.ops.fused", "fused_linear": "cute_ops.ops.gemm.fused"}
+    if name not in homes:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return import_module("cute_ops.ops.fused").fused
+    return getattr(import_module(homes[name]), name)
