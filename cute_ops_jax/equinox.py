@@ -6,12 +6,14 @@ parameters have the same names. The result has the dtype of ``x``, whatever the 
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 import cute_ops_jax
+from cute_ops.ops.gemm.by_call import Epilogue
 
 try:
     import equinox as eqx
@@ -107,3 +109,81 @@ class QKNormRope(eqx.Module):
 
     def __call__(self, q: Array, k: Array, cos: Array, sin: Array) -> tuple[Array, Array]:
         return cute_ops_jax.qk_norm_rope(q, k, self.q_weight, self.k_weight, cos, sin, self.eps)
+
+
+class Linear(eqx.nn.Linear):
+    """:func:`cute_ops_jax.linear` with a learned weight and bias: ``(x, *operands) -> out``.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: columns of the product.
+        use_bias, dtype: as ``equinox.nn.Linear`` has them.
+        epilogue: the function's: ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"add"`` or a function. It reads the bias,
+            None where it is not learned, then what the module is called with.
+        key: for the initial values.
+        options: other options of the function, and attributes of the epilogue.
+    """
+
+    epilogue: Epilogue = eqx.field(static=True)
+    options: tuple[tuple[str, Any], ...] = eqx.field(static=True)
+
+    def __init__(
+        self, in_features: int, out_features: int, use_bias: bool = True, dtype: Any = None, *,
+        epilogue: Epilogue = "bias", key: Any, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, use_bias, dtype, key=key)
+        self.epilogue, self.options = epilogue, tuple(options.items())
+
+    @classmethod
+    def from_linear(cls, layer: eqx.nn.Linear, **options: Any) -> Self:
+        """A layer with the parameters of another one."""
+        shape = partial(cls, layer.in_features, layer.out_features, layer.use_bias, **options)
+        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
+        parameters = layer.weight, layer.bias
+        found: Self = eqx.tree_at(lambda m: (m.weight, m.bias), made, parameters, is_leaf=lambda x: x is None)
+        return found
+
+    def __call__(self, x: Array, *operands: Array | None, key: Any = None) -> Any:
+        options = dict(self.options)
+        return cute_ops_jax.linear(x, self.weight, self.bias, *operands, epilogue=self.epilogue, **options)
+
+
+class GatedMLP(eqx.Module):
+    """:func:`cute_ops_jax.gated_mlp` with learned weights: ``gate_up``, packed, and ``down``.
+
+    Args:
+        in_features: size of x's last dim, and of the output's.
+        hidden_features: size between.
+        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+        dtype: of the weights.
+        fused, save: the function's.
+        key: for the initial values.
+    """
+
+    gate_up: eqx.nn.Linear
+    down: eqx.nn.Linear
+    activation: str = eqx.field(static=True)
+    fused: str = eqx.field(static=True)
+    save: str = eqx.field(static=True)
+
+    def __init__(
+        self, in_features: int, hidden_features: int, activation: str = "silu", dtype: Any = None, *,
+        fused: str = "auto", save: str = "pre", key: Any,
+    ) -> None:  # fmt: skip
+        first, second = jax.random.split(key)
+        self.gate_up = eqx.nn.Linear(in_features, 2 * hidden_features, False, dtype, key=first)
+        self.down = eqx.nn.Linear(hidden_features, in_features, False, dtype, key=second)
+        self.activation, self.fused, self.save = activation, fused, save
+
+    @classmethod
+    def from_linear(cls, gate: eqx.nn.Linear, up: eqx.nn.Linear, down: eqx.nn.Linear, **options: Any) -> Self:
+        """The MLP of three layers without biases."""
+        shape = partial(cls, gate.in_features, gate.out_features, **options)
+        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
+        weights = jnp.concatenate([gate.weight, up.weight]), down.weight
+        found: Self = eqx.tree_at(lambda mlp: (mlp.gate_up.weight, mlp.down.weight), made, weights)
+        return found
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        weights = self.gate_up.weight, self.down.weight
+        return cute_ops_jax.gated_mlp(x, *weights, self.activation, fused=self.fused, save=self.save)

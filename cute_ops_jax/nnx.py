@@ -8,12 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
 
 import cute_ops_jax
+from cute_ops.ops.gemm.by_call import Epilogue
 
 try:
     from flax import nnx
@@ -179,3 +180,86 @@ class GatedMLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         out: Array = self.down(GATED[self.activation](self.gate(x), self.up(x)))
         return out
+
+
+class Linear(nnx.Linear):
+    """:func:`cute_ops_jax.linear` with a learned kernel and bias: ``(x, *operands) -> out``.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: columns of the product.
+        epilogue: the function's: ``"gelu"``, ``"gelu_tanh"``, ``"silu"``, ``"add"`` or a function. It reads the bias,
+            None where it is not learned, then what the module is called with.
+        use_bias, dtype, param_dtype, kernel_init, bias_init: as ``nnx.Linear`` has them.
+        rngs: keys for the initializers.
+        options: other options of the function, and attributes of the epilogue.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, epilogue: Epilogue = "bias", use_bias: bool = True,
+        dtype: Any = None, param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None,
+        bias_init: Initializer = zeros, rngs: nnx.Rngs, **options: Any,
+    ) -> None:  # fmt: skip
+        init = {} if kernel_init is None else {"kernel_init": kernel_init}
+        super().__init__(
+            in_features, out_features, use_bias=use_bias, dtype=dtype, param_dtype=param_dtype, bias_init=bias_init,
+            rngs=rngs, **init,
+        )  # fmt: skip
+        self.epilogue, self.options = epilogue, tuple(options.items())
+
+    @classmethod
+    def from_linear(cls, layer: nnx.Linear, **options: Any) -> Self:
+        """A layer with the parameters of another one, which they share."""
+        made: Self = nnx.eval_shape(
+            lambda: cls(
+                layer.in_features, layer.out_features, use_bias=layer.use_bias, dtype=layer.dtype,
+                param_dtype=layer.param_dtype, rngs=nnx.Rngs(0), **options,
+            )
+        )  # fmt: skip
+        made.kernel, made.bias = layer.kernel, layer.bias
+        return made
+
+    def __call__(self, x: Array, *operands: Array | None) -> Any:
+        x, kernel, bias = self.promote_dtype((x, self.kernel[...], _value(self.bias)), dtype=self.dtype)
+        options = dict(self.options)
+        return cute_ops_jax.linear(x, kernel, bias, *operands, epilogue=self.epilogue, transposed=True, **options)
+
+
+class PackedGatedMLP(nnx.Module):
+    """:func:`cute_ops_jax.gated_mlp` with learned kernels: ``gate_up``, packed, and ``down``.
+
+    Args:
+        num_features: size of the last dim, in and out.
+        hidden_features: size between.
+        activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
+        dtype, param_dtype, kernel_init: of both ``nnx.Linear``.
+        fused, save: the function's.
+        rngs: keys for the initializers.
+    """
+
+    def __init__(
+        self, num_features: int, hidden_features: int, *, activation: str = "silu", dtype: Any = None,
+        param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, fused: str = "auto", save: str = "pre",
+        rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        init = {} if kernel_init is None else {"kernel_init": kernel_init}
+        linear = partial(nnx.Linear, use_bias=False, dtype=dtype, param_dtype=param_dtype, rngs=rngs, **init)
+        self.activation, self.fused, self.save = activation, fused, save
+        self.gate_up = linear(num_features, 2 * hidden_features)
+        self.down = linear(hidden_features, num_features)
+
+    @classmethod
+    def from_linear(cls, gate: nnx.Linear, up: nnx.Linear, down: nnx.Linear, **options: Any) -> Self:
+        """The MLP of three layers without biases: the first two kernels are copied side by side, the last is shared."""
+        made: Self = nnx.eval_shape(
+            lambda: cls(gate.in_features, gate.out_features, dtype=gate.dtype, rngs=nnx.Rngs(0), **options)
+        )
+        made.gate_up.kernel = nnx.Param(jnp.concatenate([gate.kernel[...], up.kernel[...]], axis=1))
+        made.down.kernel = down.kernel
+        return made
+
+    def __call__(self, x: Array) -> Array:
+        kernels = self.gate_up.kernel[...], self.down.kernel[...]
+        x, gate_up, down = self.down.promote_dtype((x, *kernels), dtype=self.down.dtype)
+        options = {"fused": self.fused, "save": self.save}
+        return cute_ops_jax.gated_mlp(x, gate_up, down, self.activation, **options, transposed=True)

@@ -78,6 +78,51 @@ def test_nnx_mlp(activation: str, function: Callable[..., Any], nnx: Any, x: np.
         GatedMLP(N, 40, activation="relu", rngs=nnx.Rngs(0))
 
 
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_layers_with_epilogues(bias: bool, nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
+    from cute_ops_jax import equinox
+    from cute_ops_jax import nnx as ours
+
+    residual = np.ones((3, 5, 16), np.float32)
+    for theirs, mine in (
+        (nnx.Linear(N, 16, use_bias=bias, rngs=nnx.Rngs(0)), ours.Linear),
+        (eqx.nn.Linear(N, 16, bias, key=jax.random.key(0)), equinox.Linear),
+    ):
+        plain = theirs(x) if mine is ours.Linear else jax.vmap(jax.vmap(theirs))(x)
+        close(mine.from_linear(theirs)(x), plain)
+        close(mine.from_linear(theirs, epilogue="gelu_tanh")(x), jax.nn.gelu(plain))
+        close(mine.from_linear(theirs, epilogue="add")(x, residual), plain + residual)
+        scaled = mine.from_linear(theirs, epilogue=lambda xp, acc, bias, *, scale: acc * scale, scale=0.0)
+        close(scaled(x), 0 * plain)
+    made = ours.Linear(N, 16, epilogue="silu", use_bias=bias, rngs=nnx.Rngs(0))
+    state = nnx.state(nnx.Linear(N, 16, use_bias=bias, rngs=nnx.Rngs(1)))
+    assert set(nnx.to_pure_dict(nnx.state(made))) == set(nnx.to_pure_dict(state))
+    nnx.jit(nnx.grad(lambda layer, x: layer(x).sum()))(made, x)
+    one = equinox.Linear(N, 16, bias, epilogue="silu", key=jax.random.key(0))
+    close(jax.vmap(jax.vmap(one))(x), one(x))
+    eqx.filter_jit(eqx.filter_grad(lambda layer, x: layer(x).sum()))(one, x)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
+def test_packed_mlps(activation: str, nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
+    from cute_ops_jax import equinox
+    from cute_ops_jax import nnx as ours
+
+    mlp = ours.GatedMLP(N, 40, activation=activation, rngs=nnx.Rngs(0))
+    packed = ours.PackedGatedMLP.from_linear(mlp.gate, mlp.up, mlp.down, activation=activation, save="none")
+    close(packed(x), mlp(x))
+    assert ours.PackedGatedMLP(N, 40, rngs=nnx.Rngs(0)).gate_up.kernel.shape == (N, 80)
+    nnx.jit(nnx.grad(lambda layer, x: layer(x).sum()))(packed, x)
+    layers = []
+    for layer in (mlp.gate, mlp.up, mlp.down):
+        other = eqx.nn.Linear(*layer.kernel.shape, False, key=jax.random.key(0))
+        layers.append(eqx.tree_at(lambda m: m.weight, other, layer.kernel[...].T))
+    made = equinox.GatedMLP.from_linear(*layers, activation=activation)
+    close(made(x), mlp(x))
+    close(jax.vmap(made)(x), mlp(x))
+    assert equinox.GatedMLP(N, 40, key=jax.random.key(0)).gate_up.weight.shape == (80, N)
+
+
 def heads() -> tuple[np.ndarray, ...]:
     rng = np.random.default_rng(0)
     return tuple(rng.standard_normal(s, np.float32) for s in ((2, 5, 4, 8), (2, 5, 2, 8), (5, 4), (5, 4)))
