@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -32,26 +34,48 @@ def linear(
     if epilogue is None:
         by_call.without_epilogue(operands, attrs)
         return _product(x, weight.mT if transposed else weight, fused)
-    fits = by_call.fits(epilogue, (x, weight, *operands), packed, transposed, array)
-    shapes, layout = tuple(fit and fit.shape for fit in fits), by_call.weight_shape(packed, transposed)
-    given = [_fitted(t, fit) for t, fit in zip(operands, fits, strict=True) if t is not None and fit is not None]
+    options = packed, transposed, save, tuple(attrs.items())
     if torch.compiler.is_dynamo_compiling():
-        name = _defined(epilogue, shapes, layout, save, tuple(attrs.items()))
-        return getattr(torch.ops.cute, name).default(x, weight, *given, fused=fused)
-    op = by_call.op_of(epilogue, shapes, layout, save, tuple(attrs.items()))
-    return define(op).function(x, weight, *given, fused=fused)
+        fits = by_call.fits(epilogue, (x, weight, *operands), packed, transposed, array)
+        name = _defined(epilogue, tuple(fit and fit.shape for fit in fits), *options)
+        function = getattr(torch.ops.cute, name).default
+    else:
+        try:
+            function, fits = _known(
+                epilogue, tuple(t if t is None else t.shape for t in (x, weight, *operands)), *options
+            )
+        except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
+            function, fits = _choose(epilogue, (x, weight, *operands), *options)
+    given = [_fitted(t, fit) for t, fit in zip(operands, fits, strict=True) if t is not None and fit is not None]
+    return function(x, weight, *given, fused=fused)
+
+
+def _choose(
+    epilogue: Epilogue, arrays: Sequence[Tensor | None], packed: bool, transposed: bool, save: str, attrs: Attrs
+) -> tuple[Callable[..., Any], tuple[Fit | None, ...]]:
+    """The function of a call's op, and how operands meet the product."""
+    fits = by_call.fits(epilogue, arrays, packed, transposed, array)
+    shapes = tuple(fit and fit.shape for fit in fits)
+    op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), save, attrs)
+    return define(op).function, fits
+
+
+@lru_cache(1024)
+def _known(epilogue: Epilogue, shapes: tuple[torch.Size | None, ...], *options: Any) -> Any:
+    """The same, found again: a call costs little more than that of its op."""
+    return _choose(epilogue, [s if s is None else torch.empty(s, device="meta") for s in shapes], *options)
 
 
 @constant
-def _defined(epilogue: Epilogue, shapes: Shapes, weight: str, save: str, attrs: Attrs) -> str:
+def _defined(epilogue: Epilogue, shapes: Shapes, packed: bool, transposed: bool, save: str, attrs: Attrs) -> str:
     """The name of the op, which is registered."""
-    op = by_call.op_of(epilogue, shapes, weight, save, attrs)
+    op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), save, attrs)
     define(op)
     return op.name
 
 
 def _fitted(tensor: Tensor, fit: Fit) -> Tensor:
-    if tensor.ndim > len(fit.sizes):
-        return tensor.reshape(fit.sizes)
+    if tensor.shape == fit.sizes:
+        return tensor
     # Tiles that some rows share are copied: kernels step from row to row by one stride.
-    return tensor if tensor.shape == fit.sizes else tensor.expand(fit.sizes).contiguous()
+    return tensor.reshape(fit.sizes) if tensor.ndim > len(fit.sizes) else tensor.expand(fit.sizes).contiguous()

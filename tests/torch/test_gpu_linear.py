@@ -26,6 +26,7 @@ from cute_ops.jit import cache, target
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, plan
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import config as gemm_config
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import CLUSTERS, TILES, Demand, configs, without_tma
@@ -471,6 +472,47 @@ def test_epilogue_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
     captured.replay()
     finish("graph of epilogues")
     assert torch.equal(out, eager)
+
+
+@pytest.mark.parametrize("save", ["pre", "none"])
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
+@pytest.mark.parametrize("sizes", [(300, 136, 264, 200), (4096, 2048, 8192, 2048)], ids=str)
+def test_gated_mlp(sizes: tuple[int, int, int, int], activation: str, transposed: bool, save: str) -> None:
+    """Every product by our kernels: the output and all gradients, against float64, and again."""
+    m, k, n, p = sizes
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    tensors = [
+        (torch.randn(shape, generator=generator, device=DEVICE) / shape[-1] ** scale).bfloat16().requires_grad_()
+        for shape, scale in (((m, k), 0), ((2 * n, k), 0.5), ((p, n), 0.5))
+    ]
+    dout = torch.randn(m, p, generator=generator, device=DEVICE).bfloat16()
+
+    def run(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
+        given = [w.T.contiguous() if transposed else w for w in weights]
+        options: dict[str, Any] = {"fused": "always", "save": save, "transposed": transposed}
+        return cute_ops_torch.gated_mlp(x, *given, activation, **options)
+
+    def plain(x: torch.Tensor, w_gate_up: torch.Tensor, w_down: torch.Tensor) -> torch.Tensor:
+        gate, up = (x @ w_gate_up.T).chunk(2, -1)
+        known = {"approximate": "tanh"} if activation == "gelu_tanh" else {}
+        return getattr(torch.nn.functional, activation.partition("_")[0])(gate, **known) * up @ w_down.T
+
+    results = []
+    for _ in range(2):
+        out = run(*tensors)
+        results.append([out, *torch.autograd.grad(out, tensors, dout)])
+    finish(f"gated_mlp {sizes}")
+    wide = [t.detach().double().requires_grad_() for t in tensors]
+    exact = plain(*wide)
+    for first, again, wanted in zip(*results, [exact, *torch.autograd.grad(exact, wide, dout.double())], strict=True):
+        assert torch.equal(first, again)
+        torch.testing.assert_close(first.double(), wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("product", NAMED, ids=lambda op: op.name)
+def test_named_products(product: Op) -> None:
+    check_epilogue(product, epilogue_inputs(product, (300,), 520, 264))
 
 
 def test_epilogue_of_nothing() -> None:

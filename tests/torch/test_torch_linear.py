@@ -18,6 +18,7 @@ from cute_ops import Case, Op, testing
 from cute_ops.expressions import TraceError
 from cute_ops.jit.target import parse
 from cute_ops.ops import PRODUCTS as NAMED
+from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops_torch.host import launch
@@ -332,6 +333,13 @@ def test_a_function_as_epilogue(residual: tuple[int, ...] | None, transposed: bo
     out = cute_ops_torch.linear(*given, epilogue=gelu_add, transposed=transposed, slope=0.5)
     exact = 0.5 * torch.nn.functional.gelu(x.double() @ weight.double().T + bias)
     torch.testing.assert_close(out.double(), exact + sum(others), rtol=0.01, atol=0.01)
+
+
+def test_a_call_like_an_earlier_one_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = made((2, 3, 16), (8, 16), (8,), (3, 8))
+    first = cute_ops_torch.linear(*given, epilogue=gelu_add)
+    monkeypatch.setattr(by_call, "fits", None)
+    assert torch.equal(cute_ops_torch.linear(*given, epilogue=gelu_add), first)
 
 
 def test_packed_weights() -> None:
