@@ -15,12 +15,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
 from cute_ops import Case, Op, testing
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.expressions import TraceError
 from cute_ops.jit.target import parse
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
+from cute_ops.tools.gradient import check as check_gradient
 from cute_ops_torch.host import launch
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
@@ -515,6 +517,41 @@ def test_autocast_does_not_round_what_an_op_gets(product: Op) -> None:
     with torch.autocast("cpu", torch.bfloat16):
         found = function(*tensors)
     assert found.dtype == torch.float32 and torch.equal(found, function(*tensors))
+
+
+# --- the next norm -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fused", ["always", "never", "auto"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_linear_add_rmsnorm(fused: str, dtype: torch.dtype) -> None:
+    """Forward, with the product's epilogue or without, and the gradients."""
+    op, eps = linear_add_rmsnorm, 1e-5
+    tensors = [t.detach().to(dtype).requires_grad_() for t in tensors_of(op, n=24)]
+    if (fused, dtype) == ("always", torch.float32):
+        with pytest.raises(TypeError, match="expected bfloat16 or float16"):
+            cute_ops_torch.register(op)(*tensors, eps=eps, fused=fused)
+        return
+    out, residual_out = cute_ops_torch.register(op)(*tensors, eps=eps, fused=fused)
+    x, weight, residual, norm_weight = wide = [t.detach().double().requires_grad_() for t in tensors]
+    summed = x @ weight.T + residual
+    normed = torch.nn.functional.rms_norm(summed, (24,), norm_weight, eps)
+    tolerance = {"rtol": 2**-6, "atol": 2**-5} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close((out.double(), residual_out.double()), (normed, summed), **tolerance)
+    cotangents = [torch.randn_like(normed, dtype=dtype) for _ in range(2)]
+    got = torch.autograd.grad([out, residual_out], tensors, cotangents)
+    wanted = torch.autograd.grad([normed, summed], wide, [d.double() for d in cotangents])
+    for ours, exact in zip(got, wanted, strict=True):
+        torch.testing.assert_close(
+            ours.double(), exact, rtol=tolerance["rtol"], atol=tolerance["atol"] * exact.abs().max()
+        )
+
+
+def test_linear_add_rmsnorm_is_a_good_citizen() -> None:
+    check_gradient(linear_add_rmsnorm, Case("", {"m": (3,), "n": 8, "k": 4}))
+    cute_ops_torch.register(linear_add_rmsnorm)
+    tensors = [t.detach() for t in tensors_of(linear_add_rmsnorm)]
+    torch.library.opcheck(torch.ops.cute.linear_add_rmsnorm.default, tensors)
 
 
 # --- weight gradients that are added up ----------------------------------------------------------------------------
