@@ -48,7 +48,7 @@ scaled_rows = fused(_scaled, name="scaled_rows", operands={"x": "*m n", "rstd": 
 def _forward(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
     given, eps = {key: inputs[key] for key in ("x", "weight")}, {"eps": attrs["eps"]}
     if attrs["fused"] == "always":
-        found = call(linear_add_rstd, {**given, "residual": inputs["residual"]}, eps)
+        found = call(linear_add_rstd, {**given, "residual": inputs["residual"]}, {**eps, "fused": "always"})
         rows = {"x": found["residual_out"], "rstd": found["rstd"], "weight": inputs["norm_weight"]}
         return {"out": call(scaled_rows, rows, {})["out"], "residual_out": found["residual_out"]}
     acc = call(linear, given, {"fused": attrs["fused"]})["out"]

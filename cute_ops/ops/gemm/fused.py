@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from copy import copy
 from dataclasses import replace
 from functools import cache
@@ -23,9 +23,9 @@ from cute_ops.expressions.stages import levels, split
 from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.kernels.gemm.config import ROW_PARTS, GemmConfig
-from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor, defaults_of
+from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
 from cute_ops.ops.fused import Formula
-from cute_ops.ops.gemm.choice import instead
+from cute_ops.ops.gemm.choice import WIDE, instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand
 from cute_ops.ops.gemm.gradient import ACC, NO_GRADIENT, Forward, gradient
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, multiply, product, vector
@@ -84,8 +84,8 @@ def fused_linear(
     The op has one more attribute, ``fused``. ``"always"`` runs that kernel; ``"never"`` the framework's product and
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
     ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.fuses`),
-    and never for float32. Where elements follow from more than those at their place, the kernel always runs; such an op
-    has no ``fused``, and no gradient.
+    and never for float32. Where elements follow from more than those at their place, the framework computes the
+    epilogue that ``"never"`` asks for, ``"auto"`` runs the kernel but for float32, and there is no gradient.
 
     Args:
         epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns a value or a tuple of
@@ -148,12 +148,14 @@ def _declare(
     name: str, made: _Fused, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], acc: Tensor,
     attrs: Mapping[str, Any], module: str, **more: Any,
 ) -> Op:  # fmt: skip
-    """The op of a product with an epilogue, which ``apart`` computes from the sums; None where nothing does."""
+    """The op of a product with an epilogue, which ``apart`` computes from the sums; the framework where it is None."""
     weight = inputs["weight"].shape
     across = weight.startswith("k")
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
-        acc = product(xp, x, weight.T if across else weight)
+        return of_sums(xp, product(xp, x, weight.T if across else weight), x, arrays, attrs)
+
+    def of_sums(xp: Any, acc: Any, x: Any, arrays: Iterable[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         given = [
             a[..., None] if shape == COLUMN else _repeated(xp, a, acc.shape[-1]) if _period(shape) else a
             for a, shape in zip(arrays, made.operands.values(), strict=True)
@@ -180,21 +182,26 @@ def _declare(
         return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-        assert apart
-        given, attrs = dict(inputs), {key: value for key, value in attrs.items() if key != "fused"}
+        given, attrs = dict(inputs), without_fused(attrs)
         dtype = None if acc.dtype == "T" else acc.dtype
         given[ACC] = multiply(xp, WEIGHTS[weight], (given["x"], given["weight"]), dtype)
-        made = call(apart, {key: given[key] for key in apart.inputs}, attrs)
-        return {key: given[ACC] if key == ACC else made[key] for key in outputs}
+        if apart is None:
+            import array_api_compat  # start-up time
+
+            names, arrays = array_api_compat.array_namespace(given["x"]), [given[key] for key in made.operands]
+            return dict(zip(outputs, of_sums(names, given[ACC], given["x"], arrays, attrs), strict=True))
+        found = call(apart, {key: given[key] for key in apart.inputs}, attrs)
+        return {key: given[ACC] if key == ACC else found[key] for key in outputs}
 
     def check(binding: Binding) -> str | None:
-        n, size = binding.dims["n"], math.lcm(*sizes(made.expression(binding.attrs)))
+        n, size = binding.dims["n"], math.lcm(*sizes(made.expression(without_fused(binding.attrs))))
         return f"argument `weight` has n={n}, no multiple of the {size} columns of a group." if n % size else None
 
     if apart is None:
-        more |= {"attrs": attrs, "check": check}
+        more["inference_only"] = "differentiate a product and what follows from it by the framework's functions"
+        other = Instead(Program(run), lambda problem: False, WIDE)
     else:
-        more |= {"attrs": {**attrs, "fused": FUSED}, "instead": instead(Program(run, (apart,)), config)}
+        other = instead(Program(run, (apart,)), config)
 
     reference.__module__ = module
     summed = Accumulation(("k",))
@@ -203,9 +210,15 @@ def _declare(
         reference=reference, static=(), tuning=Tuning(config, workspace=made.workspace if made.reduces else None),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
-        sharding=Sharding(parallel=("n",) if made.by_element and not made.packs else ()), **more,
+        sharding=Sharding(parallel=("n",) if made.by_element and not made.packs else ()), check=check,
+        attrs={**attrs, "fused": FUSED}, instead=other, **more,
     )  # fmt: skip
     return op
+
+
+def without_fused(attrs: Mapping[str, Any]) -> dict[str, Any]:
+    """The epilogue's own attributes."""
+    return {key: value for key, value in attrs.items() if key != "fused"}
 
 
 def _period(shape: str) -> int:
