@@ -72,6 +72,8 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         TypeError: unknown or missing argument, wrong dtype, wrong attribute type.
         ValueError: shapes that do not fit together, a failed check of the op.
     """
+    if op.numbers:
+        raise TypeError(f"cute.{op.name}: it has lists of tensors, so a call of it is one of `unrolled`")
     given = {name: inputs.get(name) for name in op.inputs}
     dims: dict[str, Any] = {}
     dtypes: dict[str, str] = {}

@@ -58,8 +58,12 @@ def spread(tensors: Tensors, values: Sequence[Any]) -> list[Any]:
     """One value of each tensor, lists taken apart; what follows stays."""
     found: list[Any] = []
     for tensor, value in zip(tensors.values(), values, strict=False):
-        found += [value] if tensor.many is None else value
-    return [*found, *values[len(tensors) :]]
+        if tensor.many is None:
+            found.append(value)
+        else:
+            found += value
+    found += values[len(tensors) :]
+    return found
 
 
 def gathered(tensors: Tensors, number: Mapping[str, int], values: Sequence[Any]) -> list[Any]:

@@ -44,6 +44,8 @@ def attributes(op: Op, case: Case) -> dict[str, Any]:
 
 def specs(op: Op, case: Case, dtype: str) -> dict[str, Array | None]:
     """Shapes and dtypes of a case's inputs. Dtype variables follow ``dtype`` unless the case fixes them."""
+    if op.numbers:
+        raise TypeError(f"{op.name} has lists of tensors: take one of its `instances`, and that one's cases")
     found: dict[str, Array | None] = {}
     for name, tensor in op.inputs.items():
         if name in case.absent:

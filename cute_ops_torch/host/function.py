@@ -47,10 +47,10 @@ def make_function(
         return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg()
 
     def specialize(*args: Any) -> Any:
-        if isinstance(fast_path, ListCalls):
-            fast_path.counts(args)  # what torch's schema refuses, it refuses without the argument's name
         tensors = zip(op.inputs.values(), args, strict=False)
         if modes_active() or not all((declared.optional and t is None) or is_plain(t) for declared, t in tensors):
+            if isinstance(fast_path, ListCalls):
+                fast_path.counts(args)  # what torch's schema refuses, it refuses without the argument's name
             return overload(*args)
         return fast_path.specialize(*args)
 

@@ -112,6 +112,14 @@ def test_declarations_that_cannot_work(problem: str, declared: dict[str, Any]) -
         Op("wrong", reference=lambda xp, xs: xs[0], kernel="a:B", **{**usual, **declared})
 
 
+def test_an_op_with_lists_is_unrolled_first() -> None:
+    """Whatever else would take a list for one tensor."""
+    with pytest.raises(TypeError, match=r"cute\.add_n: it has lists of tensors, so a call of it is one of `unrolled`"):
+        bind(LISTING.add_n, {"xs": Array((3, 8), "float32")})
+    with pytest.raises(TypeError, match="add_n has lists of tensors: take one of its `instances`"):
+        testing.inputs(LISTING.add_n, LISTING.add_n.cases[0], "float32")
+
+
 def test_a_reference_that_returns_no_list() -> None:
     for returned, problem in ((0, "int for `ys`, declared is a list"), ([0], "1 for `ys`, declared are 2 tensors")):
         wrong = Op(

@@ -10,6 +10,7 @@ import torch
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, lookup, testing
+from cute_ops_torch.host.function import make_function
 from cute_ops_torch.registry import define
 from cute_ops_torch.tools import runner
 
@@ -51,6 +52,20 @@ def test_values_and_a_list_of_gradients(device: str, compiled: bool) -> None:
         torch.testing.assert_close(gradients(run, *arguments), gradients(expected, *arguments))
         frozen = [x.detach() if i == 1 else x for i, x in enumerate(arguments[0])]
         torch.testing.assert_close(gradients(run, frozen, *arguments[1:]), gradients(expected, frozen, *arguments[1:]))
+
+
+def test_a_plain_call_goes_past_the_dispatcher() -> None:
+    """A list or a tuple of tensors that no mode observes; a call with anything else does not."""
+    calls: list[Any] = []
+    run = make_function(LISTING.add_n, calls.append, define(LISTING.add_n, "cute").fast_path, devices=("cpu",))
+    xs = tensors(4, 4)
+    assert torch.equal(run(xs), run(tuple(xs))) and not calls
+    for observed in (
+        [xs[0], torch.ones(4, 8, device="meta")],
+        [xs[0], torch.ones(4, 8, dtype=torch.cfloat).conj().imag],
+    ):
+        run(observed)
+        assert calls.pop() is observed
 
 
 def test_schemas_have_lists() -> None:
