@@ -18,6 +18,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from cute_ops.op import Op, Tensor
 from cute_ops_jax import _compat
+from cute_ops_jax.distributed import explicit
 from cute_ops_jax.primitive.arrays import Attributes
 from cute_ops_jax.primitive.primitive import Stage, no_derivative, stage
 
@@ -94,6 +95,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
     same = _compat.reverse_only(f"cute_{op.name}_inputs", partial(no_derivative, op))
 
     def reverse_only(call: Call, inputs: Arrays) -> Arrays:
+        inputs = dict(explicit.placed(inputs, forward.bound(inputs, dict(call.attrs))))
         outputs: Arrays = function(call, dict(zip(inputs, same(*inputs.values()), strict=True)))
         return outputs
 

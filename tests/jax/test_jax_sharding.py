@@ -358,6 +358,22 @@ def test_a_row_that_is_cut_comes_together(through_ffi: Any, close: Close) -> Non
     assert set(collectives(compiled.as_text())) == {"all-gather"}
 
 
+def test_gradients_are_sharded_by_type_as_what_they_are_of(through_ffi: Any, close: Close) -> None:
+    """Also where the op gathers that first."""
+    function, mesh = through_ffi(RMSNORM), mesh_of(AxisType.Explicit)
+    x, w, dout = (np.asarray(a) for a in (*inputs(RMSNORM)[:2], inputs(RMSNORM)[0]))
+
+    def gradients(function: Any, x: Any, w: Any) -> Any:
+        return jax.grad(lambda x, w: jnp.sum(function(x, w) * dout), (0, 1))(x, w)
+
+    expected = gradients(cute_ops_jax.rmsnorm, x, w)
+    specs = jax.P("data", None, "seq"), jax.P("seq")
+    with jax.set_mesh(mesh):
+        got = jax.jit(lambda x, w: gradients(function, x, w))(*placed(mesh, (x, w), specs))
+    assert tuple(gradient.sharding.spec for gradient in got) == specs
+    close(jax.device_get(got), jax.device_get(expected))
+
+
 @pytest.mark.parametrize("rows", [6, 12, 3])
 def test_rows_that_do_not_divide(rows: int, through_ffi: Any, close: Close) -> None:
     """The padding of uneven slices never gets into a sum."""
