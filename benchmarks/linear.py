@@ -38,6 +38,7 @@ from rich.console import Console
 
 from cute_ops import Op
 from cute_ops.binding import Binding
+from cute_ops.composite.gated_mlp import layout
 from cute_ops.config import Config, Problem
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, configured, signature
@@ -45,6 +46,7 @@ from cute_ops.op import Case
 from cute_ops.ops.gemm import config as gemm_config
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import CASES, linear, linear_dweight, linear_dx
+from cute_ops.ops.gemm.named import gated_linear, linear_add, linear_gelu
 from cute_ops.shapes import ITEMSIZE
 from cute_ops_torch.host.launch import planned_call
 from cute_ops_torch.library.tensors import bind_tensors, memory
@@ -73,14 +75,10 @@ class Epilogue(NamedTuple):
     """A product with an epilogue: the op, the same in PyTorch, in JAX, and by what cuBLAS's library fuses."""
 
     op: Op
+    attrs: dict[str, Any]
     eager: Callable[..., Any]
     xla: Callable[..., Any]
     fused: Callable[..., Any] | None = None
-
-
-def swiglu(xp: Any, acc: Any) -> Any:
-    n = acc.shape[-1] // 2
-    return xp.silu(acc[..., :n]) * acc[..., n:]
 
 
 def eager_swiglu(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -93,14 +91,6 @@ def xla_swiglu(x: Any, weight: Any) -> Any:
 
     gate, up = jax.numpy.split(x @ weight.T, 2, -1)
     return jax.nn.silu(gate) * up
-
-
-def gated_dgrad(xp: Any, acc: Any, pre: Any) -> Any:
-    """The gradient of a gated MLP's activation, behind the product that makes its cotangent."""
-    n = pre.shape[-1] // 2
-    gate, up = pre[..., :n], pre[..., n:]
-    s = xp.sigmoid(gate)
-    return acc * up * (s + gate * s * (1 - s)), acc * gate * s
 
 
 def eager_gated_dgrad(dout: torch.Tensor, weight: torch.Tensor, pre: torch.Tensor) -> torch.Tensor:
@@ -125,29 +115,30 @@ def xla_gelu(x: Any, weight: Any, bias: Any) -> Any:
 
 EPILOGUES = {
     "bias": Epilogue(
-        fused_linear(lambda xp, acc, bias: acc + bias, operands={"bias": "n"}, name="linear_bias"),
-        F.linear,
+        fused_linear(lambda xp, acc, bias: acc + bias, operands={"bias": "n"}, name="linear_bias"), {}, F.linear,
         lambda x, weight, bias: x @ weight.T + bias,
     ),
     "gelu": Epilogue(
-        fused_linear(lambda xp, acc, bias: xp.gelu_tanh(acc + bias), operands={"bias": "n"}, name="linear_gelu"),
+        linear_gelu, {"approximate": "tanh"},
         lambda x, weight, bias: F.gelu(F.linear(x, weight, bias), approximate="tanh"),
         xla_gelu,
         lambda x, weight, bias: torch._addmm_activation(bias, x.flatten(0, -2), weight.T, use_gelu=True),
     ),
     "residual": Epilogue(
-        fused_linear(lambda xp, acc, to: acc + to, operands={"to": "*m n"}, name="linear_add"),
+        linear_add, {},
         lambda x, weight, residual: F.linear(x, weight) + residual,
         lambda x, weight, residual: x @ weight.T + residual,
         lambda x, weight, residual: torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.T),
     ),
-    "swiglu": Epilogue(fused_linear(swiglu, weight="2n k", name="gated_linear"), eager_swiglu, xla_swiglu),
-    "gated-dgrad": Epilogue(
-        fused_linear(gated_dgrad, operands={"pre": "*m 2n"}, weight="k n", outputs={"dpre": "*m 2n"}),
-        eager_gated_dgrad,
-        xla_gated_dgrad,
-    ),
-}
+    "swiglu": Epilogue(gated_linear, {}, eager_swiglu, xla_swiglu),
+    "gated-dgrad": Epilogue(layout(transposed=False).dgrad, {}, eager_gated_dgrad, xla_gated_dgrad),
+}  # fmt: skip
+
+
+def attributes(op: Op) -> dict[str, Any]:
+    """What is given for an op's attributes."""
+    mine = next((each.attrs for each in EPILOGUES.values() if each.op is op), {})
+    return {**op.attrs, **mine, "fused": "always"}
 
 
 def contenders(op: Op) -> Mapping[str, Callable[..., Any]]:
@@ -190,7 +181,7 @@ def in_jax(op: Op) -> dict[str, Callable[..., Any]]:
     }
     xla = plain[op] if op in plain else next(each.xla for each in EPILOGUES.values() if each.op is op)
     ours = cute_ops_jax.register(op)
-    return {XLA: lambda *given: (xla(*given),), OURS_JAX: lambda *given: (ours(*given, fused="always"),)}
+    return {XLA: lambda *given: (xla(*given),), OURS_JAX: lambda *given: (ours(*given, **attributes(op)),)}
 
 
 def inputs(op: Op, case: Case, device: torch.device) -> Tensors:
@@ -282,7 +273,7 @@ def measure(
 ) -> None:  # fmt: skip
     device, stream = torch.device("cuda"), torch.cuda.Stream()
     first = inputs(op, case, device)
-    binding = bind_tensors(op, first, [*op.attrs.values()])
+    binding = bind_tensors(op, first, [*attributes(op).values()])
     (made,) = binding.outputs.values()
     assert made is not None
     moved = sum(t.nbytes for t in first) + math.prod(made.shape) * ITEMSIZE[made.dtype]

@@ -109,10 +109,10 @@ class Layout:
         )
         assert self.gated.saving is not None
         self.gated_saving = self.gated.saving
-        self.dgrad = fused_linear(_gated_dgrad, name=f"gated{self.suffix}_dgrad", outputs={"dpre": "*m 2n"}, **options)
+        name = f"gated_mlp{self.suffix}_dgrad"
+        self.dgrad = fused_linear(_gated_dgrad, name=name, outputs={"dpre": "*m 2n"}, **options)
         self.dgrad_again = fused_linear(
-            _gated_dgrad_again, name=f"gated{self.suffix}_dgrad_again", outputs={"dpre": "*m 2n", "hidden": "*m n"},
-            **options,
+            _gated_dgrad_again, name=f"{name}_again", outputs={"dpre": "*m 2n", "hidden": "*m n"}, **options
         )  # fmt: skip
         self.products = (linear, linear_dx, linear_dweight)
 

@@ -388,7 +388,7 @@ def test_products(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(target, "of_device", lambda: target.parse("sm_90a"))
     case = Case("small", {"m": (2, 40), "n": 64, "k": 72})
     tensors = linear.inputs(op, case, torch.device("cpu"))
-    binding = bind_tensors(op, tensors, [])
+    binding = bind_tensors(op, tensors, [*linear.attributes(op).values()])
     assert len(linear.plans(binding, tensors, None, {})) == 1
     found = linear.plans(binding, tensors, "x256", {"group": 4})
     assert len(found) == 6
@@ -415,9 +415,9 @@ def test_products_with_epilogues(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     op = linear.EPILOGUES[name].op
     case = linear.of_halves(op, Case("small", {"m": (2, 40), "n": 64, "k": 72}))
     tensors = linear.inputs(op, case, torch.device("cpu"))
-    (label,) = linear.plans(bind_tensors(op, tensors, []), tensors, None, {})
+    (label,) = linear.plans(bind_tensors(op, tensors, [*linear.attributes(op).values()]), tensors, None, {})
     assert label.startswith("pingpong-64x")
-    (exact,) = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), {})
+    (exact,) = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), linear.attributes(op))
     got = linear.contenders(op)[linear.CUBLAS](*tensors, None)
     assert linear.difference(got, exact) == ""
 
