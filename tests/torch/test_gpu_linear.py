@@ -22,6 +22,7 @@ import cute_ops_torch
 from cute_ops import Array, Op, testing
 from cute_ops.binding import Binding, bind
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.hardware import sm
 from cute_ops.jit import cache, target
 from cute_ops.jit.layout import Memory
@@ -464,6 +465,22 @@ def test_the_next_norm(sizes: tuple[int, int, int]) -> None:
     testing.check(linear_add_rmsnorm, given, {**linear_add_rmsnorm.attrs, "fused": "always"}, outs)
     for ours, apart in zip(outs, function(*given.values(), fused="never"), strict=True):
         assert (ours - apart).abs().max() <= 2.0**-6 * apart.abs().max()
+
+
+@pytest.mark.parametrize("size", [64, 128])
+def test_qkv_rope(size: int) -> None:
+    """Forward and backward by our kernels, against the framework's."""
+    function = cute_ops_torch.register(qkv_rope(size))
+    given = epilogue_inputs(qkv_rope(size), (2, 300), 10 * size, 264)
+    x, weight = given["x"].requires_grad_(), given["weight"].requires_grad_()
+    angles = torch.rand(300, size // 2, device=DEVICE) * 6
+    found = []
+    for fused in ("always", "never"):
+        out = function(x, weight, angles.cos(), angles.sin(), heads=8, fused=fused)
+        found.append((out, *torch.autograd.grad(out, [x, weight], torch.ones_like(out))))
+        finish(f"qkv_rope {size} {fused}")
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 2.0**-6 * theirs.abs().max()
 
 
 def test_angles_that_a_batch_shares() -> None:

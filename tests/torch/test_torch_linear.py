@@ -16,6 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_ops_torch
 from cute_ops import Case, Op, testing
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.expressions import TraceError
 from cute_ops.jit.target import parse
 from cute_ops.ops import PRODUCTS as NAMED
@@ -560,6 +561,30 @@ def test_linear_add_rmsnorm_is_a_good_citizen() -> None:
     cute_ops_torch.register(linear_add_rmsnorm)
     tensors = [t.detach() for t in tensors_of(linear_add_rmsnorm)]
     torch.library.opcheck(torch.ops.cute.linear_add_rmsnorm.default, tensors)
+
+
+@pytest.mark.parametrize(("size", "rows"), [(64, ()), (128, (2, 3)), (64, (3,))], ids=str)
+def test_qkv_rope(size: int, rows: tuple[int, ...]) -> None:
+    """Six heads of queries, two of keys and two of values; angles that a batch shares."""
+    function = cute_ops_torch.register(qkv_rope(size))
+    x, weight = torch.randn(*rows, 16), torch.randn(10 * size, 16)
+    angles = torch.rand(*rows[1:], size // 2) * 6
+    for fused in ("auto", "never"):
+        tensors = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        out = function(*tensors, angles.cos(), angles.sin(), heads=8, fused=fused)
+        wide = [t.detach().double().requires_grad_() for t in tensors]
+        q, k, v = (wide[0] @ wide[1].T).unflatten(-1, (10, size)).split((6, 2, 2), -2)
+        first, second = torch.cat([q, k], -2).chunk(2, -1)
+        cos, sin = (f(angles.double())[..., None, :] for f in (torch.cos, torch.sin))
+        exact = torch.cat([torch.cat([first * cos - second * sin, second * cos + first * sin], -1), v], -2).flatten(-2)
+        torch.testing.assert_close(out.double(), exact, rtol=1e-5, atol=1e-4)
+        dout = torch.randn_like(out)
+        for got, wanted in zip(
+            torch.autograd.grad(out, tensors, dout), torch.autograd.grad(exact, wide, dout.double()), strict=True
+        ):
+            torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-3)
+    with pytest.raises(ValueError, match="heads have 96 columns, expected 64 or 128"):
+        qkv_rope(96)
 
 
 # --- weight gradients that are added up ----------------------------------------------------------------------------

@@ -27,7 +27,7 @@ from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Shardin
 from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.choice import WIDE, instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand
-from cute_ops.ops.gemm.gradient import ACC, NO_GRADIENT, Forward, gradient
+from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, multiply, product, vector
 from cute_ops.ops.gemm.pointwise import COLUMN, pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
@@ -54,6 +54,8 @@ def fused_linear(
     dtypes: Mapping[str, str] | None = None,
     attrs: Mapping[str, Any] | None = None,
     save: Literal["pre", "none"] = "pre",
+    grad: tuple[Op, ...] = (),
+    no_gradient: tuple[str, ...] = (),
     cases: tuple[Case, ...] = CASES,
 ) -> Op:
     """The op of a product ``x @ weight.T`` and of what happens to it before it is stored, in one kernel.
@@ -85,7 +87,7 @@ def fused_linear(
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
     ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.fuses`),
     and never for float32. Where elements follow from more than those at their place, the framework computes the
-    epilogue that ``"never"`` asks for, ``"auto"`` runs the kernel but for float32, and there is no gradient.
+    epilogue that ``"never"`` asks for, ``"auto"`` runs the kernel but for float32, and no gradient follows.
 
     Args:
         epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns a value or a tuple of
@@ -104,6 +106,8 @@ def fused_linear(
         save: what becomes of the sums where the gradient reads them: a call that is differentiated stores them, too
             (``pre``, "pre-activations"), or the backward computes the product again (``none``). Rounded outputs that
             tell as much are read instead.
+        grad: the ops that compute the gradient, as :class:`Op` has them, where it does not follow from the epilogue.
+        no_gradient: operands that these give none.
         cases: named problems.
 
     Raises:
@@ -129,7 +133,9 @@ def fused_linear(
     module = getattr(epilogue, "__module__", __name__)
     forward = Forward(name, inputs["weight"], given, results, acc, made.expression, attrs or {}, defaults, module)
     itself = any(f"d{key}" in results for key in given)
-    found = gradient(forward, save == "pre") if made.by_element and not itself else NO_GRADIENT
+    found = Gradient(grad, no_gradient=no_gradient)
+    if made.by_element and not itself and not grad:
+        found = gradient(forward, save == "pre")
     common: dict[str, Any] = {
         "apart": made.apart(forward) if made.by_element else None, "inputs": inputs | given, "acc": acc,
         "attrs": attrs or {}, "cases": cases, "module": module,
@@ -198,7 +204,8 @@ def _declare(
         return f"argument `weight` has n={n}, no multiple of the {size} columns of a group." if n % size else None
 
     if apart is None:
-        more["inference_only"] = "differentiate a product and what follows from it by the framework's functions"
+        if not more["grad"]:
+            more["inference_only"] = "differentiate a product and what follows from it by the framework's functions"
         other = Instead(Program(run), lambda problem: False, WIDE)
     else:
         other = instead(Program(run, (apart,)), config)
