@@ -92,7 +92,7 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
             if not tensor.optional:
                 raise fail(TypeError, f"argument `{name}` is required, but None was given.")
             continue
-        choices = op.accepted(tensor.dtype)
+        choices = op.accepts.get(tensor.dtype, (tensor.dtype,))
         if array.dtype not in choices:
             raise fail(TypeError, f"argument `{name}` has dtype {array.dtype}, expected {_one_of(choices)}.")
         if tensor.dtype in op.dtypes:

@@ -535,11 +535,6 @@ class Op:
         choices: tuple[str, ...] = {**self.choices, **self.dtypes}.get(tensor.dtype, (tensor.dtype,))
         return choices
 
-    def accepted(self, variable: str) -> tuple[str, ...]:
-        """The dtypes that inputs of a dtype variable may have, with those that no kernel takes."""
-        more = self.instead.dtypes.get(variable, ()) if self.instead else ()
-        return (*self.dtypes.get(variable, (variable,)), *more)
-
     def dtype_near(self, tensor: Tensor, dtype: str) -> str:
         """This dtype where the tensor may have it, else the first that it may."""
         choices = self.dtype_choices(tensor)
@@ -646,6 +641,7 @@ class Op:
         """Set what follows from the rest of the declaration.
 
         Attributes:
+            accepts: the dtypes that inputs of a dtype variable may have, with those that no kernel takes.
             steps: the backward ops in the order in which they run; none where no gradient is declared.
             differentiable: the inputs that have a gradient.
             results: what the reference returns: the inputs that the op mutates, then the outputs.
@@ -655,6 +651,8 @@ class Op:
             template: the op with lists that this one is unrolled from, for ``counts`` tensors, or None.
             aliases: what messages call the arguments of an unrolled op, ``xs[2]`` for ``xs_2``.
         """
+        beyond = self.instead.dtypes if self.instead else {}
+        self.accepts = {name: (*choices, *beyond.get(name, ())) for name, choices in self.dtypes.items()}
         self.numbers = tuple(dict.fromkeys(t.many for t in self.inputs.values() if t.many))
         steps = self.grad if isinstance(self.grad, tuple) else () if self.grad is None else (self.grad,)
         if not all(isinstance(step, Op) for step in steps):

@@ -103,18 +103,20 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
     Raises:
         NotImplementedError: a symbolic size that is a constant of kernels, or a GPU that no kernel is built for.
     """
+    symbols = _has_symbols(binding)
     expanded, flat = _folded(binding)
+    chosen = not symbols and any(t.contiguous for t in binding.op.inputs.values())
+    memory = _memory(binding.op, transposed, _shapes(flat)) if chosen else {}
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, device = ffi.target_and_device()
-    if _has_symbols(binding):
+    if symbols:
         return Chosen(flat, plan_for_any_size(flat, partial(_memory, binding.op, transposed), target), expanded)
-    memory = _memory(binding.op, transposed, _shapes(flat))
     return Chosen(flat, dispatch.choose(flat, memory, target, device), expanded)
 
 
 def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:
     """The program that runs a call in place of a kernel, if one does; of symbolic sizes as if they were large."""
-    if binding.op.instead is None or binding.empty:
+    if binding.empty:
         return None
     if not on_gpu:
         return dispatch.instead(binding, {}, None)

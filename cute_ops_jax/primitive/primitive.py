@@ -176,7 +176,7 @@ class Stage:
             axes: as in :attr:`together`.
             transposed: inputs that are transposed arrays.
         """
-        program = lowering.instead(binding, run is lowering.kernel, transposed)
+        program = lowering.instead(binding, run is lowering.kernel, transposed) if self.op.instead else None
         if program is None:
             return run(binding, arrays, inplace, transposed)
         given = lowering.by_name(binding, arrays)
