@@ -110,6 +110,13 @@ def test_a_function_as_epilogue_of_a_product(residual: tuple[int, ...] | None) -
     np.testing.assert_array_equal(one, linear(x, weight, bias, epilogue=gelu_add))
 
 
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (3, 0, 16), (3, 8, 0)], ids=str)
+def test_a_function_as_epilogue_of_a_product_of_nothing(sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    out = linear(jnp.ones((m, k)), jnp.ones((n, k)), jnp.ones(n), jnp.ones((m, n)), epilogue=gelu_add)
+    np.testing.assert_allclose(out, jax.nn.gelu(jnp.full((m, n), 1.0 + (k if n else 0)), False) + 1, rtol=1e-6)
+
+
 def test_products_without_an_epilogue_and_calls_that_are_refused() -> None:
     x, weight = jnp.ones((3, 16), "bfloat16"), jnp.ones((8, 16), "bfloat16")
     np.testing.assert_array_equal(linear(x, weight), jnp.full((3, 8), 16, "bfloat16"))

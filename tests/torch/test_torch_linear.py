@@ -391,6 +391,33 @@ def test_the_function_compiled() -> None:
     assert graphs["unique_graphs"] - before <= 2
 
 
+@pytest.mark.parametrize("sizes", [(0, 8, 16), (3, 0, 16), (3, 8, 0)], ids=str)
+def test_the_function_of_nothing(sizes: tuple[int, int, int]) -> None:
+    m, n, k = sizes
+    x, weight, bias, residual = made((m, k), (n, k), (n,), (m, n))
+    out = cute_ops_torch.linear(x, weight, bias, residual, epilogue=gelu_add)
+    assert torch.equal(out, (torch.nn.functional.gelu(bias) + residual).bfloat16())
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_function_exported(strict: bool) -> None:
+    class Block(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = cute_ops_torch.nn.Linear(16, 16, epilogue=gelu_add)
+            self.second = cute_ops_torch.nn.GatedMLP(16, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.second(self.first(x, x))
+
+    block, rows = Block(), torch.export.Dim("rows", min=2, max=64)
+    program = torch.export.export(block, (torch.randn(5, 16),), dynamic_shapes=({0: rows},), strict=strict)
+    x = torch.randn(9, 16)
+    torch.testing.assert_close(program.module()(x), block(x))
+    called = [node.target._opname for node in program.graph.nodes if getattr(node.target, "namespace", "") == "cute"]
+    assert called == [next(name for name in called if name.startswith("linear_gelu_add_")), "gated_mlp"]
+
+
 def test_the_function_under_vmap() -> None:
     x, weight, bias, residual = made((4, 3, 16), (8, 16), (8,), (4, 3, 8))
 
