@@ -52,7 +52,7 @@ DOC = """Args:
     attrs: of the epilogue; numbers, each combination of which is a kernel of its own.
 
 Returns:
-    ``T[*m n]``, or a tuple of them where the epilogue returns several values.
+    ``T[*m n]``, of reductions of rows ``float32[*m 1]``, or a tuple where the epilogue returns several values.
 
 Raises:
     TraceError: the epilogue does what an expression cannot say; what to write instead.
