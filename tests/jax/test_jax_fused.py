@@ -74,8 +74,8 @@ def test_rows_without_elements() -> None:
 @pytest.mark.parametrize("declared", epilogues.OPS, ids=lambda op: op.name)
 def test_products_with_epilogues(declared: Op) -> None:
     """With leading dims, under vmap over all of x's rows, and of nothing."""
-    function, last = register(declared), {"n": 16, "k": 8}
-    for sizes in ({"m": (2, 3), **last}, {"m": (), "n": 5, "k": 0}):
+    function, last = register(declared), {"n": epilogues.columns(declared, 16), "k": 8}
+    for sizes in ({"m": (2, 3), **last}, {"m": (), "n": epilogues.columns(declared, 5), "k": 0}):
         given = testing.inputs(declared, Case("", sizes), "bfloat16")
         got = jax.tree.leaves(jax.jit(function)(*given.values()))
         testing.check(declared, given, declared.attrs, tuple(map(np.asarray, got)))
