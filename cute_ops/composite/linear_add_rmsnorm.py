@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from cute_ops.op import FUSED, Case, Op, Program, Tensor
+from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Tensor
 from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear, product, product_gradients
@@ -25,6 +25,7 @@ CASES = (
     Case("llama3-8b-down", {"m": (2, 4096), "n": 4096, "k": 14336}, attrs={"eps": 1e-5}),
 )
 ROWS, NORM = Tensor("*m n", "T"), Tensor("n", "W")
+SUMMED = ROWS._replace(accumulates=Accumulation(("k",)))
 
 
 def _add_rstd(xp: Any, acc: Any, residual: Any, *, eps: float) -> tuple[Any, Any]:
@@ -95,7 +96,7 @@ linear_add_rmsnorm_bwd = Op(
 linear_add_rmsnorm = Op(
     "linear_add_rmsnorm",
     inputs={"x": Tensor("*m k", "T"), "weight": Tensor("n k", "T"), "residual": ROWS, "norm_weight": NORM},
-    outputs={"out": ROWS, "residual_out": ROWS},
+    outputs={"out": SUMMED, "residual_out": SUMMED},
     reference=reference,
     kernel=Program(_forward, (linear_add_rstd, scaled_rows, linear, add_rmsnorm)),
     grad=(linear_add_rmsnorm_bwd, *product_gradients("dresidual", across=False)),

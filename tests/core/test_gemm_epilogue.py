@@ -499,6 +499,14 @@ def test_halves_of_packed_operands_alone(tmp_path: Path) -> None:
     check(op, made(op, (35,), 64, 16), tmp_path, "sm_90a", PINGPONG)
 
 
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_a_table_that_rows_share(arch: str, tmp_path: Path) -> None:
+    op = BY_NAME["with_rope"]
+    given = made(op, (70,), 128, 16)
+    config = PINGPONG if arch == "sm_90a" else None
+    check(op, {**given, "cos": given["cos"][:1].copy(), "sin": given["sin"][:1].copy()}, tmp_path, arch, config)
+
+
 def test_the_length_of_a_row(tmp_path: Path) -> None:
     op = fused_linear(lambda xp, acc: acc * acc.shape[-1], name="times_length")
     check(op, made(op, (3,), 24, 8), tmp_path, "sm_80")

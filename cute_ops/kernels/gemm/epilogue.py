@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.expressions.stages import split
@@ -15,7 +15,7 @@ from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.rows import COMBINE, IDENTITY, FinishRows, RowParts
 from cute_ops.kernels.gemm.views import by_row, half
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
-from cute_ops.kernels.lib.row_layout import element_address, row_address
+from cute_ops.kernels.lib.row_layout import element_address, row_address, row_count
 
 
 class Part(NamedTuple):
@@ -66,6 +66,8 @@ class Part(NamedTuple):
         if self.rows and self.key.layout == "scattered":
             address = element_address(tensor, self.key, Int64(row))
         elif self.rows:
+            # What repeats itself along the columns may do so along the leading dims, too.
+            row = row % Int32(row_count(tensor)) if self.period else row
             address = row_address(tensor, self.key, Int64(row), tensor.shape[-1] if self.columns else 1)
         return address + self.index * Int64(n) * self.key.itemsize if self.packed else address
 

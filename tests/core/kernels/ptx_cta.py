@@ -20,7 +20,7 @@ ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c, "neg": np.negative,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "shl": np.left_shift,
     "shr": np.right_shift, "mov": lambda a: a, "cvt": lambda a: a, "selp": lambda a, b, p: np.where(p != 0, a, b),
-    "div": lambda a, b: np.trunc(a / b).astype(np.int64), "min": np.minimum, "max": np.maximum,
+    "div": lambda a, b: np.trunc(a / b).astype(np.int64), "rem": np.fmod, "min": np.minimum, "max": np.maximum,
 }  # fmt: skip
 COMPARE = {"eq": np.equal, "ne": np.not_equal, "lt": np.less, "le": np.less_equal, "gt": np.greater,
            "ge": np.greater_equal}  # fmt: skip
