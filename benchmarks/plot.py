@@ -28,6 +28,9 @@ PICTURES = {
 }
 
 
+PRODUCTS_IN_JAX = ("XLA", "ours (JAX)")
+
+
 def device_table(rows: list[Row]) -> str:
     """GB/s by problem and contender."""
     names = [n for n in STYLES if any(r["contender"] == n and r["status"] != "not available" for r in rows)]
@@ -73,6 +76,21 @@ def fusion_table(rows: list[Row]) -> str:
     return markdown(["graph under max-autotune, us", *names], cells)
 
 
+def product_table(rows: list[Row]) -> str:
+    """Microseconds of each contender by product, the fastest of PyTorch's in bold; JAX's are beside one another."""
+    names = unique(r["contender"] for r in rows)
+    table: dict[tuple[str, ...], dict[str, Row]] = {}
+    for r in rows:
+        table.setdefault((r["op"], r["case"], f"{r['m']} x {r['n']} x {r['k']}"), {})[r["contender"]] = r
+    lines = []
+    for key, of in table.items():
+        us = {n: float(of[n]["us"]) for n in names if n in of and of[n]["us"]}
+        best = min((n for n in us if n not in PRODUCTS_IN_JAX), key=us.__getitem__)
+        cells = (f"{us[n]:.4g}" if n in us else "" for n in names)
+        lines.append((*key, *(f"**{c}**" if n == best else c for n, c in zip(names, cells, strict=True))))
+    return markdown(("op", "case", "m x n x k", *names), lines)
+
+
 def section(folder: Path) -> str:
     """What was measured on what, then a table, per file that is there."""
     parts = []
@@ -82,6 +100,7 @@ def section(folder: Path) -> str:
         ("optax_decoder", "Training step in JAX", optax),
         ("linear_cross_entropy", "Loss of a linear head", head),
         ("host_time", "Host time", host_table),
+        ("linear", "Matrix products", product_table),
         ("fusion", "Our kernels or Inductor's fusion", fusion_table),
         ("startup", "Start-up", startup_table),
     ):
