@@ -29,8 +29,8 @@ DRIVER = (
     "cute_ops", "cute_ops.array_api", "cute_ops.config", "cute_ops.dims", "cute_ops.env", "cute_ops.errors",
     "cute_ops.files", "cute_ops.files.json_schema", "cute_ops.hardware", "cute_ops.jit", "cute_ops.jit.compile_pool",
     "cute_ops.jit.compiler", "cute_ops.jit.source_digest", "cute_ops.jit.target", "cute_ops.jit.toolchain",
-    "cute_ops.jit.variant", "cute_ops.kernels", "cute_ops.kernels.lib", "cute_ops.kernels.lib.entry", "cute_ops.op",
-    "cute_ops.op_checks", "cute_ops.processes", "cute_ops.shapes",
+    "cute_ops.jit.variant", "cute_ops.kernels", "cute_ops.kernels.lib", "cute_ops.kernels.lib.entry", "cute_ops.lists",
+    "cute_ops.op", "cute_ops.op_checks", "cute_ops.processes", "cute_ops.shapes",
 )  # fmt: skip
 UNFOLLOWED = frozenset({
     "cuda", "cute_ops_jax", "cute_ops_torch", "cutlass", "jax", "jaxlib", "numpy", "torch", "triton", "tvm_ffi",

@@ -53,6 +53,6 @@ def needs(problem: Problem, flat: Config) -> Needs:
     return Needs(config.threads, LEAST_REGISTERS + held * config.channels, resident=config.resident)
 
 
-SPACE = vary(needs=needs, ahead=(6, 9, 12), span=(24, 48, 96), resident=(4, 5, 6))
+SPACE = vary(needs=needs, ahead=(6, 9, 12), span=(24, 48, 96), resident=(4, 6))
 # Depends on the number of rows, as the grouping of the parameters' gradients does.
 BACKWARD = vary(needs=needs, buckets={"m": POWERS, "s": POWERS}, ahead=(6, 9, 12), resident=(2, 3, 4))
