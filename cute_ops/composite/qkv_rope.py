@@ -13,16 +13,51 @@ from cute_ops.ops.rotary.rope import rope_bwd_joined
 from cute_ops.shapes import FLOATS
 
 SIZES = (64, 128)
+DOC = """``out = x @ weight.T``, whose first ``heads`` heads are rotated as by :func:`rope`.
+
+Args:
+    x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
+    weight: ``T[n k]``: its rows are those of queries, of keys and of as many values.
+    cos, sin: ``[*#m r]``, with r half of a head's 64 or 128 columns; any float dtype; leading dims that broadcast.
+    heads: how many heads are rotated: those of queries and keys.
+    fused: ``"auto"`` and ``"always"`` rotate in the product's epilogue, ``"never"`` after the framework's product.
+
+Returns:
+    ``T[*m n]``. ``cos`` and ``sin`` have no gradient.
+
+Raises:
+    TypeError: a dtype that is not listed.
+    ValueError: shapes that do not fit, heads of another size, more or fewer of them than queries and keys can be.
+"""
+
+
+def check_heads(weight: tuple[int, ...], cos: tuple[int, ...], heads: int) -> int:
+    """The columns of a head.
+
+    Args:
+        weight, cos: the shapes.
+        heads: of queries and keys.
+
+    Raises:
+        ValueError: as :data:`DOC` says.
+    """
+    columns = cos[-1] if cos else 0
+    size = next((size for size in SIZES if size == 2 * columns), 0)  # a constant, also where shapes are symbolic
+    if not size:
+        raise ValueError(f"cute.qkv_rope: argument `cos` has {columns} columns, expected 32 or 64: half of a head's.")
+    n = weight[0] if len(weight) == 2 else 0
+    if n % size:
+        raise ValueError(f"cute.qkv_rope: argument `weight` has n={n} rows, no multiple of the {size} of a head.")
+    every = n // size
+    if n and not every < 2 * heads <= 2 * every - 2:
+        problem = f"attribute `heads` is {heads}, but {every} heads in all are queries, keys and as many values."
+        raise ValueError(f"cute.qkv_rope: {problem}")
+    return size
 
 
 @cache
 def qkv_rope(size: int) -> Op:
-    """The op for heads of so many columns.
-
-    ``out = x @ weight.T``, whose first ``heads`` heads are rotated as by :func:`rope`. ``x`` is ``T[*m k]``; the rows
-    of ``weight``, ``T[n k]``, are those of queries, of keys and of as many values; ``cos`` and ``sin`` are ``[*#m r]``
-    with ``r`` half of a head's columns, and have no gradient. With ``fused="never"`` the framework multiplies and
-    rotates.
+    """The op for heads of so many columns: see :data:`DOC`.
 
     Raises:
         ValueError: another size than 64 and 128.

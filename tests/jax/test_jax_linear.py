@@ -198,3 +198,26 @@ def test_adding_takes_the_memory_of_the_total(fake_kernels: Any) -> None:
     total = jax.ShapeDtypeStruct((64, 64), "float32")
     text = jax.jit(register(linear_dweight_add)).trace(*shapes, total).lower(lowering_platforms=("cuda",)).as_text()
     assert "output_operand_alias" in text and "stablehlo.dot_general" not in text
+
+
+def test_what_a_transformer_does_next() -> None:
+    """As PyTorch's functions, and in a jitted gradient."""
+    generator = np.random.default_rng(0)
+    x, weight = generator.standard_normal((2, 5, 24)), generator.standard_normal((4 * 64, 24))
+    residual, angles = generator.standard_normal((2, 5, 4 * 64)), generator.uniform(size=(5, 32))
+    arrays = [jnp.asarray(a, "float32") for a in (x, weight, np.cos(angles), np.sin(angles))]
+    rotated = jax.jit(cute_ops_jax.qkv_rope, static_argnums=4)(*arrays, 3)
+    product = (x @ weight.T).reshape(2, 5, 4, 64)
+    first, second = np.split(product[..., :3, :], 2, -1)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    product[..., :3, :] = np.concatenate([first * cos - second * sin, second * cos + first * sin], -1)
+    np.testing.assert_allclose(rotated, product.reshape(2, 5, 256), rtol=1e-5, atol=1e-4)
+
+    given = [jnp.asarray(a, "float32") for a in (x, weight, residual, np.ones(256))]
+    out, total = cute_ops_jax.linear_add_rmsnorm(*given, 1e-5)
+    exact = x @ weight.T + residual
+    np.testing.assert_allclose(total, exact, rtol=1e-5, atol=1e-4)
+    normed = exact / np.sqrt((exact**2).mean(-1, keepdims=True) + 1e-5)
+    np.testing.assert_allclose(out, normed, rtol=1e-4, atol=1e-4)
+    gradient = jax.jit(jax.grad(lambda x: cute_ops_jax.linear_add_rmsnorm(x, *given[1:], 1e-5)[1].sum()))(given[0])
+    np.testing.assert_allclose(gradient, np.broadcast_to(weight.sum(0), x.shape), rtol=1e-4, atol=1e-4)

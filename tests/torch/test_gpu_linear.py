@@ -458,11 +458,11 @@ def test_epilogue_time_and_again(name: str, sizes: tuple[int, int, int]) -> None
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (129, 1000, 72), (67, 130, 17), (8192, 4096, 1024)], ids=str)
 def test_the_next_norm(sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
-    given = epilogue_inputs(linear_add_rmsnorm, (m,), n, k)
-    function = cute_ops_torch.register(linear_add_rmsnorm)
+    given = epilogue_inputs(linear_add_rmsnorm(), (m,), n, k)
+    function = cute_ops_torch.register(linear_add_rmsnorm())
     outs = function(*given.values(), fused="always")
     finish(f"linear_add_rmsnorm {sizes}")
-    testing.check(linear_add_rmsnorm, given, {**linear_add_rmsnorm.attrs, "fused": "always"}, outs)
+    testing.check(linear_add_rmsnorm(), given, {**linear_add_rmsnorm().attrs, "fused": "always"}, outs)
     for ours, apart in zip(outs, function(*given.values(), fused="never"), strict=True):
         assert (ours - apart).abs().max() <= 2.0**-6 * apart.abs().max()
 

@@ -566,7 +566,7 @@ def test_autocast_does_not_round_what_an_op_gets(product: Op) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 def test_linear_add_rmsnorm(fused: str, dtype: torch.dtype) -> None:
     """Forward, with the product's epilogue or without, and the gradients."""
-    op, eps = linear_add_rmsnorm, 1e-5
+    op, eps = linear_add_rmsnorm(), 1e-5
     tensors = [t.detach().to(dtype).requires_grad_() for t in tensors_of(op, n=24)]
     out, residual_out = cute_ops_torch.register(op)(*tensors, eps=eps, fused=fused)
     x, weight, residual, norm_weight = wide = [t.detach().double().requires_grad_() for t in tensors]
@@ -584,9 +584,9 @@ def test_linear_add_rmsnorm(fused: str, dtype: torch.dtype) -> None:
 
 
 def test_linear_add_rmsnorm_is_a_good_citizen() -> None:
-    check_gradient(linear_add_rmsnorm, Case("", {"m": (3,), "n": 8, "k": 4}))
-    cute_ops_torch.register(linear_add_rmsnorm)
-    tensors = [t.detach() for t in tensors_of(linear_add_rmsnorm)]
+    check_gradient(linear_add_rmsnorm(), Case("", {"m": (3,), "n": 8, "k": 4}))
+    cute_ops_torch.register(linear_add_rmsnorm())
+    tensors = [t.detach() for t in tensors_of(linear_add_rmsnorm())]
     torch.library.opcheck(torch.ops.cute.linear_add_rmsnorm.default, tensors)
 
 
@@ -648,3 +648,44 @@ def test_what_adding_refuses() -> None:
         add(dout, x, x)
     with pytest.raises(NotImplementedError, match="argument `dout` requires grad"):
         add(dout.requires_grad_(), x, torch.zeros(8, 8))
+
+
+def test_what_a_transformer_does_next() -> None:
+    """The public functions, and under torch.compile."""
+    x, weight = torch.randn(2, 5, 24).bfloat16(), torch.randn(4 * 64, 24).bfloat16()
+    residual, norm_weight = torch.randn(2, 5, 4 * 64).bfloat16(), torch.rand(4 * 64)
+    angles = torch.rand(5, 32)
+
+    def both(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        rotated = cute_ops_torch.qkv_rope(x, weight, angles.cos(), angles.sin(), 3)
+        return rotated, *cute_ops_torch.linear_add_rmsnorm(x, weight, residual, norm_weight, 1e-5)
+
+    rotated, out, total = both(x)
+    exact = (x.double() @ weight.double().T).unflatten(-1, (4, 64))
+    first, second = exact.chunk(2, -1)
+    cos, sin = (f(angles.double())[:, None] for f in (torch.cos, torch.sin))
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+    wanted = torch.cat([turned[..., :3, :], exact[..., 3:, :]], -2).flatten(-2)
+    torch.testing.assert_close(rotated.double(), wanted, rtol=2.0**-7, atol=0.01)
+    exact = exact.flatten(-2) + residual.double()
+    torch.testing.assert_close(total.double(), exact, rtol=2.0**-7, atol=0.01)
+    normed = exact * torch.rsqrt(exact.square().mean(-1, keepdim=True) + 1e-5) * norm_weight.double()
+    torch.testing.assert_close(out.double(), normed, rtol=2.0**-6, atol=0.01)
+    compiled = torch.compile(both, fullgraph=True, dynamic=True, backend="aot_eager")
+    for eager, found in zip(both(x), compiled(x), strict=True):
+        assert torch.equal(eager, found)
+
+
+@pytest.mark.parametrize(
+    ("n", "columns", "heads", "message"),
+    [
+        (256, 31, 3, "argument `cos` has 31 columns, expected 32 or 64: half of a head's"),
+        (250, 32, 3, "argument `weight` has n=250 rows, no multiple of the 64 of a head"),
+        (256, 32, 4, "attribute `heads` is 4, but 4 heads in all are queries, keys and as many values"),
+        (256, 32, 2, "attribute `heads` is 2, but 4 heads in all"),
+    ],
+)
+def test_heads_that_do_not_fit(n: int, columns: int, heads: int, message: str) -> None:
+    angles = torch.rand(5, columns)
+    with pytest.raises(ValueError, match=re.escape(f"cute.qkv_rope: {message}")):
+        cute_ops_torch.qkv_rope(torch.randn(5, 8), torch.randn(n, 8), angles, angles, heads)

@@ -1,0 +1,55 @@
+"""Linear layers with what a transformer does next: the norm of the residual stream, the rotation of heads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
+from cute_ops.composite import qkv_rope as rotation
+from cute_ops.composite.docstrings import continued
+from cute_ops.op import Op
+from cute_ops_torch.composite.autocast import autocast
+from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.registry import define
+
+Tensor = torch.Tensor
+
+
+@continued(add_rmsnorm.DOC)
+def linear_add_rmsnorm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float = 1e-6, *, fused: str = "auto"
+) -> tuple[Tensor, Tensor]:
+    """The last layer of a transformer's block, and the norm that comes next."""
+    x, weight, residual = autocast(x, weight, residual)
+    out: tuple[Tensor, Tensor] = _op(0)(x, weight, residual, norm_weight, eps, fused)
+    return out
+
+
+@continued(rotation.DOC)
+def qkv_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, *, fused: str = "auto") -> Tensor:
+    """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
+    size = rotation.check_heads(tuple(weight.shape), tuple(cos.shape), heads)
+    x, weight = autocast(x, weight)
+    out: Tensor = _op(size)(x, weight, cos, sin, heads, fused)
+    return out
+
+
+def _op(size: int) -> Any:
+    """The function of ``qkv_rope`` for heads of so many columns; that of ``linear_add_rmsnorm`` for 0."""
+    if torch.compiler.is_dynamo_compiling():
+        return getattr(torch.ops.cute, _defined(size)).default
+    return define(_declared(size)).function
+
+
+@constant
+def _defined(size: int) -> str:
+    """The name of the op, which is registered."""
+    op = _declared(size)
+    define(op)
+    return op.name
+
+
+def _declared(size: int) -> Op:
+    return rotation.qkv_rope(size) if size else add_rmsnorm.linear_add_rmsnorm()
