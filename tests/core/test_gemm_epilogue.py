@@ -178,7 +178,7 @@ def test_references(op: Op, m: tuple[int, ...]) -> None:
             norm, cos, sin = operands
             a, b = np.split(acc / np.sqrt((acc**2).mean(-1, keepdims=True) + 1e-6) * norm, 2, -1)
             wanted = (np.concatenate([a * cos - b * sin, b * cos + a * sin], -1),)
-        case "scaled":
+        case "rescaled":
             y = silu(acc[..., :n]) * acc[..., n:] * operands[0][..., None]
             largest = abs(y).max(-1, keepdims=True)
             wanted = (y / np.maximum(largest, 1e-4), largest)
@@ -421,7 +421,7 @@ def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config:
         ("with_all", (3, 9, 40), {}),
         ("with_rope", (67, 256, 17), {}),
         ("with_qk_norm", (35, 256, 17), {}),
-        ("scaled", (35, 192, 33), {}),
+        ("rescaled", (35, 192, 33), {}),
         ("with_rstd", (67, 330, 17), {}),
         ("gated_reducing", (35, 131, 33), {"scale": "float32"}),
     ],
@@ -454,7 +454,7 @@ PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
         ("with_rope", PINGPONG, (70, 320, 72), {}),
         ("with_qk_norm", PINGPONG, (70, 320, 72), {}),
         ("with_qk_norm", replace(COOPERATIVE, store_stages=4), (130, 256, 72), {"norm": "float32"}),
-        ("scaled", COOPERATIVE, (130, 128, 72), {}),
+        ("rescaled", COOPERATIVE, (130, 128, 72), {}),
         ("with_rope", replace(COOPERATIVE, tile_n=256, store_stages=4), (130, 256, 72), {"cos": "float32"}),
         ("with_rstd", replace(COOPERATIVE, tile_m=256, cluster_n=2), (260, 264, 72), {}),
         ("with_rstd", PINGPONG, (200, 2056, 8), {}),
@@ -516,7 +516,7 @@ def test_the_length_of_a_row(tmp_path: Path) -> None:
 
 USUAL = (
     "with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "gated_dgrad", "with_rstd",
-    "gated_reducing", "with_rope", "with_qk_norm", "scaled",
+    "gated_reducing", "with_rope", "with_qk_norm", "rescaled",
 )  # fmt: skip
 
 
@@ -555,7 +555,7 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
         # More waits would mean that the compiler runs one instruction after the other.
         assert code.count("WARPGROUP.DEPBAR") == 2
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
-        packed = name in ("with_swiglu", "gated_reducing", "scaled")
+        packed = name in ("with_swiglu", "gated_reducing", "rescaled")
         tiles = {"with_residual": 1, "gated_dgrad": 2, "with_rstd": 1}.get(name, 0)
         assert len(re.findall(r"\bUTMALDG\b", code)) >= 2 + packed + tiles
         assert "HGMMA" in code and "UTMASTG" in code

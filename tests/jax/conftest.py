@@ -27,6 +27,7 @@ from cute_ops.jit import cache, toolchain
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Case, Op
 from cute_ops.ops import OPS, PARTS
+from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
 from cute_ops.shapes import FLOATS
 from cute_ops_jax.primitive import ffi, function, vjp
 from cute_ops_jax.primitive.primitive import Stage, stage
@@ -207,7 +208,7 @@ def through_ffi(
 ) -> Callable[[Op], Callable[..., Any]]:
     """``through_ffi(op)``: the op's function, whose CUDA lowering runs on the CPU."""
     # Functions are made when they are first asked for. Make all of them now, so that none uses these stages.
-    for op in STAGES.values():
+    for op in (*STAGES.values(), *PLAIN_PRODUCTS):
         function.register(op)
     monkeypatch.setattr(vjp, "stage", ffi_stage)
     return function.register.__wrapped__

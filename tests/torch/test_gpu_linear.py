@@ -409,7 +409,7 @@ def test_epilogue(epilogue: Op, sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("tile", TILES, ids=str)
 @pytest.mark.parametrize(
     "name",
-    ["with_gelu", "saving", "with_swiglu", "gated_dgrad", "with_all", "with_rstd", "scaled", "with_qk_norm"],
+    ["with_gelu", "saving", "with_swiglu", "gated_dgrad", "with_all", "with_rstd", "rescaled", "with_qk_norm"],
 )
 def test_epilogue_of_every_tile(name: str, tile: Any, cluster: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     if sm(target.of_device().arch) != 90:

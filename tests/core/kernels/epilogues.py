@@ -77,7 +77,7 @@ def with_qk_norm(xp: Any, acc: Any, norm: Any, cos: Any, sin: Any, *, heads: int
     return xp.where(xp.arange(acc.shape[-1]) < 64 * heads, turned, acc)
 
 
-def scaled(xp: Any, acc: Any, scale: Any) -> Any:
+def rescaled(xp: Any, acc: Any, scale: Any) -> Any:
     """By the largest of 128 columns, as fp8 numbers are; and what that was."""
     n = acc.shape[-1] // 2
     y = xp.silu(acc[..., :n]) * acc[..., n:] * scale
@@ -87,7 +87,7 @@ def scaled(xp: Any, acc: Any, scale: Any) -> Any:
 
 def columns(op: Op, n: int) -> int:
     """At least n, whole groups where the op has groups."""
-    return -(-n // 64) * 64 if op.name in ("with_rope", "with_qk_norm", "scaled") else n
+    return -(-n // 64) * 64 if op.name in ("with_rope", "with_qk_norm", "rescaled") else n
 
 
 OPS: tuple[Op, ...] = (
@@ -114,7 +114,7 @@ OPS: tuple[Op, ...] = (
     fused_linear(
         with_qk_norm, operands={"norm": ROW, "cos": "*#m 32", "sin": "*#m 32"}, attrs={"heads": 3}
     ),
-    fused_linear(scaled, operands={"scale": "*m"}, weight="2n k"),
+    fused_linear(rescaled, operands={"scale": "*m"}, weight="2n k"),
     fused_linear(
         with_all, operands={"scale": "*m", "bias": ROW, "residual": TILE, "factor": ""}, attrs={"limit": 2.0}
     ),
