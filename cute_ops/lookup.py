@@ -23,9 +23,13 @@ from cute_ops.op import Op
 @cache
 def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
-    from cute_ops.ops import OPS, PARTS, PRODUCTS  # start-up time: a program of one's own op needs none of ours
+    # Start-up time: a program of one's own op needs none of ours.
+    from cute_ops.ops import OPS, PARTS, PRODUCTS
+    from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
+    from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
 
-    return {op.name: op for forward in (*OPS, *PRODUCTS, *PARTS) for op in _family(forward)}
+    inside = (gated_linear_kn(), *(make(kn) for make in (gated_dgrad, gated_dgrad_again) for kn in (False, True)))
+    return {op.name: op for forward in (*OPS, *PRODUCTS, *PLAIN_PRODUCTS, *inside, *PARTS) for op in _family(forward)}
 
 
 def _family(op: Op) -> list[Op]:

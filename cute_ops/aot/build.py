@@ -73,6 +73,12 @@ def variant_of(call: Call, target: Target) -> Variant:
     return dispatch.foresee(bound, call.memory, target, fixed=not call.dynamic).variant
 
 
+def runs_by_framework(call: Call, target: Target) -> bool:
+    """Whether no kernel is needed: a product that the framework computes faster."""
+    op = call.op
+    return bool(op.instead) and dispatch.instead(bind(op, call.inputs, call.attrs), call.memory, target) is not None
+
+
 def variants_of(
     calls: Iterable[Call], targets: Iterable[Target], skip: Callable[[str], None] = log.warning
 ) -> list[Variant]:
@@ -91,11 +97,11 @@ def variants_of(
         refused: list[NotImplementedError] = []
         for target in targets:
             try:
-                variant = variant_of(call, target)
+                if not runs_by_framework(call, target):
+                    variant = variant_of(call, target)
+                    found[variant.symbol] = variant
             except NotImplementedError as error:
                 refused.append(error)
-                continue
-            found[variant.symbol] = variant
         if refused and len(refused) == len(targets):
             raise refused[0]
         for refusal in refused:

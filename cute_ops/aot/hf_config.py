@@ -14,6 +14,8 @@ from cute_ops.shapes import FLOATS, Array
 
 # Batch and positions: kernels are made for so many dims, of any size.
 LEAD = (1, ROWS)
+# Rows of products: their tiles depend on how many there are, and serve all sizes else.
+PRODUCT_ROWS = tuple(2**k for k in range(7, 18))
 # The gated product of each activation, and its attributes.
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {
     "silu": ("silu_mul", {}),
@@ -71,6 +73,8 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
                 yield from _rows("swiglu", {"x": 2 * size}, dtype, {}, False, (ROWS,))
                 for name in ("swiglu_bwd", "swiglu_again"):
                     yield from _rows(name, {"x": 2 * size, "dout": size}, dtype, {}, False, (ROWS,))
+                if dtype != "float32":
+                    yield from _mlp_products(hidden, size, dtype)
     # Of heads that are rotated in part the rest is cut off before.
     whole = config.get("partial_rotary_factor") in (None, 1.0)
     if "num_attention_heads" in config and whole and (config.get("rope_theta") or config.get("rope_parameters")):
@@ -83,11 +87,12 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
 def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]:
     """Of queries and keys, by tables whose two halves are the same: the first is used where it lies."""
     heads = config["num_attention_heads"]
+    keys = config.get("num_key_value_heads") or heads
     size = config.get("head_dim") or config["hidden_size"] // heads
     # Heads lie outside of positions once Gemma 3 has normalized them, and in gradients of eager attention, Gemma 2's.
     exchanged = {"gemma2": "rope_bwd", "gemma3": "rope"}.get(str(config.get("model_type"))[:6])
     halves = {name: Memory((size, 1)) for name in ("cos", "sin")}
-    for count in dict.fromkeys((heads, config.get("num_key_value_heads") or heads)):
+    for count in dict.fromkeys((heads, keys)):
         for name, rotated in (("rope", "x"), ("rope_bwd", "dout"))[: 1 + train]:
             # The half of a table of one position, as a token is generated, is compact.
             for positions, memory in ((ROWS, halves), (1, {}))[: 2 if name == "rope" else 1]:
@@ -96,8 +101,10 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                 yield Call(name, inputs, memory=memory)
                 if positions > 1 and exchanged == name:
                     yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
+    if train and dtype != "float32":
+        yield from _projections(config["hidden_size"], [count * size for count in (heads, keys, keys)], dtype)
     if train:  # of heads that are rotated as they come out of their projections
-        counts = {"dq": heads, "dk": config.get("num_key_value_heads") or heads}
+        counts = {"dq": heads, "dk": keys}
         together = Array((1, ROWS, sum(counts.values()), size), dtype)
         table = Array((ROWS, size // 2), dtype)
         yield Call("rope", {"x": together, "cos": table, "sin": table}, memory=halves)
@@ -106,6 +113,30 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
         yield joined
         if exchanged == "rope_bwd":
             yield from (_exchanged(joined, batch) for batch in (1, 2))
+
+
+def _mlp_products(hidden: int, size: int, dtype: str) -> Iterator[Call]:
+    """Of a gated MLP with packed weights, which is one node."""
+    for m in PRODUCT_ROWS:
+        x, inner, both = (Array((m, n), dtype) for n in (hidden, size, 2 * size))
+        down, packed = Array((hidden, size), dtype), Array((2 * size, hidden), dtype)
+        yield Call("gated_linear_saving", {"x": x, "weight": packed})
+        yield Call("linear", {"x": inner, "weight": down})
+        for name in ("gated_mlp_dgrad", "gated_mlp_dgrad_again"):
+            yield Call(name, {"x": x, "weight": down, "pre": both})
+        yield Call("linear_dweight", {"dout": x, "x": inner})
+        yield Call("linear_dweight", {"dout": both, "x": x})
+        yield Call("linear_dx", {"dout": both, "weight": packed})
+
+
+def _projections(hidden: int, sizes: list[int], dtype: str) -> Iterator[Call]:
+    """Of queries, keys and values, which are one node: queries and keys together, and in the backward all three."""
+    for m in PRODUCT_ROWS:
+        x, every = Array((m, hidden), dtype), Array((m, sum(sizes)), dtype)
+        for n in (*sizes, sum(sizes[:2])):
+            yield Call("linear", {"x": x, "weight": Array((n, hidden), dtype)})
+        yield Call("linear_dx", {"dout": every, "weight": Array((sum(sizes), hidden), dtype)})
+        yield Call("linear_dweight", {"dout": every, "x": x})
 
 
 def _exchanged(call: Call, batch: int) -> Call:

@@ -7,17 +7,15 @@ makes ``h`` again for the gradient of ``w_down``: neither ``h`` nor its gradient
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
-from cute_ops.expressions.reference import CUBE, SLOPE
 from cute_ops.op import FUSED, Case, Op, Program, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
-from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
-from cute_ops.ops.gemm.named import ACTIVATIONS, gated, gated_linear
+from cute_ops.ops.gemm.named import ACTIVATIONS, gated_linear
 from cute_ops.shapes import FLOATS
 
 DOC = """Args:
@@ -53,35 +51,6 @@ Arrays: TypeAlias = Mapping[str, Any]
 Attrs: TypeAlias = Mapping[str, Any]
 
 
-def _value_and_slope(xp: Any, gate: Any, activation: str) -> tuple[Any, Any]:
-    if activation == "gelu":
-        below = xp.ndtr(gate)
-        return gate * below, below + gate * xp.exp(-0.5 * xp.square(gate)) / math.sqrt(2 * math.pi)
-    if activation == "gelu_tanh":
-        s = xp.sigmoid(2 * SLOPE * (gate + CUBE * gate**3))
-        near = xp.clip(gate, -16, 16)  # where a square would overflow the slope is multiplied by zero
-        return gate * s, s + gate * s * (1 - s) * (2 * SLOPE * (1 + 3 * CUBE * xp.square(near)))
-    s = xp.sigmoid(gate)
-    return gate * s, s + gate * s * (1 - s)
-
-
-def _halves_of_gradient(xp: Any, dh: Any, pre: Any, activation: str) -> tuple[Any, Any, Any]:
-    n = pre.shape[-1] // 2
-    gate, up = pre[..., :n], pre[..., n:]
-    value, slope = _value_and_slope(xp, gate, activation)
-    return dh * up * slope, dh * value, value * up
-
-
-def _gated_dgrad(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any]:
-    """Gradients of gate and up, side by side, from the product that is the gradient of ``h``."""
-    return _halves_of_gradient(xp, dh, pre, activation)[:2]
-
-
-def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any, Any]:
-    """The same, and ``h``."""
-    return _halves_of_gradient(xp, dh, pre, activation)
-
-
 def _how(attrs: Attrs) -> Attrs:
     return {"fused": attrs["fused"]}
 
@@ -98,22 +67,10 @@ class Layout:
         self.w_gate_up = Tensor("k 2n" if transposed else "2n k", "T")
         self.w_down = Tensor("n p" if transposed else "p n", "T")
         self.inputs = {"x": X, "w_gate_up": self.w_gate_up, "w_down": self.w_down}
-        options: dict[str, Any] = {
-            "operands": {"pre": "*m 2n"}, "attrs": {"activation": ACTIVATIONS},
-            "weight": "n k" if transposed else "k n",
-        }  # fmt: skip
-        self.gated = (
-            fused_linear(gated, name="gated_linear_kn", weight="k 2n", attrs={"activation": ACTIVATIONS})
-            if transposed
-            else gated_linear
-        )
+        self.gated = gated_linear_kn() if transposed else gated_linear
         assert self.gated.saving is not None
         self.gated_saving = self.gated.saving
-        name = f"gated_mlp{self.suffix}_dgrad"
-        self.dgrad = fused_linear(_gated_dgrad, name=name, outputs={"dpre": "*m 2n"}, **options)
-        self.dgrad_again = fused_linear(
-            _gated_dgrad_again, name=f"{name}_again", outputs={"dpre": "*m 2n", "hidden": "*m n"}, **options
-        )  # fmt: skip
+        self.dgrad, self.dgrad_again = gated_dgrad(transposed), gated_dgrad_again(transposed)
         self.products = (linear, linear_dx, linear_dweight)
 
     def product(self, call: Call, x: Any, weight: Any, attrs: Attrs) -> Any:

@@ -348,7 +348,16 @@ def test_a_model_is_planned_from_its_configuration() -> None:
     names = [op.name for op in OPS if op.name in ("rmsnorm", "add_rmsnorm", "silu_mul")]
     packed = {"swiglu", "swiglu_bwd", "swiglu_again"}
     frozen = {"rmsnorm_bwd_only_dx", "add_rmsnorm_bwd_only_dx_dresidual"}
-    assert {call.name for call in calls} == {*names, *(f"{name}_bwd" for name in names), *frozen, *packed}
+    products = {
+        "linear",
+        "linear_dx",
+        "linear_dweight",
+        "gated_linear_saving",
+        "gated_mlp_dgrad",
+        "gated_mlp_dgrad_again",
+    }
+    gradients = {f"{name}_bwd" for name in names}
+    assert {call.name for call in calls} == {*names, *gradients, *frozen, *packed, *products}
     assert all(build.variant_of(call, SM90).attrs.get("eps", 1e-5) == 1e-5 for call in calls)
     gradients = [call.inputs for call in calls if call.name == "add_rmsnorm_bwd"]
     assert ["dresidual_out" in inputs for inputs in gradients] == [True, False]
@@ -356,6 +365,13 @@ def test_a_model_is_planned_from_its_configuration() -> None:
     assert {(c.inputs["x"].shape[-1], c.attrs["weight_offset"]) for c in gemma if c.name == "rmsnorm"} == {
         (4096, 1.0), (256, 1.0),
     }  # fmt: skip
+    # Kernels of products serve many sizes; elsewhere than on Hopper, and in float32, the framework multiplies.
+    ops = [
+        {variant.op for variant in build.variants_of(calls_of_model(LLAMA, dtype, train=True), [parse(arch)])}
+        for dtype, arch in (("bfloat16", "sm_90a"), ("bfloat16", "sm_80"), ("float32", "sm_90a"))
+    ]
+    assert [products & each for each in ops] == [products, set(), set()]
+    assert 6 <= sum(v.op in products for v in build.variants_of(calls, [SM90])) <= 24
     activation = {"hidden_activation": "gelu_pytorch_tanh"}
     assert [c.name for c in calls_of_model(LLAMA | activation)][-1] == "gelu_mul"
     with pytest.raises(ValueError, match="it has no hidden_size"):

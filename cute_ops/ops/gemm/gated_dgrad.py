@@ -1,0 +1,72 @@
+"""The gradient of a gated activation behind the product that makes its cotangent, for the backward of a gated MLP."""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+from typing import Any
+
+from cute_ops.expressions.reference import CUBE, SLOPE
+from cute_ops.op import Op
+from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.named import ACTIVATIONS, gated
+
+
+def _value_and_slope(xp: Any, gate: Any, activation: str) -> tuple[Any, Any]:
+    if activation == "gelu":
+        below = xp.ndtr(gate)
+        return gate * below, below + gate * xp.exp(-0.5 * xp.square(gate)) / math.sqrt(2 * math.pi)
+    if activation == "gelu_tanh":
+        s = xp.sigmoid(2 * SLOPE * (gate + CUBE * gate**3))
+        near = xp.clip(gate, -16, 16)  # where a square would overflow the slope is multiplied by zero
+        return gate * s, s + gate * s * (1 - s) * (2 * SLOPE * (1 + 3 * CUBE * xp.square(near)))
+    s = xp.sigmoid(gate)
+    return gate * s, s + gate * s * (1 - s)
+
+
+def _halves_of_gradient(xp: Any, dh: Any, pre: Any, activation: str) -> tuple[Any, Any, Any]:
+    n = pre.shape[-1] // 2
+    gate, up = pre[..., :n], pre[..., n:]
+    value, slope = _value_and_slope(xp, gate, activation)
+    return dh * up * slope, dh * value, value * up
+
+
+def _gated_dgrad(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any]:
+    """Gradients of gate and up, side by side, from the product that is the gradient of ``h``."""
+    return _halves_of_gradient(xp, dh, pre, activation)[:2]
+
+
+def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[Any, Any, Any]:
+    """The same, and ``h``."""
+    return _halves_of_gradient(xp, dh, pre, activation)
+
+
+@cache
+def gated_dgrad(transposed: bool) -> Op:
+    """The op for a weight of ``[p, n]``, or of ``[n, p]``: ``_gated_dgrad`` of the product and of ``pre``."""
+    return fused_linear(_gated_dgrad, name=_name(transposed), outputs={"dpre": "*m 2n"}, **_options(transposed))
+
+
+@cache
+def gated_dgrad_again(transposed: bool) -> Op:
+    """The same, and ``h``."""
+    return fused_linear(
+        _gated_dgrad_again, name=f"{_name(transposed)}_again", outputs={"dpre": "*m 2n", "hidden": "*m n"},
+        **_options(transposed),
+    )  # fmt: skip
+
+
+@cache
+def gated_linear_kn() -> Op:
+    """``gated_linear`` of a weight of ``[k, 2n]``."""
+    return fused_linear(gated, name="gated_linear_kn", weight="k 2n", attrs={"activation": ACTIVATIONS})
+
+
+def _name(transposed: bool) -> str:
+    return f"gated_mlp{'_kn' if transposed else ''}_dgrad"
+
+
+def _options(transposed: bool) -> dict[str, Any]:
+    return {
+        "operands": {"pre": "*m 2n"}, "attrs": {"activation": ACTIVATIONS}, "weight": "n k" if transposed else "k n",
+    }  # fmt: skip
