@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +17,10 @@ from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
+_MADE_BY: dict[str, Callable[[], Op]] = {
+    "linear_add_rmsnorm": add_rmsnorm.linear_add_rmsnorm,
+    **{f"qkv_rope_{size}": partial(rotation.qkv_rope, size) for size in rotation.SIZES},
+}
 
 
 @continued(add_rmsnorm.DOC)
@@ -23,7 +29,7 @@ def linear_add_rmsnorm(
 ) -> tuple[Tensor, Tensor]:
     """The last layer of a transformer's block, and the norm that comes next."""
     x, weight, residual = autocast(x, weight, residual)
-    out: tuple[Tensor, Tensor] = _op(0)(x, weight, residual, norm_weight, eps, fused)
+    out: tuple[Tensor, Tensor] = _function("linear_add_rmsnorm")(x, weight, residual, norm_weight, eps, fused)
     return out
 
 
@@ -32,24 +38,19 @@ def qkv_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, *,
     """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
     size = rotation.check_heads(tuple(weight.shape), tuple(cos.shape), heads)
     x, weight = autocast(x, weight)
-    out: Tensor = _op(size)(x, weight, cos, sin, heads, fused)
+    out: Tensor = _function(f"qkv_rope_{size}")(x, weight, cos, sin, heads, fused)
     return out
 
 
-def _op(size: int) -> Any:
-    """The function of ``qkv_rope`` for heads of so many columns; that of ``linear_add_rmsnorm`` for 0."""
+def _function(name: str) -> Any:
+    """The function of the op of this name, which is registered if it was not."""
     if torch.compiler.is_dynamo_compiling():
-        return getattr(torch.ops.cute, _defined(size)).default
-    return define(_declared(size)).function
+        return getattr(torch.ops.cute, _defined(name)).default
+    return define(_MADE_BY[name]()).function
 
 
 @constant
-def _defined(size: int) -> str:
+def _defined(name: str) -> str:
     """The name of the op, which is registered."""
-    op = _declared(size)
-    define(op)
-    return op.name
-
-
-def _declared(size: int) -> Op:
-    return rotation.qkv_rope(size) if size else add_rmsnorm.linear_add_rmsnorm()
+    define(_MADE_BY[name]())
+    return name
