@@ -20,22 +20,12 @@ LEAST_BUSY = 0.65
 WIDE = {"T": ("float32",)}  # which no kernel takes
 
 
-def fuses(rows: int, by_tma: bool, arch: str) -> bool:
-    """Whether our kernel was measured to be at least as fast, of bfloat16 and float16: on Hopper, with TMA, for more
-    than a few rows.
-
-    Args:
-        rows: of x.
-        by_tma: whether TMA takes both operands, and the epilogue leaves registers enough.
-        arch: the GPU's.
-    """
-    return sm(arch) == 90 and by_tma and rows > MOST_FEW_ROWS
-
-
 def instead(
     program: Program, config: Callable[[Problem], GemmConfig], sizes: tuple[str, str, str] | None = None
 ) -> Instead:
-    """What may run in place of a product's kernel.
+    """What may run in place of a product's kernel, and where it does: on other GPUs than Hopper's, without TMA, for few
+    rows, and where a product without an epilogue keeps few Tensor Cores busy. Elsewhere our kernel was measured to be
+    at least as fast.
 
     Args:
         program: the framework's product, and a pass over its output.
@@ -44,11 +34,10 @@ def instead(
     """
 
     def when(problem: Problem) -> bool:
-        rows = problem.size("m")
-        if not fuses(rows, True, problem.arch):  # finding a config takes a while
+        if sm(problem.arch) != 90 or problem.size("m") <= MOST_FEW_ROWS:
             return True
         chosen = config(problem)
-        if not fuses(rows, chosen.form != "mma_sync", problem.arch):
+        if chosen.form == "mma_sync":  # TMA cannot take an operand, or the epilogue needs too many registers
             return True
         if sizes is None:
             return False

@@ -85,9 +85,10 @@ def fused_linear(
 
     The op has one more attribute, ``fused``. ``"always"`` runs that kernel; ``"never"`` the framework's product and
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
-    ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.fuses`),
-    and never for float32. Where elements follow from more than those at their place, the framework computes the
-    epilogue that ``"never"`` asks for, ``"auto"`` runs the kernel but for float32, and no gradient follows.
+    ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.instead`),
+    and never for float32. An epilogue that reduces rows, looks at groups of columns or repeats an operand differs:
+    ``"auto"`` always runs its kernel, but for float32; with ``"never"`` the framework computes it; and it has no
+    gradient unless ``grad`` gives one.
 
     Args:
         epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns a value or a tuple of
@@ -98,8 +99,8 @@ def fused_linear(
         weight: its shape; ``n k`` as in PyTorch, ``k n`` as in JAX and in gradients.
         name: the op's name, the function's by default.
         outputs: their shapes, ``*m n`` or ``*m 2n``, which takes two values, of what follows from reductions ``*m 1``
-            or ``*m``; ``out``, or ``out0``, ``out1``, ... of ``*m n`` and ``*m 1`` by default. One that is called ``d``
-            and an operand makes the op a gradient, which has none.
+            or ``*m``; ``out``, or ``out0``, ``out1``, ... of ``*m n`` and ``*m 1`` by default. An op with an
+            output named ``d<operand>`` is a gradient, and has none itself.
         dtypes: of those outputs that do not have x's dtype, column vectors float32; of ``acc`` the one in which it is
             saved.
         attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
