@@ -9,8 +9,8 @@ from cute_ops.config import Problem, Tuning
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import FUSED, Op, Program, Tensor
 from cute_ops.ops.gemm.choice import instead
-from cute_ops.ops.gemm.config import SWIZZLED, Demand
-from cute_ops.ops.gemm.linear import CASES, DOUT, HALVES, X, check_rows, configure, linear_dweight, vector
+from cute_ops.ops.gemm.config import Demand
+from cute_ops.ops.gemm.linear import CASES, DOUT, HALVES, X, check_rows, configure, linear_dweight, loads
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
@@ -32,11 +32,11 @@ def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any])
 def config(problem: Problem) -> GemmConfig:
     """That of the product, with one tile to read."""
     check_rows(linear_dweight_add, problem)
-    vectors = [vector(problem, name, problem.size(problem.contiguous[name])) for name in ("dout", "x")]
+    vectors, blocks = loads(problem, ("dout", "x"), "m")
     itemsize, by_tma = ITEMSIZE[problem.dtypes["total"]], problem.aligns["total"] == VECTOR_BYTES
     demand = Demand(
         (itemsize,), (itemsize,) if by_tma else (), live=2, fma=1, vectors=0 if by_tma else BY_THREADS * itemsize,
-        blocks=8 if problem.contiguous["x"] == "m" else SWIZZLED,
+        blocks=blocks,
     )  # fmt: skip
     chosen = configure(problem, vectors, ("n", "k", "m"), demand)
     texts = {"expression": "e1(t,t) add 0 1 -> 2", "reads": "total", "writes": "total"}

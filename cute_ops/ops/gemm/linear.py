@@ -92,9 +92,8 @@ def declare(
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
         itemsize = ITEMSIZE[problem.dtypes[next(iter(outputs))]]
-        vectors = [vector(problem, n, problem.size(problem.contiguous[n])) for n in inputs]
-        together = 8 if problem.contiguous[list(inputs)[1]] == sizes[2] else SWIZZLED
-        return configure(problem, vectors, sizes, Demand((itemsize,), blocks=together))
+        vectors, blocks = loads(problem, list(inputs), sizes[2])
+        return configure(problem, vectors, sizes, Demand((itemsize,), blocks=blocks))
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         ((out, tensor),) = outputs.items()
@@ -144,6 +143,18 @@ def configure(
         m, n, k = map(problem.size, sizes)
         chosen = choose(m, n, k, ITEMSIZE["bfloat16"], demand, problem.arch, problem.sm_count)
     return chosen or without_tma(vec_a, vec_b)
+
+
+def loads(problem: Problem, names: Sequence[str], terms: str) -> tuple[list[tuple[int, bool]], int]:
+    """What :func:`vector` gives of both operands, and the columns of the second one that lie together in shared memory.
+
+    Args:
+        problem: the call.
+        names: of the operands.
+        terms: the dim that is summed over.
+    """
+    vectors = [vector(problem, name, problem.size(problem.contiguous[name])) for name in names]
+    return vectors, 8 if problem.contiguous[names[1]] == terms else SWIZZLED
 
 
 def vector(problem: Problem, name: str, length: int) -> tuple[int, bool]:
@@ -212,11 +223,12 @@ def linear_acc(dtype: str, across: bool) -> Op:
         across: whether it is ``x @ weight``, of a weight ``k n``.
     """
     name = f"linear{'_kn' if across else ''}_acc{'' if dtype == 'T' else f'_{dtype}'}"
-    compute = (
-        (reference_dx if across else reference) if dtype == "T" else (across_float32 if across else reference_float32)
-    )
+    computes = {
+        ("T", False): reference, ("T", True): reference_dx, ("float32", False): reference_float32,
+        ("float32", True): across_float32,
+    }  # fmt: skip
     return declare(
-        name, "LinearDx" if across else "Linear", compute, ("m", "n", "k"),
+        name, "LinearDx" if across else "Linear", computes[dtype, across], ("m", "n", "k"),
         {"x": X, "weight": ACROSS if across else WEIGHT}, {"acc": OUT._replace(dtype=dtype)},
         doc="The sums of a product, once more.",
     )  # fmt: skip
