@@ -55,6 +55,12 @@ def check_heads(weight: tuple[int, ...], cos: tuple[int, ...], heads: int) -> in
     return size
 
 
+def _parts(by_head: Any, heads: int) -> tuple[Any, Any, Any]:
+    """Queries, keys and values of ``(..., heads in all, columns)``, whose first ``heads`` are queries and keys."""
+    queries = 2 * heads - by_head.shape[-2]
+    return by_head[..., :queries, :], by_head[..., queries:heads, :], by_head[..., heads:, :]
+
+
 @cache
 def qkv_rope(size: int) -> Op:
     """The op for heads of so many columns: see :data:`DOC`.
@@ -73,19 +79,14 @@ def qkv_rope(size: int) -> Op:
 
     def backward(xp: Any, call: Callable[..., Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
         dout = inputs["dout"]
-        every, rotated = dout.shape[-1] // size, attrs["heads"]
-        queries = 2 * rotated - every
-        by_head = dout.reshape((*dout.shape[:-1], every, size))
-        parts = (by_head[..., :queries, :], by_head[..., queries:rotated, :], by_head[..., rotated:, :])
-        given = dict(zip(("dq", "dk", "dv"), parts, strict=True))
+        by_head = dout.reshape((*dout.shape[:-1], dout.shape[-1] // size, size))
+        given = dict(zip(("dq", "dk", "dv"), _parts(by_head, attrs["heads"]), strict=True))
         found = call(rope_bwd_joined, {**given, "cos": inputs["cos"], "sin": inputs["sin"]}, {})["dqkv"]
         return {"dacc": found.reshape(dout.shape)}
 
     def reference(xp: Any, dout: Any, cos: Any, sin: Any, *, heads: int, fused: str) -> Any:
         by_head = xp.reshape(dout, (*dout.shape[:-1], dout.shape[-1] // size, size))
-        queries = 2 * heads - by_head.shape[-2]
-        parts = (by_head[..., :queries, :], by_head[..., queries:heads, :], by_head[..., heads:, :])
-        (found,) = rope_bwd_joined.reference(xp, *parts, cos, sin, interleaved=False)
+        (found,) = rope_bwd_joined.reference(xp, *_parts(by_head, heads), cos, sin, interleaved=False)
         return xp.reshape(found, dout.shape)
 
     rows, angles = Tensor("*m n", "T"), Tensor(table, "C")

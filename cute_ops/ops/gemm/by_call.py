@@ -172,7 +172,7 @@ def operand_names(epilogue: Epilogue, count: int) -> tuple[str, ...]:
     Raises:
         TypeError: it takes more, or fewer.
     """
-    epilogue = EPILOGUES.get(epilogue, epilogue) if isinstance(epilogue, str) else epilogue
+    epilogue = _meant(epilogue)
     if isinstance(epilogue, str):
         return tuple(f"operand{i}" for i in range(count))
     every = inspect.signature(epilogue).parameters.values()
@@ -200,7 +200,7 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
         TraceError: it does what an expression cannot say.
         ValueError: it does what is not fused yet.
     """
-    epilogue = EPILOGUES.get(epilogue, epilogue) if isinstance(epilogue, str) else epilogue
+    epilogue = _meant(epilogue)
     if isinstance(epilogue, str):
         return _op_of_text("", epilogue, _there(operand_names(epilogue, len(shapes)), shapes), weight, save)
     try:
@@ -216,6 +216,11 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
         text = text_of(trace(epilogue, operands, dict(attrs)))
         known[key] = _op_of_text(_name(epilogue), text, _there(names, shapes), weight, save)
     return known[key]
+
+
+def _meant(epilogue: Epilogue) -> Epilogue:
+    """The function that a name such as ``"gelu"`` stands for; a function or an expression's text as it is."""
+    return EPILOGUES.get(epilogue, epilogue) if isinstance(epilogue, str) else epilogue
 
 
 def _name(epilogue: Callable[..., Any]) -> str:

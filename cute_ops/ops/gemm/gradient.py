@@ -72,9 +72,6 @@ class Gradient(NamedTuple):
     saves: bool = False
 
 
-NO_GRADIENT = Gradient()
-
-
 class Terms(NamedTuple):
     """The derivative of an epilogue: one node for each half of a packed operand, else one for each operand.
 

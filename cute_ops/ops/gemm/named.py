@@ -26,24 +26,28 @@ GATED = (
 )  # fmt: skip
 
 
-def bias(xp: Any, acc: Any, bias: Any = None) -> Any:
+def _biased(acc: Any, bias: Any) -> Any:
     return acc if bias is None else acc + bias
 
 
+def bias(xp: Any, acc: Any, bias: Any = None) -> Any:
+    return _biased(acc, bias)
+
+
 def bias_gelu(xp: Any, acc: Any, bias: Any = None) -> Any:
-    return xp.gelu(acc if bias is None else acc + bias)
+    return xp.gelu(_biased(acc, bias))
 
 
 def bias_gelu_tanh(xp: Any, acc: Any, bias: Any = None) -> Any:
-    return xp.gelu_tanh(acc if bias is None else acc + bias)
+    return xp.gelu_tanh(_biased(acc, bias))
 
 
 def bias_silu(xp: Any, acc: Any, bias: Any = None) -> Any:
-    return xp.silu(acc if bias is None else acc + bias)
+    return xp.silu(_biased(acc, bias))
 
 
 def bias_add(xp: Any, acc: Any, bias: Any, residual: Any) -> Any:
-    return acc + residual if bias is None else acc + bias + residual
+    return _biased(acc, bias) + residual
 
 
 # What ``epilogue="gelu"`` stands for; the bias may be left out.
