@@ -14,7 +14,7 @@ from cute_ops.shapes import FLOATS, Array
 
 # Batch and positions: kernels are made for so many dims, of any size.
 LEAD = (1, ROWS)
-# Rows of products: their tiles depend on how many there are, and serve all sizes else.
+# The tile of a product depends on its number of rows. A kernel serves products of all sizes that take its tile.
 PRODUCT_ROWS = tuple(2**k for k in range(7, 18))
 # The gated product of each activation, and its attributes.
 _GATED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -105,8 +105,8 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
     """
     symbols = _has_symbols(binding)
     expanded, flat = _folded(binding)
-    chosen = not symbols and any(t.contiguous for t in binding.op.inputs.values())
-    memory = _memory(binding.op, transposed, _shapes(flat)) if chosen else {}
+    declared = not symbols and any(t.contiguous for t in binding.op.inputs.values())
+    memory = _memory(binding.op, transposed, _shapes(flat)) if declared else {}
     with naming(binding.op, binding.inputs, binding.dims, binding.dtypes):
         target, device = ffi.target_and_device()
     if symbols:

@@ -332,7 +332,7 @@ class GemmSm90:
                 tile_ring.consumer_wait(mine)
                 for k, (_, m, sC) in enumerate(tiles):
                     loaded[self.epilogue.by_tma[k]] = self._read_subtile(from_smem[k], sC, mine.index)
-                # Or the next load, on its way as soon as the slot is free, could overtake these reads.
+                # The slot is loaded anew as soon as it is free: these reads must be done before.
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 tile_ring.consumer_release(mine)
