@@ -69,6 +69,7 @@ def prepare(contender: str, model: Any) -> Any:
         import cute_ops_torch
 
         cute_ops_torch.patch(model)
+        cute_ops_torch.warm_up(model)
     if "graph pass" in parts:  # without "ours", the model as it is
         from cute_ops_torch.inductor import graph_pass
 

@@ -22,6 +22,7 @@ from cute_ops_torch.registry import fused, register
 if TYPE_CHECKING:
     from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)
     from cute_ops_torch.huggingface.patch import patch, unpatch
+    from cute_ops_torch.huggingface.warm_up import warm_up
 
 __all__ = [
     "embedding",
@@ -35,8 +36,12 @@ __all__ = [
     "qkv_rope",
     "register",
     "unpatch",
+    "warm_up",
     *functions.__all__,
 ]
+
+# Where a function on Hugging Face's models is.
+_HUGGING_FACE = {"patch": "patch", "unpatch": "patch", "warm_up": "warm_up"}
 
 # Teach all ops to take DTensors, once a program imports those. Imports `distributed.dtensor`, too.
 when_imported("torch.distributed.tensor", "cute_ops_torch.composite.dtensor")
@@ -48,7 +53,8 @@ def __getattr__(name: str) -> Any:
         return import_module(f"cute_ops_torch.{name}")
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    module = import_module("cute_ops_torch.huggingface.patch") if name in ("patch", "unpatch") else functions
+    room = _HUGGING_FACE.get(name)
+    module = import_module(f"cute_ops_torch.huggingface.{room}") if room else functions
     value = globals()[name] = getattr(module, name)
     return value
 

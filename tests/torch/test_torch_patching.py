@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
@@ -18,6 +19,8 @@ import cute_ops_torch
 from cute_ops import Op, lookup, manifest
 from cute_ops.aot import build
 from cute_ops.aot.hf_config import calls_of_model
+from cute_ops.errors import CompileError
+from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 from cute_ops_torch.composite import chunked_loss, gradient_scale
@@ -697,3 +700,41 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
     assert "rmsnorm_bwd_only_dx" in names and ("add_rmsnorm_bwd_only_dx_dresidual" in names) == ("Gemma" not in kind)
     assert ("rope_bwd_joined" in names) == (kind not in ("Qwen3", "Gemma3"))
     assert not [str(call) for symbol, call in calls.found.items() if symbol not in told]
+
+
+def test_kernels_of_a_model_are_loaded_before_its_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked, sm90 = list[str](), parse("sm_90a")
+    monkeypatch.setattr(target, "of_device", lambda index: sm90)
+    monkeypatch.setattr(cache, "get", lambda variant: asked.append(variant.symbol))
+    config = llama().config
+    with FakeTensorMode():
+        model = nn.ParameterList([torch.empty(1, device="cuda", dtype=torch.bfloat16)])
+        model.config = config
+        trained = cute_ops_torch.warm_up(model)
+        expected = calls_of_model(model.config.to_dict(), "bfloat16", train=True)
+        assert {*asked} == {v.symbol for v in build.variants_of(expected, [sm90])} and trained == len(asked)
+        assert cute_ops_torch.warm_up(model.eval()) < trained
+
+        def fail(variant: Any) -> None:
+            asked.append(variant.symbol)
+            raise CompileError(variant.symbol)
+
+        monkeypatch.setattr(cache, "get", fail)
+        asked.clear()
+        with pytest.raises(CompileError, match="cute_rmsnorm"):
+            cute_ops_torch.warm_up(model.train())
+        assert len(asked) == trained  # the others were attempted
+    assert cute_ops_torch.warm_up(llama()) == 0
+    with pytest.raises(TypeError, match="warm_up: Linear has no config"):
+        cute_ops_torch.warm_up(nn.Linear(2, 2))
+
+
+@pytest.mark.gpu
+def test_the_first_step_of_a_warm_model_compiles_nothing() -> None:
+    model = llama(hidden_size=256, intermediate_size=512, head_dim=64).to("cuda", torch.bfloat16)
+    cute_ops_torch.patch(model)
+    assert cute_ops_torch.warm_up(model)
+    before = cache.counters.compiled, cache.counters.disk
+    tokens = torch.randint(97, (4, 256), device="cuda")
+    model(tokens, labels=tokens).loss.backward()
+    assert (cache.counters.compiled, cache.counters.disk) == before
