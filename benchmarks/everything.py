@@ -59,6 +59,7 @@ PHASES = {
     "host_time": Phase(90, (script("host_time", "--out", "{out}"),)),
     "fusion": Phase(120, (script("fusion", "--out", "{out}"),)),
     "tuning_gap": Phase(150, (script("tuning_gap", "--out", "{out}", "--seconds", "{seconds}"),)),
+    "tutorial": Phase(60, (script("tutorial", "--out", "{out}"),)),
     "picture": Phase(60, (script("plot", "{out}"),)),
     "summary": Phase(30, (script("summary", "{out}", "--write", "{out}/summary.md"),)),
 }  # fmt: skip

@@ -22,10 +22,12 @@ import returns
 import startup
 import summary
 import torch
+import tutorial
 from problems import BY_NAME, Problem, by_importance, grid, smoke
 from rich.console import Console
 
-from cute_ops import Case, Op, testing
+from cute_ops import Array, Case, Op, testing
+from cute_ops.binding import bind
 from cute_ops.jit import target
 from cute_ops_torch.library.tensors import bind_tensors
 
@@ -434,3 +436,17 @@ def test_every_benchmark_takes_its_arguments() -> None:
 @pytest.mark.parametrize("call", returns.CALLS)
 def test_a_first_call_is_easy_to_follow(call: str) -> None:
     assert len(returns.count(call).returns) <= returns.MOST_RETURNS
+
+
+def test_the_tutorials_kernels_are_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    found = dict(tutorial.kernels(tmp_path))
+    assert [name for name in found if name.startswith("step")] == [
+        "step 2", "step 3", "step 4", "step 5, forward", "step 5, gradient",
+    ]  # fmt: skip
+    shapes = {name: Array((tutorial.ROWS, tutorial.N), "bfloat16") for name in ("x", "dout")}
+    for op in found.values():
+        assert bind(op, {name: shapes[name] for name in op.inputs}).dims["n"] == tutorial.N
+    if not torch.cuda.is_available():
+        with pytest.raises(SystemExit):
+            tutorial.main([])
