@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -217,11 +217,14 @@ def main(arguments: list[str] | None = None) -> int:
     table = Table(path, COLUMNS)
     passed_on = ["--batch", str(options.batch), "--seqlen", str(options.seqlen), "--steps", str(options.steps)]
     passed_on += ["--cpu-smoke"] if options.cpu_smoke else []
+    starting: Iterable[Worker] = (Worker(contender, passed_on) for contender in options.contenders)
+    if not any("compile" in contender for contender in options.contenders):
+        starting = list(starting)  # at once; but Inductor measures as it compiles
     workers, alive = [], []
-    for contender in options.contenders:
-        workers.append(Worker(contender, passed_on))
-        if workers[-1].ready():
-            alive.append(workers[-1])
+    for worker in starting:
+        workers.append(worker)
+        if worker.ready():
+            alive.append(worker)
     for _ in range(options.rounds):
         alive = [worker for worker in alive if worker.sample()]
     losses = []
