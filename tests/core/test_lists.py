@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import FLOATS, Case, Op, Sharding, Tensor, lists, lookup, manifest, testing
+from cute_ops import FLOATS, Case, Finish, Op, Program, Sharding, Split, Tensor, lists, lookup, manifest, testing
 from cute_ops.binding import bind
 from cute_ops.jit import cache, loader, target
 from cute_ops.jit.plan import plan
@@ -75,7 +75,12 @@ def test_messages_name_the_tensor_of_a_list() -> None:
     assert last == "  bound so far: r[0]=3, n=8, r[1]=2, r[2]=4, T=float32"
 
 
-MANY = Tensor("r n", "T", many="k", own=("r",))
+MANY, ROW = Tensor("r n", "T", many="k", own=("r",)), Tensor("n", "T")
+# A gradient without lists, that is written over its cotangent.
+OVERWRITING = Op(
+    "overwriting", inputs={"dout": ROW}, outputs={"dy": ROW._replace(donates="dout")}, dtypes={"T": FLOATS},
+    reference=lambda xp, dout: dout, kernel="a:B",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -104,12 +109,21 @@ MANY = Tensor("r n", "T", many="k", own=("r",))
         ("'xs_1' is what one of 'xs' is called", {"inputs": {"xs": MANY, "xs_1": Tensor("n", "T")}}),
         ("'r_0' is what one of 'r' is called", {"inputs": {"xs": MANY, "y": Tensor("r_0", "T")}}),
         ("xs[0]: contiguous names 'm'", {"inputs": {"xs": MANY._replace(contiguous="m")}}),
+        ("it has lists of tensors, so it cannot have finish", {"finish": Finish(lambda *given: given[2], {}, {})}),
+        ("it has lists of tensors, so it cannot have a split",
+         {"sharding": Sharding(split=Split("n", lambda *given: given[1:3]))}),
+        ("it has lists of tensors, so it cannot have a program", {"kernel": Program(lambda *given: given[2])}),
+        ("it has lists of tensors, so it cannot have narrow", {"narrow": lambda name, outputs: LISTING.add_n}),
+        ("it has lists of tensors, so it cannot have inputs that gradients overwrite", {"grad": OVERWRITING}),
+        ("ys has 'donates', which a list cannot have", {"outputs": {"ys": MANY._replace(donates="xs")}}),
+        ("out has 'donates', which an op with lists cannot have",
+         {"inputs": {"xs": MANY, "y": ROW}, "outputs": {"out": ROW._replace(donates="y")}}),
     ],
 )  # fmt: skip
 def test_declarations_that_cannot_work(problem: str, declared: dict[str, Any]) -> None:
-    usual = {"inputs": {"xs": MANY}, "outputs": {"out": Tensor("n", "T")}, "dtypes": {"T": FLOATS}}
+    usual = {"inputs": {"xs": MANY}, "outputs": {"out": ROW}, "dtypes": {"T": FLOATS}, "kernel": "a:B"}
     with pytest.raises(ValueError, match=re.escape(f": {problem}")):
-        Op("wrong", reference=lambda xp, xs: xs[0], kernel="a:B", **{**usual, **declared})
+        Op("wrong", reference=lambda xp, xs: xs[0], **{**usual, **declared})
 
 
 def test_an_op_with_lists_is_unrolled_first() -> None:

@@ -68,6 +68,13 @@ def test_a_plain_call_goes_past_the_dispatcher() -> None:
         assert calls.pop() is observed
 
 
+def test_no_outputs_are_given() -> None:
+    xs = tensors(4, 4, requires_grad=False)
+    for function in (add_n, scale_all, concatenate):
+        with pytest.raises(TypeError, match=rf"{function.__name__}\(\) got an unexpected keyword argument 'out'"):
+            function(xs, out=xs[0])
+
+
 def test_schemas_have_lists() -> None:
     assert str(torch.ops.cute.add_n.default._schema) == "cute::add_n(Tensor[] xs) -> Tensor"
     assert str(torch.ops.cute.scale_all.default._schema) == (
