@@ -25,7 +25,7 @@ class CompiledCall(NamedTuple):
     Attributes:
         run: ``run(*inputs, *scalars)`` takes the inputs that are not None, allocates the outputs and returns them.
         fill: ``fill(wanted)`` makes ``call(*inputs, *outputs, *scalars)``, which takes outputs of these names to write
-            to. What else the kernel writes is allocated for the call.
+            to, allocates the others and returns those, None for what is absent.
     """
 
     run: Run
@@ -67,7 +67,9 @@ class _KernelCall:
         if wanted == present and not (chosen.views or chosen.workspaces or chosen.copies or self.written):
             return self.kernel
         parameters = [*self.inputs, *(self.outputs[name][0] for name in wanted), *self.scalars]
-        return self._make("fill", parameters, tuple(name for name in present if name not in wanted), "None")
+        others = [name for name in self.outputs if name not in wanted]
+        returned = "".join(f"{self.outputs[name][0] if name in present else None}, " for name in others)
+        return self._make("fill", parameters, tuple(name for name in others if name in present), f"({returned})")
 
     def _make(self, name: str, parameters: list[str], allocated: tuple[str, ...], returned: str) -> Run:
         values: dict[str, Any] = {"_kernel": self.kernel, "_new": self.new, "_as_strided": torch.as_strided}
@@ -130,12 +132,13 @@ def of_reference(binding: Binding, program: Program | None = None) -> CompiledCa
         return run_reference(call, [there.get(name) for name in binding.inputs], program)
 
     def fill(wanted: tuple[str, ...]) -> Run:
-        def call(*args: Any) -> None:
+        def call(*args: Any) -> tuple[Any, ...]:
             there = dict(zip((*inputs, *wanted, *binding.op.scalars), args, strict=True))
             result = run(*(there[name] for name in names))
             made = dict(zip(binding.outputs, result if isinstance(result, tuple) else (result,), strict=True))
             for name in wanted:
                 there[name].copy_(made[name])
+            return tuple(out for name, out in made.items() if name not in wanted)
 
         return call
 

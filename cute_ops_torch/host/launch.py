@@ -34,8 +34,9 @@ class Launcher:
     Attributes:
         calls: the planned calls by all that binding and planning depend on.
         launch: ``launch(*inputs, *attributes, *scalars)`` returns new outputs; trailing arguments may be left out.
-        into: ``into(*inputs, *attributes, *scalars, *outputs)`` fills compact outputs that are 16-byte aligned, or None
-            where the caller does not want one.
+        into: ``into(*inputs, *attributes, *scalars, *outputs)`` fills compact outputs that are 16-byte aligned. Where
+            the caller gives None it makes them, and returns a tuple of these, None for absent ones; None where all
+            are absent.
     """
 
     def __init__(self, op: Op) -> None:
@@ -108,7 +109,7 @@ class Launcher:
         self._launches.put(tensors[0].shape, (call, kinds(tensors)), guard)
         return call.run(*given.values(), *attrs[len(op.attrs) :])
 
-    def _specialize_into(self, *args: Any) -> None:
+    def _specialize_into(self, *args: Any) -> Any:
         op = self.op
         arity, count = len(op.inputs), len(op.inputs) + len(op.keywords)
         tensors, attrs, outputs = args[:arity], args[arity:count], args[count:]
@@ -127,7 +128,7 @@ class Launcher:
             )  # fmt: skip
 
         self._fills.put(tensors[0].shape, (call, kinds(tensors), wanted), guard)
-        fill(*[t for t in (*tensors, *outputs) if t is not None], *attrs[len(op.attrs) :])
+        return fill(*[t for t in (*tensors, *outputs) if t is not None], *attrs[len(op.attrs) :])
 
 
 def _compact(tensor: torch.Tensor) -> bool:

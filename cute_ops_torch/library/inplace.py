@@ -10,6 +10,8 @@ import torch
 from cute_ops.op import Op
 
 Call = Callable[..., Any]
+# Where an output goes: over the argument of this index, or into a tensor; None where it has memory of its own.
+Place = int | torch.Tensor | None
 
 
 def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
@@ -20,31 +22,35 @@ def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
         gradient: its function, raw.
         into: its CUDA implementation with outputs given.
     """
-    names = list(grad.inputs)
-    sources = [names.index(t.donates) if t.donates else None for t in grad.outputs.values()]
-    return overwriting(gradient, into, sources)
+    return overwriting(gradient, into, donated(grad))
 
 
-def overwriting(call: Call, into: Call, sources: Sequence[int | None]) -> Call:
-    """A raw function that writes its outputs over arguments.
+def donated(op: Op) -> list[int | None]:
+    """For each output the index of the input that is donated to it."""
+    names = list(op.inputs)
+    return [names.index(t.donates) if t.donates else None for t in op.outputs.values()]
+
+
+def overwriting(call: Call, into: Call, places: Sequence[Place]) -> Call:
+    """A raw function that writes outputs over arguments, where those are compact.
 
     Args:
         call: the function.
         into: its CUDA implementation with outputs given.
-        sources: for each output the index of the argument, None where the output has memory of its own.
+        places: of each output.
     """
 
     def run(*args: Any) -> Any:
-        reused = [None if k is None else args[k].detach() for k in sources]
-        results = tuple(t for t in reused if t is not None)
-        whole = all(t.is_cuda and t.is_contiguous() and t.data_ptr() % 16 == 0 for t in results)
+        reused = [args[place].detach() if isinstance(place, int) else place for place in places]
+        given = [t for t in reused if t is not None]
         # A negated view shares its base's memory.
-        whole &= not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args)
-        if whole and len(results) == len(reused):
-            if all(t.numel() for t in results):
-                into(*args, *results)
-                # Another node that has saved this memory raises in its backward instead of reading other numbers.
-                torch.autograd.graph.increment_version(results)
+        whole = not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args)
+        whole &= all(t.is_cuda and t.is_contiguous() and t.numel() and t.data_ptr() % 16 == 0 for t in given)
+        if whole:
+            fresh = iter(into(*args, *reused) or ())
+            # Another node that has saved this memory raises in its backward instead of reading other numbers.
+            torch.autograd.graph.increment_version(given)
+            results = tuple(next(fresh, None) if t is None else t for t in reused)
         else:
             made = call(*args)
             made = made if isinstance(made, tuple) else (made,)

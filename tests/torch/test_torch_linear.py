@@ -311,13 +311,14 @@ def test_a_call_on_a_gpu_by_the_program(monkeypatch: pytest.MonkeyPatch) -> None
     """As the launcher runs it, into new outputs and into given ones."""
     monkeypatch.setattr(launch.target, "of_device", lambda index: parse("sm_90a"))
     op = WITH_BIAS.saving
+    cute_ops_torch.register(WITH_BIAS)
     tensors = [t.detach() for t in tensors_of(op)]
     call = launch.prepare(op, tensors, ["auto"])  # few rows
     out, acc = call.run(*tensors)
     check((acc,), (tensors[0] @ tensors[1].T,))
     given = torch.full_like(out, torch.nan)
-    call.fill(("out",))(*tensors, given)
-    assert torch.equal(given, out)
+    (other,) = call.fill(("out",))(*tensors, given)
+    assert torch.equal(given, out) and torch.equal(other, acc)
 
 
 # --- the function --------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from cute_ops.shapes import FLOATS
 from cute_ops.tools.verify import installed, verify
 from cute_ops_torch.composite.gradient_scale import scale as scale_gradient
 from cute_ops_torch.composite.gradient_scale import scale_ as scale_gradient_
-from cute_ops_torch.library.inplace import inplace_gradient
+from cute_ops_torch.library.inplace import inplace_gradient, overwriting
 from cute_ops_torch.registry import family
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -63,6 +63,27 @@ def test_kernels_in_place_get_no_negated_views() -> None:
             torch.testing.assert_close(inplace_gradient(scale, torch.ops.cute.scale, into)(rows, times), expected)
             torch.testing.assert_close(rows, expected)
             assert len(launched) == 1, "of all, only numbers that are what is in memory"
+
+
+def test_some_outputs_in_place_and_others_new() -> None:
+    """A kernel gets None for those that it makes; what no kernel runs on is copied to where it goes."""
+    launched: list[int] = []
+
+    def call(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return x + y, x * y, x - y
+
+    def into(x: torch.Tensor, y: torch.Tensor, *outputs: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+        launched.append(len([out for out in outputs if out is None]))
+        made = call(x, y)
+        return tuple(new if out is None else out.copy_(new) for new, out in zip(made, outputs, strict=True))[1:2]
+
+    for kind in (torch.Tensor, OnDevice):
+        x, y, given = (torch.arange(4.0).add(k).as_subclass(kind) for k in range(3))
+        expected, version = call(x.clone(), y), x._version
+        found = overwriting(call, into, (0, None, given))(x, y)
+        torch.testing.assert_close(found, expected)
+        assert found[0].data_ptr() == x.data_ptr() and found[2] is given and x._version > version
+    assert launched == [1]
 
 
 @pytest.mark.parametrize("device", DEVICES)
