@@ -23,10 +23,11 @@ from cute_ops.composite.linear_cross_entropy import (
     check_chunk_rows,
     check_tensors,
 )
-from cute_ops.ops.reduction.cross_entropy import FINISH
-from cute_ops_jax.composite.linear_loops import Layer
-from cute_ops_jax.composite.linear_ops import GRADIENTS, LOSSES, run
+from cute_ops.composite.loss_loops import LAYER
+from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy
+from cute_ops_jax.composite.linear_ops import run
 from cute_ops_jax.composite.losses import Axis, Setting, check_axis, of_rows, reduced, spread, summed
+from cute_ops_jax.primitive.arrays import Arrays
 
 Array = jax.Array
 STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"
@@ -62,7 +63,7 @@ def linear_cross_entropy(
     """
     what, accum = "linear_cross_entropy", _name(accum_dtype)
     setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows, accum_dtype=accum)
-    return _checked(what, setting, Layer(hidden, weight, bias), target)
+    return _checked(what, setting, hidden, weight, target, bias)
 
 
 @partial(jax.jit, static_argnames=("axis_name", *STATIC), inline=True)
@@ -107,29 +108,30 @@ def vocab_parallel_linear_cross_entropy(
     setting = Setting(
         ignore_index, label_smoothing, z_loss, reduction, axis_name, chunk_rows=chunk_rows, accum_dtype=accum
     )
-    return _checked(what, setting, Layer(hidden, weight, bias), target)
+    return _checked(what, setting, hidden, weight, target, bias)
 
 
 def _name(accum_dtype: Any) -> str:
     return str(jnp.dtype(jnp.float32 if accum_dtype is None else accum_dtype))
 
 
-def _checked(what: str, setting: Setting, layer: Layer, target: Array) -> Array:
-    layer, target = Layer(*(a if a is None else jnp.asarray(a) for a in layer)), jnp.asarray(target)
+def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
+    hidden, weight, target = (jnp.asarray(a) for a in (hidden, weight, target))
+    bias = None if bias is None else jnp.asarray(bias)
     FINISH.check(what, {"reduction": setting.reduction})
     check_chunk_rows(what, setting.chunk_rows)
-    check_accum_dtype(what, setting.accum_dtype, "float32", layer.weight.dtype.name)
-    check_tensors(what, layer.hidden, layer.weight, target, layer.bias)
-    check_attributes(layer.hidden, layer.weight, target, setting.attrs)
+    check_accum_dtype(what, setting.accum_dtype, "float32", weight.dtype.name)
+    check_tensors(what, hidden, weight, target, bias)
+    check_attributes(hidden, weight, target, setting.attrs)
     if setting.axis is not None:
         check_axis(setting.axis, what)
-    inputs, target = spread(layer, target, setting.axis)
-    return _loss(setting, Layer(*inputs), target)
+    layer, target = spread((hidden, weight, bias), target, setting.axis)
+    return _loss(setting, {n: a for n, a in zip(LAYER, layer, strict=True) if a is not None}, target)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(setting: Setting, layer: Layer, target: Array) -> Array:
-    return reduced(setting, run("rows", setting, layer, target)["loss"], target)
+def _loss(setting: Setting, layer: Arrays, target: Array) -> Array:
+    return reduced(setting, run("rows", setting, {**layer, "target": target})["loss"], target)
 
 
 # In place of a gradient that is not wanted. JAX needs one structure of what a forward saves, whichever inputs are
@@ -137,36 +139,37 @@ def _loss(setting: Setting, layer: Layer, target: Array) -> Array:
 NOT_WANTED = (0,)
 
 
-def _forward(setting: Setting, layer: Layer, target: Any) -> tuple[Array, Any]:
-    """The loss and, where the backward need only scale them, the gradients of the inputs that are differentiated."""
-    given = {n: a for n, a in zip(GRADIENTS, layer, strict=True) if a is not None}
-    setting = setting._replace(wanted=tuple(n for n, a in given.items() if a.perturbed))
-    layer, target = jax.tree.map(lambda a: a.value, (layer, target), is_leaf=lambda a: hasattr(a, "perturbed"))
-    if setting.reduction == "none" or layer.hidden.dtype == jnp.float16:
-        found = run("rows", setting, layer, target)
-        marks = {n: jnp.zeros((0, 0) if n in setting.wanted else NOT_WANTED) for n in given}
-        lse = {n: found[n] for n in LOSSES if n != "loss"}
-        return reduced(setting, found["loss"], target), (marks, layer, target, lse)
-    found = run("step", setting, layer, target, dloss=of_rows(setting, jnp.ones((), jnp.float32), target))
-    gradients = {n: found[n] if n in setting.wanted else jnp.zeros(NOT_WANTED) for n in given}
-    return reduced(setting, found["loss"], target), gradients
-
-
-def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Layer, None]:
-    if isinstance(dloss, SymbolicZero):
-        return Layer(None, None, None), None
-    dloss = summed(setting, dloss)
-    marks, *others = (saved,) if isinstance(saved, dict) else saved
-    wanted = tuple(n for n, a in marks.items() if a.shape != NOT_WANTED)
-    if others:
-        layer, target, lse = others
-        dloss = of_rows(setting, dloss, target)
-        found = run("rows_bwd", setting._replace(wanted=wanted), layer, target, **lse, dloss=dloss)
+def _forward(setting: Setting, layer: Any, target: Any) -> tuple[Array, Any]:
+    """The loss and, where the backward need only scale them, the gradients of the inputs that are differentiated; else
+    marks in their place, and what the backward computes them from.
+    """
+    wanted = tuple(f"d{n}" for n, a in layer.items() if a.perturbed)
+    inputs = {n: a.value for n, a in {**layer, "target": target}.items()}
+    setting, target = setting._replace(wanted=wanted), inputs["target"]
+    if setting.reduction == "none" or inputs["hidden"].dtype == jnp.float16:
+        found = {**run("rows", setting, inputs), **dict.fromkeys(wanted, jnp.zeros((0, 0)))}
+        lse = {n: found[n] for n in cross_entropy.outputs if n != "loss"}
+        again = {**inputs, **lse}
     else:
-        # Multiplied in float32, the dtype of dloss: rounded to 16 bits, the factor would add more error than the final
-        # rounding.
-        found = {n: (saved[n] * dloss).astype(saved[n].dtype) for n in wanted}
-    return Layer(*(found.get(n) for n in GRADIENTS)), None
+        ones = of_rows(setting, jnp.ones((), jnp.float32), target)
+        found, again = dict(run("step", setting, {**inputs, "dloss": ones})), {}
+    gradients = {f"d{n}": found.get(f"d{n}", jnp.zeros(NOT_WANTED)) for n in layer}
+    return reduced(setting, found["loss"], target), (gradients, again)
+
+
+def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Arrays, None]:
+    gradients, again = saved
+    found: Arrays = {}
+    if not isinstance(dloss, SymbolicZero):
+        dloss, wanted = summed(setting, dloss), tuple(n for n, a in gradients.items() if a.shape != NOT_WANTED)
+        if again:
+            inputs = {**again, "dloss": of_rows(setting, dloss, again["target"])}
+            found = run("rows_bwd", setting._replace(wanted=wanted), inputs)
+        else:
+            # Multiplied in float32, the dtype of dloss: rounded to 16 bits, the factor would add more error than the
+            # final rounding.
+            found = {n: (gradients[n] * dloss).astype(gradients[n].dtype) for n in wanted}
+    return {n.removeprefix("d"): found.get(n) for n in gradients}, None
 
 
 _loss.defvjp(_forward, _backward, symbolic_zeros=True)

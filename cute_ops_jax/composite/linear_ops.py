@@ -1,40 +1,43 @@
-"""The loops of :func:`linear_cross_entropy` as ops, so that each device runs the whole loop on its own rows."""
+"""The loops of :func:`linear_cross_entropy` (:mod:`cute_ops.composite.loss_loops`) in JAX: what they are made of, and
+how each device runs the whole loop on its own rows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 
-from cute_ops.op import Op, Sharding, Tensor
+from cute_ops.composite import chunks
+from cute_ops.composite.loss_loops import GRADIENTS, LAYER, LOOPS
+from cute_ops.op import Op
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
-from cute_ops_jax.composite.linear_loops import Layer, rows, rows_bwd, step
 from cute_ops_jax.composite.losses import Setting, spread
 from cute_ops_jax.distributed.varying import Axes, varying_like
 from cute_ops_jax.primitive.arrays import Arrays
 from cute_ops_jax.primitive.primitive import Call, Composite, by_stage
 
-ROW = Tensor("*m", "float32")
-LAYER = {"hidden": Tensor("*m h", "T"), "weight": Tensor("n h", "T"), "bias": Tensor("n", "T", optional=True)}
-GRADIENTS = {"dhidden": Tensor("*m h", "T"), "dweight": Tensor("n h", "T"), "dbias": Tensor("n", "T", given="bias")}
-LOSSES = dict.fromkeys(cross_entropy.outputs, ROW)
+Array = jax.Array
+State = TypeVar("State")
+# A chunk: its first row, and how many.
+At: TypeAlias = tuple[Any, int]
 
 
-def run(name: str, setting: Setting, layer: Layer, target: jax.Array, **of_rows: jax.Array) -> Arrays:
-    """The outputs of a loop by name; ``of_rows``: its inputs of one number per row."""
-    given = {**layer._asdict(), "target": target, **of_rows}
+def run(name: str, setting: Setting, inputs: Arrays) -> Arrays:
+    """The outputs of a loop by name."""
     if setting.axis is not None:  # inside of a shard_map, where the exchange is written out
-        return _on_flat_rows(name, setting, given, by_stage)
-    wanted = tuple(n for n in setting.wanted if n in PROGRAMS[name][2])
+        return _on_flat_rows(name, setting, inputs, by_stage)
+    wanted = tuple(n for n in setting.wanted if n in LOOPS[name].outputs)
     composite = _composite(name, wanted, setting.chunk_rows, setting.accum_dtype)
-    return composite(given, {n: setting.attrs[n] for n in composite.op.attrs})
+    return composite(inputs, {n: setting.attrs[n] for n in composite.op.attrs})
 
 
 @cache
 def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None, accum_dtype: str) -> Composite:
-    _, inputs, outputs = PROGRAMS[name]
+    loop = LOOPS[name]
 
     def body(call: Call, given: Arrays, attrs: Arrays, axes: Axes = ()) -> Arrays:
         setting = Setting(
@@ -43,55 +46,89 @@ def _composite(name: str, wanted: tuple[str, ...], chunk_rows: int | None, accum
         if not axes:
             return _on_flat_rows(name, setting, given, call)
         layer, target = spread(tuple(given[n] for n in LAYER), given["target"], axes)
-        of_rows = {n: varying_like(given[n], layer[0], axes) for n in inputs}
+        of_rows = {n: varying_like(given[n], layer[0], axes) for n in loop.inputs}
         given = {**dict(zip(LAYER, layer, strict=True)), "target": target, **of_rows}
         found = _on_flat_rows(name, setting, given, call)
         # dhidden alone is a sum over classes.
-        return {n: jax.lax.psum(a, axes) if n == "dhidden" and a is not None else a for n, a in found.items()}
+        return {n: jax.lax.psum(a, axes) if n == "dhidden" else a for n, a in found.items()}
 
     # XLA's cache sees nothing of the program but this name.
-    names = [name, *wanted, accum_dtype, *([f"rows{chunk_rows}"] if chunk_rows else [])]
-    hidden, weight, bias = LAYER.items()
-    declared = Op(
-        "_".join(["linear_cross_entropy", *names]),
-        inputs=dict([hidden, weight, ("target", Tensor("*m", "I")), *inputs.items(), bias]),
-        outputs={n: t for n, t in outputs.items() if n not in GRADIENTS or n in wanted},
-        dtypes=cross_entropy.dtypes,
-        attrs={n: cross_entropy.attrs[n] for n in ("ignore_index", "label_smoothing", "z_loss")},
-        static=("n", "h"),
-        reference=body,
-        kernel=cross_entropy.kernel,  # every Op names one; a composite does not use it
-        sharding=Sharding(split=cross_entropy.split),  # only its dim is used
-    )
-    return Composite(declared, body)
+    names = ["linear_cross_entropy", name, *wanted, accum_dtype, *([f"rows{chunk_rows}"] if chunk_rows else [])]
+    outputs = [n for n in loop.outputs if n not in GRADIENTS or n in wanted]
+    return Composite(loop.declared("_".join(names), outputs, body), body)
 
 
 def _on_flat_rows(name: str, setting: Setting, given: Arrays, call: Call) -> Arrays:
     """A loop on rows with one leading dim; its outputs have the leading dims that were there."""
-    loop, inputs, _ = PROGRAMS[name]
-    hidden, lead = given["hidden"], given["target"].shape
-    layer = Layer(hidden.reshape(-1, hidden.shape[-1]), given["weight"], given["bias"])
-    found = loop(setting, layer, *(given[n].reshape(-1) for n in ("target", *inputs)), call=call)
-    shapes = {"dhidden": hidden.shape, **dict.fromkeys(LOSSES, lead)}
-    return {n: a.reshape(shapes[n]) if n in shapes and a is not None else a for n, a in found.items()}
+    loop, lead = LOOPS[name], given["target"].shape
+    flat = {n: given[n].reshape(-1) for n in ("target", *loop.inputs)}
+    hidden = given["hidden"].reshape(-1, given["hidden"].shape[-1])
+    found = loop.run(Chunks(setting, {**given, "hidden": hidden, **flat}, call))
+    shapes = {"dhidden": given["hidden"].shape, **dict.fromkeys(cross_entropy.outputs, lead)}
+    return {n: a.reshape(shapes.get(n, a.shape)) for n, a in found.items()}
 
 
-def _rows(*given: Any, call: Call) -> Arrays:
-    return dict(zip(LOSSES, rows(*given, call=call), strict=True))
+class Chunks:
+    """The chunks of a call: :class:`cute_ops.composite.loss_loops.Chunks`.
 
+    Args:
+        setting: what is static in the call.
+        inputs: of the loop, by name.
+        call: runs an op.
+    """
 
-def _step(*given: Any, call: Call) -> Arrays:
-    loss, gradients = step(*given, call=call)
-    return {"loss": loss, **dict(zip(GRADIENTS, gradients, strict=True))}
+    def __init__(self, setting: Setting, inputs: Arrays, call: Call) -> None:
+        self.setting, self.inputs, self._call = setting, inputs, call
+        self.hidden, self.weight, self.bias = inputs["hidden"], inputs["weight"], inputs.get("bias")
+        self.classes_shared = setting.axis is not None
 
+    def each(self, state: State, body: Callable[[State, At], State]) -> State:
+        """A loop over the chunks of one size, then the rest."""
+        count, width = self.hidden.shape
+        size = self.setting.chunk_rows or chunks.rows_per_chunk(
+            count, width, self.weight.shape[0], self.hidden.dtype.itemsize, chunks.ENOUGH
+        )
+        size = min(size, count)
+        whole, rest = divmod(count, size)
+        if whole == 1:
+            state = body(state, (0, size))
+        elif whole:
+            state = jax.lax.fori_loop(0, whole, lambda i, s: body(s, (i * size, size)), state)
+        return body(state, (whole * size, rest)) if rest else state
 
-def _rows_bwd(*given: Any, call: Call) -> Arrays:
-    return dict(zip(GRADIENTS, rows_bwd(*given, call=call), strict=True))
+    def call(self, op: Op, inputs: Arrays, *, inplace: bool = False, into: Arrays | None = None) -> Arrays:
+        return self.setting.run(op, inputs, inplace, self._call)
 
+    def new_rows(self) -> Array:
+        target = self.inputs["target"]
+        return varying_like(jnp.zeros(target.shape, jnp.float32), target)  # type: ignore[no-any-return]
 
-# Of each loop: the function, its inputs beside the layer and the target, and its outputs.
-PROGRAMS: dict[str, tuple[Callable[..., Arrays], dict[str, Tensor], dict[str, Tensor]]] = {
-    "rows": (_rows, {}, LOSSES),
-    "step": (_step, {"dloss": ROW}, {"loss": ROW, **GRADIENTS}),
-    "rows_bwd": (_rows_bwd, {"row_max": ROW, "log_sum": ROW, "dloss": ROW}, GRADIENTS),
-}
+    def cut(self, array: Array, at: At) -> Array:
+        return jax.lax.dynamic_slice_in_dim(array, *at)
+
+    def put(self, array: Array, at: At, part: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(array, part.astype(array.dtype), at[0], 0)
+
+    def logits(self, at: At) -> Array:
+        logits: Array = self.cut(self.hidden, at) @ self.weight.T
+        return logits if self.bias is None else logits + self.bias
+
+    def sums(self) -> dict[str, Array]:
+        # Those of weight and bias are rounded once at the end.
+        dtypes, found = {"dweight": self.setting.accum_dtype, "dbias": jnp.float32}, {}
+        for name in self.setting.wanted:
+            a = self.inputs[name.removeprefix("d")]
+            found[name] = varying_like(jnp.zeros(a.shape, dtypes.get(name, a.dtype)), a)
+        return found
+
+    def put_product(self, array: Array, at: At, a: Array, b: Array) -> Array:
+        return self.put(array, at, a @ b)
+
+    def add_product(self, total: Array, at: At, a: Array, b: Array) -> Array:
+        return total + jnp.matmul(a, b, preferred_element_type=total.dtype)
+
+    def add_rows(self, total: Array, rows: Array) -> Array:
+        return total + jnp.sum(rows, axis=0, dtype=jnp.float32)
+
+    def rounded(self, sums: Arrays) -> Arrays:
+        return {name: total.astype(self.hidden.dtype) for name, total in sums.items()}

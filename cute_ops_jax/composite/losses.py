@@ -13,10 +13,8 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from cute_ops.ops.reduction.cross_entropy import FINISH
-from cute_ops.ops.reduction.cross_entropy import cross_entropy as op
-from cute_ops.ops.reduction.cross_entropy import cross_entropy_bwd as op_bwd
-from cute_ops.ops.reduction.cross_entropy import cross_entropy_step as op_step
+from cute_ops.op import Op
+from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy
 from cute_ops_jax.distributed.slices import on_slices
 from cute_ops_jax.distributed.varying import alike, as_axes, manual, varies, varying_like
 from cute_ops_jax.primitive.arrays import Arrays
@@ -48,7 +46,12 @@ class Setting(NamedTuple):
 
     @property
     def attrs(self) -> dict[str, Any]:
-        return {name: getattr(self, name, default) for name, default in op.attrs.items()}
+        return {name: getattr(self, name, default) for name, default in cross_entropy.attrs.items()}
+
+    def run(self, op: Op, inputs: Arrays, inplace: bool = False, call: Call = by_stage) -> Arrays:
+        """An op on logits, over the classes of all devices; with ``inplace`` in their memory."""
+        attrs, each = {name: self.attrs[name] for name in op.attrs}, partial(call, op, inplace=inplace)
+        return each(inputs, attrs) if self.axis is None else on_slices(op, inputs, attrs, self.axis, each)
 
 
 def check_axis(axis: Axis, what: str) -> None:
@@ -75,43 +78,6 @@ def spread(inputs: Sequence[Any], target: Array, axis: Axis | None) -> tuple[tup
     varying = iter(alike(given))
     found = tuple(None if a is None else next(varying) for a in inputs)
     return found, varying_like(target, found[0], axis)
-
-
-def losses(setting: Setting, logits: Array, target: Array, call: Call = by_stage) -> tuple[Array, ...]:
-    """Loss of each row of ``logits: T[m n]``, over all classes, and its lse in two parts."""
-    given = {"logits": logits, "target": target}
-    if setting.axis is None:
-        found = call(op, given, setting.attrs)
-    else:
-        found = on_slices(op, given, setting.attrs, setting.axis, partial(call, op))
-    return tuple(found[name] for name in op.outputs)
-
-
-def gradient(
-    setting: Setting, logits: Array, target: Array, lse: Sequence[Array], dloss: Array, inplace: bool,
-    call: Call = by_stage,
-) -> Array:  # fmt: skip
-    """Gradient of the logits that this device has; ``inplace``: in their memory."""
-    given = dict(zip(op_bwd.inputs, (logits, target, *lse, dloss), strict=True))
-    backward = partial(call, op_bwd, inplace=inplace)
-    if setting.axis is None:
-        found: Arrays = backward(given, setting.attrs)
-    else:
-        found = on_slices(op_bwd, given, setting.attrs, setting.axis, backward)
-    dlogits: Array = found["dlogits"]
-    return dlogits
-
-
-def loss_and_gradient(
-    setting: Setting, logits: Array, target: Array, dloss: Array, call: Call = by_stage
-) -> tuple[Array, Array]:
-    """Loss of each row over all classes, and the gradient of the logits that this device has, in their memory."""
-    if setting.axis is None:
-        given = {"logits": logits, "target": target, "dloss": dloss}
-        found = call(op_step, given, {n: setting.attrs[n] for n in op_step.attrs}, inplace=True)
-        return found["loss"], found["dlogits"]
-    loss, *lse = losses(setting, logits, target, call)
-    return loss, gradient(setting, logits, target, lse, dloss, inplace=True, call=call)
 
 
 def reduced(setting: Setting, loss: Array, target: Array) -> Array:

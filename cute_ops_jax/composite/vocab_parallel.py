@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.errors import message
-from cute_ops.ops.reduction.cross_entropy import FINISH
+from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy_bwd
 from cute_ops.ops.reduction.cross_entropy import cross_entropy as op
-from cute_ops_jax.composite.losses import Axis, Setting, check_axis, gradient, losses, of_rows, reduced, spread, summed
+from cute_ops_jax.composite.losses import Axis, Setting, check_axis, of_rows, reduced, spread, summed
 from cute_ops_jax.primitive.arrays import specs
 
 Array = jax.Array
@@ -72,18 +72,17 @@ def vocab_parallel_cross_entropy(
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _loss(setting: Setting, logits: Array, target: Array) -> Array:
-    return reduced(setting, losses(setting, logits, target)[0], target)
+    return _forward(setting, logits, target)[0]
 
 
 def _forward(setting: Setting, logits: Array, target: Array) -> tuple[Array, Any]:
-    loss, *lse = losses(setting, logits, target)
-    return reduced(setting, loss, target), (logits, target, lse)
+    found = dict(setting.run(op, {"logits": logits, "target": target}))
+    return reduced(setting, found.pop("loss"), target), {"logits": logits, "target": target, **found}
 
 
 def _backward(setting: Setting, saved: Any, dloss: Array) -> tuple[Array, None]:
-    logits, target, lse = saved
-    dloss = of_rows(setting, summed(setting, dloss), target)
-    return gradient(setting, logits, target, lse, dloss, setting.inplace), None
+    dloss = of_rows(setting, summed(setting, dloss), saved["target"])
+    return setting.run(cross_entropy_bwd, {**saved, "dloss": dloss}, setting.inplace)["dlogits"], None
 
 
 _loss.defvjp(_forward, _backward)

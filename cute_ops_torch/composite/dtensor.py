@@ -28,7 +28,7 @@ def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = 
 
 def _rows_bwd(*arguments: Any) -> Any:
     tensors, attrs, wanted = arguments[:7], arguments[7:-1], arguments[-1]
-    layout = Layout(loss_ops.GRADIENTS, tensors, (), _DIFFERENTIABLE, wanted)
+    layout = Layout(loss_ops.ROWS_BWD, tensors, (), _DIFFERENTIABLE, wanted)
     op = torch.ops.cute.linear_cross_entropy_rows_bwd
     return layout.wrap_outputs(op(*layout.local_inputs(tensors), *attrs, wanted, **_slice_of(layout)))
 
@@ -37,15 +37,15 @@ def _step(
     hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None,
     ignore_index: int, label_smoothing: float, z_loss: float, accum_dtype: Any, reduction: str, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
-    tensors = (hidden, weight, target, bias, None, None, None)
-    layout = Layout(loss_ops.GRADIENTS, tensors, (), _DIFFERENTIABLE, wanted)
+    tensors = (hidden, weight, target, bias)
+    layout = Layout(loss_ops.STEP, tensors, (), _DIFFERENTIABLE, wanted)
     count = None
     if reduction == "mean":  # over the rows of all ranks
         count = (target != ignore_index).sum()
         count = count.full_tensor() if isinstance(count, DTensor) else count
     attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, reduction, wanted, count)
     op = torch.ops.cute.linear_cross_entropy_step
-    loss, *gradients = op(*layout.local_inputs(tensors)[:4], *attrs, **_slice_of(layout))
+    loss, *gradients = op(*layout.local_inputs(tensors), *attrs, **_slice_of(layout))
     placements = [Replicate() if f in (None, layout.split) else Partial() for f in layout.factors]
     return layout.wrap(loss, placements, ()), *layout.wrap_outputs(gradients)
 

@@ -15,11 +15,11 @@ import torch
 from torch.autograd import forward_ad
 
 from cute_ops.composite.linear_cross_entropy import check_accum_dtype, check_attributes, check_tensors
+from cute_ops.composite.loss_loops import GRADIENTS, LOOPS
 from cute_ops.errors import message
-from cute_ops.op import Op, Sharding
-from cute_ops.op import Tensor as Declared
-from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy, cross_entropy_bwd
+from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy
 from cute_ops_torch.composite import chunked_loss, gradient_scale, transforms
+from cute_ops_torch.composite.transforms import Rows
 from cute_ops_torch.library.autograd import refuse_tangents
 from cute_ops_torch.library.no_gradient import once
 from cute_ops_torch.library.reference import register_fake
@@ -29,19 +29,9 @@ Tensor = torch.Tensor
 Tensors = tuple[Tensor, Tensor, Tensor, Tensor | None]  # hidden, weight, target, bias
 
 # Declarations: for error messages, and for the dims that ranks may share.
-_INPUTS = {"hidden": Declared("*m h", "T"), "weight": Declared("n h", "T"), "target": Declared("*m", "I")}
-_BIAS = {"bias": Declared("n", "T", optional=True)}
-_ROW_INPUTS = {name: Declared("*m", "float32", optional=True) for name in ("row_max", "log_sum", "dloss")}
-ROWS = Op(
-    "linear_cross_entropy", inputs={**_INPUTS, **_BIAS}, outputs=cross_entropy.outputs, dtypes=cross_entropy.dtypes,
-    static=(), sharding=Sharding(split=cross_entropy.split), reference=chunked_loss.rows, kernel=cross_entropy.kernel,
-)  # fmt: skip
-GRADIENTS = Op(
-    "linear_cross_entropy", inputs={**_INPUTS, **_BIAS, **_ROW_INPUTS},
-    outputs={"dhidden": _INPUTS["hidden"], "dweight": _INPUTS["weight"], "dbias": Declared("n", "T", given="bias")},
-    dtypes=cross_entropy.dtypes, static=(), sharding=Sharding(split=cross_entropy_bwd.split),
-    reference=chunked_loss.rows_bwd, kernel=cross_entropy_bwd.kernel,
-)  # fmt: skip
+_NAME = "linear_cross_entropy"
+ROWS, ROWS_BWD = (LOOPS[name].declared(_NAME, LOOPS[name].outputs) for name in ("rows", "rows_bwd"))
+STEP = LOOPS["step"]._replace(inputs={}).declared(_NAME, GRADIENTS)
 
 
 def linear_cross_entropy(
@@ -101,26 +91,6 @@ def computes_gradients(hidden: Tensor, reduction: str, wanted: Sequence[bool]) -
 # --- autograd ------------------------------------------------------------------------------------------------------
 
 
-def _save_rows(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    hidden, weight, target, bias, *ctx.attrs, ctx.part, ctx.group = inputs
-    ctx.mark_non_differentiable(*output[1:])
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(hidden, weight, target, bias, *output[1:])
-
-
-@once("linear_cross_entropy")
-def _backward_rows(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
-    if dloss is None:
-        return (None,) * 10
-    needed = ctx.needs_input_grad
-    wanted = [needed[0], needed[1], needed[3]]
-    found = torch.ops.cute.linear_cross_entropy_rows_bwd(
-        *ctx.saved_tensors, dloss.contiguous(), *ctx.attrs, wanted, ctx.part, ctx.group
-    )
-    dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
-    return dhidden, dweight, None, dbias, *[None] * 6
-
-
 def _save_step(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     ctx.wanted = inputs[-4]
     ctx.mark_non_differentiable(*output[1:])
@@ -153,7 +123,7 @@ def _fake_gradients(hidden: Tensor, weight: Tensor, bias: Tensor | None, wanted:
 
 
 def _fake_rows_bwd(*args: Any) -> tuple[Tensor, ...]:
-    return _fake_gradients(args[0], args[1], args[3], args[11])
+    return _fake_gradients(args[0], args[1], args[6], args[11])
 
 
 def _fake_step(*args: Any) -> tuple[Tensor, ...]:
@@ -172,7 +142,8 @@ def _define(name: str, schema: str, implementation: Callable[..., Any], fake: Ca
 
 
 def _register() -> None:
-    inputs = "Tensor hidden, Tensor weight, Tensor target, Tensor? bias"
+    layer, bias = "Tensor hidden, Tensor weight, Tensor target", "Tensor? bias"
+    inputs = f"{layer}, {bias}"
     attrs = "int ignore_index=-100, float label_smoothing=0.0, float z_loss=0.0"
     accum = "ScalarType? accum_dtype=None"
     own = "int[] part=[], str group=''"  # arguments of `Slice.of`
@@ -181,14 +152,16 @@ def _register() -> None:
     _library.impl(name, linear_cross_entropy, "CompositeImplicitAutograd")
     schema = f"({inputs}, {attrs}, {accum}, {own}) -> (Tensor, Tensor, Tensor)"
     _define(f"{name}_rows", schema, chunked_loss.rows, _fake_rows)
-    schema = f"({inputs}, Tensor row_max, Tensor log_sum, Tensor dloss, {attrs}, {accum}, bool[] wanted=[], {own})"
+    of_rows = "Tensor row_max, Tensor log_sum, Tensor dloss"
+    schema = f"({layer}, {of_rows}, {bias}, {attrs}, {accum}, bool[] wanted=[], {own})"
     _define(f"{name}_rows_bwd", f"{schema} -> (Tensor, Tensor, Tensor)", chunked_loss.rows_bwd, _fake_rows_bwd)
     schema = f"({inputs}, {attrs}, {accum}, str reduction='mean', bool[] wanted=[], Tensor? count=None, {own})"
     _define(f"{name}_step", f"{schema} -> (Tensor, Tensor, Tensor, Tensor)", chunked_loss.step, _fake_step)
     # An op, so that gradients that are DTensors keep their placements.
     schema = "(Tensor gradient, Tensor dloss) -> Tensor"
     _define(f"{name}_scale", schema, gradient_scale.scale, lambda gradient, dloss: torch.empty_like(gradient))
-    for op, save, backward in (("rows", _save_rows, _backward_rows), ("step", _save_step, _backward_step)):
+    nodes = {"rows": (Rows.setup_context, Rows.backward), "step": (_save_step, _backward_step)}
+    for op, (save, backward) in nodes.items():
         torch.library.register_autograd(f"cute::{name}_{op}", backward, setup_context=save, lib=_library)
 
 

@@ -37,7 +37,7 @@ def step(*arguments: Any) -> tuple[Tensor, ...]:
 
 def rows(*arguments: Any) -> tuple[Tensor, ...]:
     """``linear_cross_entropy_rows``: loss of each row, and the two parts of its log-sum-exp."""
-    return _Rows.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
+    return Rows.apply(*arguments)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _Node(torch.autograd.Function):
@@ -72,28 +72,33 @@ class _Step(_Node):
         return found[0], found[1], None, found[2], *[None] * ctx.rest
 
 
-class _Rows(_Node):
+class Rows(_Node):
+    """Outside of transforms, torch's dispatcher makes a node of these functions, of all arguments of the op."""
+
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.cute.linear_cross_entropy_rows(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        *tensors, ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.accum_dtype = inputs
+        hidden, weight, target, bias = inputs[:4]
+        ctx.attrs, ctx.own, ctx.rest = inputs[4:8], inputs[8:], len(inputs) - 4
         ctx.mark_non_differentiable(*output[1:])
-        ctx.save_for_backward(*tensors, *output[1:])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(bias, hidden, weight, target, *output[1:])
 
     @staticmethod
-    def backward(ctx: Any, dloss: Tensor, *_: Any) -> tuple[Any, ...]:
-        needed = ctx.needs_input_grad
+    def backward(ctx: Any, dloss: Tensor | None, *_: Any) -> tuple[Any, ...]:
+        if dloss is None:
+            return tuple([None] * (4 + ctx.rest))
+        needed, (bias, *saved) = ctx.needs_input_grad, ctx.saved_tensors
         wanted = [needed[0], needed[1], needed[3]]
-        attrs = ctx.ignore_index, ctx.label_smoothing, ctx.z_loss, ctx.accum_dtype
-        found = _RowsGradient.apply(*ctx.saved_tensors, dloss.contiguous(), *attrs, wanted)  # type: ignore[no-untyped-call]
+        found = RowsGradient.apply(*saved, dloss.contiguous(), bias, *ctx.attrs, wanted, *ctx.own)  # type: ignore[no-untyped-call]
         dhidden, dweight, dbias = (g if w else None for g, w in zip(found, wanted, strict=True))
-        return dhidden, dweight, None, dbias, *[None] * 4
+        return dhidden, dweight, None, dbias, *[None] * ctx.rest
 
 
-class _RowsGradient(_Node):
+class RowsGradient(_Node):
     @staticmethod
     def forward(*arguments: Any) -> Any:
         return torch.ops.cute.linear_cross_entropy_rows_bwd(*arguments)

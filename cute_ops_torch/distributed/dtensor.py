@@ -83,7 +83,7 @@ class Layout:
     Args:
         op: the declaration.
         tensors: the inputs; plain tensors are the same on every rank.
-        attrs: the attributes.
+        attrs: the attributes; by default as declared.
         differentiable: inputs that have a gradient; by default those of the op.
         wanted: which outputs are computed; by default all.
 
@@ -102,7 +102,7 @@ class Layout:
         self, op: Op, tensors: Tensors, attrs: Sequence[Any] = (), differentiable: Sequence[str] = (),
         wanted: Sequence[bool] = (),
     ) -> None:  # fmt: skip
-        self.binding = bind_tensors(op, tensors, attrs)
+        self.binding = bind_tensors(op, tensors, attrs or list(op.keywords.values()))
         check_strides(self.binding, tensors)
         given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
         sharded = {n: t for n, t in given.items() if isinstance(t, DTensor)}

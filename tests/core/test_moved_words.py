@@ -43,8 +43,8 @@ def test_the_compiler_still_takes_two_branches_for_one(moving: Any, tmp_path: Pa
         found.append([outputs[thread].reshape(32, 2)[thread].tolist() for thread in (0, 1)])
     assert found[0] == [[1, 2], [3, 4]]
     assert found[1] != found[0], (
-        "the compiler is mended: `column_params._realigned` need not select whole words, docs/kernels.md need not warn, and "
-        "this test can go"
+        "the compiler is mended: `column_params._realigned` need not select whole words, docs/kernels.md need not "
+        "warn, and this test can go"
     )
 
 
