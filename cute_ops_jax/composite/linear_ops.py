@@ -88,7 +88,7 @@ class Chunks:
         size = self.setting.chunk_rows or chunks.rows_per_chunk(
             count, width, self.weight.shape[0], self.hidden.dtype.itemsize, chunks.ENOUGH
         )
-        size = min(size, count)
+        size = max(min(size, count), 1)
         whole, rest = divmod(count, size)
         if whole == 1:
             state = body(state, (0, size))

@@ -287,6 +287,16 @@ def test_linear_under_vmap(close: Callable[..., Any]) -> None:
     )
 
 
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_linear_without_rows(reduction: str) -> None:
+    def loss(hidden: Any, weight: Any) -> Any:
+        return cute_ops_jax.linear_cross_entropy(hidden, weight, jnp.zeros(0, jnp.int32), reduction=reduction).sum()
+
+    value, (dhidden, dweight) = jax.value_and_grad(loss, (0, 1))(jnp.zeros((0, 16)), jnp.ones((5, 16)))
+    assert dhidden.shape == (0, 16)
+    assert not value and not dweight.any()
+
+
 def test_linear_errors() -> None:
     (hidden, weight, bias), target = linear()
     with pytest.raises(ValueError, match=r"argument `weight` has shape \(67, 8\), expected \(n, h\)"):
