@@ -6,6 +6,7 @@ import torch
 
 from cute_ops.composite.gated_mlp import layout
 from cute_ops_torch import registry
+from cute_ops_torch.library.inplace import overwriting
 
 Tensor = torch.Tensor
 _MLP = layout(transposed=False)
@@ -51,12 +52,9 @@ def swiglu_gradient_again(dout: Tensor, down: Tensor, products: Tensor, overwrit
         dout, down, products: two-dimensional, as above.
         overwrite: whether the gradient may take the memory of ``products``, which nobody reads any more.
     """
+    run = _gated_dgrad_again.overload
     # A subtile is stored after it was read, by the CTA that alone reads it, except that vectors of halves of a row
     # that start off a vector overlap.
-    if not overwrite or products.shape[-1] // 2 * products.itemsize % 16:
-        return _gated_dgrad_again.overload(dout, down, products, "silu")  # type: ignore[no-any-return]
-    again = products.new_empty(products.shape[0], products.shape[1] // 2)
-    _gated_dgrad_again.launcher.into(dout, down, products, "silu", "auto", products, again)
-    # Another node that has saved this memory raises in its backward instead of reading other numbers.
-    torch.autograd.graph.increment_version(products)
-    return products, again
+    if overwrite and products.shape[-1] // 2 * products.itemsize % 16 == 0:
+        run = overwriting(run, _gated_dgrad_again.launcher.into, (2, None))
+    return run(dout, down, products, "silu", "auto")  # type: ignore[no-any-return]
