@@ -5,6 +5,7 @@ Kernels run as in ``tests/interpreter``. Those of the steps are the code of ``do
 
 from __future__ import annotations
 
+import csv
 import re
 import sys
 import tempfile
@@ -82,6 +83,16 @@ def row(number: int, op: Op) -> str:
     return f"| {number} | {2 * len(places)} | {touched // SECTOR} | {2 * len(places) / touched:.0%} |"
 
 
+def rates() -> str:
+    """The page's table of what was measured, from the results of ``benchmarks/tutorial.py``."""
+    with (DOCS.parent / "benchmarks" / "results" / "tutorial.csv").open(newline="") as file:
+        found = list(csv.DictReader(file))
+    lines = [
+        f"| {r['kernel']} | {float(r['us']):.0f} | {float(r['gb_s']):.0f} | {float(r['of_copy']):.0%} |" for r in found
+    ]
+    return "\n".join(["| kernel | us | GB/s | of a copy |", "|---|---|---|---|", *lines])
+
+
 def picture(threads: np.ndarray, columns: int = 16, width: int = 34) -> str:
     """An SVG with a cell for each element, or for each vector of them."""
     cells = threads.reshape(-1, columns)
@@ -111,4 +122,4 @@ if __name__ == "__main__":
         PICTURES.mkdir(exist_ok=True)
         for name, text in pictures(Path(folder)).items():
             (PICTURES / name).write_text(text)
-        print(*(row(number, op_of_step(number, Path(folder))) for number in steps()), sep="\n")
+        print(*(row(number, op_of_step(number, Path(folder))) for number in steps()), "", rates(), sep="\n")

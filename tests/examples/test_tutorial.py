@@ -81,3 +81,7 @@ def test_the_row_kernel_moves_whole_vectors(tmp_path: Path) -> None:
 def test_pictures_are_of_the_kernels(folder: Path) -> None:
     for name, text in make_pictures.pictures(folder).items():
         assert (make_pictures.PICTURES / name).read_text() == text, f"{name}: run python docs/make_pictures.py"
+
+
+def test_the_page_shows_the_measured_rates() -> None:
+    assert f"\n\n{make_pictures.rates()}\n\n" in make_pictures.PAGE.read_text(), "paste make_pictures.rates() there"
