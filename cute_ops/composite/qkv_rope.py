@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
+from cute_ops.binding import Binding
 from cute_ops.op import FUSED, Case, Op, Program, Tensor
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import product_gradients
@@ -31,28 +32,17 @@ Raises:
 """
 
 
-def check_heads(weight: tuple[int, ...], cos: tuple[int, ...], heads: int) -> int:
-    """The columns of a head.
-
-    Args:
-        weight, cos: the shapes.
-        heads: of queries and keys.
+def head_size(cos: tuple[Any, ...]) -> int:
+    """The columns of a head, from the shape of ``cos``, which has half of them.
 
     Raises:
         ValueError: as :data:`DOC` says.
     """
     columns = cos[-1] if cos else 0
-    size = next((size for size in SIZES if size == 2 * columns), 0)  # a constant, also where shapes are symbolic
-    if not size:
-        raise ValueError(f"cute.qkv_rope: argument `cos` has {columns} columns, expected 32 or 64: half of a head's.")
-    n = weight[0] if len(weight) == 2 else 0
-    if n % size:
-        raise ValueError(f"cute.qkv_rope: argument `weight` has n={n} rows, no multiple of the {size} of a head.")
-    every = n // size
-    if n and not every < 2 * heads <= 2 * every - 2:
-        problem = f"attribute `heads` is {heads}, but {every} heads in all are queries, keys and as many values."
-        raise ValueError(f"cute.qkv_rope: {problem}")
-    return size
+    for size in SIZES:  # a constant, also where shapes are symbolic
+        if size == 2 * columns:
+            return size
+    raise ValueError(f"cute.qkv_rope: argument `cos` has {columns} columns, expected 32 or 64: half of a head's.")
 
 
 def _parts(by_head: Any, heads: int) -> tuple[Any, Any, Any]:
@@ -89,6 +79,12 @@ def qkv_rope(size: int) -> Op:
         (found,) = rope_bwd_joined.reference(xp, *_parts(by_head, heads), cos, sin, interleaved=False)
         return xp.reshape(found, dout.shape)
 
+    def check(binding: Binding) -> str | None:
+        every, given = binding.dims["n"] // size, binding.attrs["heads"]
+        if not every or every < 2 * given <= 2 * every - 2:
+            return None
+        return f"attribute `heads` is {given}, but {every} heads in all are queries, keys and as many values."
+
     rows, angles = Tensor("*m n", "T"), Tensor(table, "C")
     turned = Op(
         f"qkv_rope_{size}_bwd", inputs={"dout": rows, "cos": angles, "sin": angles}, outputs={"dacc": rows},
@@ -98,5 +94,5 @@ def qkv_rope(size: int) -> Op:
     )  # fmt: skip
     return fused_linear(
         epilogue, name=f"qkv_rope_{size}", operands={"cos": table, "sin": table}, attrs={"heads": heads}, cases=cases,
-        grad=(turned, *product_gradients("dacc", across=False)), no_gradient=("cos", "sin"),
+        grad=(turned, *product_gradients("dacc", across=False)), no_gradient=("cos", "sin"), check=check,
     )  # fmt: skip

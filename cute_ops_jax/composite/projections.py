@@ -24,6 +24,6 @@ def linear_add_rmsnorm(
 @continued(rotation.DOC)
 def qkv_rope(x: Array, weight: Array, cos: Array, sin: Array, heads: int, *, fused: str = "auto") -> Array:
     """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
-    size = rotation.check_heads(weight.shape, cos.shape, heads)
+    size = rotation.head_size(cos.shape)
     out: Array = register(rotation.qkv_rope(size))(x, weight, cos, sin, heads, fused)
     return out

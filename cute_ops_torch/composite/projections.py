@@ -36,7 +36,7 @@ def linear_add_rmsnorm(
 @continued(rotation.DOC)
 def qkv_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, *, fused: str = "auto") -> Tensor:
     """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
-    size = rotation.check_heads(tuple(weight.shape), tuple(cos.shape), heads)
+    size = rotation.head_size(tuple(cos.shape))
     x, weight = autocast(x, weight)
     out: Tensor = _function(f"qkv_rope_{size}")(x, weight, cos, sin, heads, fused)
     return out

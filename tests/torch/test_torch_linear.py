@@ -680,13 +680,16 @@ def test_what_a_transformer_does_next() -> None:
 @pytest.mark.parametrize(
     ("n", "columns", "heads", "message"),
     [
-        (256, 31, 3, "argument `cos` has 31 columns, expected 32 or 64: half of a head's"),
-        (250, 32, 3, "argument `weight` has n=250 rows, no multiple of the 64 of a head"),
-        (256, 32, 4, "attribute `heads` is 4, but 4 heads in all are queries, keys and as many values"),
-        (256, 32, 2, "attribute `heads` is 2, but 4 heads in all"),
+        (256, 31, 3, "qkv_rope: argument `cos` has 31 columns, expected 32 or 64: half of a head's"),
+        (250, 32, 3, "qkv_rope_64: argument `weight` has n=250, no multiple of the 64 columns of a group"),
+        (256, 32, 4, "qkv_rope_64: attribute `heads` is 4, but 4 heads in all are queries, keys and as many values"),
+        (256, 32, 2, "qkv_rope_64: attribute `heads` is 2, but 4 heads in all"),
     ],
 )
 def test_heads_that_do_not_fit(n: int, columns: int, heads: int, message: str) -> None:
-    angles = torch.rand(5, columns)
-    with pytest.raises(ValueError, match=re.escape(f"cute.qkv_rope: {message}")):
-        cute_ops_torch.qkv_rope(torch.randn(5, 8), torch.randn(n, 8), angles, angles, heads)
+    """By the function, and by the op that it calls."""
+    x, weight, angles = torch.randn(5, 8), torch.randn(n, 8), torch.rand(5, columns)
+    op = cute_ops_torch.register(qkv_rope(64))
+    for called in [cute_ops_torch.qkv_rope] + [op] * message.startswith("qkv_rope_64"):
+        with pytest.raises(ValueError, match=re.escape(f"cute.{message}")):
+            called(x, weight, angles, angles, heads)

@@ -34,6 +34,7 @@ from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
+Check = Callable[[Binding], str | None]
 COLUMNS = (COLUMN, "*m 1")
 GROUPS = (16, 32, 64, 128)  # columns
 CASES = (
@@ -56,6 +57,7 @@ def fused_linear(
     save: Literal["pre", "none"] = "pre",
     grad: tuple[Op, ...] = (),
     no_gradient: tuple[str, ...] = (),
+    check: Check | None = None,
     cases: tuple[Case, ...] = CASES,
 ) -> Op:
     """The op of a product ``x @ weight.T`` and of what happens to it before it is stored, in one kernel.
@@ -109,6 +111,7 @@ def fused_linear(
             tell as much are read instead.
         grad: the ops that compute the gradient, as :class:`Op` has them, where it does not follow from the epilogue.
         no_gradient: operands that these give none.
+        check: as :class:`Op` has it, of what whole groups of columns pass.
         cases: named problems.
 
     Raises:
@@ -139,7 +142,7 @@ def fused_linear(
         found = gradient(forward, save == "pre")
     common: dict[str, Any] = {
         "apart": made.apart(forward) if made.by_element else None, "inputs": inputs | given, "acc": acc,
-        "attrs": attrs or {}, "cases": cases, "module": module,
+        "attrs": attrs or {}, "cases": cases, "module": module, "check": check,
         "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
     }  # fmt: skip
     saving = (
@@ -153,7 +156,7 @@ def fused_linear(
 
 def _declare(
     name: str, made: _Fused, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], acc: Tensor,
-    attrs: Mapping[str, Any], module: str, **more: Any,
+    attrs: Mapping[str, Any], module: str, check: Check | None, **more: Any,
 ) -> Op:  # fmt: skip
     """The op of a product with an epilogue, which ``apart`` computes from the sums; the framework where it is None."""
     weight = inputs["weight"].shape
@@ -200,9 +203,11 @@ def _declare(
         found = call(apart, {key: given[key] for key in apart.inputs}, attrs)
         return {key: given[ACC] if key == ACC else found[key] for key in outputs}
 
-    def check(binding: Binding) -> str | None:
+    def problem(binding: Binding) -> str | None:
         n, size = binding.dims["n"], math.lcm(*sizes(made.expression(without_fused(binding.attrs))))
-        return f"argument `weight` has n={n}, no multiple of the {size} columns of a group." if n % size else None
+        if n % size:
+            return f"argument `weight` has n={n}, no multiple of the {size} columns of a group."
+        return check(binding) if check else None
 
     if apart is None:
         if not more["grad"]:
@@ -218,7 +223,7 @@ def _declare(
         reference=reference, static=(), tuning=Tuning(config, workspace=made.workspace if made.reduces else None),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
-        sharding=Sharding(parallel=("n",) if made.by_element and not made.packs else ()), check=check,
+        sharding=Sharding(parallel=("n",) if made.by_element and not made.packs else ()), check=problem,
         attrs={**attrs, "fused": FUSED}, instead=other, **more,
     )  # fmt: skip
     return op
