@@ -63,6 +63,9 @@ WIDE_THREADS = 768
 # an SM has so many threads in persistent clusters.
 ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
 
+# Columns of a thread, and threads of a CTA at most, where columns are looked at in groups.
+GROUP_COLUMNS, GROUP_THREADS = 8, 512
+
 
 class Rows(NamedTuple):
     """What an expression reads and writes of each row.
@@ -100,6 +103,12 @@ class Rows(NamedTuple):
         if costs and row.touched <= cluster * CTA_VECTORS:
             return self._in_registers(row, cluster)
         return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
+
+    def of_groups(self, problem: Problem) -> FusedRowConfig:
+        """Passes over rows by threads that have :data:`GROUP_COLUMNS` each; as few as take a row in as many steps."""
+        vectors = GROUP_THREADS if problem.n is None else -(-problem.n // GROUP_COLUMNS)
+        steps = -(-vectors // GROUP_THREADS)
+        return self._in_passes(problem, max(threads_for(vectors, steps), WARP), 1)
 
     @property
     def summed(self) -> bool:

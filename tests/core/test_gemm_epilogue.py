@@ -285,9 +285,14 @@ STEPS = {
     "gelu_again": "linear_acc gelu_again_bwd gelu_again_bwd_bias linear_of_dacc_dx linear_of_dacc_dweight",
     "with_tanh": "with_tanh_bwd with_tanh_bwd_scale linear_of_dacc_dx linear_of_dacc_dweight",
     "multiplied": "multiplied_bwd multiplied_bwd_bias linear_kn_of_dacc_dx linear_kn_of_dacc_dweight",
+    "with_rstd": "with_rstd_bwd linear_of_dacc_dx linear_of_dacc_dweight",
+    "rescaled": "rescaled_bwd linear_of_dacc_dx linear_of_dacc_dweight",
+    "turned_heads": "turned_heads_bwd turned_heads_bwd_norm turned_heads_bwd_sin turned_heads_bwd_scale"
+    " turned_heads_bwd_shift linear_of_dacc_dx linear_of_dacc_dweight",
 }
 DIFFERENTIABLE_BY_NAME = {op.name: op for op in DIFFERENTIABLE}
-POINTWISE = {step.name: step for op in DIFFERENTIABLE for step in op.steps if "linear" not in step.name}
+DERIVED = tuple(dict.fromkeys((*OPS, *DIFFERENTIABLE)))
+POINTWISE = {step.name: (step, columns(op, 1)) for op in DERIVED for step in op.steps if "linear" not in step.name}
 
 
 @pytest.mark.parametrize("name", STEPS)
@@ -296,7 +301,8 @@ def test_what_computes_a_gradient(name: str) -> None:
     assert " ".join(step.name for step in op.backward(op.differentiable, op.inputs)) == STEPS[name]
     # What is the cotangent itself is not computed, and what outputs say is not saved.
     assert op.handed_on == ({"residual": "out"} if name == "with_residual" else {})
-    saves = {"with_gelu": "T[*m n]", "with_swiglu": "T[*m 2n]", "multiplied": "T[*m n]"}
+    halves, one = ("with_swiglu", "rescaled"), ("with_gelu", "multiplied", "with_rstd", "turned_heads")
+    saves = dict.fromkeys(halves, "T[*m 2n]") | dict.fromkeys(one, "T[*m n]")
     assert (op.saving.outputs["acc"].declared if op.saving else None) == saves.get(name)
 
 
@@ -323,22 +329,26 @@ def test_only_what_is_wanted_is_computed(wanted: str, steps: str) -> None:
     assert (wanted == "other") == all("other" not in step.inputs or step.inputs["other"].unread for step in found)
 
 
-@pytest.mark.parametrize("op", [*DIFFERENTIABLE, linear, linear_float32], ids=lambda op: op.name)
+@pytest.mark.parametrize("op", [op for op in (*DERIVED, linear, linear_float32) if op.grad], ids=lambda op: op.name)
 @pytest.mark.parametrize("m", [(), (2, 3)], ids=str)
 def test_gradients(op: Op, m: tuple[int, ...]) -> None:
-    gradient.check(op, Case("", {"m": m, "n": 5, "k": 4}))
+    gradient.check(op, Case("", {"m": m, "n": columns(op, 5), "k": 4}))
 
 
 @pytest.mark.parametrize("layout", ["compact", "apart"])
 @pytest.mark.parametrize("name", POINTWISE)
 def test_kernels_of_gradients(name: str, layout: str) -> None:
-    for n, rows, dtype in ((7, 5, "float16"), (64, 3, "bfloat16"), (1, 1, "bfloat16")):
-        kernel_calls.check(kernel_calls.made(POINTWISE[name], rows, n, dtype, layout, np.random.default_rng(n)))
+    whole, size = POINTWISE[name]
+    for n, rows, dtype in ((7, 5, "float16"), (64, 3, "bfloat16"), (1, 1, "bfloat16"), (4160, 3, "float32")):
+        for op in (whole, *whole.narrowed):
+            given = kernel_calls.made(op, rows, -(-n // size) * size, dtype, layout, np.random.default_rng(n))
+            kernel_calls.check(given)
 
 
 @pytest.mark.parametrize("name", [*POINTWISE, "multiplied_bwd_only_dother"])
 def test_kernels_of_gradients_compile(name: str, tmp_path: Path) -> None:
-    op = {**POINTWISE, **{each.name: each for each in POINTWISE["multiplied_bwd"].narrowed}}[name]
+    every = {name: op for name, (op, _) in POINTWISE.items()}
+    op = {**every, **{each.name: each for each in every["multiplied_bwd"].narrowed}}[name]
     case = Case("", {"m": (64,), "n": 4096, "k": 64})
     path = tmp_path / "kernel.cubin"
     worker.compile(plan(bind(op, testing.specs(op, case, "bfloat16")), {}, TARGET).variant, path)

@@ -39,7 +39,7 @@ from cute_ops_torch.library.tensors import DTYPES, bind_tensors, memory
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import BY_NAME as EPILOGUES
-from epilogues import DIFFERENTIABLE, columns
+from epilogues import DIFFERENTIABLE, SMOOTH, columns
 
 # What gradients are made of besides the products of a linear layer.
 STEPS = {step.name: step for op in DIFFERENTIABLE for step in (*op.steps, *([op.saving] if op.saving else []))}.values()
@@ -556,7 +556,7 @@ def test_epilogue_of_nothing() -> None:
 # --- gradients -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("product", DIFFERENTIABLE, ids=lambda op: op.name)
+@pytest.mark.parametrize("product", SMOOTH, ids=lambda op: op.name)
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (67, 130, 17), (300, 520, 264), (4096, 2048, 1024)], ids=str)
 def test_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
     """Each step against its reference, with what the steps before it gave; twice, for the same bits."""
@@ -600,7 +600,7 @@ def test_gradient_in_a_graph(captured: torch.cuda.CUDAGraph) -> None:
 # --- the framework's product ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("product", [*DIFFERENTIABLE, linear, linear_float32], ids=lambda op: op.name)
+@pytest.mark.parametrize("product", [*SMOOTH, linear, linear_float32], ids=lambda op: op.name)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(1, 8, 8), (16, 512, 1024), (67, 130, 17), (1024, 512, 256)], ids=str)
 def test_the_product_of_the_framework(product: Op, dtype: torch.dtype, sizes: tuple[int, int, int]) -> None:

@@ -29,7 +29,7 @@ from cute_ops.ops.gemm.choice import WIDE, instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
 from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, multiply, product, vector
-from cute_ops.ops.gemm.pointwise import COLUMN, pointwise
+from cute_ops.ops.gemm.pointwise import COLUMN, period, pointwise, repeated
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
@@ -89,8 +89,9 @@ def fused_linear(
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
     ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.instead`),
     and never for float32. An epilogue that reduces rows, looks at groups of columns or repeats an operand differs:
-    ``"auto"`` always runs its kernel, but for float32; with ``"never"`` the framework computes it; and it has no
-    gradient unless ``grad`` gives one.
+    ``"auto"`` always runs its kernel, but for float32; with ``"never"`` the framework computes it.
+
+    The gradient follows from the epilogue, unless ``grad`` gives one. An operand that repeats itself has none.
 
     Args:
         epilogue: ``epilogue(xp, acc, *operands, **attrs)`` in array-API style, which returns a value or a tuple of
@@ -135,11 +136,12 @@ def fused_linear(
     acc = Tensor(made.shapes[ACC], usual.get(ACC, "T"), hidden=True)
     # Where the op is declared.
     module = getattr(epilogue, "__module__", __name__)
-    forward = Forward(name, inputs["weight"], given, results, acc, made.expression, attrs or {}, defaults, module)
+    forward = Forward(
+        name, inputs["weight"], given, results, acc, made.expression, attrs or {}, defaults, module,
+        by="elements" if made.by_element else "groups" if made.groups else "rows",
+    )  # fmt: skip
     itself = any(f"d{key}" in results for key in given)
-    found = Gradient(grad, no_gradient=no_gradient)
-    if made.by_element and not itself and not grad:
-        found = gradient(forward, save == "pre")
+    found = Gradient(grad, no_gradient=no_gradient) if grad or itself else gradient(forward, save == "pre")
     common: dict[str, Any] = {
         "apart": made.apart(forward) if made.by_element else None, "inputs": inputs | given, "acc": acc,
         "attrs": attrs or {}, "cases": cases, "module": module, "check": check,
@@ -167,7 +169,7 @@ def _declare(
 
     def of_sums(xp: Any, acc: Any, x: Any, arrays: Iterable[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         given = [
-            a[..., None] if shape == COLUMN else _repeated(xp, a, acc.shape[-1]) if _period(shape) else a
+            a[..., None] if shape == COLUMN else repeated(xp, a, acc.shape[-1]) if period(shape) else a
             for a, shape in zip(arrays, made.operands.values(), strict=True)
         ]
         values = iter(evaluate(made.expression(attrs), xp, [acc, *given]))
@@ -210,8 +212,6 @@ def _declare(
         return check(binding) if check else None
 
     if apart is None:
-        if not more["grad"]:
-            more["inference_only"] = "differentiate a product and what follows from it by the framework's functions"
         other = Instead(Program(run), lambda problem: False, WIDE)
     else:
         other = instead(Program(run, (apart,)), config)
@@ -234,17 +234,6 @@ def without_fused(attrs: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in attrs.items() if key != "fused"}
 
 
-def _period(shape: str) -> int:
-    """Columns after which an operand of this shape repeats itself; 0 of others."""
-    lead, _, columns = shape.rpartition(" ")
-    return int(columns) if lead in ("*m", "*#m") and columns.isdigit() and columns != "1" else 0
-
-
-def _repeated(xp: Any, array: Any, n: int) -> Any:
-    """What repeats itself, in n columns."""
-    return xp.concat([array] * -(-n // array.shape[-1]), axis=-1)[..., :n] if n else array[..., :0]
-
-
 def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(f"cute_ops.fused_linear: {name} cannot be fused: {why}")
 
@@ -259,7 +248,7 @@ class _Fused:
         self.name, self.epilogue, self.operands, self.packed = name, epilogue, operands, packed
         self.shapes = {ACC: "*m 2n" if packed else "*m n"}
         self.shapes |= {
-            key: "*m 1" if shape == COLUMN else "*m n" if _period(shape) else shape for key, shape in operands.items()
+            key: "*m 1" if shape == COLUMN else "*m n" if period(shape) else shape for key, shape in operands.items()
         }
         if ACC in operands or ACC in (outputs or {}):
             _refuse(name, f"an operand or an output is called {ACC!r}, as the product is")
@@ -285,7 +274,8 @@ class _Fused:
         found = self.expression(defaults)
         # Whether each element follows from those at its place alone.
         columns = bool(sizes(found)) or any(node.word == "column" for node in found.nodes)
-        self.by_element = not (columns or self.reduces or any(map(_period, operands.values())))
+        self.groups = columns or any(map(period, operands.values()))
+        self.by_element = not (self.groups or self.reduces)
 
     def with_acc(self) -> _Fused:
         """The same, whose last output is the sums."""
@@ -359,7 +349,7 @@ class _Fused:
     def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
         """What the kernel is told."""
         text = text_of(self.expression(attrs))
-        read = [f"{name}%{_period(shape)}" if _period(shape) else name for name, shape in self.operands.items()]
+        read = [f"{name}%{period(shape)}" if period(shape) else name for name, shape in self.operands.items()]
         return {"expression": text, "reads": " ".join(read), "writes": " ".join(self.writes)}
 
     def demand(self, problem: Problem, start: int, blocks: int) -> Demand:
@@ -377,9 +367,9 @@ class _Fused:
             if not read.operand:
                 continue
             name, operand = list(self.operands)[read.operand - 1], expression.operands[read.operand]
-            itemsize, period = ITEMSIZE[problem.dtypes[name]], _period(self.operands[name])
+            itemsize, repeats = ITEMSIZE[problem.dtypes[name]], period(self.operands[name])
             aligned = min(problem.aligns[name], start if operand.packed else VECTOR_BYTES) == VECTOR_BYTES
-            if operand.kind.rows and operand.kind.columns and aligned and not period:
+            if operand.kind.rows and operand.kind.columns and aligned and not repeats:
                 tiles += [itemsize]
             elif operand.kind.columns:  # of 16 sums in two rows, loaded for the next subtile, too; where the rows are
                 vectors += 2 * (16 if operand.kind.rows else 8) * itemsize // 4 + 4 * operand.kind.rows

@@ -1,27 +1,30 @@
 """Gradients of products with epilogues: the ops that compute them, one after the other.
 
 The derivative of the epilogue's expression gives ``dacc``, the gradient of the sums, and those of other tiles in one
-pass. A vector's or scalar's is a sum: of ``dacc``, where each of its terms is one of ``dacc``. Two products give the
-gradients of x and of the weight. What is the cotangent itself, as a residual's gradient is, nothing computes.
+pass. A vector's or scalar's is a sum: of ``dacc``, where each of its terms is one of ``dacc``. Kernels of rows, which
+compute what reduces rows or looks at columns in groups, add sums up in the same pass. Two products give the gradients
+of x and of the weight. What is the cotangent itself, as a residual's gradient is, nothing computes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cache
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from cute_ops.expressions.derivative import differentiate
 from cute_ops.expressions.graph import SHAPES, Expression, Graph, Node, copied
 from cute_ops.op import Op, Tensor
 from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.linear import linear_acc, product_gradients
-from cute_ops.ops.gemm.pointwise import pointwise, shape_of
+from cute_ops.ops.gemm.pointwise import COLUMN, period, pointwise, shape_of
 
 ACC = "acc"  # the sums
 MOST_SKIPPABLE = 3  # tiles; each set of them that is wanted is an op
 HALVES = ("[:n]", "[n:]")
+# Words whose derivative compares values, which then have to be computed of the same numbers.
+COMPARING = ("max", "min", "group_max")
 
 
 class Forward(NamedTuple):
@@ -37,6 +40,8 @@ class Forward(NamedTuple):
         attrs: the attributes, as :class:`Op` has them.
         defaults: their defaults.
         module: where the op is declared.
+        by: what an element of the outputs follows from: the ``elements`` at its place alone; all those of its ``rows``;
+            or ``groups`` of columns, their numbers, and operands that repeat themselves.
     """
 
     name: str
@@ -48,6 +53,7 @@ class Forward(NamedTuple):
     attrs: Mapping[str, Any]
     defaults: Mapping[str, Any]
     module: str
+    by: Literal["elements", "rows", "groups"] = "elements"
 
     @property
     def sources(self) -> dict[str, Tensor]:
@@ -100,13 +106,13 @@ def gradient(forward: Forward, save: bool) -> Gradient:
         save: whether sums that are needed are saved; else they are computed again.
     """
     made = _Gradient(forward)
-    d_acc, tiles, vectors = made.d_acc, made.tiles(), made.vectors()
-    pointwise_steps = ([made.step(f"{forward.name}_bwd", tiles)] if tiles else []) + vectors
+    d_acc, first = made.d_acc, made.first()
+    pointwise_steps = ([made.step(f"{forward.name}_bwd", first)] if first else []) + made.vectors(first)
     again = not save and any(ACC in step.inputs for step in pointwise_steps)
     across = forward.weight.shape.startswith("k")
     steps = [linear_acc(forward.acc.dtype, across=across)] if again else []
     products = product_gradients(d_acc, across=across) if d_acc else ()
-    flat = made.zero - {ACC} | ({"x", "weight"} if not d_acc else set())
+    flat = made.zero - {ACC} | made.repeated | ({"x", "weight"} if not d_acc else set())
     saves = save and any(ACC in step.inputs for step in pointwise_steps)
     return Gradient((*steps, *pointwise_steps, *products), made.handed_on, tuple(sorted(flat)), saves)
 
@@ -117,12 +123,15 @@ class _Gradient:
     Attributes:
         handed_on: operands whose gradient is an output's cotangent.
         zero: operands, and the sums, that no output depends on.
+        repeated: operands that repeat themselves, which have no gradient.
         d_acc: the name of what is the gradient of the sums: ``dacc``, or the cotangent that it is; empty where it is 0.
     """
 
     def __init__(self, forward: Forward) -> None:
         self.forward, self.terms = forward, cache(self._terms)
-        first, every = self._with(forward.defaults), (ACC, *forward.operands)
+        self.repeated = {key for key, tensor in forward.operands.items() if period(tensor.shape)}
+        self.operands = {key: tensor for key, tensor in forward.operands.items() if key not in self.repeated}
+        first, every = self._with(forward.defaults), (ACC, *self.operands)
         # With other attributes a gradient may be another.
         known = {} if forward.attrs else {key: first.read(first.nodes(key)) for key in every}
         self.handed_on = {key: out for key, read in known.items() if (out := self._cotangent(key, read))}
@@ -141,21 +150,25 @@ class _Gradient:
         sources = self.forward.sources
         names, tensor = list(sources), sources[key]
         for out, other in self.forward.outputs.items():
-            place, halves = names.index(f"d{out}"), HALVES if SHAPES[other.shape].packed else ("",)
+            place, halves = names.index(f"d{out}"), HALVES if SHAPES[shape_of(other)].packed else ("",)
             if other.shape == tensor.shape and read == [(place, half) for half in halves]:
                 return out
         return ""
 
-    def tiles(self) -> tuple[str, ...]:
-        """The tiles whose gradients one pass computes."""
-        wanted = [ACC] if self.d_acc == f"d{ACC}" else []
-        given = self.forward.operands.items()
-        return (*wanted, *(k for k, t in given if _is_tile(t) and k not in self.zero and k not in self.handed_on))
+    def first(self) -> tuple[str, ...]:
+        """The operands whose gradients one pass computes: tiles; by kernels of rows few others, too, which add them up
+        on the way.
+        """
+        other = {*self.zero, *self.handed_on, *self.like_acc}
+        every = [*([ACC] if self.d_acc == f"d{ACC}" else []), *(key for key in self.operands if key not in other)]
+        if self.forward.by != "elements" and len(every) <= MOST_SKIPPABLE:
+            return tuple(every)
+        return tuple(key for key in every if _is_tile(self.forward.sources[key]))
 
-    def vectors(self) -> list[Op]:
-        """A step for each vector or scalar."""
-        given = self.forward.operands.items()
-        names = [key for key, tensor in given if not _is_tile(tensor) and key not in self.zero]
+    def vectors(self, first: Collection[str]) -> list[Op]:
+        """A step for each vector or scalar that is not among the first."""
+        given = self.operands.items()
+        names = [key for key, tensor in given if not _is_tile(tensor) and key not in {*self.zero, *first}]
         return [
             self.of_acc(key) if key in self.like_acc else self.step(f"{self.forward.name}_bwd_{key}", (key,))
             for key in names
@@ -186,7 +199,8 @@ class _Gradient:
 
         return pointwise(
             name, lambda attrs: formula(tuple(attrs.items())), inputs, outputs, forward.attrs, forward.defaults,
-            narrow=narrow, module=forward.module, doc=f"A part of the gradient of :func:`{forward.name}`.",
+            self.in_groups, narrow=narrow, module=forward.module,
+            doc=f"A part of the gradient of :func:`{forward.name}`.",
         )  # fmt: skip
 
     def of_acc(self, key: str) -> Op:
@@ -203,6 +217,12 @@ class _Gradient:
             module=forward.module, doc=f"A part of the gradient of :func:`{forward.name}`: a sum.",
         )  # fmt: skip
 
+    @property
+    def in_groups(self) -> bool:
+        """Whether the kernel of groups computes it, which takes column vectors ``*m`` in any layout, too."""
+        tensors = self.forward.sources.values()
+        return self.forward.by == "groups" or (self.forward.by == "rows" and COLUMN in [t.shape for t in tensors])
+
     def _formula(self, attrs: Mapping[str, Any], wanted: tuple[str, ...]) -> Formula:
         """What the step of these operands computes."""
         terms, sources = self._with(attrs), self.forward.sources
@@ -212,7 +232,7 @@ class _Gradient:
         needed = whole.finish([places[i] for i in nodes])
         # One cotangent in any case, which says how many rows and columns there are.
         read = {node.operand for node in needed.nodes if node.word == "operand"}
-        cotangents = [names.index(f"d{out}") for out in self.forward.outputs]
+        cotangents = [names.index(f"d{out}") for out, tensor in self.forward.outputs.items() if _is_tile(tensor)]
         kept = sorted(read if read.intersection(cotangents) else read | {cotangents[0]})
         graph = Graph(expression.operands[i] for i in kept)
         found = copied(needed, graph, lambda node: graph.operand(kept.index(node.operand), node.half))
@@ -224,7 +244,8 @@ class _Gradient:
             writes += [f"d{key}{half}" for half in halves]
             kinds += str(operand.kind) * len(halves)
         reads = tuple(names[i] for i in kept)
-        return Formula(graph.finish([found[i] for i in needed.outputs]), False, reads, tuple(writes), kinds, tile)
+        outputs, by_rows = graph.finish([found[i] for i in needed.outputs]), self.forward.by != "elements"
+        return Formula(outputs, by_rows, reads, tuple(writes), kinds, tile)
 
     def _with(self, attrs: Mapping[str, Any]) -> Terms:
         return self.terms(tuple(attrs.items()))
@@ -234,8 +255,10 @@ class _Gradient:
         expression = forward.expression(dict(attrs))
         halves = [(key, half) for key, t in forward.outputs.items() for half in (HALVES if "2n" in t.shape else ("",))]
         # Which outputs serve may depend on attributes, and those that are saved may not.
-        saved = () if forward.attrs else range(len(halves))
-        found = differentiate(expression, saved=saved)
+        compares = any(node.word in COMPARING for node in expression.nodes)
+        saved = () if forward.attrs or compares else range(len(halves))
+        wanted = [0, *(i for i, key in enumerate(forward.operands, 1) if key in self.operands)]
+        found = differentiate(expression, wanted, saved, sum_columns=forward.by != "elements")
         names = list(forward.sources)
         graph = Graph(SHAPES[shape_of(tensor)] for tensor in forward.sources.values())
 

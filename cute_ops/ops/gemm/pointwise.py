@@ -1,5 +1,6 @@
-"""Ops of an expression of tiles, vectors and scalars, by the kernels of :mod:`cute_ops.ops.fused`: what stands beside
-products.
+"""Ops of an expression of tiles, vectors and scalars: what stands beside products.
+
+The kernels of :mod:`cute_ops.ops.fused` compute them, or where columns are looked at in groups one that walks rows.
 """
 
 from __future__ import annotations
@@ -11,17 +12,30 @@ from cute_ops.array_api import cast
 from cute_ops.config import Config, Problem, Tuning
 from cute_ops.expressions.graph import SHAPES
 from cute_ops.expressions.reference import evaluate
+from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew
 from cute_ops.ops.fused import KERNEL, PARTS, Formula, space_of, summed
 from cute_ops.shapes import FLOATS, Array
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
 COLUMN = "*m"  # of one number per row, as ``*m 1``
+GROUPS_KERNEL = "cute_ops.kernels.epilogue.groups:FusedGroups"
 
 
 def shape_of(tensor: Tensor) -> str:
     """A tensor's shape as expressions know it."""
-    return "*m 1" if tensor.shape == COLUMN else tensor.shape
+    return "*m 1" if tensor.shape == COLUMN else "*m n" if period(tensor.shape) else tensor.shape
+
+
+def period(shape: str) -> int:
+    """Columns after which an operand of this shape repeats itself; 0 of others."""
+    lead, _, columns = shape.rpartition(" ")
+    return int(columns) if lead in ("*m", "*#m") and columns.isdigit() and columns != "1" else 0
+
+
+def repeated(xp: Any, array: Any, n: int) -> Any:
+    """What repeats itself, in n columns."""
+    return xp.concat([array] * -(-n // array.shape[-1]), axis=-1)[..., :n] if n else array[..., :0]
 
 
 def pointwise(
@@ -31,6 +45,7 @@ def pointwise(
     outputs: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
     defaults: Mapping[str, Any],
+    groups: bool = False,
     **more: Any,
 ) -> Op:
     """The op of an expression. Its vectors and scalars are sums of values over what they lack, in a fixed order.
@@ -42,6 +57,8 @@ def pointwise(
         outputs: what is written, whole or by halves.
         attrs: the attributes, as :class:`Op` has them.
         defaults: their defaults.
+        groups: whether columns are looked at in groups or by their number, or an operand repeats itself: then
+            ``formula`` is one of rows.
         more: what else the declaration says.
     """
     first = formula(defaults)
@@ -51,12 +68,16 @@ def pointwise(
         given, found = dict(zip(inputs, arrays, strict=True)), formula(attrs)
         tile = given[found.tile]
         whole = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[inputs[found.tile].shape].packed))
-        read = [given[key][..., None] if inputs[key].shape == COLUMN else given[key] for key in found.reads]
+        read = [
+            given[key][..., None] if inputs[key].shape == COLUMN
+            else repeated(xp, given[key], whole[-1]) if period(inputs[key].shape) else given[key]
+            for key in found.reads
+        ]  # fmt: skip
         values = dict(zip(found.writes, evaluate(found.expression, xp, read), strict=True))
         results = []
         for key, tensor in outputs.items():
             halves = [f"{key}[:n]", f"{key}[n:]"] if "2n" in tensor.shape else [key]
-            sums = [summed(xp, values[half], whole, shape_of(tensor), False) for half in halves]
+            sums = [summed(xp, values[half], whole, shape_of(tensor), found.by_rows) for half in halves]
             out = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
             out = out[..., 0] if tensor.shape == COLUMN else out
             like = dtypes.get(tensor.dtype)
@@ -65,20 +86,30 @@ def pointwise(
 
     def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
         made: dict[str, Array | None] = {}
+        found, vectors, scalars = formula(problem.attrs), PARTS, 0
+        if found.by_rows:
+            vectors, scalars = found.rows.parts(problem, FusedRowConfig.of(config))
         for key, tensor in outputs.items():
-            if not SHAPES[shape_of(tensor)].kind.rows:
-                made[f"{key}_parts"] = Array((PARTS, problem.size("n") * (1 + (tensor.shape == "2n"))), "float32")
-            if tensor.shape == "":
-                made[f"{key}_totals"] = Array((problem.size("n"),), "float32")
+            if SHAPES[shape_of(tensor)].kind.rows:
+                continue
+            n, whole = problem.size("n") * (1 + (tensor.shape == "2n")), found.by_rows and tensor.shape == ""
+            made[f"{key}_parts"] = Array((scalars,) if whole else (vectors, n), "float32")
+            if tensor.shape == "" and not whole:
+                made[f"{key}_totals"] = Array((n,), "float32")
         return made
+
+    def config(problem: Problem) -> FusedConfig | FusedRowConfig:
+        found = formula(problem.attrs)
+        return found.rows.of_groups(problem) if groups else found.config(problem)
 
     reference.__module__ = more.pop("module", __name__)
     tensors = (*inputs.values(), *outputs.values())
     counts = any(node.word == "n" for node in first.expression.nodes)
     return Op(
-        name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs, kernel=KERNEL, cases=CASES,
+        name, inputs=inputs, outputs=outputs, reference=reference, attrs=attrs, cases=CASES,
+        kernel=GROUPS_KERNEL if groups else KERNEL,
         dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
-        static=("n",) if counts else WhileFew("n"),
-        sharding=Sharding(parallel=() if any("2n" in t.shape for t in tensors) else ("n",)),
-        tuning=Tuning(lambda problem: formula(problem.attrs).config(problem), space_of(formula), workspace), **more,
+        static=("n",) if counts and not first.by_rows else WhileFew("n"),
+        sharding=Sharding(parallel=() if first.by_rows or any("2n" in t.shape for t in tensors) else ("n",)),
+        tuning=Tuning(config, space_of(formula), workspace), **more,
     )  # fmt: skip

@@ -85,9 +85,12 @@ def rescaled(xp: Any, acc: Any, scale: Any) -> Any:
     return y / xp.maximum(largest, 1e-4), xp.max(largest, axis=-1, keepdims=True)
 
 
+GROUPED = ("with_rope", "with_qk_norm", "rescaled", "turned_heads")
+
+
 def columns(op: Op, n: int) -> int:
-    """At least n, whole groups where the op has groups."""
-    return -(-n // 64) * 64 if op.name in ("with_rope", "with_qk_norm", "rescaled") else n
+    """At least n, whole groups where the op, or the one that it is a step of, has groups."""
+    return -(-n // 64) * 64 if op.name.startswith(GROUPED) else n
 
 
 OPS: tuple[Op, ...] = (
@@ -130,12 +133,22 @@ def with_tanh(xp: Any, acc: Any, scale: Any) -> Any:
     return xp.tanh(acc + scale)
 
 
+def turned_heads(xp: Any, acc: Any, norm: Any, sin: Any, scale: Any, shift: Any) -> Any:
+    """All heads, by angles that rows share; whatever the operands' dtypes, with a gradient for each."""
+    x = acc * xp.rsqrt(xp.group_mean(acc * acc, 64) + 1e-6) * norm
+    return (x + xp.rotate_half(x, 64) * sin) * scale + shift
+
+
 # With other ways to get the sums for a gradient.
 DIFFERENTIABLE: tuple[Op, ...] = (
-    *(op for op in OPS if op.grad),
+    *(op for op in OPS if op.grad and not op.no_gradient),
+    fused_linear(turned_heads, operands={"norm": ROW, "sin": ROW, "scale": COLUMN, "shift": ""}),
     fused_linear(with_gelu, name="gelu_again", operands={"bias": ROW}, save="none"),
     fused_linear(with_swiglu, name="swiglu_again_kn", weight="k 2n", save="none", dtypes={"acc": "float32"}),
     fused_linear(with_silu, name="silu_float32", dtypes={"acc": "float32", "out": "float32"}),
     fused_linear(multiplied, operands={"other": TILE, "bias": ROW}, weight="k n"),
     fused_linear(with_tanh, operands={"scale": COLUMN}),
 )
+
+# The others' gradients go to the largest of some numbers: which that is may change with how these are rounded.
+SMOOTH = tuple(op for op in DIFFERENTIABLE if op.name not in ("rescaled", "gated_reducing"))

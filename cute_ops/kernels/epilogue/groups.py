@@ -1,0 +1,195 @@
+"""An expression with groups of columns, and with reductions of rows, in passes over each row."""
+
+import math
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+
+from cute_ops.expressions.groups import REDUCTIONS, sizes
+from cute_ops.kernels.epilogue.config import FusedRowConfig
+from cute_ops.kernels.epilogue.emit import computed
+from cute_ops.kernels.epilogue.row_emit import RowEmitter, RowValues
+from cute_ops.kernels.epilogue.row_exchange import COMBINE
+from cute_ops.kernels.epilogue.row_passes import RowsInPasses
+from cute_ops.kernels.epilogue.select import FusedRows
+from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
+from cute_ops.kernels.rowwise.pointwise import Part, number_address
+
+VEC = 8  # columns of a thread: half of the smallest group, a 16th of the largest
+
+
+class FusedGroups(FusedRows):
+    """As :class:`FusedRows`, where columns are looked at in groups or by their number, and where operands repeat
+    themselves.
+    """
+
+    def __init__(self, variant):
+        self.variant, self.rows = variant, RowsOfGroups(variant)
+
+
+class RowsOfGroups(RowsInPasses):
+    """Walks a row once for each stage of its reductions and once more for its outputs.
+
+    Tile: a CTA takes a row; thread ``t`` has the 8 columns from ``8 t`` on, and those that lie ``8 threads`` behind.
+    So neighbouring lanes of a warp have a group, which they reduce and turn by shuffles; all lanes do, those behind the
+    row's end with its last columns, which they do not store. Without groups a thread has fewer columns where a row is
+    of no multiple of 8. Bytes moved per element, sums over rows, shared memory: as :class:`RowsInPasses`.
+    """
+
+    def __init__(self, variant):
+        super().__init__(variant)
+        config = FusedRowConfig.of(variant.config)
+        expression = self.emit.expression
+        self.emit = GroupEmitter(config.expression, self.emit.device)
+        self.tile.v = Columns(VEC if sizes(expression) else math.gcd(VEC, self.n or 1))
+        self.tile.vec = self.tile.v.vec
+        self.tile_part = next(
+            Part(name, 0, 1 + operand.packed)
+            for name, operand in zip(config.reads.split(), expression.operands)
+            if all(operand.kind[:2]) and not self._period(Part(name, 0, 1 + operand.packed))
+        )
+
+    def _period(self, part):
+        """Columns after which a tile repeats itself, 0 where it has whole rows."""
+        columns = self.variant.tensors[part.name].shape[-1]
+        whole = None if self.n is None else self.n * part.count
+        return 0 if columns == whole else columns
+
+    def bases(self, tensors, parts, row, n):
+        """What repeats itself along the columns may do so along the leading dims, too."""
+        found = []
+        for i, part in parts:
+            at = row % row_count(tensors[part.name]) if self._period(part) else row
+            found += super().bases(tensors, [(i, part)], at, n)
+        return found
+
+    def number_address(self, tensors, part, row):
+        mX = tensors[part.name]
+        return number_address(mX, self.variant.tensors[part.name], row) if part.rows else mX.iterator.toint()
+
+    @cute.jit
+    def _stage(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr, tidx: Int32):
+        totals = self.nothing(stage)
+        for start in cutlass.range(0, walk.n, self.tile.threads * self.tile.vec, unroll=1):
+            totals = self._with(totals, walk, values, stage, start + tidx * self.tile.vec)
+        return totals
+
+    def _with(self, totals, walk, values, stage, first):
+        return self.added(totals, values, stage, self._elements(walk, first), self.tile.v, first, walk.n)
+
+    @cute.jit
+    def _outputs(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, group: Int32, tidx: Int32):
+        for start in cutlass.range(0, walk.n, self.tile.threads * self.tile.vec, unroll=1):
+            self._emit(walk, values, group, start + tidx * self.tile.vec)
+
+    def _emit(self, walk, values, group, first):
+        tiles, sums = self.outputs["t"], self.outputs["r"]
+        vectors = self.computed(values, [*tiles, *sums], self._elements(walk, first), self.tile.vec)
+        for rOut, (_, part), base in zip(vectors, tiles, walk.targets):
+            rX = narrow(rOut.load(), walk.tensors[part.name].element_type, self.tile.vec)
+            for j, piece in self._pieces(rX, part):
+                store_if(first < walk.n, piece, base + Int64(first + j) * ITEMSIZE[self.keys[part].dtype])
+        for rX, (_, part) in zip(vectors[len(tiles) :], sums):
+            self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
+
+    @cute.jit
+    def _add_to(
+        self, mParts: cute.Tensor, part: cutlass.Constexpr, rX: cute.Tensor, group: Int32, first: Int32, n: Int32
+    ):  # fmt: skip
+        if first < n:
+            rSum, address = fragment(Float32, self.tile.vec), self._place(mParts, part, group, n) + Int64(first) * 4
+            load(rSum, address)
+            rSum.store(rSum.load() + rX.load())
+            store(rSum, address)
+
+    def _elements(self, walk, first):
+        """A thread's elements of operands with columns, and the numbers of its columns, by node."""
+        at = cutlass.min(first, walk.n - self.tile.vec)
+        held = [(i, part, base) for (i, part), base in zip(self.tiles, walk.sources)]
+        held += [(i, part, self.column(walk.tensors, part, walk.n).iterator.toint()) for i, part in self.vectors]
+        found = {i: self._loaded(walk.tensors[part.name], part, base, at) for i, part, base in held}
+        places = [Float32(at + j) for j in range(self.tile.vec)]
+        return found | {i: places for i, node in enumerate(self.emit.expression.nodes) if node.word == "column"}
+
+    def _loaded(self, mX, part, base, first):
+        rX, period = fragment(mX.element_type, self.tile.vec), self._period(part) if part.tile else 0
+        for j, piece in self._pieces(rX, part):
+            column = (first + j) % period if period else first + j
+            load(piece, base + Int64(column) * ITEMSIZE[self.keys[part].dtype])
+        wide = widen(rX)
+        return [wide[j] for j in range(self.tile.vec)]
+
+    def _pieces(self, rX, part):
+        """A thread's vector of a part in pieces that one access takes: where each begins, and it."""
+        key, period = self.keys[part], self._period(part) if part.tile else 0
+        align = min(key.align, key.row_align) if part.rows else key.align
+        count = math.gcd(self.tile.vec, max(align // ITEMSIZE[key.dtype], 1), period)
+        layout = cute.make_layout(count)
+        return [(j, cute.make_tensor(rX.iterator + j, layout)) for j in range(0, self.tile.vec, count)]
+
+    def terms(self, values, stage, elements, vec):
+        return [filled(x, vec) for x in values.terms(stage, elements)]
+
+    def computed(self, values, outputs, elements, vec):
+        return [filled(x, vec) for x in values.outputs([i for i, _ in outputs], elements)]
+
+
+class Columns:
+    """So many columns of a thread, as :class:`RowsInPasses` takes :class:`Vectors`."""
+
+    masked, follows = True, False
+
+    def __init__(self, vec):
+        self.vec = vec
+
+    def shift(self, row, n):
+        return Int32(0)
+
+
+def filled(x, vec):
+    """A value of each column, or one for all of them, as a fragment."""
+    rX = fragment(Float32, vec)
+    for j in range(vec):
+        rX[j] = x[j] if isinstance(x, list) else x
+    return rX
+
+
+class GroupEmitter(RowEmitter):
+    """As :class:`RowEmitter`, of a thread's columns together."""
+
+    def begin(self, numbers, length):
+        return GroupValues(self, numbers, length)
+
+
+class GroupValues(RowValues):
+    """As :class:`RowValues`; a value with columns is a list, of one number for each column of a thread."""
+
+    def _computed(self, node, args):
+        if node.word == "rotate_half":
+            return turned(args[0], int(node.value))
+        if node.word in REDUCTIONS:
+            return reduced(args[0], int(node.value), COMBINE[node.word.removeprefix("group_")])
+        count = next((len(x) for x in args if isinstance(x, list)), 0)
+        found = [
+            computed(node, [x[j] if isinstance(x, list) else x for x in args], self.length, self.emitter.device)
+            for j in range(count or 1)
+        ]
+        return found if count else found[0]
+
+
+def turned(values, size):
+    """``rotate_half``: the lanes that have a half take what those of the other half have."""
+    lanes = size // len(values)
+    upper = cute.arch.lane_idx() % lanes >= lanes // 2
+    others = [cute.arch.shuffle_sync_bfly(x, offset=lanes // 2) for x in values]
+    return [Float32(cutlass.select_(upper, x, -x)) for x in others]
+
+
+def reduced(values, size, combine):
+    """What a group is reduced to, for each of a thread's columns."""
+    lanes, found = size // len(values), values
+    while len(found) > 1:
+        found = [combine(a, b) for a, b in zip(found[::2], found[1::2])]
+    return [cute.arch.warp_reduction(found[0], combine, threads_in_group=lanes)] * len(values)
