@@ -12,7 +12,7 @@ from cute_ops_jax.composite.embedding import embedding
 from cute_ops_jax.composite.gated_mlp import gated_mlp
 from cute_ops_jax.composite.linear import linear
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
-from cute_ops_jax.composite.projections import linear_add_rmsnorm, qkv_rope
+from cute_ops_jax.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
 from cute_ops_jax.primitive.ffi_check import probe
 from cute_ops_jax.primitive.function import fused, register
@@ -30,6 +30,7 @@ __all__ = [
     "probe",
     "qkv_rope",
     "register",
+    "rmsnorm_linear",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_linear_cross_entropy",
     *_LAZY,

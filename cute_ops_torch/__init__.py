@@ -15,7 +15,7 @@ from cute_ops_torch.composite.embedding import embedding
 from cute_ops_torch.composite.gated_mlp import gated_mlp
 from cute_ops_torch.composite.linear import linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
-from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope
+from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 from cute_ops_torch.distributed.import_hook import when_imported
 from cute_ops_torch.registry import fused, register
 
@@ -35,6 +35,7 @@ __all__ = [
     "patch",
     "qkv_rope",
     "register",
+    "rmsnorm_linear",
     "unpatch",
     "warm_up",
     *functions.__all__,

@@ -25,6 +25,7 @@ from cute_ops_jax.composite.linear_cross_entropy import (
 )
 from cute_ops_jax.composite.projections import linear_add_rmsnorm as linear_add_rmsnorm
 from cute_ops_jax.composite.projections import qkv_rope as qkv_rope
+from cute_ops_jax.composite.projections import rmsnorm_linear as rmsnorm_linear
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 from cute_ops_jax.exporting import export as export
 from cute_ops_jax.loading import load as load

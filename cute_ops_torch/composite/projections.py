@@ -1,4 +1,6 @@
-"""Linear layers with what a transformer does next: the norm of the residual stream, the rotation of heads."""
+"""Linear layers with what a transformer does next: the norm of the residual stream, the rotation of heads; or with
+what it does before, that norm.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ import torch
 
 from cute_ops.composite import linear_add_rmsnorm as add_rmsnorm
 from cute_ops.composite import qkv_rope as rotation
+from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
 from cute_ops.op import Op
 from cute_ops_torch.composite.autocast import autocast
@@ -20,6 +23,11 @@ Tensor = torch.Tensor
 _MADE_BY: dict[str, Callable[[], Op]] = {
     "linear_add_rmsnorm": add_rmsnorm.linear_add_rmsnorm,
     **{f"qkv_rope_{size}": partial(rotation.qkv_rope, size) for size in rotation.SIZES},
+    **{
+        norm_before.name_of(epilogue, biased): partial(norm_before.rmsnorm_linear, epilogue, biased)
+        for epilogue in norm_before.KINDS
+        for biased in (False, True)
+    },
 }
 
 
@@ -30,6 +38,19 @@ def linear_add_rmsnorm(
     """The last layer of a transformer's block, and the norm that comes next."""
     x, weight, residual = autocast(x, weight, residual)
     out: tuple[Tensor, Tensor] = _function("linear_add_rmsnorm")(x, weight, residual, norm_weight, eps, fused)
+    return out
+
+
+@continued(norm_before.DOC)
+def rmsnorm_linear(
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6,
+    *, epilogue: str = "bias", fused: str = "auto",
+) -> Tensor:  # fmt: skip
+    """The norm before a linear layer, and the layer."""
+    name = norm_before.name_of(epilogue, bias is not None)
+    x, weight = autocast(x, weight)
+    given = (x, weight) if bias is None else (x, weight, bias)
+    out: Tensor = _function(name)(*given, norm_weight, eps, fused)
     return out
 
 

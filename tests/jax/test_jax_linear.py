@@ -223,3 +223,29 @@ def test_what_a_transformer_does_next() -> None:
     np.testing.assert_allclose(out, normed, rtol=1e-4, atol=1e-4)
     gradient = jax.jit(jax.grad(lambda x: cute_ops_jax.linear_add_rmsnorm(x, *given[1:], 1e-5)[1].sum()))(given[0])
     np.testing.assert_allclose(gradient, np.broadcast_to(weight.sum(0), x.shape), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("fused", ["always", "auto"])
+@pytest.mark.parametrize(("epilogue", "biased", "weighted"), [("gelu", True, True), ("bias", False, False)])
+def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str) -> None:
+    """Jitted, with gradients, with the norm before the product and behind it."""
+    generator = np.random.default_rng(0)
+    given = [generator.standard_normal(shape) for shape in ((2, 3, 32), (32,), (24, 32), (24,))]
+    arrays = [jnp.asarray(a, "float32") for a in given]
+
+    def of(function: Callable[..., Any]) -> Callable[..., Any]:
+        def summed(x: Any, norm_weight: Any, weight: Any, bias: Any) -> Any:
+            out = function(x, norm_weight if weighted else None, weight, bias if biased else None)
+            return (out * jnp.cos(jnp.arange(out.size).reshape(out.shape))).sum(), out
+
+        return jax.jit(jax.grad(summed, (0, 1, 2, 3), has_aux=True))
+
+    def plain(x: Any, norm_weight: Any, weight: Any, bias: Any) -> Any:
+        normed = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
+        acc = (normed if norm_weight is None else normed * norm_weight) @ weight.T
+        acc = acc if bias is None else acc + bias
+        return jax.nn.gelu(acc, approximate=False) if epilogue == "gelu" else acc
+
+    function = partial(cute_ops_jax.rmsnorm_linear, epilogue=epilogue, fused=fused)
+    for got, wanted in zip(*map(jax.tree.leaves, (of(function)(*arrays), of(plain)(*arrays))), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)

@@ -17,6 +17,7 @@ import cute_ops_torch
 from cute_ops import Case, Op, testing
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import qkv_rope
+from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
 from cute_ops.expressions import TraceError
 from cute_ops.jit.target import parse
 from cute_ops.ops import PRODUCTS as NAMED
@@ -598,6 +599,91 @@ def test_linear_add_rmsnorm_is_a_good_citizen() -> None:
     cute_ops_torch.register(linear_add_rmsnorm())
     tensors = [t.detach() for t in tensors_of(linear_add_rmsnorm())]
     torch.library.opcheck(torch.ops.cute.linear_add_rmsnorm.default, tensors)
+
+
+NORMED = pytest.mark.parametrize(
+    ("epilogue", "biased", "weighted"),
+    [
+        ("bias", False, True),
+        ("bias", True, False),
+        ("gelu", True, True),
+        ("gelu_tanh", True, False),
+        ("silu", False, True),
+    ],
+)
+
+
+def normed_inputs(biased: bool, weighted: bool, dtype: torch.dtype = torch.bfloat16) -> list[torch.Tensor | None]:
+    """x, the norm's weight, the layer's weight and its bias."""
+    generator = torch.Generator().manual_seed(0)
+    x, norm_weight, weight, bias = (torch.randn(s, generator=generator) for s in ((2, 3, 32), (32,), (24, 32), (24,)))
+    found = [(3 * x).to(dtype), norm_weight, (weight / 32**0.5).to(dtype), bias]
+    there = (True, weighted, True, biased)
+    return [t.requires_grad_() if given else None for t, given in zip(found, there, strict=True)]
+
+
+@NORMED
+@pytest.mark.parametrize("fused", ["always", "never", "auto"])
+def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str) -> None:
+    """Forward and gradients, with the norm before the product and behind it."""
+    given = normed_inputs(biased, weighted)
+    tensors = [t for t in given if t is not None]
+    out = cute_ops_torch.rmsnorm_linear(*given, eps=1e-2, epilogue=epilogue, fused=fused)
+    wide = [t if t is None else t.detach().double().requires_grad_() for t in given]
+    x, norm_weight, weight, bias = wide
+    activation = {"bias": lambda x: x, **ACTIVATIONS}[epilogue]
+    exact = activation(
+        torch.nn.functional.linear(torch.nn.functional.rms_norm(x, (32,), norm_weight, 1e-2), weight, bias)
+    )
+    torch.testing.assert_close(out.double(), exact, rtol=2**-6, atol=2**-5)
+    cotangent = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).bfloat16()
+    got = torch.autograd.grad(out, tensors, cotangent)
+    wanted = torch.autograd.grad(exact, [t for t in wide if t is not None], cotangent.double())
+    for ours, gradient in zip(got, wanted, strict=True):
+        torch.testing.assert_close(ours.double(), gradient, rtol=2**-6, atol=2**-6 * gradient.abs().max().item())
+
+
+@NORMED
+def test_rmsnorm_linear_is_a_good_citizen(epilogue: str, biased: bool, weighted: bool) -> None:
+    op = rmsnorm_linear(epilogue, biased)
+    check_gradient(op, Case("", {"m": (3,), "n": 8, "k": 4}, absent=() if weighted else ("norm_weight",)))
+    cute_ops_torch.register(op)
+    x, norm_weight, weight, bias = (t if t is None else t.detach() for t in normed_inputs(biased, weighted))
+    given = [t for t in (x, weight, bias) if t is not None]
+    torch.library.opcheck(getattr(torch.ops.cute, op.name).default, (*given, norm_weight))
+    torch._dynamo.reset()
+    function = lambda *given: cute_ops_torch.rmsnorm_linear(*given, epilogue=epilogue)  # noqa: E731
+    compiled = torch.compile(function, fullgraph=True, dynamic=True, backend="aot_eager")
+    assert torch.equal(compiled(x, norm_weight, weight, bias), function(x, norm_weight, weight, bias))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "backward"),
+    [
+        ("x", "bwd rmsnorm_linear_of_dacc_dx rmsnorm_linear_norm_bwd_only_dx"),
+        ("norm_weight", "bwd rmsnorm_linear_of_dacc_dx rmsnorm_linear_norm_bwd"),
+        ("weight", "rmsnorm_linear_normed bwd rmsnorm_linear_of_dacc_dweight"),
+        ("bias", "bwd bwd_bias"),
+    ],
+)
+def test_only_what_is_wanted_of_a_norm_and_a_layer_runs(wanted: str, backward: str) -> None:
+    names = ("x", "norm_weight", "weight", "bias")
+    every = (t for t in normed_inputs(True, True) if t is not None)
+    given = [t.detach().requires_grad_(name == wanted) for name, t in zip(names, every, strict=True)]
+    with Ran() as ran:
+        out = cute_ops_torch.rmsnorm_linear(*given, epilogue="gelu")
+    assert ran.names[0] == "rmsnorm_linear_bias_gelu_saving"
+    with Ran() as ran:
+        out.sum().backward()
+    # Steps, without the ops that these call in turn.
+    steps = [re.sub(r"^linear_bias_gelu_\w{12}_", "", name) for name in ran.names]
+    assert " ".join(name for name in steps if name.startswith(("bwd", "rmsnorm_linear"))) == backward
+
+
+def test_another_epilogue_behind_a_norm() -> None:
+    message = "option `epilogue` is 'add', expected 'bias', 'gelu', 'gelu_tanh' or 'silu'"
+    with pytest.raises(ValueError, match=message):
+        cute_ops_torch.rmsnorm_linear(*normed_inputs(True, True), epilogue="add")
 
 
 @pytest.mark.parametrize(("size", "rows"), [(64, ()), (128, (2, 3)), (64, (3,))], ids=str)
