@@ -6,6 +6,7 @@ import math
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -344,6 +345,15 @@ def test_kernels_of_gradients(name: str, layout: str) -> None:
         for op in (whole, *whole.narrowed):
             given = kernel_calls.made(op, rows, -(-n // size) * size, dtype, layout, np.random.default_rng(n))
             kernel_calls.check(given)
+
+
+@pytest.mark.parametrize("name", ["with_qk_norm_bwd", "rescaled_bwd", "gated_reducing_bwd"])
+def test_kernels_of_groups_for_rows_of_any_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_calls, "plan", partial(plan, fixed=False))
+    op, size = POINTWISE[name]
+    call = kernel_calls.made(op, 3, 65 * size, "bfloat16", "compact", np.random.default_rng(0))
+    assert call.planned()[1].variant.dims == {"n": None}
+    kernel_calls.check(call)
 
 
 @pytest.mark.parametrize("name", [*POINTWISE, "multiplied_bwd_only_dother"])

@@ -23,6 +23,7 @@ from cute_ops import Array, Op, testing
 from cute_ops.binding import Binding, bind
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import qkv_rope
+from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
 from cute_ops.hardware import sm
 from cute_ops.jit import cache, target
 from cute_ops.jit.layout import Memory
@@ -465,6 +466,27 @@ def test_the_next_norm(sizes: tuple[int, int, int]) -> None:
     testing.check(linear_add_rmsnorm(), given, {**linear_add_rmsnorm().attrs, "fused": "always"}, outs)
     for ours, apart in zip(outs, function(*given.values(), fused="never"), strict=True):
         assert (ours - apart).abs().max() <= 2.0**-6 * apart.abs().max()
+
+
+@pytest.mark.parametrize("epilogue", ["bias", "gelu"])
+@pytest.mark.parametrize("weighted", [False, True])
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (129, 1000, 72), (67, 130, 17), (8192, 4096, 1024)], ids=str)
+def test_the_norm_before(sizes: tuple[int, int, int], weighted: bool, epilogue: str) -> None:
+    """Forward and backward, with the norm before the product and behind it: either rounds once more than at the end."""
+    m, n, k = sizes
+    op = rmsnorm_linear(epilogue, True)
+    given = {name: t.requires_grad_() for name, t in epilogue_inputs(op, (m,), n, k).items()}
+    names = [name for name in given if weighted or name != "norm_weight"]
+    tensors = [given[name] for name in names]
+    plain = {name: given[name].detach() if name in names else None for name in given}
+    (exact,), found = testing.expected(op, plain, op.attrs), []
+    for fused in ("always", "never"):
+        out = cute_ops_torch.register(op)(*tensors, fused=fused)
+        found.append((out, *torch.autograd.grad(out, tensors, torch.ones_like(out))))
+        finish(f"{op.name} {fused} {sizes}")
+        assert (out - exact).abs().max() <= 2.0**-6 * exact.abs().max()
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).abs().max() <= 2.0**-5 * max(1.0, theirs.abs().max().item())
 
 
 @pytest.mark.parametrize("size", [64, 128])
