@@ -40,6 +40,7 @@ _WRITTEN = [
     "LinearGELU",
     "LinearSiLU",
     "LinearAdd",
+    "RMSNormLinear",
     "GatedLinear",
     "GatedMLP",
     "LinearCrossEntropy",

@@ -12,6 +12,7 @@ from cute_ops_torch.nn.linear import Linear as Linear
 from cute_ops_torch.nn.linear import LinearAdd as LinearAdd
 from cute_ops_torch.nn.linear import LinearGELU as LinearGELU
 from cute_ops_torch.nn.linear import LinearSiLU as LinearSiLU
+from cute_ops_torch.nn.linear import RMSNormLinear as RMSNormLinear
 from cute_ops_torch.nn.loss import LinearCrossEntropy as LinearCrossEntropy
 from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
 from cute_ops_torch.nn.norm import LayerNorm as LayerNorm
@@ -21,7 +22,7 @@ from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
 _OPS = {class_name(op): op for op in OPS if op.grad or op.inference_only}
 _WRITTEN = {
     "AddRMSNorm", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearCrossEntropy", "LinearGELU",
-    "LinearSiLU", "RMSNorm",
+    "LinearSiLU", "RMSNorm", "RMSNormLinear",
 }  # fmt: skip
 __all__ = ["module", *sorted({*_OPS, *_WRITTEN})]
 

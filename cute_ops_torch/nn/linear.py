@@ -12,6 +12,7 @@ from cute_ops_torch import functions
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.gated_mlp import gated_mlp
 from cute_ops_torch.composite.linear import linear
+from cute_ops_torch.composite.projections import rmsnorm_linear
 
 Tensor = torch.Tensor
 Device = torch.device | str | None
@@ -80,6 +81,49 @@ class LinearAdd(Linear):
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, epilogue="add", **options)
+
+
+class RMSNormLinear(nn.Linear):
+    """:func:`cute_ops_torch.rmsnorm_linear` with learned parameters: those of :class:`torch.nn.Linear`, and
+    ``norm_weight``, which starts at one.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: columns of the product.
+        bias: learn a bias.
+        device: where the parameters are.
+        dtype: of the parameters.
+        eps, epilogue, fused: the function's.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
+        dtype: torch.dtype | None = None, *, eps: float = 1e-6, epilogue: str = "bias", fused: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, bias, device, dtype)
+        self.norm_weight: nn.Parameter | None = nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
+        self.eps, self.epilogue, self.fused = eps, epilogue, fused
+
+    @classmethod
+    def from_layers(cls, norm: nn.RMSNorm, layer: nn.Linear, **options: Any) -> Self:
+        """A layer with the parameters of a norm and of the layer that reads it, which they share.
+
+        Raises:
+            ValueError: the norm is not of the layer's rows.
+        """
+        if tuple(norm.normalized_shape) != (layer.in_features,):
+            raise ValueError(f"RMSNormLinear: norm is {norm}, expected one of {layer.in_features} columns.")
+        eps = torch.finfo(layer.weight.dtype).eps if norm.eps is None else norm.eps
+        made = cls(layer.in_features, layer.out_features, _has_bias(layer), "meta", **{"eps": eps, **options})
+        made.weight, made.bias, made.norm_weight = layer.weight, layer.bias, norm.weight
+        return made.train(layer.training)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters = self.norm_weight, self.weight, self.bias
+        return rmsnorm_linear(x, *parameters, self.eps, epilogue=self.epilogue, fused=self.fused)
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, eps={self.eps}, epilogue={self.epilogue}"
 
 
 class GatedLinear(nn.Linear):

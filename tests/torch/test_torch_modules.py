@@ -85,6 +85,23 @@ def test_linear_layers_with_epilogues(bias: bool) -> None:
         cute_ops_torch.nn.LinearGELU(16, 8, approximate="erf")
 
 
+@pytest.mark.parametrize("learned", [False, True])
+def test_a_norm_and_a_layer_as_one(learned: bool) -> None:
+    norm, layer, x = nn.RMSNorm(16, elementwise_affine=learned), nn.Linear(16, 8), torch.randn(2, 3, 16)
+    if learned:
+        nn.init.normal_(norm.weight)
+    made = cute_ops_torch.nn.RMSNormLinear.from_layers(norm, layer.eval(), epilogue="silu")
+    assert made.norm_weight is norm.weight and made.weight is layer.weight and not made.training
+    torch.testing.assert_close(made(x), nn.functional.silu(layer(norm(x))))
+    assert repr(made).endswith("bias=True, eps=1.1920928955078125e-07, epilogue=silu)")
+    own = cute_ops_torch.nn.RMSNormLinear(16, 8, eps=1e-5)
+    assert [name for name, _ in own.named_parameters()] == ["weight", "bias", "norm_weight"]
+    normed = nn.functional.rms_norm(x, (16,), eps=1e-5)
+    torch.testing.assert_close(own(x), nn.functional.linear(normed, own.weight, own.bias))
+    with pytest.raises(ValueError, match="expected one of 16 columns"):
+        cute_ops_torch.nn.RMSNormLinear.from_layers(nn.RMSNorm(8), layer)
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 def test_gated_layers_of_linear_ones(activation: str) -> None:
     gate, up, down = nn.Linear(16, 24, bias=False), nn.Linear(16, 24, bias=False), nn.Linear(24, 16, bias=False)
