@@ -23,6 +23,7 @@ from cute_ops_jax import register
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import DIFFERENTIABLE, columns
+from epilogues import OPS as EPILOGUES
 
 ALL = [*DIFFERENTIABLE, *PRODUCTS, linear, linear_float32]
 BY_NAME = {op.name: op for op in ALL}
@@ -157,6 +158,16 @@ def test_what_runs_on_a_gpu(
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.dot_general") == dots
     assert re.findall(r"@cute_(\w+)_[0-9a-f]{24}\(", text) == kernels
+
+
+def test_what_runs_on_a_gpu_of_a_gradient_with_groups(fake_kernels: Any) -> None:
+    op = next(op for op in EPILOGUES if op.name == "with_qk_norm")
+    given = testing.specs(op, Case("", {"m": (8192,), "n": 4096, "k": 4096}), "bfloat16")
+    arrays = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in given.values() if a is not None]
+    traced = jax.jit(jax.grad(loss_of(register(op)))).trace(*arrays)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    called = re.findall(r"@cute_(\w+)_[0-9a-f]{24}\(", text)
+    assert called == ["with_qk_norm_saving", "with_qk_norm_bwd_only_dacc", "linear_of_dacc_dx"]
 
 
 @pytest.mark.parametrize("save", ["pre", "none"])
