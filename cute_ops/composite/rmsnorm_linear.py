@@ -36,7 +36,8 @@ Args:
     fused: ``"auto"`` and ``"never"`` run :func:`rmsnorm` and a product, as :func:`linear` has it. ``"always"`` moves
         the norm behind the product, for bfloat16 and float16: instead of ``4 m k`` bytes of a pass it moves ``2 m k``
         for the factors of rows and, unless ``norm_weight`` is None, ``4 n k`` for the product of both weights, which is
-        rounded to T as normalised rows are otherwise. So it moves less where ``norm_weight`` is None, or m exceeds 2n.
+        rounded to T as normalised rows are otherwise. On an H200 that was slower in 19 of 24 calls, at m = 8192 to
+        65536, n = 2048 to 28672 and k = 768 to 4096.
 
 Returns:
     ``T[*m n]``. Sums in float32, in a fixed order.
