@@ -63,8 +63,9 @@ WIDE_THREADS = 768
 # an SM has so many threads in persistent clusters.
 ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
 
-# Columns of a thread, and threads of a CTA at most, where columns are looked at in groups.
-GROUP_COLUMNS, GROUP_THREADS = 8, 512
+# Where columns are looked at in groups: columns of a thread, threads of a CTA at most; with sums over rows threads and
+# CTAs of an SM.
+GROUP_COLUMNS, GROUP_THREADS, GROUP_SM_THREADS, GROUP_SM_CTAS = 8, 512, 1536, 8
 
 
 class Rows(NamedTuple):
@@ -105,10 +106,16 @@ class Rows(NamedTuple):
         return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
 
     def of_groups(self, problem: Problem) -> FusedRowConfig:
-        """Passes over rows by threads that have :data:`GROUP_COLUMNS` each; as few as take a row in as many steps."""
+        """Passes over rows by threads that have :data:`GROUP_COLUMNS` each; as few as take a row in as many steps. With
+        sums over rows as many CTAs as fit.
+        """
         vectors = GROUP_THREADS if problem.n is None else -(-problem.n // GROUP_COLUMNS)
         steps = -(-vectors // GROUP_THREADS)
-        return self._in_passes(problem, max(threads_for(vectors, steps), WARP), 1)
+        threads = max(threads_for(vectors, steps), WARP)
+        config = self._in_passes(problem, threads, 1)
+        if not self.summed:
+            return config
+        return replace(config, clusters=problem.sm_count * min(GROUP_SM_THREADS // threads, GROUP_SM_CTAS))
 
     @property
     def summed(self) -> bool:

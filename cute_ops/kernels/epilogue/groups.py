@@ -4,20 +4,22 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, const_expr
 
 from cute_ops.expressions.groups import REDUCTIONS, sizes
 from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.epilogue.row_emit import RowEmitter, RowValues
 from cute_ops.kernels.epilogue.row_exchange import COMBINE
-from cute_ops.kernels.epilogue.row_passes import RowsInPasses
+from cute_ops.kernels.epilogue.row_passes import RowsInPasses, Walk
 from cute_ops.kernels.epilogue.select import FusedRows
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
+from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
 from cute_ops.kernels.rowwise.pointwise import Part, number_address
 
 VEC = 8  # columns of a thread: half of the smallest group, a 16th of the largest
+MOST_HELD = 4  # vectors of each tile, and of sums over rows, that a thread has in registers at once
 
 
 class FusedGroups(FusedRows):
@@ -35,7 +37,9 @@ class RowsOfGroups(RowsInPasses):
     Tile: a CTA takes a row; thread ``t`` has the 8 columns from ``8 t`` on, and those that lie ``8 threads`` behind.
     So neighbouring lanes of a warp have a group, which they reduce and turn by shuffles; all lanes do, those behind the
     row's end with its last columns, which they do not store. Without groups a thread has fewer columns where a row is
-    of no multiple of 8. Bytes moved per element, sums over rows, shared memory: as :class:`RowsInPasses`.
+    of no multiple of 8. With gradients of row vectors a CTA takes every so many rows, and adds up in registers, or
+    of long rows in its row of the workspaces. Bytes moved per element and shared memory: as
+    :class:`RowsInPasses`.
     """
 
     def __init__(self, variant):
@@ -50,6 +54,9 @@ class RowsOfGroups(RowsInPasses):
             for name, operand in zip(config.reads.split(), expression.operands)
             if all(operand.kind[:2]) and not self._period(Part(name, 0, 1 + operand.packed))
         )
+        # Steps from one end of a row to the other, where a thread holds what it has of all of them; else 0.
+        steps = -(-self.n // (self.tile.threads * self.tile.vec)) if self.n is not None else 0
+        self.steps = steps if steps * max(len(self.outputs["r"]), 1) <= MOST_HELD else 0
 
     def _period(self, part):
         """Columns after which a tile repeats itself, 0 where it has whole rows."""
@@ -69,6 +76,45 @@ class RowsOfGroups(RowsInPasses):
         mX = tensors[part.name]
         return number_address(mX, self.variant.tensors[part.name], row) if part.rows else mX.iterator.toint()
 
+    @cute.kernel
+    def kernel(self, arguments):
+        tidx, group, groups = cute.arch.thread_idx()[0], cute.arch.block_idx()[0], cute.arch.grid_dim()[0]
+        tensors, smem, (sSum, mbar) = self.named(arguments), cutlass.utils.SmemAllocator(), (None, None)
+        if const_expr(len(self.exchanges) > 0):
+            sSum, mbar = self.exchanges[0].allocate(smem)
+        count, long_n = self.shape(tensors)
+        n, rows = Int32(long_n), Int32((count - group + (groups - 1)) // Int64(groups))
+        wait_for_previous(self.pdl)
+        if const_expr(len(self.sums) == 0):
+            let_next_start(self.pdl)
+        sums = [[zeros(self.tile.vec) for _ in self.outputs["r"]] for _ in range(self.steps)]
+        scalars = [zeros(1) for _ in self.outputs["s"]]
+        if const_expr(self.steps == 0):
+            self._clear(tensors, Int32(group), (n + (self.tile.vec - 1)) // self.tile.vec, Int32(0), n)
+        for step in cutlass.range(rows, unroll=1):
+            row = Int64(group) + Int64(step) * Int64(groups)
+            walk = Walk(self, tensors, row, n, long_n, count)
+            values = self.emit.begin(self.row_numbers(tensors, row, row < count), n)
+            for s in cutlass.range_constexpr(len(self.emit.words)):
+                totals = self._stage(walk, values, s, tidx)
+                values.reduced(s, self.exchanges[s](totals, sSum, mbar, step * len(self.emit.words) + s))
+            self.store_numbers(tensors, values, row, tidx == 0)
+            for rSum, (place, _) in zip(scalars, self.outputs["s"]):
+                rSum[0] = rSum[0] + values.number(place)
+            if const_expr(self.steps > 0):
+                self._outputs_at_once(walk, values, sums, tidx)
+            else:
+                self._outputs(walk, values, Int32(group), tidx)
+        for k, held in enumerate(sums):
+            first = self._first(k, tidx)
+            for rSum, (_, part) in zip(held, self.outputs["r"]):
+                place = self._place(tensors[self.parts_of(part)], part, Int32(group), n) + Int64(first) * 4
+                store_if(first < n, rSum, place)
+        for rSum, (_, part) in zip(scalars, self.outputs["s"]):
+            store_if(tidx == 0, rSum, tensors[self.parts_of(part)].iterator.toint() + Int64(group) * 4)
+        if const_expr(len(self.sums) > 0):
+            let_next_start(self.pdl)
+
     @cute.jit
     def _stage(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr, tidx: Int32):
         totals = self.nothing(stage)
@@ -84,15 +130,31 @@ class RowsOfGroups(RowsInPasses):
         for start in cutlass.range(0, walk.n, self.tile.threads * self.tile.vec, unroll=1):
             self._emit(walk, values, group, start + tidx * self.tile.vec)
 
+    def _outputs_at_once(self, walk, values, sums, tidx):
+        """All loads of a thread are in flight together."""
+        loaded = [self._elements(walk, self._first(k, tidx)) for k in range(self.steps)]
+        for k, (elements, held) in enumerate(zip(loaded, sums)):
+            for rSum, rX in zip(held, self._stored(walk, values, elements, self._first(k, tidx))):
+                rSum.store(rSum.load() + rX.load())
+
+    def _first(self, k, tidx):
+        """A thread's first column of those of a step."""
+        return (k * self.tile.threads + tidx) * self.tile.vec
+
     def _emit(self, walk, values, group, first):
+        found = self._stored(walk, values, self._elements(walk, first), first)
+        for rX, (_, part) in zip(found, self.outputs["r"]):
+            self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
+
+    def _stored(self, walk, values, elements, first):
+        """Store a thread's columns of the tiles; what sums over rows add up of them."""
         tiles, sums = self.outputs["t"], self.outputs["r"]
-        vectors = self.computed(values, [*tiles, *sums], self._elements(walk, first), self.tile.vec)
+        vectors = self.computed(values, [*tiles, *sums], elements, self.tile.vec)
         for rOut, (_, part), base in zip(vectors, tiles, walk.targets):
             rX = narrow(rOut.load(), walk.tensors[part.name].element_type, self.tile.vec)
             for j, piece in self._pieces(rX, part):
                 store_if(first < walk.n, piece, base + Int64(first + j) * ITEMSIZE[self.keys[part].dtype])
-        for rX, (_, part) in zip(vectors[len(tiles) :], sums):
-            self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
+        return vectors[len(tiles) :]
 
     @cute.jit
     def _add_to(
@@ -146,6 +208,12 @@ class Columns:
 
     def shift(self, row, n):
         return Int32(0)
+
+
+def zeros(count):
+    rX = fragment(Float32, count)
+    rX.fill(0.0)
+    return rX
 
 
 def filled(x, vec):
