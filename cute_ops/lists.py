@@ -273,7 +273,7 @@ def problems(op: Op) -> Iterator[str]:
         if used:
             yield f"it has lists of tensors, so it cannot have {what}"
     buckets = tuple(op.space.buckets) if op.space else ()
-    if shared := [dim for dim in (*op.parallel, *op.contracted, *op.whole, *buckets) if dim in owned]:
+    if shared := [dim for dim in (*op.parallel, *op.contracted, *op.inner, *op.whole, *buckets) if dim in owned]:
         yield f"{shared[0]!r} is a dim that each tensor has for itself: devices cannot share it, and buckets neither"
     for name, output in op.handed_on.items():
         gives, takes = (every[each].many if each in every else None for each in (output, name))

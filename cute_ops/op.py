@@ -271,16 +271,20 @@ class Sharding(NamedTuple):
             the dim, but for gradients of inputs without it, which add up. ``g`` may be the first name of a tied dim,
             ``g*r`` heads: each device has as many whole groups, of all tensors.
         split: how devices share a dim that is neither parallel nor contracted.
-        contracted: dims that outputs are sums over, ``k`` of a product: on slices of them the op gives slices of the
-            outputs that have the dim, and parts of a sum of those that have not.
+        contracted: dims that outputs are sums over, ``k`` of a product, or the name of leading dims: on slices of them
+            the op gives slices of the outputs that have the dim, and parts of a sum of those that have not.
         whole: dims that no device of a DTensor may have a slice of, with what to do instead, where gathering them would
             cost more than the op.
+        inner: dims that sums within the op are over, ``k`` of a product with an epilogue: on slices of them devices run
+            its program, the one that runs in place of its kernel, in which they add up what they get of each
+            ``xp.product`` and of each op that has a dim of this name as contracted.
     """
 
     parallel: tuple[str, ...] = ()
     split: Split | None = None
     contracted: tuple[str, ...] = ()
     whole: Mapping[str, str] = {}
+    inner: tuple[str, ...] = ()
 
 
 class Kernel(NamedTuple):
@@ -508,6 +512,7 @@ class Op:
             self.static = tuple(d for each in words for d in (each.dims if isinstance(each, WhileFew) else (each,)))
         self.parallel, self.split = _as_tuple(sharding.parallel), sharding.split
         self.contracted, self.whole = _as_tuple(sharding.contracted), sharding.whole
+        self.inner = _as_tuple(sharding.inner)
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
         self.grad, self.saving, self.narrow = grad, saving, narrow
         self.handed_on = dict(handed_on or {})
@@ -556,6 +561,11 @@ class Op:
                 chosen.insert(0, step.only(*read) if idle else step)
                 read |= chosen[0].inputs.keys()
         return tuple(chosen)
+
+    @property
+    def without_kernel(self) -> Program | None:
+        """The program that runs in place of a kernel, always or at times."""
+        return self.program or (self.instead.program if self.instead else None)
 
     def saves(self, steps: Collection[Op]) -> bool:
         """Whether these steps of the gradient read what only :attr:`saving` gives."""
@@ -617,10 +627,11 @@ class Op:
         """Whether an output without this dim, or without the leading dims of this name, is a sum over it, of which
         slices of the dim give parts.
 
-        That is so for a contracted dim. It is so for the gradient of an input without the dim where every cotangent has
-        it: then every slice of the outputs depends on that input, and the slices' gradients add up.
+        That is so for a contracted dim, and within the op for an inner one. It is so for the gradient of an input
+        without the dim where every cotangent has it: then every slice of the outputs depends on that input, and the
+        slices' gradients add up.
         """
-        if dim in self.contracted:
+        if dim in self.contracted or dim in self.inner:
             return True
         source = self.inputs.get(output.removeprefix("d")) if output.startswith("d") else None
         cotangents = [t for n, t in self.inputs.items() if n.startswith("d") and f"d{n}" not in self.outputs]

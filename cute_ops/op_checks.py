@@ -45,7 +45,7 @@ def _strings(op: Op) -> Iterator[str]:
     module, found, name = op.kernel.partition(":")
     if not op.program and not (found and all(part.isidentifier() for part in [*module.split("."), name])):
         yield f"kernel must be 'module:Class', got {op.kernel!r}"
-    for what in ("static", "parallel", "contracted", "sources", "no_gradient", "mutates"):
+    for what in ("static", "parallel", "contracted", "inner", "sources", "no_gradient", "mutates"):
         given = getattr(op, what)
         if isinstance(given, str) or not all(isinstance(word, str) for word in given):
             yield f"{what} must be a tuple of names, got {given!r}"
@@ -231,7 +231,7 @@ def _dims(op: Op) -> Iterator[str]:
         if t.rows and t.rows not in {i.rows for i in there}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
     yield from _named_dims(op, bound)
-    shared = {*op.parallel, *op.contracted}
+    shared = {*op.parallel, *op.contracted, *op.inner}
     apart = {op.split.dim} if op.split else set()
     for name, t in tensors:
         if any(shared.intersection(d.names) - {d.outer} or apart.intersection(d.names) - {d.name} for d in t.dims):
@@ -283,9 +283,10 @@ def _bind_it(optional: bool) -> str:
 def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
     """Dims that the declaration calls by name."""
     always = _bound(t for t in op.inputs.values() if not t.optional) | op.derived.keys()
+    rows = {t.rows for t in op.inputs.values() if t.rows}
     for what, names, known, kind in (
         ("static", op.static, always, "a required input"), ("parallel", op.parallel, bound, "an input"),
-        ("contracted", op.contracted, bound, "an input"),
+        ("contracted", op.contracted, bound | rows, "an input"), ("inner", op.inner, bound, "an input"),
     ):  # fmt: skip
         if unknown := [name for name in names if name not in known]:
             yield f"{what} has {unknown[0]!r}, which is no dim of {kind}; there are {sorted(known)}"
@@ -303,6 +304,8 @@ def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
                 f"parallel has {lost[0]!r}, which output {name!r} lacks: a slice of it gives no slice of {name!r}; "
                 f"a dim that {name!r} is a sum over is contracted"
             )
+    if op.inner and not (op.program or op.instead):
+        yield f"inner has {op.inner[0]!r}, over which a program adds up, and the op has none"
     if op.split is not None and op.split.dim not in bound | op.derived.keys():
         yield f"it splits {op.split.dim!r}, which is no dim of an input"
 

@@ -1,6 +1,7 @@
 """Which dims of a call may be split over devices; this follows from the declaration.
 
-A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel`` or ``contracted``.
+A *factor* is a dim that may be split: a leading dim, or one that the declaration calls ``parallel``, ``contracted`` or
+``inner``.
 Of a tied dim such as ``g*r`` heads that is its first name: a device has whole groups.
 Every device gets all of any other dim. An input without a factor is replicated. An output without it is the sum of what
 the devices get, if it is contracted or the output is such an input's gradient; else the dim is not split.
@@ -28,7 +29,7 @@ def factors(binding: Binding, split: bool = False) -> Factors:
     op = binding.op
     arrays = {**binding.inputs, **binding.outputs}
     apart = {op.split.dim} if split and op.split else set()
-    cut = apart.union(op.parallel, op.contracted)
+    cut = apart.union(op.parallel, op.contracted, op.inner)
     tensors = {n: t for n, t in {**op.inputs, **op.outputs}.items() if arrays[n] is not None}
     found = {n: _names(t, a, cut) for n, t in tensors.items() if (a := arrays[n]) is not None}
     dims = {f: t.rows for n, t in tensors.items() if t.rows for f in found[n][: len(found[n]) - len(t.dims)]}

@@ -109,8 +109,7 @@ def _define(op: Op, namespace: str) -> Registered:
     # programs, and `torch.ops.<namespace>.<name>` leads to it.
     name = op.name if known is None else next(n for k in count(2) if not hasattr(names, n := f"{op.name}_v{k}"))
     gradient = {step: _define(step, namespace) for step in _computing(op)}
-    program_of = op.program or (op.instead and op.instead.program)
-    for called in program_of.ops if program_of else ():
+    for called in op.without_kernel.ops if op.without_kernel else ():
         if called not in program.functions:
             _define(called, namespace)
     if namespace not in _libraries:

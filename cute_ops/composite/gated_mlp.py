@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
-from cute_ops.op import FUSED, Case, Op, Program, Tensor
+from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
 from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
@@ -42,6 +42,7 @@ CASES = (
     Case("gemma-2b", {"m": (4096,), "k": 2048, "n": 16384, "p": 2048}, attrs={"activation": "gelu_tanh"}),
 )
 X, OUT, PRE, HIDDEN = Tensor("*m k", "T"), Tensor("*m p", "T"), Tensor("*m 2n", "T"), Tensor("*m n", "T")
+OVER_ROWS = Sharding(contracted=("m",))
 # What makes h from both halves.
 POINTWISE: dict[str, tuple[Op, dict[str, Any]]] = {
     "silu": (swiglu, {}), "gelu": (geglu, {"approximate": "none"}), "gelu_tanh": (geglu, {"approximate": "tanh"}),
@@ -163,11 +164,11 @@ class Layout:
             ),
             self._declare(
                 f"{name}_dw_gate_up", self.dw_gate_up, self.products, {"dpre": PRE, "x": X},
-                {"dw_gate_up": self.w_gate_up},
+                {"dw_gate_up": self.w_gate_up}, sharding=OVER_ROWS,
             ),
             self._declare(
                 f"{name}_dw_down", self.dw_down, self.products, {"dout": OUT, "hidden": HIDDEN},
-                {"dw_down": self.w_down},
+                {"dw_down": self.w_down}, sharding=OVER_ROWS,
             ),
         )  # fmt: skip
 

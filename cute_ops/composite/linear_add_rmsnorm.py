@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
-from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Tensor
+from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear, product, product_gradients
@@ -131,6 +131,7 @@ def linear_add_rmsnorm() -> Op:
         outputs={"out": SUMMED, "residual_out": SUMMED},
         reference=reference,
         kernel=Program(_forward, (linear_add_rstd(), scaled_rows(), linear, add_rmsnorm)),
+        sharding=Sharding(inner=("k",)),
         grad=(linear_add_rmsnorm_bwd, *product_gradients("dresidual", across=False)),
         doc=f"A linear layer, residual add and RMSNorm.\n\n{DOC}",
         **COMMON,

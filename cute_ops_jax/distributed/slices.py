@@ -23,7 +23,8 @@ T = TypeVar("T")
 Arrays: TypeAlias = Mapping[str, Any]
 # The program of one device, on the arrays that are present: its outputs that exist.
 Local: TypeAlias = Callable[..., Sequence[Any]]
-# ``call(inputs, attrs) -> outputs``: an op on one device, arrays by name.
+# ``call(inputs, attrs) -> outputs``: an op on one device, arrays by name. With ``terms``, the axes along which devices
+# have slices of each of its inner dims, it adds up sums over these.
 Call: TypeAlias = Callable[..., Arrays]
 # ``together(op, inputs, attrs, axes, call) -> outputs``: the same where the devices along the axes have slices of the
 # dim that the declaration splits.
@@ -59,6 +60,7 @@ def assign(binding: Binding, named: Factors, wanted: Sequence[tuple[str, Any]], 
 
 # The mesh axes that shard each factor.
 Cuts: TypeAlias = Mapping[str, Axes]
+WHOLE: Cuts = {}
 
 
 def entries(spec: Any, rank: int) -> list[Axes]:
@@ -77,13 +79,17 @@ def of_one_device(binding: Binding, call: Call, together: Together, cuts: Cuts) 
     op, attrs = binding.op, binding.attrs
     inputs, outputs = present(binding.inputs), present(binding.results)
     split = () if op.split is None else cuts.get(op.split.dim, ())
+    terms = {f: axes for f, axes in cuts.items() if f in op.inner}
 
     def local(*slices: Any) -> list[Any]:
         given = dict(zip(inputs, slices, strict=True))
-        found = together(op, given, attrs, split, call) if split else call(given, attrs)
+        if terms:
+            found = call(given, attrs, terms=terms)
+        else:
+            found = together(op, given, attrs, split, call) if split else call(given, attrs)
         return [found[n] for n in outputs]
 
-    return _added(binding, local, {f: axes for f, axes in cuts.items() if axes != split})
+    return _added(binding, local, {f: axes for f, axes in cuts.items() if axes != split and f not in terms})
 
 
 def present(arrays: Mapping[str, T | None]) -> dict[str, T]:

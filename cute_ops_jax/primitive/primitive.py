@@ -23,7 +23,7 @@ from cute_ops.shapes import Array
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike
-from cute_ops_jax.primitive import ffi, framework, lowering, vmap
+from cute_ops_jax.primitive import ffi, framework, inner, lowering, vmap
 from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
 
 T = TypeVar("T")
@@ -116,8 +116,12 @@ class Stage:
         full = {**self.op.keywords, **attrs}
         return _bound(self.op, given, tuple(full.items()), tuple(map(type, full.values())))
 
-    def _on_one_device(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
+    def _on_one_device(
+        self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], *, terms: slices.Cuts = slices.WHOLE
+    ) -> Arrays:
         """Bind the primitive inside of a ``shard_map`` over all axes."""
+        if terms:
+            return self._on_terms(inputs, attrs, terms, by_stage)
         given = in_order(self.op, inputs)
         binding = self.bound(given, attrs)
         return named(binding, self.primitive.bind(*alike(list(given.values())), **_params(binding, inplace)))
@@ -157,7 +161,11 @@ class Stage:
     ) -> list[Any]:
         """What JAX traces when it lowers a program that XLA partitions over several devices."""
 
-        def call(inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = ()) -> Arrays:
+        def call(
+            inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = (), terms: slices.Cuts = slices.WHOLE
+        ) -> Arrays:
+            if terms:
+                return self._on_terms(inputs, attrs, terms, partial(by_lowering, run))
             given = in_order(self.op, inputs)
             binding = self.bound(given, attrs)
             return named(binding, self._run(run, binding, list(given.values()), inplace, axes))
@@ -165,6 +173,10 @@ class Stage:
         program = partitioner.Program(call, self.together, ffi.asked_for_by, devices)
         binding = self.bound(dict(zip(names, arrays, strict=True)), dict(attrs))
         return partitioner.by_partitioner(program, binding, arrays)
+
+    def _on_terms(self, inputs: Arrays, attrs: Mapping[str, Any], terms: slices.Cuts, call: Call) -> Arrays:
+        """The op where devices share its inner dims, by its program."""
+        return inner.run_on_terms(self.op, {n: inputs.get(n) for n in self.op.inputs}, attrs, terms, call)
 
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
@@ -207,7 +219,12 @@ class Composite(Stage):
     def together(op: Op, inputs: Arrays, attrs: Arrays, axes: Axes, call: Callable[..., Arrays]) -> Arrays:
         return call(inputs, attrs, axes=axes)
 
-    def _on_one_device(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = ()) -> Arrays:
+    def _on_one_device(
+        self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = (), *,
+        terms: slices.Cuts = slices.WHOLE,
+    ) -> Arrays:  # fmt: skip
+        if terms:
+            return self._on_terms(inputs, attrs, terms, by_stage)
         if not axes:
             inputs = dict(zip(inputs, alike(list(inputs.values())), strict=True))
         return self._outputs(by_stage, inputs, attrs, axes)

@@ -3,7 +3,8 @@
 One rule serves every op. :mod:`cute_ops.sharding` names the factors: dims of the arrays that ranks may share. A mesh
 dim that shards an input along a factor shards every array that has the factor; arrays without it are replicated.
 Gradients of inputs that rows share come out as ``Partial`` sums. A dim that the declaration splits (the classes of a
-cross entropy) stays sharded too: ranks exchange the results of their slices and combine them. Inputs with any other
+cross entropy) stays sharded too: ranks exchange the results of their slices and combine them. So does an inner one (the
+terms of a product with an epilogue): ranks add up their parts of the sum and go on with that. Inputs with any other
 sharding are redistributed first.
 """
 
@@ -22,12 +23,15 @@ from cute_ops.jit.layout import compact
 from cute_ops.op import Op
 from cute_ops.sharding import factors, tied
 from cute_ops_torch import registry
+from cute_ops_torch.distributed.inner import run_on_terms
 from cute_ops_torch.distributed.split import Slice, run_on_slice
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, readable
 
 Tensor = torch.Tensor
+# Of DTensors by name the factors of their dims, and their placements.
+Placed = Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]
 
 
 def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
@@ -40,7 +44,9 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
         tensors, attrs = args[:arity], args[arity:]
         layout = _cached_layout(cache, op, tensors, attrs)
         local, own = layout.local_inputs(tensors), layout.slice
-        if own is None:
+        if layout.terms:
+            raw = run_on_terms(layout.binding, local, layout.terms, layout.add)
+        elif own is None:
             raw = overload(*local, *attrs)
         else:
             raw = run_on_slice(op, overload, dict(zip(op.inputs, local, strict=True)), layout.binding.attrs, own)
@@ -96,6 +102,9 @@ class Layout:
         factors: for each mesh dim the factor that it shards, or None.
         split: the dim that the declaration splits, or None.
         slice: this rank's slice of that dim; None where no mesh dim shards it.
+        terms: the inner dims that mesh dims shard.
+        scattered: for each mesh dim that does, the leading dim, as a factor, that it shards in other inputs: each rank
+            gets its rows of the sum. None for other mesh dims, and where each gets all.
     """
 
     def __init__(
@@ -117,9 +126,12 @@ class Layout:
                 raise ValueError(refusal(self.binding, problem))
         for name, reason in self._refused(sharded):
             raise NotImplementedError(refusal(self.binding, f"argument `{name}` {reason}."))
-        named = factors(self.binding, split=True)
+        self._named = named = factors(self.binding, split=True)
         self.split = op.split.dim if op.split else None
-        self.factors = self._choose_factors({n: (named[n], t.placements) for n, t in sharded.items()})
+        placed = {n: (named[n], t.placements) for n, t in sharded.items()}
+        self.factors = self._choose_factors(placed)
+        self.terms = set(op.inner).intersection(self.factors)
+        self.scattered = [self._rows_of_others(k, placed) for k in range(self.mesh.ndim)]
         self._inputs = [self._input_placements(named[n]) if n in given else () for n in op.inputs]
         for name, placements in zip(op.inputs, self._inputs, strict=True):
             if name in op.mutates and name in given and sharded[name].placements != placements:
@@ -147,8 +159,10 @@ class Layout:
                 if dim.name in self.binding.op.whole and any(p.is_shard(place) for p in tensor.placements):
                     yield name, self.binding.op.whole[dim.name]
 
-    def _choose_factors(self, sharded: Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]) -> list[Any]:
-        """For each mesh dim a factor that it shards in an input; the input with the most dims decides."""
+    def _choose_factors(self, sharded: Placed) -> list[Any]:
+        """For each mesh dim a factor that it shards in an input: the one for which the fewest elements move, of several
+        that of the input with the most dims.
+        """
         order = sorted(sharded.values(), key=lambda each: -len(each[0]))
         chosen: list[str | None] = []
         for k in range(self.mesh.ndim):
@@ -157,8 +171,21 @@ class Layout:
             found = [f for names, dim in shards if (f := names[dim]) and not (f == self.split and f in chosen)]
             found = [f for f in found if self._fits(f, [i for i in range(k + 1) if i == k or chosen[i] == f])]
             # The split dim first: a vocabulary should not have to fit one rank.
+            if len(set(found)) > 1 and self.split not in found:
+                found = [min(dict.fromkeys(found), key=lambda f: self._moved(f, k, sharded))]
             chosen.append(self.split if self.split in found else found[0] if found else None)
         return chosen
+
+    def _moved(self, factor: str, k: int, sharded: Placed) -> int:
+        """How many elements ranks exchange if a mesh dim shards a factor: of inputs that it shards otherwise, and of
+        outputs that are sums then.
+        """
+        binding, inner = self.binding, factor in self.binding.op.inner
+        shards = {n: (names, names[p.dim]) for n, (names, ps) in sharded.items() if type(p := ps[k]) is Shard}
+        stay = {n for n, (names, own) in shards.items() if own == factor or (inner and self._keeps_rows(names, own))}
+        sums = {n for n, names in self._named.items() if n in binding.outputs and factor not in names}
+        arrays = {**binding.inputs, **binding.outputs}
+        return sum(math.prod(a.shape) for n in (shards.keys() - stay) | sums if (a := arrays[n]) is not None)
 
     def _fits(self, factor: str, mesh_dims: Sequence[int]) -> bool:
         """Whether ranks along these mesh dims may share a factor: of tied dims, ``g*r``, each gets as many whole groups
@@ -167,17 +194,39 @@ class Layout:
         ranks = math.prod(self.mesh.size(i) for i in mesh_dims)
         return factor not in tied(self.binding) or self.binding.dims[factor] % ranks == 0
 
+    def _rows_of_others(self, k: int, sharded: Placed) -> str | None:
+        """The leading dim that a mesh dim shards in some inputs while it shards an inner dim of others."""
+        if self.factors[k] not in self.terms:
+            return None
+        shards = [(names, names[p.dim]) for names, ps in sharded.values() if type(p := ps[k]) is Shard]
+        found = (own for names, own in shards if self._keeps_rows(names, own) and own not in self.factors)
+        return next(found, None)
+
+    def _keeps_rows(self, names: Sequence[str | None], own: str | None) -> bool:
+        """Whether an input whose factor ``own`` is sharded may stay so while an inner dim of others is."""
+        return own is not None and own not in self.binding.dims and set(self.binding.op.inner).isdisjoint(names)
+
     def _input_placements(self, names: Sequence[str | None]) -> tuple[Placement, ...]:
-        return tuple(Shard(names.index(f)) if f and f in names else Replicate() for f in self.factors)
+        chosen = [f if f in names else rows for f, rows in zip(self.factors, self.scattered, strict=True)]
+        return tuple(Shard(names.index(f)) if f and f in names else Replicate() for f in chosen)
 
     def _output_placements(self, names: Sequence[str | None]) -> tuple[Placement, ...]:
         """Sharded along factors that an output has; a sum over ranks along others, unless slices have been merged."""
         split = self.binding.op.split
-        replicated = (None, self.split) if split is not None and split.merge is not None else (None,)
+        replicated = {None, self.split} if split is not None and split.merge is not None else {None}
+        chosen = [rows if f in self.terms else f for f, rows in zip(self.factors, self.scattered, strict=True)]
         return tuple(
             Shard(names.index(f)) if f is not None and f in names else Replicate() if f in replicated else Partial()
-            for f in self.factors
+            for f in chosen
         )
+
+    def add(self, part: Tensor) -> Tensor:
+        """What a rank goes on with of a sum over inner dims, from its part of the sum, which has all leading dims."""
+        parts = [Partial() if f in self.terms else Replicate() for f in self.factors]
+        rows = next(self._named[name] for name in self.binding.outputs if name in self._named)
+        wanted = [Shard(rows.index(f)) if f else Replicate() for f in self.scattered]
+        whole = DTensor.from_local(part, self.mesh, parts, run_check=False)
+        return whole.redistribute(placements=wanted).to_local()
 
     def local_inputs(self, tensors: Tensors) -> list[Tensor | None]:
         """This rank's parts of the inputs."""
@@ -191,10 +240,20 @@ class Layout:
         if not isinstance(tensor, DTensor):
             tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         if tensor.placements != placements:
+            if self.binding.op.inputs[name].unread:  # its shape is all that is asked for
+                return tensor.to_local().new_empty(self._local_shape(tensor.shape, placements))
             # Detached: the redistributed tensor would require a gradient, which has no way back.
             tensor = cast(DTensor, tensor.detach()).redistribute(placements=placements)
         local, op = tensor.to_local(), self.binding.op
         return local if name in op.mutates else readable(op.inputs[name], local)
+
+    def _local_shape(self, shape: Sequence[int], placements: Sequence[Placement]) -> list[int]:
+        """The shape of this rank's part of an array."""
+        sizes = list(shape)
+        for k, placement in enumerate(placements):
+            if type(placement) is Shard:
+                sizes[placement.dim] = Slice.of_mesh(self.mesh, k, sizes[placement.dim]).size
+        return sizes
 
     def wrap_outputs(self, local: Sequence[Tensor]) -> tuple[DTensor, ...]:
         """The outputs, from this rank's parts of them."""

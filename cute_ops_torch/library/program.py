@@ -23,11 +23,11 @@ def run(program: Program, binding: Binding, tensors: Tensors) -> tuple[Any, ...]
     """What a program returns for a call, in declared order."""
     op = binding.op
     with torch._C._DisableAutocast():  # the declaration says which dtypes there are
-        found = program.run(framework, _call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)
+        found = program.run(framework, call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)
     return tuple(found[name] for name in op.results)
 
 
-def _call(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+def call(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
     # Kernels read a contiguous last dim; the framework's functions give any.
     given = [None if (t := inputs.get(name)) is None else row_major(t) for name in op.inputs]
     raw = functions[op]()(*given, *{**op.keywords, **attrs}.values())

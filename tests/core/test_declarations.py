@@ -204,6 +204,8 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     ),
     "parallel": ({"sharding": Sharding(("k",))}, r"parallel has 'k', which is no dim of an input; there are \['n'\]"),
     "contracted": ({"sharding": Sharding(contracted=("k",))}, "contracted has 'k', which is no dim of an input"),
+    "inner": ({"sharding": Sharding(inner=("k",))}, "inner has 'k', which is no dim of an input"),
+    "inner without a program": ({"sharding": Sharding(inner=("n",))}, "inner has 'n', over which a program adds up"),
     "parallel heads of groups that are not tied": (
         {"inputs": {"q": Tensor("*m h d", "T"), "k": Tensor("*m g d", "T")}, "outputs": {"out": Tensor("*m h d", "T")},
          "sharding": Sharding(("h", "g"))},

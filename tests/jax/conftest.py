@@ -196,7 +196,8 @@ def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Cal
     def made(op: Op) -> Stage:
         if op not in stages:
             stages[op] = KernelsOnCpu(op)
-            fake_kernels.ops.setdefault(op.name, op)
+            for one in (op, *(op.without_kernel.ops if op.without_kernel else ())):
+                fake_kernels.ops.setdefault(one.name, one)
         return stages[op]
 
     return made

@@ -43,7 +43,11 @@ import cute_ops_torch
 from cute_ops import FLOATS, Op, Sharding, lookup, testing
 from cute_ops import Tensor as Declared
 from cute_ops.composite import chunks
-from cute_ops.ops import OPS
+from cute_ops.composite.gated_mlp import gated_mlp
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops.composite.qkv_rope import qkv_rope
+from cute_ops.ops import OPS, PRODUCTS
+from cute_ops.ops.gemm.linear import linear, linear_float32
 
 CHECKS: dict[str, Callable[[World], None]] = {}
 
@@ -700,6 +704,107 @@ def fsdp_over_tensor_parallel_llama(world: World) -> None:
     world.close(loss, each[mine].detach(), "loss")
     loss.backward()
     same_gradients(world, model, whole, "fsdp x tp")
+
+
+# --- products ------------------------------------------------------------------------------------------------------
+
+SAME, PART, ROW, SEQ, LAST, FIRST = Replicate(), Partial(), Shard(0), Shard(1), Shard(2), Shard(0)
+GATHER, REDUCE, SCATTER = "all_gather_into_tensor", "all_reduce", "reduce_scatter_tensor"
+# Op, placements of inputs, of outputs and of gradients, collectives of the forward and of the backward.
+PRODUCT_CASES: list[tuple[str, list[Any], Any, list[Any], dict[str, int], dict[str, int]]] = [
+    ("linear", [ROW, SAME], ROW, [ROW, PART], {}, {}),
+    ("linear", [SAME, FIRST], LAST, [PART, FIRST], {}, {}),
+    ("linear", [LAST, SEQ], PART, [LAST, SEQ], {}, {}),
+    ("linear", [SEQ, FIRST], LAST, [PART, FIRST], {GATHER: 1}, {GATHER: 1}),
+    ("linear_float32", [LAST, SEQ], PART, [LAST, SEQ], {}, {}),
+    ("linear_gelu", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
+    ("linear_gelu", [SAME, FIRST, FIRST], LAST, [PART, FIRST, FIRST], {}, {}),
+    ("linear_gelu", [LAST, SEQ, SAME], SAME, [LAST, SEQ, SAME], {REDUCE: 1}, {}),
+    ("linear_add", [SAME, FIRST, LAST], LAST, [PART, FIRST, LAST], {}, {}),
+    ("linear_add", [LAST, SEQ, SAME], SAME, [LAST, SEQ, SAME], {REDUCE: 1}, {}),
+    ("linear_add", [LAST, SEQ, SEQ], SEQ, [LAST, SEQ, SEQ], {SCATTER: 1}, {GATHER: 2}),
+    ("gated_linear", [ROW, SAME], ROW, [ROW, PART], {}, {}),
+    ("gated_linear", [LAST, SEQ], SAME, [LAST, SEQ], {REDUCE: 1}, {}),
+    ("gated_linear", [SAME, FIRST], SAME, [PART, SAME], {GATHER: 1}, {}),
+    ("linear_add_rmsnorm", [ROW, SAME, ROW, SAME], ROW, [ROW, PART, ROW, PART], {}, {}),
+    ("linear_add_rmsnorm", [LAST, SEQ, SAME, SAME], SAME, [LAST, SEQ, SAME, SAME], {REDUCE: 1}, {}),
+    ("linear_add_rmsnorm", [LAST, SEQ, SEQ, SAME], SEQ, [LAST, SEQ, SEQ, PART], {SCATTER: 1}, {GATHER: 2}),
+    ("gated_mlp", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
+    ("qkv_rope_64", [ROW, SAME, SAME, SAME], ROW, [ROW, PART], {}, {}),
+    ("qkv_rope_64", [LAST, SEQ, SAME, SAME], SAME, [LAST, SEQ], {REDUCE: 1}, {}),
+]
+
+
+@check
+def products_of_shards(world: World) -> None:
+    """Cut by rows, by columns and along the sum, after which the epilogue comes: nothing is gathered for that."""
+    if world.few:
+        return
+    made = (linear, linear_float32, *PRODUCTS, linear_add_rmsnorm(), gated_mlp("pre", False), qkv_rope(64))
+    by_name = {op.name: op for op in made}
+    sizes = {"n": 64, "k": 64, "p": 16, "m": (4, 8)}
+    rng = np.random.default_rng(0)
+    for name, places, of_outputs, of_gradients, forward, backward in PRODUCT_CASES:
+        op, heads = by_name[name], {"heads": 2} if name == "qkv_rope_64" else {}
+        cute_ops_torch.register(op)
+        call, wrt = getattr(torch.ops.cute, name).default, testing.argnums(op)
+        known = {**sizes, "n": 3 * 64} if heads else sizes
+        arrays = [rng.standard_normal(t.of({**known, "m": (8,)} if t.broadcast else known)) for t in op.inputs.values()]
+        whole = [torch.from_numpy(a / 8).float().requires_grad_(i in wrt) for i, a in enumerate(arrays)]
+        expected = testing.shown(op, call(*whole, **heads))
+        cotangents = [torch.randn_like(out) for out in expected]
+        given = [
+            spread(t.detach(), world.line, [p]).requires_grad_(t.requires_grad)
+            for t, p in zip(whole, places, strict=True)
+        ]
+        with CommDebugMode() as moved:
+            got = testing.shown(op, call(*given, **heads))
+        with CommDebugMode() as moved_back:
+            placed = [spread(c, world.line, [SAME if of_outputs == PART else of_outputs]) for c in cotangents]
+            found = torch.autograd.grad(got, [given[i] for i in wrt], placed)
+        assert [t.placements[0] for t in (*got, *found)] == [of_outputs] * len(got) + of_gradients, (name, places)
+        for counts, wanted in ((moved.get_comm_counts(), forward), (moved_back.get_comm_counts(), backward)):
+            assert {str(which).split(".")[-1]: n for which, n in counts.items()} == wanted, (name, places, counts)
+        exact = torch.autograd.grad(expected, [whole[i] for i in wrt], cotangents)
+        for one, right in zip((*got, *found), (*expected, *exact), strict=True):
+            world.close(one.detach(), right.detach(), f"{name} {places}")
+
+
+class Products(nn.Module):
+    """An MLP with a residual stream, and a gated one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = cute_ops_torch.nn.LinearGELU(16, 32), cute_ops_torch.nn.LinearAdd(32, 16)
+        self.gated = cute_ops_torch.nn.GatedMLP(16, 24)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.down(self.up(x), x)
+        return self.gated(out.to_local() if isinstance(out, DTensor) else out)
+
+
+@check
+def fsdp_over_tensor_parallel_products(world: World) -> None:
+    """Two ranks share features; each row of the grid has its own sequences."""
+    if world.few:
+        return
+    torch.manual_seed(4)
+    whole, rows = Products(), torch.randn(2 * world.grid.size(0), 3, 16)
+    model, mesh = copy.deepcopy(whole), world.grid["tp"]
+    cuts = {"up.weight": Shard(0), "up.bias": Shard(0), "down.weight": Shard(1), "down.bias": Replicate()}
+    for name, cut in cuts.items():
+        layer, _, kind = name.partition(".")
+        own = getattr(model.get_submodule(layer), kind).data
+        setattr(model.get_submodule(layer), kind, nn.Parameter(spread(own, mesh, [cut])))
+    for layer in (model.up, model.down, model.gated, model):
+        fully_shard(layer, mesh=world.grid["dp"])
+    count, mine = world.grid.size(0), world.grid.get_local_rank(0)
+    each = [whole(part) for part in rows.chunk(count)]
+    (sum(out.sin().mean() for out in each) / count).backward()
+    out = model(spread(rows.chunk(count)[mine], mesh, [SAME]))
+    world.close(out.detach(), each[mine].detach())
+    out.sin().mean().backward()
+    same_gradients(world, model, whole, "products")
 
 
 def hugging_face(world: World) -> nn.Module:

@@ -7,7 +7,7 @@ from typing import Any
 
 from cute_ops.config import Problem, Tuning
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.op import FUSED, Op, Program, Tensor
+from cute_ops.op import FUSED, Op, Program, Sharding, Tensor
 from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import Demand
 from cute_ops.ops.gemm.linear import CASES, DOUT, HALVES, X, check_rows, configure, linear_dweight, loads
@@ -55,6 +55,7 @@ linear_dweight_add = Op(
     tuning=Tuning(config),
     attrs={"fused": FUSED},
     instead=instead(Program(run), config),
+    sharding=Sharding(parallel=("n", "k")),
     cases=CASES,
     doc="""Gradient of :func:`linear` to the weight, added to earlier ones: ``total += dout.T @ x``, over all rows.
 

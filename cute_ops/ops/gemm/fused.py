@@ -223,7 +223,7 @@ def _declare(
         reference=reference, static=(), tuning=Tuning(config, workspace=made.workspace if made.reduces else None),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
-        sharding=Sharding(parallel=("n",) if made.by_element and not made.packs else ()), check=problem,
+        sharding=Sharding(("n",) if made.by_element and not made.packs else (), inner=("k",)), check=problem,
         attrs={**attrs, "fused": FUSED}, instead=other, **more,
     )  # fmt: skip
     return op

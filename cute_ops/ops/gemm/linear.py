@@ -105,7 +105,8 @@ def declare(
         name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()},
         dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
-        instead=instead(Program(run), config, sizes), **more,
+        instead=instead(Program(run), config, sizes),
+        sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
     )  # fmt: skip
     return op
 
@@ -237,7 +238,7 @@ def linear_acc(dtype: str, across: bool) -> Op:
 linear_dx, linear_dweight = product_gradients("dout", across=False)
 linear = declare(
     "linear", "Linear", reference, ("m", "n", "k"), {"x": X, "weight": WEIGHT}, {"out": OUT},
-    sharding=Sharding(parallel=("n",), contracted=("k",)), grad=(linear_dx, linear_dweight),
+    grad=(linear_dx, linear_dweight),
     doc="Product with a weight.\n\n    ``out = x @ weight.T``\n\n    Args:\n        " + _ARGS.format(out="``T[*m n]``"),
 )  # fmt: skip
 rounded = pointwise(
@@ -248,8 +249,7 @@ rounded = pointwise(
 )  # fmt: skip
 linear_float32 = declare(
     "linear_float32", "Linear", reference_float32, ("m", "n", "k"), {"x": X, "weight": WEIGHT},
-    {"out": OUT._replace(dtype="float32")}, sharding=Sharding(parallel=("n",), contracted=("k",)),
-    grad=(rounded, *product_gradients("dacc", across=False)),
+    {"out": OUT._replace(dtype="float32")}, grad=(rounded, *product_gradients("dacc", across=False)),
     doc="Product with a weight, unrounded: logits.\n\n    ``out = x @ weight.T``\n\n    Args:\n        "
     + _ARGS.format(out="``float32[*m n]``"),
 )  # fmt: skip
