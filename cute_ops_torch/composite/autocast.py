@@ -8,7 +8,7 @@ import torch
 def autocast(x: torch.Tensor, *weights: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """X and weights in autocast's dtype where that is on; as they are where it is off."""
     device = x.device.type
-    if not torch.is_autocast_enabled(device):
+    if device == "meta" or not torch.is_autocast_enabled(device):  # which raises for a device without autocast
         return x, *weights
     dtype = torch.get_autocast_dtype(device)
     return x.to(dtype), *(w.to(dtype) for w in weights)

@@ -13,7 +13,7 @@ from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Fit, Shapes
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast
-from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.composite.constant import constant, number
 from cute_ops_torch.library.tensors import array
 from cute_ops_torch.registry import define
 
@@ -34,6 +34,8 @@ def linear(
     if epilogue is None:
         by_call.without_epilogue(operands, attrs)
         return _product(x, weight.mT if transposed else weight, fused)
+    if torch.compiler.is_dynamo_compiling():
+        attrs = {name: number(value) for name, value in attrs.items()}
     options = packed, transposed, save, tuple(attrs.items())
     if torch.compiler.is_dynamo_compiling():
         fits = by_call.fits(epilogue, (x, weight, *operands), packed, transposed, array)

@@ -43,8 +43,10 @@ def make_function(
     def is_plain(tensor: Any) -> bool:
         if isinstance(tensor, (list, tuple)):
             return all(map(is_plain, tensor))
-        # A negated view shares its base's memory; the dispatcher's fallback resolves it.
-        return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg()
+        # The dispatcher resolves a negated view, which shares its base's memory, and what a functorch transform that is
+        # over has wrapped, such as the tensors that `torch.func.vjp` saved.
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+        return type(tensor) in EXACT and tensor.device.type in devices and not tensor.is_neg() and not wrapped(tensor)
 
     def specialize(*args: Any) -> Any:
         tensors = zip(op.inputs.values(), args, strict=False)
