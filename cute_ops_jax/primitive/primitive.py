@@ -68,6 +68,8 @@ class Stage:
 
     def __init__(self, op: Op) -> None:
         self.op = op
+        # What messages call it: the op that it runs in place of, to save more for the gradient.
+        self.stands_for = op
         rules = (self._abstract, partial(vmap.batch, self), self._differentiate)
         self.primitive = _compat.new_primitive(f"cute_{op.name}", *rules)
         # Its twin that XLA may partition: JAX must then know the devices when it lowers.
@@ -138,7 +140,7 @@ class Stage:
             problem = f"is for inference only, it has no gradient; {self.op.inference_only}."
             given = specs(dict(zip(params["names"], primals, strict=True)))
             raise NotImplementedError(message(self.op, problem, given))
-        no_derivative(self.op)
+        no_derivative(self.stands_for)
 
     def _lower(
         self,

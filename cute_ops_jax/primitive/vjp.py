@@ -67,7 +67,9 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
         wanted = [name for name, primal in primals.items() if name not in optional or primal.perturbed]
         steps = op.backward(wanted, inputs)
         needed = {name for step in steps for name in step.inputs}
-        made = outputs_of(stage_of(op.saving) if op.saving and op.saves(steps) else forward, call, inputs)
+        runs = stage_of(op.saving) if op.saving and op.saves(steps) else forward
+        runs.stands_for = op
+        made = outputs_of(runs, call, inputs)
         outputs = {name: made[name] for name in op.outputs if name in made}
         # JAX needs one structure of what is saved, whichever inputs are differentiated; shapes may differ.
         mark = jnp.zeros((0, *(int(name in wanted) for name in optional))) if optional else None

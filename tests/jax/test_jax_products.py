@@ -1,0 +1,138 @@
+"""Every product under every transform of JAX: ``linear`` with and without an epilogue, and those with names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import cute_ops_jax
+from cute_ops_jax import exporting
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from offered_products import PRODUCTS, Product
+
+pytestmark = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
+Close = Callable[[Any, Any], None]
+
+
+def function_of(product: Product) -> Callable[..., Any]:
+    return partial(getattr(cute_ops_jax, product.function), **product.options)
+
+
+def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arrays: sum(jnp.sin(out).sum() for out in jax.tree.leaves(function(*arrays)))
+
+
+def gradient(product: Product, function: Callable[..., Any]) -> Callable[..., Any]:
+    return jax.value_and_grad(loss_of(function), product.differentiable)
+
+
+@pytest.mark.feature("jit, eager, gradients where there are any")
+@pytest.mark.parametrize("fused", ["auto", "never"])
+def test_values_and_gradients(product: Product, fused: str, close: Close) -> None:
+    function, arrays = partial(function_of(product), fused=fused), product.arrays()
+    exact = partial(product.exact, jnp)
+    close(jax.tree.leaves(function(*arrays)), list(exact(*arrays)))
+    expected = gradient(product, exact)(*arrays)
+    for run in (gradient(product, function), jax.jit(gradient(product, function))):
+        close(run(*arrays), expected)
+
+
+@pytest.mark.feature("zero rows and no terms, and their gradients")
+def test_of_nothing(product: Product, close: Close) -> None:
+    for rows, k in (((0,), 16), ((3, 4), 0)):
+        arrays = product.arrays(rows, k)
+        close(jax.tree.leaves(function_of(product)(*arrays)), list(product.exact(jnp, *arrays)))
+        for place, found in zip(
+            product.differentiable, gradient(product, function_of(product))(*arrays)[1], strict=True
+        ):
+            assert found.shape == arrays[place].shape and jnp.isfinite(found).all()
+
+
+@pytest.mark.feature("eval_shape")
+@pytest.mark.feature("ahead of time: lower, compile")
+def test_shapes_and_lowering(product: Product, close: Close) -> None:
+    function, arrays = function_of(product), product.arrays()
+    real = function(*arrays)
+    shapes = jax.eval_shape(function, *arrays)
+    assert [(s.shape, s.dtype) for s in jax.tree.leaves(shapes)] == [(a.shape, a.dtype) for a in jax.tree.leaves(real)]
+    close(jax.jit(function).lower(*arrays).compile()(*arrays), real)
+
+
+@pytest.mark.feature("vmap over x, one call")
+def test_vmap_over_rows(product: Product, close: Close) -> None:
+    """Batched rows are more rows of one call, of whatever shape weights and angles are."""
+    function, single = function_of(product), product.arrays()
+    axes = tuple(0 if t.rows and not t.broadcast else None for t in product.inputs.values())
+    given = [np.stack([a, a / 2]) if axis == 0 else a for a, axis in zip(single, axes, strict=True)]
+    mapped = jax.vmap(function, axes)
+    text = str(jax.make_jaxpr(mapped)(*given))
+    assert text.count(f" cute_{product.op.name}[") == 1 and "scan" not in text
+    each = [function(*(a[i] if axis == 0 else a for a, axis in zip(given, axes, strict=True))) for i in range(2)]
+    close(mapped(*given), jax.tree.map(lambda *leaves: np.stack(leaves), *each))
+
+
+@pytest.mark.feature("vmap of grad")
+def test_gradients_per_example(product: Product, close: Close) -> None:
+    single, run = product.arrays(), gradient(product, function_of(product))
+    axes = tuple(0 if t.rows and not t.broadcast else None for t in product.inputs.values())
+    given = [np.stack([a, a / 2]) if axis == 0 else a for a, axis in zip(single, axes, strict=True)]
+    each = [run(*(a[i] if axis == 0 else a for a, axis in zip(given, axes, strict=True))) for i in range(2)]
+    close(jax.jit(jax.vmap(run, axes))(*given), jax.tree.map(lambda *leaves: np.stack(leaves), *each))
+
+
+@pytest.mark.feature("scan and its gradient")
+@pytest.mark.feature("cond, while")
+@pytest.mark.feature("checkpoint")
+def test_loops_and_checkpoints(product: Product, close: Close, again: Callable[..., Any]) -> None:
+    """What is computed in a loop, in a branch or once more is what is written out."""
+    step, arrays = again(function_of(product)), product.arrays()
+
+    def written(first: Any, *others: Any) -> Any:
+        return jnp.sum(jnp.sin(step(step(first, *others), *others)))
+
+    def scanned(first: Any, *others: Any) -> Any:
+        once = jax.checkpoint(lambda carry: step(carry, *others))
+        return jnp.sum(jnp.sin(jax.lax.scan(lambda carry, _: (once(carry), None), first, None, length=2)[0]))
+
+    def branched(first: Any, *others: Any) -> Any:
+        once = jax.lax.cond(first[0, 0, 0] > -100, step, lambda first, *_: first, first, *others)
+        return jnp.sum(jnp.sin(step(once, *others)))
+
+    wrt = product.differentiable
+    expected = jax.value_and_grad(written, wrt)(*arrays)
+    for run in (scanned, branched):
+        close(jax.jit(jax.value_and_grad(run, wrt))(*arrays), expected)
+    looped = jax.lax.fori_loop(0, 2, lambda _, carry: step(carry, *arrays[1:]), arrays[0])
+    close(jnp.sum(jnp.sin(looped)), expected[0])
+
+
+@pytest.mark.feature("jvp and second order say what to do")
+def test_other_derivatives_raise(product: Product) -> None:
+    first, *others = product.arrays()
+    loss = lambda x: loss_of(function_of(product))(x, *others)  # noqa: E731
+    for run in (lambda: jax.jvp(loss, (first,), (first,)), lambda: jax.grad(lambda x: jax.grad(loss)(x).sum())(first)):
+        with pytest.raises(NotImplementedError, match=rf"^cute\.{product.op.name}: only its first derivative exists"):
+            run()
+
+
+@pytest.mark.feature("export with symbolic rows, saved and loaded, and its gradient")
+def test_export(product: Product, close: Close) -> None:
+    function, (m,) = function_of(product), jax.export.symbolic_shape("m")
+    shaped = []
+    for array, t in zip(product.arrays(), product.inputs.values(), strict=True):
+        lead = (m, *array.shape[1:]) if t.rows and not t.broadcast else array.shape
+        shaped.append(jax.ShapeDtypeStruct(lead, array.dtype))
+    data, _ = exporting._serialized(function, ["cpu"], 1, shaped, {})
+    program = jax.export.deserialize(bytearray(data)).call
+    for count in (2, 5):
+        arrays = product.arrays((count, 4))
+        close(gradient(product, program)(*arrays), gradient(product, function)(*arrays))
