@@ -46,6 +46,8 @@ _HUGGING_FACE = {"patch": "patch", "unpatch": "patch", "warm_up": "warm_up"}
 
 # Teach all ops to take DTensors, once a program imports those. Imports `distributed.dtensor`, too.
 when_imported("torch.distributed.tensor", "cute_ops_torch.composite.dtensor")
+# Define every op with a name, once a program loads exported graphs or packages.
+when_imported("torch.export.pt2_archive", "cute_ops_torch.composite.loaded")
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import tempfile
@@ -18,7 +19,12 @@ import pytest
 
 from cute_ops import FLOATS, Op, Program, Tensor, dispatch
 from cute_ops.jit import target
-from cute_ops.ops import OPS
+from cute_ops.ops import OPS, PRODUCTS
+
+# What the second table of features has as columns.
+PRODUCT_NAMES = (
+    "linear", "linear_epilogue", *(op.name for op in PRODUCTS), "gated_mlp", "linear_add_rmsnorm", "qkv_rope",
+)  # fmt: skip
 
 
 def _compile_quickly() -> None:
@@ -70,9 +76,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class Features:
-    """Which features were proven for which ops in a run: tests with the mark ``feature`` that run for every op.
+    """Which features were proven for which ops in a run: tests with the mark ``feature`` that run for every op, and for
+    every product.
 
-    ``CUTE_OPS_FEATURES=docs/features_torch.md python -m pytest -m feature tests/torch`` writes the page's table anew.
+    ``CUTE_OPS_FEATURES=docs/features_torch.md python -m pytest -m feature tests/torch`` writes the page's tables anew.
     What a run does not touch or skips, GPU tests where no GPU is, stays as it was; ``not run`` is what no run has
     proven yet, and a dash what does not apply.
     """
@@ -99,36 +106,47 @@ class Features:
     def pytest_sessionfinish(self) -> None:
         if hasattr(self.config, "workerinput"):
             return
-        head = self.page.read_text().split("\n| |")[0].rstrip() + "\n\n"
         known = table(self.page)
         cells = {**known, **{cell: "not run" for cell in self.seen if known.get(cell, "-") == "-"}}
         cells |= {cell: "yes" if passed else "**no**" for cell, passed in self.passed.items()}
-        columns = {op for _, op in cells}
-        ops, rows = [op.name for op in OPS if op.name in columns], dict.fromkeys(row for row, _ in cells)
-        lines = [f"| | {' | '.join(f'`{op}`' for op in ops)} |", f"|---|{'---|' * len(ops)}"]
-        lines += [f"| {row} | {' | '.join(cells.get((row, op), '-') for op in ops)} |" for row in rows]
-        self.page.write_text(head + "\n".join(lines) + "\n")
+        texts = TABLE.split(self.page.read_text())
+        for place, every in enumerate(([op.name for op in OPS], PRODUCT_NAMES)):
+            columns = {op for _, op in cells}.intersection(every)
+            ops, rows = [op for op in every if op in columns], dict.fromkeys(row for row, op in cells if op in columns)
+            lines = [f"| | {' | '.join(f'`{op}`' for op in ops)} |", f"|---|{'---|' * len(ops)}"]
+            lines += [f"| {row} | {' | '.join(cells.get((row, op), '-') for op in ops)} |" for row in rows]
+            texts.insert(2 * place + 1, "\n".join(lines) + "\n")
+        self.page.write_text("".join(texts))
 
     def _cells(self, item: Any) -> list[tuple[str, str]]:
         params = getattr(getattr(item, "callspec", None), "params", {})
         subject = next(
             (
                 params[name]
-                for name in ("op", "any_op", "row_op", "layer", "problem", "structure", "turn", "trained")
+                for name in ("op", "any_op", "row_op", "layer", "problem", "structure", "turn", "trained", "product")
                 if name in params
             ),
             None,
         )
-        # A problem's op or the op; a test without one is for all of them.
-        ops = OPS if subject is None else [getattr(subject, "op", subject)]
-        return [(mark.args[0], op.name.removesuffix("_bwd")) for mark in item.iter_markers("feature") for op in ops]
+        # A problem's op, a product or the op; a test without one is for all of them.
+        if subject is None:
+            names = [*(op.name for op in OPS), *PRODUCT_NAMES]
+        else:
+            names = [subject.name if "product" in params else getattr(subject, "op", subject).name]
+        return [(mark.args[0], name.removesuffix("_bwd")) for mark in item.iter_markers("feature") for name in names]
+
+
+TABLE = re.compile(r"(?m)^(?:\|.*\n)+")  # on a page of features
 
 
 def table(page: Path) -> dict[tuple[str, str], str]:
-    """The cells of a page's table, by row and column."""
-    head, *rows = [line.strip("|").split("|") for line in page.read_text().splitlines() if line.startswith("|")] or [[]]
-    ops = [cell.strip(" `") for cell in head[1:]]
-    return {(row[0].strip(), op): cell.strip() for row in rows[1:] for op, cell in zip(ops, row[1:], strict=True)}
+    """The cells of a page's tables, by row and column."""
+    cells = {}
+    for text in TABLE.findall(page.read_text()):
+        head, _, *rows = [line.strip("|").split("|") for line in text.splitlines()]
+        ops = [cell.strip(" `") for cell in head[1:]]
+        cells |= {(row[0].strip(), op): cell.strip() for row in rows for op, cell in zip(ops, row[1:], strict=True)}
+    return cells
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -20,7 +20,7 @@ from cute_ops_torch.composite.constant import constant
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
-_MADE_BY: dict[str, Callable[[], Op]] = {
+MADE_BY: dict[str, Callable[[], Op]] = {
     "linear_add_rmsnorm": add_rmsnorm.linear_add_rmsnorm,
     **{f"qkv_rope_{size}": partial(rotation.qkv_rope, size) for size in rotation.SIZES},
     **{
@@ -67,11 +67,11 @@ def _function(name: str) -> Any:
     """The function of the op of this name, which is registered if it was not."""
     if torch.compiler.is_dynamo_compiling():
         return getattr(torch.ops.cute, _defined(name)).default
-    return define(_MADE_BY[name]()).function
+    return define(MADE_BY[name]()).function
 
 
 @constant
 def _defined(name: str) -> str:
     """The name of the op, which is registered."""
-    define(_MADE_BY[name]())
+    define(MADE_BY[name]())
     return name

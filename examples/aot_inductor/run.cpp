@@ -17,7 +17,7 @@ int main(int argc, char** argv) {
     return 2;
   }
   Py_Initialize();
-  if (PyRun_SimpleString("import cute_ops_torch")) return 1;  // registers the ops
+  if (PyRun_SimpleString("import cute_ops_torch.composite.loaded")) return 1;  // registers the ops
   PyEval_SaveThread();
   std::ifstream file(argv[2], std::ios::binary);
   std::vector<char> bytes{std::istreambuf_iterator<char>(file), {}};

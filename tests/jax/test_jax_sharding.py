@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,13 +21,11 @@ from jax.sharding import AxisType, NamedSharding
 
 import cute_ops_jax
 from cute_ops import FLOATS, Op, Sharding, Tensor, testing
-from cute_ops.composite.gated_mlp import gated_mlp
-from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
-from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.ops import OPS
-from cute_ops.ops import PRODUCTS as NAMED_PRODUCTS
-from cute_ops.ops.gemm.linear import linear
 from cute_ops_jax.primitive.primitive import stage
+
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+from offered_products import PRODUCTS, Product
 
 LEAD, N = (8, 4), 6
 MESH = (4, 2), ("data", "seq")
@@ -354,10 +354,6 @@ def test_groups_of_tied_heads_stay_on_their_devices(
             assert leaf.sharding.is_equivalent_to(NamedSharding(mesh, spec), leaf.ndim)
 
 
-PRODUCTS = {
-    op.name: op
-    for op in (linear, *NAMED_PRODUCTS, gated_mlp("pre", False), linear_add_rmsnorm(), qkv_rope(64))
-}  # fmt: skip
 ROWS, COLUMNS, TERMS = jax.P("data"), jax.P(None, None, "data"), jax.P(None, "data")
 CUTS = {  # of the inputs that are not whole
     "rows": {"x": ROWS, "residual": ROWS},
@@ -366,40 +362,48 @@ CUTS = {  # of the inputs that are not whole
 }
 
 
+def every_product(cut: str) -> list[Product]:
+    """Those that may be cut so."""
+    whole = {"rows": set[str](), "columns": {"n"}, "terms": {"k"}}[cut]
+    return [p for p in PRODUCTS if whole <= {*p.op.parallel, *p.op.contracted, *p.op.inner}]
+
+
+@pytest.mark.feature("sharded jit, automatic and explicit mesh, shard_map: nothing is gathered")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
 @pytest.mark.parametrize(
-    ("name", "cut"),
-    [
-        *((name, "rows") for name in PRODUCTS),
-        *((name, "columns") for name in ("linear", "linear_gelu", "linear_add")),
-        *((name, "terms") for name in PRODUCTS if name != "gated_mlp"),
-    ],
+    ("product", "cut"), [pytest.param(p, cut, id=f"{p.name}-{cut}") for cut in CUTS for p in every_product(cut)]
 )
-def test_products_of_slices(name: str, cut: str, kind: AxisType, request: pytest.FixtureRequest, close: Close) -> None:
+def test_products_of_slices(
+    product: Product, cut: str, kind: AxisType, request: pytest.FixtureRequest, close: Close
+) -> None:
     """Cut by rows, by columns and along the sum, after which the epilogue comes. Nothing is gathered, and there is one
     sum over devices: of gradients that devices share, or of the product.
     """
-    op, rng = PRODUCTS[name], np.random.default_rng(0)
-    heads = {"heads": 2} if "heads" in op.attrs else {}
-    sizes = {"m": (4, 8), "n": 192 if heads else 32, "k": 16, "p": 16}
-    shapes = [t.of(sizes | {"m": (8,)} if t.broadcast else sizes) for t in op.inputs.values()]
-    arrays = [(rng.standard_normal(shape) / 8).astype(np.float32) for shape in shapes]
-    plain = cute_ops_jax.register(op)
+    op, arrays = product.op, product.arrays((4, 8))
+    plain = partial(cute_ops_jax.register(op), **product.attrs)
     # A program has no kernel of its own to stand in for.
-    made = plain if op.program or heads else request.getfixturevalue("through_ffi")(op)
-    expected = gradient(op, lambda *given: plain(*given, **heads))(*arrays)
-    function, mesh = (lambda *given: made(*given, **heads)), mesh_of(kind)
+    programs = op.program or any(step.program for step in op.steps)
+    function = plain if programs else partial(request.getfixturevalue("through_ffi")(op), **product.attrs)
+    expected, mesh = gradient(op, plain)(*arrays), mesh_of(kind)
+    specs = [CUTS[cut].get(n, jax.P()) for n in op.inputs]
     with jax.set_mesh(mesh):
-        given = placed(mesh, arrays, [CUTS[cut].get(n, jax.P()) for n in op.inputs])
+        given = placed(mesh, arrays, specs)
         forward = jax.jit(function).lower(*given).compile()
         both = jax.jit(gradient(op, function)).lower(*given).compile()
         close(jax.device_get(jax.block_until_ready(both(*given))), jax.device_get(expected))
     assert collectives(forward.as_text()) == ({"all-reduce": 1} if cut == "terms" else {})
     assert collectives(both.as_text()) == {"all-reduce": 1}
+    if cut == "rows" and kind == AxisType.Auto:
+        of_gradients = tuple(specs[i] for i in testing.argnums(op))
+        mapped = jax.shard_map(
+            gradient(op, function), mesh=mesh, in_specs=tuple(specs), out_specs=(ROWS, of_gradients),
+            axis_names={"data"},
+        )  # fmt: skip
+        close(jax.device_get(jax.jit(mapped)(*arrays)), jax.device_get(expected))
 
 
 def test_a_kernel_gives_way_where_devices_share_its_sum(through_ffi: Any, fake_kernels: Any) -> None:
-    op, mesh = PRODUCTS["linear_gelu"], mesh_of(AxisType.Auto)
+    op, mesh = next(p.op for p in PRODUCTS if p.name == "linear_gelu"), mesh_of(AxisType.Auto)
     arrays = [jnp.ones(shape, "bfloat16") for shape in ((4, 16), (32, 16), (32,))]
     run = jax.jit(partial(through_ffi(op), fused="always"))
     for of_x, of_weight, kernel in ((ROWS, jax.P(), "linear_gelu"), (TERMS, TERMS, "linear_gelu_epilogue")):

@@ -57,12 +57,19 @@ def test_ops_take_dtensors_whoever_is_imported_first(before: bool) -> None:
     program = f"""
 {"; ".join(imports if before else reversed(imports))}
 import torch
-finder = [f for f in sys.meta_path if type(f).__module__.startswith("cute")]
+finder = [f for f in sys.meta_path if getattr(f, "theirs", "") == "torch.distributed.tensor"]
 rules = torch._library.simple_registry.singleton.find("cute::rmsnorm").torch_dispatch_rules
 print(bool(rules.find(t.DTensor)), finder)
 """
     result = subprocess.run([sys.executable, "-c", f"import sys{program}"], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "True []"
+
+
+def test_products_are_there_once_a_program_reads_exported_graphs() -> None:
+    looks = "print(hasattr(torch.ops.cute, 'qkv_rope_64'))"
+    program = f"import torch, cute_ops_torch; {looks}; import torch.export.pt2_archive; {looks}"
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["False", "True"]
 
 
 def test_no_module_takes_the_name_of_a_function() -> None:
