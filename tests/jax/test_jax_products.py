@@ -17,9 +17,9 @@ import cute_ops_jax
 from cute_ops_jax import exporting
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS, Product
+from offered_products import PRODUCTS, REFUSED, Product, Refused
 
-pytestmark = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
+every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
 Close = Callable[[Any, Any], None]
 
 
@@ -37,6 +37,7 @@ def gradient(product: Product, function: Callable[..., Any]) -> Callable[..., An
 
 @pytest.mark.feature("jit, eager, gradients where there are any")
 @pytest.mark.parametrize("fused", ["auto", "never"])
+@every_product
 def test_values_and_gradients(product: Product, fused: str, close: Close) -> None:
     function, arrays = partial(function_of(product), fused=fused), product.arrays()
     exact = partial(product.exact, jnp)
@@ -47,6 +48,7 @@ def test_values_and_gradients(product: Product, fused: str, close: Close) -> Non
 
 
 @pytest.mark.feature("zero rows and no terms, and their gradients")
+@every_product
 def test_of_nothing(product: Product, close: Close) -> None:
     for rows, k in (((0,), 16), ((3, 4), 0)):
         arrays = product.arrays(rows, k)
@@ -59,6 +61,7 @@ def test_of_nothing(product: Product, close: Close) -> None:
 
 @pytest.mark.feature("eval_shape")
 @pytest.mark.feature("ahead of time: lower, compile")
+@every_product
 def test_shapes_and_lowering(product: Product, close: Close) -> None:
     function, arrays = function_of(product), product.arrays()
     real = function(*arrays)
@@ -68,6 +71,7 @@ def test_shapes_and_lowering(product: Product, close: Close) -> None:
 
 
 @pytest.mark.feature("vmap over x, one call")
+@every_product
 def test_vmap_over_rows(product: Product, close: Close) -> None:
     """Batched rows are more rows of one call, of whatever shape weights and angles are."""
     function, single = function_of(product), product.arrays()
@@ -81,6 +85,7 @@ def test_vmap_over_rows(product: Product, close: Close) -> None:
 
 
 @pytest.mark.feature("vmap of grad")
+@every_product
 def test_gradients_per_example(product: Product, close: Close) -> None:
     single, run = product.arrays(), gradient(product, function_of(product))
     axes = tuple(0 if t.rows and not t.broadcast else None for t in product.inputs.values())
@@ -92,6 +97,7 @@ def test_gradients_per_example(product: Product, close: Close) -> None:
 @pytest.mark.feature("scan and its gradient")
 @pytest.mark.feature("cond, while")
 @pytest.mark.feature("checkpoint")
+@every_product
 def test_loops_and_checkpoints(product: Product, close: Close, again: Callable[..., Any]) -> None:
     """What is computed in a loop, in a branch or once more is what is written out."""
     step, arrays = again(function_of(product)), product.arrays()
@@ -116,6 +122,7 @@ def test_loops_and_checkpoints(product: Product, close: Close, again: Callable[.
 
 
 @pytest.mark.feature("jvp and second order say what to do")
+@every_product
 def test_other_derivatives_raise(product: Product) -> None:
     first, *others = product.arrays()
     loss = lambda x: loss_of(function_of(product))(x, *others)  # noqa: E731
@@ -125,6 +132,7 @@ def test_other_derivatives_raise(product: Product) -> None:
 
 
 @pytest.mark.feature("export with symbolic rows, saved and loaded, and its gradient")
+@every_product
 def test_export(product: Product, close: Close) -> None:
     function, (m,) = function_of(product), jax.export.symbolic_shape("m")
     shaped = []
@@ -136,3 +144,11 @@ def test_export(product: Product, close: Close) -> None:
     for count in (2, 5):
         arrays = product.arrays((count, 4))
         close(gradient(product, program)(*arrays), gradient(product, function)(*arrays))
+
+
+@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.text.partition("\n")[0][:60])
+def test_what_is_refused(call: Refused) -> None:
+    arrays = [None if a is None else jnp.asarray(a) for a in call.arrays()]
+    with pytest.raises(call.error) as raised:
+        getattr(cute_ops_jax, call.function)(*arrays, **call.options)
+    assert str(raised.value).removeprefix("cute.").removeprefix("cute_ops: ").startswith(call.text)

@@ -21,9 +21,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 import cute_ops_torch
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-from offered_products import PRODUCTS, Product
+from offered_products import PRODUCTS, REFUSED, Product, Refused
 
-pytestmark = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
+every_product = pytest.mark.parametrize("product", PRODUCTS, ids=lambda product: product.name)
 Tensors = tuple[torch.Tensor, ...]
 close = partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 same = partial(torch.testing.assert_close, rtol=0, atol=0)
@@ -71,6 +71,7 @@ class Calls(TorchDispatchMode):
 @pytest.mark.feature("eager, against float64")
 @pytest.mark.feature("gradients against float64")
 @pytest.mark.parametrize("fused", ["auto", "never"])
+@every_product
 def test_values_and_gradients(product: Product, fused: str) -> None:
     product = product._replace(options={**product.options, "fused": fused})
     function, tensors = function_of(product), made(product)
@@ -84,6 +85,7 @@ def test_values_and_gradients(product: Product, fused: str) -> None:
 
 @pytest.mark.feature("zero rows, and their gradients")
 @pytest.mark.feature("no terms: the epilogue of zero")
+@every_product
 def test_of_nothing(product: Product) -> None:
     function = function_of(product)
     for rows, k in (((0,), 16), ((2, 0, 3), 16), ((3, 4), 0)):
@@ -99,12 +101,14 @@ def test_of_nothing(product: Product) -> None:
 
 
 @pytest.mark.feature("opcheck")
+@every_product
 def test_opcheck(product: Product) -> None:
     torch.library.opcheck(overload_of(product), tuple(made(product)), dict(product.attrs))
 
 
 @pytest.mark.feature("FakeTensorMode")
 @pytest.mark.feature("meta device")
+@every_product
 def test_fakes(product: Product) -> None:
     function, tensors = function_of(product), [t.detach() for t in made(product)]
     real = function(*tensors)
@@ -115,6 +119,7 @@ def test_fakes(product: Product) -> None:
 
 
 @pytest.mark.feature("autocast")
+@every_product
 def test_autocast(product: Product) -> None:
     """Functions that stand for several ops cast x and weights; an op gets what it is given."""
     tensors = [t.detach() for t in made(product)]
@@ -127,6 +132,7 @@ def test_autocast(product: Product) -> None:
 
 
 @pytest.mark.feature("deterministic algorithms")
+@every_product
 def test_deterministic_algorithms(product: Product) -> None:
     function, tensors = function_of(product), made(product)
     expected = function(*tensors), gradients(function, product, tensors)
@@ -139,6 +145,7 @@ def test_deterministic_algorithms(product: Product) -> None:
 
 @pytest.mark.feature("activation checkpointing")
 @pytest.mark.feature("selective activation checkpointing")
+@every_product
 def test_checkpoints(product: Product) -> None:
     """Also with a policy that names the op that runs where a gradient is wanted."""
     function, tensors = function_of(product), made(product)
@@ -162,6 +169,7 @@ def test_checkpoints(product: Product) -> None:
 
 
 @pytest.mark.feature("double backward and forward mode raise")
+@every_product
 def test_other_derivatives_raise(product: Product) -> None:
     function, (first, *others) = function_of(product), made(product)
     (once,) = torch.autograd.grad(loss_of(function)(first, *others), [first], create_graph=True)
@@ -172,6 +180,7 @@ def test_other_derivatives_raise(product: Product) -> None:
 
 
 @pytest.mark.feature("torch.func: grad, vjp, jacrev")
+@every_product
 def test_torch_func(product: Product) -> None:
     function, tensors = function_of(product), made(product)
     loss, wrt = loss_of(function), product.differentiable
@@ -183,6 +192,7 @@ def test_torch_func(product: Product) -> None:
 
 
 @pytest.mark.feature("torch.func: vmap over x, one call")
+@every_product
 def test_vmap_over_rows(product: Product) -> None:
     """Batched rows are more rows of one call, of whatever shape weights and angles are."""
     function = function_of(product)
@@ -197,6 +207,7 @@ def test_vmap_over_rows(product: Product) -> None:
 
 
 @pytest.mark.feature("torch.func: functional_call, and its gradients per example")
+@every_product
 def test_gradients_per_example(product: Product) -> None:
     x, *others = [t.detach() for t in made(product)]
     learned = {n: t for n, t in zip(list(product.inputs)[1:], others, strict=True) if n in product.op.differentiable}
@@ -221,6 +232,7 @@ def test_gradients_per_example(product: Product) -> None:
 
 
 @pytest.mark.feature("compile: full graph, any number of rows, backward")
+@every_product
 def test_compiled(product: Product) -> None:
     torch.compiler.reset()
     function = function_of(product)
@@ -233,6 +245,7 @@ def test_compiled(product: Product) -> None:
 
 
 @pytest.mark.feature("compile: inference")
+@every_product
 def test_inductor(product: Product) -> None:
     torch.compiler.reset()
     function, tensors = function_of(product), made(product)
@@ -241,6 +254,7 @@ def test_inductor(product: Product) -> None:
 
 
 @pytest.mark.feature("torch.export: any number of rows, saved and loaded")
+@every_product
 def test_export(product: Product) -> None:
     function = function_of(product)
 
@@ -259,3 +273,11 @@ def test_export(product: Product) -> None:
     for count in (2, 7):
         tensors = made(product, (count, 3))
         same(tuple(loaded(*tensors)), function(*tensors))
+
+
+@pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.text.partition("\n")[0][:60])
+def test_what_is_refused(call: Refused) -> None:
+    arrays = [None if a is None else torch.from_numpy(a) for a in call.arrays()]
+    with pytest.raises(call.error) as raised:
+        getattr(cute_ops_torch, call.function)(*arrays, **call.options)
+    assert str(raised.value).removeprefix("cute.").removeprefix("cute_ops: ").startswith(call.text)

@@ -14,7 +14,7 @@ from functools import cache
 from typing import Any, NamedTuple, NoReturn
 from weakref import WeakKeyDictionary
 
-from cute_ops.errors import message
+from cute_ops.errors import meant, message
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op, Tensor
@@ -196,10 +196,12 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
         attrs: of the epilogue, by name.
 
     Raises:
-        TypeError: the epilogue takes more operands, or fewer.
+        TypeError: the epilogue takes more operands, or fewer, or other attributes.
         TraceError: it does what an expression cannot say.
-        ValueError: it does what is not fused yet.
+        ValueError: it does what is not fused yet, or something else is to be saved.
     """
+    if save not in ("pre", "none"):
+        raise ValueError(f"cute.linear: option `save` is {save!r}, expected 'pre' or 'none'.")
     epilogue = _meant(epilogue)
     if isinstance(epilogue, str):
         return _op_of_text("", epilogue, _there(operand_names(epilogue, len(shapes)), shapes), weight, save)
@@ -210,6 +212,7 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
     key = shapes, weight, save, attrs, tuple(type(value) for _, value in attrs)
     if key not in known:
         names = operand_names(epilogue, len(shapes))
+        _check_attributes(epilogue, len(names), dict(attrs))
         _, acc, *_ = inspect.signature(epilogue).parameters
         product = "*m 2n" if "2n" in weight else "*m n"
         operands = {acc: product, **dict(zip(names, shapes, strict=True))}
@@ -220,7 +223,30 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
 
 def _meant(epilogue: Epilogue) -> Epilogue:
     """The function that a name such as ``"gelu"`` stands for; a function or an expression's text as it is."""
-    return EPILOGUES.get(epilogue, epilogue) if isinstance(epilogue, str) else epilogue
+    if not isinstance(epilogue, str):
+        if not callable(epilogue):
+            came = type(epilogue).__name__
+            raise TypeError(f"cute.linear: argument `epilogue` must be a function, or a text, got {came}.")
+        return epilogue
+    if epilogue.isidentifier() and epilogue not in EPILOGUES:
+        known = ", ".join(map(repr, EPILOGUES))
+        problem = f"argument `epilogue` is {epilogue!r}{meant(epilogue, EPILOGUES)}, expected one of {known}"
+        raise ValueError(f"cute.linear: {problem}, an expression's text, or a function.")
+    return EPILOGUES.get(epilogue, epilogue)
+
+
+def _check_attributes(epilogue: Callable[..., Any], operands: int, attrs: Mapping[str, Any]) -> None:
+    """Raise TypeError for attributes that an epilogue does not have, and for those that it lacks."""
+    every = list(inspect.signature(epilogue).parameters.values())[2 + operands :]
+    own = {p.name: p for p in every if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
+    unknown = [name for name in attrs if name not in own and not any(p.kind is p.VAR_KEYWORD for p in every)]
+    if unknown:
+        has = f"has {', '.join(f'`{name}`' for name in own)}" if own else "has none"
+        problem = f"unknown attribute `{unknown[0]}`{meant(unknown[0], own)}; the epilogue {_name(epilogue)} {has}."
+        raise TypeError(f"cute.linear: {problem}")
+    lacking = [p.name for p in own.values() if p.default is p.empty and p.name not in attrs]
+    if lacking:
+        raise TypeError(f"cute.linear: the epilogue {_name(epilogue)} needs `{lacking[0]}`, which was not given.")
 
 
 def _name(epilogue: Callable[..., Any]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +11,7 @@ from cute_ops import Op, Tensor
 from cute_ops.composite.gated_mlp import gated_mlp
 from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
 from cute_ops.composite.qkv_rope import qkv_rope
+from cute_ops.expressions import TraceError
 from cute_ops.ops import PRODUCTS as NAMED
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.linear import linear
@@ -91,3 +92,84 @@ PRODUCTS = (
     _of(linear_add_rmsnorm()),
     _of(qkv_rope(64), "qkv_rope", heads=2),
 )  # fmt: skip
+
+
+class Refused(NamedTuple):
+    """A call that both adapters refuse in the same words.
+
+    Attributes:
+        function: what is called.
+        shapes: of its arrays, in float16; ``float32`` where a shape starts with that. None is left out.
+        options: its other arguments.
+        error: what is raised.
+        text: how its message begins.
+    """
+
+    function: str
+    shapes: tuple[Any, ...]
+    options: Mapping[str, Any]
+    error: type[Exception]
+    text: str
+
+    def arrays(self) -> list[np.ndarray | None]:
+        wide = [s is not None and s[:1] == ("float32",) for s in self.shapes]
+        return [
+            None if s is None else np.ones(s[w:], np.float32 if w else np.float16)
+            for s, w in zip(self.shapes, wide, strict=True)
+        ]
+
+
+def reading_none(xp: Any, acc: Any, bias: Any = None) -> Any:
+    return acc + bias
+
+
+def _refused() -> Iterator[Refused]:
+    x, weight, wide = (2, 3, 16), (8, 16), ("float32", 8, 16)
+    yield Refused("linear", (x, (8, 15)), {}, ValueError, "linear: argument `weight` has k=15, but k=16.\n  x:")
+    mixed = "argument `weight` has dtype float32, but T=float16 from `x`.\n  x:"
+    yield Refused("linear", (x, wide), {}, TypeError, f"linear: {mixed}")
+    yield Refused("gated_mlp", (x, wide, (5, 4)), {}, TypeError, "gated_mlp: argument `w_gate_up` has dtype float32")
+    yield Refused(
+        "linear_add_rmsnorm", (x, wide, (2, 3, 8), (8,)), {}, TypeError, f"linear_add_rmsnorm: {mixed}",
+    )  # fmt: skip
+    yield Refused("linear", (x, (2, 8, 16)), {}, ValueError, "linear: argument `weight` has 3 dims, expected 2")
+    yield Refused("linear", ((), weight), {}, ValueError, "linear: argument `x` has 0 dims, expected at least 1")
+    yield Refused("linear", (x, weight), {"fused": "yes"}, ValueError, "linear: attribute `fused` must be 'auto', 'al")
+    # With an epilogue.
+    broadcast = "linear: argument `bias` has shape [7], which does not broadcast to [2, 3, 8].\n  x:"
+    yield Refused("linear", (x, weight, (7,)), {"epilogue": reading_none}, ValueError, broadcast)
+    yield Refused(
+        "linear", (x, weight, (8,), (3, 3, 8)), {"epilogue": clipped_add, "limit": 2.0}, ValueError,
+        "linear: argument `residual` has shape [3, 3, 8], which does not broadcast to [2, 3, 8].",
+    )  # fmt: skip
+    few = "linear: the epilogue clipped_add reads `bias`, `residual` besides the product; 1 was given."
+    yield Refused("linear", (x, weight, (8,)), {"epilogue": clipped_add, "limit": 2.0}, TypeError, few)
+    yield Refused("linear", (x, weight, (8,)), {}, TypeError, "linear: operand 1 was given, but no epilogue that reads")
+    yield Refused("linear", (x, weight, None), {"epilogue": reading_none}, TraceError, "reading_none cannot be traced")
+    bare, near = {"epilogue": clipped_add}, {"epilogue": clipped_add, "limitt": 2.0}
+    pair = (x, weight, (8,), (2, 3, 8))
+    yield Refused(
+        "linear", pair, bare, TypeError, "linear: the epilogue clipped_add needs `limit`, which was not given."
+    )
+    unknown = "linear: unknown attribute `limitt` (did you mean limit?); the epilogue clipped_add has `limit`."
+    yield Refused("linear", pair, near, TypeError, unknown)
+    named = "linear: argument `epilogue` is 'gelo' (did you mean gelu?), expected one of 'bias', 'gelu', 'gelu_tanh', "
+    yield Refused("linear", (x, weight), {"epilogue": "gelo"}, ValueError, named)
+    kind = "linear: argument `epilogue` must be a function, or a text, got int."
+    yield Refused("linear", (x, weight), {"epilogue": 3}, TypeError, kind)
+    save = "linear: option `save` is 'h', expected 'pre' or 'none'."
+    yield Refused("linear", (x, weight), {"epilogue": "gelu", "save": "h"}, ValueError, save)
+    # Those with names.
+    yield Refused("linear_gelu", (x, weight, (7,)), {}, ValueError, "linear_gelu: argument `bias` has n=7, but n=8.")
+    rows = "linear_add: argument `residual` has leading dims (2, 2), but *m=(2, 3)."
+    yield Refused("linear_add", (x, weight, (2, 2, 8)), {}, ValueError, rows)
+    halves = "gated_linear: argument `weight` has 2n=7, expected a multiple of 2."
+    yield Refused("gated_linear", (x, (7, 16)), {}, ValueError, halves)
+    activation = "gated_mlp: attribute `activation` must be 'silu', 'gelu' or 'gelu_tanh', got 'relu'"
+    yield Refused("gated_mlp", (x, weight, (5, 4)), {"activation": "relu"}, ValueError, activation)
+    angles = {"heads": 2}
+    few_rows = "qkv_rope_64: argument `cos` has leading dims (2,), expected the last ones of *m=(2, 3), or 1."
+    yield Refused("qkv_rope", (x, (192, 16), (2, 32), (2, 32)), angles, ValueError, few_rows)
+
+
+REFUSED = tuple(_refused())
