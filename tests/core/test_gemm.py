@@ -260,6 +260,7 @@ def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     assert count["HGMMA"] == 2 * per_step
     # More waits would mean that the compiler runs one instruction after the other.
     assert code.count("WARPGROUP.DEPBAR") == 2
+    assert "UTMACCTL.IV" not in code  # descriptors are parameters: none is published from shared memory (CUTLASS 3091)
     assert count["UTMALDG"] >= 2 and count["USETMAXREG"] == 2
     shared = form.config.cluster_m * form.config.cluster_n > 1
     assert bool(re.search(r"UTMALDG\S*\.MULTICAST", code)) == shared
@@ -331,6 +332,19 @@ def test_results_with_tma(
     (exact,) = testing.run_reference(op, given, {})
     stages = {"store_stages": 2, "tile_stages": 2} if op.mutates else {}
     (out,) = on_cpu(op, given, "sm_90a", GemmConfig(form, *tile, 3, 2, *cluster, **stages)).values()
+    np.testing.assert_array_equal(out, exact)
+
+
+@pytest.mark.parametrize("form", ["cooperative", "pingpong"])
+def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) -> None:
+    """Sums so short that a slot's store is in flight when its turn comes again, the operand of an epilogue that two
+    warpgroups wait for, and clusters at the edge of a group of two rows of tiles (CUTLASS 3636, 2152; DeepGEMM 415).
+    """
+    given = integers(linear_dweight_add, "bfloat16", (8, 330, 264))  # m is what is summed over
+    (exact,) = testing.run_reference(linear_dweight_add, given, {})
+    tile = (128, 128) if form == "cooperative" else (64, 128)
+    config = GemmConfig(form, *tile, 2, 2, 2, 1, store_stages=2, tile_stages=2, group=2)
+    (out,) = on_cpu(linear_dweight_add, given, "sm_90a", config).values()
     np.testing.assert_array_equal(out, exact)
 
 

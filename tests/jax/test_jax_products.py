@@ -131,7 +131,7 @@ def test_other_derivatives_raise(product: Product) -> None:
             run()
 
 
-@pytest.mark.feature("export with symbolic rows, saved and loaded, and its gradient")
+@pytest.mark.feature("export with symbolic rows, saved and loaded")
 @every_product
 def test_export(product: Product, close: Close) -> None:
     function, (m,) = function_of(product), jax.export.symbolic_shape("m")
@@ -139,11 +139,14 @@ def test_export(product: Product, close: Close) -> None:
     for array, t in zip(product.arrays(), product.inputs.values(), strict=True):
         lead = (m, *array.shape[1:]) if t.rows and not t.broadcast else array.shape
         shaped.append(jax.ShapeDtypeStruct(lead, array.dtype))
-    data, _ = exporting._serialized(function, ["cpu"], 1, shaped, {})
+    with_gradient = product.name in ("linear", "linear_epilogue")  # it takes longer than all else
+    data, _ = exporting._serialized(function, ["cpu"], int(with_gradient), shaped, {})
     program = jax.export.deserialize(bytearray(data)).call
     for count in (2, 5):
         arrays = product.arrays((count, 4))
-        close(gradient(product, program)(*arrays), gradient(product, function)(*arrays))
+        close(program(*arrays), function(*arrays))
+        if with_gradient:
+            close(gradient(product, program)(*arrays), gradient(product, function)(*arrays))
 
 
 @pytest.mark.parametrize("call", REFUSED, ids=lambda call: call.text.partition("\n")[0][:60])

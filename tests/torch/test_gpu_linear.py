@@ -207,8 +207,10 @@ def test_one_tile(config: GemmConfig, steps: int) -> None:
 
 
 @every_config
-def test_many_tiles(config: GemmConfig) -> None:
-    check(linear, (2048 + 64, 4096 + 64, 256), config)
+@pytest.mark.parametrize("k", [8, 256])
+def test_many_tiles(config: GemmConfig, k: int) -> None:
+    """With few terms stores are still in flight when their slots' turn comes again."""
+    check(linear, (2048 + 64, 4096 + 64, k), config)
 
 
 @every_product
@@ -249,6 +251,15 @@ def test_rows_with_a_stride(config: GemmConfig) -> None:
     tensors = [torch.cat([torch.full_like(t, torch.nan), t], 1)[:, t.shape[1] :] for t in (x, weight)]
     call, what = filling(linear, tensors, config)
     compare(call(), expected(linear, tensors).bfloat16().double(), 0.0, config, what)
+
+
+def test_expanded_rows() -> None:
+    """Strides of zero, which TMA does not take of every dim."""
+    x, weight = operands(linear, 300, 200, 136)
+    for tensors in ((x[:1].expand(300, 136), weight), (x, weight[:1].expand(200, 136))):
+        got = by_kernel(linear)(*tensors)
+        finish("expanded rows")
+        compare(got, expected(linear, tensors).bfloat16().double(), 0.0, without_tma(1, 1), "expanded rows")
 
 
 @few_configs
