@@ -221,13 +221,14 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
     return known[key]
 
 
-def _meant(epilogue: Epilogue) -> Epilogue:
+def _meant(epilogue: Any) -> Epilogue:
     """The function that a name such as ``"gelu"`` stands for; a function or an expression's text as it is."""
     if not isinstance(epilogue, str):
         if not callable(epilogue):
             came = type(epilogue).__name__
             raise TypeError(f"cute.linear: argument `epilogue` must be a function, or a text, got {came}.")
-        return epilogue
+        function: Epilogue = epilogue
+        return function
     if epilogue.isidentifier() and epilogue not in EPILOGUES:
         known = ", ".join(map(repr, EPILOGUES))
         problem = f"argument `epilogue` is {epilogue!r}{meant(epilogue, EPILOGUES)}, expected one of {known}"
