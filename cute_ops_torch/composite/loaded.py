@@ -1,5 +1,5 @@
-"""Defines the ops that functions with names define in their first call: a program that loads an exported graph or a
-package calls none of these functions.
+"""Defines the ops that functions define in their first call, as far as they have names: a program that loads an
+exported graph or a package calls none of these functions.
 
 Importing what torch reads such files with imports this, once ``cute_ops_torch`` is imported. A C++ program imports it.
 """
@@ -7,6 +7,8 @@ Importing what torch reads such files with imports this, once ``cute_ops_torch``
 from itertools import product
 
 from cute_ops.composite.gated_mlp import gated_mlp
+from cute_ops.ops.gemm.by_call import op_of
+from cute_ops.ops.gemm.named import EPILOGUES
 from cute_ops_torch.composite.projections import MADE_BY
 from cute_ops_torch.registry import define
 
@@ -14,3 +16,6 @@ for _save, _transposed in product(("pre", "none"), (False, True)):
     define(gated_mlp(_save, _transposed))
 for _make in MADE_BY.values():
     define(_make())
+# What modules such as LinearGELU call, with a bias and without.
+for _name, _bias in product(EPILOGUES, ("n", None)):
+    define(op_of(_name, (_bias, "*m n") if _name == "add" else (_bias,), "n k"))
