@@ -894,6 +894,8 @@ def compiled_without_a_graph_break(world: World) -> None:
 
     def step(x: torch.Tensor, weight: torch.Tensor, head: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         x = cute_ops_torch.silu_mul(cute_ops_torch.rmsnorm(x, weight), x).redistribute(mesh, [Replicate()])
+        up = cute_ops_torch.linear(x, head, epilogue="gelu")  # cut by columns, then along the sum
+        x = cute_ops_torch.linear(up, head, None, x, epilogue="add", transposed=True)
         loss = cute_ops_torch.linear_cross_entropy(x, head, target)
         return loss + cute_ops_torch.cross_entropy(x @ head.T, target)
 
