@@ -27,6 +27,7 @@ from cute_ops.jit.plan import Plan, configured, signature
 from cute_ops.jit.target import Target
 from cute_ops.jit.variant import Variant
 from cute_ops.op import Program
+from cute_ops.ops.gemm import choice
 
 # Every new size of a static dim is one more compile. Beyond this many sizes of its dims that are static while few, an
 # op uses one kernel in which they are dynamic.
@@ -90,6 +91,18 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
         return None
     log.debug("%s%s runs by the framework's product", op.name, dict(binding.dims))
     return op.instead.program
+
+
+def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> bool:
+    """Whether the kernel of a product with an epilogue is at least as fast as the framework's product and a pass of
+    ours. A program asks that has a better pass than :func:`instead` has. Takes what :func:`instead` does.
+    """
+    op = binding.op
+    wide = op.instead.dtypes if op.instead else {}
+    if target is None or binding.empty or any(binding.dtypes[v] in names for v, names in wide.items()):
+        return False
+    problem = signature(binding, memory, target).problem
+    return choice.leads(problem, op.config(problem)["form"])
 
 
 def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:

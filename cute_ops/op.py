@@ -326,6 +326,8 @@ class Program(NamedTuple):
             - ``product(a, b, dtype=None)``: ``a @ b`` of a matrix ``b``, with sums in float32, rounded once to this or
               their own dtype
             - ``add_product(total, a, b)``: ``total + a @ b`` of matrices, rounded to the dtype of ``total``
+            - ``leads(op, inputs, attrs)``: whether our kernel of such a call, a product with an epilogue, is at least
+              as fast on this GPU as ``product`` and a pass; False without a GPU
         ops: those that it calls. If there are none, XLA sees the framework's functions, and may shard and fuse them.
     """
 

@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
+from cute_ops.binding import bind
+from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import varying_like
+from cute_ops_jax.primitive import lowering
+from cute_ops_jax.primitive.arrays import specs
 
 Array = jax.Array
 where = jnp.where
@@ -40,3 +47,7 @@ def product(a: Array, b: Array, dtype: str | None = None) -> Array:
 
 def add_product(total: Array, a: Array, b: Array) -> Array:
     return (total.astype(jnp.float32) + product(a, b, "float32")).astype(total.dtype)
+
+
+def leads(op: Op, inputs: Mapping[str, Array], attrs: Mapping[str, Any]) -> bool:
+    return lowering.leads(bind(op, specs(inputs), attrs))

@@ -128,6 +128,19 @@ def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Pr
     return dispatch.instead(flat, _memory(binding.op, transposed, _shapes(flat)), target)
 
 
+def leads(binding: Binding) -> bool:
+    """As :func:`cute_ops.dispatch.leads` has it of the GPU to lower for; False where there is none."""
+    try:
+        target, _ = ffi.target_and_device()
+    except (RuntimeError, NotImplementedError):
+        return False
+    _, flat = _folded(binding)
+    memory = partial(_memory, binding.op, NONE)
+    if _has_symbols(binding):
+        return dispatch.leads(*with_numbers(flat, memory), target)
+    return dispatch.leads(flat, memory(_shapes(flat)), target)
+
+
 def _folded(binding: Binding) -> tuple[Shapes, Binding]:
     """The shapes of the inputs to broadcast first, and the call with its leading dims folded."""
     expanded = _expanded(binding)

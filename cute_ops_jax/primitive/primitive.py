@@ -252,8 +252,9 @@ def by_stage(op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = F
 def by_lowering(run: Lowering, op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
     """An op in a program that is being lowered."""
     given = in_order(op, inputs)
-    binding = stage(op).bound(given, attrs)
-    return dict.fromkeys(op.outputs) | named(binding, run(binding, list(given.values()), inplace))
+    found = stage(op)
+    binding = found.bound(given, attrs)
+    return dict.fromkeys(op.outputs) | named(binding, found._run(run, binding, list(given.values()), inplace))
 
 
 def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:

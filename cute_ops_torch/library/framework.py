@@ -2,9 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
 import torch
 
-from cute_ops_torch.library.tensors import DTYPES
+from cute_ops import dispatch
+from cute_ops.binding import bind
+from cute_ops.jit import target
+from cute_ops.jit.layout import Memory
+from cute_ops.op import Op
+from cute_ops.shapes import Array
+from cute_ops_torch.library.tensors import DTYPES, array
 
 Tensor = torch.Tensor
 where = torch.where
@@ -45,3 +55,19 @@ def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if total.dtype == a.dtype:
         return torch.addmm(total, a, b)
     return (total + product(a, b, "float32")).to(total.dtype)
+
+
+def leads(op: Op, inputs: Mapping[str, Tensor], attrs: Mapping[str, Any]) -> bool:
+    """As :func:`cute_ops.dispatch.leads` has it of the tensors' GPU."""
+    first = next(iter(inputs.values()))
+    places = tuple((name, array(t), t.stride(), t.data_ptr() % 16) for name, t in inputs.items())
+    return first.is_cuda and _leads(op, places, tuple(attrs.items()), first.device.index)
+
+
+@lru_cache(1024)
+def _leads(
+    op: Op, places: tuple[tuple[str, Array, tuple[int, ...], int], ...], attrs: tuple[tuple[str, Any], ...], device: int
+) -> bool:
+    binding = bind(op, {name: found for name, found, _, _ in places}, dict(attrs))
+    memory = {name: Memory(strides, start) for name, _, strides, start in places}
+    return dispatch.leads(binding, memory, target.of_device(device))

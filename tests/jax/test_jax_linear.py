@@ -260,3 +260,14 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str)
     function = partial(cute_ops_jax.rmsnorm_linear, epilogue=epilogue, fused=fused)
     for got, wanted in zip(*map(jax.tree.leaves, (of(function)(*arrays), of(plain)(*arrays))), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("arch", "rows"), [("sm_90a", 512), ("sm_90a", 64), ("sm_80", 520)])
+def test_the_next_norm_is_fused_where_that_gains(arch: str, rows: int, fake_kernels: Any, monkeypatch: Any) -> None:
+    """On Hopper, for more than a few rows."""
+    monkeypatch.setenv("CUTE_OPS_ARCH", arch)
+    shapes = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in ((rows, 64), (256, 64), (rows, 256), (256,))]
+    text = jax.jit(cute_ops_jax.linear_add_rmsnorm).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    fused = arch == "sm_90a" and rows > 64
+    assert ("linear_add_rstd" in text) == ("scaled_rows" in text) == fused
+    assert ("stablehlo.dot_general" in text) != fused

@@ -14,8 +14,9 @@ from array_api_compat import torch as xp
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import cute_ops_torch
-from cute_ops import Case, Op, testing
-from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm
+from cute_ops import Array, Case, Op, dispatch, testing
+from cute_ops.binding import bind
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rmsnorm, linear_add_rstd
 from cute_ops.composite.qkv_rope import qkv_rope
 from cute_ops.composite.rmsnorm_linear import rmsnorm_linear
 from cute_ops.expressions import TraceError
@@ -26,6 +27,7 @@ from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.linear import PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools.gradient import check as check_gradient
 from cute_ops_torch.host import launch
+from cute_ops_torch.library import framework, program
 
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
 from epilogues import DIFFERENTIABLE, columns
@@ -579,6 +581,31 @@ def test_linear_add_rmsnorm(fused: str, dtype: torch.dtype) -> None:
         torch.testing.assert_close(
             ours.double(), exact, rtol=tolerance["rtol"], atol=tolerance["atol"] * exact.abs().max()
         )
+
+
+@pytest.mark.parametrize(
+    ("arch", "rows", "dtype", "fused"),
+    [
+        ("sm_90a", 65, "bfloat16", True), ("sm_90a", 64, "bfloat16", False), ("sm_90a", 65, "float32", False),
+        ("sm_80", 65, "bfloat16", False), ("sm_90a", 0, "bfloat16", False),
+    ],
+)  # fmt: skip
+def test_the_next_norm_is_fused_where_that_gains(arch: str, rows: int, dtype: str, fused: bool) -> None:
+    """On Hopper, for more than a few rows in 16 bits."""
+    arrays = {name: Array(shape, dtype) for name, shape in (("x", (rows, 64)), ("weight", (256, 64)))}
+    binding = bind(linear_add_rstd(), {**arrays, "residual": Array((rows, 256), dtype)})
+    assert dispatch.leads(binding, {}, parse(arch)) == fused and not dispatch.leads(binding, {}, None)
+
+
+@pytest.mark.parametrize("leads", [True, False])
+def test_auto_adds_the_next_norm_where_that_leads(leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(framework, "leads", lambda op, inputs, attrs: leads)
+    function, called = cute_ops_torch.register(linear_add_rmsnorm()), []
+    for op in (linear_add_rstd(), linear):
+        raw = program.functions[op]()
+        monkeypatch.setitem(program.functions, op, lambda op=op, raw=raw: called.append(op) or raw)
+    function(*[t.detach() for t in tensors_of(linear_add_rmsnorm())])
+    assert called == [linear_add_rstd() if leads else linear]
 
 
 def test_the_declared_gradient_of_linear_add_rmsnorm() -> None:

@@ -34,10 +34,8 @@ def instead(
     """
 
     def when(problem: Problem) -> bool:
-        if sm(problem.arch) != 90 or problem.size("m") <= MOST_FEW_ROWS:
-            return True
         chosen = config(problem)
-        if chosen.form == "mma_sync":  # TMA cannot take an operand, or the epilogue needs too many registers
+        if not leads(problem, chosen.form):
             return True
         if sizes is None:
             return False
@@ -45,3 +43,9 @@ def instead(
         return n % (VECTOR_BYTES // 2) == 0 and busy(chosen, m, n, k, 2, problem.sm_count) < LEAST_BUSY
 
     return Instead(program, when, WIDE)
+
+
+def leads(problem: Problem, form: str) -> bool:
+    """Whether a kernel of this form with an epilogue is at least as fast as the framework's product and a pass."""
+    # TMA takes both operands, and the epilogue's registers suffice.
+    return sm(problem.arch) == 90 and problem.size("m") > MOST_FEW_ROWS and form != "mma_sync"
