@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Mapping
-from functools import wraps
+from collections.abc import Callable, Mapping
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
 from torch import nn
 
 from cute_ops_torch.huggingface import autograd_nodes
-from cute_ops_torch.huggingface.bypass import can_bypass_linear
+from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_unobserved
 from cute_ops_torch.huggingface.match import Forward, Replacement, definition
 from cute_ops_torch.huggingface.rebind import rebind
 from cute_ops_torch.huggingface.rotary import applies_rotary, apply_rotary_pos_emb, half_table
 
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+_OUTPUT = "o_proj"
 # Statements of a `forward` that rotates queries and keys as they come out of their projections.
 _HIDDEN_SHAPE = "hidden_shape = (*input_shape, -1, self.head_dim)"
 _PROJECT_AND_ROTATE = [
@@ -26,6 +27,18 @@ _PROJECT_AND_ROTATE = [
     "cos, sin = position_embeddings",
     "query_states, key_states = apply_rotary_pos_emb(query_states, key_states, cos, sin)",
 ]
+# The last statements of a `forward` that returns its output projection.
+_PROJECT_OUTPUT = ["attn_output = self.o_proj(attn_output)", "return (attn_output, attn_weights)"]
+
+
+def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
+    """An attention's call on ``x`` without its output projection, which is left to the caller; None where somebody
+    could see that.
+    """
+    forward: Forward = type(attention).forward
+    if not (_projects_output(forward) and is_unobserved(attention) and can_bypass_linear(x, attention.o_proj)):
+        return None
+    return partial(forward, _Bypassed(attention, {_OUTPUT: lambda output: output}))
 
 
 def _make_forward(original: type[nn.Module]) -> Forward:
@@ -60,19 +73,22 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forwa
         else:
             rest, (cos, sin) = skips_rotation, map(half_table, tables)
             outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim)
-        projected = _Projected(self, dict(zip(_PROJECTIONS, outputs, strict=True)))
+        projected = _Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
         return rest(projected, hidden_states, *args, **kwargs)
 
     return fused
 
 
-class _Projected:
-    """Stands in for an attention: its projections return outputs that are there already."""
+def _returns(output: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:
+    return lambda _: output
 
-    def __init__(self, module: nn.Module, outputs: Mapping[str, torch.Tensor]) -> None:
+
+class _Bypassed:
+    """Stands in for an attention: functions take the place of some of its layers."""
+
+    def __init__(self, module: nn.Module, layers: Mapping[str, Callable[[torch.Tensor], torch.Tensor]]) -> None:
         self._module = module
-        for name, output in outputs.items():
-            setattr(self, name, lambda _, output=output: output)
+        vars(self).update(layers)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._module, name)
@@ -93,6 +109,16 @@ def _projects_once(forward: Any) -> bool:
         and all(isinstance(n, ast.Name) and n.id not in ("self", "hidden_states") for n in stored)
         and "super" not in forward.__code__.co_names
     )
+
+
+@cache
+def _projects_output(forward: Any) -> bool:
+    """Whether a ``forward`` returns its output projection, and uses it for nothing else."""
+    tree = definition(forward)
+    if tree is None:
+        return False
+    named = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == _OUTPUT]
+    return len(named) == 1 and [ast.unparse(statement) for statement in tree.body[-2:]] == _PROJECT_OUTPUT
 
 
 def _rotates_projections(forward: Any) -> bool:

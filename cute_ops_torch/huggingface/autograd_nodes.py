@@ -5,8 +5,9 @@ are saved too. Here the backward kernel that reads those computes it again, in t
 layers that read the same input (gate and up; queries, keys and values) are one layer in the backward, so that autograd
 adds no gradients of that input; with packed weights in the forward, too. The kernel that rotates the gradients of
 queries and keys back writes them beside those of the values. The backward of a norm adds the gradient of the residual
-stream that it reads. On a GPU where our products are faster, the activation of a gated MLP with packed weights, and its
-gradient, are computed inside of the products.
+stream that it reads. On a GPU where our products are faster, these compute more: the activation of a gated MLP with
+packed weights, and its gradient; the rotation of queries and keys; the add to the residual stream and the squares of
+the norm that reads it next.
 """
 
 from __future__ import annotations
@@ -35,12 +36,7 @@ def silu_mlp(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
 class _SiluMLP(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
-        rows, packed = x.reshape(-1, x.shape[-1]), packed_view((gate, up))
-        if packed is not None and products.are_ours(rows):
-            product, gate_up = products.swiglu(rows, packed)
-        else:
-            gate_up = _project(rows, (gate, up))
-            product = functions.swiglu(gate_up)
+        product, gate_up = _swiglu(x, gate, up)
         # The gradient of a weight needs x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:3]) else None, gate, up, down, gate_up)
         ctx.lead = x.shape[:-1]
@@ -49,17 +45,61 @@ class _SiluMLP(torch.autograd.Function):
     @staticmethod
     @once("silu_mul in a gated MLP")
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
-        x, gate, up, down, gate_up = ctx.saved_tensors
-        dout, ddown = dout.reshape(-1, down.shape[0]), None
-        if ctx.needs_input_grad[3]:
-            dgate_up, product = _swiglu_gradient_again(dout, down, gate_up)
-            ddown = products.weight_gradient(dout, product)
-            del product
-        elif products.are_ours(dout):
-            dgate_up = products.swiglu_input_gradient(dout, down, gate_up)
-        else:
-            dgate_up = torch.ops.cute.swiglu_bwd(gate_up, dout @ down)
-        return *_linear_bwd(ctx, dgate_up, x, (gate, up)), ddown
+        return _silu_mlp_bwd(ctx, dout, *ctx.saved_tensors)
+
+
+def silu_mlp_add_rmsnorm(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``(rmsnorm(total), total)`` of ``total = silu_mlp(x, gate, up, down) + residual``."""
+    return _SiluMLPAddRMSNorm.apply(x, gate, up, down, residual, norm_weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _SiluMLPAddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        product, gate_up = _swiglu(x, gate, up)
+        ctx.lead, ctx.eps = x.shape[:-1], eps
+        normed, total = products.add_rmsnorm(product.view(*ctx.lead, -1), down, residual, norm_weight, eps)
+        # The gradient of a weight needs x.
+        x_or_none = x if any(ctx.needs_input_grad[1:3]) else None
+        ctx.save_for_backward(x_or_none, gate, up, down, gate_up, total, norm_weight)
+        ctx.set_materialize_grads(False)
+        return normed, total
+
+    @staticmethod
+    @once("silu_mul in a gated MLP")
+    def backward(ctx: Any, dnormed: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        *mlp, total, norm_weight = ctx.saved_tensors
+        dresidual, dnorm_weight = _stream_bwd(ctx, total, norm_weight, dnormed, dtotal, ctx.needs_input_grad[5])
+        return *_silu_mlp_bwd(ctx, dresidual, *mlp), dresidual, dnorm_weight, None
+
+
+def _swiglu(x: Tensor, gate: Tensor, up: Tensor) -> tuple[Tensor, Tensor]:
+    """``silu(x @ gate.T) * (x @ up.T)``, and both products side by side, as matrices."""
+    rows, packed = x.reshape(-1, x.shape[-1]), packed_view((gate, up))
+    if packed is not None and products.are_ours(rows):
+        return products.swiglu(rows, packed)
+    gate_up = _project(rows, (gate, up))
+    return functions.swiglu(gate_up), gate_up
+
+
+def _silu_mlp_bwd(
+    ctx: Any, dout: Tensor, x: Tensor | None, gate: Tensor, up: Tensor, down: Tensor, gate_up: Tensor
+) -> tuple[Tensor | None, ...]:
+    """Gradients of x, gate, up and down, which come first in ``ctx``."""
+    dout, ddown = dout.reshape(-1, down.shape[0]), None
+    if ctx.needs_input_grad[3]:
+        dgate_up, product = _swiglu_gradient_again(dout, down, gate_up)
+        ddown = products.weight_gradient(dout, product)
+        del product
+    elif products.are_ours(dout):
+        dgate_up = products.swiglu_input_gradient(dout, down, gate_up)
+    else:
+        dgate_up = torch.ops.cute.swiglu_bwd(gate_up, dout @ down)
+    return *_linear_bwd(ctx, dgate_up, x, (gate, up)), ddown
 
 
 def _swiglu_gradient_again(dout: Tensor, down: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
@@ -112,10 +152,7 @@ class _RotatedProjections(torch.autograd.Function):
         # The gradient of a weight needs x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:4]) else None, *weights, cos, sin)
         ctx.lead = x.shape[:-1]
-        shape = (*ctx.lead, -1, headdim)
-        rotated = functions.rope(_project(rows, weights[:2]).view(shape), cos, sin)
-        q, k = torch.split(rotated, [w.shape[0] // headdim for w in weights[:2]], -2)
-        return q, k, products.forward(rows, weights[2]).view(shape)
+        return _rotated(rows.view(x.shape), weights, cos, sin, headdim)
 
     @staticmethod
     @once("rope of layers of one input")
@@ -123,6 +160,19 @@ class _RotatedProjections(torch.autograd.Function):
         x, *weights, cos, sin = ctx.saved_tensors
         dout = torch.ops.cute.rope_bwd_joined(*map(row_major, douts), cos, sin).flatten(-2)
         return *_linear_bwd(ctx, dout.view(-1, dout.shape[-1]), x, weights), None, None, None
+
+
+def _rotated(x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int) -> tuple[Tensor, ...]:
+    """``x @ w.T`` for each weight as (..., heads, headdim), but for the last one rotated."""
+    heads, packed = [w.shape[0] // headdim for w in weights], packed_view(weights)
+    if packed is not None and products.rotates(x, packed, cos, sin, headdim):
+        return torch.split(products.rotated(x, packed, cos, sin, sum(heads[:-1]), headdim), heads, -2)
+    values = products.forward(x, weights[-1]).view(*x.shape[:-1], -1, headdim)
+    if packed is None and all(products.rotates(x, w, cos, sin, headdim) for w in weights[:-1]):
+        given = zip(weights[:-1], heads, strict=False)
+        return *(products.rotated(x, w, cos, sin, count, headdim) for w, count in given), values
+    both = _project(x.view(-1, x.shape[-1]), weights[:-1]).view(*x.shape[:-1], -1, headdim)
+    return *torch.split(functions.rope(both, cos, sin), heads[:-1], -2), values
 
 
 def _project(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:
@@ -195,12 +245,55 @@ class _RMSNormAndResidual(torch.autograd.Function):
     @staticmethod
     @once("rmsnorm of a residual stream")
     def backward(ctx: Any, dout: Tensor | None, dresidual: Tensor | None) -> tuple[Tensor | None, ...]:
-        if dout is None:
-            return dresidual, None, None
         x, weight = ctx.saved_tensors
-        dout, dresidual = row_major(dout), None if dresidual is None else row_major(dresidual)
-        given = x, dout, dresidual, weight, None, ctx.eps, 0.0
-        if not ctx.needs_input_grad[1]:
-            return _without_weight(*given)[1], None, None
-        _, dx, dweight, _ = torch.ops.cute.add_rmsnorm_bwd(*given)
-        return dx, dweight, None
+        return *_stream_bwd(ctx, x, weight, dout, dresidual, ctx.needs_input_grad[1]), None
+
+
+def linear_add_rmsnorm(
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """``(rmsnorm(total), total)`` of ``total = x @ weight.T + residual``."""
+    return _LinearAddRMSNorm.apply(x, weight, residual, norm_weight, eps)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class _LinearAddRMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float
+    ) -> tuple[Tensor, Tensor]:
+        normed, total = products.add_rmsnorm(x, weight, residual, norm_weight, eps)
+        # The gradient of the weight needs x.
+        ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, weight, total, norm_weight)
+        ctx.lead, ctx.eps = x.shape[:-1], eps
+        ctx.set_materialize_grads(False)
+        return normed, total
+
+    @staticmethod
+    @once("add_rmsnorm after a linear layer")
+    def backward(ctx: Any, dnormed: Tensor | None, dtotal: Tensor | None) -> tuple[Tensor | None, ...]:
+        x, weight, total, norm_weight = ctx.saved_tensors
+        dresidual, dnorm_weight = _stream_bwd(ctx, total, norm_weight, dnormed, dtotal, ctx.needs_input_grad[3])
+        dout = dresidual.reshape(-1, weight.shape[0])
+        return *_linear_bwd(ctx, dout, x, (weight,)), dresidual, dnorm_weight, None
+
+
+def _stream_bwd(
+    ctx: Any, stream: Tensor, weight: Tensor, dnormed: Tensor | None, dstream: Tensor | None, needs_dweight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Gradients of a residual stream and of the weight of a norm that reads it, where the stream goes on.
+
+    Args:
+        ctx: has the norm's ``eps``.
+        stream, weight: what the norm reads.
+        dnormed, dstream: gradients of the norm's output and of the stream that goes on; one may be None.
+        needs_dweight: whether the weight's gradient is needed.
+    """
+    if dnormed is None:
+        assert dstream is not None  # autograd runs no node without a gradient
+        return dstream, None
+    dout, dresidual = row_major(dnormed), None if dstream is None else row_major(dstream)
+    given = stream, dout, dresidual, weight, None, ctx.eps, 0.0
+    if not needs_dweight:
+        return _without_weight(*given)[1], None
+    _, dx, dweight, _ = torch.ops.cute.add_rmsnorm_bwd(*given)
+    return dx, dweight

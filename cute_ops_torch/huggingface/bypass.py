@@ -31,7 +31,7 @@ def is_eager(x: torch.Tensor) -> bool:
 
 def is_unobserved(module: nn.Module) -> bool:
     """Whether calling a module runs its class's ``forward`` and nothing else."""
-    return "forward" not in vars(module) and not has_hooks(module)
+    return "forward" not in vars(module) and not has_hooks(module) and not nn.modules.module._has_any_global_hook()
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -51,7 +51,7 @@ def _without_positions(mask: Forward) -> Forward:
 
 def _next_norms(model: Any) -> dict[int, residual_norm.LlamaRMSNorm]:
     """By id of each layer that nothing observes: the norm that reads its output, the next layer's or the model's."""
-    if not torch.is_grad_enabled() or transforms_active() or nn.modules.module._has_any_global_hook():
+    if not torch.is_grad_enabled() or transforms_active():
         return {}
     layers = list(model.layers)[: model.config.num_hidden_layers]
     plain = [

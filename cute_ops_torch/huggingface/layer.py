@@ -1,4 +1,4 @@
-"""Decoder layers: each residual add is fused with the norm that reads its sum."""
+"""Decoder layers: each residual add is fused with the product before it and with the norm that reads its sum."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from cute_ops_torch import functions
-from cute_ops_torch.huggingface import residual_norm
-from cute_ops_torch.huggingface.autograd_nodes import rmsnorm_and_residual
+from cute_ops_torch.huggingface import attention, residual_norm
+from cute_ops_torch.huggingface.autograd_nodes import linear_add_rmsnorm, rmsnorm_and_residual, silu_mlp_add_rmsnorm
 from cute_ops_torch.huggingface.bypass import has_hooks, is_eager, is_unobserved
 from cute_ops_torch.huggingface.match import by_source, source_digest
+from cute_ops_torch.huggingface.mlp import drops_product
 from cute_ops_torch.huggingface.norm import LLAMA as LLAMA_NORM
 from cute_ops_torch.huggingface.norm import llama_rmsnorm
 from cute_ops_torch.huggingface.residual_norm import LlamaRMSNorm
@@ -25,9 +26,9 @@ class LlamaDecoderLayer(nn.Module):
     """What Hugging Face's class of this name has."""
 
     input_layernorm: LlamaRMSNorm
-    self_attn: nn.Module
+    self_attn: Any
     post_attention_layernorm: LlamaRMSNorm
-    mlp: nn.Module
+    mlp: Any
 
 
 def layer_forward(
@@ -36,21 +37,35 @@ def layer_forward(
     position_embeddings: Any = None, **kwargs: Any,
 ) -> Tensor:  # fmt: skip
     normed, residual = _norm_and_residual(self.input_layernorm, hidden_states)
-    attended, _ = self.self_attn(
+    norm = self.post_attention_layernorm
+    fused = normed.dtype == residual.dtype and _can_fuse(norm, residual)
+    without_output = attention.without_output(self.self_attn, normed) if fused else None
+    attended, _ = (without_output or self.self_attn)(
         hidden_states=normed, attention_mask=attention_mask, position_ids=position_ids,
         past_key_values=past_key_values, use_cache=use_cache, position_embeddings=position_embeddings, **kwargs,
     )  # fmt: skip
-    norm = self.post_attention_layernorm
-    if residual.dtype == attended.dtype == norm.weight.dtype and not has_hooks(norm):
+    if without_output:
+        weight: Tensor = self.self_attn.o_proj.weight
+        normed, residual = linear_add_rmsnorm(attended, weight, residual, norm.weight, norm.variance_epsilon)
+    elif residual.dtype == attended.dtype == norm.weight.dtype and not has_hooks(norm):
         normed, residual = functions.add_rmsnorm(attended, residual, norm.weight, None, norm.variance_epsilon)
     else:  # mixed dtypes promote step by step in the original; hooks need the module to be called
         residual = residual + attended
         normed = norm(residual)
-    out: Tensor = self.mlp(normed)
-    after = None if torch.compiler.is_compiling() else residual_norm.next_norm(self)
-    if after is None or not _can_fuse(after, out) or not _can_fuse(after, residual):
-        return residual + out
-    return residual_norm.add(out, residual, after)
+    return _mlp_and_residual(self, normed, residual)
+
+
+def _mlp_and_residual(layer: LlamaDecoderLayer, normed: Tensor, residual: Tensor) -> Tensor:
+    """``residual + mlp(normed)``, with the norm that reads it attached where that is known."""
+    after, mlp = None if torch.compiler.is_compiling() else residual_norm.next_norm(layer), layer.mlp
+    if after is not None and not _can_fuse(after, residual):
+        after = None
+    if after and normed.dtype == residual.dtype and drops_product(mlp, normed) and is_unobserved(mlp):
+        weights = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+        found = silu_mlp_add_rmsnorm(normed, *weights, residual, after.weight, after.variance_epsilon)
+        return residual_norm.attach(after, *found)
+    out: Tensor = mlp(normed)
+    return residual_norm.add(out, residual, after) if after and _can_fuse(after, out) else residual + out
 
 
 def _norm_and_residual(norm: LlamaRMSNorm, residual: Tensor) -> tuple[Tensor, Tensor]:

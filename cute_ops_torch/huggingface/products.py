@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import torch
 
+from cute_ops.composite import linear_add_rmsnorm, qkv_rope
 from cute_ops.composite.gated_mlp import layout
-from cute_ops_torch import registry
+from cute_ops_torch import functions, registry
+from cute_ops_torch.library import framework
 from cute_ops_torch.library.inplace import overwriting
 
 Tensor = torch.Tensor
@@ -58,3 +63,35 @@ def swiglu_gradient_again(dout: Tensor, down: Tensor, products: Tensor, overwrit
     if overwrite and products.shape[-1] // 2 * products.itemsize % 16 == 0:
         run = overwriting(run, _gated_dgrad_again.launcher.into, (2, None))
     return run(dout, down, products, "silu", "auto")  # type: ignore[no-any-return]
+
+
+def add_rmsnorm(x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """``(rmsnorm(total), total)`` of ``total = x @ weight.T + residual``."""
+    if are_ours(x):
+        return _linear_add_rmsnorm()(x, weight, residual, norm_weight, eps)  # type: ignore[no-any-return]
+    out: tuple[Tensor, Tensor] = functions.add_rmsnorm(x @ weight.t(), residual, norm_weight, None, eps)
+    return out
+
+
+@cache
+def _linear_add_rmsnorm() -> Any:
+    return registry.define(linear_add_rmsnorm.linear_add_rmsnorm()).overload
+
+
+def rotates(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, headdim: int) -> bool:
+    """Whether heads are rotated inside of the product that makes them."""
+    if not are_ours(x) or headdim not in qkv_rope.SIZES:
+        return False
+    inputs = {"x": x, "weight": weight, "cos": cos, "sin": sin}
+    return framework.leads(qkv_rope.qkv_rope(headdim), inputs, {"heads": weight.shape[0] // headdim})
+
+
+def rotated(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, headdim: int) -> Tensor:
+    """``x @ weight.T`` as (..., heads, headdim), of which the first ``heads`` are rotated."""
+    out: Tensor = _qkv_rope(headdim)(x, weight, cos, sin, heads)
+    return out.view(*x.shape[:-1], -1, headdim)
+
+
+@cache
+def _qkv_rope(headdim: int) -> Any:
+    return registry.define(qkv_rope.qkv_rope(headdim)).overload

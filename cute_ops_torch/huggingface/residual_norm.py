@@ -46,7 +46,11 @@ def next_norm(layer: nn.Module) -> LlamaRMSNorm | None:
 
 def add(x: torch.Tensor, residual: torch.Tensor, norm: LlamaRMSNorm) -> torch.Tensor:
     """``x + residual``, with its norm attached."""
-    normed, total = functions.add_rmsnorm(x, residual, norm.weight, None, norm.variance_epsilon)
+    return attach(norm, *functions.add_rmsnorm(x, residual, norm.weight, None, norm.variance_epsilon))
+
+
+def attach(norm: LlamaRMSNorm, normed: torch.Tensor, total: torch.Tensor) -> torch.Tensor:
+    """A sum, with its norm attached."""
     setattr(total, _ATTRIBUTE, (norm, norm.weight, _versions(norm, total), normed))
     return total
 
