@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import cute_ops_torch
 from cute_ops import Op, lookup, manifest
@@ -26,7 +26,7 @@ from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 from cute_ops_torch.composite import chunked_loss, gradient_scale
 from cute_ops_torch.huggingface import attention, decoder, packed_weights, products, residual_norm
 from cute_ops_torch.huggingface import patch as patching
-from cute_ops_torch.library import program
+from cute_ops_torch.library import framework, program
 from cute_ops_torch.library.tensors import bind_tensors, memory
 from cute_ops_torch.registry import family
 
@@ -358,6 +358,116 @@ def test_activations_inside_of_products(packed: bool, frozen: str, monkeypatch: 
             assert got.grad is None
         else:
             assert (got.grad - p.grad).norm() <= 0.05 * p.grad.norm(), name
+
+
+def count_fused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """Let products compute all that they can, as on a GPU where that gains, by their references; counts them."""
+    monkeypatch.setattr(products, "are_ours", lambda x: True)
+    monkeypatch.setattr(framework, "leads", lambda op, inputs, attrs: True)
+    again = products.swiglu_gradient_again  # references overwrite nothing
+    monkeypatch.setattr(products, "swiglu_gradient_again", lambda *args, overwrite: again(*args, overwrite=False))
+    counts: Counter[str] = Counter()
+    for name in ("rotated", "add_rmsnorm"):
+        run = getattr(products, name)
+        monkeypatch.setattr(products, name, lambda *args, name=name, run=run: counts.update([name]) or run(*args))
+    return counts
+
+
+@pytest.mark.parametrize(
+    ("kind", "rotated", "added"),
+    [
+        ("Llama", 1, 2), ("Mistral", 1, 2), ("Gemma", 1, 0),
+        ("Qwen2", 0, 2), ("Qwen3", 0, 2),  # with biases; with norms between
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_comes_next_inside_of_products(
+    kind: str, rotated: int, added: int, packed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rotations, adds and norms of each layer; the gradients that are wanted; no more is saved than before."""
+    counts = count_fused(monkeypatch)
+    model = llama(kind, head_dim=64)
+    for name, p in model.named_parameters():
+        p.requires_grad_("layers.1.post_attention_layernorm" not in name and "layers.0.self_attn.o_proj" not in name)
+    plain = copy.deepcopy(model).double()
+    cute_ops_torch.patch(model)
+    if packed:
+        pack_weights(model)
+    tokens = torch.randint(0, 97, (2, 19))
+    expected, got = gradients(plain, tokens), gradients(model, tokens)
+    assert counts == Counter(rotated=2 * rotated * (1 if packed else 2), add_rmsnorm=2 * added)
+    for name, e in expected.items():
+        assert (e is None) == (got[name] is None)
+        assert e is None or (got[name] - e).abs().max() <= 1e-5 * max(1.0, e.abs().max()), name
+    prompt = {"input_ids": tokens[:, :5], "attention_mask": torch.ones(2, 5, dtype=torch.long), "do_sample": False}
+    assert torch.equal(*(m.eval().generate(**prompt, max_new_tokens=3) for m in (plain, model)))
+    saved = saved_elements(model.train())
+    monkeypatch.setattr(products, "are_ours", lambda x: False)
+    assert saved <= saved_elements(model)
+
+
+def all_of_it(model: nn.Module) -> None:
+    model.gradient_checkpointing_enable()
+
+
+def some_of_it(model: nn.Module) -> None:
+    contexts = partial(create_selective_checkpoint_contexts, [torch.ops.aten.mm.default])
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
+@pytest.mark.parametrize("recompute", [all_of_it, some_of_it])
+def test_what_comes_next_is_computed_again(recompute: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, tokens = count_fused(monkeypatch), torch.randint(0, 97, (2, 19))
+    plain = llama(head_dim=64)
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    recompute(model)
+    for (name, e), g in zip(gradients(plain, tokens).items(), gradients(model, tokens).values(), strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5, msg=name)
+    # Twice; policies look at single ops.
+    assert counts == ({} if recompute is some_of_it else Counter(rotated=2 * 2 * 2, add_rmsnorm=2 * 2))
+
+
+def sees_an_attention(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.register_forward_hook(lambda *a: None)
+
+
+def sees_a_projection(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.o_proj.register_forward_hook(lambda *a: None)
+
+
+def sees_an_mlp(model: nn.Module) -> None:
+    model.model.layers[0].mlp.register_forward_hook(lambda *a: None)
+
+
+def wraps_a_projection(model: nn.Module) -> None:
+    model.model.layers[0].self_attn.o_proj = nn.Sequential(model.model.layers[0].self_attn.o_proj)
+
+
+@pytest.mark.parametrize("somebody", [sees_an_attention, sees_a_projection, sees_an_mlp, wraps_a_projection])
+def test_products_that_somebody_looks_at_are_called(somebody: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    counts, tokens = count_fused(monkeypatch), torch.randint(0, 97, (2, 19))
+    plain = llama(head_dim=64)
+    model = copy.deepcopy(plain)
+    cute_ops_torch.patch(model)
+    somebody(model)
+    got = gradients(model, tokens).values()
+    assert counts["add_rmsnorm"] == 3
+    for e, g in zip(gradients(plain, tokens).values(), got, strict=True):
+        torch.testing.assert_close(g, e, rtol=1e-4, atol=1e-5)
+
+
+def test_no_product_takes_what_everybody_looks_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hook on all modules, as a profiler's."""
+    counts, seen = count_fused(monkeypatch), set()
+    model = llama(head_dim=64)
+    cute_ops_torch.patch(model)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, *_: seen.add(module))
+    try:
+        gradients(model, torch.randint(0, 97, (2, 19)))
+    finally:
+        handle.remove()
+    assert not counts and {m for m in model.modules() if isinstance(m, nn.Linear)} - seen <= {model.lm_head}
 
 
 def test_a_patched_layer_runs_fewer_products() -> None:
