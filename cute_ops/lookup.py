@@ -24,11 +24,16 @@ from cute_ops.op import Op
 def ours() -> dict[str, Op]:
     """Every op of this package by name, gradients included."""
     # Start-up time: a program of one's own op needs none of ours.
+    from cute_ops.composite import qkv_rope
+    from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd, scaled_rows
     from cute_ops.ops import OPS, PARTS, PRODUCTS
     from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
     from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
 
-    inside = (gated_linear_kn(), *(make(kn) for make in (gated_dgrad, gated_dgrad_again) for kn in (False, True)))
+    inside = (
+        gated_linear_kn(), *(make(kn) for make in (gated_dgrad, gated_dgrad_again) for kn in (False, True)),
+        linear_add_rstd(), scaled_rows(), *map(qkv_rope.qkv_rope, qkv_rope.SIZES),
+    )  # fmt: skip
     return {op.name: op for forward in (*OPS, *PRODUCTS, *PLAIN_PRODUCTS, *inside, *PARTS) for op in _family(forward)}
 
 

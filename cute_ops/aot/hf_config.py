@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from cute_ops import lookup
+from cute_ops.composite.qkv_rope import SIZES
 from cute_ops.errors import meant
 from cute_ops.jit.layout import Memory
 from cute_ops.manifest import ROWS, Call
@@ -64,6 +65,8 @@ def _calls(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[Call]
         for call in summed[1:]:  # after the last layer the sum does not go on
             last = {name: array for name, array in call.inputs.items() if name != "dresidual_out"}
             yield Call(call.name, last, attrs=call.attrs)
+        if train and dtype != "float32" and not name.startswith("gemma"):
+            yield from _added(config, dtype, attrs)
     activation = config.get("hidden_activation") or config.get("hidden_act")
     if activation in _GATED and "intermediate_size" in config:
         gated, attrs = _GATED[activation]
@@ -103,6 +106,8 @@ def _rotations(config: Mapping[str, Any], dtype: str, train: bool) -> Iterator[C
                     yield from (_exchanged(Call(name, inputs, memory=memory), batch) for batch in (1, 2))
     if train and dtype != "float32":
         yield from _projections(config["hidden_size"], [count * size for count in (heads, keys, keys)], dtype)
+        if size in SIZES:
+            yield from _rotated(config["hidden_size"], [heads, keys, keys], size, dtype)
     if train:  # of heads that are rotated as they come out of their projections
         counts = {"dq": heads, "dk": keys}
         together = Array((1, ROWS, sum(counts.values()), size), dtype)
@@ -137,6 +142,30 @@ def _projections(hidden: int, sizes: list[int], dtype: str) -> Iterator[Call]:
             yield Call("linear", {"x": x, "weight": Array((n, hidden), dtype)})
         yield Call("linear_dx", {"dout": every, "weight": Array((sum(sizes), hidden), dtype)})
         yield Call("linear_dweight", {"dout": every, "x": x})
+
+
+def _rotated(hidden: int, heads: list[int], size: int, dtype: str) -> Iterator[Call]:
+    """Of queries, keys and values, of which the product rotates the first two: packed, or one by one."""
+    memory = {name: Memory((size, 1)) for name in ("cos", "sin")}
+    for m in PRODUCT_ROWS:
+        x, table = Array((1, m, hidden), dtype), Array((m, size // 2), dtype)
+        for count, rotated in ((sum(heads), sum(heads[:2])), *((n, n) for n in dict.fromkeys(heads[:2]))):
+            inputs = {"x": x, "weight": Array((count * size, hidden), dtype), "cos": table, "sin": table}
+            yield Call(f"qkv_rope_{size}", inputs, memory, {"heads": rotated})
+
+
+def _added(config: Mapping[str, Any], dtype: str, attrs: Mapping[str, Any]) -> Iterator[Call]:
+    """Of a layer's last products, which are added to the residual stream, and of the norms that read it next."""
+    hidden, heads = config["hidden_size"], config.get("num_attention_heads", 0)
+    sizes = [config.get("intermediate_size"), heads * (config.get("head_dim") or hidden // (heads or 1))]
+    for size in filter(None, sizes):
+        for m in PRODUCT_ROWS:
+            x, weight, stream = (Array(shape, dtype) for shape in ((m, size), (hidden, size), (m, hidden)))
+            yield Call("linear_add_rstd", {"x": x, "weight": weight, "residual": stream}, attrs=attrs)
+            yield Call("linear_dx", {"dout": stream, "weight": weight})
+            yield Call("linear_dweight", {"dout": stream, "x": x})
+    rows = {"x": Array((*LEAD, hidden), dtype), "rstd": Array((*LEAD, 1), "float32")}
+    yield Call("scaled_rows", {**rows, "weight": Array((hidden,), dtype)})
 
 
 def _exchanged(call: Call, batch: int) -> Call:
