@@ -102,7 +102,9 @@ def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None)
     if target is None or binding.empty or any(binding.dtypes[v] in names for v, names in wide.items()):
         return False
     problem = signature(binding, memory, target).problem
-    return choice.leads(problem, op.config(problem)["form"])
+    if not (leading := choice.leads(problem, op.config(problem)["form"])):
+        log.debug("%s%s runs by the framework's product and a pass", op.name, dict(binding.dims))
+    return leading
 
 
 def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:

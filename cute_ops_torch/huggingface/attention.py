@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from cute_ops.composite.qkv_rope import SIZES
 from cute_ops_torch.huggingface import autograd_nodes
 from cute_ops_torch.huggingface.bypass import can_bypass_linear, is_unobserved
 from cute_ops_torch.huggingface.match import Forward, Replacement, definition
@@ -133,4 +134,16 @@ def _packed(module: nn.Module) -> tuple[str, ...]:
     return _PROJECTIONS if _projects_once(type(module).forward) else ()
 
 
-REPLACEMENTS = (Replacement("rope", applies_rotary, _make_forward, packed=_packed),)
+def _apart(module: Any) -> str:
+    """Why queries and keys are rotated after their product."""
+    forward = type(module).forward
+    if not (_projects_once(forward) and _rotates_projections(forward)):
+        return "it does more between projecting queries and keys and rotating them"
+    if any(getattr(module, name).bias is not None for name in _PROJECTIONS):
+        return "its projections have biases"
+    if module.head_dim not in SIZES:
+        return f"its heads have {module.head_dim} columns, not {' or '.join(map(str, SIZES))}"
+    return ""
+
+
+REPLACEMENTS = (Replacement("rope", applies_rotary, _make_forward, packed=_packed, apart=_apart),)

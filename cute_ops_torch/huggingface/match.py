@@ -28,6 +28,8 @@ class Replacement(NamedTuple):
         unused: name of a submodule that the new ``forward`` does not call.
         packed: ``packed(module)``: names of linear layers that read the same input: packed weights make them one
             matrix product.
+        apart: ``apart(module)``: why some of it is not computed inside of its products where that gains; empty if all
+            of it is.
     """
 
     op: str
@@ -35,6 +37,7 @@ class Replacement(NamedTuple):
     forward: Callable[[type[nn.Module]], Forward]
     unused: str = ""
     packed: Callable[[nn.Module], tuple[str, ...]] = lambda module: ()
+    apart: Callable[[nn.Module], str] = lambda module: ""
 
 
 def by_source(

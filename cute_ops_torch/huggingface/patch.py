@@ -6,6 +6,7 @@ keeps its parameters, buffers, hooks and names: only its class becomes a subclas
 
 from __future__ import annotations
 
+import logging
 from functools import cache
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from cute_ops_torch.huggingface.eager_attention import EAGER_ATTENTION
 from cute_ops_torch.huggingface.match import Replacement
 from cute_ops_torch.huggingface.packed_weights import pack
 
+log = logging.getLogger("cute_ops")
 # A module gets the first one that matches.
 _REPLACEMENTS = (
     *norm.REPLACEMENTS, *embedding.REPLACEMENTS, *mlp.REPLACEMENTS, *layer.REPLACEMENTS, *attention.REPLACEMENTS,
@@ -65,7 +67,9 @@ def patch(model: nn.Module) -> list[Replaced]:
         )
     unused = {f"{name}.{each.unused}" for name, _, each in found if each.unused}
     found = [each for each in found if each[0] not in unused]
-    for _, module, replacement in reversed(found):  # eager attention first: `rope` wraps a forward rebound to it
+    for name, module, replacement in reversed(found):  # eager attention first: `rope` wraps a forward rebound to it
+        if why := replacement.apart(module):
+            log.debug("%s runs %s in a pass of its own: %s", name, replacement.op, why)
         _pack(module, replacement)
         module.__class__ = _subclass(type(module), replacement)  # type: ignore[arg-type]
     return [Replaced(name, each.op) for name, _, each in found]

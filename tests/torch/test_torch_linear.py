@@ -590,11 +590,16 @@ def test_linear_add_rmsnorm(fused: str, dtype: torch.dtype) -> None:
         ("sm_80", 65, "bfloat16", False), ("sm_90a", 0, "bfloat16", False),
     ],
 )  # fmt: skip
-def test_the_next_norm_is_fused_where_that_gains(arch: str, rows: int, dtype: str, fused: bool) -> None:
+def test_the_next_norm_is_fused_where_that_gains(
+    arch: str, rows: int, dtype: str, fused: bool, caplog: pytest.LogCaptureFixture
+) -> None:
     """On Hopper, for more than a few rows in 16 bits."""
+    caplog.set_level("DEBUG", "cute_ops")
     arrays = {name: Array(shape, dtype) for name, shape in (("x", (rows, 64)), ("weight", (256, 64)))}
     binding = bind(linear_add_rstd(), {**arrays, "residual": Array((rows, 256), dtype)})
     assert dispatch.leads(binding, {}, parse(arch)) == fused and not dispatch.leads(binding, {}, None)
+    said = [m for m in caplog.messages if m.endswith("runs by the framework's product and a pass")]
+    assert len(said) == (rows > 0 and dtype == "bfloat16" and not fused)
 
 
 @pytest.mark.parametrize("leads", [True, False])

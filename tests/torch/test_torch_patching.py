@@ -406,6 +406,23 @@ def test_what_comes_next_inside_of_products(
     assert saved <= saved_elements(model)
 
 
+@pytest.mark.parametrize(
+    ("kind", "changes", "why"),
+    [
+        ("Llama", {}, ["its heads have 16 columns, not 64 or 128"]),
+        ("Llama", {"head_dim": 64}, []),
+        ("Qwen2", {"head_dim": 64}, ["its projections have biases"]),
+        ("Qwen3", {"head_dim": 64}, ["it does more between projecting queries and keys and rotating them"]),
+    ],
+)
+def test_patching_says_what_is_not_fused(
+    kind: str, changes: Any, why: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("DEBUG", "cute_ops"):
+        cute_ops_torch.patch(llama(kind, num_hidden_layers=1, **changes))
+    assert caplog.messages == [f"model.layers.0.self_attn runs rope in a pass of its own: {each}" for each in why]
+
+
 def all_of_it(model: nn.Module) -> None:
     model.gradient_checkpointing_enable()
 
@@ -538,16 +555,29 @@ def test_weights_that_somebody_else_holds_stay_where_they_are() -> None:
     assert packed_weights.packed_view([t.view(-1, 4) for t in pair]) is None
 
 
+def hopper() -> bool:
+    return torch.cuda.get_device_capability()[0] == 9
+
+
 @pytest.mark.gpu
-def test_on_a_gpu_patching_packs_weights() -> None:
-    tokens = torch.randint(0, 97, (2, 200)).cuda()
-    plain = llama(num_hidden_layers=1).cuda().bfloat16()
+@pytest.mark.parametrize("rows", [20, 200])
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("size", [16, 64, 128])
+def test_on_a_gpu_patching_packs_weights(size: int, packed: bool, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where that gains, products rotate queries and keys, and add; without packing as well."""
+    rotate, rotated = products.rotated, []
+    monkeypatch.setattr(products, "rotated", lambda *args: rotated.append(args[-1]) or rotate(*args))
+    tokens = torch.randint(0, 97, (2, rows)).cuda()
+    plain = llama(num_hidden_layers=1, head_dim=size).cuda().bfloat16()
     model = copy.deepcopy(plain)
     cute_ops_torch.patch(model)
     for parent, names in ((model.model.layers[0].mlp, ["gate_proj", "up_proj"]),
                           (model.model.layers[0].self_attn, ["q_proj", "k_proj", "v_proj"])):  # fmt: skip
         assert packed_weights.packed_view([getattr(parent, name).weight for name in names]) is not None
+    for p in model.parameters():
+        p.data = p.data if packed else p.data.clone()
     expected, got = gradients(plain.float(), tokens), gradients(model, tokens)
+    assert rotated == ([size] * (1 if packed else 2) if size > 16 and rows > 32 and hopper() else [])
     for name, e in expected.items():
         assert (got[name] - e).norm() <= 0.03 * e.norm(), name
 
