@@ -149,7 +149,8 @@ def _rotated(hidden: int, heads: list[int], size: int, dtype: str) -> Iterator[C
     memory = {name: Memory((size, 1)) for name in ("cos", "sin")}
     for m in PRODUCT_ROWS:
         x, table = Array((1, m, hidden), dtype), Array((m, size // 2), dtype)
-        for count, rotated in ((sum(heads), sum(heads[:2])), *((n, n) for n in dict.fromkeys(heads[:2]))):
+        both = sum(heads[:2])
+        for count, rotated in ((sum(heads), both), *((n, n) for n in dict.fromkeys((both, *heads[:2])))):
             inputs = {"x": x, "weight": Array((count * size, hidden), dtype), "cos": table, "sin": table}
             yield Call(f"qkv_rope_{size}", inputs, memory, {"heads": rotated})
 

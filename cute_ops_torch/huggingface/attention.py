@@ -73,11 +73,20 @@ def _fuse_projections(forward: Forward, skips_rotation: Forward | None) -> Forwa
             rest, outputs = forward, autograd_nodes.projections(hidden_states, *weights)
         else:
             rest, (cos, sin) = skips_rotation, map(half_table, tables)
-            outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim)
+            together = _keeps_projections(self, kwargs)
+            outputs = autograd_nodes.rotated_projections(hidden_states, weights, cos, sin, self.head_dim, together)
         projected = _Bypassed(self, {n: _returns(o) for n, o in zip(_PROJECTIONS, outputs, strict=True)})
         return rest(projected, hidden_states, *args, **kwargs)
 
     return fused
+
+
+def _keeps_projections(attention: Any, kwargs: Mapping[str, Any]) -> bool:
+    """Whether attention saves queries, keys and values as they are. A cache copies keys and values, and so does
+    attention with a mask, or eager, for the heads of their group: their memory is to be free then.
+    """
+    copied = any(kwargs.get(name) is not None for name in ("past_key_values", "attention_mask"))
+    return not copied and attention.config._attn_implementation != "eager"
 
 
 def _returns(output: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -138,41 +138,51 @@ class _Projections(torch.autograd.Function):
 
 
 def rotated_projections(
-    x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int
+    x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int, together: bool
 ) -> tuple[Tensor, ...]:
-    """``(rope(x @ q.T), rope(x @ k.T), x @ v.T)`` as (..., heads, headdim), for weights ``(q, k, v)``."""
-    return _RotatedProjections.apply(x, *weights, cos, sin, headdim)  # type: ignore[no-untyped-call, no-any-return]
+    """``(rope(x @ q.T), rope(x @ k.T), x @ v.T)`` as (..., heads, headdim), for weights ``(q, k, v)``.
+
+    Args:
+        together: whether all three may be views of one array: who keeps one of them keeps them all.
+    """
+    return _RotatedProjections.apply(x, *weights, cos, sin, headdim, together)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class _RotatedProjections(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, *arguments: Any) -> tuple[Tensor, ...]:
-        *weights, cos, sin, headdim = arguments
+        *weights, cos, sin, headdim, together = arguments
         rows = x.reshape(-1, x.shape[-1])
         # The gradient of a weight needs x.
         ctx.save_for_backward(x if any(ctx.needs_input_grad[1:4]) else None, *weights, cos, sin)
         ctx.lead = x.shape[:-1]
-        return _rotated(rows.view(x.shape), weights, cos, sin, headdim)
+        return _rotated(rows.view(x.shape), weights, cos, sin, headdim, together)
 
     @staticmethod
     @once("rope of layers of one input")
     def backward(ctx: Any, *douts: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights, cos, sin = ctx.saved_tensors
         dout = torch.ops.cute.rope_bwd_joined(*map(row_major, douts), cos, sin).flatten(-2)
-        return *_linear_bwd(ctx, dout.view(-1, dout.shape[-1]), x, weights), None, None, None
+        return *_linear_bwd(ctx, dout.view(-1, dout.shape[-1]), x, weights), None, None, None, None
 
 
-def _rotated(x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int) -> tuple[Tensor, ...]:
+def _rotated(
+    x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int, together: bool
+) -> tuple[Tensor, ...]:
     """``x @ w.T`` for each weight as (..., heads, headdim), but for the last one rotated."""
-    heads, packed = [w.shape[0] // headdim for w in weights], packed_view(weights)
-    if packed is not None and products.rotates(x, packed, cos, sin, headdim):
-        return torch.split(products.rotated(x, packed, cos, sin, sum(heads[:-1]), headdim), heads, -2)
-    values = products.forward(x, weights[-1]).view(*x.shape[:-1], -1, headdim)
-    if packed is None and all(products.rotates(x, w, cos, sin, headdim) for w in weights[:-1]):
-        given = zip(weights[:-1], heads, strict=False)
-        return *(products.rotated(x, w, cos, sin, count, headdim) for w, count in given), values
-    both = _project(x.view(-1, x.shape[-1]), weights[:-1]).view(*x.shape[:-1], -1, headdim)
-    return *torch.split(functions.rope(both, cos, sin), heads[:-1], -2), values
+    heads, shape = [w.shape[0] // headdim for w in weights], (*x.shape[:-1], -1, headdim)
+    every = packed_view(weights) if together else None
+    packed = packed_view(weights[:-1]) if every is None else every
+    turned = weights[:-1] if packed is None else [packed]
+    if all(products.rotates(x, w, cos, sin, headdim) for w in turned):
+        counts = [min(w.shape[0] // headdim, sum(heads[:-1])) for w in turned]
+        made = [products.rotated(x, w, cos, sin, n, headdim) for w, n in zip(turned, counts, strict=True)]
+        if every is not None:
+            return torch.split(made[0], heads, -2)
+    else:
+        made = [functions.rope(_project(x.view(-1, x.shape[-1]), weights[:-1]).view(shape), cos, sin)]
+    q, k = made if len(made) == 2 else torch.split(made[0], heads[:-1], -2)
+    return q, k, products.forward(x, weights[-1]).view(shape)
 
 
 def _project(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:

@@ -271,3 +271,10 @@ def test_the_next_norm_is_fused_where_that_gains(arch: str, rows: int, fake_kern
     fused = arch == "sm_90a" and rows > 64
     assert ("linear_add_rstd" in text) == ("scaled_rows" in text) == fused
     assert ("stablehlo.dot_general" in text) != fused
+
+
+def test_programs_leave_float32_to_xla(fake_kernels: Any) -> None:
+    """No kernel multiplies it."""
+    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 64), (256, 64), (64, 128))]
+    text = jax.jit(cute_ops_jax.gated_mlp).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("stablehlo.dot_general") == 2
