@@ -161,8 +161,10 @@ def _added(config: Mapping[str, Any], dtype: str, attrs: Mapping[str, Any]) -> I
     sizes = [config.get("intermediate_size"), heads * (config.get("head_dim") or hidden // (heads or 1))]
     for size in filter(None, sizes):
         for m in PRODUCT_ROWS:
-            x, weight, stream = (Array(shape, dtype) for shape in ((m, size), (hidden, size), (m, hidden)))
+            weight = Array((hidden, size), dtype)
+            x, stream = (Array((1, m, n), dtype) for n in (size, hidden))
             yield Call("linear_add_rstd", {"x": x, "weight": weight, "residual": stream}, attrs=attrs)
+            x, stream = (Array((m, n), dtype) for n in (size, hidden))
             yield Call("linear_dx", {"dout": stream, "weight": weight})
             yield Call("linear_dweight", {"dout": stream, "x": x})
     rows = {"x": Array((*LEAD, hidden), dtype), "rstd": Array((*LEAD, 1), "float32")}

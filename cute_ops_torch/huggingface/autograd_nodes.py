@@ -170,7 +170,7 @@ def _rotated(
     x: Tensor, weights: Sequence[Tensor], cos: Tensor, sin: Tensor, headdim: int, together: bool
 ) -> tuple[Tensor, ...]:
     """``x @ w.T`` for each weight as (..., heads, headdim), but for the last one rotated."""
-    heads, shape = [w.shape[0] // headdim for w in weights], (*x.shape[:-1], -1, headdim)
+    heads, rows, shape = [w.shape[0] // headdim for w in weights], x.view(-1, x.shape[-1]), (*x.shape[:-1], -1, headdim)
     every = packed_view(weights) if together else None
     packed = packed_view(weights[:-1]) if every is None else every
     turned = weights[:-1] if packed is None else [packed]
@@ -180,9 +180,9 @@ def _rotated(
         if every is not None:
             return torch.split(made[0], heads, -2)
     else:
-        made = [functions.rope(_project(x.view(-1, x.shape[-1]), weights[:-1]).view(shape), cos, sin)]
+        made = [functions.rope(_project(rows, weights[:-1]).view(shape), cos, sin)]
     q, k = made if len(made) == 2 else torch.split(made[0], heads[:-1], -2)
-    return q, k, products.forward(x, weights[-1]).view(shape)
+    return q, k, products.forward(rows, weights[-1]).view(shape)
 
 
 def _project(rows: Tensor, weights: Sequence[Tensor]) -> Tensor:

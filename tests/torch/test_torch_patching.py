@@ -24,9 +24,10 @@ from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
 from cute_ops_torch.composite import chunked_loss, gradient_scale
+from cute_ops_torch.host import compiled_call
 from cute_ops_torch.huggingface import attention, decoder, packed_weights, products, residual_norm
 from cute_ops_torch.huggingface import patch as patching
-from cute_ops_torch.library import framework, program
+from cute_ops_torch.library import framework, program, reference
 from cute_ops_torch.library.tensors import bind_tensors, memory
 from cute_ops_torch.registry import family
 
@@ -878,3 +879,30 @@ def test_the_first_step_of_a_warm_model_compiles_nothing() -> None:
     tokens = torch.randint(97, (4, 256), device="cuda")
     model(tokens, labels=tokens).loss.backward()
     assert (cache.counters.compiled, cache.counters.disk) == before
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma"])
+def test_a_configuration_tells_all_products(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a training step on Hopper, with packed weights or without."""
+    count_fused(monkeypatch)
+    sm90, calls, run = parse("sm_90a"), dict[str, manifest.Call](), reference.run_reference
+
+    def noted(binding: Any, tensors: Any, other: Any = None) -> Any:
+        if not (other or binding.op.program):
+            call = manifest.call_of(binding, memory(binding.op, tensors))
+            if not build.runs_by_framework(call, sm90):
+                calls[build.variant_of(call, sm90).symbol] = call
+        return run(binding, tensors, other)
+
+    monkeypatch.setattr(reference, "run_reference", noted)
+    monkeypatch.setattr(compiled_call, "run_reference", noted)
+    model = llama(kind, head_dim=64, num_hidden_layers=1, use_cache=False).bfloat16()
+    cute_ops_torch.patch(model)
+    tokens = torch.randint(0, 97, (64, manifest.ROWS // 64))
+    for prepare in (lambda model: None, pack_weights):
+        prepare(model)
+        gradients(model, tokens)
+    told = {v.symbol for v in build.variants_of(calls_of_model(model.config.to_dict(), "bfloat16", train=True), [sm90])}
+    names = {call.name for call in calls.values()}
+    assert ("qkv_rope_64" in names) == ("Qwen" not in kind) and ("linear_add_rstd" in names) == (kind != "Gemma")
+    assert not [str(call) for symbol, call in calls.items() if symbol not in told]
