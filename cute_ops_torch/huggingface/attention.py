@@ -148,7 +148,7 @@ def _apart(module: Any) -> str:
     forward = type(module).forward
     if not (_projects_once(forward) and _rotates_projections(forward)):
         return "it does more between projecting queries and keys and rotating them"
-    if any(getattr(module, name).bias is not None for name in _PROJECTIONS):
+    if any(getattr(getattr(module, name), "bias", None) is not None for name in _PROJECTIONS):
         return "its projections have biases"
     if module.head_dim not in SIZES:
         return f"its heads have {module.head_dim} columns, not {' or '.join(map(str, SIZES))}"
