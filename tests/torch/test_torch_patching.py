@@ -366,8 +366,6 @@ def count_fused(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     """Let products compute all that they can, as on a GPU where that gains, by their references; counts them."""
     monkeypatch.setattr(products, "are_ours", lambda x: True)
     monkeypatch.setattr(framework, "leads", lambda op, inputs, attrs: True)
-    again = products.swiglu_gradient_again  # references overwrite nothing
-    monkeypatch.setattr(products, "swiglu_gradient_again", lambda *args, overwrite: again(*args, overwrite=False))
     counts: Counter[str] = Counter()
     for name in ("rotated", "add_rmsnorm", "forward"):
         run = getattr(products, name)
