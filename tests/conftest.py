@@ -198,6 +198,7 @@ def product(request: pytest.FixtureRequest) -> Product:
     framework's product, and then an op.
     """
     number, ran = next(_products), set[str]()
+    programs = request.param == "programs"  # the request is in no closure: its digest would be that of all tests
     x, w, out = Tensor("*m k", "T"), Tensor("n k", "T"), Tensor("*m n", "T")
 
     def declare(
@@ -210,7 +211,7 @@ def product(request: pytest.FixtureRequest) -> Product:
         def run(xp: Any, call: Any, inputs: Any, attrs: Any) -> Any:
             return {name: reference(call, *inputs.values()) for name in outputs}
 
-        program = request.param == "programs" and name != "tanh"
+        program = programs and name != "tanh"
         how: dict[str, Any] = {"kernel": Program(run, calls)} if program else {"kernel": "a:B", "reference": reference}
         return Op(f"{name}_{number}", inputs=inputs, outputs=outputs, dtypes={"T": FLOATS}, **how, **fields)
 
@@ -223,7 +224,7 @@ def product(request: pytest.FixtureRequest) -> Product:
 
     def forward(xp_or_call: Any, x: Any, w: Any) -> Any:
         inner = x @ w.T
-        return xp_or_call(tanh, {"x": inner}, {})["out"] if request.param == "programs" else xp_or_call.tanh(inner)
+        return xp_or_call(tanh, {"x": inner}, {})["out"] if programs else xp_or_call.tanh(inner)
 
     return Product(declare("product", {"x": x, "w": w}, {"out": out}, forward, tanh, grad=steps), ran)
 
