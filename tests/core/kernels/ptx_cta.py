@@ -8,7 +8,8 @@ error. Block 0 is shared memory.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
 
 import ml_dtypes
 import numpy as np
@@ -16,6 +17,7 @@ import numpy as np
 OPERAND = re.compile(r"\{[^}]*\}|\[[^\]]*\]|[^\s,]+")
 HALVES = {"bf16": ml_dtypes.bfloat16, "f16": np.float16, "bf16x2": ml_dtypes.bfloat16, "f16x2": np.float16}
 LANES, SHARED_BYTES = 32, 1 << 17
+Statement = tuple[str, tuple[str, ...], list[list[str]]]  # its guard, the parts of its name, operands
 ARITHMETIC: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add, "sub": np.subtract, "mul": np.multiply, "mad": lambda a, b, c: a * b + c, "neg": np.negative,
     "and": np.bitwise_and, "or": np.bitwise_or, "xor": np.bitwise_xor, "not": np.invert, "shl": np.left_shift,
@@ -32,13 +34,75 @@ FLOATS: dict[str, Callable[..., np.ndarray]] = {
 }  # fmt: skip
 
 
+class Registers(dict[str, np.ndarray]):
+    """Bits by name; what is no register is a number, the same in all threads."""
+
+    def __init__(self, threads: int) -> None:
+        super().__init__()
+        self.threads = threads
+
+    def __missing__(self, name: str) -> np.ndarray:
+        value = int(name[2:], 16) if name.startswith("0f") else int(name.rstrip("U"), 0)
+        return self.setdefault(name, np.full(self.threads, value, np.int64))
+
+
+@cache
+def dtype_of(kind: str) -> np.dtype:
+    """NumPy's dtype for one of PTX's types; floats are bits."""
+    if kind == "pred":
+        return np.dtype(bool)
+    return np.dtype(f"{'i' if kind[0] == 's' or kind[1:] == '64' else 'u'}{int(kind[1:]) // 8}")
+
+
 def number(bits: np.ndarray, kind: str) -> np.ndarray:
     """Bit patterns as numbers of one of PTX's types."""
-    width = 1 if kind == "pred" else int(kind[1:])
-    if width == 64:
-        return bits.astype(np.int64)
-    bits = bits & ((1 << width) - 1)
-    return bits - (bits >> (width - 1) << width) if kind[0] == "s" else bits
+    return bits.astype(dtype_of(kind)).astype(np.int64)
+
+
+def floats(bits: np.ndarray) -> np.ndarray:
+    """The numbers of float32 that these bit patterns stand for."""
+    return bits.astype(np.uint32).view(np.float32)
+
+
+@cache
+def function_of(*op: str) -> Callable[..., np.ndarray]:
+    """What an instruction with one result makes of the bits of its operands."""
+    kind = op[-1]
+    if op[0] == "cvt" and op[-2] == "f32" and kind != "f32":
+
+        def function(bits: np.ndarray) -> np.ndarray:
+            wide = bits.astype(np.uint16).view(HALVES[kind]) if kind in HALVES else number(bits, kind)
+            return wide.astype(np.float32).view(np.uint32).astype(np.int64)
+
+    elif kind == "f32" and (op[0] == "setp" or (op[0] in FLOATS and op[-2] not in HALVES)):
+
+        def function(*given: np.ndarray) -> np.ndarray:
+            values = [floats(bits).astype(np.float64) for bits in given]
+            if op[0] == "setp":
+                return COMPARE[op[1]](*values).astype(np.int64)
+            exact = FLOATS[op[0]](*values)
+            found = exact.astype(np.float32)
+            if "rm" in op:  # rounded down
+                found = np.where(found > exact, np.nextafter(found, np.float32(-np.inf)), found)
+            return found.view(np.uint32).astype(np.int64)
+
+    elif op[0] == "cvt" and kind == "f32":
+
+        def function(*given: np.ndarray) -> np.ndarray:
+            halves = [floats(bits).astype(HALVES[op[-2]]).view(np.uint16).astype(np.int64) for bits in given]
+            return halves[0] if len(halves) == 1 else halves[1] | halves[0] << 16
+
+    else:
+        apply = COMPARE[op[1]] if op[0] == "setp" else ARITHMETIC[op[0]]
+        dtypes = [dtype_of(each) for each in (kind, kind, "pred" if op[0] == "selp" else kind)]
+        result = dtype_of({"setp": "pred", "cvt": op[-2]}.get(op[0], f"{kind[0]}64" if "wide" in op else kind))
+
+        def function(*given: np.ndarray) -> np.ndarray:
+            values = [bits.astype(dtype) for bits, dtype in zip(given, dtypes, strict=False)]
+            values = [value.astype(np.int64) for value in values] if "wide" in op else values
+            return apply(*values).astype(result, copy=False).astype(np.int64)
+
+    return function
 
 
 class Kernel:
@@ -49,7 +113,7 @@ class Kernel:
         self.parameters = re.findall(r"([\w$]+)(?:\[\d+\])?\s*[,)]", signature[: signature.index(")") + 1])
         self.threads = int(re.search(r"\.reqntid (\d+)", signature)[1])  # type: ignore[index]
         self.labels: dict[str, int] = {}
-        self.statements: list[tuple[str, list[str], list[list[str]]]] = []
+        self.statements: list[Statement] = []
         for part in body.split(";"):
             line = " ".join(part.split())
             while label := re.match(r"(\$\w+): ?", line):
@@ -58,12 +122,13 @@ class Kernel:
             if line and line[0] not in ".}":
                 guard, op, rest = re.fullmatch(r"(?:@(!?%p\d+) )?(\S+) ?(.*)", line).groups("")  # type: ignore[union-attr]
                 operands = [re.findall(r"[^\s,{}\[\]+]+", operand) for operand in OPERAND.findall(rest)]
-                self.statements.append((guard, op.split("."), operands))
+                self.statements.append((guard, tuple(op.split(".")), operands))
 
     def run(self, grid: int, arguments: Sequence[bytes], memory: Sequence[bytearray]) -> None:
         """Run all CTAs. Arguments are a kernel's parameters as bytes; block ``i + 1`` is ``memory[i]``."""
-        for cta in range(grid):
-            Cta(self, cta, dict(zip(self.parameters, arguments, strict=True)), memory).run()
+        with np.errstate(all="ignore"):
+            for cta in range(grid):
+                Cta(self, cta, dict(zip(self.parameters, arguments, strict=True)), memory).run()
 
 
 class Cta:
@@ -73,87 +138,104 @@ class Cta:
         self.kernel, self.arguments = kernel, arguments
         self.blocks = [np.frombuffer(block, np.uint8) for block in (bytearray(SHARED_BYTES), *memory)]
         self.threads = np.arange(kernel.threads)
+        self.everyone = np.ones(kernel.threads, bool)
         zero = np.zeros(kernel.threads, np.int64)
-        self.registers = {"%tid.x": self.threads.astype(np.int64), "%ctaid.x": zero + cta, "__dynamic_shmem__0": zero}
+        self.registers = Registers(kernel.threads)
+        self.registers |= {"%tid.x": zero + self.threads, "%ctaid.x": zero + cta, "__dynamic_shmem__0": zero}
 
     def run(self) -> None:
-        at, end = np.zeros(len(self.threads), np.int64), len(self.kernel.statements)
-        while (here := at.min()) < end:
-            now = at == here
-            guard, op, operands = self.kernel.statements[here]
-            at[now] += 1
-            if guard:
-                holds = (self.registers[guard.lstrip("!")] != 0) != (guard[0] == "!")
-                now = now & holds
-            if op[0] == "bra":
-                at[now] = self.kernel.labels[operands[0][0]]
-            elif op[0] == "ret":
-                at[now] = end
-            elif op[0] in ("ld", "st"):
+        for op, operands, now in self.steps():
+            if op[0] in ("ld", "st"):
                 self.access(op, operands, now)
             elif op[0] in ("ldmatrix", "mma", "bar", "shfl"):
-                if not now.all():
+                if now is not self.everyone:
                     raise RuntimeError(f"{'.'.join(op)}: only some threads are here")
                 self.together(op, operands)
             elif op[0] != "griddepcontrol":
                 self.compute(op, operands, now)
 
+    def steps(self) -> Iterator[tuple[tuple[str, ...], list[list[str]], np.ndarray]]:
+        """The instructions but branches, each with the threads that execute it; who is behind goes first."""
+        ready = {0: self.everyone}  # threads by the next statement
+
+        def go(threads: np.ndarray, there: int) -> None:
+            if threads is self.everyone:
+                ready[there] = threads
+            elif threads.any():
+                ready[there] = self.some(threads | ready[there] if there in ready else threads)
+
+        while (at := min(ready)) < len(self.kernel.statements):
+            guard, op, operands = self.kernel.statements[at]
+            here = now = ready.pop(at)
+            if guard:
+                now = self.some(here & ((self.registers[guard.lstrip("!")] != 0) != (guard[0] == "!")))
+            if op[0] in ("bra", "ret"):
+                go(now, self.kernel.labels[operands[0][0]] if op[0] == "bra" else len(self.kernel.statements))
+                go(here & ~now, at + 1)
+            else:
+                go(here, at + 1)
+                if now is here or now.any():
+                    yield op, operands, now
+
+    def some(self, threads: np.ndarray) -> np.ndarray:
+        """These threads, ``everyone`` where they are all."""
+        return self.everyone if threads.all() else threads
+
     def read(self, name: str) -> np.ndarray:
-        if name.startswith("0f"):
-            return np.full(len(self.threads), int(name[2:], 16), np.int64)
-        if name[0] in "-0123456789":
-            return np.full(len(self.threads), int(name.rstrip("U"), 0), np.int64)
         return self.registers[name]
 
     def write(self, name: str, value: np.ndarray, now: np.ndarray) -> None:
-        self.registers[name] = np.where(now, value, self.registers.get(name, np.full(len(self.threads), 0xBAD)))
+        if now is not self.everyone:
+            value = np.where(now, value, self.registers.get(name, 0xBAD))
+        self.registers[name] = value
 
-    def access(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> None:
+    def access(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         data, place = operands if op[0] == "ld" else operands[::-1]
         size = int(op[-1][1:]) // 8
         if "param" in op:
             start = int(place[1]) if len(place) > 1 else 0
             for i, name in enumerate(data):
                 piece = self.arguments[place[0]][start + i * size : start + (i + 1) * size]
-                self.write(name, np.int64(int.from_bytes(piece, "little", signed=True)), now)
+                self.write(name, np.full(len(now), int.from_bytes(piece, "little", signed=True)), now)
             return
         address = sum(self.read(name) for name in place)
-        for thread in np.flatnonzero(now):
-            block, start = self.blocks[int(address[thread]) >> 32], int(address[thread]) & 0xFFFFFFFF
-            if start % (size * len(data)) or start + size * len(data) > len(block):
-                raise IndexError(f"{'.'.join(op)} at byte {start} of {len(block)}, thread {thread}")
+        for number_of_block in {*(address[now] >> 32).tolist()}:
+            block, here = self.blocks[number_of_block], now & (address >> 32 == number_of_block)
+            start = address[here] & 0xFFFFFFFF
+            outside = (start % (size * len(data)) != 0) | (start + size * len(data) > len(block))
+            if outside.any():
+                raise IndexError(f"{'.'.join(op)} at byte {start[outside][0]} of {len(block)}")
             for i, name in enumerate(data):
-                piece = block[start + i * size : start + (i + 1) * size]
+                places = start[:, None] + np.arange(i * size, (i + 1) * size)
                 if op[0] == "ld":
-                    self.registers.setdefault(name, np.full(len(self.threads), 0xBAD))
-                    self.registers[name][thread] = int.from_bytes(piece.tobytes(), "little")
+                    value = np.zeros(len(now), np.int64)
+                    value[here] = block[places].view(f"u{size}")[:, 0]
+                    self.write(name, value, self.some(here))
                 else:
-                    bits = int(self.read(name)[thread]) & ((1 << 8 * size) - 1)
-                    piece[:] = np.frombuffer(bits.to_bytes(size, "little"), np.uint8)
+                    block[places] = self.read(name)[here].astype(f"u{size}")[:, None].view(np.uint8)
 
-    def together(self, op: list[str], operands: list[list[str]]) -> None:
-        everyone = np.ones(len(self.threads), bool)
+    def together(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
         if op[0] == "shfl":  # of the first lane, as make_warp_uniform has it, or of the one across
             lanes, (distance,) = self.threads % LANES, operands[2]
             assert op[2] == "bfly" or distance == "0"
             source = lanes ^ int(distance) if op[2] == "bfly" else 0
-            self.write(operands[0][0], self.read(operands[1][0])[self.threads - lanes + source], everyone)
+            self.write(operands[0][0], self.read(operands[1][0])[self.threads - lanes + source], self.everyone)
         elif op[0] == "ldmatrix":
             rows = sum(self.read(name) for name in operands[1])
             for i, name in enumerate(operands[0]):
                 words = [self.matrix(rows[w + 8 * i : w + 8 * i + 8], "trans" in op) for w in self.threads[::LANES]]
-                self.write(name, np.concatenate(words), everyone)
+                self.write(name, np.concatenate(words), self.everyone)
         elif op[0] == "mma":
             d, a, b, c = ([self.read(name) if i else name for name in names] for i, names in enumerate(operands))
             found = [self.multiplied(a, b, c, HALVES[op[-2]], w) for w in self.threads[::LANES]]
             for i, name in enumerate(d):
-                self.write(name, np.concatenate([f[i] for f in found]), everyone)
+                self.write(name, np.concatenate([f[i] for f in found]), self.everyone)
 
     def matrix(self, rows: np.ndarray, transposed: bool) -> np.ndarray:
         """A word of each lane of 8 x 8 numbers of 16 bits, whose rows lie at these addresses."""
         if (rows % 16).any():
             raise IndexError(f"ldmatrix of rows at {rows}")
-        values = np.stack([self.blocks[0][int(row) : int(row) + 16].view(np.uint16) for row in rows])
+        values = self.blocks[0][rows[:, None] + np.arange(16)].view(np.uint16)
         values = np.ascontiguousarray(values.T if transposed else values)
         return values.view(np.uint32).reshape(-1).astype(np.int64)
 
@@ -172,47 +254,15 @@ class Cta:
             for half_rows in range(2) for i in range(2)
         ]  # fmt: skip
 
-    def compute_floats(self, op: list[str], result: str, given: list[np.ndarray], now: np.ndarray) -> None:
-        values = [bits.astype(np.uint32).view(np.float32).astype(np.float64) for bits in given]
-        with np.errstate(all="ignore"):
-            if op[0] == "setp":
-                self.write(result, COMPARE[op[1]](*values).astype(np.int64), now)
-                return
-            exact = FLOATS[op[0]](*values)
-            found = exact.astype(np.float32)
-            if "rm" in op:  # rounded down
-                found = np.where(found > exact, np.nextafter(found, np.float32(-np.inf)), found)
-        self.write(result, found.view(np.uint32).astype(np.int64), now)
-
-    def compute(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> None:
+    def compute(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         results, *given = operands
-        kind = op[-1]
         if len(results) > 1:  # a move that takes a register apart
-            width = int(kind[1:]) // len(results)
+            width = int(op[-1][1:]) // len(results)
             for i, name in enumerate(results):
                 self.write(name, number(self.read(given[0][0]) >> i * width, f"b{width}"), now)
         elif len(given[0]) > 1:  # one that puts a register together
-            width = int(kind[1:]) // len(given[0])
+            width = int(op[-1][1:]) // len(given[0])
             parts = [number(self.read(name), f"b{width}") << i * width for i, name in enumerate(given[0])]
             self.write(results[0], np.bitwise_or.reduce(parts), now)
-        elif op[0] == "cvt" and op[-2] == "f32" and kind != "f32":
-            bits = self.read(given[0][0])
-            wide = (bits.astype(np.uint16).view(HALVES[kind]) if kind in HALVES else number(bits, kind)).astype(
-                np.float32
-            )
-            self.write(results[0], wide.view(np.uint32).astype(np.int64), now)
-        elif kind == "f32" and (op[0] == "setp" or (op[0] in FLOATS and op[-2] not in HALVES)):
-            self.compute_floats(op, results[0], [self.read(name) for (name,) in given], now)
-        elif op[0] == "cvt" and kind == "f32":
-            halves = [self.read(n).astype(np.uint32).view(np.float32).astype(HALVES[op[-2]]) for (n,) in given]
-            low, high = (h.view(np.uint16).astype(np.int64) for h in (halves * 2)[1::-1][:2])
-            self.write(results[0], low if len(given) == 1 else low | high << 16, now)
         else:
-            function = COMPARE[op[1]] if op[0] == "setp" else ARITHMETIC[op[0]]
-            values = [
-                number(self.read(name), "pred" if op[0] == "selp" and i == 2 else kind)
-                for i, (name,) in enumerate(given)
-            ]
-            result = {"setp": "pred", "cvt": op[-2]}.get(op[0], f"{kind[0]}64" if "wide" in op else kind)
-            with np.errstate(over="ignore"):
-                self.write(results[0], number(function(*values).astype(np.int64), result), now)
+            self.write(results[0], function_of(*op)(*[self.registers[name] for (name,) in given]), now)

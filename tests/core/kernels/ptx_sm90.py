@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import ptx_cta
-from ptx_cta import HALVES, LANES, number
+from ptx_cta import HALVES, LANES, floats, number
 
 # Inline assembly as single statements.
 WAIT = re.compile(
@@ -38,12 +38,11 @@ class Map(NamedTuple):
     columns: int
     stored: set[tuple[int, int]]
 
-    def places(self, start: int) -> Iterator[tuple[int, int, int]]:
-        """Row, first column and address in shared memory of every 16 bytes; rows there have 64 or 128 bytes."""
+    def places(self, start: int) -> np.ndarray:
+        """Addresses in shared memory of a part's bytes, whose rows have 64 or 128."""
         width = self.columns * self.tensor.itemsize
-        for row in range(self.rows):
-            for byte in range(0, width, 16):
-                yield row, byte // self.tensor.itemsize, swizzled(start + row * width + byte, width)
+        vectors = swizzled(start + np.arange(0, self.rows * width, 16), width)
+        return (vectors[:, None] + np.arange(16)).reshape(self.rows, width)
 
 
 def swizzled(address: Any, width: int) -> Any:
@@ -87,7 +86,10 @@ class Cluster:
         Raises:
             RuntimeError: all that are left wait, or a named barrier is left with threads that have arrived.
         """
-        rng = np.random.default_rng(seed)
+        with np.errstate(all="ignore"):
+            self._run(np.random.default_rng(seed))
+
+    def _run(self, rng: np.random.Generator) -> None:
         count = self.kernel.threads // LANES
         warps = {(cta.rank, w): Warp(cta, w).run() for cta in self.ctas for w in range(count)}
         before, unchanged = "", 0
@@ -132,8 +134,9 @@ class Warp(ptx_cta.Cta):
     def __init__(self, cta: Cta, index: int) -> None:
         self.kernel, self.cta, self.index = cta.kernel, cta, index  # type: ignore[assignment]
         self.arguments, self.blocks, cluster = cta.cluster.arguments, cta.blocks, cta.cluster
-        self.threads, zero = np.arange(LANES), np.zeros(LANES, np.int64)
-        self.registers = {
+        self.threads, self.everyone, zero = np.arange(LANES), np.ones(LANES, bool), np.zeros(LANES, np.int64)
+        self.registers = ptx_cta.Registers(LANES)
+        self.registers |= {
             "%tid.x": self.threads + LANES * index, "%ctaid.x": zero + cta.rank % cluster.shape[0],
             "%ctaid.y": zero + cta.rank // cluster.shape[0], "%ctaid.z": zero + cluster.index,
             "%nctaid.z": zero + cluster.count, "%cluster_ctarank": zero + cta.rank, "__dynamic_shmem__0": zero,
@@ -142,20 +145,10 @@ class Warp(ptx_cta.Cta):
 
     def run(self) -> Iterator[str]:  # type: ignore[override]
         """Yields what it waits for."""
-        at, end = np.zeros(LANES, np.int64), len(self.kernel.statements)
-        while (here := at.min()) < end:
-            now = at == here
-            guard, op, operands = self.kernel.statements[here]
-            at[now] += 1
-            if guard:
-                now = now & ((self.registers[guard.lstrip("!")] != 0) != (guard[0] == "!"))
-            if not now.any() or op[0] in AT_ONCE or op[:2] == ["bar", "warp"]:
+        for op, operands, now in self.steps():
+            if op[0] in AT_ONCE or op[:2] == ("bar", "warp"):
                 continue
-            if op[0] == "bra":
-                at[now] = self.kernel.labels[operands[0][0]]
-            elif op[0] == "ret":
-                at[now] = end
-            elif op[0] in ("await", "bar", "barrier"):
+            if op[0] in ("await", "bar", "barrier"):
                 yield from self.wait(op, operands, now)
             else:
                 self.act(op, operands, now)
@@ -164,7 +157,7 @@ class Warp(ptx_cta.Cta):
         """The sum of some registers and numbers in the first thread that is here."""
         return int(sum(self.read(name) for name in names)[np.flatnonzero(now)[0]])
 
-    def wait(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> Iterator[str]:
+    def wait(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> Iterator[str]:
         if op[0] == "barrier":
             yield from self.wait_for_cluster(op)
             return
@@ -182,13 +175,13 @@ class Warp(ptx_cta.Cta):
         while op[1] == "sync" and barrier[1] == phase:
             yield f"barrier {first}"
 
-    def wait_for_cluster(self, op: list[str]) -> Iterator[str]:
+    def wait_for_cluster(self, op: tuple[str, ...]) -> Iterator[str]:
         barrier, threads = self.cta.cluster.barrier, len(self.cta.cluster.ctas) * self.kernel.threads
         barrier[0] += LANES * ("arrive" in op)
         while "wait" in op and barrier[0] < threads:
             yield "cluster"
 
-    def act(self, op: list[str], operands: list[list[str]], now: np.ndarray) -> None:
+    def act(self, op: tuple[str, ...], operands: list[list[str]], now: np.ndarray) -> None:
         if op[0] == "elect":
             self.write(operands[0][0].split("|")[1], (self.threads == 0).astype(np.int64), now)
         elif op[0] == "mbarrier" and op[1] == "init":
@@ -224,7 +217,7 @@ class Warp(ptx_cta.Cta):
             self.together(op, operands)
         elif op[0] == "cvta":
             self.write(operands[0][0], self.read(operands[1][0]), now)
-        elif op[:2] == ["mul", "hi"]:
+        elif op[:2] == ("mul", "hi"):
             a, b = (number(self.read(name), op[-1]) for (name,) in operands[1:])
             self.write(operands[0][0], number(a * b >> 32, op[-1]), now)
         else:
@@ -237,22 +230,24 @@ class Warp(ptx_cta.Cta):
         shared, (name, *at) = operands[:2] if taking else operands[1::-1]
         which = self.cta.cluster.maps[self.one([name], now)]
         first, top = (self.one([coordinate], now) for coordinate in at)
-        for row, column, address in which.places(self.one(shared, now)):
-            start = first + column
-            inside = which.tensor[top + row : top + row + 1, start : start + 16 // which.tensor.itemsize]
+        part = which.tensor[top : top + which.rows, first : first + which.columns]
+        rows, columns = part.shape
+        places = which.places(self.one(shared, now))
+        if taking:
+            tile = np.zeros((which.rows, which.columns), part.dtype)
+            tile[:rows, :columns] = part
             for cta in taking:
-                place = cta.blocks[0][address : address + 16].view(which.tensor.dtype)
-                place[:] = 0
-                place[: inside.size] = inside.reshape(-1)
-            if not taking and inside.size:
-                if (top + row, start) in which.stored:
-                    raise RuntimeError(f"row {top + row}, column {start} is stored twice")
-                which.stored.add((top + row, start))
-                inside[0] = self.blocks[0][address : address + 16].view(which.tensor.dtype)[: inside.size]
+                cta.blocks[0][places] = tile.view(np.uint8)
+        else:
+            now_stored = {(top + row, first + column) for row in range(rows) for column in range(columns)}
+            if twice := which.stored & now_stored:
+                raise RuntimeError(f"stored twice, by row and column: {sorted(twice)}")
+            which.stored.update(now_stored)
+            part[:] = self.blocks[0][places].view(part.dtype)[:rows, :columns]
         for cta in taking:
             cta.arrive(self.one(operands[2], now), 0, -which.rows * which.columns * which.tensor.itemsize)
 
-    def multiply(self, op: list[str], operands: list[list[str]]) -> None:
+    def multiply(self, op: tuple[str, ...], operands: list[list[str]]) -> None:
         """This warp's 16 rows of a warpgroup's 64 x n x 16."""
         sums, (a,), (b,), (keep,), *across = operands
         n, half = int(re.search(r"n(\d+)k16", op[3])[1]), HALVES[op[-1]]  # type: ignore[index]
@@ -261,11 +256,10 @@ class Warp(ptx_cta.Cta):
                                       (b, range(n), across[1])):  # fmt: skip
             parts.append(self.operand(int(self.read(name)[0]), rows, turned == "1").view(half).astype(np.float32))
         product = (parts[0] @ parts[1].T).reshape(2, 8, n // 8, 4, 2)
-        for i, name in enumerate(sums):
-            found = np.ascontiguousarray(product[i // 2 % 2, :, i // 4, :, i % 2]).reshape(-1)
-            if self.read(keep)[0]:
-                found = found + self.read(name).astype(np.uint32).view(np.float32)
-            self.registers[name] = found.view(np.uint32).astype(np.int64)
+        found = product.transpose(2, 0, 4, 1, 3).reshape(-1, LANES)
+        if self.read(keep)[0]:
+            found = found + floats(np.stack([self.read(name) for name in sums]))
+        self.registers.update(zip(sums, found.view(np.uint32).astype(np.int64), strict=True))
 
     def operand(self, descriptor: int, rows: range, turned: bool) -> np.ndarray:
         """Some rows of 16 numbers, as bits, of an operand in rows of 128 bytes; turned, in columns of 128 or 64."""
@@ -273,7 +267,7 @@ class Warp(ptx_cta.Cta):
         width = {1: 128, 2: 64}[descriptor >> 62 & 3] if turned else 128
         if not turned and descriptor >> 62 & 3 != 1:
             raise NotImplementedError(f"a swizzle that is not of 128 bytes: {descriptor:#x}")
-        row, k = np.meshgrid(np.asarray(rows), np.arange(16), indexing="ij")
+        row, k = np.asarray(rows)[:, None], np.arange(16)
         if turned:
             inside = width // 2  # rows of the operand
             address = start + row // inside * leading + k // 8 * stride + k % 8 * width + row % inside * 2
