@@ -92,7 +92,7 @@ def run(
     arrays |= {name: np.full(array.shape, np.nan, np.float32) for name, array in scratch.items()}
     memory = [_base(a) for a in arrays.values()]
     address = {name: (i << 32) + offset(a, memory[i - 1]) for i, (name, a) in enumerate(arrays.items(), start=1)}
-    worker.compile(variant, folder / "kernel.o", folder)
+    worker.compile(variant, folder / "kernel.cubin", folder)
     (ptx,) = folder.glob("*.ptx")
     shapes = {name: tensor.shape for name, tensor in {**op.inputs, **op.outputs}.items()}
 
