@@ -289,6 +289,7 @@ def test_machine_code_without_tma(op: Op, arch: str, n: int, k: int, compiled: C
     assert ("LDSM.16.MT88" in code) == (op is not linear)  # of operands whose rows lie across the sum
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("op", "arch", "dtype", "sizes"),
     [
@@ -308,6 +309,7 @@ def test_results_without_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("op", "form", "tile", "cluster", "sizes"),
     [

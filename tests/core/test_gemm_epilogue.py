@@ -438,6 +438,7 @@ def check(op: Op, given: dict[str, np.ndarray], folder: Path, arch: str, config:
     testing.check(op, given, op.attrs, tuple(outputs.values()))
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("name", "sizes", "others"),
     [
@@ -467,6 +468,7 @@ COOPERATIVE = GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, tile_sta
 PINGPONG = GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2)
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("name", "config", "sizes", "others"),
     [
@@ -499,6 +501,7 @@ def test_results_with_tma(
     check(BY_NAME[name], made(BY_NAME[name], (m,), n, k, **others), tmp_path, "sm_90a", config)
 
 
+@products.emulated
 @pytest.mark.parametrize("columns", [16, 15], ids=["by-tma", "by-threads"])
 def test_a_tile_that_is_a_part_of_a_larger_one(columns: int, tmp_path: Path) -> None:
     op = BY_NAME["with_residual"]
@@ -509,6 +512,7 @@ def test_a_tile_that_is_a_part_of_a_larger_one(columns: int, tmp_path: Path) -> 
     check(op, {**given, "residual": part}, tmp_path, "sm_90a", PINGPONG)
 
 
+@products.emulated
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_vectors_in_other_layouts(arch: str, tmp_path: Path) -> None:
     """A column of a matrix, and a row vector that starts off its elements' pairs."""
@@ -520,6 +524,7 @@ def test_vectors_in_other_layouts(arch: str, tmp_path: Path) -> None:
     check(op, {**given, "scale": columns[:, 1], "bias": row[1:17]}, tmp_path, arch, config)
 
 
+@products.emulated
 def test_halves_of_packed_operands_alone(tmp_path: Path) -> None:
     """Only those halves are loaded that are read."""
     op = fused_linear(
@@ -528,6 +533,7 @@ def test_halves_of_packed_operands_alone(tmp_path: Path) -> None:
     check(op, made(op, (35,), 64, 16), tmp_path, "sm_90a", PINGPONG)
 
 
+@products.emulated
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_a_table_that_rows_share(arch: str, tmp_path: Path) -> None:
     op = BY_NAME["with_rope"]
@@ -536,6 +542,7 @@ def test_a_table_that_rows_share(arch: str, tmp_path: Path) -> None:
     check(op, {**given, "cos": given["cos"][:1].copy(), "sin": given["sin"][:1].copy()}, tmp_path, arch, config)
 
 
+@products.emulated
 def test_the_length_of_a_row(tmp_path: Path) -> None:
     op = fused_linear(lambda xp, acc: acc * acc.shape[-1], name="times_length")
     check(op, made(op, (3,), 24, 8), tmp_path, "sm_80")

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import ptx_cta
 import ptx_sm90
+import pytest
 
 from cute_ops import Array, Op, testing
 from cute_ops.binding import bind
@@ -28,6 +29,9 @@ CLUSTERS = 2  # persistent ones
 CHOSEN = ("expression", "reads", "writes", "half_align", "warps_n")  # of a config: what no other tile changes
 # Of both operands, whether rows in memory are columns of the matrices that are multiplied.
 ACROSS = {"Linear": (False, False), "LinearDx": (False, True), "LinearDweight": (True, True)}
+
+# The emulator takes a third longer where pytest-cov measures the package, of which it is no part.
+emulated = pytest.mark.no_cover
 
 
 class Part(NamedTuple):
