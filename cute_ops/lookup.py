@@ -38,10 +38,13 @@ def ours() -> dict[str, Op]:
 
 
 def _family(op: Op) -> list[Op]:
-    """An op and the ops that compute its gradient, whole and narrowed, and those that programs call instead."""
+    """An op and the ops that compute its gradient, whole and narrowed, those that programs call instead, and kernels of
+    batches.
+    """
     stages = (op, *op.steps, *([op.saving] if op.saving else []))
     called = {found: None for each in stages if each.instead for found in each.instead.program.ops}
-    return [*(found for each in stages for found in (each, *each.narrowed)), *called]
+    batched = [found for each in stages if (found := each.batched) and not found.program]
+    return [*(found for each in stages for found in (each, *each.narrowed)), *called, *batched]
 
 
 def find(name: str) -> Op:

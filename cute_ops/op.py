@@ -323,11 +323,13 @@ class Program(NamedTuple):
             - ``classes_of(index, count)``: such indices as int32, ``count`` in place of those out of range
             - ``sort(keys) -> (keys, order)``: stable
             - ``ends(keys, count)``: int32, how many of sorted keys are up to each of ``range(count)``
-            - ``product(a, b, dtype=None)``: ``a @ b`` of a matrix ``b``, with sums in float32, rounded once to this or
-              their own dtype
+            - ``product(a, b, dtype=None)``: ``a @ b`` of a matrix ``b``, or of batches of matrices, with sums in
+              float32, rounded once to this or their own dtype
             - ``add_product(total, a, b)``: ``total + a @ b`` of matrices, rounded to the dtype of ``total``
             - ``leads(op, inputs, attrs)``: whether our kernel of such a call, a product with an epilogue, is at least
               as fast on this GPU as ``product`` and a pass; False without a GPU
+            - ``broadcast_to(x, shape)``
+            - ``sums(x, axes, like)``: sums in float32 over these axes, counted from the end, in the dtype of ``like``
         ops: those that it calls. If there are none, XLA sees the framework's functions, and may shard and fuse them.
     """
 
@@ -380,6 +382,8 @@ def importable(name: str) -> str:
 
 # Ops without some of their skippable outputs, by op and the outputs that are left.
 _narrowed: dict[tuple[Op, tuple[str, ...]], Op] = {}
+# Ops of batches, by the op of one example.
+_batched: dict[Op, Op] = {}
 # Ops with lists for so many tensors, by op and numbers.
 _unrolled: dict[tuple[Op, tuple[int, ...]], Op] = {}
 
@@ -431,6 +435,9 @@ class Op:
             outputs: it has the same inputs and attributes, and after the same outputs more.
         narrow: ``narrow(name, outputs)`` makes this op without its other, skippable outputs, where it then reads fewer
             inputs, too. By default its kernel gets None for them.
+        batched: makes the op of a batch of examples, in which other inputs than rows are batched, too: with the same
+            names, ``*b n k`` in place of ``n k``, and of each example's rows one dim, ``*b m n`` in place of ``*m n``.
+            ``vmap`` runs it once; without it, this op for each example.
         no_gradient: floating inputs that ``grad`` gives no gradient, and attributes that it does not depend on.
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
@@ -463,6 +470,7 @@ class Op:
         handed_on: Mapping[str, str] | None = None,
         saving: Op | None = None,
         narrow: Callable[[str, tuple[str, ...]], Op] | None = None,
+        batched: Callable[[], Op] | None = None,
         no_gradient: tuple[str, ...] = (),
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
         inference_only: str = "",
@@ -516,7 +524,7 @@ class Op:
         self.contracted, self.whole = _as_tuple(sharding.contracted), sharding.whole
         self.inner = _as_tuple(sharding.inner)
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
-        self.grad, self.saving, self.narrow = grad, saving, narrow
+        self.grad, self.saving, self.narrow, self._make_batched = grad, saving, narrow, batched
         self.handed_on = dict(handed_on or {})
         self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})
@@ -590,11 +598,18 @@ class Op:
         made, skipped = copy(self), frozenset(k for k, output in enumerate(self.outputs) if output not in left)
         made.name = name
         made.outputs = {output: self.outputs[output] for output in left}
-        made.grad, made.no_gradient = None, ()
+        made.grad, made.no_gradient, made._make_batched = None, (), None
         made.reference = partial(_without, skipped, self.reference)
         update_wrapper(made.reference, self.reference, ("__module__",), ())  # where it is declared
         made._derive()
         return made
+
+    @property
+    def batched(self) -> Op | None:
+        """The op of a batch of examples, the same one every time; None where there is none."""
+        if self._make_batched and self not in _batched:
+            _batched.setdefault(self, self._make_batched())  # one of several threads is the first
+        return _batched.get(self)
 
     def unrolled(self, counts: Mapping[str, int]) -> Op:
         """The op for so many tensors in its lists, as one without lists; the same one every time.

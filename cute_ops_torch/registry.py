@@ -133,7 +133,7 @@ def _define(op: Op, namespace: str) -> Registered:
     kernel = autograd_kernel(op, made.overload, made.fast_path, made.nodes, saving=saving)
     library.impl(name, returning(op, kernel), "Autograd")
     register_fake(library, name, returning(op, _deferred(lambda: fake_kernel(op, made.lower))))
-    vmap = _deferred(lambda: vmap_rule(op, made.overload))
+    vmap = _deferred(lambda: vmap_rule(op, made.overload, lambda batched: define(batched, namespace).overload))
     torch.library.register_vmap(f"{namespace}::{name}", vmap, lib=library)
     if (distributed := sys.modules.get("cute_ops_torch.distributed.dtensor")) is not None:
         distributed.shard(op, made.overload, library)

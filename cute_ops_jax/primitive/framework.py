@@ -16,6 +16,7 @@ from cute_ops_jax.primitive.arrays import specs
 
 Array = jax.Array
 where = jnp.where
+broadcast_to = jnp.broadcast_to
 
 
 def rows_of(table: Array, index: Array) -> Array:
@@ -43,6 +44,10 @@ def product(a: Array, b: Array, dtype: str | None = None) -> Array:
     asked = jax.config.jax_default_matmul_precision  # type: ignore[attr-defined]
     precision = "highest" if a.dtype == jnp.float32 and asked is None else None
     return jnp.matmul(a, b, precision=precision, preferred_element_type=dtype or a.dtype)
+
+
+def sums(x: Array, axes: tuple[int, ...], like: Array) -> Array:
+    return jnp.sum(x, axes, dtype=jnp.float32).astype(like.dtype)
 
 
 def add_product(total: Array, a: Array, b: Array) -> Array:

@@ -107,6 +107,11 @@ class Stage:
             results = explicit.by_type(partial(self._on_one_device, inplace), self.together, given, binding)
         return dict.fromkeys(self.op.results) | named(binding, results)
 
+    @property
+    def batched(self) -> Stage | None:
+        """The stage of a batch of examples."""
+        return stage(self.op.batched) if self.op.batched else None
+
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding:
         """The checked call. Tracing, abstract evaluation and lowering of one call share it.
 

@@ -1,12 +1,14 @@
 """The batching rule: the batch dim becomes one more leading dim, at no cost.
 
 This needs leading dims of one name on every batched input and on every output. Where a weight or leading dims of
-another name are batched, or where a sum over rows is wanted per example (``dweight`` in a vmap of grad), the op runs
-once per example in a loop: correct, but one launch per example.
+another name are batched, or where a sum over rows is wanted per example (``dweight`` in a vmap of grad), an op of
+batches runs where the declaration has one. Else the op runs once per example in a loop: correct, but one launch per
+example.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.binding import Binding
-from cute_ops.op import Op
+from cute_ops.op import Op, Tensor
 from cute_ops_jax.distributed.slices import present
 from cute_ops_jax.primitive.arrays import Arrays, Attributes
 
@@ -23,6 +25,9 @@ class Stage(Protocol):
     """What the rule needs of the op's stage (:class:`cute_ops_jax.primitive.primitive.Stage`)."""
 
     op: Op
+
+    @property
+    def batched(self) -> Stage | None: ...
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding: ...
 
@@ -61,9 +66,24 @@ def batch(
         rows = {n: a for n, a in given.items() if op.inputs[n].rows == group and not (op.inputs[n].broadcast and kept)}
         whole = {n: _with_all_leading_dims(*a, size, op.inputs[n].of(one.dims)) for n, a in rows.items()}
         results = run({**batched, **whole})
+    elif stage.batched is not None:
+        lead = one.dims[next(t.rows for t in op.inputs.values() if t.rows)]
+        matrices = {n: _example_rows(*a, size, op.inputs[n], lead) for n, a in given.items()}
+        found = present(stage.batched(matrices, dict(attrs)))
+        results = [
+            found[n].reshape(size, *lead, *found[n].shape[2:]) if op.results[n].rows else found[n] for n in found
+        ]
     else:
         results = jax.lax.map(run, batched)
     return results, [0] * len(results)
+
+
+def _example_rows(array: jax.Array, axis: int | None, size: int, tensor: Tensor, lead: tuple[int, ...]) -> jax.Array:
+    """The array of each example with one dim of rows."""
+    each = array[None] if axis is None else jnp.moveaxis(array, axis, 0)
+    if tensor.rows:
+        each = each.reshape(each.shape[0], math.prod(lead), *each.shape[1 + len(lead) :])
+    return jnp.broadcast_to(each, (size, *each.shape[1:]))
 
 
 def _with_all_leading_dims(array: jax.Array, axis: int | None, size: int, shape: tuple[int, ...]) -> jax.Array:

@@ -18,6 +18,7 @@ from cute_ops_torch.library.tensors import DTYPES, array
 
 Tensor = torch.Tensor
 where = torch.where
+broadcast_to = torch.broadcast_to
 
 
 def rows_of(table: Tensor, index: Tensor) -> Tensor:
@@ -47,8 +48,15 @@ def product(a: Tensor, b: Tensor, dtype: str | None = None) -> Tensor:
         return torch.matmul(a, b)
     if not a.is_cuda:
         return torch.matmul(a.to(wanted), b.to(wanted))
-    out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=wanted)
-    return out.reshape(*a.shape[:-1], b.shape[1])
+    if b.ndim > 2:
+        out = torch.bmm(a.flatten(0, -3), b.flatten(0, -3), out_dtype=wanted)
+    else:
+        out = torch.mm(a.reshape(-1, a.shape[-1]), b, out_dtype=wanted)
+    return out.reshape(*a.shape[:-1], b.shape[-1])
+
+
+def sums(x: Tensor, axes: tuple[int, ...], like: Tensor) -> Tensor:
+    return x.sum(axes, dtype=torch.float32).to(like.dtype)
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:

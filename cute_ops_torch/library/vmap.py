@@ -2,13 +2,15 @@
 
 This needs leading dims of one name on every batched input and on every output. Otherwise it would mix examples: if an
 output sums over rows (a weight's gradient), if a batched input has no rows (a weight per example), or if rows of other
-leading dims are batched (each example's ``*m`` would see all examples' ``*p``). Then the op runs once per example.
+leading dims are batched (each example's ``*m`` would see all examples' ``*p``). Then an op of batches runs where the
+declaration has one, else the op once per example.
 
 An input that the op writes has to be batched where any is: the examples' values for one tensor would be several.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,8 +22,8 @@ from cute_ops_torch.library.schema import filler, resolver
 from cute_ops_torch.library.tensors import arrays, readable
 
 
-def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
-    """The rule that ``torch.library.register_vmap`` takes."""
+def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..., Any]:
+    """The rule that ``torch.library.register_vmap`` takes; ``define`` registers an op and returns its overload."""
     fill, arity = filler(op), len(op.inputs)
     declared = list(op.inputs.values())
     resolve = resolver(op)
@@ -54,6 +56,19 @@ def vmap_rule(op: Op, overload: Any) -> Callable[..., Any]:
             real = resolve(whole, outputs)
             out_dims = tuple(0 if o is r else None for o, r in zip(outputs, real, strict=True))
             return (outputs, out_dims) if isinstance(raw, tuple) else (raw, 0)
+        if op.batched:
+            lead = _lead(tensors, declared, batched, [bool(d.rows) for d in declared])
+            matrices = [
+                _example_rows(t, d, b, info.batch_size, lead)
+                for t, d, b in zip(tensors, declared, batched, strict=True)
+            ]
+            given = [readable(d, t) for d, t in zip(op.batched.inputs.values(), matrices, strict=True)]
+            raw = define(op.batched)(*given, *args[arity:])
+            outputs = tuple(
+                out.reshape(info.batch_size, *lead, *out.shape[2:]) if d.rows else out
+                for d, out in zip(op.outputs.values(), raw if isinstance(raw, tuple) else (raw,), strict=True)
+            )
+            return (outputs, (0,) * len(outputs)) if isinstance(raw, tuple) else (outputs[0], 0)
         each = examples(info.batch_size, dims, args[:arity])
         found = [overload(*(take(t) for take, t in zip(read, example, strict=True)), *args[arity:]) for example in each]
         if not op.outputs:
@@ -109,6 +124,14 @@ def _whole(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[
     tail = tensor.shape[tensor.ndim - len(declared.dims) :]
     ones = (None,) * (batched + len(lead) + len(tail) - tensor.ndim)
     return tensor[(*[slice(None)] * batched, *ones)].expand(size, *lead, *tail)
+
+
+def _example_rows(tensor: Any, declared: Tensor, batched: bool, size: int, lead: tuple[int, ...]) -> Any:
+    """The tensor of each example with one dim of rows."""
+    if declared.rows:
+        own = tensor.shape[batched + len(lead) :]
+        tensor = tensor.reshape((*([size] if batched else []), math.prod(lead), *own))
+    return tensor if batched else tensor.expand(size, *tensor.shape)
 
 
 def _same(tensor: Any) -> Any:

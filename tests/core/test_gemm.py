@@ -27,7 +27,7 @@ from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
+from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of, tile_of_batch
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.ops.gemm.config import Demand, choose, configs, cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
@@ -54,6 +54,13 @@ def test_every_tile_once(group: int, by_columns: int) -> None:
         assert sorted(order) == sorted(product(range(rows), range(columns)))
         along = 0 if by_columns else 1
         assert all(abs(a[along] - b[along]) <= 1 for a, b in pairwise(order))
+
+
+def test_every_tile_of_every_matrix_once() -> None:
+    for order in [(3, 5, 0, 4), (9, 2, 1, 3), (2, 7, 1, 1)]:
+        tiles = [tile_of_batch(i, order, 8) for i in range(tile_count(order))]
+        assert sorted(tiles) == sorted(product(range(order[0]), range(order[1]), range(order[3])))
+        assert [batch for *_, batch in tiles] == sorted(batch for *_, batch in tiles)
 
 
 def test_tiles_that_run_together_read_few_rows_and_columns() -> None:
@@ -169,6 +176,17 @@ def test_what_goes_without_tma(arch: str, k: int, memory: dict[str, Memory], vec
 def test_rows_of_either_operand_across_the_sum_limit_vectors() -> None:
     tile = plan(bind(linear_dweight, arrays(linear_dweight, (5,), 12, 6)), {}, TARGET).variant.tile
     assert (tile["vec_a"], tile["vec_b"]) == (4, 2)
+
+
+@pytest.mark.parametrize("op", PRODUCTS, ids=lambda op: op.name)
+@pytest.mark.parametrize("zero", ["b", "m", "n", "k"])
+def test_nothing_is_launched_for_no_matrices(op: Op, zero: str) -> None:
+    assert op.batched is not None
+    sizes: dict[str, Any] = {"b": (2,), "m": 5, "n": 8, "k": 8, zero: (0,) if zero == "b" else 0}
+    given = testing.inputs(op.batched, Case("", sizes), "float16")
+    assert bind(op.batched, testing.specs(op.batched, Case("", sizes), "float16")).empty
+    (out,) = testing.run_reference(op.batched, given, {})
+    assert not out.any()
 
 
 @pytest.mark.parametrize("op", PRODUCTS, ids=lambda op: op.name)
@@ -347,6 +365,55 @@ def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) 
     tile = (128, 128) if form == "cooperative" else (64, 128)
     config = GemmConfig(form, *tile, 2, 2, 2, 1, store_stages=2, tile_stages=2, group=2)
     (out,) = on_cpu(linear_dweight_add, given, "sm_90a", config).values()
+    np.testing.assert_array_equal(out, exact)
+
+
+def of_batch(op: Op, apart: bool, b: tuple[int, ...], m: int, n: int, k: int) -> tuple[Op, dict[str, np.ndarray]]:
+    """Integers; the rows of the first operand lie apart, and of two leading dims the last one is outside in memory."""
+    assert op.batched is not None
+    given: dict[str, np.ndarray] = {}
+    for name, tensor in op.batched.inputs.items():
+        first, rng = apart and not given, np.random.default_rng(len(given))
+        *lead, rows, columns = tensor.of({"b": b[:: -1 if first else 1], "m": m, "n": n, "k": k})
+        whole = rng.integers(-4, 5, (*lead, rows, (1 + first) * columns)).astype(ml_dtypes.bfloat16)[..., :columns]
+        given[name] = whole.swapaxes(0, 1) if first and len(b) == 2 else whole
+    return op.batched, given
+
+
+@pytest.mark.parametrize(
+    ("op", "arch", "apart", "b", "sizes"),
+    [
+        (linear, "sm_80", True, (3,), (5, 132, 72)), (linear_dx, "sm_120a", False, (2, 2), (5, 70, 134)),
+        (linear_dweight, "sm_90a", True, (2, 3), (7, 130, 133)), (linear_dweight, "sm_80", True, (2, 1, 2), (7, 9, 9)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_results_of_batches_without_tma(
+    op: Op, arch: str, apart: bool, b: tuple[int, ...], sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
+) -> None:
+    batched, given = of_batch(op, apart, b, *sizes)
+    (exact,) = testing.run_reference(batched, given, {})
+    (out,) = on_cpu(batched, given, arch).values()
+    np.testing.assert_array_equal(out, exact)
+
+
+@pytest.mark.parametrize(
+    ("op", "config", "b", "sizes"),
+    [
+        (linear, GemmConfig("cooperative", 128, 256, 3, 2, 2), (2, 2), (140, 264, 72)),
+        (linear, GemmConfig("pingpong", 64, 64, 3, 2, store_stages=2), (3,), (65, 131, 72)),
+        (linear_dx, GemmConfig("pingpong", 128, 128, 3, 2, 1, 2), (3,), (130, 72, 136)),
+        (linear_dweight, GemmConfig("cooperative", 128, 256, 3, 2), (3,), (80, 136, 136)),
+    ],
+    ids=lambda value: getattr(value, "name", getattr(value, "form", str(value))),
+)
+def test_results_of_batches_with_tma(
+    op: Op, config: GemmConfig, b: tuple[int, ...], sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
+) -> None:
+    """Rows of a tile are never those of two matrices."""
+    batched, given = of_batch(op, True, b, *sizes)
+    (exact,) = testing.run_reference(batched, given, {})
+    (out,) = on_cpu(batched, given, "sm_90a", config).values()
     np.testing.assert_array_equal(out, exact)
 
 

@@ -151,7 +151,7 @@ def filling(op: Op, tensors: list[torch.Tensor], config: GemmConfig) -> tuple[Ca
 
 def planned(binding: Binding, places: Mapping[str, Memory], config: GemmConfig) -> Plan:
     """With this config, as it is for the op's output and for this GPU."""
-    where, itemsize = target.of_device(), 4 if binding.op is linear_float32 else 2
+    where, itemsize = target.of_device(), 4 if binding.op in (linear_float32, linear_float32.batched) else 2
     if config.form == "mma_sync":
         return plan(binding, places, where, config=config.flat())
     fitting = next(c for c in configs(where.arch, where.sm_count, 2, Demand((itemsize,))) if name(c) == name(config))
@@ -268,6 +268,72 @@ def test_leading_dims(config: GemmConfig) -> None:
     tensors = [x.unflatten(0, (2, 3, 50)), weight]
     call, what = filling(linear, tensors, config)
     compare(call(), expected(linear, tensors).bfloat16().double(), 0.0, config, what)
+
+
+def batch(op: Op, lead: tuple[int, ...], m: int, n: int, k: int) -> list[torch.Tensor]:
+    """Integers for the op of a batch: rows of the first operand and its matrices lie apart."""
+    assert op.batched is not None
+    generator, sizes = torch.Generator(DEVICE).manual_seed(m + n + k), {"b": lead, "m": m, "n": n, "k": k}
+    first, second = (
+        torch.randint(-INTEGERS, INTEGERS + 1, t.of(sizes), generator=generator, device=DEVICE).bfloat16()
+        for t in op.batched.inputs.values()
+    )
+    wide = torch.full((*first.shape[:-2], first.shape[-2] + 3, first.shape[-1] + 8), torch.nan).to(first)
+    wide[..., 3:, 8:] = first
+    return [wide[..., 3:, 8:], second]
+
+
+def expected_of_batch(op: Op, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    a, b = first.double(), second.double()
+    return a.mT @ b if op is linear_dweight else a @ (b if op is linear_dx else b.mT)
+
+
+@every_product
+@few_configs
+@pytest.mark.parametrize("sizes", [(1, 8, 8), (64, 136, 72), (300, 520, 264)], ids=str)
+def test_a_batch(product: Op, config: GemmConfig, sizes: tuple[int, int, int]) -> None:
+    assert product.batched is not None
+    for lead in ((7,), (2, 3)):
+        tensors = batch(product, lead, *sizes)
+        if len(lead) == 2:  # whose matrices no single stride steps over
+            tensors = [t.transpose(0, 1) for t in (tensors[0], tensors[1].transpose(0, 1).contiguous())]
+        call, what = filling(product.batched, tensors, config)
+        got = call()
+        compare(got, expected_of_batch(product, *tensors).to(got.dtype).double(), 0.0, config, what)
+
+
+@pytest.mark.parametrize("sizes", [(130, 136, 72), (5, 33, 17)], ids=str)
+def test_weights_of_a_batch_with_one_x(sizes: tuple[int, int, int]) -> None:
+    """TMA steps from matrix to matrix of x by a stride of 0."""
+    x, weight = batch(linear, (5,), *sizes)
+    got = torch.vmap(by_kernel(linear), (None, 0))(x[0], weight)
+    finish("a batch with one x")
+    assert torch.equal(got, expected_of_batch(linear, x[:1], weight).bfloat16())
+
+
+@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
+@pytest.mark.parametrize("fused", ["always", "never"])
+def test_gradients_of_a_batch(op: Op, fused: str) -> None:
+    """As of each example."""
+    function, dims = cute_ops_torch.register(op), {"m": (2, 60), "n": 136, "k": 72}
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    stacked = [
+        torch.randn((3, *t.of(dims)), generator=generator, device=DEVICE).to(torch.bfloat16).requires_grad_()
+        for t in op.inputs.values()
+    ]
+
+    def run(*tensors: torch.Tensor) -> Any:
+        return function(*tensors, fused=fused)
+
+    def gradients(outputs: Any) -> Any:
+        each = outputs if isinstance(outputs, tuple) else (outputs,)
+        return torch.autograd.grad([out.float().square().sum() for out in each], stacked)
+
+    whole = gradients(torch.vmap(run)(*stacked))
+    one_by_one = [run(*(t[i] for t in stacked)) for i in range(3)]
+    joined = gradients(tuple(out for one in one_by_one for out in (one if isinstance(one, tuple) else (one,))))
+    for got, wanted in zip(whole, joined, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0.02, atol=0.02 * wanted.abs().max().item())
 
 
 @every_product

@@ -13,7 +13,7 @@ from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.rows import COMBINE, IDENTITY, FinishRows, RowParts
-from cute_ops.kernels.gemm.views import by_row, half
+from cute_ops.kernels.gemm.views import by_row, each_by_row, half
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
 from cute_ops.kernels.lib.row_layout import element_address, row_address, row_count
 
@@ -29,6 +29,7 @@ class Part(NamedTuple):
         packed: whether it is a half.
         align: bytes, at most 16, that divide where its rows start.
         period: columns after which it repeats itself, 0 if it does not.
+        batched: whether each matrix of a batch has its own elements.
         turned: for elements of the other half of so many columns, as ``rotate_half`` takes them; 0 for those here.
     """
 
@@ -39,6 +40,7 @@ class Part(NamedTuple):
     packed: bool
     align: int
     period: int = 0
+    batched: bool = False
     turned: int = 0
 
     @property
@@ -48,11 +50,12 @@ class Part(NamedTuple):
     @property
     def by_tma(self):
         """Whether TMA can take it: a tile with rows on 16 bytes, that a single stride steps over."""
-        return self.tile and not self.period and self.align == 16 and (self.key.layout == "flat" or self.key.rank == 2)
+        one_stride = self.batched or self.key.layout == "flat" or self.key.rank == 2
+        return self.tile and not self.period and self.align == 16 and one_stride
 
     def matrix(self, tensor):
-        """A tile as a matrix."""
-        whole = by_row(tensor, self.key)
+        """A tile as a matrix, or as a batch of them."""
+        whole = (each_by_row if self.batched else by_row)(tensor, self.key)
         return half(whole, self.index, 1, self.align) if self.packed else whole
 
     def column(self, chunk, c, j, most):
@@ -61,11 +64,11 @@ class Part(NamedTuple):
         return column % self.period if self.period else column
 
     def address(self, tensor, row, n):
-        """Where the elements of a row begin, of ``n`` of them."""
+        """Where the elements of a row begin, of ``n`` of them; a vector of a batch counts as a row of its own."""
         address = tensor.iterator.toint()
-        if self.rows and self.key.layout == "scattered":
+        if (self.rows or self.batched) and self.key.layout == "scattered":
             address = element_address(tensor, self.key, Int64(row))
-        elif self.rows:
+        elif self.rows or self.batched:
             # What repeats itself along the columns may do so along the leading dims, too.
             row = row % Int32(row_count(tensor)) if self.period else row
             address = row_address(tensor, self.key, Int64(row), tensor.shape[-1] if self.columns else 1)
@@ -77,13 +80,22 @@ class Chunk(NamedTuple):
 
     The sum with the index ``4 * c + 2 * r + j`` is that in row ``rows[r]`` and column ``columns[c] + j``, as the matrix
     instructions have it. ``shape`` is that of the outputs: what lies outside is neither read nor stored. ``at`` is
-    where the columns are in the tile, for the thread that has the first one: known at compile time.
+    where the columns are in the tile, for the thread that has the first one: known at compile time. ``batch`` is which
+    matrix of a batch it is, none where there is one.
     """
 
     rows: tuple[Any, Any]
     columns: tuple[Any, ...]
     shape: tuple[Any, Any]
     at: tuple[int, ...]
+    batch: tuple[Any, ...] = ()
+
+    def row_of(self, part, row):
+        """Which row of a tensor it is where a matrix has this one: the matrices before it come first."""
+        if not part.batched:
+            return row
+        (batch,) = self.batch
+        return Int64(batch) * self.shape[0] + row if part.rows else batch
 
     @property
     def size(self):
@@ -97,8 +109,8 @@ class Epilogue:
     :attr:`finish`, None where there are none, makes the outputs of these.
     """
 
-    def __init__(self, variant):
-        config = GemmConfig.of(variant.config)
+    def __init__(self, variant, batched):
+        self.batched, config = batched, GemmConfig.of(variant.config)
         whole = parse(config.expression)
         parts = split(whole)
         self.expression, self.rows = parts.elements, RowParts(parts.reductions)
@@ -127,9 +139,10 @@ class Epilogue:
     def _part(self, variant, name, kind, index, packed):
         name, _, period = name.partition("%")
         key, period = variant.tensors[name], int(period or 0)
-        align = min(key.align, key.row_align if kind.rows else 16, self.half_align if packed else 16)
+        rows = kind.rows or self.batched
+        align = min(key.align, key.row_align if rows else 16, self.half_align if packed else 16)
         align = math.gcd(align, period * key.itemsize)
-        return Part(key, kind.rows, kind.columns, index, packed, align, period)
+        return Part(key, kind.rows, kind.columns, index, packed, align, period, self.batched)
 
     def _finish(self, variant, parts, outputs):
         """The kernel of the outputs without columns; of its operands the first is the product itself."""
@@ -151,7 +164,7 @@ class Epilogue:
         m, n = chunk.shape
         count = 2 if self.even and part.align >= 2 * part.key.itemsize else 1  # of neighbours that one load takes
         rows = [cutlass.min(row, m - 1) for row in chunk.rows] if part.rows else [0]
-        places = [part.address(tensor, row, n) for row in rows]
+        places = [part.address(tensor, chunk.row_of(part, row), n) for row in rows]
         if not part.columns:
             loaded = fragment(tensor.element_type, len(rows))
             for r, place in enumerate(places):
@@ -214,7 +227,7 @@ class Epilogue:
         """Store a chunk of an output from registers."""
         (m, n), count = chunk.shape, 2 if const_expr(self.even) else 1
         for r in cutlass.range_constexpr(2):
-            place = part.address(tensor, chunk.rows[r], n)
+            place = part.address(tensor, chunk.row_of(part, chunk.rows[r]), n)
             for c in cutlass.range_constexpr(len(chunk.columns)):
                 for j in cutlass.range_constexpr(0, 2, count):
                     piece = fragment(tensor.element_type, count)

@@ -9,7 +9,7 @@ from cute_ops.kernels.gemm.config import ROW_PARTS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
-from cute_ops.kernels.gemm.views import by_column, by_row, half
+from cute_ops.kernels.gemm.views import by_column, by_row, each_by_column, each_by_row, half
 
 
 class Product:
@@ -17,11 +17,12 @@ class Product:
 
     Args:
         views: how the two become matrices whose rows are multiplied with each other.
+        batched: whether they are batches of matrices.
     """
 
-    def __init__(self, variant, views):
+    def __init__(self, variant, views, batched=False):
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
-        self.epilogue = Epilogue(variant)
+        self.epilogue = Epilogue(variant, batched)
         form = GemmSm80 if GemmConfig.of(variant.config).form == "mma_sync" else GemmSm90
         self.form = form(variant, self.epilogue)
 
@@ -45,7 +46,7 @@ class Product:
         """The second operand whole, or the halves of a packed one."""
         if not self.epilogue.packed:
             return (mB,)
-        by_rows = self.views[1] is by_row
+        by_rows = self.views[1] in (by_row, each_by_row)
         align = self.keys[1].row_align if by_rows else self.epilogue.half_align
         return tuple(half(mB, i, 0, min(self.keys[1].align, align)) for i in range(2))
 
@@ -56,3 +57,7 @@ Linear = partial(Product, views=(by_row, by_row))
 LinearDx = partial(Product, views=(by_row, by_column))
 # dweight[n, k] = dout[m, n].T @ x[m, k]
 LinearDweight = partial(Product, views=(by_column, by_column))
+# The same of each matrix of a batch.
+BatchedLinear = partial(Product, views=(each_by_row, each_by_row), batched=True)
+BatchedLinearDx = partial(Product, views=(each_by_row, each_by_column), batched=True)
+BatchedLinearDweight = partial(Product, views=(each_by_column, each_by_column), batched=True)

@@ -33,6 +33,27 @@ def tile_of(index: Any, rows: Any, columns: Any, group: int, by_columns: Any) ->
     return outer + swap, inner - swap
 
 
+def tile_of_batch(index: Any, order: tuple[Any, ...], group: int) -> tuple[Any, ...]:
+    """Row, column and, of several matrices, which one: one matrix after another.
+
+    Args:
+        index: from 0 to :func:`tile_count` ``- 1``.
+        order: rows, columns, ``by_columns`` as :func:`tile_of` has them, and of a batch how many matrices.
+        group: as :func:`tile_of` has it.
+    """
+    rows, columns, by_columns, *batch = order
+    if not batch:
+        return tile_of(index, rows, columns, group, by_columns)
+    which = index // (rows * columns)
+    return *tile_of(index - which * rows * columns, rows, columns, group, by_columns), which
+
+
+def tile_count(order: tuple[Any, ...]) -> Any:
+    """The tiles of all matrices."""
+    rows, columns, _, *batch = order
+    return rows * columns * batch[0] if batch else rows * columns
+
+
 def _in_groups(index: Any, rows: Any, columns: Any, group: int) -> tuple[Any, Any]:
     full = rows // group
     current = index // (group * columns)

@@ -8,7 +8,7 @@ from cutlass.cute.nvgpu.warp import LdMatrix8x8x16bOp, MmaF16BF16Op
 
 from cute_ops.kernels.gemm.config import WARPS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Chunk
-from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
+from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of_batch
 from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 
@@ -44,15 +44,18 @@ class GemmSm80:
         m, n = mA.shape[0], mB[0].shape[0]
         rows, columns = cute.ceil_div(m, tile.tile_m), cute.ceil_div(n, self.columns)
         grouped_rows, grouped_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
-        order = (rows, columns, Int32(grouped_columns < grouped_rows))
+        batch = (cute.size(mA, mode=[2]),) if const_expr(self.epilogue.batched) else ()
+        order = (rows, columns, Int32(grouped_columns < grouped_rows), *batch)
         self.kernel(mma, mA, mB, operands, outputs, mParts, order).launch(
-            grid=[rows * columns, 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
+            grid=[tile_count(order), 1, 1], block=[THREADS, 1, 1], stream=stream, use_pdl=self.pdl
         )
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, mParts, order):
         tile, tidx = self.config, cute.arch.thread_idx()[0]
-        row, column = tile_of(cute.arch.block_idx()[0], order[0], order[1], tile.group, order[2])
+        row, column, *batch = tile_of_batch(cute.arch.block_idx()[0], order, tile.group)
+        if const_expr(self.epilogue.batched):
+            mA, mB = mA[None, None, batch[0]], tuple([m[None, None, batch[0]] for m in mB])
         smem = cutlass.utils.SmemAllocator()
         sA, sB = (self._slots(smem, m, size) for m, size in ((mA, tile.tile_m), (mB[0], tile.tile_n)))
         loaders = [self._loader(mA, sA, (tile.tile_m, tile.tile_k), row, tile.vec_a, tidx)]
@@ -90,7 +93,7 @@ class GemmSm80:
         let_next_start(self.pdl)
         # Warps below one another come first.
         part = column * self.warps_n + tidx // (32 * self.warps_m)
-        self._store(mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column), (mParts, part))
+        self._store(mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column, batch), (mParts, part))
 
     def _slots(self, smem, m, size):
         """Two slots of an operand: (size, tile_k, slot), contiguous as in memory."""
@@ -140,8 +143,8 @@ class GemmSm80:
         self, mine, rAcc, operands, outputs, shape: cutlass.Constexpr, at: cutlass.Constexpr, to: cutlass.Constexpr
     ):  # fmt: skip
         """Compute and store the outputs, 16 rows of each warp at once."""
-        tile = (self.config.tile_m, self.columns)
-        tCcD = mine.partition_C(cute.local_tile(cute.make_identity_tensor(shape), tile, at))  # (4, rows, columns)
+        tile, batch = (self.config.tile_m, self.columns), tuple(at[2])
+        tCcD = mine.partition_C(cute.local_tile(cute.make_identity_tensor(shape), tile, at[:2]))  # (4, rows, columns)
         below, across = cute.size(tCcD, mode=[1]), cute.size(tCcD, mode=[2])
         size = 8 * self.warps_n  # from one of a thread's columns to the next one
         for i in cutlass.range_constexpr(below):
@@ -149,7 +152,7 @@ class GemmSm80:
             for first in cutlass.range_constexpr(0, across, CHUNK):
                 these = range(first, min(first + CHUNK, across))
                 columns, at = tuple(tCcD[0, i, c][1] for c in these), tuple(c * size for c in these)
-                chunk = Chunk(rows, columns, shape, at)
+                chunk = Chunk(rows, columns, shape, at, batch)
                 loaded = [self.epilogue.load(part, m, chunk) for part, m in zip(self.epilogue.operands, operands)]
                 # Packed columns are beside one another in shared memory, first all of one half.
                 results = self.epilogue.compute(

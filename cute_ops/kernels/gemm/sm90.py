@@ -20,7 +20,7 @@ from cutlass.utils import hopper_helpers as hopper
 
 from cute_ops.kernels.gemm.config import MMA_K, MMA_M, WARPGROUP, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Chunk
-from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_of
+from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of_batch
 from cute_ops.kernels.gemm.views import is_last_contiguous
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 
@@ -88,8 +88,9 @@ class GemmSm90:
         rows = cute.ceil_div(m, tile.tile_m * tile.cluster_m)
         columns = cute.ceil_div(n, self.columns * tile.cluster_n)
         by_rows, by_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
-        clusters = cutlass.min(rows * columns, tile.clusters)
-        order = (rows, columns, Int32(by_columns < by_rows))
+        batch = (cute.size(mA, mode=[2]),) if const_expr(self.epilogue.batched) else ()
+        order = (rows, columns, Int32(by_columns < by_rows), *batch)
+        clusters = cutlass.min(tile_count(order), tile.clusters)
         self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, mParts, (m, n), order).launch(
             grid=[tile.cluster_m, tile.cluster_n, clusters], block=[tile.threads, 1, 1], cluster=list(self.cluster),
             stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
@@ -168,7 +169,8 @@ class GemmSm90:
         tile = self.config
         (tma_a, mA, sA), (halves, sB) = a, b
         place = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
-        gA = cute.local_tile(mA, (tile.tile_m, tile.tile_k), (None, None))  # (tile_m, tile_k, rest_m, rest_k)
+        every = (None,) * cute.rank(mA)
+        gA = cute.local_tile(mA, (tile.tile_m, tile.tile_k), every)  # (tile_m, tile_k, rest_m, rest_k), of a batch more
         beside, below = cute.make_layout(tile.cluster_n), cute.make_layout(tile.cluster_m)
         tAsA, tAgA = cpasync.tma_partition(
             tma_a, place[1], beside, cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
@@ -176,7 +178,7 @@ class GemmSm90:
         parts = []
         for i, (tma_b, mB) in enumerate(halves):
             rows = (self.columns, tile.tile_k)
-            sPart, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(mB, rows, (None, None))
+            sPart, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(mB, rows, every)
             partition = cpasync.tma_partition(
                 tma_b, place[0], below, cute.group_modes(sPart, 0, 2), cute.group_modes(gB, 0, 2)
             )  # (tma, stages), (tma, rest_n, rest_k)
@@ -185,15 +187,17 @@ class GemmSm90:
         b_sharers = cute.make_layout_image_mask(ranks, place, mode=0) if const_expr(tile.cluster_m > 1) else None
 
         slot = make_pipeline_state(PipelineUserType.Producer, tile.stages)
-        for index in cutlass.range(cute.arch.block_idx()[2], order[0] * order[1], cute.arch.grid_dim()[2], unroll=1):
-            row, column = self._tile(index, order)
+        for index in cutlass.range(cute.arch.block_idx()[2], tile_count(order), cute.arch.grid_dim()[2], unroll=1):
+            row, column, *batch = self._tile(index, order)
             for k in cutlass.range(cute.size(tAgA, mode=[2]), unroll=1):
                 ring.producer_acquire(slot)
                 full = ring.producer_get_barrier(slot)
-                cute.copy(tma_a, tAgA[None, row, k], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_sharers)
+                cute.copy(
+                    tma_a, tAgA[(None, row, k, *batch)], tAsA[None, slot.index], tma_bar_ptr=full, mcast_mask=a_sharers
+                )
                 for tma_b, tBsB, tBgB in parts:
                     to = tBsB[None, slot.index]
-                    cute.copy(tma_b, tBgB[None, column, k], to, tma_bar_ptr=full, mcast_mask=b_sharers)
+                    cute.copy(tma_b, tBgB[(None, column, k, *batch)], to, tma_bar_ptr=full, mcast_mask=b_sharers)
                 slot.advance()
         let_next_start(self.pdl)
         # A CTA stays until the others of its cluster have read what it loaded for them.
@@ -207,10 +211,10 @@ class GemmSm90:
         copies = [(tma, *self._partition(tma, m, sC)) for tma, m, sC in tiles]
         slot = make_pipeline_state(PipelineUserType.Producer, tile.tile_stages)
         start = cute.arch.block_idx()[2] + group * clusters
-        for index in cutlass.range(start, order[0] * order[1], tile.groups * clusters, unroll=1):
-            row, column = self._tile(index, order)
+        for index in cutlass.range(start, tile_count(order), tile.groups * clusters, unroll=1):
+            row, column, *batch = self._tile(index, order)
             for i in cutlass.range(self.subtiles, unroll=1):
-                at = (row * below + i // across, column * across + i % across)
+                at = (row * below + i // across, column * across + i % across, *batch)
                 mine = self._of_group(slot, group)
                 ring.producer_acquire(mine)
                 full = ring.producer_get_barrier(mine)
@@ -219,7 +223,9 @@ class GemmSm90:
                 slot.advance()
 
     def _partition(self, tma, m, slots):
-        """A TMA copy's view of slots and of a matrix in subtiles: (tma, slots), (tma, (rest_m, rest_n))."""
+        """A TMA copy's view of slots and of a matrix in subtiles: (tma, slots), (tma, (rest_m, rest_n)), of a batch
+        (tma, (rest_m, rest_n, batch)).
+        """
         subtiles = cute.zipped_divide(m, self.subtile)
         return cpasync.tma_partition(tma, 0, cute.make_layout(1), cute.group_modes(slots, 0, 2), subtiles)
 
@@ -229,10 +235,10 @@ class GemmSm90:
 
     @cute.jit
     def _tile(self, index, order: cutlass.Constexpr):
-        """Row and column of this CTA's tile."""
+        """Row and column of this CTA's tile, and of a batch which matrix."""
         tile, (x, y, _) = self.config, cute.arch.block_idx()
-        row, column = tile_of(index, order[0], order[1], tile.group, order[2])
-        return row * tile.cluster_m + x, column * tile.cluster_n + y
+        row, column, *batch = tile_of_batch(index, order, tile.group)
+        return row * tile.cluster_m + x, column * tile.cluster_n + y, *batch
 
     @cute.jit
     def _multiply_and_store(
@@ -253,7 +259,7 @@ class GemmSm90:
         steps = cute.ceil_div(k, tile.tile_k)
         slot = make_pipeline_state(PipelineUserType.Consumer, tile.stages)
         tile_slot = make_pipeline_state(PipelineUserType.Consumer, max(tile.tile_stages, 1))
-        clusters, start, tiles = cute.arch.grid_dim()[2], cute.arch.block_idx()[2], order[0] * order[1]
+        clusters, start, tiles = cute.arch.grid_dim()[2], cute.arch.block_idx()[2], tile_count(order)
         if const_expr(pingpong):
             if group == 1:
                 self._end_turn(group, True)
@@ -357,7 +363,7 @@ class GemmSm90:
             # Who arrives here is done with the subtile before, and the warp that stores has waited for the slot that
             # comes next.
             cute.arch.barrier(barrier_id=STORED + group, number_of_threads=self.consumers)
-            sub_at = (at[0] * (tile.tile_m // sub_m) + i // across, at[1] * across + i % across)
+            sub_at = (at[0] * (tile.tile_m // sub_m) + i // across, at[1] * across + i % across, *at[2:])
             for part, (tma, m, sD) in zip(self.epilogue.outputs, outputs):
                 if const_expr(tma is None):
                     self._store_rows(part, sD[None, None, slot], m, sub_at, thread)
@@ -372,14 +378,14 @@ class GemmSm90:
 
     def _chunk(self, i, places):
         """The places of a thread's sums in a subtile."""
-        (row, column), shape, thread = places
+        (row, column, *batch), shape, thread = places
         (sub_m, sub_n), lane = self.subtile, thread % 32
         below, beside = divmod(i, self.columns // sub_n)
         row = row * self.config.tile_m + below * sub_m + thread // 32 * 16 + lane // 4
         column = column * self.columns + beside * sub_n + lane % 4 * 2
         columns = range(0, sub_n, 8)
         at = tuple(beside * sub_n + c for c in columns)
-        return Chunk((row, row + 8), tuple(column + c for c in columns), shape, at)
+        return Chunk((row, row + 8), tuple(column + c for c in columns), shape, at, tuple(batch))
 
     def _load_chunk(self, operands, chunk):
         """What a thread loads itself of the epilogue's operands; None for those that TMA loads."""

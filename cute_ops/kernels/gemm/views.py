@@ -26,8 +26,33 @@ def by_row(m, key):
 
 def by_column(m, key):
     """The same, transposed."""
-    rows = by_row(m, key)
-    return cute.make_tensor(rows.iterator, cute.select(rows.layout, mode=[1, 0]))
+    return _transposed(by_row(m, key))
+
+
+def each_by_row(m, key):
+    """A tensor as matrices, one for each index of its leading dims: (rows, columns, batch)."""
+    *lead, rows, n = (Int32(size) for size in m.shape)
+    across, step = key.contiguous == -2, key.row_align // key.itemsize
+    # Of nested dims the first one is the innermost.
+    batch, between = tuple(reversed(lead)), tuple(reversed(m.stride[:-2]))
+    stride = m.stride[-1 if across else -2]
+    if key.layout == "flat":
+        stride, batch = Int64(rows if across else n), (Int32(row_count(m)) // rows,)
+        between = (Int64(rows) * Int64(n),)
+    if step > 1:
+        stride, *between = (cute.assume(s, divby=step) for s in (stride, *between))
+    strides = (1, stride, tuple(between)) if across else (stride, 1, tuple(between))
+    return cute.make_tensor(m.iterator, cute.make_layout((rows, n, batch), stride=strides))
+
+
+def each_by_column(m, key):
+    """The same, each transposed."""
+    return _transposed(each_by_row(m, key))
+
+
+def _transposed(m):
+    modes = [1, 0, *range(2, cute.rank(m))]
+    return cute.make_tensor(m.iterator, cute.select(m.layout, mode=modes))
 
 
 def half(m, index, dim, align):
@@ -35,5 +60,5 @@ def half(m, index, dim, align):
     size = m.shape[dim] // 2
     place = m.iterator.toint() + Int64(index * size) * Int64(m.stride[dim]) * (m.element_type.width // 8)
     pointer = cute.make_ptr(m.element_type, place, cute.AddressSpace.gmem, assumed_align=align)
-    shape = (size, m.shape[1]) if dim == 0 else (m.shape[0], size)
+    shape = (*m.shape[:dim], size, *m.shape[dim + 1 :])
     return cute.make_tensor(pointer, cute.make_layout(shape, stride=m.stride))

@@ -8,6 +8,7 @@ from cute_ops.config import Problem
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Instead, Program
+from cute_ops.ops.gemm.batches import batch_of
 from cute_ops.ops.gemm.config import busy
 from cute_ops.ops.rows import VECTOR_BYTES
 
@@ -40,7 +41,8 @@ def instead(
         if sizes is None:
             return False
         m, n, k = map(problem.size, sizes)
-        return n % (VECTOR_BYTES // 2) == 0 and busy(chosen, m, n, k, 2, problem.sm_count) < LEAST_BUSY
+        used = busy(chosen, m, n, k, 2, problem.sm_count, batch_of(problem))
+        return n % (VECTOR_BYTES // 2) == 0 and used < LEAST_BUSY
 
     return Instead(program, when, WIDE)
 

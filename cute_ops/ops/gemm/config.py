@@ -95,11 +95,13 @@ def _with_slots(config: GemmConfig, subtiles: int, arch: str, itemsize: int, dem
             yield replace(made, stages=min(room // slot, MAX_STAGES))
 
 
-def choose(m: int, n: int, k: int, itemsize: int, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
+def choose(
+    m: int, n: int, k: int, itemsize: int, demand: Demand, arch: str, sm_count: int, batch: int = 1
+) -> GemmConfig | None:
     """The config that takes the fewest cycles by the model, of equals the first; None where the epilogue fits none."""
     return min(
         configs(arch, sm_count, itemsize, demand),
-        key=lambda config: cycles(config, m, n, k, itemsize, demand),
+        key=lambda config: cycles(config, m, n, k, itemsize, demand, batch),
         default=None,
     )
 
@@ -109,8 +111,9 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
     return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
 
 
-def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, demand: Demand = PLAIN) -> int:
-    """About how long a product takes: waves of tiles, each as long as the slower of multiplying and loading from L2.
+def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, demand: Demand = PLAIN, batch: int = 1) -> int:
+    """About how long a product takes, or a batch of them: waves of tiles, each as long as the slower of multiplying and
+    loading from L2.
 
     Two warpgroups that share a tile compute its epilogue while nobody multiplies; of two with a tile each, one does so
     while the other multiplies, but for the last tile.
@@ -124,13 +127,13 @@ def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, demand: De
     moved = rows * width * 2 * (sum(demand.outputs) + sum(demand.tiles)) // SHARED_BYTES
     after = moved + rows * width * demand.mufu // MUFU + rows * width * demand.fma // FMA
     after += SUBTILE * rows * width // (sub_m * sub_n)
-    tiles = -(-m // (rows * config.cluster_m)) * -(-n // (width * config.cluster_n))
+    tiles = batch * -(-m // (rows * config.cluster_m)) * -(-n // (width * config.cluster_n))
     waves = -(-tiles // config.clusters)
     if config.form == "pingpong":
         return waves * (max(inside, after) + TURN) + after
     return waves * (inside + after + RESUME)
 
 
-def busy(config: GemmConfig, m: int, n: int, k: int, itemsize: int, sm_count: int) -> float:
+def busy(config: GemmConfig, m: int, n: int, k: int, itemsize: int, sm_count: int, batch: int = 1) -> float:
     """The part of a product's time in which the Tensor Cores multiply."""
-    return m * n * k / (MMA * sm_count * cycles(config, m, n, k, itemsize))
+    return batch * m * n * k / (MMA * sm_count * cycles(config, m, n, k, itemsize, batch=batch))

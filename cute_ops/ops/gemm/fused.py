@@ -25,6 +25,8 @@ from cute_ops.expressions.tracing import trace
 from cute_ops.kernels.gemm.config import ROW_PARTS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Instead, Op, Program, Sharding, Tensor, defaults_of
 from cute_ops.ops.fused import Formula
+from cute_ops.ops.gemm.batches import CASES as BATCHES
+from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.choice import WIDE, instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
@@ -36,6 +38,8 @@ from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
 Check = Callable[[Binding], str | None]
 COLUMNS = (COLUMN, "*m 1")
+# Where an example's vectors and scalars get the dims that they lack.
+SHARED: dict[str, Any] = {"n": (..., None, slice(None)), "2n": (..., None, slice(None)), "": (..., None, None)}
 GROUPS = (16, 32, 64, 128)  # columns
 CASES = (
     Case("one-row", {"m": (), "n": 64, "k": 64}),
@@ -158,18 +162,24 @@ def fused_linear(
 
 def _declare(
     name: str, made: _Fused, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], acc: Tensor,
-    attrs: Mapping[str, Any], module: str, check: Check | None, **more: Any,
+    attrs: Mapping[str, Any], module: str, check: Check | None, is_batch: bool = False, **more: Any,
 ) -> Op:  # fmt: skip
     """The op of a product with an epilogue, which ``apart`` computes from the sums; the framework where it is None."""
-    weight = inputs["weight"].shape
-    across = weight.startswith("k")
+    weight = inputs["weight"].shape.removeprefix("*b ")
+    across, kernel = weight.startswith("k"), f"{'Batched' * is_batch}{WEIGHTS[weight]}"
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
-        return of_sums(xp, product(xp, x, weight.T if across else weight), x, arrays, attrs)
+        return of_sums(xp, product(xp, x, xp.matrix_transpose(weight) if across else weight), x, arrays, attrs)
 
     def of_sums(xp: Any, acc: Any, x: Any, arrays: Iterable[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         given = [
-            a[..., None] if shape == COLUMN else repeated(xp, a, acc.shape[-1]) if period(shape) else a
+            a[SHARED[shape]]
+            if is_batch and shape in SHARED
+            else a[..., None]
+            if shape == COLUMN
+            else repeated(xp, a, acc.shape[-1])
+            if period(shape)
+            else a
             for a, shape in zip(arrays, made.operands.values(), strict=True)
         ]
         values = iter(evaluate(made.expression(attrs), xp, [acc, *given]))
@@ -196,13 +206,14 @@ def _declare(
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         given, attrs = dict(inputs), without_fused(attrs)
         dtype = None if acc.dtype == "T" else acc.dtype
-        given[ACC] = multiply(xp, WEIGHTS[weight], (given["x"], given["weight"]), dtype)
+        given[ACC] = multiply(xp, kernel, (given["x"], given["weight"]), dtype)
         if apart is None:
             import array_api_compat  # start-up time
 
             names, arrays = array_api_compat.array_namespace(given["x"]), [given[key] for key in made.operands]
             return dict(zip(outputs, of_sums(names, given[ACC], given["x"], arrays, attrs), strict=True))
-        found = call(apart, {key: given[key] for key in apart.inputs}, attrs)
+        read = {key: given[key] for key in apart.inputs}
+        found = apart.program.run(xp, call, read, attrs) if apart.program else call(apart, read, attrs)
         return {key: given[ACC] if key == ACC else found[key] for key in outputs}
 
     def problem(binding: Binding) -> str | None:
@@ -214,7 +225,21 @@ def _declare(
     if apart is None:
         other = Instead(Program(run), lambda problem: False, WIDE)
     else:
-        other = instead(Program(run, (apart,)), config)
+        other = instead(Program(run, apart.program.ops if apart.program else (apart,)), config)
+
+    def batched() -> Op:
+        known: dict[str, Any] = {key: value for key, value in more.items() if key != "cases"}
+        if more.get("grad"):
+            known["grad"] = tuple(step.batched for step in more["grad"])
+        if more.get("saving"):
+            known["saving"] = more["saving"].batched
+        known["doc"] = f"The same of each example of a batch.\n\n    {more['doc']}"
+        # A column vector has no contiguous dim.
+        read = {key: t._replace(contiguous=()) if t.shape == "*b m" else t for key, t in each(inputs).items()}
+        return _declare(
+            f"{name}_batched", made, apart and apart.batched, read, each(outputs), acc, attrs, module, check,
+            is_batch=True, cases=BATCHES, **known,
+        )  # fmt: skip
 
     reference.__module__ = module
     summed = Accumulation(("k",))
@@ -222,8 +247,10 @@ def _declare(
         name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
         reference=reference, static=(), tuning=Tuning(config, workspace=made.workspace if made.reduces else None),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
-        kernel=f"cute_ops.kernels.gemm.linear:{WEIGHTS[weight]}",
-        sharding=Sharding(("n",) if made.by_element and not made.packs else (), inner=("k",)), check=problem,
+        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", batched=batched if apart and not is_batch else None,
+        sharding=Sharding(
+            ("m",) * is_batch + ("n",) * (made.by_element and not made.packs), inner=("k",) * (not is_batch)
+        ), check=problem,
         attrs={**attrs, "fused": FUSED}, instead=other, **more,
     )  # fmt: skip
     return op

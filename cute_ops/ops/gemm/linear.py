@@ -15,6 +15,8 @@ from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import Formula
+from cute_ops.ops.gemm.batches import CASES as BATCHES
+from cute_ops.ops.gemm.batches import batch_of, each
 from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand, choose, without_tma
 from cute_ops.ops.gemm.pointwise import pointwise
@@ -64,18 +66,22 @@ def reference_dx(xp: Any, dout: Any, weight: Any, *, fused: str = "") -> Any:
 
 def reference_dweight(xp: Any, dout: Any, x: Any, *, fused: str = "") -> Any:
     rows = math.prod(x.shape[:-1])
-    dy, wide = (xp.reshape(a, (rows, a.shape[-1])) for a in widen(xp, dout, x))
-    return xp.astype(xp.matmul(dy.T, wide), x.dtype)
+    return batched_dweight(xp, *(xp.reshape(a, (rows, a.shape[-1])) for a in (dout, x)))
+
+
+def batched_dweight(xp: Any, dout: Any, x: Any, *, fused: str = "") -> Any:
+    dy, wide = widen(xp, dout, x)
+    return xp.astype(xp.matmul(xp.matrix_transpose(dy), wide), x.dtype)
 
 
 def across_float32(xp: Any, x: Any, weight: Any, *, fused: str = "") -> Any:
-    return product(xp, x, weight.T)
+    return product(xp, x, xp.matrix_transpose(weight))
 
 
 def product(xp: Any, x: Any, weight: Any) -> Any:
-    """``x @ weight.T`` in float32 or float64."""
+    """``x @ weight.T`` in float32 or float64, also of batches of both."""
     wide, w = widen(xp, x, weight)
-    return xp.matmul(wide, w.T)
+    return xp.matmul(wide, xp.matrix_transpose(w))
 
 
 def declare(
@@ -87,7 +93,9 @@ def declare(
     outputs: Mapping[str, Tensor],
     **more: Any,
 ) -> Op:
-    """A product whose output has ``sizes[0]`` rows and ``sizes[1]`` columns, each a sum of ``sizes[2]`` terms."""
+    """A product whose output has ``sizes[0]`` rows and ``sizes[1]`` columns, each a sum of ``sizes[2]`` terms. Of a
+    batch the name of the kernel begins with ``Batched``.
+    """
 
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
@@ -100,10 +108,23 @@ def declare(
         dtype = None if tensor.dtype == "T" else tensor.dtype
         return {out: multiply(xp, kernel, inputs.values(), dtype)}
 
+    def batched() -> Op:
+        known: dict[str, Any] = {"sharding": Sharding(("m", "n"), contracted=("k",))} if "sharding" in more else {}
+        if "grad" in more:
+            known["grad"] = tuple(step.batched for step in more["grad"])
+        computed = batched_dweight if reference is reference_dweight else reference
+        doc = f"The same of each example of a batch.\n\n    {more['doc']}"
+        return declare(
+            f"{name}_batched", f"Batched{kernel}", computed, sizes, each(inputs), each(outputs),
+            **{**more, **known, "doc": doc},
+        )  # fmt: skip
+
+    is_batch = kernel.startswith("Batched")
     summed = Accumulation((sizes[2],))
     op = Op(
         name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()},
-        dtypes={"T": HALVES}, static=(), reference=reference, cases=CASES,
+        dtypes={"T": HALVES}, static=(), reference=reference, cases=BATCHES if is_batch else CASES,
+        batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
         instead=instead(Program(run), config, sizes),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
@@ -115,14 +136,14 @@ def multiply(xp: Any, kernel: str, operands: Iterable[Any], dtype: str | None) -
     """What the kernel of this name computes, by the framework's product."""
     a, b = operands
     if kernel == "LinearDweight":
-        a, b = (each.reshape(-1, each.shape[-1]) for each in (a, b))
-        return xp.product(a.T, b, dtype)
-    return xp.product(a, b.T if kernel == "Linear" else b, dtype)
+        a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
+    first = a.mT if kernel.endswith("LinearDweight") else a
+    return xp.product(first, b.mT if kernel.endswith("Linear") else b, dtype)
 
 
 def check_rows(op: Op, problem: Problem) -> None:
     """Raise NotImplementedError for more rows than kernels count."""
-    if problem.size("m") > MOST_ROWS:
+    if problem.size("m") * batch_of(problem) > MOST_ROWS:
         given = {n: Array(t.of(problem.dims), problem.dtypes[n]) for n, t in op.inputs.items()}
         raise NotImplementedError(message(op, f"it takes at most {MOST_ROWS} rows.", given, problem.dims))
 
@@ -142,7 +163,8 @@ def configure(
     chosen = None
     if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
         m, n, k = map(problem.size, sizes)
-        chosen = choose(m, n, k, ITEMSIZE["bfloat16"], demand, problem.arch, problem.sm_count)
+        itemsize, batch = ITEMSIZE["bfloat16"], batch_of(problem)
+        chosen = choose(m, n, k, itemsize, demand, problem.arch, problem.sm_count, batch)
     return chosen or without_tma(vec_a, vec_b)
 
 

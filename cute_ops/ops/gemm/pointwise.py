@@ -6,20 +6,24 @@ The kernels of :mod:`cute_ops.ops.fused` compute them, or where columns are look
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from cute_ops.array_api import cast
 from cute_ops.config import Config, Problem, Tuning
-from cute_ops.expressions.graph import SHAPES
+from cute_ops.expressions.graph import SHAPES, Graph, copied
 from cute_ops.expressions.reference import evaluate
 from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig
-from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew
+from cute_ops.op import Case, Op, Program, Sharding, Tensor, WhileFew
 from cute_ops.ops.fused import KERNEL, PARTS, Formula, space_of, summed
+from cute_ops.ops.gemm.batches import CASES as BATCHES
+from cute_ops.ops.gemm.batches import each
 from cute_ops.shapes import FLOATS, Array
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
 COLUMN = "*m"  # of one number per row, as ``*m 1``
 GROUPS_KERNEL = "cute_ops.kernels.epilogue.groups:FusedGroups"
+# Shapes that all rows share, and as each row of a batch has them.
+OF_ROWS = {"n": "*m n", "2n": "*m 2n", "": "*m 1"}
 
 
 def shape_of(tensor: Tensor) -> str:
@@ -102,6 +106,9 @@ def pointwise(
         found = formula(problem.attrs)
         return found.rows.of_groups(problem) if groups else found.config(problem)
 
+    def batched() -> Op:
+        return _of_batch(_Declared(name, formula, inputs, outputs, attrs, defaults, reference.__module__))
+
     reference.__module__ = more.pop("module", __name__)
     tensors = (*inputs.values(), *outputs.values())
     counts = any(node.word == "n" for node in first.expression.nodes)
@@ -111,5 +118,85 @@ def pointwise(
         dtypes={t.dtype: FLOATS for t in inputs.values() if t.dtype not in FLOATS},
         static=("n",) if counts and not first.by_rows else WhileFew("n"),
         sharding=Sharding(parallel=() if first.by_rows or any("2n" in t.shape for t in tensors) else ("n",)),
-        tuning=Tuning(config, space_of(formula), workspace), **more,
+        tuning=Tuning(config, space_of(formula), workspace), batched=None if first.by_rows else batched, **more,
     )  # fmt: skip
+
+
+class _Declared(NamedTuple):
+    """What :func:`pointwise` takes, and the module of the declaration."""
+
+    name: str
+    formula: Callable[[Mapping[str, Any]], Formula]
+    inputs: Mapping[str, Tensor]
+    outputs: Mapping[str, Tensor]
+    attrs: Mapping[str, Any]
+    defaults: Mapping[str, Any]
+    module: str
+
+
+def _of_batch(given: _Declared) -> Op:
+    """The same of each example of a batch: one pass over all rows, each with its example's vectors. What all rows of an
+    example share is the sum of what this gives for each, in float32.
+    """
+    sums = {key for key, tensor in given.outputs.items() if tensor.shape in OF_ROWS}
+    first = given.formula(given.defaults)
+    (alone, *more), one_pass = first.expression.nodes, None
+    # A sum of what is there already needs no pass; with other attributes it may be one of something else.
+    direct = sums and not given.attrs and not more and alone.word == "operand"
+    if not direct:
+        one_pass = _of_rows(given)
+
+    def run(xp: Any, call: Any, arrays: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+        if one_pass is None:
+            made = dict.fromkeys(sums, arrays[first.reads[alone.operand]])
+        else:
+            rows = arrays[first.tile].shape[:-1]
+            read = {key: _each_row(xp, arrays[key], given.inputs[key].shape, rows) for key in one_pass.inputs}
+            made = call(one_pass, read, attrs)
+        axes = {key: (-2, -1) if given.outputs[key].shape == "" else (-2,) for key in sums}
+        return made | {key: xp.sums(made[key], axes[key], arrays[key.removeprefix("d")]) for key in sums}
+
+    run.__module__ = given.module
+    return Op(
+        f"{given.name}_batched", inputs=each(given.inputs), outputs=each(given.outputs), attrs=given.attrs, static=(),
+        kernel=Program(run, (one_pass,) if one_pass else ()), cases=BATCHES,
+        dtypes={t.dtype: FLOATS for t in given.inputs.values() if t.dtype not in FLOATS},
+        doc=f"``{given.name}`` of each example of a batch.",
+    )  # fmt: skip
+
+
+def _of_rows(given: _Declared) -> Op:
+    """The pass: it gives a tile of float32 for each output that all rows of an example share."""
+    read, made = {}, {}
+    for key, tensor in given.inputs.items():
+        if "k" in tensor.shape:  # a weight, which says an output's dtype
+            read[key] = tensor._replace(shape=f"*w {tensor.shape}")
+        elif tensor.rows or not tensor.unread:
+            read[key] = tensor._replace(shape=OF_ROWS.get(tensor.shape, tensor.shape))
+    for key, tensor in given.outputs.items():
+        made[key] = tensor._replace(skippable=False)
+        if tensor.shape in OF_ROWS:
+            made[key] = Tensor("*m 2n" if tensor.shape == "2n" else "*m n", "float32")
+
+    def formula(attrs: Mapping[str, Any]) -> Formula:
+        found = given.formula(attrs)
+        shapes = [given.outputs[written.partition("[")[0]].shape for written in found.writes]
+        kinds = "".join("t" if shape in OF_ROWS else kind for shape, kind in zip(shapes, found.kinds, strict=True))
+        graph = Graph(SHAPES[shape_of(read[key])] for key in found.reads)
+        nodes = copied(found.expression, graph, lambda node: graph.operand(node.operand, node.half))
+        expression = graph.finish([nodes[i] for i in found.expression.outputs])
+        return found._replace(expression=expression, kinds=kinds)
+
+    return pointwise(
+        f"{given.name}_of_rows", formula, read, made, given.attrs, given.defaults, module=given.module,
+        doc=f"The pass of ``{given.name}_batched``.",
+    )  # fmt: skip
+
+
+def _each_row(xp: Any, array: Any, shape: str, rows: tuple[Any, ...]) -> Any:
+    """What the pass reads of an example's tensor of this shape."""
+    if "k" in shape:
+        return array.reshape(-1, *array.shape[-2:])[:1]
+    if shape == "":
+        return xp.broadcast_to(array[..., None, None], (*rows, 1))
+    return xp.broadcast_to(array[..., None, :], (*rows, array.shape[-1])) if shape in OF_ROWS else array

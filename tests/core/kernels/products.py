@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,6 +12,7 @@ import numpy as np
 import ptx_cta
 import ptx_sm90
 import pytest
+from numpy.lib.stride_tricks import as_strided
 
 from cute_ops import Array, Op, testing
 from cute_ops.binding import bind
@@ -29,6 +31,7 @@ CLUSTERS = 2  # persistent ones
 CHOSEN = ("expression", "reads", "writes", "half_align", "warps_n")  # of a config: what no other tile changes
 # Of both operands, whether rows in memory are columns of the matrices that are multiplied.
 ACROSS = {"Linear": (False, False), "LinearDx": (False, True), "LinearDweight": (True, True)}
+ACROSS |= {f"Batched{name}": across for name, across in ACROSS.items()}
 
 # The emulator takes a third longer where pytest-cov measures the package, of which it is no part.
 emulated = pytest.mark.no_cover
@@ -49,20 +52,29 @@ class Part(NamedTuple):
 
     def tensor(self) -> bytes:
         """The whole tensor as kernels get it from a call: pointer, shape and strides in 64 bits."""
-        a = self.whole[:, 0] if self.whole.ndim == 2 and self.whole.shape[1] == 1 else self.whole
+        a = self.whole[..., 0] if self.whole.ndim >= 2 and self.whole.shape[-1] == 1 else self.whole
         scattered = a.ndim == 1 and a.strides[0] != a.itemsize
         strides = [stride // a.itemsize for stride in (a.strides if scattered else a.strides[:-1])]
         return struct.pack(f"<{1 + a.ndim + len(strides)}q", self.address, *a.shape, *strides)
 
     def matrix(self, across: bool = False) -> bytes:
         """A view that the launching code makes: pointer, shape in 32 bits, stride."""
-        shape, start = self.array.shape[:: -1 if across else 1], self.address + offset(self.array, self.whole)
-        return struct.pack("<qiiq", start, *shape, self.array.strides[0] // self.array.itemsize)
+        start = self.address + offset(self.array, self.whole)
+        strides = [stride // self.array.itemsize for stride in self.array.strides[-2::-1]]
+        shape = struct.pack(f"<q{self.array.ndim}i", start, *self.shape(across))
+        return shape + bytes(-len(shape) % 8) + struct.pack(f"<{len(strides)}q", *strides)
+
+    def shape(self, across: bool = False) -> tuple[int, ...]:
+        """Rows, columns and, of a batch, matrices."""
+        *batch, rows, columns = self.array.shape
+        batch = batch[::-1]  # the first one is the innermost
+        return (columns, rows, *batch) if across else (rows, columns, *batch)
 
     @property
     def by_tma(self) -> bool:
         a = self.array
-        return a.ndim == 2 and (offset(a, self.whole) + self.address) % 16 == 0 and a.strides[0] % 16 == 0
+        rows = a.ndim >= 2 and all(stride % 16 == 0 for stride in a.strides[:-1])
+        return rows and (offset(a, self.whole) + self.address) % 16 == 0
 
 
 def offset(part: np.ndarray, whole: np.ndarray) -> int:
@@ -92,7 +104,7 @@ def run(
     tile = dict(plan(binding, places, parse(arch)).variant.config)
     if config:
         tile = {**config.flat(), **{name: tile[name] for name in CHOSEN if name in tile}}
-    variant, scratch, *_ = plan(binding, places, parse(arch), config=tile)
+    variant, scratch, views, _ = plan(binding, places, parse(arch), config=tile)
     arrays |= {name: np.full(array.shape, np.nan, np.float32) for name, array in scratch.items()}
     memory = [_base(a) for a in arrays.values()]
     address = {name: (i << 32) + offset(a, memory[i - 1]) for i, (name, a) in enumerate(arrays.items(), start=1)}
@@ -101,8 +113,13 @@ def run(
     shapes = {name: tensor.shape for name, tensor in {**op.inputs, **op.outputs}.items()}
 
     def parts(name: str) -> list[Part]:
-        words, a = shapes.get(name, "").split(), arrays[name]
+        words, a, key = shapes.get(name, "").split(), arrays[name], variant.tensors[name]
+        if name in views and not key.order:  # merged leading dims
+            view = views[name]
+            a = as_strided(a, view.shape, [stride * a.itemsize for stride in view.strides])
         halves = np.split(a, 2, axis=words.index("2n") - len(words)) if "2n" in words else [a]
+        if key and key.layout == "flat" and a.ndim > 3:  # one dim of matrices
+            halves = [half.reshape(-1, *half.shape[-2:]) for half in halves]
         return [Part(address[name], half, a) for half in halves]
 
     chosen = GemmConfig.of(tile)
@@ -142,7 +159,7 @@ class Call(NamedTuple):
 
     def tiles(self, config: GemmConfig) -> tuple[int, int]:
         """Of a cluster, below and beside one another."""
-        m, n = self.outputs[0].array.shape
+        m, n = self.outputs[0].array.shape[-2:]
         columns = config.tile_n // len(self.second)
         return -(-m // (config.tile_m * config.cluster_m)), -(-n // (columns * config.cluster_n))
 
@@ -150,9 +167,9 @@ class Call(NamedTuple):
 def _run_sm80(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
     arguments = [call.first.matrix(across[0]), *(part.matrix(across[1]) for part in call.second)]
     arguments += [part.tensor() for part in (*call.operands, *call.outputs, *call.scratch)]
-    rows, columns = call.tiles(config)
-    arguments += [struct.pack("<i", number) for number in (rows, columns, 0)]
-    ptx_cta.Kernel(ptx).run(rows * columns, arguments, memory)
+    (rows, columns), batch = call.tiles(config), call.outputs[0].array.shape[:-2]
+    arguments += [struct.pack("<i", number) for number in (rows, columns, 0, *([math.prod(batch)] if batch else []))]
+    ptx_cta.Kernel(ptx).run(math.prod((rows, columns, *batch)), arguments, memory)
 
 
 def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
@@ -160,7 +177,7 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
 
     def by_tma(part: Part, box: tuple[int, int], turned: bool = False) -> None:
         maps[len(arguments)] = ptx_sm90.Map(part.array, *box, set())
-        arguments.extend([bytes(128), struct.pack("<ii", *part.array.shape[:: -1 if turned else 1])])
+        arguments.extend([bytes(128), struct.pack(f"<{part.array.ndim}i", *part.shape(turned))])
 
     def multiplied(part: Part, rows: int, sharers: int, turned: bool) -> None:
         """Each of the CTAs that share a tile loads a part of it: some rows of memory."""
@@ -182,8 +199,11 @@ def _run_sm90(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: st
             arguments.append(part.matrix())
     arguments += [part.tensor() for part in call.scratch]
     rows, columns = call.tiles(config)
-    arguments += [struct.pack("<i", number) for number in (*call.outputs[0].array.shape, rows, columns, 0)]
-    kernel, count = ptx_sm90.Kernel(ptx), min(CLUSTERS, rows * columns)
+    *batch, m, n = call.outputs[0].array.shape
+    arguments += [
+        struct.pack("<i", number) for number in (m, n, rows, columns, 0, *([math.prod(batch)] if batch else []))
+    ]
+    kernel, count = ptx_sm90.Kernel(ptx), min(CLUSTERS, math.prod((rows, columns, *batch)))
     shape = (config.cluster_m, config.cluster_n)
     for index in range(count):
         ptx_sm90.Cluster(kernel, index, count, shape, arguments, maps, memory).run(seed=index)

@@ -29,14 +29,14 @@ RANK_BITS = 20  # of an address in another CTA: above these stands the rank, fro
 
 
 class Map(NamedTuple):
-    """What a TMA descriptor says: a matrix in memory, and rows and columns of the part that is copied at once; row and
-    column of what was stored.
+    """What a TMA descriptor says: a matrix in memory, or a batch of them, and rows and columns of the part that is
+    copied at once; row, column and matrix of what was stored.
     """
 
     tensor: np.ndarray
     rows: int
     columns: int
-    stored: set[tuple[int, int]]
+    stored: set[tuple[int, ...]]
 
     def places(self, start: int) -> np.ndarray:
         """Addresses in shared memory of a part's bytes, whose rows have 64 or 128."""
@@ -229,8 +229,9 @@ class Warp(ptx_cta.Cta):
         """
         shared, (name, *at) = operands[:2] if taking else operands[1::-1]
         which = self.cta.cluster.maps[self.one([name], now)]
-        first, top = (self.one([coordinate], now) for coordinate in at)
-        part = which.tensor[top : top + which.rows, first : first + which.columns]
+        first, top, *batch = (self.one([coordinate], now) for coordinate in at)
+        matrix = which.tensor[tuple(reversed(batch))]
+        part = matrix[top : top + which.rows, first : first + which.columns]
         rows, columns = part.shape
         places = which.places(self.one(shared, now))
         if taking:
@@ -239,9 +240,9 @@ class Warp(ptx_cta.Cta):
             for cta in taking:
                 cta.blocks[0][places] = tile.view(np.uint8)
         else:
-            now_stored = {(top + row, first + column) for row in range(rows) for column in range(columns)}
+            now_stored = {(top + row, first + column, *batch) for row in range(rows) for column in range(columns)}
             if twice := which.stored & now_stored:
-                raise RuntimeError(f"stored twice, by row and column: {sorted(twice)}")
+                raise RuntimeError(f"stored twice, by row, column and matrix: {sorted(twice)}")
             which.stored.update(now_stored)
             part[:] = self.blocks[0][places].view(part.dtype)[:rows, :columns]
         for cta in taking:
