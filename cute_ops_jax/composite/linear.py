@@ -25,15 +25,17 @@ def linear(
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``."""
     x, weight = jnp.asarray(x), jnp.asarray(weight)
     given = [None if a is None else jnp.asarray(a) for a in operands]
+    batched = weight.ndim > 2
     if epilogue is None:
         by_call.without_epilogue(operands, attrs)
-        return register(product)(x, weight.T if transposed else weight, fused)
+        return register((batched and product.batched) or product)(x, weight.mT if transposed else weight, fused)
     fits = by_call.fits(epilogue, (x, weight, *given), packed, transposed, spec)
     shapes = tuple(fit and fit.shape for fit in fits)
-    op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), save, tuple(attrs.items()))
+    make = by_call.op_of_batch if batched else by_call.op_of
+    op = make(epilogue, shapes, by_call.weight_shape(packed, transposed), save, tuple(attrs.items()))
     fitted = [_fitted(a, fit) for a, fit in zip(given, fits, strict=True) if a is not None and fit is not None]
     return register(op)(x, weight, *fitted, fused=fused)
 
 
 def _fitted(array: Array, fit: by_call.Fit) -> Array:
-    return array.reshape(fit.sizes) if array.ndim > len(fit.sizes) else jnp.broadcast_to(array, fit.sizes)
+    return jnp.broadcast_to(array.reshape(fit.own), fit.sizes)

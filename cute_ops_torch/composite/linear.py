@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from cute_ops.composite.docstrings import continued
+from cute_ops.op import Op
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Fit, Shapes
 from cute_ops.ops.gemm.linear import linear as product
@@ -33,13 +34,14 @@ def linear(
     x, weight = autocast(x, weight)
     if epilogue is None:
         by_call.without_epilogue(operands, attrs)
-        return _product(x, weight.mT if transposed else weight, fused)
+        run = _product if weight.ndim <= 2 else _batched_product()
+        return run(x, weight.mT if transposed else weight, fused)
     if torch.compiler.is_dynamo_compiling():
         attrs = {name: number(value) for name, value in attrs.items()}
     options = packed, transposed, save, tuple(attrs.items())
     if torch.compiler.is_dynamo_compiling():
         fits = by_call.fits(epilogue, (x, weight, *operands), packed, transposed, array)
-        name = _defined(epilogue, tuple(fit and fit.shape for fit in fits), *options)
+        name = _defined(epilogue, tuple(fit and fit.shape for fit in fits), weight.ndim > 2, *options)
         function = getattr(torch.ops.cute, name).default
     else:
         try:
@@ -58,7 +60,8 @@ def _choose(
     """The function of a call's op, and how operands meet the product."""
     fits = by_call.fits(epilogue, arrays, packed, transposed, array)
     shapes = tuple(fit and fit.shape for fit in fits)
-    op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), save, attrs)
+    batched = arrays[1] is not None and arrays[1].ndim > 2
+    op = _op(epilogue, shapes, batched, packed, transposed, save, attrs)
     return define(op).function, fits
 
 
@@ -69,15 +72,39 @@ def _known(epilogue: Epilogue, shapes: tuple[torch.Size | None, ...], *options: 
 
 
 @constant
-def _defined(epilogue: Epilogue, shapes: Shapes, packed: bool, transposed: bool, save: str, attrs: Attrs) -> str:
+def _defined(epilogue: Epilogue, shapes: Shapes, *options: Any) -> str:
     """The name of the op, which is registered."""
-    op = by_call.op_of(epilogue, shapes, by_call.weight_shape(packed, transposed), save, attrs)
+    op = _op(epilogue, shapes, *options)
     define(op)
     return op.name
+
+
+def _batched_product() -> Callable[..., Any]:
+    if torch.compiler.is_dynamo_compiling():
+        return getattr(torch.ops.cute, _defined_batched()).default  # type: ignore[no-any-return]
+    return define(_batched()).function
+
+
+@constant
+def _defined_batched() -> str:
+    define(_batched())
+    return _batched().name
+
+
+def _batched() -> Op:
+    assert product.batched is not None
+    return product.batched
+
+
+def _op(
+    epilogue: Epilogue, shapes: Shapes, batched: bool, packed: bool, transposed: bool, save: str, attrs: Attrs
+) -> Op:
+    make = by_call.op_of_batch if batched else by_call.op_of
+    return make(epilogue, shapes, by_call.weight_shape(packed, transposed), save, attrs)
 
 
 def _fitted(tensor: Tensor, fit: Fit) -> Tensor:
     if tensor.shape == fit.sizes:
         return tensor
     # Tiles that some rows share are copied: kernels step from row to row by one stride.
-    return tensor.reshape(fit.sizes) if tensor.ndim > len(fit.sizes) else tensor.expand(fit.sizes).contiguous()
+    return tensor.reshape(fit.own).expand(fit.sizes).contiguous()

@@ -90,10 +90,33 @@ def test_an_epilogue_by_its_text() -> None:
 )  # fmt: skip
 def test_operands_fit_as_numpy_broadcasts_them(shape: Any, packed: bool, wanted: Any) -> None:
     """Against ``(2, 8, 8)``, whose last two sizes are equal."""
-    assert fit(shape, (2, 8), 8, packed) == wanted
+    found = fit(shape, (2, 8), 8, packed)
+    assert (found and found[:2]) == wanted
     if wanted:
         whole = (2, 8, 16 if "2n" in wanted[0] else 8)
         assert np.broadcast_shapes(shape, whole) == whole == np.broadcast_shapes(wanted[1], whole)
+
+
+@pytest.mark.parametrize(
+    ("shape", "wanted"),
+    [
+        ((), ("", (2, 3))), ((1, 1), ("", (2, 3))), ((3, 1, 1), ("", (2, 3))), ((7,), ("n", (2, 3, 7))),
+        ((2, 3, 1, 7), ("n", (2, 3, 7))), ((2, 1, 1, 7), ("n", (2, 3, 7))), ((5, 7), ("*m n", (2, 3, 5, 7))),
+        ((2, 3, 5, 1), ("*m 1", (2, 3, 5, 1))), ((3, 7), None), ((1, 2, 3, 5, 7), None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_operands_of_batches_fit_as_numpy_broadcasts_them(shape: Any, wanted: Any) -> None:
+    """Against ``(2, 3, 5, 7)``, of six weights."""
+    found = fit(shape, (2, 3, 5), 7, False, (2, 3))
+    assert (found and found[:2]) == wanted
+    if found:
+        given = np.arange(np.prod(shape)).reshape(shape)
+        one_row = () if "*m" in found.shape else (slice(None),) * 2 + (0,)
+        whole = np.broadcast_to(given, (2, 3, 5, 7))[..., : 1 if found.shape in ("*m 1", "") else 7][one_row]
+        np.testing.assert_array_equal(
+            np.broadcast_to(given.reshape(found.own), found.sizes), whole.reshape(found.sizes)
+        )
 
 
 def test_an_op_of_a_call_is_made_once() -> None:
@@ -462,6 +485,33 @@ def test_results_without_tma(name: str, sizes: tuple[int, int, int], others: dic
     check(
         BY_NAME[name], made(BY_NAME[name], (m,), n, k, "float16" if m % 2 else "bfloat16", **others), tmp_path, "sm_80"
     )
+
+
+def of_batch(name: str, b: int, m: int, n: int, k: int) -> tuple[Op, dict[str, np.ndarray]]:
+    op = BY_NAME[name].batched
+    assert op is not None
+    given = testing.inputs(op, Case("", {"b": (b,), "m": m, "n": n, "k": k}), "bfloat16")
+    return op, {key: a for key, a in given.items() if a is not None}
+
+
+@pytest.mark.parametrize(("name", "sizes"), [("with_all", (130, 9, 40)), ("gated_saving", (5, 67, 9))])
+def test_results_of_batches_without_tma(name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
+    check(*of_batch(name, 2, *sizes), tmp_path, "sm_80")
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "sizes"),
+    [
+        ("with_all", GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2), (70, 136, 72)),
+        ("with_all", GemmConfig("pingpong", 64, 128, 3, 2, store_stages=2, tile_stages=2), (3, 9, 40)),
+        ("gated_saving", GemmConfig("cooperative", 128, 128, 3, 2, 2, store_stages=2), (200, 72, 72)),
+    ],
+    ids=lambda value: getattr(value, "form", str(value)),
+)
+def test_results_of_batches_with_tma(
+    name: str, config: GemmConfig, sizes: tuple[int, int, int], tmp_path: Path
+) -> None:
+    check(*of_batch(name, 3, *sizes), tmp_path, "sm_90a", config)
 
 
 COOPERATIVE = GemmConfig("cooperative", 128, 128, 3, 2, store_stages=2, tile_stages=2)

@@ -110,6 +110,28 @@ def test_a_function_as_epilogue_of_a_product(residual: tuple[int, ...] | None) -
     np.testing.assert_array_equal(one, linear(x, weight, bias, epilogue=gelu_add))
 
 
+def test_a_batch_of_weights() -> None:
+    rng = np.random.default_rng(0)
+    shapes = (2, 3, 5, 16), (2, 3, 8, 16), (3, 1, 8), (5, 8)
+    arrays = [jnp.asarray(rng.standard_normal(shape), "float32") for shape in shapes]
+
+    def plain(x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+        return jax.nn.gelu(x @ weight.mT + bias, approximate=False) + residual
+
+    def run(x: Any, weight: Any, *operands: Any) -> Any:
+        return linear(x, weight.mT, *operands, epilogue=gelu_add, transposed=True)
+
+    np.testing.assert_allclose(jax.jit(run)(*arrays), plain(*arrays), rtol=1e-4, atol=1e-4)
+    found, exact = (jax.grad(lambda *a, f=f: jnp.cos(f(*a)).sum(), range(4))(*arrays) for f in (run, plain))
+    for got, wanted in zip(found, exact, strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-3)
+    x, weight = arrays[:2]
+    np.testing.assert_allclose(linear(x, weight), x @ weight.mT, rtol=1e-4, atol=1e-4)
+    assert linear(x[:0], weight[:0]).shape == (0, 3, 5, 8)
+    with pytest.raises(ValueError, match=r"`x` has the leading dims \[3, 5\], but `weight` \[2, 3\]"):
+        linear(x[0], weight, arrays[2], epilogue=gelu_add)
+
+
 @pytest.mark.parametrize("sizes", [(0, 8, 16), (3, 0, 16), (3, 8, 0)], ids=str)
 def test_a_function_as_epilogue_of_a_product_of_nothing(sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes

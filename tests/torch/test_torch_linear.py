@@ -179,6 +179,28 @@ def test_transforms(product: Op) -> None:
 
 
 @every_gradient
+def test_no_op_runs_for_each_weight_of_a_batch(product: Op) -> None:
+    """In ``vmap`` of a gradient, and in the gradient of ``vmap``."""
+    function, tensors = cute_ops_torch.register(product), [t.detach() for t in tensors_of(product)]
+    stacked = [torch.stack([t, t / 2, t / 4]) for t in tensors]
+    dims = tuple(t.ndim - 1 for t in stacked)
+
+    def total(*one: torch.Tensor) -> torch.Tensor:
+        return loss(function(*one))
+
+    with Ran() as ran:
+        moved = [t.movedim(0, dim) for t, dim in zip(stacked, dims, strict=True)]
+        each = torch.vmap(torch.func.grad(total, tuple(range(len(tensors)))), dims)(*moved)
+    assert len(set(ran.names)) == len(ran.names)
+    for i in range(3):
+        check([g[i] for g in each], exact(product, [t[i] for t in stacked]))
+    leaves = [t.requires_grad_() for t in stacked]
+    with Ran() as ran:
+        check(torch.autograd.grad(torch.vmap(total)(*leaves).sum(), leaves), each)
+    assert len(set(ran.names)) == len(ran.names)
+
+
+@every_gradient
 def test_compiled_with_rows_of_any_number(product: Op) -> None:
     torch._dynamo.reset()  # it compiles one function for a few ops only
     function = cute_ops_torch.register(product)
@@ -363,6 +385,49 @@ def test_a_function_as_epilogue(residual: tuple[int, ...] | None, transposed: bo
     torch.testing.assert_close(out.double(), exact + sum(others), rtol=0.01, atol=0.01)
 
 
+def rescaled(xp, acc, bias, residual, scale, factor):
+    return xp.gelu(acc * scale + bias) * factor + residual
+
+
+# Of a bias, a residual, a number per row and one for all: against (2, 3, 5, 8), of six weights.
+OPERANDS_OF_BATCHES = (
+    ((8,), (2, 3, 5, 8), (), (2, 1, 1, 1)), ((3, 1, 8), (5, 8), (2, 3, 5, 1), (1,)),
+    ((2, 3, 1, 8), (3, 5, 8), (5, 1), (2, 3, 1, 1)), ((2, 1, 1, 8), (2, 1, 5, 8), (2, 1, 5, 1), (3, 1, 1)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", OPERANDS_OF_BATCHES, ids=str)
+@pytest.mark.parametrize("fused", ["auto", "never"])
+def test_a_batch_of_weights(shapes: tuple[tuple[int, ...], ...], fused: str) -> None:
+    given = [t.float().requires_grad_() for t in made((2, 3, 5, 16), (2, 3, 8, 16), *shapes)]
+
+    def run(x: torch.Tensor, weight: torch.Tensor, *operands: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.linear(x, weight, *operands, epilogue=rescaled, fused=fused)
+
+    def plain(x: torch.Tensor, weight: torch.Tensor, bias: Any, residual: Any, scale: Any, factor: Any) -> torch.Tensor:
+        return torch.nn.functional.gelu(x @ weight.mT * scale + bias) * factor + residual
+
+    torch._dynamo.reset()
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        out = function(*given)
+        torch.testing.assert_close(out, plain(*given), rtol=1e-4, atol=1e-4)
+        found, exact = (torch.autograd.grad(each.cos().sum(), given) for each in (out, plain(*given)))
+        for got, wanted in zip(found, exact, strict=True):
+            torch.testing.assert_close(got, wanted, rtol=1e-4, atol=1e-3)
+
+
+def test_a_batch_of_weights_without_an_epilogue() -> None:
+    x, weight = made((2, 3, 5, 16), (2, 3, 8, 16))
+    out = cute_ops_torch.linear(x, weight)
+    torch.testing.assert_close(out, x @ weight.mT)
+    assert torch.equal(cute_ops_torch.linear(x, weight.mT.contiguous(), transposed=True), out)
+    assert torch.equal(torch.compile(cute_ops_torch.linear, backend="aot_eager", fullgraph=True)(x, weight), out)
+    shared = torch.vmap(torch.vmap(cute_ops_torch.linear, (None, 0)))(x[:, 0], weight)
+    torch.testing.assert_close(shared, x[:, :1] @ weight.mT)
+    for epilogue in (None, "gelu"):
+        assert cute_ops_torch.linear(x[:0], weight[:0], epilogue=epilogue).shape == (0, 3, 5, 8)
+
+
 def test_a_call_like_an_earlier_one_is_found_again(monkeypatch: pytest.MonkeyPatch) -> None:
     given = made((2, 3, 16), (8, 16), (8,), (3, 8))
     first = cute_ops_torch.linear(*given, epilogue=gelu_add)
@@ -451,7 +516,17 @@ def test_calls_that_are_refused() -> None:
     refused(ValueError, packed, x, weight, bias[:3], epilogue=swiglu, packed=True)
     odd = "cute.linear: argument `weight` has 7 columns of the product, which two halves cannot share."
     refused(ValueError, odd, x, weight[:7], bias, epilogue=swiglu, packed=True)
-    refused(ValueError, "cute.linear: argument `weight` has 1 dims, expected 2.", x, bias, bias, epilogue=gelu_add)
+    refused(
+        ValueError, "cute.linear: argument `weight` has 1 dims, expected 2 or more.", x, bias, bias, epilogue=gelu_add
+    )
+    batch = (
+        "cute.linear: argument `x` has the leading dims [2, 3], but `weight` [3]: expected one more, the rows.\n"
+        "  x:      bfloat16[2, 3, 16]   declared T[*b m k]\n  weight: bfloat16[3, 8, 16]   declared T[*b n k]"
+    )
+    refused(ValueError, batch, x, weight.expand(3, 8, 16), bias, epilogue=gelu_add)
+    text = "e1(t) sum 0 -> 0 1"
+    reduced = f"cute.linear: {text} reduces rows, looks at groups of columns or repeats an operand, which is not"
+    refused(NotImplementedError, reduced, x, weight.expand(2, 8, 16), epilogue=text)
     few = "cute.linear: the epilogue gelu_add reads `bias`, `residual` besides the product; 0 were given."
     refused(TypeError, few, x, weight, epilogue=gelu_add)
     refused(TypeError, "cute.linear: operand 1 was given, but no epilogue that reads it.", x, weight, bias)

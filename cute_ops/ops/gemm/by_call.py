@@ -18,6 +18,7 @@ from cute_ops.errors import meant, message
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
 from cute_ops.op import Op, Tensor
+from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.named import EPILOGUES
 from cute_ops.shapes import Array
@@ -32,7 +33,8 @@ _TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
 _known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Op]] = WeakKeyDictionary()
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-    weight: ``T[n k]``, as in PyTorch; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``.
+    weight: ``T[n k]``, as in PyTorch; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``. With
+        leading dims, ``T[*b n k]``, it is one matrix for each of x, ``T[*b m k]``.
     operands: what the epilogue reads besides the product, each float32, bfloat16 or float16. They broadcast against
         ``[*m n]`` as in NumPy: ``[n]`` is a row that all rows share, ``[*m 1]`` a number per row, ``[*m n]`` a tile,
         ``[]`` a scalar; with ``packed`` also ``[2n]`` and ``[*m 2n]``. None stands for one that is left out. One that
@@ -66,19 +68,22 @@ class Fit(NamedTuple):
 
     Attributes:
         shape: as :func:`fused_linear` takes it.
-        sizes: what it is broadcast to where it has rows, else reshaped to.
+        sizes: what it is broadcast to, reshaped.
+        own: what it is reshaped to.
     """
 
     shape: str
     sizes: tuple[Any, ...]
+    own: tuple[Any, ...]
 
 
-def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool) -> Fit | None:
+def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool, batch: Sequence[Any] = ()) -> Fit | None:
     """How an operand broadcasts, as NumPy does it, against values ``(*rows, n)`` or, of a packed weight, the product
-    ``(*rows, 2n)``; None where it does not.
+    ``(*rows, 2n)``; None where it does not. Of a batch of weights ``rows`` are ``(*batch, m)``, and what the rows of an
+    example share is given for each example.
     """
     if not shape:
-        return Fit("", ())
+        return Fit("", tuple(batch), ())
     *lead, last = shape
     if last == n:
         width = "n"
@@ -91,9 +96,10 @@ def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool) -> Fit 
     beside = rows[max(len(rows) - len(lead), 0) :]
     if len(lead) > len(rows) or any(size != 1 and size != row for size, row in zip(lead, beside, strict=True)):
         return None
-    if all(size == 1 for size in lead) and tuple(lead) != tuple(rows):  # one row, which all share
-        return Fit("", ()) if width == "1" else Fit(width, (last,))
-    return Fit(f"*m {width}", (*rows, last))
+    shared, columns = lead[: len(lead) - 1] if batch else [], () if width == "1" else (last,)
+    if all(size == 1 for size in lead[len(shared) :]) and tuple(lead) != tuple(rows):  # one row, which all share
+        return Fit("" if width == "1" else width, (*batch, *columns), (*shared, *columns))
+    return Fit(f"*m {width}", (*rows, last), tuple(shape))
 
 
 def fits(
@@ -113,16 +119,19 @@ def fits(
         ValueError: an operand does not broadcast.
     """
     x, weight, *operands = arrays
-    if not x.shape or len(weight.shape) != 2:
-        name, wanted = ("weight", 2) if x.shape else ("x", "1 or more")
+    if not x.shape or len(weight.shape) < 2:
+        name, wanted = ("weight", "2 or more") if x.shape else ("x", "1 or more")
         count = len((weight if x.shape else x).shape)
         _refuse(f"argument `{name}` has {count} dims, expected {wanted}.", [x, weight], [], packed, transposed, spec)
-    columns, rows = weight.shape[1 if transposed else 0], x.shape[:-1]
+    columns, rows, batch = weight.shape[-1 if transposed else -2], x.shape[:-1], weight.shape[:-2]
+    if batch and rows[:-1] != batch:
+        problem = f"argument `x` has the leading dims {[*rows]}, but `weight` {[*batch]}: expected one more, the rows."
+        _refuse(problem, [x, weight], [], packed, transposed, spec)
     if packed and columns % 2:
         problem = f"argument `weight` has {columns} columns of the product, which two halves cannot share."
         _refuse(problem, [x, weight], [], packed, transposed, spec)
     n = columns // 2 if packed else columns
-    found = tuple(None if a is None else fit(a.shape, rows, n, packed) for a in operands)
+    found = tuple(None if a is None else fit(a.shape, rows, n, packed, batch) for a in operands)
     for i, (operand, how) in enumerate(zip(operands, found, strict=True)):
         if operand is not None and how is None:
             names = operand_names(epilogue, len(operands))
@@ -147,6 +156,7 @@ def _refuse(
 ) -> NoReturn:  # fmt: skip
     declared = {"x": Tensor("*m k", "T"), "weight": Tensor(weight_shape(packed, transposed), "T")}
     declared |= {name: Tensor("*m n", f"T_{name}") for name in names}
+    declared = each(declared) if len(arrays[1].shape) > 2 else declared
     given = {name: None if a is None else spec(a) for name, a in zip(declared, arrays, strict=True)}
     raise ValueError(message(_Call("linear", declared), problem, given))
 
@@ -183,6 +193,22 @@ def operand_names(epilogue: Epilogue, count: int) -> tuple[str, ...]:
         were = "1 was" if count == 1 else f"{count} were"
         raise TypeError(f"cute.linear: the epilogue {_name(epilogue)} reads {names} besides the product; {were} given.")
     return tuple(p.name for p in parameters[:count])
+
+
+def op_of_batch(epilogue: Epilogue, *options: Any) -> Op:
+    """The same of each matrix of a batch.
+
+    Raises:
+        NotImplementedError: the epilogue reduces rows or looks at groups of columns.
+    """
+    made = op_of(epilogue, *options).batched
+    if made is None:
+        name = epilogue if isinstance(epilogue, str) else _name(epilogue)
+        raise NotImplementedError(
+            f"cute.linear: {name} reduces rows, looks at groups of columns or repeats an operand, which is not fused "
+            "with a batch of weights: call it for each of them."
+        )
+    return made
 
 
 def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", attrs: Attrs = ()) -> Op:
