@@ -130,6 +130,32 @@ def test_few_rows_take_small_tiles() -> None:
 
 
 @pytest.mark.parametrize(
+    ("m", "n", "k", "tile_n", "parts"),
+    [
+        (16, 28672, 4096, 32, 1), (64, 28672, 4096, 64, 1), (1, 4096, 4096, 32, 4), (33, 4096, 14336, 64, 4),
+        (8, 2048, 8192, 32, 8), (8, 6144, 4096, 32, 2), (4, 128, 512, 32, 2), (1, 8, 8, 32, 1),
+    ],
+)  # fmt: skip
+def test_sums_of_few_rows_are_divided_among_all_sms(m: int, n: int, k: int, tile_n: int, parts: int) -> None:
+    for op in (linear, linear_dx):
+        sizes = {"m": (m,), "n": n, "k": k} if op is linear else {"m": (m,), "n": k, "k": n}
+        made = plan(bind(op, arrays(op, **sizes)), {}, TARGET)
+        config = GemmConfig.of(made.variant.config)
+        assert (config.tile_m, config.tile_n, config.parts) == (128, tile_n, parts)
+        assert config.stages == 8 and config.shared(2, (4,)) + 1024 <= ARCHES["sm_90a"].shared_per_cta
+        assert made.workspaces == {"sums": Array((parts, n, -(-m // 4) * 4), "float32")}
+
+
+def test_where_sums_are_not_divided() -> None:
+    for op, arch, m, k in [(linear, "sm_90a", 65, 64), (linear, "sm_90a", 8, 63), (linear, "sm_80", 8, 64),
+                           (linear_dweight, "sm_90a", 8, 64), (linear.batched, "sm_90a", 8, 64)]:  # fmt: skip
+        sizes = {"b": (2,), "m": m if op is linear.batched else (m,), "n": 64, "k": k}
+        given = {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()}
+        made = plan(bind(op, given), {}, parse(arch))
+        assert not made.workspaces and "parts" not in made.variant.tile
+
+
+@pytest.mark.parametrize(
     ("op", "sizes", "ours"),
     [
         (linear, (8192, 28672, 4096), True), (linear_dx, (8192, 28672, 4096), True),
@@ -289,6 +315,17 @@ def test_machine_code(name: str, compiled: Callable[[Variant], Path]) -> None:
     assert "ACQBULK" in code and "PREEXIT" in code  # griddepcontrol
 
 
+@pytest.mark.parametrize("op", [linear, linear_dx], ids=lambda op: op.name)
+@pytest.mark.parametrize("m", [16, 64])
+def test_machine_code_of_few_rows(op: Op, m: int, compiled: Callable[[Variant], Path]) -> None:
+    path = compiled(plan(bind(op, arrays(op, (m,))), {}, TARGET).variant)
+    add, product = sass.resources(path)
+    assert (product.registers, product.stack, product.local) == (168, 0, 0)
+    assert add.registers <= 64 and (add.stack, add.local) == (0, 0)
+    code = sass.sass(path)
+    assert len(re.findall(r"\bHGMMA", code)) == 2 * 4 and code.count("WARPGROUP.DEPBAR") == 2
+
+
 @pytest.mark.parametrize(
     ("op", "arch", "n", "k"),
     [
@@ -365,6 +402,36 @@ def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) 
     tile = (128, 128) if form == "cooperative" else (64, 128)
     config = GemmConfig(form, *tile, 2, 2, 2, 1, store_stages=2, tile_stages=2, group=2)
     (out,) = on_cpu(linear_dweight_add, given, "sm_90a", config).values()
+    np.testing.assert_array_equal(out, exact)
+
+
+@pytest.mark.parametrize(
+    ("op", "across", "parts", "sizes"),
+    [
+        (linear, False, 2, (5, 136, 264)), (linear, True, 3, (40, 131, 392)), (linear_dx, False, 8, (1, 136, 264)),
+        (linear_float32, False, 1, (33, 9, 8)), (linear, True, 1, (8, 264, 72)),
+    ],
+    ids=lambda value: getattr(value, "name", str(value)),
+)  # fmt: skip
+def test_results_of_few_rows(
+    op: Op, across: bool, parts: int, sizes: tuple[int, int, int], on_cpu: Callable[..., Any]
+) -> None:
+    """``across``: x lies transposed. There are no more parts than steps of k."""
+    given = integers(op, "bfloat16", sizes)
+    if across:
+        given["x"] = np.ascontiguousarray(given["x"].T).T
+    (exact,) = testing.run_reference(op, given, {})
+    config = GemmConfig(
+        "cooperative",
+        128,
+        32 if sizes[0] <= 32 else 64,
+        3,
+        2,
+        store_stages=2,
+        parts=parts,
+        writes=next(iter(op.outputs)),
+    )
+    (out,) = on_cpu(op, given, "sm_90a", config).values()
     np.testing.assert_array_equal(out, exact)
 
 

@@ -487,6 +487,23 @@ def test_results_without_tma(name: str, sizes: tuple[int, int, int], others: dic
     )
 
 
+@pytest.mark.parametrize(
+    ("name", "parts", "sizes", "others"),
+    [
+        ("with_all", 4, (33, 133, 264), {"scale": "float32", "residual": "float32"}),
+        ("gated_saving", 8, (64, 72, 136), {}), ("with_swiglu", 2, (3, 9, 136), {}),
+        ("gated_dgrad", 1, (1, 67, 72), {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_results_of_few_rows(
+    name: str, parts: int, sizes: tuple[int, int, int], others: dict[str, str], tmp_path: Path
+) -> None:
+    (m, n, k), op = sizes, BY_NAME[name]
+    config = GemmConfig("cooperative", 128, 32 if m <= 32 else 64, 3, 2, store_stages=2, parts=parts)
+    check(op, made(op, (m,), n, k, **others), tmp_path, "sm_90a", config)
+
+
 def of_batch(name: str, b: int, m: int, n: int, k: int) -> tuple[Op, dict[str, np.ndarray]]:
     op = BY_NAME[name].batched
     assert op is not None

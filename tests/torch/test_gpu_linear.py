@@ -270,6 +270,34 @@ def test_leading_dims(config: GemmConfig) -> None:
     compare(call(), expected(linear, tensors).bfloat16().double(), 0.0, config, what)
 
 
+@pytest.mark.parametrize("m", [1, 2, 3, 4, 7, 8, 15, 16, 17, 31, 32, 33, 48, 63, 64])
+def test_few_rows(m: int) -> None:
+    """Through the public functions, exact: integers, of which all parts' sums are exact."""
+    for n, k in ((8, 8), (1, 64), (77, 136), (1001, 1000), (4096, 4096), (2048, 8192), (28672, 512)):
+        for op in (linear, linear_float32, linear_dx):
+            if op is linear_dx and n % 8:  # TMA does not take dout
+                continue
+            tensors = operands(op, m, n, k)
+            got = by_kernel(op)(*tensors)
+            finish(f"{op.name} {m}x{n}x{k}")
+            assert torch.equal(got, expected(op, tensors).to(got.dtype)), f"{op.name} {m}x{n}x{k}"
+            assert torch.equal(by_kernel(op)(*tensors), got)
+
+
+@pytest.mark.parametrize("product", [op for op in DIFFERENTIABLE if op.instead], ids=lambda op: op.name)
+@pytest.mark.parametrize("m", [1, 5, 64])
+def test_epilogues_of_few_rows(product: Op, m: int) -> None:
+    """As the framework's product and a pass."""
+    for n, k in ((136, 1024), (129, 72)):
+        sizes = {"m": (m,), "n": n, "k": k}
+        given = [torch.randn(t.of(sizes), device=DEVICE).bfloat16() for t in product.inputs.values()]
+        given[1] /= k**0.5
+        function = cute_ops_torch.register(product)
+        outputs = [function(*given, fused=fused) for fused in ("always", "never")]
+        for got, wanted in zip(*(out if isinstance(out, tuple) else (out,) for out in outputs), strict=True):
+            torch.testing.assert_close(got, wanted, rtol=0.03, atol=0.03)
+
+
 def batch(op: Op, lead: tuple[int, ...], m: int, n: int, k: int) -> list[torch.Tensor]:
     """Integers for the op of a batch: rows of the first operand and its matrices lie apart."""
     assert op.batched is not None
@@ -296,7 +324,7 @@ def test_a_batch(product: Op, config: GemmConfig, sizes: tuple[int, int, int]) -
     for lead in ((7,), (2, 3)):
         tensors = batch(product, lead, *sizes)
         if len(lead) == 2:  # whose matrices no single stride steps over
-            tensors = [t.transpose(0, 1) for t in (tensors[0], tensors[1].transpose(0, 1).contiguous())]
+            tensors = [tensors[0].transpose(0, 1), tensors[1].transpose(0, 1).contiguous()]
         call, what = filling(product.batched, tensors, config)
         got = call()
         compare(got, expected_of_batch(product, *tensors).to(got.dtype).double(), 0.0, config, what)
@@ -311,15 +339,15 @@ def test_weights_of_a_batch_with_one_x(sizes: tuple[int, int, int]) -> None:
     assert torch.equal(got, expected_of_batch(linear, x[:1], weight).bfloat16())
 
 
-@pytest.mark.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
+@pytest.mark.parametrize("product", DIFFERENTIABLE, ids=lambda op: op.name)
 @pytest.mark.parametrize("fused", ["always", "never"])
-def test_gradients_of_a_batch(op: Op, fused: str) -> None:
+def test_gradients_of_a_batch(product: Op, fused: str) -> None:
     """As of each example."""
-    function, dims = cute_ops_torch.register(op), {"m": (2, 60), "n": 136, "k": 72}
+    function, dims = cute_ops_torch.register(product), {"m": (2, 60), "n": 136, "k": 72}
     generator = torch.Generator(DEVICE).manual_seed(0)
     stacked = [
         torch.randn((3, *t.of(dims)), generator=generator, device=DEVICE).to(torch.bfloat16).requires_grad_()
-        for t in op.inputs.values()
+        for t in product.inputs.values()
     ]
 
     def run(*tensors: torch.Tensor) -> Any:

@@ -13,6 +13,7 @@ WARPGROUP = 128  # threads
 MMA_M, MMA_K = 64, 16  # rows of a warpgroup's instruction; 16-bit elements of k that it takes
 WARPS = 8  # of ``mma_sync``
 ROW_PARTS = "row_parts"  # the workspace of reductions of rows
+SUMS = "sums"  # the workspace of sums of few rows, in parts
 STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
 
 
@@ -42,6 +43,8 @@ class GemmConfig(KernelConfig):
         writes: the tensors that its outputs are of: ``pre[:n] pre[n:] out``. The call's last one where it is empty.
         half_align: bytes, at most 16, that divide where the second half of a packed tensor's row starts.
         warps_n: warps of ``mma_sync`` beside one another.
+        parts: for few rows: what the sums of a tile are divided into. Then tiles have rows of the second operand, and
+            another kernel adds the parts up and computes the epilogue. 0 for one kernel.
     """
 
     form: Form
@@ -62,6 +65,7 @@ class GemmConfig(KernelConfig):
     writes: str = ""
     half_align: int = 16
     warps_n: int = 4
+    parts: int = 0
 
     @property
     def threads(self) -> int:

@@ -11,7 +11,6 @@ from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.expressions.stages import split
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.emit import computed
-from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.rows import COMBINE, IDENTITY, FinishRows, RowParts
 from cute_ops.kernels.gemm.views import by_row, each_by_row, half
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
@@ -109,8 +108,8 @@ class Epilogue:
     :attr:`finish`, None where there are none, makes the outputs of these.
     """
 
-    def __init__(self, variant, batched):
-        self.batched, config = batched, GemmConfig.of(variant.config)
+    def __init__(self, variant, config, batched):
+        self.batched = batched
         whole = parse(config.expression)
         parts = split(whole)
         self.expression, self.rows = parts.elements, RowParts(parts.reductions)

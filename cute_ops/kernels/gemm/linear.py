@@ -5,11 +5,14 @@ from functools import partial
 import cutlass.cute as cute
 from cutlass import Int32, const_expr
 
-from cute_ops.kernels.gemm.config import ROW_PARTS, GemmConfig
+from cute_ops.kernels.gemm.config import ROW_PARTS, SUMS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
+from cute_ops.kernels.gemm.few_rows import FinishParts
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
 from cute_ops.kernels.gemm.views import by_column, by_row, each_by_column, each_by_row, half
+
+PLAIN = "e1(t) -> 0"
 
 
 class Product:
@@ -22,9 +25,14 @@ class Product:
 
     def __init__(self, variant, views, batched=False):
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
-        self.epilogue = Epilogue(variant, batched)
-        form = GemmSm80 if GemmConfig.of(variant.config).form == "mma_sync" else GemmSm90
-        self.form = form(variant, self.epilogue)
+        config = GemmConfig.of(variant.config)
+        self.epilogue, self.few = Epilogue(variant, config, batched), config.parts > 0
+        if self.few:
+            sums = GemmConfig.of({**config.flat(), "expression": PLAIN, "reads": "", "writes": SUMS})
+            self.form = GemmSm90(variant, Epilogue(variant, sums, batched=True))
+            self.add = FinishParts(self.epilogue, variant.arch)
+        else:
+            self.form = (GemmSm80 if config.form == "mma_sync" else GemmSm90)(variant, self.epilogue)
 
     @cute.jit
     def __call__(self, *arguments):
@@ -33,7 +41,12 @@ class Product:
         operands = tuple([tensors[part.key.name] for part in self.epilogue.operands])
         outputs = tuple([tensors[part.key.name] for part in self.epilogue.outputs])
         halves, mParts, stream = self._parts(second), tensors.get(ROW_PARTS), arguments[-1]
-        self.form.launch(first, halves, operands, outputs, mParts, stream)
+        if const_expr(self.few):
+            mSums, shape = tensors[SUMS], (Int32(first.shape[0]), Int32(halves[0].shape[0]))
+            self.form.launch(second, (first,), (), (mSums,), None, stream)
+            self.add(mSums, self.form.part_count(second), operands, outputs, shape, stream)
+        else:
+            self.form.launch(first, halves, operands, outputs, mParts, stream)
         finish = self.epilogue.finish
         if const_expr(finish is not None):
             read, made = (

@@ -39,6 +39,8 @@ class GemmSm90:
     Which of the operands' dims is contiguous is known at compile time, all sizes at run time; what lies outside of a
     matrix is loaded as zeros and not stored. Of a packed b a CTA takes the same rows of both halves, one half after the
     other in shared memory, so that a thread has the sums of both.
+    Of a batch, a ``(m, k, batch)`` and b ``(n, k, batch)``, tiles of one matrix come after those of another. With
+    ``parts`` each tile is computed so many times, of as many parts of k, into an output ``(parts, m, n)``.
     Shared memory: ``stages`` slots of ``(tile_m + tile_n) x tile_k`` elements; ``store_stages`` subtiles of each output
     and ``tile_stages`` of each tile that TMA loads, for each group of warps that stores.
     Bytes moved per element: a and b once from memory as long as the tiles walked together find them in L2, all others
@@ -88,13 +90,19 @@ class GemmSm90:
         rows = cute.ceil_div(m, tile.tile_m * tile.cluster_m)
         columns = cute.ceil_div(n, self.columns * tile.cluster_n)
         by_rows, by_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
-        batch = (cute.size(mA, mode=[2]),) if const_expr(self.epilogue.batched) else ()
+        batch = (cute.size(mA, mode=[2]),) if const_expr(cute.rank(mA) > 2) else ()
+        if const_expr(tile.parts > 0):
+            batch = (self.part_count(mA),)
         order = (rows, columns, Int32(by_columns < by_rows), *batch)
         clusters = cutlass.min(tile_count(order), tile.clusters)
         self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, mParts, (m, n), order).launch(
             grid=[tile.cluster_m, tile.cluster_n, clusters], block=[tile.threads, 1, 1], cluster=list(self.cluster),
             stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
+
+    def part_count(self, mA):
+        """The parts of each tile's sums, none of which is empty."""
+        return cutlass.min(Int32(self.config.parts), cute.ceil_div(Int32(mA.shape[1]), self.config.tile_k))
 
     def _by_subtile(self, operation, part, m, slots):
         """A TMA copy of a tensor's subtiles, None where TMA cannot take it; the tensor as a matrix; slots for it."""
@@ -189,7 +197,9 @@ class GemmSm90:
         slot = make_pipeline_state(PipelineUserType.Producer, tile.stages)
         for index in cutlass.range(cute.arch.block_idx()[2], tile_count(order), cute.arch.grid_dim()[2], unroll=1):
             row, column, *batch = self._tile(index, order)
-            for k in cutlass.range(cute.size(tAgA, mode=[2]), unroll=1):
+            begin, end = self._steps(cute.size(tAgA, mode=[2]), order, batch)
+            batch = () if const_expr(tile.parts > 0) else batch
+            for k in cutlass.range(begin, end, unroll=1):
                 ring.producer_acquire(slot)
                 full = ring.producer_get_barrier(slot)
                 cute.copy(
@@ -240,6 +250,12 @@ class GemmSm90:
         row, column, *batch = tile_of_batch(index, order, tile.group)
         return row * tile.cluster_m + x, column * tile.cluster_n + y, *batch
 
+    def _steps(self, count, order, batch):
+        """The steps that a tile is the sum of: of one of its parts, from the first one up to another one's."""
+        if self.config.parts == 0:
+            return 0, count
+        return batch[0] * count // order[3], (batch[0] + 1) * count // order[3]
+
     @cute.jit
     def _multiply_and_store(
         self, mma, ring, order: cutlass.Constexpr, sA, sB, inputs: cutlass.Constexpr, outputs: cutlass.Constexpr,
@@ -273,7 +289,8 @@ class GemmSm90:
                 # A slot's phase is one bit, so a warpgroup may wait for its slots only after the other one has waited
                 # for all of its own.
                 cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
-            slot = self._multiply(product, ring, slot, steps, (group, index + clusters < tiles))
+            begin, end = self._steps(steps, order, places[0][2:])
+            slot = self._multiply(product, ring, slot, end - begin, (group, index + clusters < tiles))
             if const_expr(pingpong):
                 slot.advance(steps)
             storing = group if const_expr(pingpong) else 0

@@ -9,11 +9,9 @@ from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Instead, Program
 from cute_ops.ops.gemm.batches import batch_of
-from cute_ops.ops.gemm.config import busy
+from cute_ops.ops.gemm.config import FEW_ROWS, busy
 from cute_ops.ops.rows import VECTOR_BYTES
 
-# With fewer rows an H200's Tensor Cores wait for the weight, and cuBLAS, which divides the sums, is ahead.
-MOST_FEW_ROWS = 64
 # The part of the time that a product without an epilogue must keep the Tensor Cores busy, by the model of cycles. With
 # 0.51 and 0.61 (BERT's gradients) ours ran at 84% and 88% of cuBLAS's speed, from 0.71 on at 100% and more. But cuBLAS
 # needs rows of 16 bytes: at others ours is five times as fast with 0.40.
@@ -50,4 +48,4 @@ def instead(
 def leads(problem: Problem, form: str) -> bool:
     """Whether a kernel of this form with an epilogue is at least as fast as the framework's product and a pass."""
     # TMA takes both operands, and the epilogue's registers suffice.
-    return sm(problem.arch) == 90 and problem.size("m") > MOST_FEW_ROWS and form != "mma_sync"
+    return sm(problem.arch) == 90 and problem.size("m") > FEW_ROWS and form != "mma_sync"

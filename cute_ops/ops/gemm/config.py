@@ -17,6 +17,9 @@ TILES: tuple[tuple[Form, int, int], ...] = (
     ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 192), ("cooperative", 128, 128),
 )  # fmt: skip
 CLUSTERS: tuple[tuple[int, int], ...] = ((2, 1), (1, 2), (1, 1))
+# Up to so many rows a product takes as long as reading the other operand. Rows of that in a tile, the part of all SMs
+# that suffices to read it, and the fewest steps of k in a part of a tile's sums.
+FEW_ROWS, FEW_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
 # Slots of the ring: at most, as many as take precedence over slots for subtiles, at least. Slots for subtiles.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
 SWIZZLED = 64  # 16-bit elements of a row of 128 bytes in shared memory, which TMA and WGMMA permute
@@ -104,6 +107,17 @@ def choose(
         key=lambda config: cycles(config, m, n, k, itemsize, demand, batch),
         default=None,
     )
+
+
+def few_rows(m: int, n: int, k: int, itemsize: int, arch: str, sm_count: int) -> GemmConfig:
+    """For few rows: tiles of the other operand's rows, in the fewest parts that keep enough SMs loading."""
+    tiles, steps, parts = -(-n // FEW_TILE), -(-k // SWIZZLED), 1
+    while tiles * parts < ENOUGH_SMS * sm_count and steps >= 2 * parts * LEAST_STEPS:
+        parts *= 2
+    config = GemmConfig("cooperative", FEW_TILE, 32 if m <= 32 else 64, 0, sm_count, store_stages=2, parts=parts)
+    room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(itemsize, (4,))
+    slot = replace(config, stages=1).shared(itemsize, (4,)) - config.shared(itemsize, (4,))
+    return replace(config, stages=min(room // slot, MAX_STAGES))
 
 
 def without_tma(vec_a: int, vec_b: int) -> GemmConfig:

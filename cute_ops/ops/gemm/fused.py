@@ -30,7 +30,16 @@ from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.choice import WIDE, instead
 from cute_ops.ops.gemm.config import SWIZZLED, Demand
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
-from cute_ops.ops.gemm.linear import HALVES, check_rows, configure, multiply, product, vector
+from cute_ops.ops.gemm.linear import (
+    HALVES,
+    check_rows,
+    configure,
+    multiply,
+    of_few_rows,
+    product,
+    sums_of_few_rows,
+    vector,
+)
 from cute_ops.ops.gemm.pointwise import COLUMN, period, pointwise, repeated
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
@@ -40,6 +49,7 @@ Check = Callable[[Binding], str | None]
 COLUMNS = (COLUMN, "*m 1")
 # Where an example's vectors and scalars get the dims that they lack.
 SHARED: dict[str, Any] = {"n": (..., None, slice(None)), "2n": (..., None, slice(None)), "": (..., None, None)}
+SIZES = ("m", "n", "k")  # rows, columns and terms of the product
 GROUPS = (16, 32, 64, 128)  # columns
 CASES = (
     Case("one-row", {"m": (), "n": 64, "k": 64}),
@@ -166,6 +176,7 @@ def _declare(
 ) -> Op:  # fmt: skip
     """The op of a product with an epilogue, which ``apart`` computes from the sums; the framework where it is None."""
     weight = inputs["weight"].shape.removeprefix("*b ")
+    may_be_few = made.by_element and not is_batch
     across, kernel = weight.startswith("k"), f"{'Batched' * is_batch}{WEIGHTS[weight]}"
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
@@ -197,7 +208,8 @@ def _declare(
         second, by_tma = vector(problem, "weight", n if across else k)
         vectors = [vector(problem, "x", k), (second, by_tma and (weight != "k 2n" or start == VECTOR_BYTES))]
         demand = made.demand(problem, start, SWIZZLED if across else 8)
-        chosen = configure(problem, vectors, ("m", "n", "k"), demand)
+        chosen = of_few_rows(problem, vectors, SIZES, 1 + made.packed) if may_be_few else None
+        chosen = chosen or configure(problem, vectors, SIZES, demand)
         halves = start if made.packs else VECTOR_BYTES
         if demand.group > 1 and chosen.form == "mma_sync":  # a warp has all columns of a tile
             chosen = replace(chosen, warps_n=1)
@@ -242,10 +254,12 @@ def _declare(
         )  # fmt: skip
 
     reference.__module__ = module
+    rows = made.workspace if made.reduces else None
     summed = Accumulation(("k",))
     op = Op(
         name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
-        reference=reference, static=(), tuning=Tuning(config, workspace=made.workspace if made.reduces else None),
+        reference=reference, static=(),
+        tuning=Tuning(config, workspace=sums_of_few_rows(SIZES, 1 + made.packed) if may_be_few else rows),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", batched=batched if apart and not is_batch else None,
         sharding=Sharding(

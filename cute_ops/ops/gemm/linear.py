@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
 from cute_ops.array_api import widen
-from cute_ops.config import Problem, Tuning
+from cute_ops.config import Config, Problem, Tuning
 from cute_ops.errors import message
 from cute_ops.expressions.text import parse
 from cute_ops.hardware import sm
-from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.config import SUMS, GemmConfig
 from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import batch_of, each
 from cute_ops.ops.gemm.choice import instead
-from cute_ops.ops.gemm.config import SWIZZLED, Demand, choose, without_tma
+from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, choose, few_rows, without_tma
 from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
@@ -101,6 +102,9 @@ def declare(
         check_rows(op, problem)
         itemsize = ITEMSIZE[problem.dtypes[next(iter(outputs))]]
         vectors, blocks = loads(problem, list(inputs), sizes[2])
+        chosen = of_few_rows(problem, vectors, sizes) if may_be_few else None
+        if chosen:
+            return replace(chosen, writes=next(iter(outputs)))
         return configure(problem, vectors, sizes, Demand((itemsize,), blocks=blocks))
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
@@ -119,13 +123,14 @@ def declare(
             **{**more, **known, "doc": doc},
         )  # fmt: skip
 
-    is_batch = kernel.startswith("Batched")
+    is_batch, may_be_few = kernel.startswith("Batched"), kernel in ("Linear", "LinearDx")
     summed = Accumulation((sizes[2],))
     op = Op(
         name, inputs=inputs, outputs={n: t._replace(accumulates=summed) for n, t in outputs.items()},
         dtypes={"T": HALVES}, static=(), reference=reference, cases=BATCHES if is_batch else CASES,
         batched=None if is_batch else batched,
-        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
+        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
+        tuning=Tuning(config, workspace=sums_of_few_rows(sizes) if may_be_few else None),
         instead=instead(Program(run), config, sizes),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
     )  # fmt: skip
@@ -166,6 +171,29 @@ def configure(
         itemsize, batch = ITEMSIZE["bfloat16"], batch_of(problem)
         chosen = choose(m, n, k, itemsize, demand, problem.arch, problem.sm_count, batch)
     return chosen or without_tma(vec_a, vec_b)
+
+
+def of_few_rows(
+    problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], halves: int = 1
+) -> GemmConfig | None:
+    """The config of a product of few rows, where TMA loads both operands; of ``halves`` times as many columns."""
+    if sm(problem.arch) != 90 or problem.size("m") > FEW_ROWS or not all(by_tma for _, by_tma in vectors):
+        return None
+    m, n, k = map(problem.size, sizes)
+    return few_rows(m, n * halves, k, ITEMSIZE["bfloat16"], problem.arch, problem.sm_count)
+
+
+def sums_of_few_rows(
+    sizes: tuple[str, str, str], halves: int = 1
+) -> Callable[[Problem, Config], dict[str, Array | None]]:
+    """The workspace of such a product: its sums in parts, in rows of whole vectors."""
+
+    def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
+        m, n, _ = map(problem.size, sizes)
+        parts = GemmConfig.of(config).parts
+        return {SUMS: Array((parts, n * halves, -(-m // 4) * 4), "float32")} if parts else {}
+
+    return workspace
 
 
 def loads(problem: Problem, names: Sequence[str], terms: str) -> tuple[list[tuple[int, bool]], int]:

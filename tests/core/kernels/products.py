@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.kernels.gemm.few_rows import FinishParts
 from cute_ops.kernels.gemm.rows import FinishRows
 from cute_ops.ops.gemm.fused import COLUMNS
 
@@ -117,6 +118,8 @@ def run(
         if name in views and not key.order:  # merged leading dims
             view = views[name]
             a = as_strided(a, view.shape, [stride * a.itemsize for stride in view.strides])
+        if key and key.order:
+            a = a.T  # as it lies in memory
         halves = np.split(a, 2, axis=words.index("2n") - len(words)) if "2n" in words else [a]
         if key and key.layout == "flat" and a.ndim > 3:  # one dim of matrices
             halves = [half.reshape(-1, *half.shape[-2:]) for half in halves]
@@ -131,8 +134,18 @@ def run(
     scratched = [part for name in scratch for part in parts(name)]
     on_sm = _run_sm80 if chosen.form == "mma_sync" else _run_sm90
     blocks = [block.reshape(-1).view(np.uint8) for block in memory]
+    lies = [bool(variant.tensors[name].order) for name in [*op.inputs][:2]]
+    across = tuple(way != turned for way, turned in zip(ACROSS[op.kernel.partition(":")[2]], lies, strict=True))
+    if chosen.parts:
+        whole, (sums,) = Part(second[0].address, second[0].whole, second[0].whole), scratched
+        count = min(chosen.parts, -(-first.shape(across[0])[1] // chosen.tile_k))
+        used = sums._replace(array=sums.array[:count])
+        _run_sm90(chosen, across[::-1], Call(whole, [first], [], [used], []), ptx.read_text(), blocks)
+        tensors = [part.tensor() for part in (sums, *operands, *outputs)]
+        _add_parts(ptx.read_text(), tensors, (count, *outputs[0].array.shape), blocks)
+        return {name: arrays[name] for name in op.results}
     call = Call(first, second, operands, outputs, scratched)
-    on_sm(chosen, ACROSS[op.kernel.partition(":")[2]], call, ptx.read_text(), blocks)
+    on_sm(chosen, across, call, ptx.read_text(), blocks)
     if rows:
         late = [named[read.operand - len(words)] for read in reads(rows) if read.operand >= len(words)]
         given_rows = [*late, *(name for name in op.outputs if shapes[name] in COLUMNS)]
@@ -162,6 +175,13 @@ class Call(NamedTuple):
         m, n = self.outputs[0].array.shape[-2:]
         columns = config.tile_n // len(self.second)
         return -(-m // (config.tile_m * config.cluster_m)), -(-n // (columns * config.cluster_n))
+
+
+def _add_parts(ptx: str, tensors: Sequence[bytes], numbers: tuple[int, int, int], memory: list[np.ndarray]) -> None:
+    """Add up the parts of few rows' sums: how many, rows and columns."""
+    (sums, *others), (count, m, n) = tensors, (struct.pack("<i", number) for number in numbers)
+    grid = -(-numbers[1] // FinishParts.rows) * -(-numbers[2] // FinishParts.columns)
+    ptx_cta.Kernel(ptx, entry=1).run(grid, [sums, count, *others, m, n], memory)
 
 
 def _run_sm80(config: GemmConfig, across: tuple[bool, bool], call: Call, ptx: str, memory: list[np.ndarray]) -> None:
