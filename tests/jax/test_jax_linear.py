@@ -217,6 +217,24 @@ def test_adding_takes_the_memory_of_the_total(fake_kernels: Any) -> None:
     assert "output_operand_alias" in text and "stablehlo.dot_general" not in text
 
 
+def lowered(function: Callable[..., Any], *shapes: tuple[int, ...]) -> str:
+    given = [jax.ShapeDtypeStruct(shape, "bfloat16") for shape in shapes]
+    return jax.jit(function).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_a_batch_of_weights_is_one_call(fake_kernels: Any) -> None:
+    one = partial(register(linear), fused="always")
+    for function, x in ((jax.vmap(one), (3, 2, 512, 64)), (jax.vmap(one, (None, 0)), (2, 512, 64))):
+        text = lowered(function, x, (3, 128, 64))
+        assert text.count("stablehlo.custom_call @cute_linear_batched") == 1
+        assert "stablehlo.while" not in text and "stablehlo.dot_general" not in text
+
+
+def test_few_rows_have_room_for_parts_of_sums(fake_kernels: Any) -> None:
+    text = lowered(partial(register(linear), fused="always"), (3, 512), (128, 512))
+    assert text.count("stablehlo.custom_call @cute_linear") == 1 and "tensor<2x128x4xf32>" in text
+
+
 def test_what_a_transformer_does_next() -> None:
     """As PyTorch's functions, and in a jitted gradient."""
     generator = np.random.default_rng(0)
