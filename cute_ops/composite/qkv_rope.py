@@ -20,7 +20,7 @@ Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     weight: ``T[n k]``: its rows are those of queries, of keys and of as many values.
     cos, sin: ``[*#m r]``, with r half of a head's 64 or 128 columns; any float dtype; leading dims that broadcast.
-    heads: how many heads are rotated: those of queries and keys.
+    heads: how many heads are rotated: those of queries and keys, or all where ``weight`` has no others.
     fused: ``"auto"`` and ``"always"`` rotate in the product's epilogue, ``"never"`` after the framework's product.
 
 Returns:
@@ -81,7 +81,7 @@ def qkv_rope(size: int) -> Op:
 
     def check(binding: Binding) -> str | None:
         every, given = binding.dims["n"] // size, binding.attrs["heads"]
-        if not every or every < 2 * given <= 2 * every - 2:
+        if not every or given == every or every < 2 * given <= 2 * every - 2:
             return None
         return f"attribute `heads` is {given}, but {every} heads in all are queries, keys and as many values."
 

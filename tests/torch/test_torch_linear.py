@@ -863,12 +863,23 @@ def test_what_a_transformer_does_next() -> None:
         assert torch.equal(eager, found)
 
 
+@pytest.mark.parametrize("fused", ["auto", "never"])
+def test_all_heads_may_be_rotated(fused: str) -> None:
+    """Of queries alone, or keys."""
+    x, weight, angles = torch.randn(2, 5, 24, requires_grad=True), torch.randn(4 * 64, 24), torch.rand(5, 32)
+    tables, dout = (angles.cos(), angles.sin()), torch.randn(2, 5, 4 * 64)
+    out = cute_ops_torch.qkv_rope(x, weight, *tables, 4, fused=fused)
+    exact = cute_ops_torch.rope((x @ weight.T).unflatten(-1, (4, 64)), *tables).flatten(-2)
+    torch.testing.assert_close(out, exact)
+    torch.testing.assert_close(*(torch.autograd.grad(each, x, dout) for each in (out, exact)))
+
+
 @pytest.mark.parametrize(
     ("n", "columns", "heads", "message"),
     [
         (256, 31, 3, "qkv_rope: argument `cos` has 31 columns, expected 32 or 64: half of a head's"),
         (250, 32, 3, "qkv_rope_64: argument `weight` has n=250, no multiple of the 64 columns of a group"),
-        (256, 32, 4, "qkv_rope_64: attribute `heads` is 4, but 4 heads in all are queries, keys and as many values"),
+        (256, 32, 5, "qkv_rope_64: attribute `heads` is 5, but 4 heads in all are queries, keys and as many values"),
         (256, 32, 2, "qkv_rope_64: attribute `heads` is 2, but 4 heads in all"),
     ],
 )
