@@ -5,8 +5,8 @@ from functools import partial
 import cutlass.cute as cute
 
 from cute_ops.kernels.lib.row_copy import number_or, store_number
+from cute_ops.kernels.rowwise.function import RowFunction, Sum
 from cute_ops.kernels.rowwise.kernel import RowKernel
-from cute_ops.kernels.rowwise.one_pass import RowFunction, Sum
 
 
 class Unit(RowFunction):
@@ -18,7 +18,7 @@ class Unit(RowFunction):
     def __init__(self, variant):
         self.eps = variant.attrs["eps"]
 
-    def emit(self, values, results, context, first):
+    def emit(self, values, results, context, columns):
         return (values[0] * cute.math.rsqrt(results[0] + self.eps),)
 
     def postprocess(self, variant, numbers, rows, results, context, row):
@@ -34,7 +34,7 @@ class UnitGradient(RowFunction):
     def begin(self, variant, numbers, row, valid):
         return number_or(numbers[0], variant.tensors["scale"], row, valid, 0), valid
 
-    def emit(self, values, results, context, first):
+    def emit(self, values, results, context, columns):
         out, dout = values
         return (context * (dout - out * results[0]),)
 

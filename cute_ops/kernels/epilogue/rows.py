@@ -11,19 +11,17 @@ from cute_ops.kernels.lib.column_params import column_elements, column_vectors
 from cute_ops.kernels.lib.copy import (
     AHEAD,
     compiler_barrier,
-    fetch_ahead,
     fragment,
     narrow,
     store,
     store_elements,
     store_if,
-    store_masked,
     trim,
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
-from cute_ops.kernels.lib.row_copy import RowAccess, load_tails
+from cute_ops.kernels.lib.row_copy import Row, RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors
 from cute_ops.kernels.lib.smem_ring import RowRing
 
@@ -95,22 +93,16 @@ class HeldRows(RowParts):
         held = [*zip(self.tiles, read(k)), *((each, widen(rW[k])) for each, rW in zip(self.vectors, columns))]
         return lambda j: {i: vector[j] for (i, _), vector in held}
 
-    def _emit(self, tensors, values, elements, targets, first, k, valid):
+    def _rows(self, tensors, parts, row):
+        """A row's parts."""
+        bases = self.bases(tensors, parts, row, self.n)
+        return [Row(tensors[part.name].element_type, base) for base, (_, part) in zip(bases, parts)]
+
+    def _emit(self, values, elements, targets, place, k, valid=None):
         """Store a thread's k-th vectors of the tiles."""
         vectors = self.computed(values, self.outputs["t"], elements, self.tile.vec)
-        for rOut, (_, part), base in zip(vectors, self.outputs["t"], targets):
-            self._store(narrow(rOut.load(), tensors[part.name].element_type, self.tile.vec), base, first, k, valid)
-
-    def _store(self, rX, base, first, k, valid):
-        """As :meth:`RowAccess.store`, into the row at an address."""
-        address = base + Int64(first[k]) * (rX.element_type.width // 8)
-        end = Int32(self.n) if valid is True else cutlass.select_(valid, Int32(self.n), Int32(0))
-        if self.access.predicated(k):
-            store_masked(rX, address, first[k], end)
-        elif self.tile.ends_outside(k) or (self.tile.rows > 1 and valid is not True):
-            store_if(first[k] < end, rX, address)
-        else:
-            store(rX, address)
+        for rOut, gOut in zip(vectors, targets):
+            self.access.store(gOut, narrow(rOut.load(), gOut.element_type, self.tile.vec), place, k, valid)
 
 
 class RowsInRegisters(HeldRows):
@@ -160,11 +152,14 @@ class RowsInRegisters(HeldRows):
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
         count = self.shape(tensors)[0]
         valid = row < count
-        first = self.access.first(t, rank, row)
+        place = self.access.place(row, count, t, rank)
+        first = place.first
         if const_expr(self.pdl):
-            self._fetch_ahead(tensors, cutlass.min(row, count - 1), first, cute.arch.grid_dim()[0] <= AHEAD)
+            few = cute.arch.grid_dim()[0] <= AHEAD
+            for gRow in self._rows(tensors, self.tiles, cutlass.min(row, count - 1)):
+                self.access.fetch_ahead(gRow, place, few)
         wait_for_previous(self.pdl)
-        held = self._load(tensors, row, first, count, valid)
+        held = self._load(tensors, place)
         columns = self._columns(tensors, first)
         values = self.emit.begin(self.row_numbers(tensors, row, valid), self.n)
         let_next_start(self.pdl)
@@ -173,44 +168,30 @@ class RowsInRegisters(HeldRows):
         totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), sSum, mbar)
         self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
-        targets = self.bases(tensors, self.outputs["t"], row, self.n)
+        targets = self._rows(tensors, self.outputs["t"], row)
         if const_expr(len(targets) > 0):
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                self._emit(tensors, values, self._elements(read, columns, k), targets, first, k, valid)
+                self._emit(values, self._elements(read, columns, k), targets, place, k)
 
-    def _fetch_ahead(self, tensors, row, first, predicate):
-        for base, (_, part) in zip(self.bases(tensors, self.tiles, row, self.n), self.tiles):
-            for start in first:
-                inside = (start >= 0) & (start < self.n)
-                fetch_ahead(base + Int64(start) * (tensors[part.name].element_type.width // 8), predicate & inside)
-
-    def _load(self, tensors, row, first, count, valid):
+    def _load(self, tensors, place):
         """This thread's vectors of each tile, all on their way together."""
-        held, apart, (bound, tail) = [], {}, self.tile.edge(row, count)
-        for base, (_, part) in zip(self.bases(tensors, self.tiles, row, self.n), self.tiles):
-            if part in self.apart:
-                apart[part] = self._load_pairs(tensors[part.name], part, base, first, row, count, valid)
-                continue
-            vectors = [fragment(tensors[part.name].element_type, self.tile.vec) for _ in first]
-            for rX in vectors:
-                rX.fill(0)
-            self.access._load(vectors, base, first, bound, valid)
-            held.append((vectors, base))
-        if self.tile.v.masked:
-            load_tails(held, first, self.tile, (bound, tail & valid))
-        loaded = iter([vectors for vectors, _ in held])
-        return [settle_all(*apart[part]) if part in apart else next(loaded) for _, part in self.tiles]
+        rows = dict(zip([part for _, part in self.tiles], self._rows(tensors, self.tiles, place.row)))
+        pairs = {part: self._load_pairs(rows[part], part, place) for part in rows if part in self.apart}
+        others = [part for part in rows if part not in pairs]
+        loaded = dict(zip(others, self.access.load([rows[part] for part in others], place, place.valid)))
+        return [settle_all(*pairs[part]) if part in pairs else loaded[part] for part in rows]
 
-    def _load_pairs(self, mX, part, base, first, row, count, valid):
+    def _load_pairs(self, gRow, part, place):
         """The pairs that hold this thread's vectors of a half, and how many bytes past their beginning these begin."""
-        vec, itemsize = self.tile.vec, mX.element_type.width // 8
-        past = bytes_past(base + Int64(first[0]) * itemsize, mX.element_type, vec)
-        end, bound, tail = cutlass.select_(valid, Int32(self.n), Int32(-2 * vec)), Int32(self.n), Boolean(False)
+        vec, itemsize, base = self.tile.vec, gRow.element_type.width // 8, gRow.address
+        past = bytes_past(base + Int64(place.first[0]) * itemsize, gRow.element_type, vec)
+        end, bound, tail = cutlass.select_(place.valid, Int32(self.n), Int32(-2 * vec)), Int32(self.n), Boolean(False)
         if part.index + 1 == part.count:  # behind it lies no other half
-            tail = row + 1 >= count if self.variant.tensors[part.name].layout == "flat" else Boolean(True)
+            flat = self.variant.tensors[part.name].layout == "flat"
+            tail = place.row + 1 >= place.count if flat else Boolean(True)
             bound = cutlass.select_(tail, Int32(self.n - vec + 1), bound)
-        pairs = [fragment(mX.element_type, 2 * vec) for _ in first]
-        for rPair, start in zip(pairs, first):
+        pairs = [fragment(gRow.element_type, 2 * vec) for _ in place.first]
+        for rPair, start in zip(pairs, place.first):
             rPair.fill(0)
             begin = start - past // itemsize
             fetch(rPair, base + Int64(begin) * itemsize, begin, end, bound, tail)
@@ -292,7 +273,8 @@ class RowsInRing(HeldRows):
         steps = Int32((tiles - group + (groups - 1)) // Int64(groups))
         start, stride = Int64(group) * self.tile.rows + local, Int64(groups) * self.tile.rows
         row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
-        first = self.access.first(t, rank, start)
+        place = self.access.place(start, count, t, rank)
+        first = place.first
         for stage in cutlass.range_constexpr(self.config.stages - 1):
             self._fetch(tensors, slots, first, row_of(Int32(stage)), count, Int32(stage))
         columns = self._columns(tensors, first) if const_expr(len(self.outputs["r"]) > 0) else []
@@ -309,7 +291,7 @@ class RowsInRing(HeldRows):
             totals = lambda s: self._stage(held, values, s, columns, first)  # noqa: E731
             self._reduced(values, totals, step, sSum, mbar)
             if row < count:
-                self._postprocess(held, values, columns, sums, first, row, (t == 0) & (rank == 0))
+                self._postprocess(held, values, columns, sums, place._replace(row=row), (t == 0) & (rank == 0))
         cute.arch.cp_async_wait_group(0)
         for (_, part), rSums in zip(self.outputs["r"], sums):
             self._store_columns(tensors[self.parts_of(part)], part, rSums, base, group, rank, first)
@@ -340,18 +322,19 @@ class RowsInRing(HeldRows):
     def _with(self, totals, held, values, stage, k):
         return self.added(totals, values, stage, held.elements(k), self.tile.v, held.first(k), Int32(self.n))
 
-    def _postprocess(self, held, values, columns, sums, first, row, alone):
+    def _postprocess(self, held, values, columns, sums, place, alone):
         """Store a row and add to the sums over rows."""
-        self.store_numbers(held.tensors, values, row, alone)
-        targets, vectors = self.bases(held.tensors, self.outputs["t"], row, self.n), self.outputs["r"]
+        self.store_numbers(held.tensors, values, place.row, alone)
+        vectors = self.outputs["r"]
         if vectors:
+            targets = self._rows(held.tensors, self.outputs["t"], place.row)
             for k in range(self.tile.per_thread):
                 elements = self._elements(held.read, columns, k)
-                self._emit(held.tensors, values, elements, targets, first, k, True)
+                self._emit(values, elements, targets, place, k, True)
                 for rSums, rX in zip(sums, self.computed(values, vectors, elements, self.tile.vec)):
                     rSums[k].store(rSums[k].load() + rX.load())
         elif self.outputs["t"]:
-            self._emit_walked(held, values, targets)
+            self._emit_walked(held, values, self.bases(held.tensors, self.outputs["t"], place.row, self.n))
         for rSum, (place, _) in zip(sums[len(vectors) :], self.outputs["s"]):
             rSum[0] = rSum[0] + values.number(place)
 

@@ -1,9 +1,12 @@
 """How a thread reaches its vectors of a row, and the numbers that a row has one of."""
 
+from typing import Any, NamedTuple
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, const_expr
 
+from cute_ops.kernels.lib.column_params import column_vectors
 from cute_ops.kernels.lib.copy import (
     fetch_ahead,
     fragment,
@@ -16,7 +19,7 @@ from cute_ops.kernels.lib.copy import (
     store_masked,
     trim,
 )
-from cute_ops.kernels.lib.row_layout import element_address, row_address, row_count
+from cute_ops.kernels.lib.row_layout import element_address, row_address
 
 
 @cute.jit
@@ -24,7 +27,7 @@ def load_tails(held: cutlass.Constexpr, first: cutlass.Constexpr, tile: cutlass.
     """Load the vectors that :meth:`RowTile.edge` leaves of a row of each input, element by element, by one branch.
 
     Args:
-        held: a thread's vectors of each input, and the address of its row.
+        held: a thread's vectors of each row, and the row.
         first: the columns that these vectors begin with.
     """
     bound, tail = edge
@@ -34,15 +37,48 @@ def load_tails(held: cutlass.Constexpr, first: cutlass.Constexpr, tile: cutlass.
 
 
 def _each_tail(held, first, tile, bound):
-    for vectors, base in held:
+    for vectors, gRow in held:
         for k, rX in enumerate(vectors):
             if tile.ends_outside(k):
-                address = base + Int64(first[k]) * (rX.element_type.width // 8)
-                load_first_if((first[k] >= bound) & (first[k] < tile.n), rX, address, tile.n - first[k])
+                inside = (first[k] >= bound) & (first[k] < tile.n)
+                load_first_if(inside, rX, gRow.at(first[k]), tile.n - first[k])
+
+
+class Place(NamedTuple):
+    """A thread's part of a row.
+
+    Attributes:
+        row, count: which row, of how many.
+        t: the thread, of those of a CTA that share the row.
+        rank: its CTA in the cluster.
+        first: first columns of the thread's vectors.
+    """
+
+    row: Any
+    count: Any
+    t: Any
+    rank: Any
+    first: list
+
+    @property
+    def valid(self):
+        """Whether the row is there."""
+        return self.row < self.count
+
+
+class Row(NamedTuple):
+    """A row that starts anywhere, by its byte address."""
+
+    element_type: Any
+    address: Any
+
+    def at(self, column):
+        """Byte address of an element."""
+        return self.address + Int64(column) * (self.element_type.width // 8)
 
 
 class RowAccess:
-    """Loads and stores of the vectors that a :class:`RowTile` gives a thread.
+    """Loads and stores of the vectors that a :class:`RowTile` gives a thread, by their addresses: rows start anywhere.
 
     Args:
         variant: the kernel's variant.
@@ -61,58 +97,81 @@ class RowAccess:
         shift = self.tile.v.shift(row, self.n)
         return [self.tile.vector(t, rank, k) * self.tile.vec - shift for k in range(self.tile.per_thread)]
 
+    def place(self, row, count, t, rank):
+        return Place(row, count, t, rank, self.first(t, rank, row))
+
     def predicated(self, k):
         """Whether some thread's k-th vector may be part inside, part outside the row."""
         return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
 
-    def fetch_ahead(self, mX, name, row, first, predicate):
-        """Have L2 fetch this thread's vectors of a row that is there."""
-        base = row_address(mX, self.variant.tensors[name], row, self.n)
-        for start in first:
-            inside = (start >= 0) & (start < self.n)
-            fetch_ahead(base + Int64(start) * (mX.element_type.width // 8), predicate & inside)
+    def row(self, mX, name, row):
+        """A row of a tensor."""
+        return Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
 
-    def load(self, inputs, names, row, first, predicate):
-        """This thread's vectors of a row of each input, all on their way together; ``empty`` where the row is not
-        wanted.
+    def fetch_ahead(self, gRow, place, predicate):
+        """Have L2 fetch this thread's vectors of a row that is there."""
+        for start in place.first:
+            inside = (start >= 0) & (start < self.n)
+            fetch_ahead(gRow.at(start), predicate & inside)
+
+    def readable(self, place):
+        """The place with a row that may be read: those past the last one repeat it, so that no load hangs on a
+        condition, except where rows start anywhere in a vector.
         """
-        held = []
-        bound, tail = self.tile.edge(row, row_count(inputs[0])) if inputs else (None, False)
-        for mX, name in zip(inputs, names):
-            base = row_address(mX, self.variant.tensors[name], row, self.n)
-            vectors = [fragment(mX.element_type, self.tile.vec) for _ in first]
+        return place if self.tile.v.shifted else place._replace(row=cutlass.min(place.row, place.count - 1))
+
+    def load(self, rows, place, predicate=None):
+        """This thread's vectors of each of some rows, all on their way together; ``empty`` outside them.
+
+        Args:
+            rows: from :meth:`row`, at the place or, without a predicate, at the :meth:`readable` one.
+            predicate: whether the rows are wanted; by default those that are there are.
+        """
+        held, (bound, tail) = [], self.tile.edge(place.row, place.count)
+        valid = place.valid if self.tile.v.shifted else True
+        for gRow in rows:
+            vectors = [fragment(gRow.element_type, self.tile.vec) for _ in place.first]
             for rX in vectors:
                 rX.fill(self.empty)
-            self._load(vectors, base, first, bound, predicate)
-            held.append((vectors, base))
+            if predicate is None:
+                self._load(vectors, gRow, place.first, bound, valid)
+            else:
+                self._load_if(predicate, vectors, gRow, place.first, bound)
+            held.append((vectors, gRow))
         if self.tile.v.masked:
-            load_tails(held, first, self.tile, (bound, tail & predicate))
+            load_tails(held, place.first, self.tile, (bound, tail & (valid if predicate is None else predicate)))
         return [vectors for vectors, _ in held]
 
     @cute.jit
-    def _load(self, vectors: cutlass.Constexpr, base, first: cutlass.Constexpr, bound, predicate: Boolean):
+    def _load_if(self, predicate: Boolean, vectors: cutlass.Constexpr, gRow, first: cutlass.Constexpr, bound):
         if predicate:
-            for k in cutlass.range_constexpr(self.tile.per_thread):
-                address = base + Int64(first[k]) * (vectors[k].element_type.width // 8)
-                if const_expr(self.tile.v.shifted or self.tile.ends_outside(k)):
-                    load_if(self.tile.predicate(k, first[k], bound), vectors[k], address)
-                else:
-                    load(vectors[k], address)
+            self._load(vectors, gRow, first, bound, True)
 
-    def trim(self, rX, k, first):
+    def _load(self, vectors, gRow, first, bound, predicate):
+        for k, rX in enumerate(vectors):
+            if self.tile.v.shifted or self.tile.ends_outside(k):
+                load_if(predicate & self.tile.predicate(k, first[k], bound), rX, gRow.at(first[k]))
+            else:
+                load(rX, gRow.at(first[k]))
+
+    def load_columns(self, mW, name, place, ks=None):
+        """A parameter's elements for the columns of this thread's vectors, or of some of them."""
+        return column_vectors(mW, self.variant.tensors[name], self.tile, place.first, ks)
+
+    def trim(self, rX, k, place):
         """Make what a loaded vector holds of the row's neighbours ``empty``."""
         if self.predicated(k):
-            trim(rX, first[k], Int32(self.n), self.empty)
+            trim(rX, place.first[k], Int32(self.n), self.empty)
 
-    def store(self, mX, name, rX, row, first, k, predicate):
-        """Store this thread's k-th vector of a row that is there."""
-        base = row_address(mX, self.variant.tensors[name], row, self.n)
-        address = base + Int64(first[k]) * (mX.element_type.width // 8)
-        end = cutlass.select_(predicate, Int32(self.n), Int32(0))
+    def store(self, gRow, rX, place, k, predicate=None):
+        """Store this thread's k-th vector of a row; by default only where the row is there."""
+        predicate = place.valid if predicate is None else predicate
+        first, address = place.first[k], gRow.at(place.first[k])
+        end = Int32(self.n) if predicate is True else cutlass.select_(predicate, Int32(self.n), Int32(0))
         if self.predicated(k):
-            store_masked(rX, address, first[k], end)
-        elif self.tile.ends_outside(k) or self.tile.rows > 1:
-            store_if(first[k] < end, rX, address)
+            store_masked(rX, address, first, end)
+        elif self.tile.ends_outside(k) or (self.tile.rows > 1 and predicate is not True):
+            store_if(first < end, rX, address)
         else:
             store(rX, address)
 

@@ -43,47 +43,49 @@ class NormForwardSmem(NormForward):
 
         count = row_count(mX)
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
-        first = self._first(tidx % self.tile.threads_per_row, rank, row)
+        place = self.access.place(row, count, tidx % self.tile.threads_per_row, rank)
 
         wait_for_previous(self.pdl)
         columns = None
         if const_expr(not self.delay_weight_load):
-            columns = self._columns(mWeight, mBias, first, range(self.tile.per_thread))
-        self._fetch(inputs, slots, first, row, count)
+            columns = self._columns(mWeight, mBias, place)
+        self._fetch(inputs, slots, place)
         cute.arch.cp_async_commit_group()
         self.sum.ready()
         cute.arch.cp_async_wait_group(0)
-        mean, rstd = self._statistics_from_smem(slots, mResidualOut, first, sSum, mbar)
+        mean, rstd = self._statistics_from_smem(slots, mResidualOut, place, sSum, mbar)
+        gOut = self.access.row(mOut, "out", row)
+        gSum = None if const_expr(mResidual is None) else self.access.row(mResidualOut, "residual_out", row)
         for k in cutlass.range_constexpr(self.tile.per_thread):
             rH = self._hidden(slots, mResidualOut, k)
             if const_expr(mResidual is not None):
-                self._store_row(mResidualOut, "residual_out", rH, row, count, first[k], k)
+                self.access.store(gSum, rH, place, k)
             y = normalised(widen(rH), mean, rstd, rH.element_type)
             delayed = const_expr(self.delay_weight_load)
-            rWeight, rBias = self._columns(mWeight, mBias, first, [k])[0] if delayed else columns[k]
+            rWeight, rBias = self._columns(mWeight, mBias, place, [k])[0] if delayed else columns[k]
             if const_expr(rWeight is not None):
                 # Kept in its own dtype until here.
                 compiler_barrier(rWeight)
                 y = y * scale(rWeight, self.weight_offset)
             if const_expr(rBias is not None):
                 y = y + widen(rBias)
-            self._store_row(mOut, "out", narrow(y, mOut.element_type, self.tile.vec), row, count, first[k], k)
+            self.access.store(gOut, narrow(y, mOut.element_type, self.tile.vec), place, k)
         let_next_start(self.pdl)
 
-    def _fetch(self, inputs, slots, first, row, count):
-        edge, held = self.tile.edge(row, count), []
+    def _fetch(self, inputs, slots, place):
+        edge, held = self.tile.edge(place.row, place.count), []
         for m, sX, name in zip(inputs, slots, self.names):
             if m is not None:
-                address = row_address(m, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, row < count, edge[0], Int32(0))
-                held.append((sX, address, first, row < count))
+                address = row_address(m, self.variant.tensors[name], place.row, self.n)
+                self.ring.fetch(sX, address, place.first, place.valid, edge[0], Int32(0))
+                held.append((sX, address, place.first, place.valid))
         self.ring.fetch_tails(held, edge, Int32(0))
 
-    def _statistics_from_smem(self, slots, mResidualOut, first, sSum, mbar):
+    def _statistics_from_smem(self, slots, mResidualOut, place, sSum, mbar):
         for k in range(self.tile.per_thread):
-            if self._predicated(k):
-                self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), first[k])
-        return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), first, sSum, mbar, 0)
+            if self.access.predicated(k):
+                self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), place.first[k])
+        return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), place.first, sSum, mbar, 0)
 
     def _hidden(self, slots, mResidualOut, k):
         """This thread's k-th vector of h."""

@@ -8,10 +8,11 @@ from cutlass import Float32
 
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.row_copy import number_or
+from cute_ops.kernels.rowwise.function import RowFunction
 from cute_ops.kernels.rowwise.kernel import RowKernel
 
 
-class Update:
+class Update(RowFunction):
     """A parameter and its moments, from a row's three numbers."""
 
     inputs = ("param", "grad", "exp_avg", "exp_avg_sq")
@@ -30,11 +31,11 @@ class Update:
         keys = variant.tensors
         return [number_or(mX, keys[name], row, valid, 0) for mX, name in zip(numbers, self.numbers)], valid
 
-    def emit(self, values, first, vec, context):
+    def emit(self, values, results, context, columns):
         p, g, m, v = values
         keep, step_size, scale = context
-        results = [fragment(Float32, vec) for _ in self.outputs]
-        for j in range(vec):
+        results = [fragment(Float32, columns.count) for _ in self.outputs]
+        for j in range(columns.count):
             mean = self.beta1 * m[j] + (1.0 - self.beta1) * g[j]
             square = self.beta2 * _absolute(v[j]) + (1.0 - self.beta2) * (g[j] * g[j])
             if cutlass.const_expr(self.fast):

@@ -13,6 +13,7 @@ from cute_ops.kernels.lib.fp8 import BLOCK, largest_of_each, scale_of, to_fp8
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.realign_store import ColumnStore, ColumnVectors
+from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
@@ -38,6 +39,7 @@ class QuantizeRows(NormForward):
         self.by_row = not variant.attrs["block"] or self.n <= BLOCK
         v = self._vectors(variant, (*source.names, "out", "residual_out"))
         self.tile = RowTile(v, config)
+        self.access = RowAccess(variant, self.tile)
         self.resident = config.resident
         self.carveout = SMEM_PERCENT
         self.delay_weight_load = config.delay_weight_load
@@ -80,45 +82,49 @@ class QuantizeRows(NormForward):
         count = row_count(mOut)
         sRow = sRows[None, local] if const_expr(self.column_store is not None) else None
         rows = [(group * self.unroll + u) * self.tile.rows + local for u in range(self.unroll)]
-        firsts = [self._first(t, rank, row) for row in rows]
+        places = [self.access.place(row, count, t, rank) for row in rows]
 
         wait_for_previous(self.pdl)
-        held = [
-            [self._load_row(m, name, row, count, first) for m, name in zip(inputs, self.source.names)]
-            for row, first in zip(rows, firsts)
-        ]
-        for row, first, vectors in zip(rows, firsts, held):
-            self._load_tails(list(zip(inputs, self.source.names)), vectors, row, count, first)
+        held = [self._load(inputs, place) for place in places]
         loaded = None
         if const_expr(not self.delay_weight_load):
-            loaded = self._load_weights(*columns, firsts)
+            loaded = self._columns(*columns, places[0])
         let_next_start(self.pdl)
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
         for u in cutlass.range_constexpr(self.unroll):
-            place = rows[u], firsts[u], t, rank, count, sRow
             vectors, rstd = [self._in_place(rX) for rX in held[u]], None
             if const_expr(self.source.normed):
-                rH, rstd = self._normed(*vectors, mResidualOut, *sums, u, *place)
+                rH, rstd = self._normed(vectors, mResidualOut, *sums, u, places[u], sRow)
                 vectors = [rH]
             if const_expr(self.delay_weight_load):
-                loaded = self._load_weights(*columns, firsts)
-            values = self._values(vectors, rstd, *loaded[u], firsts[u])
-            self._quantise(values, mOut, mScale, maxima, u, *place)
+                loaded = self._columns(*columns, places[0])
+            values = self._values(vectors, rstd, loaded, places[u])
+            self._quantise(values, mOut, mScale, maxima, u, places[u], sRow)
 
-    def _load_row(self, mX, name, row, count, first):
-        """As for a norm; of a tensor that lies apart from vectors, (pairs of vectors, bytes to skip)."""
-        if mX is None or name not in self.tile.v.apart:
-            return super()._load_row(mX, name, row, count, first)
+    def _load(self, inputs, place):
+        """This thread's vectors of a row of each input; of one that lies apart from vectors (pairs of them, bytes to
+        skip).
+        """
+        held = []
+        for m, name in zip(inputs, self.source.names):
+            if m is not None and name in self.tile.v.apart:
+                held.append(self._load_pairs(m, name, place))
+            elif m is not None:
+                (vectors,) = self.access.load([self.access.row(m, name, self.access.readable(place).row)], place)
+                held.append(vectors)
+        return held
+
+    def _load_pairs(self, mX, name, place):
         vec, dtype, itemsize = self.tile.vec, mX.element_type, mX.element_type.width // 8
-        base = row_address(mX, self.variant.tensors[name], row, self.n)
+        base = row_address(mX, self.variant.tensors[name], place.row, self.n)
         past = bytes_past(base, dtype, vec)
-        end = cutlass.select_(row < count, Int32(self.n), Int32(-2 * vec))
+        end = cutlass.select_(place.valid, Int32(self.n), Int32(-2 * vec))
         pairs = []
-        for start in first:
+        for start in place.first:
             rPair = cute.make_rmem_tensor((2 * vec,), dtype)
             begin = start - past // itemsize
-            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, *self.tile.edge(row, count))
+            fetch(rPair, base - past + Int64(start) * itemsize, begin, end, *self.tile.edge(place.row, place.count))
             pairs.append(rPair)
         return pairs, past
 
@@ -128,45 +134,44 @@ class QuantizeRows(NormForward):
         pairs, past = loaded
         return settle_all(pairs, past)
 
-    def _normed(self, rX, rResidual, mResidualOut, sSum, mbar, step, row, first, t, rank, count, sRow):
+    def _normed(self, held, mResidualOut, sSum, mbar, step, place, sRow):
         """The row's h, stored where there is a residual, and rstd."""
-        for k in range(self.tile.per_thread):
-            for vectors in (rX, rResidual):
-                if vectors is not None and self._predicated(k):
-                    trim(vectors[k], first[k], Int32(self.n))
-        rH = rX
-        if rResidual is not None:
-            sums = [widen(a) + widen(b) for a, b in zip(rX, rResidual)]
+        for vectors in held:
+            for k, rX in enumerate(vectors):
+                self.access.trim(rX, k, place)
+        rH = held[0]
+        if len(held) > 1:
+            sums = [widen(a) + widen(b) for a, b in zip(*held)]
             rH = [narrow(h, mResidualOut.element_type, self.tile.vec) for h in sums]
-            self._put(rH, mResidualOut, "residual_out", row, first, t, rank, count, sRow)
-        given = self.sum.thread(lambda k: (widen(rH[k]),), first, None)
+            self._put(rH, mResidualOut, "residual_out", place, sRow)
+        given = self.sum.thread(lambda k: (widen(rH[k]),), place.first, None)
         _, rstd = self.sum.forward_terms(self.sum(given, sSum, mbar, Int32(step)), 1.0 / self.n)
         return rH, rstd
 
-    def _put(self, vectors, mX, name, row, first, t, rank, count, sRow):
+    def _put(self, vectors, mX, name, place, sRow):
         """Store this thread's vectors of a row."""
         if name in self.tile.v.apart:
             if name == "out" and "residual_out" in self.tile.v.apart:
                 cute.arch.barrier()
-            address = row_address(mX, self.variant.tensors[name], row, self.n)
-            self.column_store(vectors, sRow, address, t, rank, row < count)
+            address = row_address(mX, self.variant.tensors[name], place.row, self.n)
+            self.column_store(vectors, sRow, address, place.t, place.rank, place.valid)
         else:
-            for k in range(self.tile.per_thread):
-                self._store_row(mX, name, vectors[k], row, count, first[k], k)
+            gRow = self.access.row(mX, name, place.row)
+            for k, rX in enumerate(vectors):
+                self.access.store(gRow, rX, place, k)
 
-    def _values(self, vectors, rstd, rWeight, rBias, first):
+    def _values(self, vectors, rstd, columns, place):
         """This thread's vectors of a row in fp32."""
-        found = []
-        for k in range(self.tile.per_thread):
-            parameters = [None if rW is None else rW[k] for rW in (rWeight, rBias)]
-            found.append(self._value([widen(rX[k]) for rX in vectors], rstd, *parameters, first[k], k))
-        return found
+        return [
+            self._value([widen(rX[k]) for rX in vectors], rstd, *columns[k], place.first[k], k)
+            for k in range(self.tile.per_thread)
+        ]
 
     def _value(self, wide, rstd, rWeight, rBias, first, k):
         """This thread's k-th vector of a row in fp32, zero outside the row, where a bias or another's weight stands."""
         rY = fragment(Float32, self.tile.vec)
         rY.store(self.source(*wide, rstd, rWeight, rBias))
-        if self._predicated(k):
+        if self.access.predicated(k):
             trim(rY, first, Int32(self.n))
         return rY
 
@@ -189,21 +194,21 @@ class QuantizeRows(NormForward):
         row = self.tile.threads_per_row
         return Int64(bidx), tidx // row, tidx % row, rank if self.tile.cluster > 1 else 0
 
-    def _quantise(self, values, mOut, mScale, maxima, step, row, first, t, rank, count, sRow):
-        base = row_address(mScale, self.variant.tensors["scale"], row, self.blocks)
+    def _quantise(self, values, mOut, mScale, maxima, step, place, sRow):
+        base = row_address(mScale, self.variant.tensors["scale"], place.row, self.blocks)
         if self.by_row:
             largest = Float32(0.0)
             for found in largest_of_each(values):
                 largest = cute.arch.fmax(largest, found)
-            inverse = self._row_scale(largest, maxima, base, step, (t == 0) & (rank == 0) & (row < count))
+            inverse = self._row_scale(largest, maxima, base, step, (place.t == 0) & (place.rank == 0) & place.valid)
             for rY in values:
                 rY.store(rY.load() * inverse)
         else:
-            for rY, start, found in zip(values, first, largest_of_each(values)):
-                inverse = self._block_scale(found, base, start, (t % self.lanes == 0) & (row < count))
+            for rY, start, found in zip(values, place.first, largest_of_each(values)):
+                inverse = self._block_scale(found, base, start, (place.t % self.lanes == 0) & place.valid)
                 rY.store(rY.load() * inverse)
         out = [to_fp8(rY.load(), self.tile.vec) for rY in values]
-        self._put(out, mOut, "out", row, first, t, rank, count, sRow)
+        self._put(out, mOut, "out", place, sRow)
 
     def _row_scale(self, largest, maxima, base, step, speaks):
         """One over the scale of a row, which the thread that speaks for it stores."""

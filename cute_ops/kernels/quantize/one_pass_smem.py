@@ -61,7 +61,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         sums, maxima = self._exchange(smem)
         group, local, t, rank = self._here()
         count, row = row_count(mOut), group * self.tile.rows + local
-        first = self._first(t, rank, row)
+        place = self.access.place(row, count, t, rank)
         base = row_address(mScale, self.variant.tensors["scale"], row, self.blocks)
         bases = [
             None if m is None else row_address(m, self.variant.tensors[name], row, self.n)
@@ -73,44 +73,44 @@ class QuantizeRowsInSmem(QuantizeRows):
         edge = self.tile.edge(row, count)
         # A group for every vector: the first look at them begins while the last ones are on their way.
         for k in cutlass.range_constexpr(self.tile.per_thread):
-            self._fetch(held, first, rank, row < count, edge, k)
+            self._fetch(held, place, row < count, edge, k)
             cute.arch.cp_async_commit_group()
         loaded = None
         if const_expr(not self.delay_weight_load):
             # Behind the row, since those of rows that start anywhere are waited for; two at a time, since until then
             # they take twice their registers.
             pairs = [range(self.tile.per_thread)[k : k + 2] for k in range(0, self.tile.per_thread, 2)]
-            loaded = [found for ks in pairs for found in self._columns(*columns, first, ks)]
+            loaded = [found for ks in pairs for found in self._columns(*columns, place, ks)]
         if const_expr(self.clustered):
             cute.arch.cluster_wait()
         if const_expr(self.windowed and not self.apart):
             cute.arch.cp_async_wait_group(0)
             cute.arch.barrier()
-        given = held, mResidualOut, columns, loaded, first
-        place = memory, mOut, mResidualOut, base, row, t, rank, count
+        given = held, mResidualOut, columns, loaded, place
+        targets = memory, mOut, mResidualOut, base
         speaks = (t == 0) & (rank == 0) & (row < count)
         if const_expr(self.together):
-            self._at_once(given, both, sums, maxima, speaks, place)
+            self._at_once(given, both, sums, maxima, speaks, targets)
         else:
             rstd = self._rstd(given, sums) if const_expr(self.source.normed) else None
             if const_expr(self.apart):
                 cute.arch.barrier()
-            self._one_by_one(given, rstd, maxima, speaks, place)
+            self._one_by_one(given, rstd, maxima, speaks, targets)
         let_next_start(self.pdl)
 
-    def _fetch(self, held, first, rank, valid, edge, k):
+    def _fetch(self, held, place, valid, edge, k):
         """Start loading this thread's k-th vectors, with the last ones what lies past the CTA's own."""
         tails = []
         for sX, address in held:
-            begins = self.ring.begins(sX, address, first) if self.windowed else first
+            begins = self.ring.begins(sX, address, place.first) if self.windowed else place.first
             self.ring.fetch(sX, address, begins, valid, edge[0], Int32(0), [k])
             tails.append((sX, address, begins, valid))
             if self.windowed and k == self.tile.per_thread - 1:
-                self.ring.fetch_last(sX, address, rank, valid, edge[0])
+                self.ring.fetch_last(sX, address, place.rank, valid, edge[0])
         self.ring.fetch_tails(tails, edge, Int32(0), [k])
 
     @cute.jit
-    def _at_once(self, given: cutlass.Constexpr, both, sums, maxima, speaks, place: cutlass.Constexpr):
+    def _at_once(self, given: cutlass.Constexpr, both, sums, maxima, speaks, targets: cutlass.Constexpr):
         """A norm's sum and its largest element before the norm divides it, which is all that the output wants."""
         squares, largest = Total(self.tile.per_thread), Float32(0.0)
         for k in cutlass.range_constexpr(self.tile.per_thread):
@@ -122,15 +122,16 @@ class QuantizeRowsInSmem(QuantizeRows):
         _, rstd = self.sum.forward_terms((squares,), 1.0 / self.n)
         factor, inverse = scale_of(largest * rstd)
         if (largest * rstd < INFINITY) & (rstd * inverse < MOST) & (rstd * inverse > 1 / MOST):
-            store_number(speaks, factor, place[3])
-            self._write(given, rstd * inverse, None, place)
+            store_number(speaks, factor, targets[3])
+            self._write(given, rstd * inverse, None, targets)
         else:
             # Seldom: nothing is kept for this, the weight is loaded again.
-            held, mResidualOut, columns, _, first = given
-            again = held, mResidualOut, columns, None, [compiler_barrier_value(f) for f in first]
-            self._one_by_one(again, rstd, maxima, speaks, place)
+            held, mResidualOut, columns, _, place = given
+            place = place._replace(first=[compiler_barrier_value(f) for f in place.first])
+            again = held, mResidualOut, columns, None, place
+            self._one_by_one(again, rstd, maxima, speaks, targets)
 
-    def _one_by_one(self, given, rstd, maxima, speaks, place):
+    def _one_by_one(self, given, rstd, maxima, speaks, targets):
         """The row's largest element, then its output."""
         inverse = None
         if self.by_row:
@@ -139,28 +140,28 @@ class QuantizeRowsInSmem(QuantizeRows):
                 if not self.source.normed:
                     self._arrive(given, k)
                 largest = cute.arch.fmax(largest, *largest_of_each([self._again(given, rstd, k)]))
-            inverse = self._row_scale(largest, maxima, place[3], 0, speaks)
-        self._write(given, rstd, inverse, place)
+            inverse = self._row_scale(largest, maxima, targets[3], 0, speaks)
+        self._write(given, rstd, inverse, targets)
 
     def _rstd(self, given, sums):
         def look(k):
             self._arrive(given, k)
             return (widen(self._own(given, k)),)
 
-        terms = self.sum.thread(look, given[-1], None)
+        terms = self.sum.thread(look, given[-1].first, None)
         _, rstd = self.sum.forward_terms(self.sum(terms, *sums, Int32(0)), 1.0 / self.n)
         return rstd
 
-    def _write(self, given, rstd, inverse, place):
-        memory, mOut, mResidualOut, base, row, t, rank, count = place
-        first, through = given[-1], {}
+    def _write(self, given, rstd, inverse, targets):
+        memory, mOut, mResidualOut, base = targets
+        place, through = given[-1], {}
         for k in range(self.tile.per_thread):
             if not self.source.normed and not self.by_row:
                 self._arrive(given, k)
             rY = self._again(given, rstd, k)
             if not self.by_row:
-                speaks = (t % self.lanes == 0) & (row < count)
-                inverse = self._block_scale(*largest_of_each([rY]), base, first[k], speaks)
+                speaks = (place.t % self.lanes == 0) & place.valid
+                inverse = self._block_scale(*largest_of_each([rY]), base, place.first[k], speaks)
             y = rY.load() if inverse is None else rY.load() * inverse
             outputs = {"out": (mOut, to_fp8(y, self.tile.vec))}
             if mResidualOut is not None:
@@ -169,36 +170,36 @@ class QuantizeRowsInSmem(QuantizeRows):
                 if name in self.tile.v.apart:
                     through.setdefault(name, (m, []))[1].append(rX)
                 else:
-                    self._store_row(m, name, rX, row, count, first[k], k)
+                    self.access.store(self.access.row(m, name, place.row), rX, place, k)
         for name, (m, vectors) in through.items():
             # What was read has left its memory to the outputs, one after the other.
             cute.arch.barrier()
-            address = row_address(m, self.variant.tensors[name], row, self.n)
-            self.column_store(vectors, self.column_store.view(memory), address, t, rank, row < count)
+            address = row_address(m, self.variant.tensors[name], place.row, self.n)
+            self.column_store(vectors, self.column_store.view(memory), address, place.t, place.rank, place.valid)
 
     def _again(self, given, rstd, k):
         """This thread's k-th vector of y."""
-        _, _, columns, loaded, first = given
-        parameters = self._columns(*columns, first, [k])[0] if loaded is None else loaded[k]
+        _, _, columns, loaded, place = given
+        parameters = self._columns(*columns, place, [k])[0] if loaded is None else loaded[k]
         for rW in parameters:
             if rW is not None:
                 compiler_barrier(rW)  # kept in its own dtype until here
-        return self._value(self._wide(given, k), rstd, *parameters, first[k], k)
+        return self._value(self._wide(given, k), rstd, *parameters, place.first[k], k)
 
     def _arrive(self, given, k):
         """Wait for this thread's k-th vectors, at the first look at them."""
         if self.windowed and not self.apart:
             return
         cute.arch.cp_async_wait_group(self.tile.per_thread - 1 - k)
-        if not self.windowed and self._predicated(k):
-            self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1][k])
+        if not self.windowed and self.access.predicated(k):
+            self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1].first[k])
 
     def _own(self, given, k):
         """As :meth:`_hidden`, or as many other elements of the row, for its sum."""
         if not self.apart:
             return self._hidden(given, k)
         ((sX, address),) = given[0]
-        return self.ring.read_own(sX, address, given[-1], k)
+        return self.ring.read_own(sX, address, given[-1].first, k)
 
     def _read(self, held, first, k):
         sX, address = held
@@ -206,8 +207,8 @@ class QuantizeRowsInSmem(QuantizeRows):
 
     def _hidden(self, given, k):
         """This thread's k-th vector of h."""
-        held, mResidualOut, *_, first = given
-        vectors = [self._read(one, first, k) for one in held]
+        held, mResidualOut, *_, place = given
+        vectors = [self._read(one, place.first, k) for one in held]
         if mResidualOut is None:
             return vectors[0]
         return narrow(widen(vectors[0]) + widen(vectors[1]), mResidualOut.element_type, self.tile.vec)
@@ -216,4 +217,4 @@ class QuantizeRowsInSmem(QuantizeRows):
         """What the source takes of this thread's k-th vector."""
         if self.source.normed:
             return [widen(self._hidden(given, k))]
-        return [widen(self._read(one, given[-1], k)) for one in given[0]]
+        return [widen(self._read(one, given[-1].first, k)) for one in given[0]]

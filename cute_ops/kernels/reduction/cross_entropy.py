@@ -10,8 +10,8 @@ from cute_ops.kernels.lib.copy import fragment, gmem_elements
 from cute_ops.kernels.lib.row_copy import number_or, store_number
 from cute_ops.kernels.lib.row_layout import row_address
 from cute_ops.kernels.lib.row_reduce_lse import LogSum, exponentials, moved
+from cute_ops.kernels.rowwise.function import RowFunction
 from cute_ops.kernels.rowwise.kernel import RowKernel
-from cute_ops.kernels.rowwise.one_pass import RowFunction
 
 
 @cute.jit
@@ -99,7 +99,7 @@ class Loss(RowFunction):
             store_number(number_where(kept, value), m, variant.tensors[name], row)
 
 
-class LossGradient:
+class LossGradient(RowFunction):
     """``dloss * (softmax(logits) * (1 + 2 * z_loss * lse) - (1 - label_smoothing) * onehot - label_smoothing / n)``."""
 
     inputs, outputs = ("logits",), ("dlogits",)
@@ -125,13 +125,13 @@ class LossGradient:
         column = Int32(cutlass.select_(known & kept, target, Int64(-1)))
         return (column, top, log_sum, dloss, n), valid & kept
 
-    def emit(self, values, first, vec, context):
+    def emit(self, values, results, context, columns):
         column, top, log_sum, dloss, n = context
         # Here, not beforehand: the logits' loads would wait for the numbers.
         scales = self.set.scales(log_sum, top, dloss, n)
-        rDx = fragment(Float32, vec)
+        rDx = fragment(Float32, columns.count)
         rDx.store(self.set.slope(values[0], top, scales))
-        subtract_at(rDx, column - first, self.set.at_target(dloss))
+        subtract_at(rDx, column - columns.first, self.set.at_target(dloss))
         return (rDx.load(),)
 
 
@@ -162,12 +162,12 @@ class LossStep(RowFunction):
         """
         return moved(state, cute.arch.fmax(state[0], context[4]))
 
-    def emit(self, values, results, context, first):
+    def emit(self, values, results, context, columns):
         kept, _, column, dloss, _, n = context
         scales = self.set.scales(cute.math.log(results[1]), results[0], dloss, n)
-        rDx = fragment(Float32, cute.size(values[0].shape))
+        rDx = fragment(Float32, columns.count)
         rDx.store(self.set.slope(values[0], results[0], scales))
-        subtract_within(rDx, column - first, self.set.at_target(dloss))
+        subtract_within(rDx, column - columns.first, self.set.at_target(dloss))
         zero_unless(rDx, kept)  # what is there in place of a row that was not read
         return (rDx.load(),)
 

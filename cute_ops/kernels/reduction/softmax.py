@@ -5,8 +5,8 @@ from functools import partial
 import cutlass.cute as cute
 
 from cute_ops.kernels.lib.row_reduce_lse import LOG2_E, LogSum, exponentials, origin
+from cute_ops.kernels.rowwise.function import RowFunction, Sum
 from cute_ops.kernels.rowwise.kernel import RowKernel
-from cute_ops.kernels.rowwise.one_pass import RowFunction, Sum
 
 
 class Probabilities(RowFunction):
@@ -15,7 +15,7 @@ class Probabilities(RowFunction):
     inputs, outputs = ("x",), ("out",)
     reduction = LogSum()
 
-    def emit(self, values, results, context, first):
+    def emit(self, values, results, context, columns):
         top, total = results
         return (exponentials(values[0], origin(top)) * (1.0 / total),)
 
@@ -26,7 +26,7 @@ class LogProbabilities(RowFunction):
     inputs, outputs = ("x",), ("out",)
     reduction = LogSum()
 
-    def emit(self, values, results, context, first):
+    def emit(self, values, results, context, columns):
         top, total = results
         return ((values[0] - top) - cute.math.log(total),)
 
@@ -37,7 +37,7 @@ class SoftmaxGradient(RowFunction):
     inputs, outputs = ("out", "dout"), ("dx",)
     reduction = Sum(lambda out, dout: out * dout)
 
-    def emit(self, values, results, context, first):
+    def emit(self, values, results, context, columns):
         out, dout = values
         return (out * (dout - results[0]),)
 
@@ -48,7 +48,7 @@ class LogSoftmaxGradient(RowFunction):
     inputs, outputs = ("out", "dout"), ("dx",)
     reduction = Sum(lambda out, dout: dout)
 
-    def emit(self, values, results, context, first):
+    def emit(self, values, results, context, columns):
         out, dout = values
         return (dout - cute.math.exp2(out * LOG2_E, fastmath=True) * results[0],)
 

@@ -6,8 +6,8 @@ from cutlass import Float32
 
 from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.row_copy import number_or, store_number
+from cute_ops.kernels.rowwise.function import RowFunction, Sum
 from cute_ops.kernels.rowwise.kernel import RowKernel
-from cute_ops.kernels.rowwise.one_pass import RowFunction, Sum
 
 
 class Total(RowFunction):
@@ -27,7 +27,7 @@ class Total(RowFunction):
         store_number(total, mOut, variant.tensors["out"], row)
 
 
-class Spread:
+class Spread(RowFunction):
     """A row filled with its number, or with that divided by the row's length."""
 
     inputs, outputs, numbers = (), ("dx",), ("dout", "dx")
@@ -42,8 +42,8 @@ class Spread:
             value = value / Float32(mDx.shape[len(mDx.shape) - 1])
         return value, valid
 
-    def emit(self, values, first, vec, context):
-        rX = fragment(Float32, vec)
+    def emit(self, values, results, context, columns):
+        rX = fragment(Float32, columns.count)
         rX.fill(context)
         return (rX.load(),)
 

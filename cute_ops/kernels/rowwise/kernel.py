@@ -3,19 +3,17 @@
 import cutlass.cute as cute
 
 from cute_ops.kernels.rowwise.map import Segments
-from cute_ops.kernels.rowwise.one_pass import RowFunction
 from cute_ops.kernels.rowwise.two_pass import run_rows
 
 
 class RowKernel:
-    """Runs ``make(variant)``: a :class:`~cute_ops.kernels.rowwise.one_pass.RowFunction`, or what
-    :class:`~cute_ops.kernels.rowwise.map.Segments` takes. The tensors that it names are arguments of those names.
+    """Runs ``make(variant)``, a :class:`~cute_ops.kernels.rowwise.function.RowFunction`. The tensors that it names are
+    arguments of those names.
     """
 
     def __init__(self, make, variant):
         self.names, self.function = variant.names, make(variant)
-        reduces = isinstance(self.function, RowFunction)
-        self.form = (run_rows if reduces else Segments)(variant, self.function)
+        self.form = (Segments if self.function.reduction is None else run_rows)(variant, self.function)
 
     @cute.jit
     def __call__(self, *arguments):

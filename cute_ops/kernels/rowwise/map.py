@@ -12,10 +12,11 @@ from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors, row_address, row_count
 from cute_ops.kernels.norm.two_pass import WalkedRow
 from cute_ops.kernels.rowwise.config import MapConfig
+from cute_ops.kernels.rowwise.function import Columns
 
 
 class Segments:
-    """One pass; ``function`` says what is computed.
+    """One pass.
 
     Tile: a CTA of ``threads`` holds ``threads / threads_per_row`` rows or, of a long row, one of ``segments`` parts.
     No shared memory. Bytes moved per element: every row tensor once. Each thread reads what it writes over, and reads
@@ -24,9 +25,7 @@ class Segments:
 
     Args:
         variant: the kernel's variant.
-        function: ``inputs`` and ``outputs``, names of row tensors; ``numbers``, names of others;
-            ``begin(variant, numbers, row, valid)`` to what a row has and whether it must be read;
-            ``emit(values, first, context)`` to output vectors in fp32.
+        function: a :class:`~cute_ops.kernels.rowwise.function.RowFunction` without a reduction.
     """
 
     def __init__(self, variant, function):
@@ -61,31 +60,37 @@ class Segments:
         if const_expr(self.segments == 1):
             rank = 0
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
-        valid = row < row_count(outputs[0])
-        if const_expr(self.known and self.pdl):
-            self._fetch_ahead(inputs, tidx % self.tile.threads_per_row, rank, row, valid, bidx)
-        wait_for_previous(self.pdl)
-        context, predicate = self.function.begin(self.variant, numbers, row, valid)
+        count = row_count(outputs[0])
+        place = None
         if const_expr(self.known):
-            self._vectors(inputs, outputs, tidx % self.tile.threads_per_row, rank, row, valid, predicate, context)
+            place = self.access.place(row, count, tidx % self.tile.threads_per_row, rank)
+        if const_expr(self.known and self.pdl):
+            self._fetch_ahead(inputs, place, bidx)
+        wait_for_previous(self.pdl)
+        context, predicate = self.function.begin(self.variant, numbers, row, row < count)
+        if const_expr(self.known):
+            self._vectors(inputs, outputs, place, predicate, context)
         else:
             self._elements(inputs, outputs, tidx, row, context)
 
-    def _fetch_ahead(self, inputs, t, rank, row, valid, bidx):
-        index = bidx if self.segments == 1 else bidx + rank * cute.arch.grid_dim()[0]
-        first = self.access.first(t, rank, row)
-        for m, name in zip(inputs, self.function.inputs):
-            self.access.fetch_ahead(m, name, row, first, valid & (index < AHEAD))
+    def _fetch_ahead(self, inputs, place, bidx):
+        index = bidx if self.segments == 1 else bidx + place.rank * cute.arch.grid_dim()[0]
+        for gRow in self._rows(inputs, self.function.inputs, place):
+            self.access.fetch_ahead(gRow, place, place.valid & (index < AHEAD))
 
-    def _vectors(self, inputs, outputs, t, rank, row, valid, predicate, context):
+    def _rows(self, tensors, names, place):
+        return (self.access.row(mX, name, place.row) for mX, name in zip(tensors, names))
+
+    def _vectors(self, inputs, outputs, place, predicate, context):
         function = self.function
-        first = self.access.first(t, rank, row)
-        held = self.access.load(inputs, function.inputs, row, first, predicate)
+        held = self.access.load(self._rows(inputs, function.inputs, place), place, predicate)
         let_next_start(self.pdl)
-        for k in range(self.tile.per_thread):
+        for k, first in enumerate(place.first):
             values = tuple(rX[k].load().to(Float32) for rX in held)
-            for x, mX, name in zip(function.emit(values, first[k], self.tile.vec, context), outputs, function.outputs):
-                self.access.store(mX, name, narrow(x, mX.element_type, self.tile.vec), row, first, k, valid)
+            emitted = function.emit(values, (), context, Columns(first, self.tile.vec))
+            for x, mX, name in zip(emitted, outputs, function.outputs):
+                rOut = narrow(x, mX.element_type, self.tile.vec)
+                self.access.store(self.access.row(mX, name, place.row), rOut, place, k)
 
     @cute.jit
     def _elements(self, inputs, outputs, tidx, row, context: cutlass.Constexpr):
@@ -107,6 +112,6 @@ class Segments:
             rX = fragment(mX.element_type, 1)
             load_elements(rX, base + Int64(column) * (mX.element_type.width // 8), column, n)
             values.append(rX.load().to(Float32))
-        for x, mX, base in zip(self.function.emit(tuple(values), column, 1, context), outputs, targets):
+        for x, mX, base in zip(self.function.emit(tuple(values), (), context, Columns(column, 1)), outputs, targets):
             rX = narrow(x, mX.element_type, 1)
             store_elements(rX, base + Int64(column) * (mX.element_type.width // 8), column, n)

@@ -8,70 +8,11 @@ from cute_ops.kernels.lib.copy import AHEAD, Inside, compiler_barrier, narrow
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors, present, row_address, row_count
-from cute_ops.kernels.lib.row_reduce import RowSum
 from cute_ops.kernels.lib.smem_ring import RowRing
+from cute_ops.kernels.rowwise.function import Columns
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
-
-
-class Sum:
-    """The sum of ``term(*inputs)`` over a row."""
-
-    empty = 0
-
-    def __init__(self, term):
-        self.term = term
-
-    def across(self, tile, stages):
-        return RowSum(tile, 1, stages)
-
-    def start(self):
-        return (Float32(0.0),)
-
-    def add(self, state, get, inside):
-        """One more vector: ``get()`` reads the inputs', ``inside`` says what of them is inside the row."""
-        return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
-
-    def gather(self, gets, insides):
-        """All vectors at once."""
-        state = self.start()
-        for get in gets:
-            state = self.add(state, get, None)
-        return state
-
-
-class RowFunction:
-    """What a kernel computes of each row; :class:`HeldRows` and :class:`WalkedRows` run it.
-
-    Attributes:
-        inputs, outputs: names of the row tensors.
-        numbers: names of the tensors that :meth:`begin` and :meth:`postprocess` take.
-        reduction: :class:`Sum` or :class:`~cute_ops.kernels.lib.row_reduce_lse.LogSum`.
-    """
-
-    inputs: tuple
-    outputs: tuple
-    numbers: tuple = ()
-    reduction: object
-
-    def __init__(self, variant):
-        pass
-
-    def begin(self, variant, numbers, row, valid):
-        """Loads from the tensors of one number per row, and whether the row must be read."""
-        return None, valid
-
-    def tied(self, state, context):
-        """What a thread gives to the row's reduction, once what :meth:`begin` loaded is there."""
-        return state
-
-    def emit(self, values, results, context, first):
-        """Output vectors from input vectors and the row's results, in fp32; ``first`` is the vector's first column."""
-        return ()
-
-    def postprocess(self, variant, numbers, rows, results, context, row):
-        """By one thread of each row."""
 
 
 class HeldRows:
@@ -131,20 +72,21 @@ class HeldRows:
         row = Int64(bidx) * self.tile.rows + tidx // self.tile.threads_per_row
         count = row_count(inputs[0])
         valid = row < count
-        first = self.access.first(t, rank, row)
+        place = self.access.place(row, count, t, rank)
+        first = place.first
         if const_expr(self.pdl and self.ring is None):
             few = cute.arch.grid_dim()[0] <= AHEAD
-            for mX, name in zip(inputs, self.function.inputs):
-                self.access.fetch_ahead(mX, name, cutlass.min(row, count - 1), first, few)
+            for gRow in self._rows(inputs, self.function.inputs, cutlass.min(row, count - 1)):
+                self.access.fetch_ahead(gRow, place, few)
         wait_for_previous(self.pdl)
         context, predicate = self.function.begin(self.variant, numbers, row, valid)
         held = slots
         if const_expr(slots is None):
-            held = self.access.load(inputs, self.function.inputs, row, first, predicate)
+            held = self.access.load(self._rows(inputs, self.function.inputs, row), place, predicate)
             let_next_start(self.pdl)
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 for rX in held:
-                    self.access.trim(rX[k], k, first)
+                    self.access.trim(rX[k], k, place)
         else:
             self._fetch(inputs, slots, first, row, count, predicate)
             cute.arch.cp_async_commit_group()
@@ -162,10 +104,14 @@ class HeldRows:
             self.function.postprocess(self.variant, numbers, inputs, results, context, row)
         if const_expr(len(outputs) > 0):
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                emitted = self.function.emit(self._read(held, k), results, context, first[k])
+                columns = Columns(first[k], self.tile.vec)
+                emitted = self.function.emit(self._read(held, k), results, context, columns)
                 for x, mX, name in zip(emitted, outputs, self.function.outputs):
                     rOut = narrow(x, mX.element_type, self.tile.vec)
-                    self.access.store(mX, name, rOut, row, first, k, valid)
+                    self.access.store(self.access.row(mX, name, row), rOut, place, k)
+
+    def _rows(self, tensors, names, row):
+        return (self.access.row(mX, name, row) for mX, name in zip(tensors, names))
 
     def _fetch(self, inputs, slots, first, row, count, predicate):
         edge, held = self.tile.edge(row, count), []

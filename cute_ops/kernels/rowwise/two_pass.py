@@ -20,6 +20,7 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
 from cute_ops.kernels.norm.two_pass import MAX_GRID
 from cute_ops.kernels.rowwise.config import ReduceConfig
+from cute_ops.kernels.rowwise.function import Columns
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
@@ -117,7 +118,8 @@ class WalkedRows:
 
     def _emit(self, inputs, outputs, bases, targets, results, context, first, n, readable):
         values = self._read(inputs, bases, first, n, readable, self.function.reduction.empty)
-        for x, mX, base in zip(self.function.emit(values, results, context, first), outputs, targets):
+        emitted = self.function.emit(values, results, context, Columns(first, self.tile.vec))
+        for x, mX, base in zip(emitted, outputs, targets):
             self._write(x, mX, base, first, n)
 
     def _batch(self, state, inputs, bases, start, end, shift, n, readable):

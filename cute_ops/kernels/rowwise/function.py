@@ -1,0 +1,75 @@
+"""What is computed of each row: the protocol of this package's kernels."""
+
+from typing import Any, NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float32
+
+from cute_ops.kernels.lib.row_reduce import RowSum
+
+
+class Columns(NamedTuple):
+    """The columns of a vector: ``first`` and the ones after it, ``count`` altogether. Some may lie outside the row."""
+
+    first: Any
+    count: int
+
+
+class Sum:
+    """The sum of ``term(*inputs)`` over a row."""
+
+    empty = 0
+
+    def __init__(self, term):
+        self.term = term
+
+    def across(self, tile, stages):
+        return RowSum(tile, 1, stages)
+
+    def start(self):
+        return (Float32(0.0),)
+
+    def add(self, state, get, inside):
+        """One more vector: ``get()`` reads the inputs', ``inside`` says what of them is inside the row."""
+        return (state[0] + self.term(*get()).reduce(cute.ReductionOp.ADD, Float32(0.0), 0),)
+
+    def gather(self, gets, insides):
+        """All vectors at once."""
+        state = self.start()
+        for get in gets:
+            state = self.add(state, get, None)
+        return state
+
+
+class RowFunction:
+    """What a kernel computes of each row.
+
+    Attributes:
+        inputs, outputs: names of the row tensors.
+        numbers: names of the tensors that :meth:`begin` and :meth:`postprocess` take.
+        reduction: :class:`Sum`, :class:`~cute_ops.kernels.lib.row_reduce_lse.LogSum`, or None where an element of the
+            outputs follows from the same one of the inputs and from what :meth:`begin` loads.
+    """
+
+    inputs: tuple
+    outputs: tuple
+    numbers: tuple = ()
+    reduction: object = None
+
+    def __init__(self, variant):
+        pass
+
+    def begin(self, variant, numbers, row, valid):
+        """(what the other methods get as ``context``, whether the row must be read); ``valid``: whether it is there."""
+        return None, valid
+
+    def tied(self, state, context):
+        """What a thread gives to the row's reduction, once what :meth:`begin` loaded is there."""
+        return state
+
+    def emit(self, values, results, context, columns):
+        """Output vectors from input vectors and what the row's reduction has found, in fp32."""
+        return ()
+
+    def postprocess(self, variant, numbers, rows, results, context, row):
+        """By one thread of each row, after its reduction."""
