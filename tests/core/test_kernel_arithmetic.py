@@ -47,6 +47,25 @@ def test_kernels_agree_with_the_reference(op: Op) -> None:
             raise AssertionError(f"{call.said}: {error}") from error
 
 
+@pytest.mark.parametrize("n", [40, 41])
+@pytest.mark.parametrize("name", ["rmsnorm", "add_rmsnorm", "silu_mul", "swiglu", "softmax"])
+def test_rows_of_two_leading_dims_with_strides_of_their_own(name: str, n: int) -> None:
+    (op,) = (op for op in ALL if op.name == name)
+    call = kernel_calls.made(op, 6, n, "bfloat16", "compact", np.random.default_rng(n))
+
+    def folded(seed: int) -> dict[str, Any]:
+        return {k: a if a is None or a.ndim < 2 else a.reshape(2, 3, -1) for k, a in call.more(seed).items()}
+
+    arrays = folded(0)
+    # Rows lie the other way round: of the outer dim side by side, of the inner one far apart.
+    where = {
+        k: kernel_calls.Place((2 * VECTOR * n, 5 * VECTOR * n, 1)) if a is not None and a.ndim == 3 else call.where[k]
+        for k, a in arrays.items()
+        if k in call.where
+    }
+    kernel_calls.check(call._replace(arrays=arrays, where=where, more=folded))
+
+
 # A thread of these holds up to four vectors of one element each.
 @pytest.mark.parametrize("n", [1, 3, 5, 9, 11, 13, 17, 19, 21, 23, 33, 35, 47])
 @pytest.mark.parametrize("op", NORMS, ids=lambda op: op.name)

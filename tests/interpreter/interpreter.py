@@ -260,8 +260,8 @@ def dynamic_range(start, stop=None, step=1, unroll=0):
 
 def merged(old, new):
     """A variable after some threads have set it; the others keep theirs."""
-    if type(new) in (tuple, list) and type(old) is type(new) and len(old) == len(new):
-        return type(new)(map(merged, old, new))
+    if isinstance(new, tuple | list) and type(old) is type(new) and len(old) == len(new):
+        return getattr(new, "_make", type(new))(map(merged, old, new))
     numbers = all(isinstance(x, Lanes | int | float) for x in (old, new))
     same = old is new or (not isinstance(old, Lanes) and not isinstance(new, Lanes) and old == new)
     return np.where(now.mask, new, old).view(Lanes) if numbers and not same else new

@@ -10,7 +10,8 @@ from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.row_emit import RowEmitter
 from cute_ops.kernels.epilogue.row_exchange import COMBINE, NEUTRAL
 from cute_ops.kernels.epilogue.words import DEVICE, SHORT_DEVICE
-from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, store, store_masked, trim
+from cute_ops.kernels.lib.copy import fragment, gmem_elements, narrow, trim
+from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_address, row_count
 from cute_ops.kernels.rowwise.pointwise import Part
 
@@ -89,13 +90,14 @@ class RowParts:
         n = mX.shape[len(mX.shape) - 1]
         return row_count(mX), self.n if self.n is not None else n // part.count
 
-    def bases(self, tensors, parts, row, n):
-        """Byte addresses of a row's parts."""
+    def rows(self, tensors, parts, row, n):
+        """A row's parts."""
         found = []
         for _, part in parts:
             mX = tensors[part.name]
             address = row_address(mX, self.variant.tensors[part.name], row, mX.shape[len(mX.shape) - 1])
-            found.append(address + Int64(n) * (part.index * (mX.element_type.width // 8)))
+            step = Int64(n) * (part.index * (mX.element_type.width // 8))
+            found.append(Row(mX.element_type, address + step))
         return found
 
     def column(self, tensors, part, n):
@@ -156,15 +158,10 @@ class RowParts:
                 rOut[j] = x
         return vectors
 
-    def store_inside(self, tensors, vectors, targets, v, first, n):
+    def store_inside(self, vectors, targets, v, first, n):
         """Vectors of the tiles, some of which is inside the row."""
-        for rOut, (_, part), base in zip(vectors, self.outputs["t"], targets):
-            rX = narrow(rOut.load(), tensors[part.name].element_type, v.vec)
-            address = base + Int64(first) * (rX.element_type.width // 8)
-            if v.masked:
-                store_masked(rX, address, first, n)
-            else:
-                store(rX, address)
+        for rOut, gOut in zip(vectors, targets):
+            VectorAccess(v).store(gOut, narrow(rOut.load(), gOut.element_type, v.vec), first, n)
 
 
 class Shown:

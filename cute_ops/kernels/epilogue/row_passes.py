@@ -11,13 +11,12 @@ from cute_ops.kernels.lib.column_params import column_elements
 from cute_ops.kernels.lib.copy import (
     fragment,
     gmem_elements,
-    load,
-    load_inside,
     store,
     store_elements,
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import VectorAccess
 from cute_ops.kernels.lib.row_layout import Vectors, readable
 from cute_ops.kernels.norm.two_pass import MAX_GRID, WalkedRow
 
@@ -109,7 +108,7 @@ class RowsInPasses(RowParts):
     def _emit(self, walk, values, group, first):
         outputs = [*self.outputs["t"], *self.outputs["r"]]
         vectors = self.computed(values, outputs, walk.elements(first), self.tile.vec)
-        self.store_inside(walk.tensors, vectors, walk.targets, self.tile.v, first, walk.n)
+        self.store_inside(vectors, walk.targets, self.tile.v, first, walk.n)
         for rX, (_, part) in zip(vectors[len(self.outputs["t"]) :], self.outputs["r"]):
             self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
 
@@ -147,26 +146,18 @@ class Walk:
         self.shift = v.shift(row, long_n)
         self.vectors = (n + self.shift + (v.vec - 1)) // v.vec
         self.readable = readable(v, n, row, count)
-        self.sources = rows.bases(tensors, rows.tiles, row, n)
-        self.targets = rows.bases(tensors, rows.outputs["t"], row, n)
+        self.sources = rows.rows(tensors, rows.tiles, row, n)
+        self.targets = rows.rows(tensors, rows.outputs["t"], row, n)
 
     def elements(self, first):
         """From j to the operands' elements in the column ``first + j``, by node."""
-        held = [(i, self._loaded(part, base, first)) for (i, part), base in zip(self.rows.tiles, self.sources)]
+        access = VectorAccess(self.rows.tile.v)
+        held = [
+            (i, widen(access.load(gRow, first, self.readable))) for (i, _), gRow in zip(self.rows.tiles, self.sources)
+        ]
         for i, part in self.rows.vectors:
             rW = column_elements(
                 self.rows.column(self.tensors, part, self.n), self.rows.keys[part], self.rows.tile.v, first, self.n
             )
             held.append((i, widen(rW)))
         return lambda j: {i: vector[j] for i, vector in held}
-
-    def _loaded(self, part, base, first):
-        mX, v = self.tensors[part.name], self.rows.tile.v
-        rX = fragment(mX.element_type, v.vec)
-        address = base + Int64(first) * (mX.element_type.width // 8)
-        if v.masked:
-            rX.fill(0)
-            load_inside(first + v.vec > 0, rX, address, self.readable - first)
-        else:
-            load(rX, address)
-        return widen(rX)

@@ -21,7 +21,7 @@ from cute_ops.kernels.lib.copy import (
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
-from cute_ops.kernels.lib.row_copy import Row, RowAccess
+from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors
 from cute_ops.kernels.lib.smem_ring import RowRing
 
@@ -93,11 +93,6 @@ class HeldRows(RowParts):
         held = [*zip(self.tiles, read(k)), *((each, widen(rW[k])) for each, rW in zip(self.vectors, columns))]
         return lambda j: {i: vector[j] for (i, _), vector in held}
 
-    def _rows(self, tensors, parts, row):
-        """A row's parts."""
-        bases = self.bases(tensors, parts, row, self.n)
-        return [Row(tensors[part.name].element_type, base) for base, (_, part) in zip(bases, parts)]
-
     def _emit(self, values, elements, targets, place, k, valid=None):
         """Store a thread's k-th vectors of the tiles."""
         vectors = self.computed(values, self.outputs["t"], elements, self.tile.vec)
@@ -156,7 +151,7 @@ class RowsInRegisters(HeldRows):
         first = place.first
         if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
-            for gRow in self._rows(tensors, self.tiles, cutlass.min(row, count - 1)):
+            for gRow in self.rows(tensors, self.tiles, cutlass.min(row, count - 1), self.n):
                 self.access.fetch_ahead(gRow, place, few)
         wait_for_previous(self.pdl)
         held = self._load(tensors, place)
@@ -168,14 +163,14 @@ class RowsInRegisters(HeldRows):
         totals = lambda s: self._totals(values, s, read, columns, first)  # noqa: E731
         self._reduced(values, totals, Int32(0), sSum, mbar)
         self.store_numbers(tensors, values, row, valid & (t == 0) & (rank == 0))
-        targets = self._rows(tensors, self.outputs["t"], row)
+        targets = self.rows(tensors, self.outputs["t"], row, self.n)
         if const_expr(len(targets) > 0):
             for k in cutlass.range_constexpr(self.tile.per_thread):
                 self._emit(values, self._elements(read, columns, k), targets, place, k)
 
     def _load(self, tensors, place):
         """This thread's vectors of each tile, all on their way together."""
-        rows = dict(zip([part for _, part in self.tiles], self._rows(tensors, self.tiles, place.row)))
+        rows = dict(zip([part for _, part in self.tiles], self.rows(tensors, self.tiles, place.row, self.n)))
         pairs = {part: self._load_pairs(rows[part], part, place) for part in rows if part in self.apart}
         others = [part for part in rows if part not in pairs]
         loaded = dict(zip(others, self.access.load([rows[part] for part in others], place, place.valid)))
@@ -299,11 +294,9 @@ class RowsInRing(HeldRows):
 
     def _fetch(self, tensors, slots, first, row, count, stage):
         """Start loading a row into a slot."""
-        edge, held = self.tile.edge(row, count), []
-        for sX, address in zip(slots, self.bases(tensors, self.tiles, row, self.n)):
-            self.ring.fetch(sX, address, first, row < count, edge[0], stage)
-            held.append((sX, address, first, row < count))
-        self.ring.fetch_tails(held, edge, stage)
+        rows = self.rows(tensors, self.tiles, row, self.n)
+        held = ((sX, gRow.address, first, row < count) for sX, gRow in zip(slots, rows))
+        self.ring.fetch_rows(held, self.tile.edge(row, count), stage)
         cute.arch.cp_async_commit_group()
 
     def _stage(self, held, values, stage, columns, first):
@@ -327,14 +320,14 @@ class RowsInRing(HeldRows):
         self.store_numbers(held.tensors, values, place.row, alone)
         vectors = self.outputs["r"]
         if vectors:
-            targets = self._rows(held.tensors, self.outputs["t"], place.row)
+            targets = self.rows(held.tensors, self.outputs["t"], place.row, self.n)
             for k in range(self.tile.per_thread):
                 elements = self._elements(held.read, columns, k)
                 self._emit(values, elements, targets, place, k, True)
                 for rSums, rX in zip(sums, self.computed(values, vectors, elements, self.tile.vec)):
                     rSums[k].store(rSums[k].load() + rX.load())
         elif self.outputs["t"]:
-            self._emit_walked(held, values, self.bases(held.tensors, self.outputs["t"], place.row, self.n))
+            self._emit_walked(held, values, self.rows(held.tensors, self.outputs["t"], place.row, self.n))
         for rSum, (place, _) in zip(sums[len(vectors) :], self.outputs["s"]):
             rSum[0] = rSum[0] + values.number(place)
 
@@ -345,7 +338,7 @@ class RowsInRing(HeldRows):
 
     def _emit_vector(self, held, values, targets, k):
         vectors = self.computed(values, self.outputs["t"], held.elements(k), self.tile.vec)
-        self.store_inside(held.tensors, vectors, targets, self.tile.v, held.first(k), Int32(self.n))
+        self.store_inside(vectors, targets, self.tile.v, held.first(k), Int32(self.n))
 
     def _nothing(self):
         """This thread's sums over rows: of its vectors of each row vector, and of each scalar."""

@@ -14,6 +14,7 @@ from cute_ops.kernels.lib.copy import (
     load,
     load_first_if,
     load_if,
+    load_inside,
     store,
     store_if,
     store_masked,
@@ -174,6 +175,50 @@ class RowAccess:
             store_if(first < end, rX, address)
         else:
             store(rX, address)
+
+
+class VectorAccess:
+    """Loads and stores of single vectors, for threads that walk along rows.
+
+    Args:
+        v: how rows are cut into vectors.
+        empty: what stands in place of what is not read.
+        shared: whether loads are to see what other SMs wrote since L1 held a line.
+    """
+
+    def __init__(self, v, empty=0, shared=False):
+        self.v, self.empty, self.shared = v, empty, shared
+
+    def load(self, gRow, first, readable, predicate=None):
+        """The vector of a row from column ``first`` on; what it holds of the row's neighbours is anything.
+
+        Args:
+            readable: columns of the row, and of the next one, that may be read.
+            predicate: whether it is wanted; by default it is if some of it lies in the row.
+        """
+        rX = fragment(gRow.element_type, self.v.vec)
+        if predicate is None and not self.v.masked:
+            load(rX, gRow.at(first), self.shared)
+            return rX
+        rX.fill(self.empty)
+        if self.v.masked:
+            inside = first + self.v.vec > 0 if predicate is None else predicate
+            load_inside(inside, rX, gRow.at(first), readable - first, self.shared)
+        else:
+            load_if(predicate, rX, gRow.at(first), self.shared)
+        return rX
+
+    def trim(self, rX, first, n):
+        """Make what a vector holds outside the row ``empty``."""
+        if self.v.masked:
+            trim(rX, first, n, self.empty)
+
+    def store(self, gRow, rX, first, n):
+        """Store what of a vector lies in the row."""
+        if self.v.masked:
+            store_masked(rX, gRow.at(first), first, n)
+        else:
+            store(rX, gRow.at(first))
 
 
 @cute.jit

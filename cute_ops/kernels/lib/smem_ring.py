@@ -67,6 +67,19 @@ class RowRing:
                 for stage in cutlass.range_constexpr(self.stages):
                     sX[None, None, tidx, k, stage].fill(value)
 
+    def fetch_rows(self, rows, edge, stage):
+        """Start copying this thread's vectors of a row of each input; the caller commits the group.
+
+        Args:
+            rows: (slots, byte address, first columns, whether the row is there) of each input.
+            edge: from :meth:`RowTile.edge`.
+        """
+        held = []
+        for sX, address, first, valid in rows:
+            self.fetch(sX, address, first, valid, edge[0], stage)
+            held.append((sX, address, first, valid))
+        self.fetch_tails(held, edge, stage)
+
     @cute.jit
     def fetch(
         self, sX: cute.Tensor, address: Int64, first: cutlass.Constexpr, valid: Boolean, bound, stage: Int32,

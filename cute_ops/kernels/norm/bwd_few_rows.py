@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import fragment, load_if, load_inside, widen
+from cute_ops.kernels.lib.copy import fragment, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
@@ -101,14 +102,14 @@ class NormBackwardFewRows(NormBackward):
 
     def _fetch_row(self, inputs, slots, first, row, count, mine, stage):
         """Start loading a row; of what only its gradient needs, where that is written here."""
-        edge, held = self.tile.edge(row, count), []
-        for mX, sX, name in zip(inputs, slots, self.names):
-            if mX is not None:
-                address = row_address(mX, self.variant.tensors[name], row, self.n)
-                predicate = row < count if name == self.names[0] else (row < count) & mine
-                self.ring.fetch(sX, address, first, predicate, edge[0], stage)
-                held.append((sX, address, first, predicate))
-        self.ring.fetch_tails(held, edge, stage)
+        held = (
+            (
+                sX, row_address(mX, self.variant.tensors[name], row, self.n), first,
+                row < count if name == self.names[0] else (row < count) & mine,
+            )
+            for mX, sX, name in zip(inputs, slots, self.names) if mX is not None
+        )  # fmt: skip
+        self.ring.fetch_rows(held, self.tile.edge(row, count), stage)
 
     @cute.jit
     def _thread(self, slots: cutlass.Constexpr, rWeight: cutlass.Constexpr, first: cutlass.Constexpr,
@@ -135,15 +136,9 @@ class NormBackwardFewRows(NormBackward):
         held = []
         for row in range(0, self.ring.stages * self.tile.rows, self.height):
             address = row_address(mDout, self.variant.tensors["dout"], Int64(row + top), self.n)
-            rDout = fragment(mDout.element_type, self.tile.vec)
-            rDout.fill(0)
-            inside = (Int64(row + top) < count) & (column < self.n) & (top < self.depth)
-            address = address + Int64(column) * (mDout.element_type.width // 8)
-            if const_expr(self.tile.v.masked):
-                load_inside(inside, rDout, address, self.n - column)
-            else:
-                load_if(inside, rDout, address)
-            held.append(rDout)
+            wanted = (Int64(row + top) < count) & (column < self.n) & (top < self.depth)
+            gDout = Row(mDout.element_type, address)
+            held.append(VectorAccess(self.tile.v).load(gDout, column, self.n, wanted))
         return held
 
     @cute.jit

@@ -6,8 +6,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import fragment, load_if, load_inside, widen
+from cute_ops.kernels.lib.copy import fragment, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
@@ -112,16 +113,9 @@ class NormBackwardOverlapped(NormBackward):
 
     def _load(self, mX, name, row, column, count):
         """A vector of a row, zero where there is none; from L2, where what earlier kernels wrote is."""
-        rX = fragment(mX.element_type, self.tile.vec)
-        rX.fill(0)
-        address = row_address(mX, self.variant.tensors[name], row, self.n)
-        address = address + Int64(column) * (mX.element_type.width // 8)
-        predicate = (row < count) & (column < self.n)
-        if const_expr(self.tile.v.masked):
-            load_inside(predicate, rX, address, self.n - column, shared=True)
-        else:
-            load_if(predicate, rX, address, shared=True)
-        return rX
+        gRow = Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
+        wanted = (row < count) & (column < self.n)
+        return VectorAccess(self.tile.v, shared=True).load(gRow, column, self.n, wanted)
 
     @cute.jit
     def _add_threads(self, mD, rSum: cute.Tensor, sColumns: cute.Tensor, vector: Int32, top: Int32, start: Int32):

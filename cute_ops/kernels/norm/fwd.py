@@ -86,16 +86,14 @@ class NormForward:
         first = self.access.place(rows[0], count, t, rank)
         places = [first._replace(row=row) for row in rows]
         inputs = [(mX, "x")] if const_expr(mResidual is None) else [(mX, "x"), (mResidual, "residual")]
-        read = [[self.access.row(m, name, self.access.readable(place).row) for m, name in inputs] for place in places]
 
         if const_expr(self.pdl):
             few = cute.arch.grid_dim()[0] <= AHEAD
             for place in places:
-                there = cutlass.min(place.row, count - 1)
-                for m, name in inputs:
-                    self.access.fetch_ahead(self.access.row(m, name, there), place, few)
+                for gRow in self._rows(inputs, cutlass.min(place.row, count - 1)):
+                    self.access.fetch_ahead(gRow, place, few)
         wait_for_previous(self.pdl)
-        held = [self.access.load(gRows, place) for gRows, place in zip(read, places)]
+        held = [self.access.load(self._rows(inputs, self.access.readable(place).row), place) for place in places]
         columns = None
         if const_expr(not self.delay_weight_load):
             columns = self._columns(mWeight, mBias, first)
@@ -106,6 +104,9 @@ class NormForward:
             if const_expr(self.delay_weight_load):
                 columns = self._columns(mWeight, mBias, first)
             self._postprocess(rH, mean, rstd, columns, mOut, places[u])
+
+    def _rows(self, inputs, row):
+        return (self.access.row(m, name, row) for m, name in inputs)
 
     def _statistics(self, held, mResidualOut, place, sSum, mbar, step):
         """The row's h, stored where there is a residual, its mean and rstd."""
@@ -121,7 +122,6 @@ class NormForward:
         return rH, *self.sum.row(lambda k: (widen(rH[k]),), place.first, sSum, mbar, step)
 
     def _postprocess(self, rH, mean, rstd, columns, mOut, place):
-        gOut = self.access.row(mOut, "out", place.row)
         for k, (rWeight, rBias) in enumerate(columns):
             if self.keep_dtype:
                 compiler_barrier(rH[k])
@@ -130,7 +130,8 @@ class NormForward:
                 y = y * scale(rWeight, self.weight_offset)
             if rBias is not None:
                 y = y + widen(rBias)
-            self.access.store(gOut, narrow(y, mOut.element_type, self.tile.vec), place, k)
+            rOut = narrow(y, mOut.element_type, self.tile.vec)
+            self.access.store(self.access.row(mOut, "out", place.row), rOut, place, k)
 
     def _columns(self, mWeight, mBias, place, ks=None):
         """(weight, bias) for each of this thread's vectors, or for some of them."""

@@ -73,13 +73,12 @@ class NormForwardSmem(NormForward):
         let_next_start(self.pdl)
 
     def _fetch(self, inputs, slots, place):
-        edge, held = self.tile.edge(place.row, place.count), []
-        for m, sX, name in zip(inputs, slots, self.names):
-            if m is not None:
-                address = row_address(m, self.variant.tensors[name], place.row, self.n)
-                self.ring.fetch(sX, address, place.first, place.valid, edge[0], Int32(0))
-                held.append((sX, address, place.first, place.valid))
-        self.ring.fetch_tails(held, edge, Int32(0))
+        held = (
+            (sX, row_address(m, self.variant.tensors[name], place.row, self.n), place.first, place.valid)
+            for m, sX, name in zip(inputs, slots, self.names)
+            if m is not None
+        )
+        self.ring.fetch_rows(held, self.tile.edge(place.row, place.count), Int32(0))
 
     def _statistics_from_smem(self, slots, mResidualOut, place, sSum, mbar):
         for k in range(self.tile.per_thread):

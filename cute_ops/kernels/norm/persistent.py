@@ -162,13 +162,12 @@ class RowWalk:
 
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
-        edge, held = self.tile.edge(row, count), []
-        for mX, sX, name in zip(inputs, slots, self.names):
-            if mX is not None:
-                address = row_address(mX, self.variant.tensors[name], row, self.n)
-                self.ring.fetch(sX, address, first, row < count, edge[0], stage)
-                held.append((sX, address, first, row < count))
-        self.ring.fetch_tails(held, edge, stage)
+        held = (
+            (sX, row_address(mX, self.variant.tensors[name], row, self.n), first, row < count)
+            for mX, sX, name in zip(inputs, slots, self.names)
+            if mX is not None
+        )
+        self.ring.fetch_rows(held, self.tile.edge(row, count), stage)
         cute.arch.cp_async_commit_group()
 
     def _arrive(self, slots, kept, first, counts, step, before, pending, sSum, mbar):

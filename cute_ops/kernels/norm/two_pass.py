@@ -13,14 +13,12 @@ from cute_ops.kernels.lib.copy import (
     fragment,
     load,
     load_elements,
-    load_inside,
     narrow,
     store,
     store_elements,
-    store_masked,
-    trim,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
@@ -51,6 +49,7 @@ class TwoPassRows:
         self.static_n = variant.dims["n"]
         self.weight_offset = variant.attrs.get("weight_offset", 0.0)
         self.tile = WalkedRow(Vectors(variant, names, self.static_n, config.align_vectors), config)
+        self.access = VectorAccess(self.tile.v)
         self.sum = row_statistics(centred, self.tile, variant.attrs["eps"], backward, stages=2, held=False)
         self.pdl = can_use_pdl(variant.arch)
 
@@ -61,31 +60,21 @@ class TwoPassRows:
         """Vectors of a row of n elements."""
         return (n + shift + (self.tile.vec - 1)) // self.tile.vec
 
-    def row_base(self, mX, name, row):
-        """Byte address of the row's first element, None where the tensor is absent."""
+    def row(self, mX, name, row):
+        """A row of a tensor, None where the tensor is absent."""
         if mX is None:
             return None
-        return row_address(mX, self.variant.tensors[name], row, mX.shape[len(mX.shape) - 1])
+        n = mX.shape[len(mX.shape) - 1]
+        return Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, n))
 
-    def read(self, mX, base, first, n, readable):
+    def read(self, gRow, first, n, readable):
         """A vector in fp32, zero outside the row; see :func:`cute_ops.kernels.lib.row_layout.readable`."""
-        rX = fragment(mX.element_type, self.tile.vec)
-        address = base + Int64(first) * (mX.element_type.width // 8)
-        if self.tile.v.masked:
-            rX.fill(0)
-            load_inside(first + self.tile.vec > 0, rX, address, readable - first)
-            trim(rX, first, n)
-        else:
-            load(rX, address)
+        rX = self.access.load(gRow, first, readable)
+        self.access.trim(rX, first, n)
         return rX.load().to(Float32)
 
-    def write(self, x, mX, base, first, n):
-        rX = narrow(x, mX.element_type, self.tile.vec)
-        address = base + Int64(first) * (mX.element_type.width // 8)
-        if self.tile.v.masked:
-            store_masked(rX, address, first, n)
-        else:
-            store(rX, address)
+    def write(self, x, gRow, first, n):
+        self.access.store(gRow, narrow(x, gRow.element_type, self.tile.vec), first, n)
 
     def column(self, mW, name, first, n):
         return column_elements(mW, self.variant.tensors[name], self.tile.v, first, n)
@@ -127,19 +116,19 @@ class NormForwardTwoPass(TwoPassRows):
             shift = self.tile.v.shift(row, mX.shape[len(mX.shape) - 1])
             count = self.vectors(n, shift)
             within = readable(self.tile.v, n, row, row_count(mX))
-            x_base, out_base = self.row_base(mX, "x", row), self.row_base(mOut, "out", row)
+            gX, gOut = self.row(mX, "x", row), self.row(mOut, "out", row)
             sums = self.sum.begin()
             if const_expr(mResidual is None):
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
                     first = v * vec - shift
-                    sums = self.sum.add(sums, (self.read(mX, x_base, first, n, within),), first, n)
+                    sums = self.sum.add(sums, (self.read(gX, first, n, within),), first, n)
             else:
-                residual_base = self.row_base(mResidual, "residual", row)
-                sum_base = self.row_base(mResidualOut, "residual_out", row)
+                gResidual = self.row(mResidual, "residual", row)
+                gSum = self.row(mResidualOut, "residual_out", row)
                 for v in cutlass.range(tidx, count, self.tile.threads, unroll=4):
                     first = v * vec - shift
-                    h = self.read(mX, x_base, first, n, within) + self.read(mResidual, residual_base, first, n, within)
-                    self.write(h, mResidualOut, sum_base, first, n)
+                    h = self.read(gX, first, n, within) + self.read(gResidual, first, n, within)
+                    self.write(h, gSum, first, n)
                     h = narrow(h, mResidualOut.element_type, vec).load().to(Float32)
                     sums = self.sum.add(sums, (h,), first, n)
             sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
@@ -148,15 +137,15 @@ class NormForwardTwoPass(TwoPassRows):
                 first = v * vec - shift
                 # With a residual, this thread's own stores are read back.
                 if const_expr(mResidual is None):
-                    h = self.read(mX, x_base, first, n, within)
+                    h = self.read(gX, first, n, within)
                 else:
-                    h = self.read(mResidualOut, self.row_base(mResidualOut, "residual_out", row), first, n, within)
+                    h = self.read(self.row(mResidualOut, "residual_out", row), first, n, within)
                 y = centre(h, mean) * rstd
                 if const_expr(mWeight is not None):
                     y = y * scale(self.column(mWeight, "weight", first, n), self.weight_offset)
                 if const_expr(mBias is not None):
                     y = y + self.column(mBias, "bias", first, n).load().to(Float32)
-                self.write(y, mOut, out_base, first, n)
+                self.write(y, gOut, first, n)
 
 
 class NormBackwardTwoPass(TwoPassRows):
@@ -196,7 +185,7 @@ class NormBackwardTwoPass(TwoPassRows):
         groups, _, _ = cute.arch.grid_dim()
         smem = cutlass.utils.SmemAllocator()
         sSum, mbar = self.sum.allocate(smem)
-        mX, mDout, mDres = inputs
+        mX, _, mDres = inputs
         n, vec = self.length(mX), self.tile.vec
         long_n = mX.shape[len(mX.shape) - 1]
         steps = Int32((row_count(mX) - group + (groups - 1)) // Int64(groups))
@@ -211,28 +200,28 @@ class NormBackwardTwoPass(TwoPassRows):
                     self._store_part(zero, mParts, group, v * vec - shift, n)
         for step in cutlass.range(steps, unroll=1):
             row = Int64(group) + Int64(step) * Int64(groups)
-            bases = [self.row_base(m, name, row) for m, name in zip(inputs, self.names)]
+            rows = [self.row(m, name, row) for m, name in zip(inputs, self.names)]
             within = readable(self.tile.v, n, row, row_count(mX))
-            targets = [self.row_base(m, name, row) for m, name in zip(outputs, self.dx_names)]
+            targets = [self.row(m, name, row) for m, name in zip(outputs, self.dx_names)]
             sums = self.sum.begin()
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=2):
                 first = v * vec - shift
-                x, _, g = self._terms(mX, mDout, mWeight, bases, first, n, within)
+                x, _, g = self._terms(*rows[:2], mWeight, first, n, within)
                 sums = self.sum.add(sums, (x, g), first, n)
             sums = self.sum(self.sum.whole(sums), sSum, mbar, step)
             mean, rstd, pull, push = self.sum.backward_terms(sums, 1.0 / Float32(n))
             for v in cutlass.range(tidx, count, self.tile.threads, unroll=1):
                 first = v * vec - shift
-                x, dout, g = self._terms(mX, mDout, mWeight, bases, first, n, within)
+                x, dout, g = self._terms(*rows[:2], mWeight, first, n, within)
                 x = centre(x, mean)
                 dx = g * rstd - x * pull
                 if const_expr(push is not None):
                     dx = dx - push
                 if const_expr(mDres is not None):
-                    dx = dx + self.read(mDres, bases[2], first, n, within)
-                for mDx, base in zip(outputs, targets):
-                    if const_expr(mDx is not None):
-                        self.write(dx, mDx, base, first, n)
+                    dx = dx + self.read(rows[2], first, n, within)
+                for gDx in targets:
+                    if const_expr(gDx is not None):
+                        self.write(dx, gDx, first, n)
                 for mParts, term in zip(parts, (dout * (x * rstd), dout)):
                     if const_expr(mParts is not None):
                         rSum = self._load_part(mParts, group, first, n)
@@ -240,8 +229,8 @@ class NormBackwardTwoPass(TwoPassRows):
                         self._store_part(rSum, mParts, group, first, n)
         let_next_start(self.pdl)
 
-    def _terms(self, mX, mDout, mWeight, bases, first, n, within):
-        x, dout = self.read(mX, bases[0], first, n, within), self.read(mDout, bases[1], first, n, within)
+    def _terms(self, gX, gDout, mWeight, first, n, within):
+        x, dout = self.read(gX, first, n, within), self.read(gDout, first, n, within)
         if mWeight is None:
             return x, dout, dout
         return x, dout, dout * scale(self.column(mWeight, "weight", first, n), self.weight_offset)

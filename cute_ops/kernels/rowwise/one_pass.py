@@ -114,12 +114,11 @@ class HeldRows:
         return (self.access.row(mX, name, row) for mX, name in zip(tensors, names))
 
     def _fetch(self, inputs, slots, first, row, count, predicate):
-        edge, held = self.tile.edge(row, count), []
-        for mX, sX, name in zip(inputs, slots, self.function.inputs):
-            address = row_address(mX, self.variant.tensors[name], row, self.n)
-            self.ring.fetch(sX, address, first, predicate, edge[0], Int32(0))
-            held.append((sX, address, first, predicate))
-        self.ring.fetch_tails(held, edge, Int32(0))
+        held = (
+            (sX, row_address(mX, self.variant.tensors[name], row, self.n), first, predicate)
+            for mX, sX, name in zip(inputs, slots, self.function.inputs)
+        )
+        self.ring.fetch_rows(held, self.tile.edge(row, count), Int32(0))
 
     def _gather(self, gets, insides):
         if self.ring is None:

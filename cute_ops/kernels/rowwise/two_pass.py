@@ -4,19 +4,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
-from cute_ops.kernels.lib.copy import (
-    Inside,
-    compiler_barrier,
-    fragment,
-    load,
-    load_if,
-    load_inside,
-    narrow,
-    store,
-    store_masked,
-    trim,
-)
+from cute_ops.kernels.lib.copy import Inside, compiler_barrier, narrow
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
 from cute_ops.kernels.norm.two_pass import MAX_GRID
 from cute_ops.kernels.rowwise.config import ReduceConfig
@@ -54,6 +44,7 @@ class WalkedRows:
         self.function = function
         names = (*function.inputs, *function.outputs)
         self.tile = WalkedParts(Vectors(variant, names, variant.dims["n"], config.align_vectors), config)
+        self.access = VectorAccess(self.tile.v, function.reduction.empty)
         self.sum = function.reduction.across(self.tile, 2)
         self.resident = config.resident
         self.pdl = can_use_pdl(variant.arch)
@@ -94,15 +85,15 @@ class WalkedRows:
             count = (n + shift + (vec - 1)) // vec
             size = (count + (self.tile.cluster * local - 1)) // (self.tile.cluster * local)
             readable_n = readable(self.tile.v, n, row, row_count(inputs[0]))
-            bases = self._bases(inputs, self.function.inputs, row, long_n)
-            targets = self._bases(outputs, self.function.outputs, row, long_n)
+            rows = self._rows(inputs, self.function.inputs, row, long_n)
+            targets = self._rows(outputs, self.function.outputs, row, long_n)
             last = cutlass.select_(predicate, count, Int32(0))
             for j in cutlass.range(local, unroll=1):
                 begin = (rank * local + j) * size
                 end = cutlass.min(begin + size, last)
                 state = self.function.reduction.start()
                 for base in cutlass.range(begin, end, BATCH * self.tile.threads, unroll=1):
-                    state = self._batch(state, inputs, bases, base + tidx, end, shift, n, readable_n)
+                    state = self._batch(state, rows, base + tidx, end, shift, n, readable_n)
                 self.sum.arrive(self.function.tied(state, context), sSum, mbar, step, j)
             results = self.sum.wait(None, sSum, mbar, step)
             if (tidx == 0) & (rank == 0):
@@ -111,30 +102,34 @@ class WalkedRows:
                 begin = rank * local * size
                 end = cutlass.min(begin + local * size, count)
                 for v in cutlass.range(begin + tidx, end, self.tile.threads, unroll=2):
-                    self._emit(inputs, outputs, bases, targets, results, context, v * vec - shift, n, readable_n)
+                    self._emit(rows, targets, results, context, v * vec - shift, n, readable_n)
 
-    def _bases(self, tensors, names, row, n):
-        return [row_address(m, self.variant.tensors[name], row, n) for m, name in zip(tensors, names)]
+    def _rows(self, tensors, names, row, n):
+        return [
+            Row(m.element_type, row_address(m, self.variant.tensors[name], row, n)) for m, name in zip(tensors, names)
+        ]
 
-    def _emit(self, inputs, outputs, bases, targets, results, context, first, n, readable):
-        values = self._read(inputs, bases, first, n, readable, self.function.reduction.empty)
-        emitted = self.function.emit(values, results, context, Columns(first, self.tile.vec))
-        for x, mX, base in zip(emitted, outputs, targets):
-            self._write(x, mX, base, first, n)
+    def _emit(self, rows, targets, results, context, first, n, readable):
+        values = []
+        for gRow in rows:
+            rX = self.access.load(gRow, first, readable)
+            self.access.trim(rX, first, n)
+            values.append(rX.load().to(Float32))
+        emitted = self.function.emit(tuple(values), results, context, Columns(first, self.tile.vec))
+        for x, gOut in zip(emitted, targets):
+            self.access.store(gOut, narrow(x, gOut.element_type, self.tile.vec), first, n)
 
-    def _batch(self, state, inputs, bases, start, end, shift, n, readable):
+    def _batch(self, state, rows, start, end, shift, n, readable):
         """The state with up to four more vectors of this thread, all loaded before any is used."""
-        empty, firsts, loaded = self.function.reduction.empty, [], []
+        firsts, loaded = [], []
         for i in range(BATCH):
             v = start + i * self.tile.threads
             firsts.append(v * self.tile.vec - shift)
-            loaded.append([
-                self._load(mX, base, firsts[i], readable, v < end, empty) for mX, base in zip(inputs, bases)
-            ])  # fmt: skip
+            wanted = (v < end) & (firsts[i] + self.tile.vec > 0) if self.tile.v.shifted else v < end
+            loaded.append([self.access.load(gRow, firsts[i], readable, wanted) for gRow in rows])
         for first, vectors in zip(firsts, loaded):
-            if self.tile.v.masked:
-                for rX in vectors:
-                    trim(rX, first, n, empty)
+            for rX in vectors:
+                self.access.trim(rX, first, n)
         for first, vectors in zip(firsts, loaded):
             state = self.function.reduction.add(
                 state,
@@ -149,40 +144,6 @@ class WalkedRows:
             if self.tile.vec * rX.element_type.width >= 32:
                 compiler_barrier(rX)
         return tuple(rX.load().to(Float32) for rX in vectors)
-
-    def _load(self, mX, base, first, readable, predicate, empty):
-        rX = fragment(mX.element_type, self.tile.vec)
-        rX.fill(empty)
-        address = base + Int64(first) * (mX.element_type.width // 8)
-        if self.tile.v.shifted:
-            predicate = predicate & (first + self.tile.vec > 0)
-        if self.tile.v.masked:
-            load_inside(predicate, rX, address, readable - first)
-        else:
-            load_if(predicate, rX, address)
-        return rX
-
-    def _read(self, inputs, bases, first, n, readable, empty):
-        """The inputs' vectors in fp32, ``empty`` outside the row."""
-        values = []
-        for mX, base in zip(inputs, bases):
-            if self.tile.v.masked:
-                predicate = first + self.tile.vec > 0
-                rX = self._load(mX, base, first, readable, predicate, empty)
-                trim(rX, first, n, empty)
-            else:
-                rX = fragment(mX.element_type, self.tile.vec)
-                load(rX, base + Int64(first) * (mX.element_type.width // 8))
-            values.append(rX.load().to(Float32))
-        return tuple(values)
-
-    def _write(self, x, mX, base, first, n):
-        rX = narrow(x, mX.element_type, self.tile.vec)
-        address = base + Int64(first) * (mX.element_type.width // 8)
-        if self.tile.v.masked:
-            store_masked(rX, address, first, n)
-        else:
-            store(rX, address)
 
 
 def run_rows(variant, function):
