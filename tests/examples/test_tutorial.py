@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cute_ops import Array, Op
+from cute_ops import FLOATS, Array, Case, Op, Tensor, Tuning
 from cute_ops.binding import bind
 from cute_ops.dispatch import foresee
 from cute_ops.jit.compile_pool import worker
 from cute_ops.jit.target import parse
+from cute_ops.ops.reduction.config import MAP, mapped
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import make_pictures
@@ -30,6 +33,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     yield tmp_path
     for step in STEPS:
         sys.modules.pop(f"softcap_step_{step}", None)
+    sys.modules.pop("scaled_kernel", None)
 
 
 def accesses(op: Op, n: int, folder: Path) -> set[str]:
@@ -60,6 +64,26 @@ def test_kernels_of_the_examples_agree_with_their_references(op: Op, dtype: str)
     for n in (1, 7, 64, 301):
         for layout in kernel_calls.LAYOUTS:
             kernel_calls.check(kernel_calls.made(op, 5, n, dtype, layout, np.random.default_rng(n)))
+
+
+def test_the_row_function_of_the_kernels_page(folder: Path) -> None:
+    (code,) = re.findall(
+        r'```python\n("""scaled_kernel.py""".*?)```', (ROOT / "docs" / "kernels.md").read_text(), re.DOTALL
+    )
+    (folder / "scaled_kernel.py").write_text(code)
+    rows = Tensor("*m n", "T")
+    op = Op(
+        "scaled", inputs={"x": rows, "scale": Tensor("*m", "float32")}, outputs={"out": rows}, dtypes={"T": FLOATS},
+        reference=scaled, kernel="scaled_kernel:Scaled", tuning=Tuning(mapped, MAP),
+        cases=(Case("some", {"m": (5,), "n": 64}),),
+    )  # fmt: skip
+    for n in (1, 7, 64, 301):
+        for layout in kernel_calls.LAYOUTS:
+            kernel_calls.check(kernel_calls.made(op, 5, n, "bfloat16", layout, np.random.default_rng(n)))
+
+
+def scaled(xp: Any, x: Any, scale: Any) -> Any:
+    return xp.astype(xp.astype(x, scale.dtype) * scale[..., None], x.dtype)
 
 
 @pytest.mark.parametrize(("step", "wide"), [(2, False), (3, False), (4, True)])
