@@ -70,6 +70,13 @@ def test_threads_follow_from_streams_and_alignment(name: str, n: int, dtype: str
     assert choose(bind(op, arrays), {}, parse("sm_90a")).variant.tile["threads"] == threads
 
 
+@pytest.mark.parametrize("layout", ["compact", "spaced"])
+@pytest.mark.parametrize("name", ["biased_gelu", "gated", "scaled_gate", "affine", "scaled", "gated_bwd"])
+def test_rows_that_are_whole_ctas(name: str, layout: str) -> None:
+    for n, dtype in ((4096, "bfloat16"), (2048, "float32"), (4096 + 8, "bfloat16")):
+        kernel_calls.check(kernel_calls.made(BY_NAME[name], 3, n, dtype, layout, np.random.default_rng(n)))
+
+
 def test_a_gradient_keeps_what_it_reads() -> None:
     def unread(name: str) -> list[str]:
         return [key for key, tensor in BY_NAME[name].inputs.items() if tensor.unread]

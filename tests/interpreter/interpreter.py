@@ -144,7 +144,7 @@ class Tensor(Layout):
             index = tuple(index // math.prod(self.shape[:d]) % n for d, n in enumerate(self.shape))
         places = [*zip(index if isinstance(index, tuple) else (index,), self.shape, self.stride, strict=True)]
         kept = [(n, s) for i, n, s in places if i is None]
-        start = sum(i * s for i, _, s in places if i is not None)
+        start = sum(steps(i, n, s) for i, n, s in places if i is not None)
         return Tensor(self.iterator + start, Layout(tuple(n for n, _ in kept), tuple(s for _, s in kept)))
 
     def _access(self):
@@ -168,6 +168,67 @@ class Tensor(Layout):
         self._at(index).store(value)
 
     fill = store
+
+
+class Identity(Layout):
+    """A tensor of its own coordinates, of one dim, and what is cut from it."""
+
+    iterator = 0
+
+    def __getitem__(self, index):
+        return (self.iterator + sum(i * s for i, s in zip(index, self.stride, strict=True)),)
+
+
+class Threads(NamedTuple):
+    """A thread of those that lie side by side, with so many elements each."""
+
+    threads: int
+    vec: int
+    t: object = None
+
+    def get_slice(self, t):
+        return self._replace(t=t)
+
+    def partition_S(self, tile):
+        across = self.threads * self.vec
+        return part(tile, self.t * self.vec, (self.vec, -(-tile.shape[0] // across)), (1, across))
+
+    partition_D = partition_S
+
+
+def part(tile, start, shape, stride):
+    """What lies so many elements past the first one."""
+    if isinstance(tile, Tensor):
+        return Tensor(tile.iterator + start, Layout(shape, stride))
+    found = Identity(shape, stride)
+    found.iterator = tile.iterator + start
+    return found
+
+
+def local_tile(x, tiler, place):
+    (size,), (index,) = tiler, place
+    return part(x, index * size, (size,), (1,))
+
+
+def group_modes(layout, begin, end):
+    """Dims as one, which are counted together."""
+    joined = [(*values[:begin], tuple(values[begin:end]), *values[end:]) for values in (layout.shape, layout.stride)]
+    return Layout(*joined)
+
+
+def steps(i, shape, stride):
+    """How far the i-th element of a dim lies from the first one, or of dims that are counted as one."""
+    if not isinstance(shape, tuple):
+        return i * stride
+    start = 0
+    for size, step in zip(shape[:-1], stride[:-1], strict=True):
+        start, i = start + i % size * step, i // size
+    return start + i * stride[-1]
+
+
+def copy(_, source, target, pred=None):
+    with masked(True if pred is None else pred.load()[0]):
+        target.store(source.load())
 
 
 class Tiles(Tensor):
@@ -373,9 +434,11 @@ CUTE = Names(
     recast_ptr=lambda p, dtype: p._replace(kind=dtype),
     recast_tensor=lambda x, k: Tensor(x.iterator._replace(kind=k), math.prod(x.shape) * x.element_type.size // k.size),
     make_rmem_tensor=lambda n, k: Tensor(Pointer(Registers(math.prod(n) * k.size), 0, k), n),
-    make_copy_atom=lambda *_, **__: None, copy=lambda _, source, target: target.store(source.load()),
+    make_copy_atom=lambda *_, **__: None, copy=copy, local_tile=local_tile, group_modes=group_modes,
+    make_tiled_copy_tv=lambda _, threads, values: Threads(threads.shape[0], values.shape[0]),
+    make_identity_tensor=Identity,
     autovec_copy=lambda source, target: target.store(source.load()), ceil_div=lambda a, b: -(-a // b),
-    select=lambda layout, modes: Layout(*(tuple(dims[m] for m in modes) for dims in (layout.shape, layout.stride))),
+    select=lambda layout, mode: Layout(*(tuple(dims[m] for m in mode) for dims in (layout.shape, layout.stride))),
     zipped_divide=Tiles, crd2idx=lambda place, layout: sum(i * s for i, s in zip(place, layout.stride, strict=True)),
     AddressSpace=Names(gmem="gmem", smem="smem"), ReductionOp=Names(ADD=np.add, MAX=np.fmax),
 )  # fmt: skip

@@ -4,22 +4,24 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, const_expr
+from cutlass import Float32, Int32, Int64, Uint8, const_expr
+from cutlass.cute.nvgpu import CopyG2ROp, CopyR2GOp, StoreCacheMode
 
 from cute_ops.kernels.lib.copy import (
     AHEAD,
     fetch_ahead,
     fragment,
+    gmem_elements,
     load,
     load_inside,
     narrow,
-    store,
     store_if,
     store_masked,
     widen,
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, element_address, row_address, row_count
+from cute_ops.kernels.lib.tiled_copy import as_rows, lane_copy, load_vector, store_vector
 from cute_ops.kernels.rowwise.config import PointwiseConfig
 from cute_ops.kernels.rowwise.pointwise_unaligned import PointwiseShifted
 
@@ -84,8 +86,10 @@ class Pointwise:
         # Rows of whole vectors need no masks inside a vector.
         self.whole = self.n is not None and self.n % self.vec == 0
         per_row = self.n // self.vec if self.whole else 0
-        # CTAs to a row, where they come out even: then neither loads nor stores need a mask, nor places a division.
+        # CTAs to a row, where they come out even.
         self.even = 0 if self.one_row or per_row % self.block else per_row // self.block
+        # Whether all vectors of a CTA are of one row.
+        self.tiled = bool(self.even) or (self.one_row and self.whole)
         self.pdl = can_use_pdl(variant.arch)
 
     def _itemsize(self, part):
@@ -120,7 +124,8 @@ class Pointwise:
     def _launch(self, inputs, outputs, stream):
         rows, n = self._shape(outputs[0])
         vectors = rows * ((n + (self.vec - 1)) // self.vec)
-        self.kernel(inputs, outputs).launch(
+        kernel = self.tiles if const_expr(self.tiled) else self.kernel
+        kernel(inputs, outputs).launch(
             grid=[Int32((vectors + (self.block - 1)) // self.block), 1, 1],
             block=[self.threads, 1, 1],
             stream=stream,
@@ -137,7 +142,74 @@ class Pointwise:
         return Int64(mOut.shape[len(mOut.shape) - 1]) // self.outputs[0].count if self.n is None else self.n
 
     @cute.kernel
+    def tiles(self, inputs, outputs):
+        """A CTA takes a part of one row, and gives it to its threads by a tiled copy."""
+        tidx, _, _ = cute.arch.thread_idx()
+        bidx, _, _ = cute.arch.block_idx()
+        _, n = self._shape(outputs[0])
+        row, segment = Int64(0), Int64(bidx)
+        if const_expr(not self.one_row):
+            row = segment // self.even
+            segment = Int32(segment - row * self.even)
+        # A lane of the copy holds a vector, a thread has some lanes. One past the end loads the CTA's first: no load
+        # hangs on a condition.
+        lanes = [u * self.threads + tidx for u in range(self.unroll)]
+        inside = self._inside(n, segment, lanes)
+        sources = []
+        for lane, here in zip(lanes, inside):
+            place = lane if const_expr(here is True) else cutlass.select_(here, lane, 0)
+            sources.append([self._vector(mX, part, n, row, segment, place) for mX, part in zip(inputs, self.inputs)])
+        if const_expr(self.pdl):
+            for vectors in sources:
+                for tXgX in vectors:
+                    fetch_ahead(tXgX.iterator.toint(), bidx < AHEAD)
+        let_next_start(self.pdl)
+        wait_for_previous(self.pdl)
+        loaded = []
+        for lane, vectors in zip(lanes, sources):
+            loaded.append([self._load(tXgX, part, lane) for tXgX, part in zip(vectors, self.inputs)])
+        for lane, here, vectors in zip(lanes, inside, loaded):
+            results = self._computed([widen(rX) for rX in vectors])
+            for mX, part, rX in zip(outputs, self.outputs, results):
+                tXgX = self._vector(mX, part, n, row, segment, lane)
+                copy = self._lane(CopyR2GOp(), mX.element_type, lane, store_cache_mode=StoreCacheMode.STREAMING)
+                store_vector(copy, narrow(rX.load(), mX.element_type, self.vec), tXgX, here)
+
+    def _lane(self, op, dtype, lane, **cache_mode):
+        return lane_copy(op, dtype, self.block, self.vec, lane, **cache_mode)
+
+    def _inside(self, n, segment, lanes):
+        """Whether lanes' vectors are inside the one long row; rows that are whole CTAs have no others."""
+        if not self.one_row:
+            return [True] * self.unroll
+        width = self.block * self.vec
+        left = Int32(cutlass.min(n - segment * width, Int64(width)))
+        cX = cute.make_identity_tensor((width,))
+        return [self._lane(CopyG2ROp(), Uint8, lane).partition_S(cX)[0, 0][0] < left for lane in lanes]
+
+    def _vector(self, mX, part, n, row, segment, lane):
+        """A lane's vector of a part of a row, ((access, accesses)), or the number that stands for it."""
+        if not part.columns:
+            return gmem_elements(mX.element_type, self._address(mX, part, n, row, 0), 1)
+        gRow = mX
+        if self.one_row:
+            gRow = cute.make_tensor(mX.iterator, cute.make_layout((n,)))
+        elif part.rows:
+            gRow = as_rows(mX, self.keys[part.name], n * part.count)[(row, None)]
+        gPart = gRow if part.count == 1 else cute.local_tile(gRow, (n,), (part.index,))
+        gX = cute.local_tile(gPart, (self.block * self.vec,), (segment,))
+        return self._lane(CopyG2ROp(), mX.element_type, lane).partition_S(gX)[None, 0]
+
+    def _load(self, tXgX, part, lane):
+        if part.columns:
+            return load_vector(self._lane(CopyG2ROp(), tXgX.element_type, lane), tXgX)
+        rX = fragment(tXgX.element_type, 1)
+        rX[0] = tXgX[0]
+        return rX
+
+    @cute.kernel
     def kernel(self, inputs, outputs):
+        """A CTA takes vectors of any rows, whose places are found by division."""
         tidx, _, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
         rows, n = self._shape(outputs[0])
@@ -158,7 +230,7 @@ class Pointwise:
         for (_, _, left), addresses in zip(places, sources):
             vectors = [fragment(mX.element_type, self.vec if p.columns else 1) for mX, p in zip(inputs, self.inputs)]
             for rX, address in zip(vectors, addresses):
-                if const_expr(self.even or self.whole):
+                if const_expr(self.whole):
                     load(rX, address)
                 else:
                     rX.fill(0)
@@ -187,10 +259,6 @@ class Pointwise:
             first = index * self.vec
             left = Int32(cutlass.min(n - start * self.vec, Int64(self.block * self.vec))) - first
             return Int64(0), start * self.vec + cutlass.select_(left > 0, first, Int32(0)), left
-        if self.even:
-            row = start // (self.even * self.block)
-            first = Int32(start - row * (self.even * self.block)) + index
-            return row, Int64(first * self.vec), Int32(self.vec)
         per_row = (n + (self.vec - 1)) // self.vec
         # One division in 64 bits per CTA, the rest in 32.
         above = start // per_row
@@ -215,9 +283,7 @@ class Pointwise:
     def _store(self, rX, mX, part, n, row, first, left):
         rOut = narrow(rX.load(), mX.element_type, self.vec)
         address = self._address(mX, part, n, row, first)
-        if self.even:
-            store(rOut, address, True)
-        elif self.whole:
+        if self.whole:
             store_if(left > 0, rOut, address, True)
         else:
             store_masked(rOut, address, Int32(0), left, True)
