@@ -1,15 +1,17 @@
-"""Random expressions, as programs that run on arrays of any framework."""
+"""Random expressions, as programs that run on arrays of any framework, and ops of several of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from cute_ops.expressions import trace
+from cute_ops import Case, Op, fused, testing
+from cute_ops.expressions import evaluate, reference, trace
 from cute_ops.expressions.graph import Expression
 from cute_ops.expressions.words import WORDS
+from cute_ops.shapes import FLOATS as DTYPES
 
 OPERANDS = {"x": "*m n", "y": "*m n", "bias": "n", "scale": "*m 1", "s": "", "packed": "*m 2n", "mask": "bool *m n"}
 FLOATS = [name for name in OPERANDS if name != "mask"]
@@ -43,13 +45,14 @@ class Program(NamedTuple):
             values.append(OPERATORS[word](*read) if word in OPERATORS else words[word](*read))
         return tuple(values[i] for i in self.outputs)
 
-    def traced(self) -> Expression:
-        def function(xp: Any, **given: Any) -> Any:
-            words: dict[str, Any] = {name: getattr(xp, name) for name in WORDS if not WORDS[name].reduces}
-            words |= {name: lambda x, name=name: getattr(xp, name)(x, **ROW) for name in REDUCTIONS}
-            return self(words, given, given["packed"].shape[-1] // 2)
+    def written(self, xp: Any, **given: Any) -> tuple[Any, ...]:
+        """As a user writes it."""
+        words: dict[str, Any] = {name: getattr(xp, name) for name in WORDS if not WORDS[name].reduces}
+        words |= {name: lambda x, name=name: getattr(xp, name)(x, **ROW) for name in REDUCTIONS}
+        return self(words, given, given["packed"].shape[-1] // 2)
 
-        return trace(function, OPERANDS)
+    def traced(self) -> Expression:
+        return trace(self.written, OPERANDS)
 
 
 OPERATORS: Mapping[str, Any] = {
@@ -105,3 +108,143 @@ def program(seed: int) -> Program:
             floats.append(add(str(rng.choice(REDUCTIONS)), floats[-1]))
     outputs = [floats[-1]] + ([some(floats)] if rng.random() < 0.3 else [])
     return Program(tuple(steps), tuple(outputs))
+
+
+class Drawn(NamedTuple):
+    """An op of several programs and inputs for it, by which its kernels are checked."""
+
+    op: Op
+    programs: tuple[Program, ...]
+    arrays: dict[str, np.ndarray]
+
+    def cotangents(self) -> Iterator[dict[str, np.ndarray]]:
+        """Inputs of the gradient: for each output with no other cotangent than its own, and then with all of them."""
+        rng, outputs = np.random.default_rng(0), testing.run_reference(self.op, self.arrays, {})
+        given = {
+            f"d{name}": testing.as_dtype(rng.standard_normal(out.shape, np.float32), str(out.dtype))
+            for name, out in zip(self.op.outputs, outputs, strict=True)
+        }
+        for only in (*given, None):
+            kept = {name: c if only in (name, None) else np.zeros_like(c) for name, c in given.items()}
+            both = {**self.arrays, **kept}
+            yield {name: both[name] for name in self.op.grad.inputs}
+
+
+# Programs of an op: their kernels compile together, and their gradients are told apart by which cotangents are 0.
+TOGETHER = 5
+# An element of a program decides clearly if what it compares differs by so many times the error in float32.
+CLEAR = 64
+
+
+def drawn(seed: int, count: int) -> Iterator[Drawn]:
+    """Ops of at least ``count`` programs that kernels can compute, each on a random problem."""
+    rng, pools, made = np.random.default_rng(seed), {False: [], True: []}, 0
+    while made < count:
+        one = program(int(rng.integers(2**31)))
+        expression = one.traced()
+        if not all(kind.rows for kind in expression.output_kinds):
+            continue
+        # Kernels of rows are others than those of elements.
+        pool = pools[any(node.word in REDUCTIONS for node in expression.nodes)]
+        pool.append(one)
+        if len(pool) < TOGETHER:
+            continue
+        op = of_programs(pool, f"drawn_{seed}_{made}")
+        arrays = clear_inputs(op, pool, rng)
+        if arrays is not None:
+            yield Drawn(op, tuple(pool), arrays)
+            made += TOGETHER
+        pool.clear()
+
+
+def of_programs(programs: Sequence[Program], name: str) -> Op:
+    """An op that has the outputs of all of them; its mask is of numbers."""
+    kept = tuple(programs)
+
+    def function(xp: Any, mask: Any, **given: Any) -> tuple[Any, ...]:
+        return tuple(out for one in kept for out in one.written(xp, mask=mask != 0, **given))
+
+    return fused(function, operands={**OPERANDS, "mask": "*m n"}, name=name)
+
+
+def clear_inputs(op: Op, programs: Sequence[Program], rng: np.random.Generator) -> dict[str, np.ndarray] | None:
+    """Inputs of a random shape and dtype on which all programs decide clearly; None if a few draws find none."""
+    dtype = str(rng.choice(DTYPES))
+    own = {variable: str(rng.choice([dtype, "float32"])) for variable in op.dtypes if variable != "T"}
+    n = int(rng.integers(1, 50)) * int(rng.choice([1, 8]))
+    case = Case("drawn", {"m": [(3,), (2, 3), (17,)][rng.integers(3)], "n": n}, dtypes=own)
+    for seed in range(16):
+        arrays = testing.inputs(op, case, dtype, seed)
+        arrays["mask"] = (arrays["mask"] > 0).astype(arrays["mask"].dtype)
+        if all(decides_clearly(one, arrays) for one in programs):
+            return arrays
+    return None
+
+
+def decides_clearly(one: Program, arrays: Mapping[str, np.ndarray]) -> bool:
+    """Whether float32 arithmetic takes the same side as exact arithmetic wherever a program, or its derivative, has
+    two, and whether no value overflows.
+    """
+    every = one._replace(outputs=tuple(range(8 + len(one.steps)))).traced()
+    with np.errstate(all="ignore"):
+        low, exact = (
+            evaluate(every, np, [a != 0 if name == "mask" else a.astype(kind) for name, a in arrays.items()])
+            for kind in (np.float32, np.float64)
+        )
+        if not all(np.isfinite(value).all() for value in low):
+            return False
+        for word, args in one.steps:
+            for distance in DISTANCES.get(word, ()):
+                near, right = (
+                    distance(*(values[x] if isinstance(x, int) else x for x in args)) for values in (low, exact)
+                )
+                noise = np.abs(right - near).max(initial=0)
+                if not ((np.abs(right) > CLEAR * noise) | (right == 0) & (near == 0)).all():
+                    return False
+    return True
+
+
+def _lead(x: np.ndarray) -> np.ndarray:
+    """By how much each row's largest element exceeds the next one."""
+    two = np.sort(x, axis=-1)[..., -2:]
+    return two[..., -1] - two[..., 0] if two.shape[-1] == 2 else np.ones(x.shape[:-1])
+
+
+# How far an element is from where its word, or that one's derivative, jumps.
+DISTANCES: Mapping[str, Sequence[Callable[..., np.ndarray]]] = {
+    **{name: [lambda x: x] for name in ("abs", "relu", "sign")},
+    **{name: [np.subtract] for name in ("equal", "less", "less_equal", "maximum", "minimum")},
+    "clip": [lambda x, low, high: x - low, lambda x, low, high: x - high],
+    "floor": [lambda x: x - np.rint(x)],
+    "max": [_lead],
+    "min": [lambda x: _lead(-x)],
+}
+
+# Words whose device functions are right to some units in the last place.
+ROUNDED = ["divide", *(n for n in UNARY if n not in ("abs", "cube", "floor", "negative", "relu", "sign", "square"))]
+UNITS = 2
+
+
+def on_devices(arrays: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The same inputs a dozen times; meanwhile the reference's words in float32 are off by up to two units each, as
+    device functions are, so that its loss is what an expression of them may lose. Equal values stay equal.
+    """
+    table: dict[str, Any] = reference.REFERENCE  # type: ignore[assignment]
+    exact = {name: table[name] for name in ROUNDED}
+    try:
+        for salt in range(12):
+            table.update({name: _moved(word, 7919 * salt) for name, word in exact.items()})
+            yield arrays
+    finally:
+        table.update(exact)
+
+
+def _moved(word: Callable[..., Any], salt: int) -> Callable[..., Any]:
+    def run(xp: Any, *args: Any) -> Any:
+        value = word(xp, *args)
+        if value.dtype != np.float32:
+            return value
+        mixed = (value.view(np.uint32) + np.uint32(salt)) * np.uint32(2654435761)
+        return value * (1 + (mixed * 2.0**-31 - 1) * UNITS * 2.0**-23).astype(np.float32)
+
+    return run

@@ -1,0 +1,102 @@
+"""Random expressions, new ones in every run: kernels and their gradients against float64, torch against JAX."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cute_ops import testing
+from cute_ops.binding import bind
+from cute_ops.dispatch import foresee
+from cute_ops.jit import cache, target
+from cute_ops.op import Op
+from cute_ops.shapes import Array
+from cute_ops.tools import verify
+
+pytest.importorskip("torch")
+sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
+import random_programs
+from random_programs import Drawn
+
+COUNT = 500
+Arrays = Mapping[str, np.ndarray]
+
+
+def outputs(op: Op, arrays: Arrays, runners: Mapping[str, Any]) -> None:
+    """Raise unless all runners give the same bits, near the exact result."""
+    found = {name: runner.run(op, arrays, {}) for name, runner in runners.items()}
+    first, *others = found.values()
+    with np.errstate(all="ignore"):
+        testing.check(op, arrays, {}, first, lambda: random_programs.on_devices(arrays))
+    for other in others:
+        for name, a, b in zip(op.results, first, other, strict=True):
+            assert a.tobytes() == b.tobytes(), f"{op.name}: {name} is another one in {' and '.join(found)}"
+
+
+def check(one: Drawn, runners: Mapping[str, Any]) -> None:
+    """All outputs at once; the gradient of each output alone, by the first runner, and of all."""
+    outputs(one.op, one.arrays, runners)
+    *alone, both = one.cotangents()
+    for given in alone:
+        outputs(one.op.grad, given, dict([*runners.items()][:1]))
+    outputs(one.op.grad, both, runners)
+
+
+def compile_all(drawn: Sequence[Drawn]) -> None:
+    where = target.of_device()
+    variants = []
+    for one in drawn:
+        for op, given in ((one.op, one.arrays), (one.op.grad, next(one.cotangents()))):
+            specs = {name: Array(a.shape, str(a.dtype)) for name, a in given.items()}
+            variants.append(foresee(bind(op, specs, {}), {}, where).variant)
+    for built in cache.build_all(variants):
+        if built.error is not None:
+            raise built.error
+
+
+@pytest.mark.gpu
+def test_random_expressions() -> None:
+    """``CUTE_OPS_EXPRESSIONS_SEED`` repeats a run. JAX, whose calls are compiled each, takes half of them."""
+    seed = int(os.environ.get("CUTE_OPS_EXPRESSIONS_SEED") or time.time_ns() % 2**31)
+    print(f"CUTE_OPS_EXPRESSIONS_SEED={seed}")
+    drawn = [*random_programs.drawn(seed, COUNT)]
+    compile_all(drawn)
+    runners = verify.installed(("torch", "jax"))
+    assert {runner.device() for runner in runners.values()} == {"cuda"}
+    wrong = []
+    for i, one in enumerate(drawn):
+        try:
+            check(one, runners if i % 2 else {"torch": runners["torch"]})
+        except AssertionError as error:
+            wrong.append(f"{error}, of {one.arrays['x'].shape} {one.arrays['x'].dtype}\n{one.programs}")
+    assert not wrong, f"CUTE_OPS_EXPRESSIONS_SEED={seed}: {len(wrong)} of {len(drawn)}\n" + "\n".join(wrong)
+
+
+class Altered:
+    """A runner of references, whose first output's last element is off by this much."""
+
+    def __init__(self, runner: Any, by: float) -> None:
+        self.runner, self.by = runner, by
+
+    def run(self, op: Op, arrays: Arrays, attrs: Mapping[str, Any]) -> tuple[np.ndarray, ...]:
+        first, *others = self.runner.run(op, arrays, attrs)
+        wide = first.astype(np.float64)
+        wide[..., -1] += self.by * np.abs(wide).max()
+        return wide.astype(first.dtype), *others
+
+
+def test_errors_are_found() -> None:
+    one = next(one for one in random_programs.drawn(0, COUNT) if one.arrays["x"].dtype == "float32")
+    runner = verify.installed(("torch",))["torch"]
+    check(one, {"torch": runner, "jax": Altered(runner, 0)})
+    with pytest.raises(AssertionError, match="exceeds"):
+        check(one, {"torch": Altered(runner, 1e-4)})
+    with pytest.raises(AssertionError, match="is another one in torch and jax"):
+        check(one, {"torch": runner, "jax": Altered(runner, 2e-7)})
