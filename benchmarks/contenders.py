@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import formulas
 import fp8
-import row_functions
 import torch
 import torch.nn.functional as F
 from problems import BY_NAME, Buffers
@@ -174,7 +174,7 @@ def _eager(op: str, attrs: Mapping[str, Any]) -> Call:
         "sum": lambda x: x.sum(-1),
         "mean": lambda x: x.mean(-1),
         **fp8.in_torch(attrs, EPS),
-        **row_functions.in_torch(),
+        **formulas.in_torch(),
     }[op]
 
 
@@ -265,7 +265,7 @@ def overwrites_inputs(contender: str, op: str, direction: str) -> bool:
 def _ours_torch(op: str, attrs: Mapping[str, Any]) -> Call:
     import cute_ops_torch
 
-    if op in row_functions.NAMES:
+    if op in formulas.FUNCTIONS:
         return cute_ops_torch.register(BY_NAME[op])
     function = getattr(cute_ops_torch, op, None)  # None for a part of our functions, which is an op only
     if BY_NAME[op].mutates:
@@ -403,6 +403,6 @@ def _xla(op: str, attrs: Mapping[str, Any]) -> Call:
         "sum": lambda x: jnp.sum(x.astype(jnp.float32), -1).astype(x.dtype),
         "mean": lambda x: jnp.mean(x.astype(jnp.float32), -1).astype(x.dtype),
         **fp8.in_jax(attrs, EPS),
-        **row_functions.in_jax(),
+        **formulas.in_jax(),
     }[op]
     return jax.checkpoint(function, policy=kept, prevent_cse=False)

@@ -53,6 +53,7 @@ PHASES = {
         300, (script("device_time", "--out", "{out}", "--resume", "--workers", "0", "--seconds", "{seconds}"),)
     ),
     "llama_step": Phase(240, (script("llama_step", "--out", "{out}"),)),
+    "expressions": Phase(270, (script("expressions", "--out", "{out}"),)),
     "linear_cross_entropy": Phase(90, (script("linear_cross_entropy", "--out", "{out}"),)),
     "optax_decoder": Phase(90, (script("optax_decoder", "--out", "{out}"),)),
     "startup": Phase(120, (script("startup", "--out", "{out}"),)),

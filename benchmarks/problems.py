@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import row_functions
+import formulas
 import torch
 
 from cute_ops.binding import Binding, bind
@@ -16,7 +16,7 @@ from cute_ops.ops import OPS, cross_entropy_step, rope_bwd_joined, swiglu_again
 from cute_ops.shapes import ITEMSIZE, Array
 from cute_ops_torch.tools.measure import random_input
 
-BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *row_functions.OPS)}
+BY_NAME = {op.name: op for op in (*OPS, swiglu_again, cross_entropy_step, rope_bwd_joined, *formulas.OPS)}
 DIRECTIONS = ("fwd", "bwd")
 FIRST = ("rmsnorm", "add_rmsnorm", "silu_mul")
 MAX_SETS = 256
@@ -97,7 +97,6 @@ class Problem:
             "P": self.dtype,
             "G": self.dtype,
             "S": self.weight or self.dtype,
-            "T_weight": self.weight or self.dtype,
         }
         lead = self.lead or (self.rows,)
         sizes = {**self.declaration.example(lead, self.n), **dict(self.sizes)}
@@ -105,7 +104,8 @@ class Problem:
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
             if name != "initial_state" and (name != "bias" or self.op in ("layernorm", "causal_conv1d")):
-                kind = by_variable.get(t.dtype, t.dtype)
+                # The vectors of an expression are weights.
+                kind = by_variable.get("W" if t.dtype.startswith("T_") else t.dtype, t.dtype)
                 made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, kind)
         return made
 
@@ -306,7 +306,7 @@ _PROBLEMS: dict[str, tuple[Problem, ...]] = {
         _conv(1, 2048, 5376), _conv(64, 1, 5376), _conv(8, 4096, 5376, strided=True),
         _conv(8, 4096, 2048, dtype="float32"),
     ),
-    **{name: tuple(Problem(name, *s) for s in _ROWS) for name in row_functions.NAMES},
+    **{name: tuple(Problem(name, *s) for s in _ROWS) for name in formulas.FUNCTIONS},
     # Prefills and steps of decoding: Llama 3 8B, also from a fused projection, DeepSeek-V3, Qwen 2.5 0.5B.
     "append_kv": (
         _append(32768, 8, 128), _append(32768, 8, 128, strided=True), _append(4096, 128, 192, 128),

@@ -10,6 +10,7 @@ from pathlib import Path
 import common
 import device_time
 import everything
+import expressions
 import fusion
 import host_time
 import linear
@@ -167,6 +168,35 @@ def test_fusion_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (True, "ok"),
         (False, "not timed"),
     }
+
+
+def test_expressions_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is the same function in PyTorch and in JAX, and one graph to torch.compile."""
+    real = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **_: real(function, backend="eager"))
+    names = ["ours (torch)", "torch.compile", "XLA (jit)"]
+    expressions.main(["--cpu-smoke", "--only", "forward", "--contenders", *names[:1], "--out", str(tmp_path / "all")])
+    every = common.read(tmp_path / "all" / "expressions.csv")[1:]
+    assert [(row["op"], row["status"]) for row in every] == [(name, "ok") for name in expressions.NAMES]
+    expressions.main(["--cpu-smoke", "--only", "dequ|row_log", "--contenders", *names, "--out", str(tmp_path)])
+    rows = common.read(tmp_path / "expressions.csv")[1:]
+    ops = ["dequantized"] * 6 + ["row_log_sum_exp"] * 6
+    assert [(row["op"], row["contender"], row["status"]) for row in rows] == [
+        (op, name, "ok") for op, name in zip(ops, names * 4, strict=True)
+    ]
+
+
+def test_figures_of_expressions() -> None:
+    rows = row("silu", "fwd", 4096, {"ours (torch)": 64.0, "torch.compile": 64.0, "XLA (jit)": 128.0})
+    rows += row("silu", "fwd", 4097, {"ours (torch)": 80.0, "torch.compile": 125.0})
+    rows += row("silu", "bwd", 8, {"ours (torch)": 2.0}, 1e6)
+    found = summary.points([{key: str(value) for key, value in each.items()} for each in rows])
+    assert expressions.figures(found).splitlines()[2:] == [
+        "| forward, 128 MB and more: part of the copy rate | 0.894 | 0.800 | 2 |",  # sqrt(1.0 * 0.8)
+        "| forward: speed over torch.compile | 1.250 | 1.000 | 2 |",
+        "| forward: speed over XLA (jit) | 2.000 | 2.000 | 1 |",
+        "| backward, smaller: part of the copy rate | 0.125 | 0.125 | 1 |",
+    ]
 
 
 def test_startup_smoke(tmp_path: Path) -> None:

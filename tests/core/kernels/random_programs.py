@@ -220,14 +220,14 @@ DISTANCES: Mapping[str, Sequence[Callable[..., np.ndarray]]] = {
     "min": [lambda x: _lead(-x)],
 }
 
-# Words whose device functions are right to some units in the last place.
+# Words whose device functions lose up to so many units in the last place: 2 in the hardware's, which ours combine.
 ROUNDED = ["divide", *(n for n in UNARY if n not in ("abs", "cube", "floor", "negative", "relu", "sign", "square"))]
-UNITS = 2
+UNITS = 4
 
 
 def on_devices(arrays: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The same inputs a dozen times; meanwhile the reference's words in float32 are off by up to two units each, as
-    device functions are, so that its loss is what an expression of them may lose. Equal values stay equal.
+    """The same inputs a dozen times; meanwhile the reference's words in float32 are off by up to so many units each,
+    as device functions are, so that its loss is what an expression of them may lose. Equal values stay equal.
     """
     table: dict[str, Any] = reference.REFERENCE  # type: ignore[assignment]
     exact = {name: table[name] for name in ROUNDED}
