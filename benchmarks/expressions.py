@@ -80,7 +80,9 @@ def tasks(problems: Iterable[Problem], names: Sequence[str]) -> list[Task]:
 def compile_ahead(chosen: Sequence[Task], workers: int, seconds: float, console: Console) -> None:
     """Our kernels, and what the others compile."""
     begin, where = time.perf_counter(), target.of_device()
-    built = cache.build_all(foresee(task.problem.binding(task.direction), {}, where).variant for task in chosen)
+    # Before its backward an op's forward runs.
+    calls = [task.problem.binding(direction) for task in chosen for direction in task.problem.directions]
+    built = cache.build_all(foresee(call, {}, where).variant for call in calls)
     for one in built:
         if one.error:
             console.print(f"{one.variant.op}: {first_line(one.error)}")
