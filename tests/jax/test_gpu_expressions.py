@@ -22,38 +22,32 @@ from cute_ops.tools import verify
 
 pytest.importorskip("torch")
 sys.path.append(str(Path(__file__).parents[1] / "core" / "kernels"))
-import random_programs
-from random_programs import Drawn
+from random_programs import Drawn, drawn
 
 COUNT = 500
 Arrays = Mapping[str, np.ndarray]
 
 
-def outputs(op: Op, arrays: Arrays, runners: Mapping[str, Any]) -> None:
-    """Raise unless all runners give the same bits, near the exact result."""
-    found = {name: runner.run(op, arrays, {}) for name, runner in runners.items()}
-    first, *others = found.values()
-    with np.errstate(all="ignore"):
-        testing.check(op, arrays, {}, first, lambda: random_programs.on_devices(arrays))
-    for other in others:
-        for name, a, b in zip(op.results, first, other, strict=True):
-            assert a.tobytes() == b.tobytes(), f"{op.name}: {name} is another one in {' and '.join(found)}"
-
-
 def check(one: Drawn, runners: Mapping[str, Any]) -> None:
-    """All outputs at once; the gradient of each output alone, by the first runner, and of all."""
-    outputs(one.op, one.arrays, runners)
-    *alone, both = one.cotangents()
-    for given in alone:
-        outputs(one.op.grad, given, dict([*runners.items()][:1]))
-    outputs(one.op.grad, both, runners)
+    """Raise unless all runners give the same bits, near the exact results; of the gradients only that of all outputs is
+    asked of each of them.
+    """
+    calls = one.calls()
+    for i, (op, arrays) in enumerate(calls):
+        by = [*runners] if i in (0, len(calls) - 1) else [*runners][:1]
+        first, *others = (runners[name].run(op, arrays, {}) for name in by)
+        with np.errstate(all="ignore"):
+            testing.check(op, arrays, {}, first, lambda i=i: one.more(i))
+        for other in others:
+            for name, a, b in zip(op.results, first, other, strict=True):
+                assert a.tobytes() == b.tobytes(), f"{op.name}: {name} is another one in {' and '.join(by)}"
 
 
-def compile_all(drawn: Sequence[Drawn]) -> None:
+def compile_all(every: Sequence[Drawn]) -> None:
     where = target.of_device()
     variants = []
-    for one in drawn:
-        for op, given in ((one.op, one.arrays), (one.op.grad, next(one.cotangents()))):
+    for one in every:
+        for op, given in one.calls()[:2]:
             specs = {name: Array(a.shape, str(a.dtype)) for name, a in given.items()}
             variants.append(foresee(bind(op, specs, {}), {}, where).variant)
     for built in cache.build_all(variants):
@@ -66,17 +60,17 @@ def test_random_expressions() -> None:
     """``CUTE_OPS_EXPRESSIONS_SEED`` repeats a run. JAX, whose calls are compiled each, takes half of them."""
     seed = int(os.environ.get("CUTE_OPS_EXPRESSIONS_SEED") or time.time_ns() % 2**31)
     print(f"CUTE_OPS_EXPRESSIONS_SEED={seed}")
-    drawn = [*random_programs.drawn(seed, COUNT)]
-    compile_all(drawn)
+    every = [*drawn(seed, COUNT)]
+    compile_all(every)
     runners = verify.installed(("torch", "jax"))
     assert {runner.device() for runner in runners.values()} == {"cuda"}
     wrong = []
-    for i, one in enumerate(drawn):
+    for i, one in enumerate(every):
         try:
             check(one, runners if i % 2 else {"torch": runners["torch"]})
         except AssertionError as error:
-            wrong.append(f"{error}, of {one.arrays['x'].shape} {one.arrays['x'].dtype}\n{one.programs}")
-    assert not wrong, f"CUTE_OPS_EXPRESSIONS_SEED={seed}: {len(wrong)} of {len(drawn)}\n" + "\n".join(wrong)
+            wrong.append(f"{error}, of {one.case.dims} {one.dtype}\n{one.programs}")
+    assert not wrong, f"CUTE_OPS_EXPRESSIONS_SEED={seed}: {len(wrong)} of {len(every)}\n" + "\n".join(wrong)
 
 
 class Altered:
@@ -93,7 +87,7 @@ class Altered:
 
 
 def test_errors_are_found() -> None:
-    one = next(one for one in random_programs.drawn(0, COUNT) if one.arrays["x"].dtype == "float32")
+    one = next(one for one in drawn(0, COUNT) if one.dtype == "float32")
     runner = verify.installed(("torch",))["torch"]
     check(one, {"torch": runner, "jax": Altered(runner, 0)})
     with pytest.raises(AssertionError, match="exceeds"):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -111,23 +112,44 @@ def program(seed: int) -> Program:
 
 
 class Drawn(NamedTuple):
-    """An op of several programs and inputs for it, by which its kernels are checked."""
+    """An op of several programs, inputs for it, and their shapes and dtype: what its kernels are checked with."""
 
     op: Op
     programs: tuple[Program, ...]
     arrays: dict[str, np.ndarray]
+    case: Case
+    dtype: str
 
-    def cotangents(self) -> Iterator[dict[str, np.ndarray]]:
-        """Inputs of the gradient: for each output with no other cotangent than its own, and then with all of them."""
-        rng, outputs = np.random.default_rng(0), testing.run_reference(self.op, self.arrays, {})
+    def calls(self, arrays: dict[str, np.ndarray] | None = None, seed: int = 0) -> list[tuple[Op, dict[str, Any]]]:
+        """The op's; its gradient's, for each output with no other cotangent than its own; that with all of them."""
+        arrays = arrays or self.arrays
+        rng, outputs = np.random.default_rng(seed), testing.run_reference(self.op, arrays, {})
         given = {
-            f"d{name}": testing.as_dtype(rng.standard_normal(out.shape, np.float32), str(out.dtype))
+            f"d{name}": testing.as_dtype(rng.standard_normal(out.shape, np.float32), self.dtype)
             for name, out in zip(self.op.outputs, outputs, strict=True)
         }
+        found = [(self.op, arrays)]
         for only in (*given, None):
-            kept = {name: c if only in (name, None) else np.zeros_like(c) for name, c in given.items()}
-            both = {**self.arrays, **kept}
-            yield {name: both[name] for name in self.op.grad.inputs}
+            both = arrays | {name: c if only in (name, None) else np.zeros_like(c) for name, c in given.items()}
+            found.append((self.op.grad, {name: both[name] for name in self.op.grad.inputs}))
+        return found
+
+    def more(self, call: int) -> Iterator[dict[str, Any]]:
+        """Inputs like those of a call, by which the reference's loss is measured. Meanwhile its words in float32 are
+        off by up to :data:`UNITS`, as device functions are: this is what an expression of them may lose. Equal values
+        stay equal.
+        """
+        table: dict[str, Any] = reference.REFERENCE  # type: ignore[assignment]
+        exact = {name: table[name] for name in ROUNDED}
+        draws = islice(clear_inputs(self.op, self.programs, self.case, self.dtype, range(1, 33)), 8)
+        try:
+            for salt, arrays in enumerate([*[self.arrays] * 8, *draws]):
+                given = self.calls(arrays, salt)[call][1]
+                table.update({name: _moved(word, 7919 * salt) for name, word in exact.items()})
+                yield given
+                table.update(exact)
+        finally:
+            table.update(exact)
 
 
 # Programs of an op: their kernels compile together, and their gradients are told apart by which cotangents are 0.
@@ -149,12 +171,19 @@ def drawn(seed: int, count: int) -> Iterator[Drawn]:
         pool.append(one)
         if len(pool) < TOGETHER:
             continue
-        op = of_programs(pool, f"drawn_{seed}_{made}")
-        arrays = clear_inputs(op, pool, rng)
-        if arrays is not None:
-            yield Drawn(op, tuple(pool), arrays)
+        op, (case, dtype) = of_programs(pool, f"drawn_{seed}_{made}"), problem(rng)
+        for arrays in islice(clear_inputs(op, pool, case, dtype, range(16)), 1):
+            yield Drawn(op, tuple(pool), arrays, case, dtype)
             made += TOGETHER
         pool.clear()
+
+
+def problem(rng: np.random.Generator) -> tuple[Case, str]:
+    """A shape, and dtypes."""
+    dtype = str(rng.choice(DTYPES))
+    own = {f"T_{name}": str(rng.choice([dtype, "float32"])) for name in ("bias", "scale", "s")}
+    n = int(rng.integers(1, 50)) * int(rng.choice([1, 8]))
+    return Case("drawn", {"m": [(3,), (2, 3), (17,)][rng.integers(3)], "n": n}, dtypes=own), dtype
 
 
 def of_programs(programs: Sequence[Program], name: str) -> Op:
@@ -167,18 +196,15 @@ def of_programs(programs: Sequence[Program], name: str) -> Op:
     return fused(function, operands={**OPERANDS, "mask": "*m n"}, name=name)
 
 
-def clear_inputs(op: Op, programs: Sequence[Program], rng: np.random.Generator) -> dict[str, np.ndarray] | None:
-    """Inputs of a random shape and dtype on which all programs decide clearly; None if a few draws find none."""
-    dtype = str(rng.choice(DTYPES))
-    own = {variable: str(rng.choice([dtype, "float32"])) for variable in op.dtypes if variable != "T"}
-    n = int(rng.integers(1, 50)) * int(rng.choice([1, 8]))
-    case = Case("drawn", {"m": [(3,), (2, 3), (17,)][rng.integers(3)], "n": n}, dtypes=own)
-    for seed in range(16):
+def clear_inputs(
+    op: Op, programs: Sequence[Program], case: Case, dtype: str, seeds: Iterable[int]
+) -> Iterator[dict[str, np.ndarray]]:
+    """Of these draws those on which all programs decide clearly."""
+    for seed in seeds:
         arrays = testing.inputs(op, case, dtype, seed)
         arrays["mask"] = (arrays["mask"] > 0).astype(arrays["mask"].dtype)
         if all(decides_clearly(one, arrays) for one in programs):
-            return arrays
-    return None
+            yield arrays
 
 
 def decides_clearly(one: Program, arrays: Mapping[str, np.ndarray]) -> bool:
@@ -223,20 +249,6 @@ DISTANCES: Mapping[str, Sequence[Callable[..., np.ndarray]]] = {
 # Words whose device functions lose up to so many units in the last place: 2 in the hardware's, which ours combine.
 ROUNDED = ["divide", *(n for n in UNARY if n not in ("abs", "cube", "floor", "negative", "relu", "sign", "square"))]
 UNITS = 4
-
-
-def on_devices(arrays: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The same inputs a dozen times; meanwhile the reference's words in float32 are off by up to so many units each,
-    as device functions are, so that its loss is what an expression of them may lose. Equal values stay equal.
-    """
-    table: dict[str, Any] = reference.REFERENCE  # type: ignore[assignment]
-    exact = {name: table[name] for name in ROUNDED}
-    try:
-        for salt in range(12):
-            table.update({name: _moved(word, 7919 * salt) for name, word in exact.items()})
-            yield arrays
-    finally:
-        table.update(exact)
 
 
 def _moved(word: Callable[..., Any], salt: int) -> Callable[..., Any]:
