@@ -214,6 +214,8 @@ def in_jax() -> dict[str, Call]:
     for name in ("log_softmax", "logsumexp", "relu", "sigmoid", "silu", "softmax", "softplus"):
         setattr(words, name, getattr(jax.nn, name))
     words.gelu, words.rsqrt = lambda x: jax.nn.gelu(x, approximate=False), jax.lax.rsqrt
+    # At a bound the gradient of JAX's is a half, in PyTorch and here 1.
+    words.clip = lambda x, low, high: jnp.where(x < low, low, jnp.where(x > high, high, x))
 
     def call(function: Call) -> Call:
         return lambda *arrays: function(words, *(a.astype(jnp.float32) for a in arrays)).astype(arrays[0].dtype)
