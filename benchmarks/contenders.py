@@ -266,7 +266,7 @@ def _ours_torch(op: str, attrs: Mapping[str, Any]) -> Call:
     import cute_ops_torch
 
     if op in formulas.FUNCTIONS:
-        return cute_ops_torch.register(BY_NAME[op])
+        return cute_ops_torch.register(BY_NAME[op], namespace="benchmarks")
     function = getattr(cute_ops_torch, op, None)  # None for a part of our functions, which is an op only
     if BY_NAME[op].mutates:
         return _returning_written(function, op)

@@ -26,17 +26,16 @@ import contenders
 import device_time
 import prewarm
 import torch
-from common import Table, first_line, markdown, read
+from common import Table, first_line, read
 from formulas import FUNCTIONS
 from problems import Problem, smoke
 from rich.console import Console
-from summary import OURS, TITLES, XLA, Point, points
+from summary import COMPILED, OURS, TITLES, XLA, of_expressions, points
 from torch._functorch import config as functorch_config
 
 from cute_ops.dispatch import foresee
 from cute_ops.jit import cache, target
 
-COMPILED = "torch.compile"
 OWN = ("silu", "gelu", "relu2", "silu_mul", "gelu_mul", "swiglu", "geglu")
 NAMES = (*OWN, *FUNCTIONS)
 ROWS = [name for name in FUNCTIONS if name.startswith("row_")]
@@ -93,26 +92,6 @@ def compile_ahead(chosen: Sequence[Task], workers: int, seconds: float, console:
         device_time.compile_ahead(shared, sorted(others), workers, seconds, console)
 
 
-def figures(found: Sequence[Point]) -> str:
-    """Geometric means, and the worst."""
-    lines: list[tuple[str, ...]] = []
-
-    def line(what: str, values: Sequence[float]) -> None:
-        if values:
-            lines.append((what, f"{statistics.geometric_mean(values):.3f}", f"{min(values):.3f}", str(len(values))))
-
-    for direction, title in TITLES.items():
-        of = [point for point in found if point.direction == direction]
-        for large, size in ((True, "128 MB and more"), (False, "smaller")):
-            line(
-                f"{title}, {size}: part of the copy rate",
-                [p.share[OURS] for p in of if p.large == large and OURS in p.us],
-            )
-        for other in (COMPILED, XLA):
-            line(f"{title}: speed over {other}", [ratio for p in of if (ratio := p.ahead(other))])
-    return markdown(("", "geometric mean", "worst", "points"), lines)
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for expressions.csv")
@@ -156,7 +135,7 @@ def main(arguments: list[str] | None = None) -> int:
             if bench.lost():
                 return 3
         bench.release()
-    console.print(figures(points(read(options.out / "expressions.csv"))))
+    console.print(of_expressions(points(read(options.out / "expressions.csv"))))
     steps = ", ".join(f"{name} {seconds:.1f}" for name, seconds in bench.seconds.most_common())
     console.print(f"{time.perf_counter() - begin:.0f} s ({steps})")
     return 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pictures
 from common import markdown, read
 from pictures import STYLES, TITLES, Row, copy_rate, plain, shape, unique
-from summary import OURS, OURS_JAX, XLA, Point, behind, given, head, mean, optax, overview, points
+from summary import OURS, OURS_JAX, XLA, Point, behind, given, head, mean, of_expressions, optax, overview, points
 
 BEGIN, END = "<!-- figures: begin (made by benchmarks/plot.py) -->", "<!-- figures: end -->"
 PICTURES = {
@@ -43,6 +43,10 @@ def device_table(rows: list[Row]) -> str:
         problems.setdefault(f"{r['op']} {TITLES[r['direction']]} {shape(r)}", {})[r["contender"]] = cell
     table = markdown(["GB/s", *names], ([p, *(cells.get(n, "") for n in names)] for p, cells in problems.items()))
     return f"A large copy moves {copy_rate(rows):.0f} GB/s.\n\n{table}"
+
+
+def expression_table(rows: list[Row]) -> str:
+    return f"{of_expressions(points(rows))}\n\n{device_table(rows)}"
 
 
 def host_table(rows: list[Row]) -> str:
@@ -96,6 +100,7 @@ def section(folder: Path) -> str:
     parts = []
     for name, title, make in (
         ("device_time", "Device time", device_table),
+        ("expressions", "Expressions", expression_table),
         ("llama_step", "Training step", step_table),
         ("optax_decoder", "Training step in JAX", optax),
         ("linear_cross_entropy", "Loss of a linear head", head),

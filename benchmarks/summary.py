@@ -18,7 +18,7 @@ from pathlib import Path
 from common import markdown, read
 from contenders import ALL
 
-OURS, OURS_JAX, XLA = "ours (torch)", "ours (JAX)", "XLA (jit)"
+OURS, OURS_JAX, XLA, COMPILED = "ours (torch)", "ours (JAX)", "XLA (jit)", "torch.compile"
 OTHERS = tuple(name for name in ALL if not name.startswith("ours"))
 LARGE = 128e6  # bytes
 SMALL_ROWS = 64
@@ -135,6 +135,27 @@ def overview(found: Sequence[Point]) -> str:
         slow = sum(ratio > 1 + BEHIND for ratio in ratios)
         line(f"JAX{what or ', 128 MB and more'}: time over PyTorch's", "1.03", largest(ratios, slow), len(ratios))
     return markdown(("", "aim", "measured", "of points"), lines)
+
+
+def of_expressions(found: Sequence[Point]) -> str:
+    """What expressions.csv comes to."""
+    lines: list[tuple[str, ...]] = []
+
+    def line(what: str, values: Sequence[float]) -> None:
+        if values:
+            lines.append((what, mean(values), f"{min(values):.3f}", str(len(values))))
+
+    for direction, title in TITLES.items():
+        of = [p for p in found if p.direction == direction and OURS in p.us]
+        line(f"{title}, 128 MB and more: part of the copy rate", [p.share[OURS] for p in of if p.large])
+        line(f"{title}, smaller: part of the copy rate", [p.share[OURS] for p in of if not p.large])
+        for other in (COMPILED, XLA):
+            line(f"{title}: speed over {other}", given(p.ahead(other) for p in of))
+    compared = [p for p in found if OURS in p.us and p.best()]
+    if compared:
+        late = str(len(behind(compared)))
+        lines.append((f"points more than {BEHIND:.0%} behind the faster of them", late, "", str(len(compared))))
+    return markdown(("", "geometric mean", "worst", "points"), lines)
 
 
 def largest(ratios: Sequence[float], over: int) -> str:

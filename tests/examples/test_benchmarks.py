@@ -191,11 +191,12 @@ def test_figures_of_expressions() -> None:
     rows += row("silu", "fwd", 4097, {"ours (torch)": 80.0, "torch.compile": 125.0})
     rows += row("silu", "bwd", 8, {"ours (torch)": 2.0}, 1e6)
     found = summary.points([{key: str(value) for key, value in each.items()} for each in rows])
-    assert expressions.figures(found).splitlines()[2:] == [
+    assert summary.of_expressions(found).splitlines()[2:] == [
         "| forward, 128 MB and more: part of the copy rate | 0.894 | 0.800 | 2 |",  # sqrt(1.0 * 0.8)
         "| forward: speed over torch.compile | 1.250 | 1.000 | 2 |",
         "| forward: speed over XLA (jit) | 2.000 | 2.000 | 1 |",
         "| backward, smaller: part of the copy rate | 0.125 | 0.125 | 1 |",
+        "| points more than 3% behind the faster of them | 0 |  | 2 |",
     ]
 
 
