@@ -112,6 +112,15 @@ def test_sums_over_many_rows() -> None:
             kernel_calls.check(made)
 
 
+def test_sums_for_a_scalar_alone() -> None:
+    """Of short rows a CTA has several, each of which has its own sum."""
+    tempered = fused(
+        lambda xp, x, s: xp.exp(x * s - xp.max(x, **ROW)), operands={"x": "*m n", "s": ""}, name="tempered"
+    )
+    for n, rows in ((8, 1201), (64, 37), (600, 3)):
+        kernel_calls.check(kernel_calls.made(tempered.grad, rows, n, "float32", "compact", np.random.default_rng(n)))
+
+
 def test_workspaces_stop_growing_with_the_rows() -> None:
     def parts(m: int) -> dict[str, Array | None]:
         made = kernel_calls.made(BY_NAME["spread_bwd"], m, 64, "float32", "compact", np.random.default_rng(0))

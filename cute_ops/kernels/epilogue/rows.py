@@ -223,7 +223,9 @@ class RowsInRing(HeldRows):
         rows = self.shape(tensors)[0]
         groups = (rows + (self.tile.rows - 1)) // self.tile.rows
         if const_expr(len(self.sums) > 0):
-            groups = tensors[self.parts_of(self.sums[0][1])].shape[0]
+            # Each of a cluster's rows has its own sums of scalars.
+            rows_of_sums = 1 if const_expr(len(self.outputs["r"]) > 0) else self.tile.rows
+            groups = tensors[self.parts_of(self.sums[0][1])].shape[0] // rows_of_sums
         elif const_expr(self.config.clusters > 0):
             groups = cutlass.min(groups, Int64(self.config.clusters))
         self.kernel(arguments).launch(
