@@ -248,7 +248,9 @@ class _Fused:
 
     def _differentiated(self, attrs: tuple[tuple[str, Any], ...], again: bool = False) -> Formula:
         forward = self._forward(attrs)
-        found = differentiate(forward.expression, sum_columns=forward.by_rows, again=again)
+        # Where operands share rows or columns, kernels of rows read tiles once for the sums too.
+        by_rows = forward.by_rows or not all(map(_is_tile, self.operands.values()))
+        found = differentiate(forward.expression, sum_columns=by_rows, again=again)
         tensors, cotangents = [*self.operands], [f"d{out}" for out in self.outputs]
 
         def source(each: Source) -> str:
@@ -259,7 +261,7 @@ class _Fused:
         if again:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         reads = tuple(map(source, found.sources))
-        return Formula(found.expression, forward.by_rows, reads, writes, kinds, self.tile)
+        return Formula(found.expression, by_rows, reads, writes, kinds, self.tile)
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
         """Partial sums over rows for gradients of row vectors and scalars; whole ones by column for scalars, unless
