@@ -59,6 +59,14 @@ DEAR, REGISTER_THREADS = 3, 1024
 # Two tiles in the registers of clusters, whose reductions take longer: four vectors of each in 80 registers, so that
 # half as many bytes more are on their way.
 WIDE_THREADS = 768
+# Unaligned rows, one to a CTA: vectors of a thread and threads of an SM, for two tiles, for two tiles reduced more than
+# twice, for a dear one and for all others. What a thread does at a row's ends counts less if it has more vectors.
+UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
+# One dear tile in the registers of clusters: threads of an SM.
+DEAR_CLUSTER_THREADS = 1280
+# Persistent CTAs of so many threads that have an SM of their own, and three slots: for three tiles of at least so many
+# vectors, and for two where a CTA of a cluster has more than HALVED_VECTORS. Rows of so many are halved.
+ALONE_THREADS, ALONE_VECTORS, HALVED_VECTORS = 512, 384, 768
 # Halves of which not all start on so many bytes go to shared memory by way of registers, which threads wait for: then
 # an SM has so many threads in persistent clusters.
 ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
@@ -145,6 +153,8 @@ class Rows(NamedTuple):
 
     def _in_registers(self, row: Row, cluster: int = 1) -> FusedRowConfig:
         part, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
+        if not (row.aligned or short or cluster > 1 or self.special >= SLOW or self.read > 2):
+            return self._unaligned(row)
         wide = cluster > 1 and self.read == 2 and not dear
         if short:
             share = threads_for(row.vectors, 2) if dear and row.aligned else row_threads(row)
@@ -162,10 +172,23 @@ class Rows(NamedTuple):
         keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few else 1)
         resident = 1
         if few and keep and not short and (dear or self.read > 1):
-            resident = max((WIDE_THREADS if wide else REGISTER_THREADS) // threads, 1)
+            most = WIDE_THREADS if wide else REGISTER_THREADS
+            if cluster > 1 and self.read == 1:
+                most = DEAR_CLUSTER_THREADS
+            resident = max(most // threads, 1)
         elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
             resident = 2
         return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)
+
+    def _unaligned(self, row: Row) -> FusedRowConfig:
+        if self.read > 1:
+            per_thread, most = UNALIGNED_PAIR if len(stages(self.expression)) <= 2 else UNALIGNED_LONG_PAIR
+        else:
+            per_thread, most = UNALIGNED_DEAR if self.special >= DEAR else UNALIGNED
+        share = threads_for(row.touched, per_thread)
+        threads = max(128 // share, 1) * share
+        resident = max(most // threads, 1)
+        return self._made("one_pass", threads, share, 1, resident, row.align_vectors, keep=True)
 
     def _in_ring(self, row: Row) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
@@ -186,20 +209,28 @@ class Rows(NamedTuple):
         """Two slots or more, and the sums of a thread's columns in registers."""
         vector, room = VECTOR_BYTES * max(self.read, 1), row.ring_bytes - RESERVED_BYTES
         cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
+        pair = self.read == 2 and self.sums == 1 and row.aligned and not self.slow
+        halved = pair and cluster == 1 and row.touched > HALVED_VECTORS and row.max_cluster > 1
+        cluster += halved
         part = -(-row.touched // cluster)
         per_thread, sm_threads = step(PERSISTENT, part)
+        alone = pair and part > HALVED_VECTORS
+        if self.read > 2 and self.sums == 1 and row.aligned and cluster == 1 and part >= ALONE_VECTORS:
+            alone = True
         if self.packed and row.n * row.itemsize % ASYNC_BYTES:
             sm_threads = max(sm_threads, SYNC_PERSISTENT_THREADS)
         elif self.slow:
             sm_threads = min(sm_threads, SLOW_PERSISTENT_THREADS)
         per_thread = max(per_thread // max(self.sums, 1), 1)
+        if alone:
+            per_thread, sm_threads = -(-part // ALONE_THREADS), ALONE_THREADS
         share = threads_for(part, per_thread, 1024)
         per_thread = -(-part // share)
         threads = share if cluster > 1 else max(256 // share, 1) * share
         slot = threads * per_thread * vector
         if per_thread * max(self.sums, 1) > 8 or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
-        stages = 3 if cluster > 1 and 3 * slot <= room else 2
+        stages = 3 if (alone or (cluster > 1 and not halved)) and 3 * slot <= room else 2
         resident = max(1, min(room // (stages * slot), sm_threads // threads))
         clusters = resident_clusters(problem, cluster) * resident
         return self._made(

@@ -206,6 +206,20 @@ def test_where_rows_wait(name: str, n: int, form: str, ctas: int, kept: bool) ->
     assert bool(config.clusters) == (name == "rms_bwd")
 
 
+@pytest.mark.parametrize(
+    ("name", "n", "threads", "resident", "slots", "ctas"),
+    [
+        ("rms", 4097, 192, 6, 1, 1), ("probabilities_bwd", 4097, 192, 4, 1, 1), ("unit_bwd", 2049, 96, 8, 1, 1),
+        ("capped_log_probabilities", 4097, 96, 8, 1, 1), ("capped_log_probabilities", 32768, 256, 5, 1, 4),
+        ("rms_bwd", 8192, 256, 2, 2, 2), ("rms_bwd", 32768, 512, 1, 3, 4), ("rms_of_gated_bwd", 4096, 512, 1, 3, 1),
+    ],
+)  # fmt: skip
+def test_threads_slots_and_clusters(name: str, n: int, threads: int, resident: int, slots: int, ctas: int) -> None:
+    """Those that were the fastest on an H200."""
+    config = configured(BY_NAME[name], 4096, n)
+    assert (config.threads, config.resident, config.stages, config.cluster) == (threads, resident, slots, ctas)
+
+
 def test_more_threads_where_copies_are_not_asynchronous() -> None:
     threads = {}
     for n in (4097, 4098):
