@@ -15,6 +15,7 @@ from cute_ops.expressions.reference import evaluate
 from cute_ops.expressions.stages import stages
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
+from cute_ops.hardware import WARP
 from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig, Texts
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
 from cute_ops.ops.fused_rows import Rows, needs, others
@@ -109,12 +110,14 @@ def space_of(formula: Callable[[Mapping[str, Any]], Formula]) -> Space:
     """The search space of the kernel that computes a formula."""
 
     def configs(problem: Problem, heuristic: Config) -> Iterable[Any]:
-        found = formula(problem.attrs)
-        return others(found.rows, problem, heuristic) if found.by_rows else POINTWISE.configs(problem, heuristic)
+        if "form" in heuristic:
+            return others(formula(problem.attrs).rows, problem, heuristic)
+        return POINTWISE.configs(problem, heuristic)
 
     def taken(problem: Problem, config: Config) -> Needs:
-        found = formula(problem.attrs)
-        return needs(found.rows, problem, config) if found.by_rows else Needs(config["threads"])
+        if "form" in config:
+            return needs(formula(problem.attrs).rows, problem, config)
+        return Needs(config["threads"])
 
     return Space(configs, taken)
 
@@ -148,6 +151,17 @@ class Formula(NamedTuple):
         small = rows.read + len(self.writes) >= 5 or (rows.packed and not row_of(problem, rows.tiles).aligned)
         wide = ITEMSIZE[problem.dtypes[self.tile]] == 4 and not rows.packed
         return FusedConfig((THREADS_OF_FIVE_STREAMS if small else THREADS) * (2 if wide else 1), 1, *self._texts)
+
+    def loads_vectors_once(self, problem: Problem) -> bool:
+        """Whether a kernel of rows is faster though nothing is reduced: it realigns rows and the row vectors beside
+        them, which a kernel of elements then loads element by element.
+        """
+        nodes, kinds = self.expression.nodes, self.expression.kinds
+        vectors = any(node.word == "operand" and str(kind) == "r" for node, kind in zip(nodes, kinds, strict=True))
+        if problem.n is None or not vectors or {*self.kinds} != {"t"}:
+            return False
+        row = self.rows.row(problem)
+        return not row.aligned and row.vectors > WARP
 
     @property
     def rows(self) -> Rows:
@@ -220,7 +234,12 @@ class _Fused:
 
     def tuning(self, formula: Callable[[Mapping[str, Any]], Formula], workspace: Any = None) -> Tuning:
         """Of the kernel that computes a formula."""
-        return Tuning(lambda problem: formula(problem.attrs).config(problem), space_of(formula), workspace)
+
+        def config(problem: Problem) -> FusedConfig | FusedRowConfig:
+            found = formula(problem.attrs)
+            return found.rows.config(problem) if found.loads_vectors_once(problem) else found.config(problem)
+
+        return Tuning(config, space_of(formula), workspace)
 
     def reference_of(self, computed: Callable[[Any, Sequence[Any], Mapping[str, Any]], tuple[Any, ...]]) -> Any:
         """As declarations have it."""

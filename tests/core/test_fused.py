@@ -119,6 +119,17 @@ def test_sums_over_many_rows() -> None:
         kernel_calls.check(made)
 
 
+def test_rows_beside_a_vector_are_realigned() -> None:
+    """By the kernels of rows, which move 16 bytes at a time."""
+    forms = {}
+    for n in (7, 1032, 1033):
+        for name in ("biased_gelu", "gated", "clipped"):
+            made = kernel_calls.made(BY_NAME[name], 5, n, "bfloat16", "compact", np.random.default_rng(n))
+            forms[name, n] = made.planned()[1].variant.tile.get("form", "")
+            kernel_calls.check(made)
+    assert {key for key, form in forms.items() if form} == {("biased_gelu", 1033), ("gated", 1033)}
+
+
 def test_workspaces_stop_growing_with_the_rows() -> None:
     def parts(m: int) -> dict[str, Array | None]:
         made = kernel_calls.made(BY_NAME["affine_bwd"], m, 8, "float32", "compact", np.random.default_rng(0))
