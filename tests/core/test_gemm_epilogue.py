@@ -660,7 +660,8 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
         packed = name in ("with_swiglu", "gated_reducing", "rescaled")
         tiles = {"with_residual": 1, "gated_dgrad": 2, "with_rstd": 1}.get(name, 0)
-        assert len(re.findall(r"\bUTMALDG\b", code)) >= 2 + packed + tiles
+        few = "parts" in variant.tile  # another kernel has the epilogue
+        assert len(re.findall(r"\bUTMALDG\b", code)) >= (2 if few else 2 + packed + tiles)
         assert "HGMMA" in code and "UTMASTG" in code
         # The warps that load have given most of their registers away.
         loading = code[code.index("USETMAXREG.DEALLOC") : code.index("USETMAXREG.TRY_ALLOC")]
@@ -678,7 +679,7 @@ def test_what_would_spill_takes_another_config() -> None:
     assert list(configs("sm_90a", 132, 2, demand._replace(live=200))) == []
     text = f"e1({','.join('t' * 13)}) add 0 1; " + "; ".join(f"add {i} {i + 11}" for i in range(2, 13)) + " -> 24"
     op = fused_linear(text, operands={f"t{i}": TILE for i in range(12)}, name="many")
-    assert plan(bind(op, specs(op, 64, 64, 64)), {}, TARGET).variant.tile["form"] == "mma_sync"
+    assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.tile["form"] == "mma_sync"
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

@@ -15,6 +15,7 @@ from cute_ops.kernels.epilogue.row_passes import RowsInPasses, Walk
 from cute_ops.kernels.epilogue.select import FusedRows
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
+from cute_ops.kernels.lib.row_copy import Row
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
 from cute_ops.kernels.rowwise.pointwise import Part, number_address
 
@@ -150,10 +151,10 @@ class RowsOfGroups(RowsInPasses):
         """Store a thread's columns of the tiles; what sums over rows add up of them."""
         tiles, sums = self.outputs["t"], self.outputs["r"]
         vectors = self.computed(values, [*tiles, *sums], elements, self.tile.vec)
-        for rOut, (_, part), base in zip(vectors, tiles, walk.targets):
+        for rOut, (_, part), target in zip(vectors, tiles, walk.targets):
             rX = narrow(rOut.load(), walk.tensors[part.name].element_type, self.tile.vec)
             for j, piece in self._pieces(rX, part):
-                store_if(first < walk.n, piece, base + Int64(first + j) * ITEMSIZE[self.keys[part].dtype])
+                store_if(first < walk.n, piece, target.at(first + j))
         return vectors[len(tiles) :]
 
     @cute.jit
@@ -169,17 +170,19 @@ class RowsOfGroups(RowsInPasses):
     def _elements(self, walk, first):
         """A thread's elements of operands with columns, and the numbers of its columns, by node."""
         at = cutlass.min(first, walk.n - self.tile.vec)
-        held = [(i, part, base) for (i, part), base in zip(self.tiles, walk.sources)]
-        held += [(i, part, self.column(walk.tensors, part, walk.n).iterator.toint()) for i, part in self.vectors]
-        found = {i: self._loaded(walk.tensors[part.name], part, base, at) for i, part, base in held}
+        held = [(i, part, source) for (i, part), source in zip(self.tiles, walk.sources)]
+        for i, part in self.vectors:
+            mW = self.column(walk.tensors, part, walk.n)
+            held.append((i, part, Row(mW.element_type, mW.iterator.toint())))
+        found = {i: self._loaded(source, part, at) for i, part, source in held}
         places = [Float32(at + j) for j in range(self.tile.vec)]
         return found | {i: places for i, node in enumerate(self.emit.expression.nodes) if node.word == "column"}
 
-    def _loaded(self, mX, part, base, first):
-        rX, period = fragment(mX.element_type, self.tile.vec), self._period(part) if part.tile else 0
+    def _loaded(self, source, part, first):
+        rX, period = fragment(source.element_type, self.tile.vec), self._period(part) if part.tile else 0
         for j, piece in self._pieces(rX, part):
             column = (first + j) % period if period else first + j
-            load(piece, base + Int64(column) * ITEMSIZE[self.keys[part].dtype])
+            load(piece, source.at(column))
         wide = widen(rX)
         return [wide[j] for j in range(self.tile.vec)]
 
