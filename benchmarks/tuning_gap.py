@@ -1,9 +1,9 @@
-"""How far the heuristics' tiles are from the fastest of their candidates, on the benchmarks' grid.
+"""How far the heuristics' configs are from the fastest ones, on the benchmarks' grid.
 
 Every problem of the grid is tuned as ``python -m cute_ops tune`` does it, from nothing. A row is a class of calls: what
-the heuristic's tile takes, what the winner takes, and by how much of its time the best candidate was ahead; of a class
-whose heuristic stays, what the best candidate promised in the first samples, which is partly luck. A row counts as long
-as the heuristic and the kernel's sources are what they were.
+the heuristic's config takes, what the winner takes, and by how much of its time the best one was ahead; where the
+heuristic stays, what the best one promised in the first samples, which is partly luck. A row counts as long as the
+heuristic and the kernel's sources are what they were.
 
     python benchmarks/tuning_gap.py --out out/benchmarks [--ops rmsnorm] [--append]
     python benchmarks/tuning_gap.py --out out/benchmarks --ship cute_ops/autotune/shipped/sm_90a.json
@@ -24,17 +24,18 @@ from rich.console import Console
 
 from cute_ops.autotune import tuner, winners
 from cute_ops.autotune.types import Trial
+from cute_ops.config import Config
 from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
 from cute_ops.ops import OPS, PARTS
 
 COLUMNS = (
-    "call", "rows", "status", "us", "us_tuned", "gain", "change", "heuristic", "tile", "tried", "refused", "sources",
+    "call", "rows", "status", "us", "us_tuned", "gain", "change", "heuristic", "config", "tried", "refused", "sources",
 )  # fmt: skip
 NEAR = 0.03  # a heuristic should be as near to the fastest of its candidates
 RATES = ROOT / "benchmarks" / "results" / "device_time.csv"
 SM90 = "sm_90a:132"  # an H200, where --report is asked for
-STAGES = {stage.name: stage for op in (*OPS, *PARTS) for stage in (op, op.grad) if stage}
+STAGES = {stage.name: stage for op in (*OPS, *PARTS) for stage in (op, *op.steps)}
 Row = Mapping[str, str]
 
 
@@ -70,12 +71,13 @@ def sources(call: str) -> str:
     return winners.sources_of(stage) if stage else ""
 
 
-def config(text: str) -> dict[str, int]:
-    return {name: int(value) for name, _, value in (word.partition("=") for word in text.split())}
+def config(text: str) -> dict[str, int | str]:
+    words = (word.partition("=") for word in text.split())
+    return {name: int(value) if value.isdecimal() else value for name, _, value in words}
 
 
-def show(tile: Mapping[str, int]) -> str:
-    return " ".join(f"{name}={value}" for name, value in winners.config(tile))
+def show(config: Config) -> str:
+    return " ".join(f"{name}={value}" for name, value in winners.items(config))
 
 
 def numbers(text: str) -> list[float]:
@@ -89,7 +91,7 @@ def winner(row: Row) -> winners.Winner:
         "rows": [int(rows) for rows in row["rows"].split()],
         **{name: row[name] for name in ("gpu", "date", "commit", "sources")},
     }
-    return winners.Winner(row["call"], config(row["heuristic"]), config(row["tile"]), measured)
+    return winners.Winner(row["call"], config(row["heuristic"]), config(row["config"]), measured)
 
 
 def ship(rows: Iterable[Row], where: Path) -> None:
@@ -151,8 +153,8 @@ def measure(ops: list[str], path: Path, append: bool, seconds: float, on: target
             "us": " ".join(f"{us:.2f}" for us in outcome.before),
             "us_tuned": " ".join(f"{us:.2f}" for us in outcome.after),
             "gain": f"{outcome.gain:.4f}", "change": tuner.changes(found), "heuristic": show(found.heuristic),
-            "tile": show(found.tile), "tried": outcome.tried,
-            "refused": "; ".join(f"{show(dict(tile))}: {why}" for tile, why in refused.items()),
+            "config": show(found.config), "tried": outcome.tried,
+            "refused": "; ".join(f"{show(dict(config))}: {why}" for config, why in refused.items()),
             "sources": sources(found.call),
         })  # fmt: skip
         console.print(f"{time.perf_counter() - begin:5.1f} s  {found.call}\n         {tuner.describe(outcome)}")

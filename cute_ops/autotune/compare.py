@@ -251,7 +251,7 @@ def _check(
     small = bind(op, given, attrs)
     exact, tolerances = testing.limits(op, arrays, attrs)
     for i, whole in enumerate(plans):
-        chosen = plan(small, {}, target, config=whole.variant.tile)
+        chosen = plan(small, {}, target, config=whole.variant.config)
         if chosen.variant.symbol != whole.variant.symbol:
             break  # rows with strides of their own: the whole problem is compared with the heuristic's result
         trying(i)

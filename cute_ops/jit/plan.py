@@ -115,7 +115,7 @@ def configured(call: Signature, config: Config) -> Plan:
         op=op.name, kernel=op.kernel, arch=call.problem.arch, names=(*keys, *again, *op.scalars),
         args=(*keys.values(), *(keys[name] for name in again), *numbers),
         static=tuple(call.static.items()), attributes=tuple(call.problem.attrs.items()),
-        config=tuple(sorted(config.items())), toolchain=toolchain.versions(),
+        settings=tuple(sorted(config.items())), toolchain=toolchain.versions(),
         sources=source_digest.key(op.kernel, op.sources), declared=op.sources,
     )  # fmt: skip
     return Plan(variant, workspaces, call.layout.views, call.layout.copies)

@@ -69,7 +69,7 @@ class _Fields(NamedTuple):
     args: tuple[TensorKey | None, ...]
     static: tuple[tuple[str, int | None], ...]
     attributes: tuple[tuple[str, Any], ...]
-    config: tuple[tuple[str, int | str], ...]
+    settings: tuple[tuple[str, int | str], ...]
     toolchain: tuple[str, str]
     sources: str
     declared: tuple[str, ...] = ()
@@ -85,7 +85,7 @@ SHAPE = {
     "op": str, "kernel": str, "arch": str, "names": [str], "args": [json_schema.Either(TENSOR_SHAPE, None)],
     "static": [(str, json_schema.Either(int, None))],
     "attributes": [(str, json_schema.Either(str, int, float, bool, None))],
-    "config": [(str, json_schema.Either(int, str))], "toolchain": (str, str), "sources": str, "declared": [str],
+    "settings": [(str, json_schema.Either(int, str))], "toolchain": (str, str), "sources": str, "declared": [str],
 }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ class Variant(_Fields):
         names: their names, absent ones included.
         static: compile-time dims, None for a dynamic one.
         attributes: compile-time attributes.
-        config: the kernel's config, sorted by name.
+        settings: those of the kernel's config, sorted by name.
         toolchain: versions of the DSL and TVM-FFI.
         sources: digest of the kernel's sources, and of what compiles it.
         declared: sources beyond what the kernel imports, as the op declares them.
@@ -120,8 +120,8 @@ class Variant(_Fields):
         return dict(self.attributes)
 
     @cached_property
-    def tile(self) -> Mapping[str, Any]:
-        return dict(self.config)
+    def config(self) -> Mapping[str, Any]:
+        return dict(self.settings)
 
     @cached_property
     def digest(self) -> str:
@@ -155,7 +155,7 @@ class Variant(_Fields):
             a and TensorKey(**{k: a[k] for k in TENSOR_SHAPE} | {k: tuple(a[k]) for k in ("shape", "order")})
             for a in raw["args"]
         )
-        pairs = {k: tuple(tuple(p) for p in raw[k]) for k in ("static", "attributes", "config")}
+        pairs = {k: tuple(tuple(p) for p in raw[k]) for k in ("static", "attributes", "settings")}
         rest = {k: tuple(raw[k]) for k in ("names", "toolchain", "declared")}
         return cls(**{k: raw[k] for k in SHAPE} | pairs | rest | {"args": args})
 

@@ -48,7 +48,7 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
     dynamic = any(is_symbolic(binding.dims[dim]) for dim in op.few)
     numbers, places = with_numbers(binding, memory)
     chosen = dispatch.choose(numbers, places, target, fixed=False if dynamic else None)
-    fixed, config = None not in chosen.variant.dims.values(), chosen.variant.tile
+    fixed, config = None not in chosen.variant.dims.values(), chosen.variant.config
 
     def scratch(numbers: Binding) -> Mapping[str, Array]:
         return plan(numbers, _places(binding, numbers, memory), target, fixed=fixed, config=config).workspaces

@@ -272,9 +272,9 @@ def test_shared_memory_of_a_launch_is_known_without_a_gpu() -> None:
     op = lookup.find("rmsnorm_bwd")
     variant = foresee(bind(op, calls.example(op, "bfloat16", 4096, {"n": 4096})), {}, parse("sm_90a")).variant
     kernels = list(author._kernels(variant, None))
-    assert kernels[0].threads == variant.tile["threads"]
+    assert kernels[0].threads == variant.config["threads"]
     # The ring of rows: stages of x and dout, shared by the CTAs of a cluster.
-    ring = variant.tile["stages"] * 2 * 4096 * 2 // variant.tile["cluster"]
+    ring = variant.config["stages"] * 2 * 4096 * 2 // variant.config["cluster"]
     assert kernels[0].dynamic is not None and ring <= kernels[0].dynamic < ring + 2048
     assert any(access.kind == "LDGSTS" and access.bytes == 16 for access in kernels[0].accesses)
 

@@ -541,7 +541,7 @@ def test_from_a_program_to_a_bundle_by_the_command_line(tmp_path: Path, cache_fo
 
 
 def tile_of(call: manifest.Call) -> dict[str, int]:
-    return dict(build.variant_of(call, parse("sm_90a")).tile)
+    return dict(build.variant_of(call, parse("sm_90a")).config)
 
 
 def test_it_carries_what_calls_were_tuned_to(
@@ -556,7 +556,7 @@ def test_it_carries_what_calls_were_tuned_to(
     dispatch.forget()
     built = build.build(calls, [parse("sm_90a")], tmp_path / "bundle")
     # Both: a program that finds it by an entry point has not read its tuning.
-    assert sorted(one.variant.tile["threads"] for one in built) == [64, heuristic["threads"]]
+    assert sorted(one.variant.config["threads"] for one in built) == [64, heuristic["threads"]]
 
     winners.remember([winners.Winner(name, heuristic, {**heuristic, "threads": 512})])
     dispatch.forget()

@@ -67,7 +67,7 @@ def test_threads_follow_from_streams_and_alignment(name: str, n: int, dtype: str
     op = next(o for op in (*ours.OPS, *ours.PARTS) for o in (op, *op.steps) if o.name == name)
     dims = op.example((64,), n)
     arrays = {key: Array(t.of(dims), dtype) for key, t in op.inputs.items()}
-    assert choose(bind(op, arrays), {}, parse("sm_90a")).variant.tile["threads"] == threads
+    assert choose(bind(op, arrays), {}, parse("sm_90a")).variant.config["threads"] == threads
 
 
 @pytest.mark.parametrize("layout", ["compact", "spaced"])
@@ -125,7 +125,7 @@ def test_rows_beside_a_vector_are_realigned() -> None:
     for n in (7, 1032, 1033):
         for name in ("biased_gelu", "gated", "clipped"):
             made = kernel_calls.made(BY_NAME[name], 5, n, "bfloat16", "compact", np.random.default_rng(n))
-            forms[name, n] = made.planned()[1].variant.tile.get("form", "")
+            forms[name, n] = made.planned()[1].variant.config.get("form", "")
             kernel_calls.check(made)
     assert {key for key, form in forms.items() if form} == {("biased_gelu", 1033), ("gated", 1033)}
 
@@ -161,7 +161,7 @@ def test_kernels_compile(op: Op, arch: str, tmp_path: Path) -> None:
     assert all((kernel.stack, kernel.local) == (0, 0) for kernel in kernels)
     command = [sass.tool("cuobjdump"), "--dump-sass", str(path)]
     listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    if "form" in variant.tile:  # rows, because of sums over rows or columns
+    if "form" in variant.config:  # rows, because of sums over rows or columns
         assert re.search(r"LDG(STS)?\.E\.(\w+\.)*128", listing) and "STG.E.128" in listing
         return
     streamed = re.findall(r"STG\.E\.EF(\S*)", listing)

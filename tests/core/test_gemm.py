@@ -152,7 +152,7 @@ def test_where_sums_are_not_divided() -> None:
         sizes = {"b": (2,), "m": m if op is linear.batched else (m,), "n": 64, "k": k}
         given = {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()}
         made = plan(bind(op, given), {}, parse(arch))
-        assert not made.workspaces and "parts" not in made.variant.tile
+        assert not made.workspaces and "parts" not in made.variant.config
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,13 @@ def test_products_that_cublas_makes_faster(op: Op, sizes: tuple[int, int, int], 
     ],
 )
 def test_what_goes_without_tma(arch: str, k: int, memory: dict[str, Memory], vectors: tuple[int, int] | None) -> None:
-    tile = plan(bind(linear, arrays(linear, (5,), 32, k)), memory, parse(arch)).variant.tile
+    tile = plan(bind(linear, arrays(linear, (5,), 32, k)), memory, parse(arch)).variant.config
     assert (tile["form"] == "mma_sync") == (vectors is not None)
     assert vectors is None or (tile["vec_a"], tile["vec_b"]) == vectors
 
 
 def test_rows_of_either_operand_across_the_sum_limit_vectors() -> None:
-    tile = plan(bind(linear_dweight, arrays(linear_dweight, (5,), 12, 6)), {}, TARGET).variant.tile
+    tile = plan(bind(linear_dweight, arrays(linear_dweight, (5,), 12, 6)), {}, TARGET).variant.config
     assert (tile["vec_a"], tile["vec_b"]) == (4, 2)
 
 

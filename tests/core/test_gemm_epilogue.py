@@ -72,7 +72,7 @@ def test_an_epilogue_by_its_text() -> None:
     (got,) = testing.run_reference(op, given, {})
     (wanted,) = testing.run_reference(BY_NAME["with_gelu"], given, {})
     np.testing.assert_array_equal(got, wanted)
-    texts = [plan(bind(o, specs(o, 64, 64, 64)), {}, TARGET).variant.tile for o in (op, BY_NAME["with_gelu"])]
+    texts = [plan(bind(o, specs(o, 64, 64, 64)), {}, TARGET).variant.config for o in (op, BY_NAME["with_gelu"])]
     assert texts[0] == texts[1]
 
 
@@ -144,7 +144,7 @@ def test_an_op_of_a_call_is_made_once() -> None:
 
 def test_operands_go_by_name() -> None:
     op = fused_linear(lambda xp, acc, x1, x2: acc + x1 - x2, operands={"x2": TILE, "x1": "n"}, name="swapped")
-    assert plan(bind(op, specs(op, 64, 64, 64)), {}, TARGET).variant.tile["reads"] == "x2 x1"
+    assert plan(bind(op, specs(op, 64, 64, 64)), {}, TARGET).variant.config["reads"] == "x2 x1"
     given = made(op, (3,), 8, 16)
     acc = given["x"].astype(np.float64) @ given["weight"].astype(np.float64).T
     (exact,) = testing.expected(op, given, {})
@@ -627,14 +627,14 @@ def test_tiles_that_tma_cannot_take_are_loaded_by_threads() -> None:
     op = BY_NAME["with_residual"]
     for stride, stages in ((72, True), (68, False)):
         memory = {"residual": Memory((stride, 1))}
-        tile = plan(bind(op, specs(op, 512, 64, 64)), memory, TARGET).variant.tile
+        tile = plan(bind(op, specs(op, 512, 64, 64)), memory, TARGET).variant.config
         assert (tile["form"] != "mma_sync", bool(tile.get("tile_stages"))) == (True, stages)
 
 
 def test_halves_that_do_not_start_on_16_bytes() -> None:
     op = BY_NAME["gated_saving"]
     for n, form in ((4096, True), (4100, False)):
-        tile = plan(bind(op, specs(op, 512, n, 64)), {}, TARGET).variant.tile
+        tile = plan(bind(op, specs(op, 512, n, 64)), {}, TARGET).variant.config
         assert (tile["form"] != "mma_sync", tile.get("half_align", 16)) == (form, 16 if form else 8)
 
 
@@ -652,15 +652,15 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
         seen.add(variant.symbol)
         worker.compile(variant, path)
         (kernel,) = [each for each in sass.resources(path) if "GemmSm90" in each.kernel]
-        assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0), variant.tile
+        assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0), variant.config
         code = sass.sass(path)
-        assert not re.search(r"\b(STL|LDL)\b", code), variant.tile
+        assert not re.search(r"\b(STL|LDL)\b", code), variant.config
         # More waits would mean that the compiler runs one instruction after the other.
         assert code.count("WARPGROUP.DEPBAR") == 2
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
         packed = name in ("with_swiglu", "gated_reducing", "rescaled")
         tiles = {"with_residual": 1, "gated_dgrad": 2, "with_rstd": 1}.get(name, 0)
-        few = "parts" in variant.tile  # another kernel has the epilogue
+        few = "parts" in variant.config  # another kernel has the epilogue
         assert len(re.findall(r"\bUTMALDG\b", code)) >= (2 if few else 2 + packed + tiles)
         assert "HGMMA" in code and "UTMASTG" in code
         # The warps that load have given most of their registers away.
@@ -679,7 +679,7 @@ def test_what_would_spill_takes_another_config() -> None:
     assert list(configs("sm_90a", 132, 2, demand._replace(live=200))) == []
     text = f"e1({','.join('t' * 13)}) add 0 1; " + "; ".join(f"add {i} {i + 11}" for i in range(2, 13)) + " -> 24"
     op = fused_linear(text, operands={f"t{i}": TILE for i in range(12)}, name="many")
-    assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.tile["form"] == "mma_sync"
+    assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.config["form"] == "mma_sync"
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])

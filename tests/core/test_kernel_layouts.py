@@ -71,7 +71,7 @@ def lengths(op: Op, turn: int) -> list[int]:
 
 def changes(op: Op) -> list[int]:
     """Lengths from which on another tile serves, and their neighbours: between two that differ by a bisection."""
-    tile = lambda n: tile_of(op, n, "bfloat16", "compact", 4099).variant.tile  # noqa: E731
+    tile = lambda n: tile_of(op, n, "bfloat16", "compact", 4099).variant.config  # noqa: E731
     found, steps = [], range(2048, LONGEST + 1, 1024)
     for low, high in pairwise(steps):
         if tile(low) != tile(high):
@@ -90,7 +90,7 @@ def tile_of(op: Op, n: int, dtype: str, layout: str, rows: int) -> Any:
 ROW_OPS = [
     op
     for op in ALL
-    if "n" in op.static and "threads_per_row" in tile_of(op, 4096, "bfloat16", "compact", 64).variant.tile
+    if "n" in op.static and "threads_per_row" in tile_of(op, 4096, "bfloat16", "compact", 64).variant.config
 ]
 
 

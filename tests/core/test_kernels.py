@@ -91,7 +91,7 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
     assert kernels
     for kernel in kernels:
         assert (kernel.stack, kernel.local) == (0, 0), kernel
-        assert kernel.registers * variant.tile["threads"] <= REGISTERS, kernel
+        assert kernel.registers * variant.config["threads"] <= REGISTERS, kernel
 
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
@@ -136,7 +136,7 @@ def test_kernels_that_write_inputs_and_take_numbers_compile(name: str, cache_fol
 )
 def test_long_rows_beside_a_weight_and_a_bias_do_not_spill(op: Op, n: int, dtype: str, compiled: Compiled) -> None:
     variant = variant_of(op, dtype, n, "sm_90a")
-    assert variant.tile["threads"] * variant.tile["resident"] > 512
+    assert variant.config["threads"] * variant.config["resident"] > 512
     assert [(kernel.stack, kernel.local) for kernel in sass.resources(compiled(variant))] == [(0, 0)]
 
 
@@ -225,7 +225,7 @@ def test_aligned_rows_move_16_bytes_at_a_time(wanted: Wanted, disassembled: Call
     narrow = min(ITEMSIZE[kind] for t in op.results.values() for kind in op.dtype_choices(t)) < 2
     width = 16 * 8 // ITEMSIZE[dtype] if narrow else 128
     # A thread of the gradient of a convolution has registers for so many channels.
-    width = min(width, 8 * ITEMSIZE[dtype] * variant_of(op, dtype, wanted.n, "sm_90a").tile.get("channels", 128))
+    width = min(width, 8 * ITEMSIZE[dtype] * variant_of(op, dtype, wanted.n, "sm_90a").config.get("channels", 128))
     if any(t.dims for t in op.results.values()):
         assert re.search(rf"STG\.E\S*\.{width}\b|UBLKCP" if width > 32 else r"STG\.E ", code), "no wide store"
     assert not re.search(r"\b(LDL|STL)\b", code), "local memory"

@@ -158,7 +158,7 @@ def test_every_field_changes_the_name() -> None:
     variant = plan_for((4, 64)).variant
     other = {
         "op": "o", "kernel": "m:K", "arch": "sm_80", "names": variant.names[::-1], "args": variant.args[::-1],
-        "static": (("n", 65),), "attributes": (("eps", 1e-5),), "config": (("threads", 1),), "toolchain": ("0", "0"),
+        "static": (("n", 65),), "attributes": (("eps", 1e-5),), "settings": (("threads", 1),), "toolchain": ("0", "0"),
         "sources": "0", "declared": ("a",),
     }  # fmt: skip
     assert set(other) == set(variant._fields)

@@ -206,7 +206,7 @@ def broken(): return False
 
 def run(binding, chosen, arrays):
     begun = os.environ["CUTE_OPS_TEST_BEGUN"]
-    if chosen.variant.tile["threads"] == 224:
+    if chosen.variant.config["threads"] == 224:
         open(begun + ".part", "w").write(str(os.getpid()))
         os.rename(begun + ".part", begun)
         time.sleep(600)
@@ -215,7 +215,7 @@ def run(binding, chosen, arrays):
 class Contest:
     def __init__(self, plans): self.plans = plans
     def differs(self, index, floors): return ""
-    def sample(self, index): return float(self.plans[index].variant.tile["threads"])
+    def sample(self, index): return float(self.plans[index].variant.config["threads"])
 
 @contextmanager
 def contest(binding, memory, plans): yield Contest(plans)

@@ -309,7 +309,7 @@ def test_in_a_user_namespace_folders_around_may_be_of_an_unknown_user() -> None:
         lambda record: json.dumps(record | {"sha256": [record["sha256"]]}),
         lambda record: json.dumps(record | {"variant": record["variant"] | {"args": [{"name": "x"}]}}),
         lambda record: json.dumps(record | {"variant": record["variant"] | {"static": {"n": 1}}}),
-        lambda record: json.dumps(record | {"variant": record["variant"] | {"config": [["threads", 1e400]]}}),
+        lambda record: json.dumps(record | {"variant": record["variant"] | {"settings": [["threads", 1e400]]}}),
         lambda record: '{"variant": {}, "sha256": "\\ud800"}',
         lambda record: '{"variant": ' + "9" * 5000 + "}",
     ],

@@ -97,7 +97,7 @@ class Fake:
         return False
 
     def run(self, binding: Binding, chosen: Plan, arrays: testing.Arrays) -> tuple[np.ndarray | None, ...]:
-        threads = chosen.variant.tile["threads"]
+        threads = chosen.variant.config["threads"]
         scale = self.off if threads in self.wrong else 1
         return tuple(
             None if a is None else (a * np.asarray(scale)).astype(a.dtype)
@@ -114,7 +114,7 @@ class Fake:
                 return ""
 
             def sample(self, index: int) -> float:
-                threads = plans[index].variant.tile["threads"]
+                threads = plans[index].variant.config["threads"]
                 outer.samples.append(threads)
                 return outer.us[threads] * (1 + outer.noise * outer.random.random())
 
@@ -127,7 +127,7 @@ def built(cache_folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     found: list[str] = []
 
     def build_all(variants: Any, done: Any = None) -> list[Built]:
-        made = [Built(v, 0.1, CompileError("no kernel") if v.tile.get("threads") == 96 else None) for v in variants]
+        made = [Built(v, 0.1, CompileError("no kernel") if v.config.get("threads") == 96 else None) for v in variants]
         found.extend(one.variant.symbol for one in made)
         for one in made:
             if done:
@@ -356,12 +356,12 @@ def test_the_winner_is_chosen_and_remembered(built: list[str], cache_folder: Pat
     assert choose(*trial(op), SM90).variant == heuristic.variant  # this process has decided
     dispatch.forget()
     found = choose(*trial(op), SM90)
-    assert found.variant.tile == {"threads": 64} and found.variant.digest != heuristic.variant.digest
+    assert found.variant.config == {"threads": 64} and found.variant.digest != heuristic.variant.digest
     # For any number of rows, but no other length, dtype, alignment or SM.
     assert choose(*trial(op, rows=3), SM90).variant == found.variant
     for other in (trial(op, n=128), trial(op, dtype="float16"), Trial(trial(op).binding, {"x": Memory((64, 1), 2)})):
-        assert choose(*other, SM90).variant.tile == {"threads": 128}
-    assert choose(*trial(op), parse("sm_90a:114")).variant.tile == {"threads": 128}
+        assert choose(*other, SM90).variant.config == {"threads": 128}
+    assert choose(*trial(op), parse("sm_90a:114")).variant.config == {"threads": 128}
     (line,) = json.loads((cache_folder / "tuning.json").read_text())["winners"]
     assert (
         line["call"] == "doubling(copying:Copy) sm_90a:132 x:bfloat16/16 out:bfloat16/16 n=64"
@@ -433,7 +433,7 @@ def test_winners_of_different_sizes_differ() -> None:
     assert len(few.measured["us"]) == 1  # a product without rows is not measured again with more
     winners.remember([few, many])
     dispatch.forget()
-    chosen = [choose(*call(m, 8), SM90).variant.tile["threads"] for m in (64, 65, 4096)]
+    chosen = [choose(*call(m, 8), SM90).variant.config["threads"] for m in (64, 65, 4096)]
     assert chosen == [64, 128, 256]
 
 
@@ -479,15 +479,15 @@ def test_attributes_are_in_a_class_where_they_differ() -> None:
 def test_an_op_without_candidates_is_left_alone() -> None:
     op = make_op(space=None)
     assert not list(tune([trial(op)], SM90, InProcessBench(Fake({128: 1.0}))))
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128}
 
 
 def test_a_dynamic_kernel_is_left_alone() -> None:
     op = make_op()
     winners.remember([tuned(op, Fake({64: 80.0, 128: 100.0, 256: 90.0})).winner])
     dispatch.forget()
-    assert foresee(*trial(op), SM90, fixed=False).variant.tile == {"threads": 128}
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert foresee(*trial(op), SM90, fixed=False).variant.config == {"threads": 128}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 64}
 
 
 def test_rows_with_strides_are_tuned_too() -> None:
@@ -512,7 +512,7 @@ def device(): return "a GPU made up"
 def broken(): return bool(spoilt)
 
 def run(binding, chosen, arrays):
-    threads = chosen.variant.tile["threads"]
+    threads = chosen.variant.config["threads"]
     if threads == 32:
         os.abort()
     if threads == 64:
@@ -528,11 +528,11 @@ def run(binding, chosen, arrays):
 
 class Contest:
     def __init__(self, plans): self.plans = plans
-    def differs(self, index, floors): return "a race?" if self.plans[index].variant.tile["threads"] == 256 else ""
+    def differs(self, index, floors): return "a race?" if self.plans[index].variant.config["threads"] == 256 else ""
     def sample(self, index):
-        if self.plans[index].variant.tile["threads"] == 192:
+        if self.plans[index].variant.config["threads"] == 192:
             os.abort()
-        return float(self.plans[index].variant.tile["threads"])
+        return float(self.plans[index].variant.config["threads"])
 
 @contextmanager
 def contest(binding, memory, plans): yield Contest(plans)
@@ -613,22 +613,22 @@ def test_what_is_no_candidates_fault_is_an_error(other: BenchProcess) -> None:
 def test_a_program_measures_what_it_calls_when_asked(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
     op, fake = make_op(), Fake({64: 80.0, 128: 100.0, 256: 90.0})
     monkeypatch.setattr(tuners, "bench", lambda device=0: InProcessBench(fake))
-    assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 128} and not fake.samples
+    assert choose(*trial(op), SM90, device=0).variant.config == {"threads": 128} and not fake.samples
     dispatch.forget()
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}, "not where no GPU is"
-    assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 128}, "decided: bits stay what they are"
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128}, "not where no GPU is"
+    assert choose(*trial(op), SM90, device=0).variant.config == {"threads": 128}, "decided: bits stay what they are"
     dispatch.forget()
     with caplog.at_level(logging.INFO, "cute_ops"):
-        assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 64}
+        assert choose(*trial(op), SM90, device=0).variant.config == {"threads": 64}
     assert "tuned doubling(copying:Copy) sm_90a:132" in caplog.text
     count = len(fake.samples)
     for again in range(2):
-        assert choose(*trial(op, rows=7 + again), SM90, device=0).variant.tile == {"threads": 64}
+        assert choose(*trial(op, rows=7 + again), SM90, device=0).variant.config == {"threads": 64}
         dispatch.forget()  # as a new process
     assert len(fake.samples) == count
     monkeypatch.setenv("CUTE_OPS_TUNE", "0")
-    assert choose(*trial(op), SM90, device=0).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90, device=0).variant.config == {"threads": 128}
 
 
 def test_a_program_runs_where_measuring_fails(monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
@@ -637,7 +637,7 @@ def test_a_program_runs_where_measuring_fails(monkeypatch: pytest.MonkeyPatch, c
 
     monkeypatch.setenv("CUTE_OPS_TUNE", "1")
     monkeypatch.setattr(tuners, "bench", bench)
-    assert choose(*trial(make_op()), SM90, device=0).variant.tile == {"threads": 128}
+    assert choose(*trial(make_op()), SM90, device=0).variant.config == {"threads": 128}
     assert "is not tuned (RuntimeError: no GPU here): it runs with the heuristic's config" in caplog.text
 
 
@@ -667,7 +667,7 @@ class Counted(BenchProcess):
 cache.build_all = build_all
 tuner.bench = lambda device: Counted(measurer="made_up_measurer")
 call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
-print(dict(choose(call, {}, parse("sm_90a"), device=0).variant.tile)["threads"])
+print(dict(choose(call, {}, parse("sm_90a"), device=0).variant.config)["threads"])
 """
 
 
@@ -695,23 +695,23 @@ def remembered(tile: Mapping[str, int], op: Op | None = None, path: Path | None 
 def test_a_config_that_the_op_does_not_propose_is_never_used() -> None:
     """Whoever wrote the file: it may only choose among candidates."""
     op = remembered({"threads": 512})
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
-    assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 128}, "decided"
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128}
+    assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.config == {"threads": 128}, "decided"
     dispatch.forget()
-    assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.tile == {"threads": 512}
+    assert choose(*trial(make_op(space=vary(threads=(512,)))), SM90).variant.config == {"threads": 512}
 
 
 def test_when_the_heuristic_changes_the_winner_is_forgotten() -> None:
     remembered({"threads": 64})
     changed = make_op(config=lambda problem: {"threads": 256})
-    assert choose(*trial(changed), SM90).variant.tile == {"threads": 256}
+    assert choose(*trial(changed), SM90).variant.config == {"threads": 256}
 
 
 def test_ops_of_one_name_have_winners_of_their_own() -> None:
     """Two packages may each have an op of that name, with kernels that take other tiles."""
     remembered({"threads": 64})
-    assert choose(*trial(make_op()), SM90).variant.tile == {"threads": 64}
-    assert choose(*trial(make_op(kernel="others:Copy")), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(make_op()), SM90).variant.config == {"threads": 64}
+    assert choose(*trial(make_op(kernel="others:Copy")), SM90).variant.config == {"threads": 128}
 
 
 def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -720,10 +720,10 @@ def test_when_the_kernel_changes_the_winner_is_forgotten(monkeypatch: pytest.Mon
     winners.remember([outcome.winner])
     monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "1" * 64)
     dispatch.forget()
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128}
     monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_: "0" * 8)
     dispatch.forget()
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 64}
 
 
 @pytest.mark.fault(
@@ -756,11 +756,11 @@ def test_a_file_that_is_none_is_ignored_with_a_sentence(
 ) -> None:
     op = remembered({"threads": 64})
     (cache_folder / "tuning.json").write_text(text)
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128}
     (record,) = caplog.records
     assert "tuning.json is ignored: " in record.getMessage() and reason in record.getMessage()
     # Measuring anew keeps it under another name.
-    assert remembered({"threads": 64}) and choose(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert remembered({"threads": 64}) and choose(*trial(op), SM90).variant.config == {"threads": 64}
     assert (cache_folder / "tuning.json.damaged").read_text() == text
 
 
@@ -776,7 +776,7 @@ def test_a_file_of_a_newer_version_is_left_alone(cache_folder: Path, caplog: Any
         with pytest.raises(cache.CacheError, match=r"of a newer version of cute_ops .*: what was measured is not kept"):
             remembered({"threads": 64}, path=None if path.name == "tuning.json" else path)
         assert path.read_text() == newer
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128}
     assert "it has format 99, this version of cute_ops reads 2" in caplog.text
 
 
@@ -795,13 +795,13 @@ def test_a_link_is_not_written_through(cache_folder: Path, tmp_path: Path) -> No
 def test_a_file_that_others_can_write_and_a_link_are_ignored(cache_folder: Path, tmp_path: Path, caplog: Any) -> None:
     op = remembered({"threads": 64})
     cache_folder.chmod(0o777)
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128} and "can be written by others" in caplog.text
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128} and "can be written by others" in caplog.text
     cache_folder.chmod(0o700)
     dispatch.forget()
     elsewhere = tmp_path / "elsewhere.json"
     (cache_folder / "tuning.json").rename(elsewhere)
     (cache_folder / "tuning.json").symlink_to(elsewhere)
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 128} and "it is a link" in caplog.text
+    assert choose(*trial(op), SM90).variant.config == {"threads": 128} and "it is a link" in caplog.text
 
 
 ADD = """
@@ -867,7 +867,7 @@ def test_clearing_the_cache_keeps_what_was_measured(cache_folder: Path, capsys: 
     cache.clear()
     cache_info()
     assert "tuning.json: 1 classes of calls, 1 with another config" in capsys.readouterr().out
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 64}
 
 
 # --- shipped -------------------------------------------------------------------------------------------------------
@@ -879,12 +879,12 @@ def test_what_ships_with_the_package_comes_last(
     monkeypatch.setattr(winners, "SHIPPED", tmp_path / "tuned")
     (tmp_path / "tuned").mkdir()
     op = remembered({"threads": 256}, path=tmp_path / "tuned" / "sm_90a.json")
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 256}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 256}
     remembered({"threads": 64}, op)
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 64}
     with dispatch.as_shipped():
-        assert choose(*trial(op), SM90).variant.tile == {"threads": 256}
-    assert choose(*trial(op), SM90).variant.tile == {"threads": 64}
+        assert choose(*trial(op), SM90).variant.config == {"threads": 256}
+    assert choose(*trial(op), SM90).variant.config == {"threads": 64}
     assert (tmp_path / "tuned" / "sm_90a.json").stat().st_mode & 0o777 == 0o644
 
 
@@ -895,7 +895,7 @@ def test_what_ships_is_forgotten_when_the_kernel_changes(tmp_path: Path, monkeyp
     for digest, threads in (("1" * 64, 128), ("0" * 8, 64)):
         monkeypatch.setattr("cute_ops.jit.source_digest.digest", lambda *_, digest=digest: digest)
         dispatch.forget()
-        assert choose(*trial(op), SM90).variant.tile == {"threads": threads}
+        assert choose(*trial(op), SM90).variant.config == {"threads": threads}
 
 
 def test_the_files_that_ship_are_sound_and_of_these_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -945,7 +945,7 @@ def test_the_command_tunes_ops_and_manifests(
     assert len(winners.read(tmp_path / "out.json")) == 2
     dispatch.forget()
     (call, _) = manifest.parse(lines)
-    assert build.variant_of(call, SM90).tile["threads"] == 64
+    assert build.variant_of(call, SM90).config["threads"] == 64
 
 
 def test_the_command_takes_an_ops_cases(gpu: Fake) -> None:

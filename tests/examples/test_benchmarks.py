@@ -23,11 +23,14 @@ import returns
 import startup
 import summary
 import torch
+import tuning_gap
 import tutorial
 from problems import BY_NAME, Problem, by_importance, grid, smoke
 from rich.console import Console
 
 from cute_ops import Array, Case, Op, testing
+from cute_ops.autotune.tuner import Outcome
+from cute_ops.autotune.winners import Winner
 from cute_ops.binding import bind
 from cute_ops.jit import target
 from cute_ops_torch.library.tensors import bind_tensors
@@ -425,7 +428,7 @@ def test_products(op: Op, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert len(linear.plans(binding, tensors, None, {})) == 1
     found = linear.plans(binding, tensors, "x256", {"group": 4})
     assert len(found) == 6
-    assert all("x256-" in name and plan.variant.tile["group"] == 4 for name, plan in found.items())
+    assert all("x256-" in name and plan.variant.config["group"] == 4 for name, plan in found.items())
     exact = testing.run_reference(op, dict(zip(op.inputs, tensors, strict=True)), {})[0]
     out = torch.full_like(exact, torch.nan)
     assert linear.difference(out, exact) == "wrong: relative error inf at (0, 0)"
@@ -481,3 +484,21 @@ def test_the_tutorials_kernels_are_timed(tmp_path: Path, monkeypatch: pytest.Mon
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             tutorial.main([])
+
+
+def test_what_tuning_found_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A row of the table is the winner that it was written from."""
+    best = Winner(
+        "sum sm_90a:132 n=8", {"form": "smem", "threads": 64}, {"form": "smem", "threads": 128}, {"rows": [4]}
+    )
+    outcome = Outcome("sum", best, [2.0], [1.0], 0.5, 1, {(("threads", 96),): "too many"})
+    monkeypatch.setattr(tuning_gap.tuner, "bench", lambda: None)
+    monkeypatch.setattr(tuning_gap.tuner, "tune", lambda *args, **options: (each for each in [outcome]))
+    path = tmp_path / "tuning_gap.csv"
+    tuning_gap.measure([], path, False, 1e9, target.parse("sm_90a:132"), Console())
+    (row,) = common.read(path)
+    found = tuning_gap.winner(row)
+    assert (found.call, found.heuristic, found.config) == best[:3]
+    assert (
+        row["status"] == "tuned" and row["change"] == "threads 64 -> 128" and row["refused"] == "threads=96: too many"
+    )

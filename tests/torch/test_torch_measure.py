@@ -81,7 +81,7 @@ def test_results_that_differ_are_found(
 ) -> None:
     binding = bind(rmsnorm, {"x": Array((6, 64), "bfloat16")})
     first = plan(binding, {}, SM90)
-    other = plan(binding, {}, SM90, config={**first.variant.tile, "unroll": 2})
+    other = plan(binding, {}, SM90, config={**first.variant.config, "unroll": 2})
     right, calls = measure.planned_call, []
 
     def planned(binding: Any, chosen: Any, device: Any) -> Any:

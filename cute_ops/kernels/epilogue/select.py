@@ -14,7 +14,7 @@ FORMS = {"one_pass": RowsInRegisters, "ring": RowsInRing, "passes": RowsInPasses
 
 def fused(variant):
     """An expression's kernel: one of rows, where it has reductions of rows, or of elements."""
-    return FusedRows(variant) if "form" in dict(variant.config) else FusedPointwise(variant)
+    return FusedRows(variant) if "form" in variant.config else FusedPointwise(variant)
 
 
 class FusedRows:
@@ -26,7 +26,7 @@ class FusedRows:
 
     def __init__(self, variant):
         self.variant = variant
-        self.rows = FORMS[dict(variant.config)["form"]](variant)
+        self.rows = FORMS[variant.config["form"]](variant)
 
     @cute.jit
     def __call__(self, *arguments):

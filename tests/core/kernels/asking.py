@@ -29,7 +29,7 @@ def variant(kernel: str, n: int = 64, module: str = "quick") -> Variant:
 def tuned() -> dict[str, int]:
     """The tile of a call whose op has a choice: it is looked up among those that were measured."""
     call = bind(silu_mul, dict.fromkeys(("gate", "up"), Array((512, 64), "bfloat16")))
-    return dict(choose(call, {}, parse("sm_90a")).variant.tile)
+    return dict(choose(call, {}, parse("sm_90a")).variant.config)
 
 
 def compiled(kernel: str, n: int = 64, by: Pool = worker, path: str = "/nowhere/a.so", module: str = "quick") -> str:
