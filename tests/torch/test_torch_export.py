@@ -9,7 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -40,18 +40,18 @@ def required(op: Op) -> int:
 
 
 class Calls(torch.nn.Module):
-    """Each op twice: with all inputs, and with those only that it needs."""
+    """Each op twice: with all inputs, and with those only that it needs; with these attributes, by op."""
 
-    def __init__(self, ops: Sequence[Op]) -> None:
+    def __init__(self, ops: Sequence[Op], attrs: Mapping[str, Mapping[str, Any]] = {}) -> None:
         super().__init__()
-        self.ops = ops
+        self.ops, self.attrs = ops, attrs
 
     def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
         given, results = list(tensors), []
         for op in self.ops:
             inputs, given = given[: len(op.inputs)], given[len(op.inputs) :]
             for some in (inputs, inputs[: required(op)]):
-                results += as_list(runner.functional(op)(*some))
+                results += as_list(runner.functional(op)(*some, **self.attrs.get(op.name, {})))
         # As bytes, because the C++ program's file format has no fp8.
         return [r.view(torch.uint8) if r.dtype == torch.float8_e4m3fn else r for r in results]
 
@@ -141,7 +141,8 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     ops = [*OPS, *(with_name if product.name == "linear_epilogue" else product.op for product in PRODUCTS)]
     for op in ops:
         cute_ops_torch.register(op)
-    calls, package, given = Calls(ops), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
+    attrs = {"qkv_rope_64": {"heads": 1}}  # of 64 columns, one head
+    calls, package, given = Calls(ops, attrs), tmp_path / "ops.pt2", tmp_path / "inputs.pt"
     inputs = [[t for op in ops for t in make_inputs(op, (m, 3), device=device)] for m in (5, 2, 9)]
     torch.save(inputs, given)  # before the export, which leaves marks on them
     program = torch.export.export(calls, tuple(inputs[0]), dynamic_shapes=dynamic(ops))

@@ -132,7 +132,8 @@ def _refused() -> Iterator[Refused]:
     yield Refused(
         "linear_add_rmsnorm", (x, wide, (2, 3, 8), (8,)), {}, TypeError, f"linear_add_rmsnorm: {mixed}",
     )  # fmt: skip
-    yield Refused("linear", (x, (2, 8, 16)), {}, ValueError, "linear: argument `weight` has 3 dims, expected 2")
+    lead = "linear_batched: argument `weight` has leading dims (3,), but *b=(2,).\n  x:"
+    yield Refused("linear", (x, (3, 8, 16)), {}, ValueError, lead)
     yield Refused("linear", ((), weight), {}, ValueError, "linear: argument `x` has 0 dims, expected at least 1")
     yield Refused("linear", (x, weight), {"fused": "yes"}, ValueError, "linear: attribute `fused` must be 'auto', 'al")
     # With an epilogue.
