@@ -102,6 +102,9 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
     weight = torch.nn.Parameter(torch.randn(SHAPE[-1], device=device, dtype=torch.bfloat16), grad)  # as in a model
 
     residual = torch.randn_like(x)
+    # More rows than those that the framework multiplies.
+    rows = torch.randn(128, SHAPE[-1], device=device, dtype=torch.bfloat16).requires_grad_(grad)
+    matrix = torch.nn.Parameter(torch.randn(SHAPE[-1], SHAPE[-1], device=device, dtype=torch.bfloat16), grad)
 
     def into(name: str, *tensors: torch.Tensor | None) -> Callable[..., None]:
         from cute_ops.ops import OPS
@@ -139,6 +142,14 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
 
         norm = RMSNorm(SHAPE[-1], EPS, device=device, dtype=torch.bfloat16).requires_grad_(grad)
         return lambda: norm(x)
+
+    def linear(fused: str) -> Callable[[], Call]:
+        def make() -> Call:
+            from cute_ops_torch import linear
+
+            return lambda: linear(rows, matrix, fused=fused)
+
+        return make
 
     def own_module() -> Call:
         norm = torch.nn.RMSNorm(SHAPE[-1], EPS, device=device, dtype=torch.bfloat16).requires_grad_(grad)
@@ -221,6 +232,9 @@ def torch_entries(device: torch.device, grad: bool) -> dict[str, Callable[[], Ca
         "torch.compile of cute_ops_torch.rmsnorm": compiled,
         "quack.rmsnorm": quack,
         "Liger RMSNorm": liger,
+        "F.linear": lambda: lambda: F.linear(rows, matrix),
+        "cute_ops_torch.linear": linear("auto"),
+        'cute_ops_torch.linear, fused="always"': linear("always"),
     }
 
 

@@ -142,6 +142,7 @@ ONLY = (
     "torch.ops.cute.rmsnorm",
     "cute_ops_torch.nn.RMSNorm",
     "in a graph: cute_ops_torch.rmsnorm",
+    'cute_ops_torch.linear, fused="always"',
 )
 
 
@@ -155,6 +156,7 @@ def test_host_time_smoke(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     host_time.main(["--cpu-smoke", "--out", str(tmp_path)])
     rows = {(r["call"], r["grad"]): r for r in common.read(tmp_path / "host_time.csv")}
     assert rows["torch.ops.cute.rmsnorm", "yes"]["status"] == "ok"
+    assert rows['cute_ops_torch.linear, fused="always"', "yes"]["status"] == "ok"
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["status"] == "ok"
     assert rows["in a graph: cute_ops_torch.rmsnorm", "no"]["compile_ms"]
     assert rows["F.rms_norm", "no"]["of_rms_norm"] == "1"
