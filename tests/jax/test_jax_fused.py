@@ -145,3 +145,11 @@ def test_products_without_an_epilogue_and_calls_that_are_refused() -> None:
     np.testing.assert_array_equal(linear(x, weight.T, transposed=True), linear(x, weight))
     with pytest.raises(ValueError, match=r"cute.linear: argument `bias` has shape \[7\], which does not broadcast to"):
         linear(x, weight, jnp.ones(7), epilogue=gelu_add)
+
+
+def test_a_decorator_without_shapes_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r'@cute_ops_jax.fused\(operands=\{"x": "\*m n", "y": "\*m n"\}\)'):
+
+        @fused
+        def both(xp, x, y):
+            return x + y

@@ -90,3 +90,11 @@ def test_rows_without_elements() -> None:
     )
     of_nothing(x)[2].sum().backward()
     assert x.grad.shape == x.shape
+
+
+def test_a_decorator_without_shapes_says_what_to_write() -> None:
+    with pytest.raises(TypeError, match=r'@cute_ops_torch.fused\(operands=\{"x": "\*m n", "y": "\*m n"\}\)'):
+
+        @fused
+        def both(xp, x, y):
+            return x + y
