@@ -370,6 +370,13 @@ def test_kernels_of_gradients(name: str, layout: str) -> None:
             kernel_calls.check(given)
 
 
+@pytest.mark.parametrize("name", ["with_rope_bwd", "with_qk_norm_bwd"])
+def test_kernels_of_gradients_with_tables_that_rows_share(name: str) -> None:
+    given = kernel_calls.made(POINTWISE[name][0], 5, 192, "bfloat16", "compact", np.random.default_rng(0))
+    shared = {key: table[:1].copy() for key in ("cos", "sin") if (table := given.arrays[key]) is not None}
+    kernel_calls.check(given._replace(arrays={**given.arrays, **shared}))
+
+
 @pytest.mark.parametrize("name", ["with_qk_norm_bwd", "rescaled_bwd", "gated_reducing_bwd"])
 def test_kernels_of_groups_for_rows_of_any_length(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernel_calls, "plan", partial(plan, fixed=False))

@@ -65,12 +65,12 @@ class RowsOfGroups(RowsInPasses):
         whole = None if self.n is None else self.n * part.count
         return 0 if columns == whole else columns
 
-    def bases(self, tensors, parts, row, n):
+    def rows(self, tensors, parts, row, n):
         """What repeats itself along the columns may do so along the leading dims, too."""
         found = []
         for i, part in parts:
             at = row % row_count(tensors[part.name]) if self._period(part) else row
-            found += super().bases(tensors, [(i, part)], at, n)
+            found += super().rows(tensors, [(i, part)], at, n)
         return found
 
     def number_address(self, tensors, part, row):
