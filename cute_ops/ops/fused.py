@@ -64,18 +64,21 @@ def fused(
         doc: the op's docstring, the function's by default.
         grad_doc: the gradient's docstring.
 
+    A gradient that is an output's cotangent as it is, as ``residual``'s above, is not written, and one that is another
+    operand's is written once.
+
     Raises:
         TraceError: the function does what an expression cannot say.
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
     made = _Fused(name or function.__name__, function, operands, outputs, attrs, cases)
     gradient = Op(
-        f"{made.name}_bwd", inputs=made.grad_inputs, outputs=made.gradients,
+        f"{made.name}_bwd", inputs=made.grad_inputs, outputs=made.written_gradients,
         doc=grad_doc or f"Gradient of :func:`{made.name}`.", reference=made.reference_of(made.reference_bwd),
         tuning=made.tuning(made.backward, made.workspace), **made.common,
     )  # fmt: skip
     return Op(
-        made.name, inputs=made.inputs, outputs=made.results, grad=gradient,
+        made.name, inputs=made.inputs, outputs=made.results, grad=gradient, handed_on=made.handed_on,
         doc=doc or inspect.getdoc(function) or f"``{made.name}`` in one pass.",
         reference=made.reference_of(made.reference), tuning=made.tuning(made.forward), **made.common,
     )  # fmt: skip
@@ -97,7 +100,7 @@ def fused_again(
     made = _Fused(name, function, operands, (), None, cases)
 
     def both(xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-        return *made.reference_bwd(xp, arrays, attrs), *made.reference(xp, arrays[: len(operands)], attrs)
+        return *made.reference_again(xp, arrays, attrs), *made.reference(xp, arrays[: len(operands)], attrs)
 
     return Op(
         name, inputs=made.grad_inputs, outputs=made.gradients | made.results, doc=doc,
@@ -208,11 +211,16 @@ class _Fused:
         if not any(map(_is_tile, operands.values())):
             self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
         self.tile = next(key for key, shape in operands.items() if _is_tile(shape))
-        forward, backward = self.forward(defaults), self.backward(defaults)
+        forward = self.forward(defaults)
+        # With other attributes a gradient may be another.
+        self.handed_on, self.twins = ({}, {}) if attrs else self._passed_on(forward.expression)
+        backward = self.backward(defaults)
         self.inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
         self.results = {out: Tensor(shape, "T") for out, shape in self.outputs.items()}
         self.gradients = {f"d{key}": tensor for key, tensor in self.inputs.items()}
-        # With other attributes a gradient may read other operands.
+        written = {key: tensor for key, tensor in self.gradients.items() if key[1:] not in self.handed_on}
+        twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
+        self.written_gradients = {key: tensor._replace(same_as=twins.get(key)) for key, tensor in written.items()}
         needed = operands.keys() if attrs else set(backward.reads)
         self.grad_inputs = {key: tensor._replace(unread=key not in needed) for key, tensor in self.inputs.items()}
         self.grad_inputs |= {f"d{out}": tensor for out, tensor in self.results.items()}
@@ -238,6 +246,27 @@ class _Fused:
     def again(self, attrs: Mapping[str, Any]) -> Formula:
         """Those, and the function itself."""
         return self._backward(tuple(attrs.items()), again=True)
+
+    def _passed_on(self, expression: Expression) -> tuple[dict[str, str], dict[str, str]]:
+        """Tiles whose gradient needs no memory of its own, each with the output whose cotangent it is, or with the
+        operand whose gradient it is, too. One gradient at least is left to compute.
+        """
+        found, names = differentiate(expression), [*self.operands]
+        nodes, whole = found.expression.nodes, {key for key, shape in self.operands.items() if shape == "*m n"}
+        cotangents: dict[str, str] = {}
+        twins: dict[str, str] = {}
+        firsts: dict[int, str] = {}
+        for part, i in zip(found.parts, found.expression.outputs, strict=True):
+            name, node = names[part.operand], nodes[i]
+            if name not in whole or part.rows or part.columns or len(cotangents) + len(twins) + 1 == len(names):
+                continue
+            source = found.sources[node.operand] if node.word == "operand" else Source("", 0)
+            out = [*self.outputs][source.position]
+            if source.role == "cotangent" and self.outputs[out] == "*m n" and not node.half:
+                cotangents[name] = out
+            elif firsts.setdefault(i, name) != name:
+                twins[name] = firsts[i]
+        return cotangents, twins
 
     def tuning(self, formula: Callable[[Mapping[str, Any]], Formula], workspace: Any = None) -> Tuning:
         """Of the kernel that computes a formula."""
@@ -276,7 +305,9 @@ class _Fused:
         forward = self._forward(attrs)
         # Where operands share rows or columns, kernels of rows read tiles once for the sums too.
         by_rows = forward.by_rows or not all(map(_is_tile, self.operands.values()))
-        found = differentiate(forward.expression, sum_columns=by_rows, again=again)
+        idle = set() if again else {*self.handed_on, *self.twins}
+        wanted = [i for i, key in enumerate(self.operands) if key not in idle]
+        found = differentiate(forward.expression, wanted, sum_columns=by_rows, again=again)
         tensors, cotangents = [*self.operands], [f"d{out}" for out in self.outputs]
 
         def source(each: Source) -> str:
@@ -313,10 +344,18 @@ class _Fused:
         return tuple(xp.astype(out, dtype) for out in evaluate(self.forward(attrs).expression, xp, arrays))
 
     def reference_bwd(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+        """The gradients of all operands that are not handed on; None where another serves."""
+        found = self._gradients(xp, self.backward(attrs), arrays)
+        return tuple(found.get(name) for name in self.written_gradients)
+
+    def reference_again(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The gradients of all operands."""
-        formula = self.backward(attrs)
+        return tuple(self._gradients(xp, self.again(attrs), arrays).values())
+
+    def _gradients(self, xp: Any, formula: Formula, arrays: Sequence[Any]) -> dict[str, Any]:
+        """Those that a formula computes, by name."""
         given = dict(zip((*self.operands, *(f"d{out}" for out in self.outputs)), arrays, strict=True))
-        tile, gradients = given[self.tile], []
+        tile, gradients = given[self.tile], {}
         shape = (*tile.shape[:-1], tile.shape[-1] // (1 + SHAPES[self.operands[self.tile]].packed))
         terms = dict.fromkeys(formula.writes, xp.zeros_like(arrays[-1]))
         if formula.reads:  # else all gradients are 0
@@ -324,10 +363,11 @@ class _Fused:
             terms = dict(zip(formula.writes, found, strict=True))
         for name, operand in self.operands.items():
             halves = [f"d{name}[:n]", f"d{name}[n:]"] if SHAPES[operand].packed else [f"d{name}"]
-            sums = [summed(xp, terms[half], shape, operand, formula.by_rows) for half in halves]
-            whole = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
-            gradients.append(xp.astype(whole, given[name].dtype))
-        return tuple(gradients)
+            if halves[0] in terms:
+                sums = [summed(xp, terms[half], shape, operand, formula.by_rows) for half in halves]
+                whole = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
+                gradients[f"d{name}"] = xp.astype(whole, given[name].dtype)
+        return gradients
 
 
 def summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:

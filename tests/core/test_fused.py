@@ -87,6 +87,26 @@ def test_a_gradient_keeps_what_it_reads() -> None:
     assert unread("clipped_bwd") == []  # with other attributes it may read others
 
 
+def test_gradients_that_are_another_tensor_are_not_written() -> None:
+    def passed_on(op: Op) -> tuple[list[str], dict[str, str], dict[str, str | None]]:
+        assert op.grad is not None
+        return [*op.grad.outputs], dict(op.handed_on), {n: t.same_as for n, t in op.grad.outputs.items() if t.same_as}
+
+    def two(xp: Any, x: Any, y: Any, z: Any, bias: Any) -> Any:
+        return xp.exp(x + y) + z, xp.sum(x + y, axis=-1, keepdims=True) + bias, z * 2
+
+    def added(xp: Any, x: Any, y: Any) -> Any:
+        return x + y
+
+    assert passed_on(BY_NAME["biased_gelu"]) == (["dx", "dbias"], {"residual": "out"}, {})
+    assert passed_on(BY_NAME["chosen"]) == (["dx", "dy"], {}, {})
+    made = fused(two, operands={"x": TILE, "y": TILE, "z": TILE, "bias": COLUMN})
+    assert passed_on(made) == (["dx", "dy", "dz", "dbias"], {}, {"dy": "dx"})
+    # One is left: a gradient has an op.
+    assert passed_on(fused(added, operands={"x": TILE, "y": TILE})) == (["dy"], {"x": "out"}, {})
+    gradient.check(made, Case("", {"m": (3,), "n": 5}))
+
+
 @pytest.mark.parametrize("layout", kernel_calls.LAYOUTS)
 @each
 def test_kernels_compute_the_reference(op: Op, layout: str) -> None:

@@ -44,6 +44,11 @@ def spread(xp, x, weight, bias, factor):
     return y * weight[..., :n] + weight[..., n:] * bias, width
 
 
+def rms_of_sum(xp, x, residual, weight):
+    """Two operands with one gradient."""
+    return rms(xp, x + residual, weight)
+
+
 def total(xp, x):
     return xp.sum(x, **ROW)
 
@@ -58,6 +63,7 @@ OPS = (
     fused(rms_of_gated, operands={"x": PACKED, "weight": "n"}),
     fused(log_sum_exp, operands={"x": TILE, "scale": COLUMN}, outputs=("lse", "below")),
     fused(spread, operands={"x": TILE, "weight": "2n", "bias": "n", "factor": ""}),
+    fused(rms_of_sum, operands={"x": TILE, "residual": TILE, "weight": "n"}),
     fused(total, operands={"x": TILE}),
 )
 FIVE = OPS[:5]
