@@ -53,7 +53,7 @@ WORDS = {
     "log1p": Word("f", fma=18),
     "tanh": Word("f", mufu=2, fma=12),
     "sigmoid": Word("f", mufu=2, fma=2),
-    "softplus": Word("f", mufu=1, fma=26),
+    "softplus": Word("f", mufu=1, fma=17),
     "erf": Word("f", mufu=1, fma=18),
     "ndtr": Word("f", mufu=2, fma=15),
     "relu": Word("f"),
