@@ -161,8 +161,8 @@ class Pointwise:
             sources.append([self._vector(mX, part, n, row, segment, place) for mX, part in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
             for vectors in sources:
-                for tXgX in vectors:
-                    fetch_ahead(tXgX.iterator.toint(), bidx < AHEAD)
+                for tXgX, part in zip(vectors, self.inputs):
+                    fetch_ahead(tXgX.iterator.toint(), self._fetches(part, bidx, tidx, row))
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         loaded = []
@@ -200,6 +200,16 @@ class Pointwise:
         gX = cute.local_tile(gPart, (self.block * self.vec,), (segment,))
         return self._lane(CopyG2ROp(), mX.element_type, lane).partition_S(gX)[None, 0]
 
+    def _fetches(self, part, bidx, tidx, row):
+        """Whether a thread has L2 fetch what it will load of a part. What many threads load, one has it fetch: requests
+        for one line wait for each other.
+        """
+        if part.tile:
+            return bidx < AHEAD
+        if part.columns:
+            return (bidx < AHEAD) & (row == 0)
+        return (bidx < (AHEAD if part.rows else 1)) & (tidx == 0)
+
     def _load(self, tXgX, part, lane):
         if part.columns:
             return load_vector(self._lane(CopyG2ROp(), tXgX.element_type, lane), tXgX)
@@ -221,9 +231,9 @@ class Pointwise:
         for row, first, _ in places:
             sources.append([self._address(mX, part, n, row, first) for mX, part in zip(inputs, self.inputs)])
         if const_expr(self.pdl):
-            for addresses in sources:
-                for address in addresses:
-                    fetch_ahead(address, bidx < AHEAD)
+            for (row, _, _), addresses in zip(places, sources):
+                for address, part in zip(addresses, self.inputs):
+                    fetch_ahead(address, self._fetches(part, bidx, tidx, row))
         let_next_start(self.pdl)
         wait_for_previous(self.pdl)
         loaded = []
