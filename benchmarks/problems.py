@@ -86,7 +86,9 @@ class Problem:
         return f"{self.rows}x{self.n} {self.dtype}{extra}" + ("" if self.layout == "flat" else f" {self.layout}")
 
     def arrays(self) -> dict[str, Array]:
-        """The inputs: all that are declared but an initial state and, of the biases, those of norms without a mean."""
+        """The inputs: all that are declared but an initial state, the tables of cached keys, and biases of norms
+        without a mean.
+        """
         by_variable = {
             "T": self.dtype,
             "W": self.weight or self.dtype,
@@ -103,7 +105,8 @@ class Problem:
         made = {}
         for name, t in self.declaration.inputs.items():
             shape = t.of(sizes)
-            if name != "initial_state" and (name != "bias" or self.op in ("layernorm", "causal_conv1d")):
+            beside = name == "initial_state" or (self.op == "append_kv" and t.optional)
+            if not beside and (name != "bias" or self.op in ("layernorm", "causal_conv1d")):
                 # The vectors of an expression are weights.
                 kind = by_variable.get("W" if t.dtype.startswith("T_") else t.dtype, t.dtype)
                 made[name] = Array(shape[len(lead) - 1 :] if t.broadcast else shape, kind)

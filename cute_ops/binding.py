@@ -102,6 +102,10 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
                 raise fail(TypeError, f"argument `{name}` {conflict}")
             where.setdefault(tensor.dtype, name)
         later += _bind_dims(fail, name, tensor, array, dims)
+    for name, tensor in op.inputs.items():
+        pair = (name, tensor.given) if given[name] is not None else (tensor.given, name)
+        if tensor.given and (given[name] is None) != (given[tensor.given] is None):
+            raise fail(ValueError, f"argument `{pair[0]}` is given without `{pair[1]}`.")
     for name, dim, size in _bind_expressions(fail, later, dims) if later else ():
         free = next(n for n in dim.names if n not in dims)
         raise fail(ValueError, f"argument `{name}` has {dim}={size}, from which {free} does not follow.")

@@ -92,7 +92,8 @@ class Tensor(_TensorFields):
         dtype: a dtype variable of the op (``"T"``) or a dtype name (``"float32"``); of outputs also an attribute whose
             value is the dtype's name, ``attrs={"out_dtype": OneOf("bfloat16", "float32")}``.
         optional: the input may be ``None``.
-        given: for outputs: it exists only when this input was passed.
+        given: for outputs: it exists only when this input was passed. For optional inputs: another one, which is passed
+            when this one is, and only then.
         same_as: for outputs: when the named output has the same dtype, that one serves for this one too
             and nothing is written twice.
         upper_bound: for integer inputs: the dim that bounds its values, ``[0, dim)``, or an expression such as
@@ -415,7 +416,8 @@ class Op:
         scalars: default by name of numbers that one kernel takes any value of: a ``float``, float32 in the kernel, or
             an ``int``, of 64 bits. They follow the attributes; references get both by name.
         static: dims that are compile-time constants: always, each size a kernel of its own, or ``WhileFew``; the others
-            never are. ``WhileFew("n")`` where not said and there is an ``n``. Attributes always are.
+            never are. ``WhileFew("n")`` where not said and there is an ``n``. Attributes always are. Kernels have a
+            dim of an optional input where that is given.
         sharding: which dims several devices may share.
         reference: ``reference(xp, *inputs, **attrs)`` in array-API style, one body for NumPy, torch and
             jax.numpy; it returns one array or a tuple, ``None`` where an output is absent. It writes no input: the new

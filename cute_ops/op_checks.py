@@ -139,7 +139,10 @@ def _inputs(op: Op) -> Iterator[str]:
         if seen_optional and not t.optional:
             yield f"required input {name!r} comes after an optional one"
         seen_optional |= t.optional
-        only_outputs = "given", "same_as", "donates", "hidden", "accumulates", "skippable"
+        other = op.inputs.get(t.given) if t.given else None
+        if t.given and not (t.optional and other and other is not t and other.optional and not other.given):
+            yield f"input {name!r} is given with {t.given!r}: both must be optional inputs, and that one not given so"
+        only_outputs = "same_as", "donates", "hidden", "accumulates", "skippable"
         if words := [word for word in only_outputs if getattr(t, word)]:
             yield f"input {name!r} has {words[0]!r}, which outputs have"
     if all(t.optional for t in op.inputs.values()):
@@ -285,7 +288,8 @@ def _named_dims(op: Op, bound: set[str]) -> Iterator[str]:
     always = _bound(t for t in op.inputs.values() if not t.optional) | op.derived.keys()
     rows = {t.rows for t in op.inputs.values() if t.rows}
     for what, names, known, kind in (
-        ("static", op.static, always, "a required input"), ("parallel", op.parallel, bound, "an input"),
+        ("static", [name for name in op.static if name not in op.few], bound | op.derived.keys(), "an input"),
+        ("static while few", op.few, always, "a required input"), ("parallel", op.parallel, bound, "an input"),
         ("contracted", op.contracted, bound | rows, "an input"), ("inner", op.inner, bound, "an input"),
     ):  # fmt: skip
         if unknown := [name for name in names if name not in known]:

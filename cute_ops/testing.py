@@ -95,6 +95,12 @@ def sample(
     return made
 
 
+def left_out(op: Op, rng: np.random.Generator, share: float) -> tuple[str, ...]:
+    """Optional inputs, each with this probability; those that come together stay together."""
+    alone = [name for name, t in op.inputs.items() if t.optional and not t.given and rng.random() < share]
+    return tuple(name for name, t in op.inputs.items() if name in alone or t.given in alone)
+
+
 def as_dtype(values: np.ndarray, dtype: str) -> np.ndarray:
     """Numbers around zero as a dtype has them: ``float8_e8m0fnu`` has powers of two alone, ``uint32`` is bits."""
     if dtype == "float8_e8m0fnu":

@@ -115,6 +115,9 @@ def append_kv(
     k: ArrayLike,
     v: ArrayLike,
     slots: ArrayLike,
+    cos: ArrayLike | None = None,
+    sin: ArrayLike | None = None,
+    interleaved: bool = False,
 ) -> tuple[Array, Array]: ...
 def linear_gelu(
     x: ArrayLike,

@@ -71,7 +71,7 @@ def class_of(op: Op, problem: Problem) -> str:
     words = [op.name if own else f"{op.name}({op.kernel})", f"{problem.arch}:{problem.sm_count}"]
     words += [f"{name}:{dtype}/{problem.aligns[name]}" for name, dtype in problem.dtypes.items()]
     words += [f"{name}|{dim}" for name, dim in problem.contiguous.items()]
-    words += [f"{name}={problem.dims[name]}" for name in op.static]
+    words += [f"{name}={problem.dims[name]}" for name in op.static if name in problem.dims]
     for name, value in problem.attrs.items():
         default = op.attrs[name]
         if isinstance(default, float):

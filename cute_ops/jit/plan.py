@@ -81,7 +81,7 @@ def signature(binding: Binding, memory: Mapping[str, Memory], target: Target, fi
         least, have = (f"{n // 10}.{n % 10}" for n in (op.least_sm, number))
         old = f"its kernels need SM {least} or newer, the target is SM {have}."
         raise NotImplementedError(message(op, old, binding.inputs, binding.dims, binding.dtypes))
-    static = {d: binding.dims[d] if fixed or d not in op.few else None for d in op.static}
+    static = {d: binding.dims[d] if fixed or d not in op.few else None for d in op.static if d in binding.dims}
     tensors = layout(binding, memory, static)
     present = {name: key for name, key in tensors.keys.items() if key}
     declared = {name: op.inputs.get(name) or op.outputs[name] for name in present}

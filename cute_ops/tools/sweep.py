@@ -23,7 +23,7 @@ from cute_ops.jit.plan import signature
 from cute_ops.jit.target import Target
 from cute_ops.op import Case, Op, Tensor
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
-from cute_ops.testing import specs
+from cute_ops.testing import left_out, specs
 
 # Every length up to SHORTEST is tried, and in each round RANDOM longer ones.
 SHORTEST, LONGEST, RANDOM = 300, 262144, 12
@@ -209,7 +209,7 @@ def _case(op: Op, n: int, rng: np.random.Generator) -> Case:
     # The first dtype variable has the trial's dtype.
     first = next(t.dtype for t in op.inputs.values() if t.dtype in op.dtypes)
     dtypes = {v: c[rng.integers(len(c))] for v, c in op.dtypes.items() if v != first}
-    absent = tuple(name for name, t in op.inputs.items() if t.optional and rng.random() < 0.25)
+    absent = left_out(op, rng, 0.25)
     drawn = [f"{v}={d}" for v, d in dtypes.items()] + [f"no {name}" for name in absent]
     drawn += [f"{name}={value}" for name, value in attrs.items() if value != op.attrs[name]]
     sizes = [f"{name}={size}" for name, size in dims.items() if not isinstance(size, tuple) and name not in op.derived]

@@ -42,7 +42,7 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
         NotImplementedError: a symbolic size that kernels do not have as a dynamic one.
     """
     op = binding.op
-    always = [dim for dim in op.static if dim not in op.few and is_symbolic(binding.dims[dim])]
+    always = [dim for dim in op.static if dim not in op.few and is_symbolic(binding.dims.get(dim, 0))]
     if always:
         raise _refused(binding, f"{always[0]}={binding.dims[always[0]]} is a constant of every kernel")
     dynamic = any(is_symbolic(binding.dims[dim]) for dim in op.few)

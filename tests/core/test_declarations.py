@@ -108,7 +108,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "below a product": (
         {"inputs": {"x": ROWS._replace(upper_bound="n*c")}}, r"input 'x' is below 'n\*c', which is no dim of an input",
     ),
-    "given of an input": ({"inputs": {"x": ROWS._replace(given="x")}}, "input 'x' has 'given', which outputs have"),
+    "given of an input": ({"inputs": {"x": ROWS._replace(given="x")}}, "input 'x' is given with 'x': both must be opt"),
     "optional output": ({"outputs": {"out": ROWS._replace(optional=True)}}, "output 'out' has 'optional', which"),
     "no output": ({"outputs": {}}, "it has no output that is not hidden"),
     "hidden": ({"outputs": {"out": ROWS._replace(hidden=True)}}, "it has no output that is not hidden"),
@@ -195,12 +195,15 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         r"b: nothing says how large g is in 'g\*r'; a dim of it or a required input must be that name",
     ),
     "an output of an unknown size": ({"outputs": {"out": Tensor("*m k+1", "T")}}, "out has dim k, neither an input's"),
-    "static": ({"static": ("k",)}, r"static has 'k', which is no dim of a required input; there are \['n'\]"),
-    "static while few": ({"static": (WhileFew("k"),)}, r"static has 'k', which is no dim of a required input"),
+    "static": ({"static": ("k",)}, r"static has 'k', which is no dim of an input; there are \['n'\]"),
+    "static while few": ({"static": (WhileFew("k"),)}, "static while few has 'k', which is no dim of a required input"),
     "static always and while few": ({"static": ("n", WhileFew("n"))}, "static has 'n' twice"),
     "static as text": ({"static": "n"}, "static must be a tuple of names, got 'n'"),
-    "static of an absent input": (
-        {"static": ("k",), "inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}}, "static has 'k'",
+    "an input that comes with a required one": (
+        {"inputs": {"x": ROWS, "w": ROW._replace(optional=True, given="x")}}, "input 'w' is given with 'x': both must",
+    ),
+    "static while few of an absent input": (
+        {"static": WhileFew("k"), "inputs": {"x": ROWS, "w": Tensor("k", "T", optional=True)}}, "few has 'k'",
     ),
     "parallel": ({"sharding": Sharding(("k",))}, r"parallel has 'k', which is no dim of an input; there are \['n'\]"),
     "contracted": ({"sharding": Sharding(contracted=("k",))}, "contracted has 'k', which is no dim of an input"),

@@ -192,7 +192,7 @@ def test_ctas_of_a_convolution_begin_on_a_sector(vectors: int | None, lanes: int
     assert (config.lanes(vectors), config.depth(vectors), config.ctas(vectors)) == (lanes, depth, ctas)
 
 
-(APPEND,) = (op for op in ALL if op.name == "append_kv")
+APPEND, ROPE = (next(op for op in ALL if op.name == name) for name in ("append_kv", "rope"))
 # Threads for less than a token, for one and for several; several segments to a token.
 APPEND_CONFIGS = [None, AppendConfig(32, 4, 1), AppendConfig(64, 64, 2), AppendConfig(128, 8, 4)]
 
@@ -224,17 +224,27 @@ def appending(rng: np.random.Generator) -> kernel_calls.Call:
     arrays["slots"] = rng.permutation(np.array(free[:tokens], index)).reshape(lead)
     where = {name: spread(rng, a.shape, a.itemsize) for name, a in arrays.items() if name != "slots"}
     where["slots"] = kernel_calls.Place(tuple(2 * s for s in compact(lead)))
+    if turned := d > 1 and rng.random() < 0.5:
+        table = (*lead[rng.integers(len(lead) + 1) :], rng.integers(1, d // 2 + 1))
+        for name in ("cos", "sin"):
+            arrays[name] = rng.standard_normal(table).astype(numpy_dtype(str(rng.choice(FLOATS))))
+            arrays[name] = arrays[name].astype(arrays["cos"].dtype)
+            where[name] = spread(rng, table, arrays[name].itemsize)
+    attrs = {"interleaved": bool(rng.integers(2))} if turned else {}
     config = APPEND_CONFIGS[rng.integers(4)]
     said = ", ".join(f"{name} {a.dtype}{list(a.shape)} {where[name]}" for name, a in arrays.items())
-    return kernel_calls.Call(APPEND, arrays, where, {}, said, lambda _: arrays, config and config.flat())
+    return kernel_calls.Call(APPEND, arrays, where, attrs, said, lambda _: arrays, config and config.flat())
 
 
 @pytest.mark.parametrize("seed", range(40))
 def test_keys_and_values_go_to_their_slots_and_nowhere_else(seed: int) -> None:
     """Bit by bit. The interpreter raises at a store beside the caches' own elements."""
     call = appending(np.random.default_rng(seed))
-    expected = [call.arrays[name].copy() for name in APPEND.mutates]
-    for cache, new in zip(expected, (call.arrays["k"], call.arrays["v"]), strict=True):
+    expected, k = [call.arrays[name].copy() for name in APPEND.mutates], call.arrays["k"]
+    if "cos" in call.arrays:
+        tables = {name: call.arrays[name] for name in ("cos", "sin")}
+        (k,) = testing.run_reference(ROPE, {"x": k, **tables}, {"interleaved": False} | call.attrs)
+    for cache, new in zip(expected, (k, call.arrays["v"]), strict=True):
         pages, size = cache.shape[:2]
         for token in np.ndindex(call.arrays["slots"].shape):
             slot = int(call.arrays["slots"][token])

@@ -185,6 +185,6 @@ def test_of_tokens_with_one_slot_the_last_one_stays(slots: list[int]) -> None:
         for cache, rows in zip(expected, new, strict=True):
             if 0 <= slot < 6:
                 cache.reshape(6, *cache.shape[2:])[slot] = rows[token]
-    got = op.reference(np, *caches, *new, np.array(slots, np.int64))
+    got = op.reference(np, *caches, *new, np.array(slots, np.int64), interleaved=False)
     for one, other in zip(got, expected, strict=True):
         np.testing.assert_array_equal(one, other)

@@ -78,7 +78,7 @@ def made(op: Op, rows: int, n: int, dtype: str, layout: str, rng: np.random.Gene
     out, or takes it twice, its result is another one in every dtype. ``sizes``: of dims that are as in the op's first
     case otherwise.
     """
-    absent = tuple(name for name, t in op.inputs.items() if t.optional and rng.random() < 0.3)
+    absent = testing.left_out(op, rng, 0.3)
     own = next((t.dtype for t in op.inputs.values() if t.dtype in op.dtypes and not t.upper_bound), "")
     wide = {t.dtype for t in op.inputs.values() if t.rows and t.dims}  # of rows: no narrower than the first one's
     free = {v: [d for d in kinds if v not in wide or d in (dtype, "float32")] for v, kinds in op.dtypes.items()}

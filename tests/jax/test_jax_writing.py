@@ -191,13 +191,16 @@ def test_devices_write_their_heads_of_caches(explicit: bool, through_ffi: Any, f
     mesh = jax.make_mesh((4,), ("d",), axis_types=(kind,))
     append, caches = through_ffi(APPEND), [tokens(12, i).reshape(3, 4, *HEADS) for i in range(2)]
     k, v = tokens(5, 2), tokens(5, 3)
+    tables = jnp.split(tokens(5, 4)[:, 0, :6], 2, axis=-1) if explicit else []
+    turned = cute_ops_jax.rope(k, *tables) if tables else k
     with jax.set_mesh(mesh):
         place = lambda a, *spec: jax.device_put(a, NamedSharding(mesh, PartitionSpec(*spec)))  # noqa: E731
         given = [place(a, *(None,) * (a.ndim - 2), "d", None) for a in (*caches, k, v)]
-        compiled = jax.jit(append).lower(*given, place(SLOTS)).compile()
-        got = jax.block_until_ready(compiled(*given, place(SLOTS)))
+        given += [place(SLOTS), *map(place, tables)]
+        compiled = jax.jit(append).lower(*given).compile()
+        got = jax.block_until_ready(compiled(*given))
     assert not re.findall(r"\ball-\w+|collective-permute", compiled.as_text())
     assert [shapes[:3] for _, shapes in fake_kernels.calls] == [[(3, 4, 1, 8), (3, 4, 1, 8), (5, 1, 8)]] * 4
-    for one, cache, new in zip(got, caches, (k, v), strict=True):
+    for one, cache, new in zip(got, caches, (turned, v), strict=True):
         assert one.sharding.is_equivalent_to(given[0].sharding, 4)
         np.testing.assert_array_equal(one, appended(cache, new, SLOTS))

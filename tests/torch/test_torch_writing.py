@@ -206,7 +206,7 @@ def test_a_decode_step_writes_caches_where_they_lie(layout: str, how: str, compi
         assert not step(*given, k, v, SLOTS)
     torch.testing.assert_close(given, tuple(expected), rtol=0, atol=0)
     if how == "launched":
-        keys = {key.name: key.layout for key in compiled.variants[-1].args}
+        keys = {key.name: key.layout for key in compiled.variants[-1].args if key}
         assert keys == {
             "k_cache": "flat" if layout == "halves" else "strided", "v_cache": keys["k_cache"],
             "k": "strided", "v": "strided", "slots": "flat",
@@ -246,11 +246,29 @@ def test_vmap_over_caches() -> None:
         assert torch.equal(got, torch.stack(both))
 
 
-@pytest.mark.parametrize("change", [{"slots": SLOTS.float()}, {"v": torch.zeros(5, 3, 8)}, {"k": torch.zeros(4, 2, 8)}])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_keys_are_rotated_on_their_way(interleaved: bool) -> None:
+    """As the two ops one after another, bit by bit."""
+    given, (k, v) = caches("halves"), torch.randn(2, 5, *HEADS)
+    cos, sin = torch.randn(2, 5, 3)
+    expected = [cache.clone() for cache in given]
+    turned = cute_ops_torch.rope(k, cos, sin, interleaved=interleaved)
+    cute_ops_torch.append_kv(*expected, turned, v, SLOTS)
+    torch.compile(cute_ops_torch.append_kv, fullgraph=True)(*given, k, v, SLOTS, cos, sin, interleaved=interleaved)
+    assert all(map(torch.equal, given, expected))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"slots": SLOTS.float()}, {"v": torch.zeros(5, 3, 8)}, {"k": torch.zeros(4, 2, 8)},
+        {"cos": torch.zeros(5, 2)}, {"cos": torch.zeros(5, 5), "sin": torch.zeros(5, 5)},
+    ],
+)  # fmt: skip
 def test_what_does_not_fit_writes_nothing(change: dict[str, torch.Tensor]) -> None:
     given, new = caches("halves"), torch.zeros(5, *HEADS)
     before = [cache.clone() for cache in given]
     arguments = {"k_cache": given[0], "v_cache": given[1], "k": new, "v": new, "slots": SLOTS, **change}
-    with pytest.raises((TypeError, ValueError), match=r"^cute\.append_kv: argument "):
+    with pytest.raises((TypeError, ValueError), match=r"^cute\.append_kv: (argument |heads have d=8)"):
         cute_ops_torch.append_kv(**arguments)
     assert all(map(torch.equal, given, before))

@@ -3,13 +3,14 @@
 import math
 
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32, Int64, const_expr
 
 from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent
+from cute_ops.kernels.rotary.layout import Rotary
 
 VECTOR_BYTES = 16
 
@@ -42,11 +43,13 @@ class Heads:
 
 
 class AppendKV:
-    """``k_cache[slots[token]] = k[token]``, and v likewise, for each token whose slot is one of the cache's.
+    """``k_cache[slots[token]] = k[token]``, and v likewise, for each token whose slot is one of the cache's; k rotated
+    where there are tables of cosines and sines.
 
     Tile: ``threads_per_token`` threads copy ``unroll`` vectors each of one token's keys or values, which is a segment,
     and a CTA takes the same segment of several tokens. All loads of a segment are issued before the token's slot is
-    known. A vector lies within a head and is as wide as the new tensor and the cache are aligned. No shared memory.
+    known. A vector lies within a head and is as wide as the new tensor and the cache are aligned. Of keys that are
+    rotated a thread takes chunks, two vectors each, see :class:`Rotary`. No shared memory.
     Bytes moved per element: k and v once, the places that are written in the caches once; no cache is read.
     """
 
@@ -57,6 +60,9 @@ class AppendKV:
         self.depth = max(config.threads // self.lanes, 1)
         self.size = {"k": variant.dims["d"], "v": variant.dims["e"]}
         self.vec = {name: self._elements(name) for name in self.size}
+        turned = self.keys.get("cos") is not None
+        self.rotary = Rotary(variant, ("k", "k_cache"), variant.attrs["interleaved"]) if turned else None
+        self.pairs = max(self.unroll // 2, 1)
         self.pdl = can_use_pdl(variant.arch)
 
     def _elements(self, name):
@@ -65,10 +71,10 @@ class AppendKV:
         return math.gcd(self.size[name], *(min(VECTOR_BYTES, k.align, k.row_align) // ITEMSIZE[k.dtype] for k in keys))
 
     @cute.jit
-    def __call__(self, mKCache, mVCache, mK, mV, mSlots, stream):
+    def __call__(self, mKCache, mVCache, mK, mV, mSlots, mCos, mSin, stream):
         groups = (self._tokens(mSlots) + (self.depth - 1)) // self.depth
-        segments = self._segments(mK, "k") + self._segments(mV, "v")
-        self.kernel(mKCache, mVCache, mK, mV, mSlots).launch(
+        segments = self._of_keys(mK) + self._segments(mV, "v")
+        self.kernel(mKCache, mVCache, mK, mV, mSlots, mCos, mSin).launch(
             grid=[Int32(groups * segments), 1, 1],
             block=[self.lanes, self.depth, 1],
             stream=stream,
@@ -89,11 +95,22 @@ class AppendKV:
         span = self.lanes * self.unroll
         return (self._vectors(mX, name) + (span - 1)) // span
 
+    def _chunks(self, mK):
+        """Chunks of a token's keys."""
+        return Int32(extent(mK, len(mK.shape) - 2)) * self.rotary.chunks(self.rotary.d, self.rotary.r)
+
+    def _of_keys(self, mK):
+        """Segments of a token's keys."""
+        if self.rotary is None:
+            return self._segments(mK, "k")
+        span = self.lanes * self.pairs
+        return (self._chunks(mK) + (span - 1)) // span
+
     @cute.kernel
-    def kernel(self, mKCache, mVCache, mK, mV, mSlots):
+    def kernel(self, mKCache, mVCache, mK, mV, mSlots, mCos, mSin):
         _, level, _ = cute.arch.thread_idx()
         bidx, _, _ = cute.arch.block_idx()
-        of_keys, of_values = self._segments(mK, "k"), self._segments(mV, "v")
+        of_keys, of_values = self._of_keys(mK), self._segments(mV, "v")
         group = bidx // (of_keys + of_values)
         segment = bidx - group * (of_keys + of_values)
         token = Int64(group) * self.depth + level
@@ -102,7 +119,10 @@ class AppendKV:
         if token < self._tokens(mSlots):
             slot = Int64(load_number(mSlots, self.keys["slots"], token))
             if segment < of_keys:
-                self._append(mK, mKCache, "k", token, slot, segment)
+                if const_expr(self.rotary is None):
+                    self._append(mK, mKCache, "k", token, slot, segment)
+                else:
+                    self._append_rotated(mK, mKCache, mCos, mSin, token, slot, segment)
             else:
                 self._append(mV, mVCache, "v", token, slot, segment - of_keys)
 
@@ -118,6 +138,30 @@ class AppendKV:
             load_if(vector < count, rX, source.address(head, column))
             held.append((rX, vector < count, head, column))
         target = Heads(mCache, self.keys[f"{name}_cache"], slot, size)
-        wanted = (slot >= 0) & (slot < extent(mCache, 0) * extent(mCache, 1))
+        wanted = self._is_place(slot, mCache)
         for rX, there, head, column in held:
             store_if(there & wanted, rX, target.address(head, column))
+
+    def _append_rotated(self, mK, mCache, mCos, mSin, token, slot, segment):
+        """Turn a segment of a token's keys by the token's angles, and store it likewise."""
+        lane, _, _ = cute.arch.thread_idx()
+        rotary, dtype, count = self.rotary, mK.element_type, self._chunks(mK)
+        d, r = rotary.sizes(mK, mCos)
+        source, row, held = Heads(mK, self.keys["k"], token, d), rotary.row(mCos, token), []
+        for u in range(self.pairs):
+            index = (segment * self.pairs + u) * self.lanes + lane
+            head = index // rotary.chunks(d, r)
+            chunk = index - head * rotary.chunks(d, r)
+            rotated, *place = rotary.place(chunk, d, r)
+            rX = rotary.load(dtype, source.address(head, 0), index < count, *place, d)
+            turned = (index < count) & rotated
+            rCos, rSin = (rotary.table(m, i, row, chunk, turned) for i, m in enumerate((mCos, mSin)))
+            held.append((rX, rCos, rSin, rotated, index < count, head, place))
+        target, wanted = Heads(mCache, self.keys["k_cache"], slot, d), self._is_place(slot, mCache)
+        for rX, rCos, rSin, rotated, there, head, place in held:
+            rotary.rotate(rX, rCos, rSin, rotated)
+            rotary.store(rX, dtype, target.address(head, 0), there & wanted, *place, d, streaming=False)
+
+    def _is_place(self, slot, mCache):
+        """Whether a slot is one of the cache's."""
+        return (slot >= 0) & (slot < extent(mCache, 0) * extent(mCache, 1))

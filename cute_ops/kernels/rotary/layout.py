@@ -117,13 +117,13 @@ class Rotary:
         rWide.store(rWeight.load().to(Float32))
         return rWide
 
-    def store(self, rWide, dtype, address, valid, first, second, d):
+    def store(self, rWide, dtype, address, valid, first, second, d, streaming=True):
         rX = cute.make_rmem_tensor((2 * self.vec,), dtype)
         rX.store(rWide.load().to(dtype))
         halves = self._halves(rX)
         itemsize = dtype.width // 8
-        store_if(valid, halves[0], address + Int64(first) * itemsize, True)
-        store_if(valid & (second < d), halves[1], address + Int64(second) * itemsize, True)
+        store_if(valid, halves[0], address + Int64(first) * itemsize, streaming)
+        store_if(valid & (second < d), halves[1], address + Int64(second) * itemsize, streaming)
 
     def _halves(self, rX):
         return [cute.make_tensor(rX.iterator + i * self.vec, cute.make_layout(self.vec)) for i in range(2)]

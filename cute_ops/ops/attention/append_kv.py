@@ -5,24 +5,36 @@ from __future__ import annotations
 from typing import Any
 
 from cute_ops.array_api import numbers
+from cute_ops.binding import Binding
 from cute_ops.config import Tuning
 from cute_ops.op import Case, Op, Sharding, Tensor
 from cute_ops.ops.attention import config
+from cute_ops.ops.rotary import rope
 from cute_ops.shapes import FLOATS
 
+PLAIN: dict[str, Any] = {"absent": ("cos", "sin")}
 CASES = (
-    Case("llama3-8b-decode", {"p": 9, "s": 16, "h": 8, "d": 128, "e": 128, "m": (65,)}),
-    Case("llama3-8b-prefill", {"p": 3, "s": 80, "h": 8, "d": 128, "e": 128, "m": (2, 67)}, {"I": "int32"}),
-    Case("qwen2.5-0.5b", {"p": 9, "s": 64, "h": 2, "d": 64, "e": 64, "m": (257,)}),
-    Case("deepseek-v3", {"p": 4, "s": 64, "h": 16, "d": 192, "e": 128, "m": (33,)}),
-    Case("gemma3-4b", {"p": 2, "s": 128, "h": 4, "d": 256, "e": 256, "m": (2, 3)}, {"I": "int32"}),
-    Case("one-token", {"p": 1, "s": 7, "h": 3, "d": 80, "e": 80, "m": ()}),
-    Case("odd", {"p": 5, "s": 3, "h": 3, "d": 7, "e": 5, "m": (11,)}),
-    Case("more-tokens-than-slots", {"p": 2, "s": 3, "h": 1, "d": 12, "e": 36, "m": (5, 4)}, {"I": "int32"}),
+    Case("llama3-8b-decode", {"p": 9, "s": 16, "h": 8, "d": 128, "e": 128, "r": 64, "m": (65,)}, **PLAIN),
+    Case("llama3-8b-prefill", {"p": 3, "s": 80, "h": 8, "d": 128, "e": 128, "m": (2, 67)}, {"I": "int32"}, **PLAIN),
+    Case("qwen2.5-0.5b", {"p": 9, "s": 64, "h": 2, "d": 64, "e": 64, "m": (257,)}, **PLAIN),
+    Case("deepseek-v3", {"p": 4, "s": 64, "h": 16, "d": 192, "e": 128, "m": (33,)}, **PLAIN),
+    Case("gemma3-4b", {"p": 2, "s": 128, "h": 4, "d": 256, "e": 256, "m": (2, 3)}, {"I": "int32"}, **PLAIN),
+    Case("one-token", {"p": 1, "s": 7, "h": 3, "d": 80, "e": 80, "m": ()}, **PLAIN),
+    Case("odd", {"p": 5, "s": 3, "h": 3, "d": 7, "e": 5, "m": (11,)}, **PLAIN),
+    Case("more-tokens-than-slots", {"p": 2, "s": 3, "h": 1, "d": 12, "e": 36, "m": (5, 4)}, {"I": "int32"}, **PLAIN),
+    Case("llama3-8b-rotated", {"p": 9, "s": 16, "h": 8, "d": 128, "e": 128, "r": 64, "m": (65,)}, {"C": "float32"}),
+    Case("gpt-neox-20b", {"p": 3, "s": 80, "h": 4, "d": 96, "e": 96, "r": 12, "m": (2, 67)}, leading=rope.SHARED),
+    Case("glm4-9b", {"p": 9, "s": 16, "h": 2, "d": 128, "e": 128, "r": 32, "m": (33,)}, attrs={"interleaved": True}),
+    Case("odd-rotated", {"p": 5, "s": 3, "h": 3, "d": 7, "e": 5, "r": 3, "m": (11,)}),
 )  # fmt: skip
 
 
-def reference(xp: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any) -> tuple[Any, Any]:
+def reference(
+    xp: Any, k_cache: Any, v_cache: Any, k: Any, v: Any, slots: Any, cos: Any = None, sin: Any = None,
+    *, interleaved: bool,
+) -> tuple[Any, Any]:  # fmt: skip
+    if cos is not None:
+        k = rope.reference(xp, k, cos, sin, interleaved=interleaved)
     pages, size = k_cache.shape[:2]
     flat = xp.reshape(slots, (-1,))
     tokens = flat.shape[0]
@@ -52,6 +64,10 @@ def leave_out_duplicates(xp: Any, arrays: dict[str, Any]) -> None:
     slots[...] = flat.reshape(slots.shape)
 
 
+def check(binding: Binding) -> str | None:
+    return None if binding.inputs["cos"] is None else rope.check(binding)
+
+
 append_kv = Op(
     "append_kv",
     inputs={
@@ -60,20 +76,25 @@ append_kv = Op(
         "k": Tensor("*m h d", "T"),
         "v": Tensor("*m h e", "T"),
         "slots": Tensor("*m", "I", upper_bound="p*s"),
+        "cos": rope.TABLE._replace(optional=True),
+        "sin": rope.TABLE._replace(optional=True, given="cos"),
     },
     outputs={},
     mutates=("k_cache", "v_cache"),
-    dtypes={"T": FLOATS, "I": ("int64", "int32")},
-    static=("d", "e"),
+    dtypes={"T": FLOATS, "I": ("int64", "int32"), "C": FLOATS},
+    attrs={"interleaved": False},
+    static=("d", "e", "r"),
     sharding=Sharding(parallel=("h",)),
     reference=reference,
     kernel="cute_ops.kernels.attention.append_kv:AppendKV",
     tuning=Tuning(config.append_kv),
+    check=check,
     cases=CASES,
     arrange=leave_out_duplicates,
     doc="""Keys and values of new tokens into a paged or contiguous cache, in place.
 
-    ``k_cache[slot // s, slot % s] = k[token]``, ``v_cache`` likewise, with ``slot = slots[token]``
+    ``k_cache[slot // s, slot % s] = k[token]``, ``v_cache`` likewise, with ``slot = slots[token]``; where ``cos`` and
+    ``sin`` are given, ``rope(k, cos, sin)`` takes the place of k
 
     Args:
         k_cache: ``T[p s h d]``: (pages, page size, kv heads, headdim), float32, float16 or bfloat16; or (batch, longest
@@ -86,14 +107,20 @@ append_kv = Op(
         v: ``T[*m h e]``.
         slots: int64 or int32 ``[*m]``, of any strides: where a token goes. One outside of ``[0, p * s)``, such as -1,
             leaves its token out. Slots differ: where two tokens name one, it is undefined whose numbers it gets.
+        cos: ``C[*#m r]``, a float dtype of its own, as :func:`rope` has it: of each token's position, or (seqlen, r)
+            for all of a batch. ``2r`` is the rotary dim, at most d.
+        sin: ``C[*#m r]``, likewise; both or none.
+        interleaved: as :func:`rope` has it.
 
     Returns:
         PyTorch: nothing, the caches are changed. JAX: ``(k_cache, v_cache)``, the new ones, in the memory of the old
-        ones where the program donates them or they are its own. Bits are copied; no gradient.
+        ones where the program donates them or they are its own. Bits are copied; keys that are rotated are computed in
+        float32 and rounded once, to the bits of :func:`rope`. No gradient.
 
     Raises:
         TypeError: a dtype that is not listed.
-        ValueError: shapes that do not fit, a last dim that is not contiguous, caches that share memory.
+        ValueError: shapes that do not fit, a last dim that is not contiguous, caches that share memory, one of cos and
+            sin, ``d < 2r``.
         NotImplementedError: an input that requires a gradient.
 
     Source: Kwon et al., Efficient Memory Management for Large Language Model Serving with PagedAttention, 2023.
