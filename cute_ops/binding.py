@@ -18,6 +18,8 @@ from cute_ops.shapes import Array
 INT64 = 2**63
 # An argument, one of its dims, and the size that it came with.
 Declared = tuple[str, Dim, Any]
+# Makes the error of a kind for a problem: what :func:`bind` raises.
+Fail = Callable[[type[Exception], str], Exception]
 
 
 class Binding(NamedTuple):
@@ -121,20 +123,27 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         raise fail(ValueError, problem)
     constants = {name: full_attrs[name] for name in op.attrs}
     dims |= {name: size(dims, constants) for name, size in op.derived.items()}
-    outputs: dict[str, Array | None] = {}
-    for name, tensor in op.outputs.items():
-        absent = tensor.given is not None and given[tensor.given] is None
-        if tensor.same_as is not None:
-            absent |= binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
-        for dim in () if absent else tensor.dims:
-            if not dim.name and (wrong := dim.wrong(dims)):
-                raise fail(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
-        outputs[name] = None if absent else Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype))
+    outputs = _outputs(fail, binding)
     results = {**{name: given[name] for name in op.mutates}, **outputs}
     return Binding(op, dims, dtypes, full_attrs, given, outputs, results)
 
 
-def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> list[Declared]:
+def _outputs(fail: Fail, binding: Binding) -> dict[str, Array | None]:
+    """Shape and dtype of each output, None for an absent one."""
+    op, outputs = binding.op, dict[str, Array | None]()
+    for name, tensor in op.outputs.items():
+        absent = tensor.given is not None and binding.inputs[tensor.given] is None
+        if tensor.same_as is not None:
+            absent |= binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
+        for dim in () if absent else tensor.dims:
+            if not dim.name and (wrong := dim.wrong(binding.dims)):
+                bound = dim.bound(binding.dims)
+                raise fail(ValueError, f"output `{name}` has {dim}, but {bound}: expected {wrong}.")
+        outputs[name] = None if absent else Array(binding.shape(tensor), binding.dtype(tensor))
+    return outputs
+
+
+def _bind_dims(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> list[Declared]:
     """Check an argument's dims and bind names; returns the dims that say nothing before other arguments are bound."""
     names, shape = tensor.dims, tuple(array.shape)
     if len(shape) < len(names) or (tensor.rows is None and len(shape) != len(names)):
@@ -159,7 +168,7 @@ def _bind_dims(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[st
     return _bind_expressions(fail, expressions, dims) if expressions else expressions
 
 
-def _bind_expressions(fail: Any, sizes: list[Declared], dims: dict[str, Any]) -> list[Declared]:
+def _bind_expressions(fail: Fail, sizes: list[Declared], dims: dict[str, Any]) -> list[Declared]:
     """Check dims that are expressions and bind what follows from them; returns those that say nothing yet."""
     while later := [each for each in sizes if not _bind_expression(fail, each, dims)]:
         if len(later) == len(sizes):
@@ -168,7 +177,7 @@ def _bind_expressions(fail: Any, sizes: list[Declared], dims: dict[str, Any]) ->
     return later
 
 
-def _bind_expression(fail: Any, declared: Declared, dims: dict[str, Any]) -> bool:
+def _bind_expression(fail: Fail, declared: Declared, dims: dict[str, Any]) -> bool:
     """Whether all names of a dim have sizes, one of which may follow from the dim's."""
     name, dim, size = declared
     expected = dim.of(dims)
@@ -189,7 +198,7 @@ def _bind_expression(fail: Any, declared: Declared, dims: dict[str, Any]) -> boo
     return False
 
 
-def _check_broadcast(fail: Any, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
+def _check_broadcast(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:
     """Check that leading dims are the last ones of the op, or 1. This needs all other inputs to be bound."""
     whole = dims[tensor.rows or ""]
     lead = own_lead(tensor, array)
@@ -222,7 +231,7 @@ def own_lead(tensor: Tensor, array: Array) -> tuple[Any, ...]:
     return lead
 
 
-def _attributes(op: Op, attrs: Mapping[str, Any], fail: Any) -> dict[str, Any]:
+def _attributes(op: Op, attrs: Mapping[str, Any], fail: Fail) -> dict[str, Any]:
     unknown = attrs.keys() - op.keywords.keys()
     if unknown:
         raise fail(TypeError, f"unknown attribute {_unknown(unknown, op.keywords)}; it takes {_quoted(op.keywords)}.")

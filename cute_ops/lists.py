@@ -242,14 +242,7 @@ def problems(op: Op) -> Iterator[str]:
     """What is wrong with the lists of a declaration, before it is unrolled."""
     every = {**op.inputs, **op.outputs}
     for name, tensor in every.items():
-        many: Any = tensor.many
-        own: Any = tensor.own
-        if own and not many:
-            yield f"{name} has dims of its own, {own}, but is no list: say how many there are, many='k'"
-        if many is not None and not (isinstance(many, str) and many.isidentifier()):
-            yield f"{name}: many is the name of how many tensors there are, 'k', got {many!r}"
-        if not isinstance(own, tuple):
-            yield f"{name}: own must be a tuple of names, got {own!r}"
+        yield from _field_problems(name, tensor.many, tensor.own)
     for step in op.steps:
         if unknown := [name for name in step.numbers if name not in op.numbers]:
             yield f"gradient {step.name} has lists of {unknown[0]!r}, but {op.name} has lists of {[*op.numbers]}"
@@ -279,6 +272,10 @@ def problems(op: Op) -> Iterator[str]:
         gives, takes = (every[each].many if each in every else None for each in (output, name))
         if gives and gives != takes:
             yield f"handed_on gives {name!r} the cotangents of {output!r}, a list of {gives}"
+    yield from _case_problems(op, owned)
+
+
+def _case_problems(op: Op, owned: Mapping[str, str | None]) -> Iterator[str]:
     for case in op.cases:
         for name in op.numbers:
             if type(case.dims.get(name)) is not int or case.dims[name] < 1:
@@ -287,6 +284,15 @@ def problems(op: Op) -> Iterator[str]:
             sizes, count = case.dims.get(dim), case.dims[number or ""]
             if not isinstance(sizes, tuple) or len(sizes) != count:
                 yield f"case {case.name!r} must have {count} sizes for {dim!r}, got {sizes!r}"
+
+
+def _field_problems(name: str, many: Any, own: Any) -> Iterator[str]:
+    if own and not many:
+        yield f"{name} has dims of its own, {own}, but is no list: say how many there are, many='k'"
+    if many is not None and not (isinstance(many, str) and many.isidentifier()):
+        yield f"{name}: many is the name of how many tensors there are, 'k', got {many!r}"
+    if not isinstance(own, tuple):
+        yield f"{name}: own must be a tuple of names, got {own!r}"
 
 
 def _names(tensor: Tensor) -> list[str]:

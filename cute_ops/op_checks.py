@@ -223,6 +223,16 @@ def _dims(op: Op) -> Iterator[str]:
     for name, t in op.inputs.items():
         if t.upper_bound is not None and t.bound(dict.fromkeys(bound, 1)) is None:
             yield f"input {name!r} is below {t.upper_bound!r}, which is no dim of an input; there are {sorted(bound)}"
+    yield from _output_dims(op)
+    yield from _named_dims(op, bound)
+    shared = {*op.parallel, *op.contracted, *op.inner}
+    apart = {op.split.dim} if op.split else set()
+    for name, t in tensors:
+        if any(shared.intersection(d.names) - {d.outer} or apart.intersection(d.names) - {d.name} for d in t.dims):
+            yield f"a slice of a dim that devices share is no slice of {name}: {t.shape!r}"
+
+
+def _output_dims(op: Op) -> Iterator[str]:
     for name, t in op.outputs.items():
         there = _there(op, t)
         known = _bound(there) | op.derived.keys()
@@ -233,12 +243,6 @@ def _dims(op: Op) -> Iterator[str]:
             yield f"output {name!r} accumulates over {free[0]!r}, no dim of an input; there are {sorted(known)}"
         if t.rows and t.rows not in {i.rows for i in there}:
             yield f"{name} has leading dims *{t.rows}, which are no input's"
-    yield from _named_dims(op, bound)
-    shared = {*op.parallel, *op.contracted, *op.inner}
-    apart = {op.split.dim} if op.split else set()
-    for name, t in tensors:
-        if any(shared.intersection(d.names) - {d.outer} or apart.intersection(d.names) - {d.name} for d in t.dims):
-            yield f"a slice of a dim that devices share is no slice of {name}: {t.shape!r}"
 
 
 def _memory(op: Op) -> Iterator[str]:
@@ -342,8 +346,7 @@ def _gradient(op: Op) -> Iterator[str]:
     yield from _wiring(op, given)
     if unknown := sorted(set(op.no_gradient) - op.inputs.keys() - op.keywords.keys()):
         yield f"no_gradient has {unknown}, which are neither inputs nor attributes"
-    names = " and ".join(step.name for step in op.steps)
-    gives, have = ("gives", "has") if len(op.steps) == 1 else ("give", "have")
+    names, gives = " and ".join(step.name for step in op.steps), "gives" if len(op.steps) == 1 else "give"
     for name in op.inputs:
         step = given.get(f"d{name}")
         if step is not None and name in op.no_gradient:
@@ -353,6 +356,12 @@ def _gradient(op: Op) -> Iterator[str]:
         # A step that gives nothing else runs only where the input is there.
         elif op.inputs[name].optional and step and len(step.outputs) > 1 and step.outputs[f"d{name}"].given != name:
             yield f"{step.name} gives 'd{name}' also where there is no {name!r}: declare it with given={name!r}"
+    yield from _reaching_attributes(op, names)
+
+
+def _reaching_attributes(op: Op, names: str) -> Iterator[str]:
+    """Whether each attribute and scalar is one of the gradient's steps too, whose ``names`` these are."""
+    have = "has" if len(op.steps) == 1 else "have"
     cotangents = {t.dtype for t in op.outputs.values()}  # which tell an attribute that is their dtype
     for what in ("attrs", "scalars"):
         kind = {"attrs": "attribute", "scalars": "scalar"}[what]
