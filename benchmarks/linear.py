@@ -38,7 +38,7 @@ from rich.console import Console
 
 from cute_ops import Op
 from cute_ops.binding import Binding
-from cute_ops.composite.gated_mlp import layout
+from cute_ops.composite.gated_mlp import mlp_ops
 from cute_ops.config import Config, Problem
 from cute_ops.jit import cache, target
 from cute_ops.jit.plan import Plan, configured, signature
@@ -131,7 +131,7 @@ EPILOGUES = {
         lambda x, weight, residual: torch.addmm(residual.flatten(0, -2), x.flatten(0, -2), weight.T),
     ),
     "swiglu": Epilogue(gated_linear, {}, eager_swiglu, xla_swiglu),
-    "gated-dgrad": Epilogue(layout(transposed=False).dgrad, {}, eager_gated_dgrad, xla_gated_dgrad),
+    "gated-dgrad": Epilogue(mlp_ops(transposed=False).dgrad, {}, eager_gated_dgrad, xla_gated_dgrad),
 }  # fmt: skip
 
 

@@ -31,7 +31,7 @@ def meant(name: str, known: Iterable[str]) -> str:
     return f" (did you mean {close[0]}?)" if close else ""
 
 
-class _Declared(Protocol):
+class _DeclaredTensor(Protocol):
     """A :class:`cute_ops.op.Tensor`."""
 
     @property
@@ -45,7 +45,7 @@ class _Declaration(Protocol):
     def name(self) -> str: ...
 
     @property
-    def inputs(self) -> Mapping[str, _Declared]: ...
+    def inputs(self) -> Mapping[str, _DeclaredTensor]: ...
 
     @property
     def aliases(self) -> Mapping[str, str]: ...

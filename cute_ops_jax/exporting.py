@@ -29,7 +29,7 @@ ANY = "any"
 _TARGET = re.compile(r"\bcute_\w+_[0-9a-f]{24}\b")
 
 
-class Program(NamedTuple):
+class SerializedProgram(NamedTuple):
     """One serialised program and the names of the kernels that it calls."""
 
     data: bytes
@@ -75,7 +75,7 @@ def export(
         known = ffi.known()
         symbols = sorted({s for s in _TARGET.findall(text) if s in known})
         variants |= {s: known[s] for s in symbols}
-        programs[str(one or ANY)] = Program(data, symbols)
+        programs[str(one or ANY)] = SerializedProgram(data, symbols)
     with folder_swap.replacing(where, _files, WHAT) as made:
         _fill(made, platforms, programs, list(variants.values()), chosen)
 
@@ -142,7 +142,7 @@ def _serialized(
 def _fill(
     where: Path,
     platforms: Sequence[str],
-    programs: Mapping[str, Program],
+    programs: Mapping[str, SerializedProgram],
     variants: Sequence[Variant],
     chosen: Sequence[target.Target],
 ) -> None:

@@ -56,8 +56,8 @@ def _how(attrs: Attrs) -> Attrs:
     return {"fused": attrs["fused"]}
 
 
-class Layout:
-    """The ops of one layout of the weights.
+class MLPOps:
+    """The ops of the MLP for one layout of its weights.
 
     Args:
         transposed: whether they are ``[k, 2n]`` and ``[n, p]``.
@@ -182,7 +182,7 @@ class Layout:
         )  # fmt: skip
 
 
-layout = cache(Layout)
+mlp_ops = cache(MLPOps)
 
 
 @cache
@@ -197,4 +197,4 @@ def gated_mlp(save: str, transposed: bool) -> Op:
     """
     if save not in ("pre", "none"):
         raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")
-    return layout(transposed).op(save)
+    return mlp_ops(transposed).op(save)

@@ -1,9 +1,9 @@
 """Reverse derivatives: from an expression, the expression of its operands' gradients.
 
 The derivative's operands are what it reads: operands of the expression, the outputs' cotangents and, where asked for,
-outputs that were saved. Forward values are computed again. A gradient has the shape of the cotangents; its parts say
-over which dims they are to be summed: a row vector's over the rows, a column vector's over the columns, a scalar's over
-both.
+outputs that were saved. Forward values are computed again. A gradient is a sum of addends of the cotangents'
+shape. Each addend says over which dims it is still to be summed: a row vector's over the rows, a column vector's over
+the columns, a scalar's over both.
 
 Where a function has no derivative, the choice is that of ``torch.autograd``: 0 at 0 of ``relu``, ``abs`` and ``sign``;
 half to each of two equal arguments of ``minimum`` and ``maximum``, which is JAX's choice too; equal shares to the equal
@@ -32,7 +32,7 @@ class Source(NamedTuple):
     position: int
 
 
-class Part(NamedTuple):
+class Addend(NamedTuple):
     """One output of a derivative: an addend of an operand's gradient.
 
     Attributes:
@@ -52,15 +52,15 @@ class Derivative(NamedTuple):
     """Gradients of operands.
 
     Attributes:
-        expression: reads ``sources``, computes ``parts``, in order.
+        expression: reads ``sources``, computes ``addends``, in order.
         sources: what its operands are.
-        parts: what its outputs are, or the first of them; every wanted operand, or each of its halves, has at least
+        addends: what its outputs are, or the first of them. Every wanted operand, or each of its halves, has at least
             one.
     """
 
     expression: Expression
     sources: tuple[Source, ...]
-    parts: tuple[Part, ...]
+    addends: tuple[Addend, ...]
 
 
 def differentiate(
@@ -73,8 +73,8 @@ def differentiate(
         expression: what is differentiated.
         wanted: operands, by index; all that are not of bools where it is not given.
         saved: outputs that may be read. They are where that means to read or compute less, as of ``tanh``.
-        sum_columns: whether sums over columns are part of the expression; then no part is to be summed over them.
-        again: whether it computes the expression's outputs, too, after the parts.
+        sum_columns: whether the expression sums over columns itself; then no addend is left to be summed over them.
+        again: whether it computes the expression's outputs, too, after the addends.
 
     Raises:
         ValueError: an operand of bools is wanted, or the derivative is too large.
@@ -111,18 +111,18 @@ def _derivative(
         if kind.dtype != "bool":
             backward.hand(output, _Excess(False, False), Symbol(graph, graph.operand(count + i)))
     backward.run()
-    parts, results = [], []
+    addends, results = [], []
     for i in wanted:
         for half in ("[:n]", "[n:]") if expression.operands[i].packed else ("",):
             for excess, gradient in backward.of_operand(i, half, sum_columns):
-                parts.append(Part(i, half, *excess))
+                addends.append(Addend(i, half, *excess))
                 results.append(gradient)
     if again:
         results += [forward[i] for i in expression.outputs]
-    return _without_unread(graph.finish(results), sources, tuple(parts))
+    return _without_unread(graph.finish(results), sources, tuple(addends))
 
 
-def _without_unread(expression: Expression, sources: Sequence[Source], parts: tuple[Part, ...]) -> Derivative:
+def _without_unread(expression: Expression, sources: Sequence[Source], addends: tuple[Addend, ...]) -> Derivative:
     """Only the operands that are read; one with columns, if the length of a row is."""
     read = {node.operand for node in expression.nodes if node.word == "operand"}
     if any(node.word in ("n", "column") for node in expression.nodes) and not any(
@@ -132,7 +132,7 @@ def _without_unread(expression: Expression, sources: Sequence[Source], parts: tu
     kept = sorted(read)
     graph = Graph(expression.operands[i] for i in kept)
     nodes = copied(expression, graph, lambda node: graph.operand(kept.index(node.operand), node.half))
-    return Derivative(graph.finish([nodes[i] for i in expression.outputs]), tuple(sources[i] for i in kept), parts)
+    return Derivative(graph.finish([nodes[i] for i in expression.outputs]), tuple(sources[i] for i in kept), addends)
 
 
 class _Excess(NamedTuple):

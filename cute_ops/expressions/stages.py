@@ -24,7 +24,7 @@ def stages(expression: Expression) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(i for i in reductions if of[i] == stage) for stage in range(1, max(of, default=0) + 1))
 
 
-class Split(NamedTuple):
+class SplitExpression(NamedTuple):
     """An expression in two: what is computed of each element, and what then is of each row.
 
     Attributes:
@@ -39,7 +39,7 @@ class Split(NamedTuple):
     rows: Expression | None
 
 
-def split(expression: Expression) -> Split:
+def split(expression: Expression) -> SplitExpression:
     """An expression with one stage of reductions at most, of which no output with columns depends.
 
     Raises:
@@ -60,7 +60,7 @@ def split(expression: Expression) -> Split:
     nodes = copied(expression, graph, lambda node: graph.operand(node.operand, node.half))
     elements = graph.finish([nodes[i] for i in (*tiles, *(value for _, value in taken))])
     if len(tiles) == len(kinds):
-        return Split(elements, (), None)
+        return SplitExpression(elements, (), None)
     column = Operand(Kind(True, False))
     graph = Graph((*[column] * len(taken), *expression.operands))
     results = {}
@@ -70,7 +70,7 @@ def split(expression: Expression) -> Split:
         results[i] = graph.add("divide", total, graph.length()) if mean else total
     nodes = copied(expression, graph, lambda node: graph.operand(node.operand + len(taken), node.half), results)
     rows = graph.finish([nodes[i] for i, kind in zip(expression.outputs, kinds, strict=True) if not kind.columns])
-    return Split(elements, tuple(word for word, _ in taken), rows)
+    return SplitExpression(elements, tuple(word for word, _ in taken), rows)
 
 
 def _reduces(word: str) -> bool:

@@ -158,7 +158,7 @@ class Size(Arithmetic):
         return int(bool(self))
 
 
-class Shape:
+class TracedShape:
     """The shape of a value, of which the last dim alone is known."""
 
     def __init__(self, graph: Tracing, last: Size | int) -> None:
@@ -281,8 +281,8 @@ class Symbol(Arithmetic, NoArray):
         return self._graph.kinds[self._id].dtype
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self._graph, Size(self._graph, 1) if self._graph.kinds[self._id].columns else 1)
+    def shape(self) -> TracedShape:
+        return TracedShape(self._graph, Size(self._graph, 1) if self._graph.kinds[self._id].columns else 1)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, Symbol):
@@ -321,8 +321,8 @@ class Packed(Symbol):
         return self._graph.operands[self._index].kind.dtype
 
     @property
-    def shape(self) -> Shape:
-        return Shape(self._graph, Size(self._graph, 2))
+    def shape(self) -> TracedShape:
+        return TracedShape(self._graph, Size(self._graph, 2))
 
     def __getitem__(self, index: Any) -> Symbol:
         match index:

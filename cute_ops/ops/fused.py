@@ -18,7 +18,7 @@ from cute_ops.expressions.tracing import trace
 from cute_ops.hardware import WARP
 from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig, Texts
 from cute_ops.op import Case, Op, Sharding, Tensor, WhileFew, defaults_of
-from cute_ops.ops.fused_rows import Rows, needs, others
+from cute_ops.ops.fused_rows import RowExpression, needs, others
 from cute_ops.ops.rows import row_of
 from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 
@@ -174,7 +174,7 @@ class Formula(NamedTuple):
         return not row.aligned and row.vectors > WARP
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowExpression:
         """What is configured where it reduces rows."""
         nodes, operands = self.expression.nodes, self.expression.operands
         read = {self.reads[node.operand] + node.half for node in nodes if node.word == "operand"}
@@ -184,7 +184,7 @@ class Formula(NamedTuple):
         packed = {name for name, half, _ in written if half} | {n.partition("[")[0] for n in read if "[" in n}
         names = {n.partition("[")[0] for n in read} | {name for name, *_ in written} or {self.tile}
         sums = self.kinds.count("r")
-        return Rows(self.expression, sorted(names), sorted(packed), len(read), sums, self._texts)
+        return RowExpression(self.expression, sorted(names), sorted(packed), len(read), sums, self._texts)
 
     @property
     def _texts(self) -> Texts:
@@ -313,8 +313,8 @@ class _Fused:
         def source(each: Source) -> str:
             return (tensors if each.role == "operand" else cotangents)[each.position]
 
-        writes = tuple(f"d{tensors[part.operand]}{part.half}" for part in found.parts)
-        kinds = "".join(str(SHAPES[self.operands[tensors[part.operand]]].kind) for part in found.parts)
+        writes = tuple(f"d{tensors[part.operand]}{part.half}" for part in found.addends)
+        kinds = "".join(str(SHAPES[self.operands[tensors[part.operand]]].kind) for part in found.addends)
         if again:
             writes, kinds = writes + forward.writes, kinds + forward.kinds
         reads = tuple(map(source, found.sources))

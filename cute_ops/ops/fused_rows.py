@@ -29,7 +29,7 @@ from cute_ops.ops.rows import (
     TWO_PASS_THREADS,
     VECTOR_BYTES,
     WIDEST_VECTOR,
-    Row,
+    RowProblem,
     cluster_for,
     resident_clusters,
     row_of,
@@ -76,7 +76,7 @@ ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
 GROUP_COLUMNS, GROUP_THREADS, GROUP_SM_THREADS, GROUP_SM_CTAS = 8, 512, 1536, 8
 
 
-class Rows(NamedTuple):
+class RowExpression(NamedTuple):
     """What an expression reads and writes of each row.
 
     Attributes:
@@ -145,13 +145,13 @@ class Rows(NamedTuple):
             if kind.columns and node.word in WORDS and not (node.word == "divide" and not kinds[node.args[1]].columns)
         )
 
-    def row(self, problem: Problem) -> Row:
+    def row(self, problem: Problem) -> RowProblem:
         """Halves of packed rows start on a vector only if they are of whole ones."""
         row = row_of(problem, self.tiles)
         packed = any(name in problem.dtypes for name in self.packed)
         return row._replace(aligned=row.aligned and not (packed and row.n * row.itemsize % VECTOR_BYTES))
 
-    def _in_registers(self, row: Row, cluster: int = 1) -> FusedRowConfig:
+    def _in_registers(self, row: RowProblem, cluster: int = 1) -> FusedRowConfig:
         part, short, dear = -(-row.touched // cluster), row.vectors <= WARP, self.special >= DEAR
         if not (row.aligned or short or cluster > 1 or self.special >= SLOW or self.read > 2):
             return self._unaligned(row)
@@ -180,7 +180,7 @@ class Rows(NamedTuple):
             resident = 2
         return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)
 
-    def _unaligned(self, row: Row) -> FusedRowConfig:
+    def _unaligned(self, row: RowProblem) -> FusedRowConfig:
         if self.read > 1:
             per_thread, most = UNALIGNED_PAIR if len(stages(self.expression)) <= 2 else UNALIGNED_LONG_PAIR
         else:
@@ -190,7 +190,7 @@ class Rows(NamedTuple):
         resident = max(most // threads, 1)
         return self._made("one_pass", threads, share, 1, resident, row.align_vectors, keep=True)
 
-    def _in_ring(self, row: Row) -> FusedRowConfig | None:
+    def _in_ring(self, row: RowProblem) -> FusedRowConfig | None:
         """One slot of a cluster's shared memory; None where a row does not fit."""
         vector = VECTOR_BYTES * max(self.read, 1)
         room = row.ring_bytes - RESERVED_BYTES
@@ -205,7 +205,7 @@ class Rows(NamedTuple):
         resident = min(min(SMEM_BYTES_IN_FLIGHT, room) // slot, most // threads)
         return self._made("ring", threads, threads, cluster, max(resident, 1), row.align_vectors)
 
-    def _persistent(self, problem: Problem, row: Row) -> FusedRowConfig:
+    def _persistent(self, problem: Problem, row: RowProblem) -> FusedRowConfig:
         """Two slots or more, and the sums of a thread's columns in registers."""
         vector, room = VECTOR_BYTES * max(self.read, 1), row.ring_bytes - RESERVED_BYTES
         cluster = cluster_for(row.touched, min(CTA_VECTORS, room // (2 * vector)), row.max_cluster)
@@ -271,13 +271,13 @@ class Rows(NamedTuple):
 PERIOD = WIDEST_VECTOR * 8
 
 
-def in_step(clusters: int, row: Row, align_vectors: int) -> int:
+def in_step(clusters: int, row: RowProblem, align_vectors: int) -> int:
     """So many clusters, or fewer, that all unaligned rows of one start at the same place of a vector."""
     period = 1 if row.aligned else WIDEST_VECTOR * align_vectors
     return max(clusters // period, 1) * period
 
 
-def others(rows: Rows, problem: Problem, flat: Config) -> Iterator[FusedRowConfig]:
+def others(rows: RowExpression, problem: Problem, flat: Config) -> Iterator[FusedRowConfig]:
     """Other threads per row, CTAs per SM and slots, values kept or not."""
     config = FusedRowConfig.of(flat)
     if config.form == "one_pass":
@@ -296,7 +296,7 @@ def others(rows: Rows, problem: Problem, flat: Config) -> Iterator[FusedRowConfi
         yield from (replace(config, threads=threads) for threads in (256, 512, 1024))
 
 
-def needs(rows: Rows, problem: Problem, flat: Config) -> Needs:
+def needs(rows: RowExpression, problem: Problem, flat: Config) -> Needs:
     """What a CTA takes of an SM."""
     config = FusedRowConfig.of(flat)
     if config.form == "passes":

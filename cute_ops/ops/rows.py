@@ -58,7 +58,7 @@ def step(ladder: Ladder[T], value: float) -> T:
     return next(found for bound, found in ladder if value <= bound)
 
 
-class Row(NamedTuple):
+class RowProblem(NamedTuple):
     """A row of a problem: what holds for all its row tensors, and what its GPU offers.
 
     Attributes:
@@ -100,10 +100,10 @@ class Row(NamedTuple):
         return self.vectors + (0 if self.aligned else LINE_VECTORS)
 
 
-def row_of(problem: Problem, names: Iterable[str] = TENSORS) -> Row:
+def row_of(problem: Problem, names: Iterable[str] = TENSORS) -> RowProblem:
     """The rows of those of these tensors that the call has; ``n`` is a compile-time constant."""
     present = [name for name in names if name in problem.dtypes]
-    return Row(
+    return RowProblem(
         n=problem.dims["n"], itemsize=max(ITEMSIZE[problem.dtypes[name]] for name in present),
         aligned=min(problem.aligns[name] for name in present) >= VECTOR_BYTES, max_cluster=ARCHES[problem.arch].cluster,
         ring_bytes=ring_bytes(problem),
@@ -139,7 +139,7 @@ def cluster_for(vectors: int, per_cta: int, most: int) -> int:
     return ctas
 
 
-def row_threads(row: Row) -> int:
+def row_threads(row: RowProblem) -> int:
     """Threads of a row that one CTA holds in registers."""
     if row.vectors <= WARP:
         # The shortest unaligned rows are read element by element, about four to a thread.
@@ -184,7 +184,13 @@ class Spread(NamedTuple):
 
 
 def spread_in_smem(
-    row: Row, vectors: int, row_bytes: int, per_cta: int = SMEM_VECTORS, *, full: bool = False, shallow: bool = False
+    row: RowProblem,
+    vectors: int,
+    row_bytes: int,
+    per_cta: int = SMEM_VECTORS,
+    *,
+    full: bool = False,
+    shallow: bool = False,
 ) -> Spread | None:
     """A long row in the shared memory of a cluster; None where it does not fit.
 
@@ -212,7 +218,7 @@ def spread_in_smem(
 # What search spaces vary
 
 
-def vary_threads(row: Row, config: C) -> Iterator[C]:
+def vary_threads(row: RowProblem, config: C) -> Iterator[C]:
     """Other threads per row, and other rows per CTA, where one CTA holds a row."""
     counts = MORE_VECTORS if row.touched_at_most > WARP else FEW_VECTORS
     for share in dict.fromkeys(threads_for(row.touched_at_most, k) for k in counts):
@@ -220,7 +226,7 @@ def vary_threads(row: Row, config: C) -> Iterator[C]:
             yield replace(config, threads=threads, threads_per_row=share)
 
 
-def vary_cluster(row: Row, config: C, per_thread: Sequence[int]) -> Iterator[C]:
+def vary_cluster(row: RowProblem, config: C, per_thread: Sequence[int]) -> Iterator[C]:
     """Other CTAs per row and vectors per thread, with about as many threads per SM."""
     room = config.resident * config.threads
     for ctas in (config.cluster // 2, config.cluster, 2 * config.cluster):

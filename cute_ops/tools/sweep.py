@@ -53,7 +53,7 @@ class SweepCall(NamedTuple):
         return f"{self.op.name} {self.case.name} {self.dtype} {self.base}{'' if self.fixed else ' any length'}"
 
 
-class Place(NamedTuple):
+class BufferView(NamedTuple):
     """Where an input lies in a buffer of its own, in elements. The buffer ends with the input's last element.
 
     Args:
@@ -67,7 +67,7 @@ class Place(NamedTuple):
     strides: tuple[int, ...]
 
 
-def place(tensor: Tensor, array: Array, base: str) -> Place:
+def place(tensor: Tensor, array: Array, base: str) -> BufferView:
     """Where an input lies in a layout of :data:`BASES`."""
     shape, off = array.shape, int(base in ("shifted", "slices"))
     strides = compact(shape)
@@ -79,7 +79,7 @@ def place(tensor: Tensor, array: Array, base: str) -> Place:
         else:  # one number per row: every third number of the buffer
             strides = compact((*shape, 3))[:-1]
     end = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-    return Place(off + end if all(shape) else 0, off, strides)
+    return BufferView(off + end if all(shape) else 0, off, strides)
 
 
 def memory(op: Op, arrays: Mapping[str, Array | None], base: str) -> dict[str, Memory]:

@@ -22,7 +22,7 @@ from cute_ops_jax.distributed.slices import Call, Cuts, Local, Together, assign,
 Kernels: TypeAlias = Callable[[Callable[[], object]], Iterable[str]]
 
 
-class Program(NamedTuple):
+class PartitionedOp(NamedTuple):
     """An op in a program on several devices.
 
     Attributes:
@@ -41,7 +41,7 @@ class Program(NamedTuple):
         return of_one_device(binding, self.call, self.together, cuts)
 
 
-def by_partitioner(program: Program, binding: Binding, arrays: Sequence[Any]) -> list[Any]:
+def by_partitioner(program: PartitionedOp, binding: Binding, arrays: Sequence[Any]) -> list[Any]:
     """The op on arrays that XLA shards.
 
     Raises:
@@ -119,7 +119,7 @@ def _rule(
     return rule, tuple(wholes), {f: size for f, size in lengths.items() if f not in alone}
 
 
-def _label(program: Program, binding: Binding, named: Factors) -> str:
+def _label(program: PartitionedOp, binding: Binding, named: Factors) -> str:
     """The op, its attributes and its kernels, for the key of XLA's persistent cache, which would otherwise say nothing
     of the program behind the callback.
 

@@ -18,7 +18,7 @@ from cute_ops.ops.fused import without_operands
 from cute_ops_jax.distributed.varying import alike
 from cute_ops_jax.primitive.arrays import in_order
 from cute_ops_jax.primitive.primitive import one_for_each
-from cute_ops_jax.primitive.vjp import Call, differentiable
+from cute_ops_jax.primitive.vjp import StaticCall, differentiable
 
 
 def fused(
@@ -69,7 +69,7 @@ def register(op: Op) -> Callable[..., Any]:
             op.check_options(options)
         # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
         given = dict(zip(given, alike(list(given.values())), strict=True))
-        found = run(Call(tuple(given), attrs, inplace), given)
+        found = run(StaticCall(tuple(given), attrs, inplace), given)
         results = [
             found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.results.items() if not t.hidden
         ]

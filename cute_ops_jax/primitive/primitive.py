@@ -177,7 +177,7 @@ class Stage:
             binding = self.bound(given, attrs)
             return named(binding, self._run(run, binding, list(given.values()), inplace, axes))
 
-        program = partitioner.Program(call, self.together, ffi.asked_for_by, devices)
+        program = partitioner.PartitionedOp(call, self.together, ffi.asked_for_by, devices)
         binding = self.bound(dict(zip(names, arrays, strict=True)), dict(attrs))
         return partitioner.by_partitioner(program, binding, arrays)
 

@@ -27,7 +27,7 @@ Arrays = dict[str, jax.Array]
 Saved = tuple[Arrays, jax.Array | None]
 
 
-class Call(NamedTuple):
+class StaticCall(NamedTuple):
     """What is static in a call: the inputs that are present, the attributes, and whether gradients may take the memory
     of the inputs that are donated to them.
     """
@@ -37,16 +37,16 @@ class Call(NamedTuple):
     inplace: bool = False
 
 
-def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
+def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
     """``run(call, inputs) -> outputs``, with a gradient where one is declared. Arrays go by name, absent ones are left
     out.
     """
     forward = stage(op)
 
-    def run(call: Call, inputs: Arrays) -> Arrays:
+    def run(call: StaticCall, inputs: Arrays) -> Arrays:
         return outputs_of(forward, call, inputs)
 
-    def outputs_of(forward: Stage, call: Call, inputs: Arrays) -> Arrays:
+    def outputs_of(forward: Stage, call: StaticCall, inputs: Arrays) -> Arrays:
         # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
         outputs = forward(inputs, dict(call.attrs)).items()
         return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs if a is not None}
@@ -62,7 +62,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
         if len(op.steps) > 1 or n in op.handed_on or op.steps[0].outputs[f"d{n}"].skippable
     ]  # fmt: skip
 
-    def forward_rule(call: Call, primals: dict[str, Any]) -> tuple[Arrays, Saved]:
+    def forward_rule(call: StaticCall, primals: dict[str, Any]) -> tuple[Arrays, Saved]:
         inputs = {name: primal.value for name, primal in primals.items()}
         wanted = [name for name, primal in primals.items() if name not in optional or primal.perturbed]
         steps = op.backward(wanted, inputs)
@@ -77,7 +77,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
         kept = {n: a if n in needed else jnp.zeros(0, a.dtype) for n, a in known.items() if n in reads}
         return outputs, (kept, mark)
 
-    def backward_rule(call: Call, saved: Saved, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
+    def backward_rule(call: StaticCall, saved: Saved, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
         kept, mark = saved
         sizes = {} if mark is None else dict(zip(optional, mark.shape[1:], strict=True))
         known: dict[str, Any] = {**kept, **{f"d{name}": cotangent for name, cotangent in cotangents.items()}}
@@ -96,7 +96,7 @@ def differentiable(op: Op) -> Callable[[Call, Arrays], Arrays]:
     # custom_vjp refuses forward mode too, but does not say which op it is.
     same = _compat.reverse_only(f"cute_{op.name}_inputs", partial(no_derivative, op))
 
-    def reverse_only(call: Call, inputs: Arrays) -> Arrays:
+    def reverse_only(call: StaticCall, inputs: Arrays) -> Arrays:
         if not jax.sharding.get_abstract_mesh().empty:
             inputs = dict(explicit.placed(inputs, forward.bound(inputs, dict(call.attrs))))
         outputs: Arrays = function(call, dict(zip(inputs, same(*inputs.values()), strict=True)))

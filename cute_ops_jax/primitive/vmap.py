@@ -21,13 +21,13 @@ from cute_ops_jax.distributed.slices import present
 from cute_ops_jax.primitive.arrays import Arrays, Attributes
 
 
-class Stage(Protocol):
+class SupportsBatching(Protocol):
     """What the rule needs of the op's stage (:class:`cute_ops_jax.primitive.primitive.Stage`)."""
 
     op: Op
 
     @property
-    def batched(self) -> Stage | None: ...
+    def batched(self) -> SupportsBatching | None: ...
 
     def bound(self, arrays: Arrays, attrs: Mapping[str, Any]) -> Binding: ...
 
@@ -37,7 +37,7 @@ class Stage(Protocol):
 
 
 def batch(
-    stage: Stage,
+    stage: SupportsBatching,
     arrays: Sequence[jax.Array],
     axes: Sequence[int | None],
     *,

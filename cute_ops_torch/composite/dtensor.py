@@ -12,7 +12,7 @@ import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from cute_ops_torch.composite import loss_ops
-from cute_ops_torch.distributed.dtensor import Layout, add_rule
+from cute_ops_torch.distributed.dtensor import CallPlacements, add_rule
 from cute_ops_torch.distributed.split import Slice
 
 Tensor = torch.Tensor
@@ -21,16 +21,16 @@ _DIFFERENTIABLE = ("hidden", "weight", "bias")
 
 def _rows(hidden: Tensor, weight: Tensor, target: Tensor, bias: Tensor | None = None, *attrs: Any) -> Any:
     tensors = (hidden, weight, target, bias)
-    layout = Layout(loss_ops.ROWS, tensors, (), _DIFFERENTIABLE)
-    raw = torch.ops.cute.linear_cross_entropy_rows(*layout.local_inputs(tensors), *attrs, **_slice_of(layout))
-    return layout.wrap_outputs(raw)
+    placed = CallPlacements(loss_ops.ROWS, tensors, (), _DIFFERENTIABLE)
+    raw = torch.ops.cute.linear_cross_entropy_rows(*placed.local_inputs(tensors), *attrs, **_slice_of(placed))
+    return placed.wrap_outputs(raw)
 
 
 def _rows_bwd(*arguments: Any) -> Any:
     tensors, attrs, wanted = arguments[:7], arguments[7:-1], arguments[-1]
-    layout = Layout(loss_ops.ROWS_BWD, tensors, (), _DIFFERENTIABLE, wanted)
+    placed = CallPlacements(loss_ops.ROWS_BWD, tensors, (), _DIFFERENTIABLE, wanted)
     op = torch.ops.cute.linear_cross_entropy_rows_bwd
-    return layout.wrap_outputs(op(*layout.local_inputs(tensors), *attrs, wanted, **_slice_of(layout)))
+    return placed.wrap_outputs(op(*placed.local_inputs(tensors), *attrs, wanted, **_slice_of(placed)))
 
 
 def _step(
@@ -38,21 +38,21 @@ def _step(
     ignore_index: int, label_smoothing: float, z_loss: float, accum_dtype: Any, reduction: str, wanted: Sequence[bool],
 ) -> Any:  # fmt: skip
     tensors = (hidden, weight, target, bias)
-    layout = Layout(loss_ops.STEP, tensors, (), _DIFFERENTIABLE, wanted)
+    placed = CallPlacements(loss_ops.STEP, tensors, (), _DIFFERENTIABLE, wanted)
     count = None
     if reduction == "mean":  # over the rows of all ranks
         count = (target != ignore_index).sum()
         count = count.full_tensor() if isinstance(count, DTensor) else count
     attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, reduction, wanted, count)
     op = torch.ops.cute.linear_cross_entropy_step
-    loss, *gradients = op(*layout.local_inputs(tensors), *attrs, **_slice_of(layout))
-    placements = [Replicate() if f in (None, layout.split) else Partial() for f in layout.factors]
-    return layout.wrap(loss, placements, ()), *layout.wrap_outputs(gradients)
+    loss, *gradients = op(*placed.local_inputs(tensors), *attrs, **_slice_of(placed))
+    placements = [Replicate() if f in (None, placed.split) else Partial() for f in placed.factors]
+    return placed.wrap(loss, placements, ()), *placed.wrap_outputs(gradients)
 
 
-def _slice_of(layout: Layout) -> dict[str, Any]:
+def _slice_of(placed: CallPlacements) -> dict[str, Any]:
     """This rank's slice of the classes, as arguments of an op."""
-    own: Slice | None = layout.slice
+    own: Slice | None = placed.slice
     return {} if own is None else {"part": [own.whole, own.rank, own.ranks], "group": own.group}
 
 

@@ -37,20 +37,20 @@ Placed = Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]
 def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
     """Teach an op to take DTensors."""
     fill, arity = filler(op), len(op.inputs)
-    cache: dict[Any, Layout] = {}
+    cache: dict[Any, CallPlacements] = {}
 
     def call(*args: Any) -> Any:
         args = fill(args)
         tensors, attrs = args[:arity], args[arity:]
-        layout = _cached_layout(cache, op, tensors, attrs)
-        local, own = layout.local_inputs(tensors), layout.slice
-        if layout.terms:
-            raw = run_on_terms(layout.binding, local, layout.terms, layout.add)
+        placed = _cached_placements(cache, op, tensors, attrs)
+        local, own = placed.local_inputs(tensors), placed.slice
+        if placed.terms:
+            raw = run_on_terms(placed.binding, local, placed.terms, placed.add)
         elif own is None:
             raw = overload(*local, *attrs)
         else:
-            raw = run_on_slice(op, overload, dict(zip(op.inputs, local, strict=True)), layout.binding.attrs, own)
-        results = layout.wrap_outputs(() if raw is None else raw if isinstance(raw, tuple | list) else (raw,))
+            raw = run_on_slice(op, overload, dict(zip(op.inputs, local, strict=True)), placed.binding.attrs, own)
+        results = placed.wrap_outputs(() if raw is None else raw if isinstance(raw, tuple | list) else (raw,))
         return None if not results else results[0] if len(results) == 1 else results
 
     add_rule(overload.name(), call, library)
@@ -67,23 +67,25 @@ def add_rule(name: str, call: Callable[..., Any], library: torch.library.Library
     torch.library.register_torch_dispatch(name, DTensor, rule, lib=library)
 
 
-def _cached_layout(cache: dict[Any, Layout], op: Op, tensors: Tensors, attrs: Sequence[Any]) -> Layout:
+def _cached_placements(
+    cache: dict[Any, CallPlacements], op: Op, tensors: Tensors, attrs: Sequence[Any]
+) -> CallPlacements:
     key = (*attrs, *(None if t is None else (_placement(t), t.shape, t.stride(), t.dtype) for t in tensors))
     try:
-        layout = cache.get(key)
+        placed = cache.get(key)
     except TypeError:  # symbolic sizes have no hash
-        return Layout(op, tensors, attrs)
-    if layout is None:
+        return CallPlacements(op, tensors, attrs)
+    if placed is None:
         make_room(cache)
-        layout = cache[key] = Layout(op, tensors, attrs)
-    return layout
+        placed = cache[key] = CallPlacements(op, tensors, attrs)
+    return placed
 
 
 def _placement(tensor: Tensor) -> Any:
     return (tensor.device_mesh, tensor.placements) if isinstance(tensor, DTensor) else tensor.device
 
 
-class Layout:
+class CallPlacements:
     """The placements of inputs and outputs with which ranks run a call, and all calls like it.
 
     Args:

@@ -18,7 +18,7 @@ _GATED = "d9e9fc4111026fc2"
 _CALLS_ACT = "bf403fa7538eaf8a"
 
 
-class GatedMLP(nn.Module):
+class LlamaMLP(nn.Module):
     """What Hugging Face's LlamaMLP has."""
 
     gate_proj: nn.Linear
@@ -27,7 +27,7 @@ class GatedMLP(nn.Module):
     act_fn: nn.Module
 
 
-def _silu_mlp(self: GatedMLP, x: torch.Tensor) -> torch.Tensor:
+def _silu_mlp(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
     if torch.is_grad_enabled() and _is_bypassed(self, x):
         return autograd_nodes.silu_mlp(x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight)
     out: torch.Tensor = self.down_proj(functions.silu_mul(self.gate_proj(x), self.up_proj(x)))
@@ -39,18 +39,18 @@ def drops_product(mlp: nn.Module, x: torch.Tensor) -> bool:
     return type(mlp).forward is _silu_mlp and _is_bypassed(mlp, x)  # type: ignore[arg-type]
 
 
-def _is_bypassed(mlp: GatedMLP, x: torch.Tensor) -> bool:
+def _is_bypassed(mlp: LlamaMLP, x: torch.Tensor) -> bool:
     return can_bypass_linear(x, mlp.gate_proj, mlp.up_proj, mlp.down_proj)
 
 
-def _is_silu(mlp: GatedMLP) -> bool:
+def _is_silu(mlp: LlamaMLP) -> bool:
     return type(mlp.act_fn).__name__ in ("SiLU", "SiLUActivation")
 
 
 def _gelu_replacements(approximate: str) -> tuple[Replacement, Replacement]:
     """The gated MLP and the activation, for GELU in one approximation."""
 
-    def gelu_mlp(self: GatedMLP, x: torch.Tensor) -> torch.Tensor:
+    def gelu_mlp(self: LlamaMLP, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(functions.gelu_mul(self.gate_proj(x), self.up_proj(x), approximate))
         return out
 

@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from cute_ops.composite import linear_add_rmsnorm, qkv_rope
-from cute_ops.composite.gated_mlp import layout
+from cute_ops.composite.gated_mlp import mlp_ops
 from cute_ops_torch import functions, registry
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.inplace import overwriting
 
 Tensor = torch.Tensor
-_MLP = layout(transposed=False)
+_MLP = mlp_ops(transposed=False)
 _gated = registry.define(_MLP.gated_saving).overload
 _gated_dgrad = registry.define(_MLP.dgrad).overload
 _gated_dgrad_again = registry.define(_MLP.dgrad_again)

@@ -30,7 +30,7 @@ from cute_ops_torch.library.reference import traced_reference
 
 log = logging.getLogger("cute_ops")
 DEVICES = {"cuda"}  # on a CPU an op runs its reference, which cannot win
-MOST = 48  # nodes of a part
+MOST = 48  # nodes of a subgraph
 MARGIN = 0.97  # timings repeat within 3%; a tie goes to our kernel
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
@@ -46,7 +46,7 @@ _FUSED = {
 }
 _REDUCED = {getattr(_aten, name) for name in ("sum", "mean", "amax", "amin")}
 
-# Milliseconds of parts that were timed: with our kernel, fused.
+# Milliseconds of subgraphs that were timed: with our kernel, fused.
 _known: dict[str, tuple[float, float]] = {}
 _measuring = False
 
@@ -66,12 +66,12 @@ def decomposed(op: Op, overload: Any, node: Node, arguments: Sequence[Any]) -> A
         arguments: of the call, as buffers.
     """
     try:
-        part = neighbourhood(node)
-        if part is None:
+        subgraph = neighbourhood(node)
+        if subgraph is None:
             return None
-        ours, theirs = measured(op, overload, part)
+        ours, theirs = measured(op, overload, subgraph)
         text = "torch.compile: %s with %d neighbours: ours %.4f ms, fused by Inductor %.4f ms"
-        neighbours = sum(n.target is not operator.getitem for n in part.nodes) - 1
+        neighbours = sum(n.target is not operator.getitem for n in subgraph.nodes) - 1
         log.info(text, op.name, neighbours, ours, theirs)
         return _inlined(op, node, arguments) if fused_wins(ours, theirs) else None
     except Exception as error:  # a form that cannot run has lost
@@ -84,10 +84,10 @@ def fused_wins(ours: float, theirs: float) -> bool:
     return theirs < MARGIN * ours
 
 
-# The part of the graph
+# The subgraph
 
 
-class Part(NamedTuple):
+class Subgraph(NamedTuple):
     """An op and the neighbours that would fuse with it.
 
     Attributes:
@@ -101,8 +101,8 @@ class Part(NamedTuple):
     outputs: list[Node]
 
 
-def neighbourhood(node: Node) -> Part | None:
-    """The part around a node, None if it has no neighbour to fuse with."""
+def neighbourhood(node: Node) -> Subgraph | None:
+    """The subgraph around a node, None if it has no neighbour to fuse with."""
     order = {n: i for i, n in enumerate(node.graph.nodes)}
     members = {node}
     _add_producers(members, node)
@@ -124,7 +124,7 @@ def neighbourhood(node: Node) -> Part | None:
     nodes = sorted(members, key=order.__getitem__)
     inputs = dict.fromkeys(i for n in nodes for i in n.all_input_nodes if i not in members)
     outputs = [n for n in nodes if isinstance(n.meta.get("val"), torch.Tensor) and not members.issuperset(n.users)]
-    return Part(nodes, list(inputs), outputs)
+    return Subgraph(nodes, list(inputs), outputs)
 
 
 def _add_producers(members: set[Node], node: Node, known: Set[Node] = frozenset()) -> None:
@@ -153,10 +153,10 @@ def _is_view(node: Node) -> bool:
 # Both forms of it, and their times
 
 
-def measured(op: Op, overload: Any, part: Part) -> tuple[float, float]:
-    """Milliseconds of the part with our kernel and as Inductor fuses it, for the sizes first seen."""
+def measured(op: Op, overload: Any, subgraph: Subgraph) -> tuple[float, float]:
+    """Milliseconds of the subgraph with our kernel and as Inductor fuses it, for the sizes first seen."""
     global _measuring
-    module, values = _extracted(part), [_concrete(n.meta["val"]) for n in part.inputs]
+    module, values = _extracted(subgraph), [_concrete(n.meta["val"]) for n in subgraph.inputs]
     key = f"{torch.cuda.get_device_name() if torch.cuda.is_available() else ''} {module.code} {values}"
     if key not in _known:
         _measuring = True
@@ -195,19 +195,19 @@ def _concrete(value: Any) -> Any:
     return value.node.hint if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) else value
 
 
-def _extracted(part: Part) -> GraphModule:
+def _extracted(subgraph: Subgraph) -> GraphModule:
     graph, copies = Graph(), {}
-    for k, outside in enumerate(part.inputs):
+    for k, outside in enumerate(subgraph.inputs):
         copies[outside] = graph.placeholder(f"in_{k}")
-    for k, node in enumerate(part.nodes):
+    for k, node in enumerate(subgraph.nodes):
         copies[node] = graph.node_copy(node, copies.__getitem__)
-        copies[node].name = f"part_{k}"
-    graph.output(tuple(copies[n] for n in part.outputs))
+        copies[node].name = f"node_{k}"
+    graph.output(tuple(copies[n] for n in subgraph.outputs))
     return GraphModule(torch.nn.Module(), graph)
 
 
 class _Decomposed(Interpreter):
-    """A part with the op's reference in its place."""
+    """A subgraph with the op's reference in its place."""
 
     def __init__(self, module: GraphModule, op: Op, overload: Any) -> None:
         super().__init__(module)

@@ -32,7 +32,7 @@ for _name in ("BackendSelect", "AutocastCPU", "AutocastCUDA"):
     _FALL_THROUGH = _FALL_THROUGH.add(getattr(_C.DispatchKey, _name))
 
 
-class FastPath(Protocol):
+class SupportsFastPath(Protocol):
     """The way past the dispatcher.
 
     Attributes:
@@ -47,7 +47,7 @@ class FastPath(Protocol):
 
 
 def autograd_kernel(
-    op: Op, overload: Any, fast_path: FastPath, nodes: Nodes, plain: int = PLAIN_CUDA, saving: Any = None
+    op: Op, overload: Any, fast_path: SupportsFastPath, nodes: Nodes, plain: int = PLAIN_CUDA, saving: Any = None
 ) -> Call:
     """The Autograd kernel of an op.
 

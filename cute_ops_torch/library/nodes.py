@@ -20,7 +20,7 @@ Call = Callable[..., Any]
 _SLOTS = ("required", "given", "numbers")
 
 
-class Node(_SingleLevelFunction):
+class AutogradNode(_SingleLevelFunction):
     """Base of our nodes. ``apply`` of ``autograd.Function`` is for calls from outside the dispatcher.
 
     Attributes:
@@ -88,7 +88,7 @@ class Nodes:
         else:
             saves, (forward, backward) = False, _without_gradient(op, given)
         methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saves": saves}
-        made: Any = type(f"cute_{op.name}", (Node,), methods)
+        made: Any = type(f"cute_{op.name}", (AutogradNode,), methods)
         # Slots cost less than a dict.
         made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _SLOTS})
         return made

@@ -420,7 +420,7 @@ def test_a_wrong_shape_and_too_large_an_expression() -> None:
 def test_a_derivative_reads_only_what_it_needs() -> None:
     found = differentiate(trace(gelu_add, {"x": "*m n", "bias": "n", "residual": "*m n"}))
     assert [tuple(s) for s in found.sources] == [("operand", 0), ("operand", 1), ("cotangent", 0)]
-    assert [tuple(p) for p in found.parts] == [(0, "", False, False), (1, "", True, False), (2, "", False, False)]
+    assert [tuple(p) for p in found.addends] == [(0, "", False, False), (1, "", True, False), (2, "", False, False)]
     assert found.expression.outputs[0] == found.expression.outputs[1]
 
 
@@ -448,7 +448,7 @@ def test_a_derivative_may_compute_the_outputs_again() -> None:
     assert text_of(found.expression) == (
         "e1(t,t,t,t) multiply 1 2; add 3 4; multiply 0 2; add 3 6; multiply 0 1; add 0 1 -> 5 7 8 9"
     )
-    assert [part.operand for part in found.parts] == [0, 1]
+    assert [part.operand for part in found.addends] == [0, 1]
 
 
 def test_an_operand_without_influence_has_a_gradient_of_zero() -> None:
@@ -461,7 +461,7 @@ def test_an_operand_without_influence_has_a_gradient_of_zero() -> None:
 def test_bools_have_no_gradient() -> None:
     expression = trace(lambda xp, x, m: (xp.where(m, x, 0), x > 1), {"x": "*m n", "m": "bool *m n"})
     found = differentiate(expression)
-    assert [p.operand for p in found.parts] == [0]
+    assert [p.operand for p in found.addends] == [0]
     assert [tuple(s) for s in found.sources] == [("operand", 1), ("cotangent", 0)]
     with pytest.raises(ValueError, match="operand 1 of an expression holds bools"):
         differentiate(expression, [1])
@@ -555,7 +555,7 @@ def test_derivatives_of_groups_are_those_of_differences(function: Any) -> None:
     found, cotangents = differentiate(expression), (rng.standard_normal((3, 12)), rng.standard_normal((3, 1)))
     given = [(arrays if source.role == "operand" else cotangents)[source.position] for source in found.sources]
     gradients = [np.zeros((3, 12)) for _ in arrays]
-    for part, value in zip(found.parts, evaluate(found.expression, np, given), strict=True):
+    for part, value in zip(found.addends, evaluate(found.expression, np, given), strict=True):
         gradients[part.operand] += value
     for i, found_gradient in enumerate(gradients):
         step = 1e-6 * rng.standard_normal((3, 12))

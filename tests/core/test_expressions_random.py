@@ -72,8 +72,8 @@ def gradients(
     """What a derivative's parts add up to, by operand."""
     sources = {"operand": given, "cotangent": cotangents, "output": outputs}
     read = [np.asarray(sources[source.role][source.position]) for source in derivative.sources]
-    found = {part.operand: np.zeros(np.shape(given[part.operand])) for part in derivative.parts}
-    for part, value in zip(derivative.parts, evaluate(derivative.expression, np, read), strict=True):
+    found = {part.operand: np.zeros(np.shape(given[part.operand])) for part in derivative.addends}
+    for part, value in zip(derivative.addends, evaluate(derivative.expression, np, read), strict=True):
         if part.columns:
             value = np.sum(value, axis=-1, keepdims=True)
         if part.rows:
@@ -107,7 +107,7 @@ def test_values_and_gradients_are_torch_s(start: int) -> None:
         cotangents = [np.random.default_rng(i).standard_normal(value.shape) for i, value in enumerate(found)]
         saved = range(len(found)) if seed % 2 else ()
         derivative = differentiate(expression, saved=saved, sum_columns=seed % 3 == 0)
-        assert seed % 3 or not any(part.columns for part in derivative.parts)
+        assert seed % 3 or not any(part.columns for part in derivative.addends)
         assert parse(text_of(derivative.expression)) == derivative.expression
         mine = gradients(derivative, list(given.values()), cotangents, found)
         active = [(w, torch.from_numpy(c)) for w, c in zip(wanted, cotangents, strict=True) if w.requires_grad]

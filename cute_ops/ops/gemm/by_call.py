@@ -158,10 +158,10 @@ def _refuse(
     declared |= {name: Tensor("*m n", f"T_{name}") for name in names}
     declared = each(declared) if len(arrays[1].shape) > 2 else declared
     given = {name: None if a is None else spec(a) for name, a in zip(declared, arrays, strict=True)}
-    raise ValueError(message(_Call("linear", declared), problem, given))
+    raise ValueError(message(_Linear("linear", declared), problem, given))
 
 
-class _Call(NamedTuple):
+class _Linear(NamedTuple):
     """What a message says of a call."""
 
     name: str

@@ -139,7 +139,7 @@ def fused_linear(
         _refuse(name, f"weight has shape {weight!r}; shapes are {', '.join(map(repr, WEIGHTS))}")
     if save not in ("pre", "none"):
         _refuse(name, f"save is {save!r}, expected 'pre' or 'none'")
-    made = _Fused(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
+    made = _Epilogue(name, epilogue, dict(operands or {}), "2n" in weight, outputs, defaults)
     inputs = {"x": Tensor("*m k", "T"), "weight": Tensor(weight, "T")}
     given = {key: Tensor(shape, f"T_{key}") for key, shape in made.operands.items()}
     known = {ACC, *made.outputs}
@@ -171,8 +171,8 @@ def fused_linear(
 
 
 def _declare(
-    name: str, made: _Fused, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor], acc: Tensor,
-    attrs: Mapping[str, Any], module: str, check: Check | None, is_batch: bool = False, **more: Any,
+    name: str, made: _Epilogue, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor],
+    acc: Tensor, attrs: Mapping[str, Any], module: str, check: Check | None, is_batch: bool = False, **more: Any,
 ) -> Op:  # fmt: skip
     """The op of a product with an epilogue, which ``apart`` computes from the sums; the framework where it is None."""
     weight = inputs["weight"].shape.removeprefix("*b ")
@@ -279,7 +279,7 @@ def _refuse(name: str, why: str) -> NoReturn:
     raise ValueError(f"cute_ops.fused_linear: {name} cannot be fused: {why}")
 
 
-class _Fused:
+class _Epilogue:
     """An epilogue, traced once for each combination of attributes."""
 
     def __init__(
@@ -318,7 +318,7 @@ class _Fused:
         self.groups = columns or any(map(period, operands.values()))
         self.by_element = not (self.groups or self.reduces)
 
-    def with_acc(self) -> _Fused:
+    def with_acc(self) -> _Epilogue:
         """The same, whose last output is the sums."""
         made = copy(self)
         made.saves, shape = True, self.shapes[ACC]

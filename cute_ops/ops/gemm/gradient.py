@@ -78,7 +78,7 @@ class Gradient(NamedTuple):
     saves: bool = False
 
 
-class Terms(NamedTuple):
+class EpilogueDerivative(NamedTuple):
     """The derivative of an epilogue: one node for each half of a packed operand, else one for each operand.
 
     Attributes:
@@ -247,10 +247,10 @@ class _Gradient:
         outputs, by_rows = graph.finish([found[i] for i in needed.outputs]), self.forward.by != "elements"
         return Formula(outputs, by_rows, reads, tuple(writes), kinds, tile)
 
-    def _with(self, attrs: Mapping[str, Any]) -> Terms:
+    def _with(self, attrs: Mapping[str, Any]) -> EpilogueDerivative:
         return self.terms(tuple(attrs.items()))
 
-    def _terms(self, attrs: tuple[tuple[str, Any], ...]) -> Terms:
+    def _terms(self, attrs: tuple[tuple[str, Any], ...]) -> EpilogueDerivative:
         forward = self.forward
         expression = forward.expression(dict(attrs))
         halves = [(key, half) for key, t in forward.outputs.items() for half in (HALVES if "2n" in t.shape else ("",))]
@@ -271,8 +271,8 @@ class _Gradient:
 
         nodes = copied(found.expression, graph, operand)
         outputs = [nodes[i] for i in found.expression.outputs]
-        parts = groupby(range(len(outputs)), key=lambda i: found.parts[i].operand)
-        return Terms(graph.finish(outputs), {names[key]: tuple(group) for key, group in parts})
+        parts = groupby(range(len(outputs)), key=lambda i: found.addends[i].operand)
+        return EpilogueDerivative(graph.finish(outputs), {names[key]: tuple(group) for key, group in parts})
 
 
 def _is_tile(tensor: Tensor) -> bool:

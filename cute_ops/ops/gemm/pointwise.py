@@ -107,7 +107,7 @@ def pointwise(
         return found.rows.of_groups(problem) if groups else found.config(problem)
 
     def batched() -> Op:
-        return _of_batch(_Declared(name, formula, inputs, outputs, attrs, defaults, reference.__module__))
+        return _of_batch(_Arguments(name, formula, inputs, outputs, attrs, defaults, reference.__module__))
 
     reference.__module__ = more.pop("module", __name__)
     tensors = (*inputs.values(), *outputs.values())
@@ -122,7 +122,7 @@ def pointwise(
     )  # fmt: skip
 
 
-class _Declared(NamedTuple):
+class _Arguments(NamedTuple):
     """What :func:`pointwise` takes, and the module of the declaration."""
 
     name: str
@@ -134,7 +134,7 @@ class _Declared(NamedTuple):
     module: str
 
 
-def _of_batch(given: _Declared) -> Op:
+def _of_batch(given: _Arguments) -> Op:
     """The same of each example of a batch: one pass over all rows, each with its example's vectors. What all rows of an
     example share is the sum of what this gives for each, in float32.
     """
@@ -165,7 +165,7 @@ def _of_batch(given: _Declared) -> Op:
     )  # fmt: skip
 
 
-def _of_rows(given: _Declared) -> Op:
+def _of_rows(given: _Arguments) -> Op:
     """The pass: it gives a tile of float32 for each output that all rows of an example share."""
     read, made = {}, {}
     for key, tensor in given.inputs.items():

@@ -24,7 +24,7 @@ from cute_ops.ops.rows import (
     VECTOR_BYTES,
     WIDEST_VECTOR,
     Ladder,
-    Row,
+    RowProblem,
     bytes_of,
     cluster_for,
     needs_in_registers,
@@ -89,7 +89,7 @@ def forward(problem: Problem, centred: bool = False) -> NormConfig:
     return _long_row(problem, row, centred)
 
 
-def _centred_row(problem: Problem, row: Row) -> NormConfig:
+def _centred_row(problem: Problem, row: RowProblem) -> NormConfig:
     """A layer norm's row of more than a warp's vectors, in one CTA."""
     if not row.aligned:
         return _persistent(problem, row, cluster=1, per_thread=6, threads=128)
@@ -97,7 +97,7 @@ def _centred_row(problem: Problem, row: Row) -> NormConfig:
     return NormConfig("one_pass", max(128, share), share, align_vectors=row.align_vectors, delay_weight_load=True)
 
 
-def _row(problem: Problem, row: Row, centred: bool) -> NormConfig:
+def _row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row in one CTA."""
     pair, share = "residual" in problem.dtypes, row_threads(row)
     if pair and row.aligned and row.vectors > WARP:
@@ -113,7 +113,7 @@ def _row(problem: Problem, row: Row, centred: bool) -> NormConfig:
     )  # fmt: skip
 
 
-def _long_row(problem: Problem, row: Row, centred: bool) -> NormConfig:
+def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
     """A row that one CTA's registers do not hold in float32."""
     pair, touched = "residual" in problem.dtypes, row.vectors + row.align_vectors
     weights_fit = SMEM_FROM[False] < touched <= 2 * PERSISTENT_VECTORS
@@ -137,7 +137,7 @@ def _long_row(problem: Problem, row: Row, centred: bool) -> NormConfig:
 
 
 def _in_registers(
-    problem: Problem, row: Row, cluster: int, threads: int, centred: bool, small_ctas: bool
+    problem: Problem, row: RowProblem, cluster: int, threads: int, centred: bool, small_ctas: bool
 ) -> NormConfig:  # fmt: skip
     """A long row in registers, in its own dtype."""
     # Two inputs of 16 bits are widened to be added, which takes more registers than 1536 threads per SM leave.
@@ -158,7 +158,9 @@ def _in_registers(
     )  # fmt: skip
 
 
-def _in_smem(problem: Problem, row: Row, vectors: int, span: int, *, full: bool, shallow: bool) -> NormConfig | None:
+def _in_smem(
+    problem: Problem, row: RowProblem, vectors: int, span: int, *, full: bool, shallow: bool
+) -> NormConfig | None:
     spread = spread_in_smem(row, vectors, bytes_of(problem, ("x", "residual")), span, full=full, shallow=shallow)
     if spread is None:
         return None
@@ -167,7 +169,7 @@ def _in_smem(problem: Problem, row: Row, vectors: int, span: int, *, full: bool,
     return NormConfig("smem", *spread, row.align_vectors, delay_weight_load=not room)
 
 
-def _persistent(problem: Problem, row: Row, cluster: int, per_thread: int, threads: int) -> NormConfig:
+def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int, threads: int) -> NormConfig:
     """Unaligned rows, whose weight and bias stay in registers from row to row."""
     share = threads_for(-(-(row.vectors + row.align_vectors) // cluster), per_thread, threads)
     rows = max(threads // share, 1)
@@ -184,7 +186,7 @@ def _persistent(problem: Problem, row: Row, cluster: int, per_thread: int, threa
     )  # fmt: skip
 
 
-def _column_bytes(problem: Problem, row: Row) -> int:
+def _column_bytes(problem: Problem, row: RowProblem) -> int:
     """Bytes of weight and bias that belong to one vector of a row."""
     return bytes_of(problem, COLUMNS) * row.vector_elements
 
@@ -242,7 +244,7 @@ def _in_step(problem: Problem, config: NormConfig) -> NormConfig:
     return replace(config, clusters=max(config.clusters // period, 1) * period)
 
 
-def _persistent_backward(problem: Problem, row: Row, row_bytes: int, centred: bool) -> NormConfig | None:
+def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, centred: bool) -> NormConfig | None:
     """Persistent clusters with column sums in registers; None for rows that are too long."""
     sums = max(sum(name in problem.dtypes for name in ("dweight", "dbias")), 1)
     lines = row.vectors <= LINES_UP_TO or problem.m >= LINES_FROM_ROWS
@@ -275,7 +277,7 @@ def _persistent_backward(problem: Problem, row: Row, row_bytes: int, centred: bo
     )  # fmt: skip
 
 
-def _backward_cluster(row: Row, touched: int, sums: int) -> int:
+def _backward_cluster(row: RowProblem, touched: int, sums: int) -> int:
     """CTAs of a row. Of a long row each takes up to CTA_VECTORS as far as four CTAs reach, then up to its span."""
     if row.vectors > CTA_VECTORS:
         span = SPAN_OF_TWO_SUMS if sums == 2 else SPAN[row.aligned]
@@ -286,7 +288,7 @@ def _backward_cluster(row: Row, touched: int, sums: int) -> int:
     return min(2, row.max_cluster) if pair else 1
 
 
-def _vectors_of_a_thread(row: Row, part: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
+def _vectors_of_a_thread(row: RowProblem, part: int, cluster: int, sums: int, centred: bool) -> tuple[int, int]:
     """Vectors of a thread, and threads of an SM that have registers for one sum of each of their columns."""
     if row.vectors > WARP and (sums == 2 or (centred and not row.aligned)):
         # A thread takes many columns. Two sums of each leave registers for fewer threads, but then a row's sum has
@@ -320,7 +322,7 @@ def _balanced_threads(part: int) -> int:
     return WARP * min(range(BALANCED_WARPS, least - 1, -1), key=busiest)
 
 
-def _few_rows(problem: Problem, row: Row, row_bytes: int) -> NormConfig | None:
+def _few_rows(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig | None:
     """Each of a few clusters takes all rows; None where rows are too many or unaligned.
 
     The config counts rows in powers of two, so that few kernels serve all.
@@ -339,7 +341,7 @@ def _few_rows(problem: Problem, row: Row, row_bytes: int) -> NormConfig | None:
     return NormConfig("few_rows", rows * share, share, cluster, stages=stages, replicas=replicas)
 
 
-def _overlapped(problem: Problem, row: Row, row_bytes: int) -> NormConfig | None:
+def _overlapped(problem: Problem, row: RowProblem, row_bytes: int) -> NormConfig | None:
     """A second kernel holds all rows in registers; None where rows are too many or unaligned.
 
     The config counts rows in powers of two, so that few kernels serve all.

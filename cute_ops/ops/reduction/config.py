@@ -22,7 +22,7 @@ from cute_ops.ops.rows import (
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
     VECTOR_BYTES,
-    Row,
+    RowProblem,
     bytes_of,
     cluster_for,
     needs_in_registers,
@@ -90,7 +90,7 @@ def reduced(problem: Problem) -> ReduceConfig:
     return replace(walk, parts_per_cta=parts, resident=TWO_PASS_CTAS[row.aligned])
 
 
-def _full_smem(row: Row) -> ReduceConfig | None:
+def _full_smem(row: RowProblem) -> ReduceConfig | None:
     """A row in the shared memory of at most eight CTAs; None where it is too long."""
     room = row.ring_bytes - RESERVED_BYTES
     if row.vectors <= SHORT_SMEM_ROW:
@@ -123,7 +123,7 @@ def normalised(problem: Problem) -> ReduceConfig:
     return ReduceConfig("smem", *spread, row.align_vectors)
 
 
-def _one_pass(row: Row) -> ReduceConfig:
+def _one_pass(row: RowProblem) -> ReduceConfig:
     share = row_threads(row)
     threads = max(128 if row.vectors > WARP else 256, share)
     return ReduceConfig("one_pass", threads, share, align_vectors=row.align_vectors)
