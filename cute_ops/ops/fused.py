@@ -321,22 +321,8 @@ class _Fused:
         return Formula(found.expression, by_rows, reads, writes, kinds, self.tile)
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
-        """Partial sums over rows for gradients of row vectors and scalars; whole ones by column for scalars, unless
-        whole rows are summed first.
-        """
-        made: dict[str, Array | None] = {}
-        formula, vectors, scalars = self.backward(problem.attrs), PARTS, 0
-        if formula.by_rows:
-            vectors, scalars = formula.rows.parts(problem, FusedRowConfig.of(config))
-        for name, shape in self.operands.items():
-            if SHAPES[shape].kind.rows:
-                continue
-            n = problem.size("n") * (2 if shape == "2n" else 1)
-            whole = formula.by_rows and shape == ""
-            made[f"d{name}_parts"] = Array((scalars,) if whole else (vectors, n), "float32")
-            if shape == "" and not whole:
-                made[f"d{name}_totals"] = Array((n,), "float32")
-        return made
+        gradients = {f"d{name}": shape for name, shape in self.operands.items()}
+        return sum_workspaces(self.backward(problem.attrs), gradients, problem, config)
 
     def reference(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
         """The outputs."""
@@ -368,6 +354,32 @@ class _Fused:
                 whole = sums[0] if len(sums) == 1 else xp.concat(sums, axis=-1)
                 gradients[f"d{name}"] = xp.astype(whole, given[name].dtype)
         return gradients
+
+
+def sum_workspaces(
+    formula: Formula, outputs: Mapping[str, str], problem: Problem, config: Config
+) -> dict[str, Array | None]:
+    """Workspaces of those outputs that are sums over rows: partial sums of row vectors and of scalars. A scalar's are
+    sums of columns, which need a second workspace for their totals, unless the formula sums whole rows first.
+
+    Args:
+        formula: what is computed.
+        outputs: shapes by name.
+        problem: the call.
+        config: the kernel's config.
+    """
+    made: dict[str, Array | None] = {}
+    vectors, scalars = PARTS, 0
+    if formula.by_rows:
+        vectors, scalars = formula.rows.parts(problem, FusedRowConfig.of(config))
+    for name, shape in outputs.items():
+        if SHAPES[shape].kind.rows:
+            continue
+        n, of_rows = problem.size("n") * (1 + SHAPES[shape].packed), formula.by_rows and shape == ""
+        made[f"{name}_parts"] = Array((scalars,) if of_rows else (vectors, n), "float32")
+        if shape == "" and not of_rows:
+            made[f"{name}_totals"] = Array((n,), "float32")
+    return made
 
 
 def summed(xp: Any, terms: Any, whole: tuple[int, ...], shape: str, by_rows: bool) -> Any:

@@ -14,7 +14,7 @@ from cute_ops.expressions.graph import SHAPES, Graph, copied
 from cute_ops.expressions.reference import evaluate
 from cute_ops.kernels.epilogue.config import FusedConfig, FusedRowConfig
 from cute_ops.op import Case, Op, Program, Sharding, Tensor, WhileFew
-from cute_ops.ops.fused import KERNEL, PARTS, Formula, space_of, summed
+from cute_ops.ops.fused import KERNEL, Formula, space_of, sum_workspaces, summed
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
 from cute_ops.shapes import FLOATS, Array
@@ -89,18 +89,8 @@ def pointwise(
         return tuple(results)
 
     def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
-        made: dict[str, Array | None] = {}
-        found, vectors, scalars = formula(problem.attrs), PARTS, 0
-        if found.by_rows:
-            vectors, scalars = found.rows.parts(problem, FusedRowConfig.of(config))
-        for key, tensor in outputs.items():
-            if SHAPES[shape_of(tensor)].kind.rows:
-                continue
-            n, whole = problem.size("n") * (1 + (tensor.shape == "2n")), found.by_rows and tensor.shape == ""
-            made[f"{key}_parts"] = Array((scalars,) if whole else (vectors, n), "float32")
-            if tensor.shape == "" and not whole:
-                made[f"{key}_totals"] = Array((n,), "float32")
-        return made
+        shapes = {key: shape_of(tensor) for key, tensor in outputs.items()}
+        return sum_workspaces(formula(problem.attrs), shapes, problem, config)
 
     def config(problem: Problem) -> FusedConfig | FusedRowConfig:
         found = formula(problem.attrs)
