@@ -29,7 +29,7 @@ from cute_ops.jit.variant import Variant
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.kernels.gemm.scheduler import bytes_by_grouping, tile_count, tile_of, tile_of_batch
 from cute_ops.ops.gemm.accumulate import linear_dweight_add
-from cute_ops.ops.gemm.config import Demand, choose, configs, cycles
+from cute_ops.ops.gemm.config import Demand, GemmSize, choose, configs, cycles
 from cute_ops.ops.gemm.linear import CASES, PRODUCTS, linear, linear_dweight, linear_dx, linear_float32
 from cute_ops.tools import sass
 
@@ -103,7 +103,7 @@ def test_every_config_fits_an_sm(name: str, sm_count: int) -> None:
 
 
 def chosen(m: int, n: int, k: int, demand: Demand = Demand()) -> GemmConfig:  # noqa: B008 (an immutable value)
-    config = choose(m, n, k, 2, demand, "sm_90a", 132)
+    config = choose(GemmSize(m, n, k), 2, demand, "sm_90a", 132)
     assert config is not None
     return config
 
@@ -120,8 +120,8 @@ def test_large_products_take_large_tiles_that_clusters_share() -> None:
 
 def test_a_tile_more_than_clusters_takes_another_wave() -> None:
     config = GemmConfig("cooperative", 128, 256, 4, 66, 2)
-    one, two = (cycles(config, tiles * 256, 256, 4096, 2) for tiles in (66, 67))
-    assert (two, one) == (2 * one, cycles(config, 1, 1, 4096, 2))
+    one, two = (cycles(config, GemmSize(tiles * 256, 256, 4096), 2) for tiles in (66, 67))
+    assert (two, one) == (2 * one, cycles(config, GemmSize(1, 1, 4096), 2))
 
 
 def test_few_rows_take_small_tiles() -> None:

@@ -8,8 +8,7 @@ from cute_ops.config import Problem
 from cute_ops.hardware import sm
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import Instead, Program
-from cute_ops.ops.gemm.batches import batch_of
-from cute_ops.ops.gemm.config import FEW_ROWS, busy
+from cute_ops.ops.gemm.config import FEW_ROWS, GemmSize, busy
 from cute_ops.ops.rows import VECTOR_BYTES
 
 # The part of the time that a product without an epilogue must keep the Tensor Cores busy, by the model of cycles. With
@@ -38,9 +37,8 @@ def instead(
             return True
         if sizes is None:
             return False
-        m, n, k = map(problem.size, sizes)
-        used = busy(chosen, m, n, k, 2, problem.sm_count, batch_of(problem))
-        return n % (VECTOR_BYTES // 2) == 0 and used < LEAST_BUSY
+        size = GemmSize.of(problem, sizes)
+        return size.n % (VECTOR_BYTES // 2) == 0 and busy(chosen, size, 2, problem.sm_count) < LEAST_BUSY
 
     return Instead(program, when, WIDE)
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import product
 from typing import NamedTuple
 
+from cute_ops.config import Problem
 from cute_ops.hardware import ARCHES
 from cute_ops.kernels.gemm.config import WARPGROUP, Form, GemmConfig
+from cute_ops.ops.gemm.batches import batch_of
 
 # Form, rows and columns of a tile. Those with more accumulators leave too few registers for most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
@@ -33,6 +36,21 @@ MMA, SHARED_BYTES, L2_BYTES, MUFU, FMA = 2048, 128, 48, 16, 128
 # Cycles: of a warpgroup's subtile on its way out, besides its bytes and its instructions; between the last product of
 # one warpgroup and the first one of the other; until the ring, which is full after an epilogue, is in use again.
 SUBTILE, TURN, RESUME = 100, 500, 2000
+
+
+class GemmSize(NamedTuple):
+    """The size of a product: m rows and n columns of sums of k terms, for each matrix of a batch."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+
+    @classmethod
+    def of(cls, problem: Problem, dims: tuple[str, str, str]) -> GemmSize:
+        """From the names of the dims of rows, columns and terms."""
+        m, n, k = map(problem.size, dims)
+        return cls(m, n, k, batch_of(problem))
 
 
 class Demand(NamedTuple):
@@ -98,23 +116,20 @@ def _with_slots(config: GemmConfig, subtiles: int, arch: str, itemsize: int, dem
             yield replace(made, stages=min(room // slot, MAX_STAGES))
 
 
-def choose(
-    m: int, n: int, k: int, itemsize: int, demand: Demand, arch: str, sm_count: int, batch: int = 1
-) -> GemmConfig | None:
+def choose(size: GemmSize, itemsize: int, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
     """The config that takes the fewest cycles by the model, of equals the first; None where the epilogue fits none."""
-    return min(
-        configs(arch, sm_count, itemsize, demand),
-        key=lambda config: cycles(config, m, n, k, itemsize, demand, batch),
-        default=None,
-    )
+    possible = configs(arch, sm_count, itemsize, demand)
+    return min(possible, key=lambda config: cycles(config, size, itemsize, demand), default=None)
 
 
-def few_rows(m: int, n: int, k: int, itemsize: int, arch: str, sm_count: int) -> GemmConfig:
-    """For few rows: tiles of the other operand's rows, in the fewest parts that keep enough SMs loading."""
-    tiles, steps, parts = -(-n // FEW_TILE), -(-k // SWIZZLED), 1
+def few_rows(size: GemmSize, itemsize: int, arch: str, sm_count: int) -> GemmConfig:
+    """The config for few rows: tiles of the other operand's rows, with k split into as few parts as keep enough SMs
+    loading.
+    """
+    tiles, steps, parts = -(-size.n // FEW_TILE), -(-size.k // SWIZZLED), 1
     while tiles * parts < ENOUGH_SMS * sm_count and steps >= 2 * parts * LEAST_STEPS:
         parts *= 2
-    config = GemmConfig("cooperative", FEW_TILE, 32 if m <= 32 else 64, 0, sm_count, store_stages=2, parts=parts)
+    config = GemmConfig("cooperative", FEW_TILE, 32 if size.m <= 32 else 64, 0, sm_count, store_stages=2, parts=parts)
     room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(itemsize, (4,))
     slot = replace(config, stages=1).shared(itemsize, (4,)) - config.shared(itemsize, (4,))
     return replace(config, stages=min(room // slot, MAX_STAGES))
@@ -125,14 +140,13 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
     return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
 
 
-def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, demand: Demand = PLAIN, batch: int = 1) -> int:
-    """About how long a product takes, or a batch of them: waves of tiles, each as long as the slower of multiplying and
-    loading from L2.
+def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = PLAIN) -> int:
+    """About how long a product takes: waves of tiles, each as long as the slower of multiplying and loading from L2.
 
-    Two warpgroups that share a tile compute its epilogue while nobody multiplies; of two with a tile each, one does so
-    while the other multiplies, but for the last tile.
+    Two warpgroups that share a tile do not multiply while they compute its epilogue. Of two with a tile each, one
+    computes its epilogue while the other multiplies, except for the last tile.
     """
-    rows, columns, steps = config.tile_m, config.tile_n, -(-k // config.tile_k)
+    rows, columns, steps = config.tile_m, config.tile_n, -(-size.k // config.tile_k)
     multiply = rows * columns * config.tile_k // MMA
     loaded = rows // config.cluster_n + columns // config.cluster_m
     inside = steps * max(multiply, loaded * config.tile_k * itemsize // L2_BYTES)
@@ -141,13 +155,13 @@ def cycles(config: GemmConfig, m: int, n: int, k: int, itemsize: int, demand: De
     moved = rows * width * 2 * (sum(demand.outputs) + sum(demand.tiles)) // SHARED_BYTES
     after = moved + rows * width * demand.mufu // MUFU + rows * width * demand.fma // FMA
     after += SUBTILE * rows * width // (sub_m * sub_n)
-    tiles = batch * -(-m // (rows * config.cluster_m)) * -(-n // (width * config.cluster_n))
+    tiles = size.batch * -(-size.m // (rows * config.cluster_m)) * -(-size.n // (width * config.cluster_n))
     waves = -(-tiles // config.clusters)
     if config.form == "pingpong":
         return waves * (max(inside, after) + TURN) + after
     return waves * (inside + after + RESUME)
 
 
-def busy(config: GemmConfig, m: int, n: int, k: int, itemsize: int, sm_count: int, batch: int = 1) -> float:
+def busy(config: GemmConfig, size: GemmSize, itemsize: int, sm_count: int) -> float:
     """The part of a product's time in which the Tensor Cores multiply."""
-    return batch * m * n * k / (MMA * sm_count * cycles(config, m, n, k, itemsize, batch=batch))
+    return math.prod(size) / (MMA * sm_count * cycles(config, size, itemsize))

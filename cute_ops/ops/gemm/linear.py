@@ -19,7 +19,7 @@ from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import batch_of, each
 from cute_ops.ops.gemm.choice import instead
-from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, choose, few_rows, without_tma
+from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, GemmSize, choose, few_rows, without_tma
 from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
@@ -167,9 +167,8 @@ def configure(
     (vec_a, a_by_tma), (vec_b, b_by_tma) = vectors
     chosen = None
     if sm(problem.arch) == 90 and a_by_tma and b_by_tma:
-        m, n, k = map(problem.size, sizes)
-        itemsize, batch = ITEMSIZE["bfloat16"], batch_of(problem)
-        chosen = choose(m, n, k, itemsize, demand, problem.arch, problem.sm_count, batch)
+        size = GemmSize.of(problem, sizes)
+        chosen = choose(size, ITEMSIZE["bfloat16"], demand, problem.arch, problem.sm_count)
     return chosen or without_tma(vec_a, vec_b)
 
 
@@ -180,7 +179,7 @@ def of_few_rows(
     if sm(problem.arch) != 90 or problem.size("m") > FEW_ROWS or not all(by_tma for _, by_tma in vectors):
         return None
     m, n, k = map(problem.size, sizes)
-    return few_rows(m, n * halves, k, ITEMSIZE["bfloat16"], problem.arch, problem.sm_count)
+    return few_rows(GemmSize(m, n * halves, k), ITEMSIZE["bfloat16"], problem.arch, problem.sm_count)
 
 
 def sums_of_few_rows(
