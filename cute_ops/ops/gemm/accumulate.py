@@ -1,4 +1,4 @@
-"""A weight's gradient added to what is there: declaration and reference."""
+"""A weight's gradient added to a running total: declaration and reference."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cute_ops.ops.gemm.linear import CASES, DOUT, HALVES, X, check_rows, configu
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
-# Registers of a thread for elements of a total that TMA does not load, of each byte of one: of two subtiles.
+# Registers of a thread for a total that TMA cannot load, per byte of an element: a thread holds parts of two subtiles.
 BY_THREADS = 8
 
 
@@ -30,7 +30,7 @@ def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any])
 
 
 def config(problem: Problem) -> GemmConfig:
-    """That of the product, with one tile to read."""
+    """The config of the product, whose epilogue reads one tile."""
     check_rows(linear_dweight_add, problem)
     vectors, blocks = loads(problem, ("dout", "x"), "m")
     itemsize, by_tma = ITEMSIZE[problem.dtypes["total"]], problem.aligns["total"] == VECTOR_BYTES
@@ -59,13 +59,13 @@ linear_dweight_add = Op(
     cases=CASES,
     doc="""Gradient of :func:`linear` to the weight, added to earlier ones: ``total += dout.T @ x``, over all rows.
 
-    Gradients of micro-batches are added up without a pass of its own, and none is rounded before.
+    The gradients of micro-batches are added up without another pass, and without rounding each of them first.
 
     Args:
         dout: ``T[*m n]``; bfloat16, float16 or float32.
         x: ``T[*m k]``. Either dim of both may be contiguous.
         total: ``[n k]``; float32, float16 or bfloat16, whatever the others are. It is written.
-        fused: as of :func:`linear`.
+        fused: as in :func:`linear`.
 
     Returns:
         PyTorch: nothing, ``total`` is changed. JAX: the new ``total``, in the memory of the old one where the program

@@ -1,4 +1,4 @@
-"""Whether a product runs by our kernel, or by the framework's product and a pass over its output."""
+"""Choose between our kernel of a product, and the framework's product followed by a pass over its output."""
 
 from __future__ import annotations
 
@@ -11,24 +11,25 @@ from cute_ops.op import Instead, Program
 from cute_ops.ops.gemm.config import FEW_ROWS, GemmSize, busy
 from cute_ops.ops.rows import VECTOR_BYTES
 
-# The part of the time that a product without an epilogue must keep the Tensor Cores busy, by the model of cycles. With
-# 0.51 and 0.61 (BERT's gradients) ours ran at 84% and 88% of cuBLAS's speed, from 0.71 on at 100% and more. But cuBLAS
-# needs rows of 16 bytes: at others ours is five times as fast with 0.40.
+# A product without an epilogue runs by our kernel if the model of cycles keeps the Tensor Cores busy for at least this
+# part of the time. With 0.51 and 0.61 (BERT's gradients) our kernel reached 84% and 88% of cuBLAS's speed, from 0.71 on
+# 100% and more. cuBLAS needs rows that are multiples of 16 bytes: for others ours was five times as fast
+# even with 0.40.
 LEAST_BUSY = 0.65
-WIDE = {"T": ("float32",)}  # which no kernel takes
+WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
 
 
 def instead(
     program: Program, config: Callable[[Problem], GemmConfig], sizes: tuple[str, str, str] | None = None
 ) -> Instead:
-    """What may run in place of a product's kernel, and where it does: on other GPUs than Hopper's, without TMA, for few
-    rows, and where a product without an epilogue keeps few Tensor Cores busy. Elsewhere our kernel was measured to be
-    at least as fast.
+    """What may run in place of a product's kernel, and where it does: on GPUs other than Hopper, where TMA cannot load
+    the operands, for few rows, and where a product without an epilogue leaves the Tensor Cores idle for too long.
+    Elsewhere our kernel was measured to be at least as fast.
 
     Args:
         program: the framework's product, and a pass over its output.
         config: the kernel's heuristic.
-        sizes: of a product without an epilogue, the dims of its rows, its columns and its terms.
+        sizes: for a product without an epilogue, the dims of its rows, its columns and its terms.
     """
 
     def when(problem: Problem) -> bool:

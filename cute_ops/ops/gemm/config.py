@@ -13,28 +13,29 @@ from cute_ops.hardware import ARCHES
 from cute_ops.kernels.gemm.config import WARPGROUP, Form, GemmConfig
 from cute_ops.ops.gemm.batches import batch_of
 
-# Form, rows and columns of a tile. Those with more accumulators leave too few registers for most epilogues.
+# Form, rows and columns of a tile. Larger tiles leave too few registers for most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
     ("pingpong", 128, 192), ("pingpong", 128, 160), ("pingpong", 128, 128), ("pingpong", 64, 256),
     ("pingpong", 64, 192), ("pingpong", 64, 128), ("pingpong", 64, 64),
     ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 192), ("cooperative", 128, 128),
 )  # fmt: skip
 CLUSTERS: tuple[tuple[int, int], ...] = ((2, 1), (1, 2), (1, 1))
-# Up to so many rows a product takes as long as reading the other operand. Rows of that in a tile, the part of all SMs
-# that suffices to read it, and the fewest steps of k in a part of a tile's sums.
+# With up to FEW_ROWS rows a product takes as long as reading the other operand. Then a tile has FEW_TILE rows of that
+# operand, ENOUGH_SMS of all SMs suffice to read it, and a part of k has at least LEAST_STEPS steps.
 FEW_ROWS, FEW_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
-# Slots of the ring: at most, as many as take precedence over slots for subtiles, at least. Slots for subtiles.
+# Slots of the ring at most and at least, and slots for subtiles: fewer of these where the ring would otherwise have
+# fewer than ENOUGH_STAGES.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
 SWIZZLED = 64  # 16-bit elements of a row of 128 bytes in shared memory, which TMA and WGMMA permute
 ALIGNMENT = 1024  # bytes: of the ring in shared memory
 # Registers of a thread that multiplies, and those of them that hold addresses, coordinates and constants.
 MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
-# Of an SM in a cycle: 16-bit products added up; bytes of shared memory; bytes from L2; exponentials and reciprocals;
-# other instructions. With this number for L2 and those below, what is chosen at 22 shapes of models takes 0.4% longer
-# than the fastest config does (H200).
+# What an SM does in a cycle: multiply-adds of 16-bit numbers; bytes of shared memory; bytes from L2; exponentials and
+# reciprocals; other instructions. With this number for L2 and those below, the configs chosen for 22 shapes of models
+# take 0.4% longer than the fastest ones (H200).
 MMA, SHARED_BYTES, L2_BYTES, MUFU, FMA = 2048, 128, 48, 16, 128
-# Cycles: of a warpgroup's subtile on its way out, besides its bytes and its instructions; between the last product of
-# one warpgroup and the first one of the other; until the ring, which is full after an epilogue, is in use again.
+# Cycles: SUBTILE to store a warpgroup's subtile, besides its bytes and its instructions; TURN between the last product
+# of one warpgroup and the first one of the other; RESUME until both multiply at full speed again after an epilogue.
 SUBTILE, TURN, RESUME = 100, 500, 2000
 
 
@@ -54,19 +55,19 @@ class GemmSize(NamedTuple):
 
 
 class Demand(NamedTuple):
-    """What a product's epilogue takes, besides the product's sums.
+    """What a product's epilogue needs besides the accumulators.
 
     Attributes:
         outputs: bytes of an element of each output.
-        tiles: of each operand ``(m, n)``.
-        packed: whether sums come in pairs: of columns of two halves.
-        blocks: columns of b that lie together in shared memory: what a CTA's part of a tile is a multiple of, so that
-            TMA writes no half rows of 128 bytes.
+        tiles: bytes of an element of each operand ``(m, n)``.
+        packed: whether an element needs two columns of the product, one of each half of the weight.
+        blocks: columns of b that share a row of 128 bytes in shared memory. A CTA's part of a tile is a multiple of
+            them, so that TMA writes whole rows.
         vectors: registers of a thread for row and column vectors.
         live: float32 values of an element that are needed at once.
         mufu: instructions for each element that an SM does 16 of in a cycle.
-        fma: other instructions.
-        group: columns that a tile has all or none of.
+        fma: other instructions for each element.
+        group: columns of a group, which must lie in one tile.
     """
 
     outputs: tuple[int, ...] = (2,)
@@ -80,7 +81,9 @@ class Demand(NamedTuple):
     group: int = 1
 
     def registers(self, config: GemmConfig) -> int:
-        """Of a thread while it computes the first subtile: sums, what is loaded for this and the next one, results."""
+        """The registers of a thread while it computes its first subtile: accumulators, what is loaded for this subtile
+        and the next, results.
+        """
         rows, columns = config.subtile(*self.outputs, *self.tiles)
         per_thread = rows * columns // (WARPGROUP * config.sharing)
         held = per_thread * (sum(self.outputs) + sum(self.tiles)) // 4
@@ -136,7 +139,7 @@ def few_rows(size: GemmSize, itemsize: int, arch: str, sm_count: int) -> GemmCon
 
 
 def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
-    """For operands that are loaded in vectors of so many elements."""
+    """The config for operands that TMA cannot load: threads load vectors of so many elements."""
     return GemmConfig("mma_sync", 128, 128, 2, 0, tile_k=32, vec_a=vec_a, vec_b=vec_b)
 
 

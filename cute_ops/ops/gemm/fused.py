@@ -47,7 +47,7 @@ from cute_ops.shapes import FLOATS, ITEMSIZE, Array
 WEIGHTS = {"n k": "Linear", "k n": "LinearDx", "2n k": "Linear", "k 2n": "LinearDx"}
 Check = Callable[[Binding], str | None]
 COLUMNS = (COLUMN, "*m 1")
-# Where an example's vectors and scalars get the dims that they lack.
+# Indices that give the vectors and scalars of a batch the dims that they lack.
 SHARED: dict[str, Any] = {"n": (..., None, slice(None)), "2n": (..., None, slice(None)), "": (..., None, None)}
 SIZES = ("m", "n", "k")  # rows, columns and terms of the product
 GROUPS = (16, 32, 64, 128)  # columns
@@ -102,8 +102,8 @@ def fused_linear(
     The op has one more attribute, ``fused``. ``"always"`` runs that kernel; ``"never"`` the framework's product and
     then one pass, between which the product is rounded to x's dtype, or to the one that ``dtypes`` has for ``acc``.
     ``"auto"`` runs the kernel where it was measured to be at least as fast (:func:`cute_ops.ops.gemm.choice.instead`),
-    and never for float32. An epilogue that reduces rows, looks at groups of columns or repeats an operand differs:
-    ``"auto"`` always runs its kernel, but for float32; with ``"never"`` the framework computes it.
+    and never for float32. For an epilogue that reduces rows, looks at groups of columns or repeats an operand,
+    ``"auto"`` always runs the kernel, except for float32; with ``"never"`` the framework computes the epilogue.
 
     The gradient follows from the epilogue, unless ``grad`` gives one. An operand that repeats itself has none.
 
@@ -112,7 +112,7 @@ def fused_linear(
             values; or an expression's text, whose first operand is the product.
         operands: their shapes: ``*m n`` a tile, ``*m 2n`` two side by side, ``n`` or ``2n`` a row vector, ``*m 1`` or
             ``*m`` a column vector, empty a scalar, ``*m 64`` what repeats itself; ``*#m 64`` where its leading dims
-            broadcast, as Op has it. Each has its own dtype: float32, float16 or bfloat16.
+            broadcast, as in :class:`Op`. Each has its own dtype: float32, float16 or bfloat16.
         weight: its shape; ``n k`` as in PyTorch, ``k n`` as in JAX and in gradients.
         name: the op's name, the function's by default.
         outputs: their shapes, ``*m n`` or ``*m 2n``, which takes two values, of what follows from reductions ``*m 1``
@@ -120,13 +120,13 @@ def fused_linear(
             output named ``d<operand>`` is a gradient, and has none itself.
         dtypes: of those outputs that do not have x's dtype, column vectors float32; of ``acc`` the one in which it is
             saved.
-        attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
-        save: what becomes of the sums where the gradient reads them: a call that is differentiated stores them, too
-            (``pre``, "pre-activations"), or the backward computes the product again (``none``). Rounded outputs that
-            tell as much are read instead.
-        grad: the ops that compute the gradient, as :class:`Op` has them, where it does not follow from the epilogue.
-        no_gradient: operands that these give none.
-        check: as :class:`Op` has it, of what whole groups of columns pass.
+        attrs: as in :class:`Op`; Python sees their values, and each combination is a kernel of its own.
+        save: what happens to the product where the gradient reads it: a call that is differentiated stores it, too
+            (``pre``, "pre-activations"), or the backward computes it again (``none``). Where the gradient can be
+            computed from the outputs as well, it reads these instead.
+        grad: the ops that compute the gradient, as in :class:`Op`, where it does not follow from the epilogue.
+        no_gradient: operands for which these compute none.
+        check: as in :class:`Op`; it runs once the columns are known to be whole groups.
         cases: named problems.
 
     Raises:
@@ -174,25 +174,25 @@ def _declare(
     name: str, made: _Epilogue, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor],
     acc: Tensor, attrs: Mapping[str, Any], module: str, check: Check | None, is_batch: bool = False, **more: Any,
 ) -> Op:  # fmt: skip
-    """The op of a product with an epilogue, which ``apart`` computes from the sums; the framework where it is None."""
+    """The op of a product with an epilogue. ``apart`` is the op of the epilogue alone; None where the framework
+    computes that.
+    """
     weight = inputs["weight"].shape.removeprefix("*b ")
     may_be_few = made.by_element and not is_batch
     across, kernel = weight.startswith("k"), f"{'Batched' * is_batch}{WEIGHTS[weight]}"
 
     def reference(xp: Any, x: Any, weight: Any, *arrays: Any, fused: str = "", **attrs: Any) -> tuple[Any, ...]:
-        return of_sums(xp, product(xp, x, xp.matrix_transpose(weight) if across else weight), x, arrays, attrs)
+        return of_acc(xp, product(xp, x, xp.matrix_transpose(weight) if across else weight), x, arrays, attrs)
 
-    def of_sums(xp: Any, acc: Any, x: Any, arrays: Iterable[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-        given = [
-            a[SHARED[shape]]
-            if is_batch and shape in SHARED
-            else a[..., None]
-            if shape == COLUMN
-            else repeated(xp, a, acc.shape[-1])
-            if period(shape)
-            else a
-            for a, shape in zip(arrays, made.operands.values(), strict=True)
-        ]
+    def operand(xp: Any, array: Any, shape: str, columns: int) -> Any:
+        if is_batch and shape in SHARED:
+            return array[SHARED[shape]]
+        if shape == COLUMN:
+            return array[..., None]
+        return repeated(xp, array, columns) if period(shape) else array
+
+    def of_acc(xp: Any, acc: Any, x: Any, arrays: Iterable[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
+        given = [operand(xp, a, shape, acc.shape[-1]) for a, shape in zip(arrays, made.operands.values(), strict=True)]
         values = iter(evaluate(made.expression(attrs), xp, [acc, *given]))
         outs = []
         for tensor in outputs.values():
@@ -211,7 +211,7 @@ def _declare(
         chosen = of_few_rows(problem, vectors, SIZES, 1 + made.packed) if may_be_few else None
         chosen = chosen or configure(problem, vectors, SIZES, demand)
         halves = start if made.packs else VECTOR_BYTES
-        if demand.group > 1 and chosen.form == "mma_sync":  # a warp has all columns of a tile
+        if demand.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
             chosen = replace(chosen, warps_n=1)
         return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
 
@@ -223,7 +223,7 @@ def _declare(
             import array_api_compat  # start-up time
 
             names, arrays = array_api_compat.array_namespace(given["x"]), [given[key] for key in made.operands]
-            return dict(zip(outputs, of_sums(names, given[ACC], given["x"], arrays, attrs), strict=True))
+            return dict(zip(outputs, of_acc(names, given[ACC], given["x"], arrays, attrs), strict=True))
         read = {key: given[key] for key in apart.inputs}
         found = apart.program.run(xp, call, read, attrs) if apart.program else call(apart, read, attrs)
         return {key: given[ACC] if key == ACC else found[key] for key in outputs}
@@ -245,7 +245,7 @@ def _declare(
             known["grad"] = tuple(step.batched for step in more["grad"])
         if more.get("saving"):
             known["saving"] = more["saving"].batched
-        known["doc"] = f"The same of each example of a batch.\n\n    {more['doc']}"
+        known["doc"] = f"The same for each example of a batch.\n\n    {more['doc']}"
         # A column vector has no contiguous dim.
         read = {key: t._replace(contiguous=()) if t.shape == "*b m" else t for key, t in each(inputs).items()}
         return _declare(
@@ -300,7 +300,7 @@ class _Epilogue:
         names = ("out",) if len(kinds) == 1 else tuple(f"out{i}" for i in range(len(kinds)))
         shapes = ["*m n" if kind.columns else "*m 1" for kind in kinds]
         self.outputs = dict(outputs or zip(names, shapes, strict=True))
-        # The tensors that values go to, a packed one twice.
+        # The tensors that the values are stored in; a packed one takes two.
         self.writes = [
             f"{key}{half}"
             for key, shape in self.outputs.items()
@@ -313,13 +313,13 @@ class _Epilogue:
             listed = ", ".join(map(repr, known))
             _refuse(name, f"{wrong[0]} has shape {self.outputs[wrong[0]]!r}; shapes of outputs are {listed}")
         found = self.expression(defaults)
-        # Whether each element follows from those at its place alone.
+        # Whether each element of an output depends on elements at its own place alone.
         columns = bool(sizes(found)) or any(node.word == "column" for node in found.nodes)
         self.groups = columns or any(map(period, operands.values()))
         self.by_element = not (self.groups or self.reduces)
 
     def with_acc(self) -> _Epilogue:
-        """The same, whose last output is the sums."""
+        """The same epilogue, with the product as one more output."""
         made = copy(self)
         made.saves, shape = True, self.shapes[ACC]
         made.outputs = {**self.outputs, ACC: shape}
@@ -329,7 +329,7 @@ class _Epilogue:
         return made
 
     def apart(self, forward: Forward) -> Op:
-        """The op of the epilogue alone, which reads the sums."""
+        """The op of the epilogue alone, which reads the product."""
         kinds = "t" * len(self.writes)
 
         def formula(attrs: Mapping[str, Any]) -> Formula:
@@ -344,7 +344,7 @@ class _Epilogue:
         )  # fmt: skip
 
     def expression(self, attrs: Mapping[str, Any]) -> Expression:
-        """What is computed with these attributes."""
+        """The expression for these attributes."""
         found = self._traced(tuple(attrs.items()))
         if len(found.outputs) != len(self.writes):
             _refuse(self.name, f"it returns {len(found.outputs)} values, which are to be {', '.join(self.writes)}")
@@ -388,21 +388,21 @@ class _Epilogue:
         return _with_acc(found) if self.saves else found
 
     def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
-        """What the kernel is told."""
+        """The fields of the kernel's config that say what it computes."""
         text = text_of(self.expression(attrs))
         read = [f"{name}%{period(shape)}" if period(shape) else name for name, shape in self.operands.items()]
         return {"expression": text, "reads": " ".join(read), "writes": " ".join(self.writes)}
 
     def demand(self, problem: Problem, start: int, blocks: int) -> Demand:
-        """What the epilogue takes of an SM.
+        """What the epilogue needs of an SM.
 
         Args:
             problem: the call.
-            start: bytes, at most 16, that divide where second halves start.
-            blocks: columns of the weight that lie together in shared memory.
+            start: bytes, at most 16, that divide the offset of second halves.
+            blocks: columns of the weight that share a row of shared memory.
         """
         expression, words, _ = split(self.expression(problem.attrs))
-        # Results of two rows; those of groups as they are added up, and two of each row.
+        # A thread reduces two rows. A reduction of groups takes eight registers, for what it adds up and for results.
         tiles, vectors = [], 2 * len(words) + 8 * sum(node.word in REDUCTIONS for node in expression.nodes)
         for read in reads(expression):
             if not read.operand:
@@ -412,7 +412,7 @@ class _Epilogue:
             aligned = min(problem.aligns[name], start if operand.packed else VECTOR_BYTES) == VECTOR_BYTES
             if operand.kind.rows and operand.kind.columns and aligned and not repeats:
                 tiles += [itemsize]
-            elif operand.kind.columns:  # of 16 sums in two rows, loaded for the next subtile, too; where the rows are
+            elif operand.kind.columns:  # 16 elements in two rows, of this subtile and the next; the rows' addresses
                 vectors += 2 * (16 if operand.kind.rows else 8) * itemsize // 4 + 4 * operand.kind.rows
             else:
                 vectors += 2 * (1 + operand.kind.rows)
@@ -425,14 +425,14 @@ class _Epilogue:
         )  # fmt: skip
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
-        """Parts of rows' reductions."""
+        """The workspace of reductions of rows, of which each tile computes a part."""
         parts = GemmConfig.of(config).row_parts(problem.size("n"), self.packed)
         words = split(self.expression(problem.attrs)).reductions
         return {ROW_PARTS: Array((problem.size("m"), parts, len(words)), "float32")}
 
 
 def _with_acc(expression: Expression) -> Expression:
-    """The same, whose last outputs are its first operand."""
+    """The same, with the first operand as one more output."""
     graph = Graph(expression.operands)
     nodes = copied(expression, graph, lambda node: graph.operand(node.operand, node.half))
     halves = ("[:n]", "[n:]") if expression.operands[0].packed else ("",)
@@ -440,7 +440,7 @@ def _with_acc(expression: Expression) -> Expression:
 
 
 def _live(expression: Expression) -> int:
-    """The most values that are needed at once where nodes are computed in their order."""
+    """The most values that are needed at once while nodes are computed in order."""
     last = {arg: i for i, node in enumerate(expression.nodes) for arg in node.args}
     last |= dict.fromkeys(expression.outputs, len(expression.nodes))
     values = [i for i, node in enumerate(expression.nodes) if node.word not in ("constant", "n")]

@@ -1,4 +1,4 @@
-"""The gradient of a gated activation behind the product that makes its cotangent, for the backward of a gated MLP."""
+"""The backward of a gated activation, as the epilogue of the product that computes its cotangent: for gated MLPs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _value_and_slope(xp: Any, gate: Any, activation: str) -> tuple[Any, Any]:
         return gate * below, below + gate * xp.exp(-0.5 * xp.square(gate)) / math.sqrt(2 * math.pi)
     if activation == "gelu_tanh":
         s = xp.sigmoid(2 * SLOPE * (gate + CUBE * gate**3))
-        near = xp.clip(gate, -16, 16)  # where a square would overflow the slope is multiplied by zero
+        near = xp.clip(gate, -16, 16)  # a larger square could overflow, and is multiplied by zero
         return gate * s, s + gate * s * (1 - s) * (2 * SLOPE * (1 + 3 * CUBE * xp.square(near)))
     s = xp.sigmoid(gate)
     return gate * s, s + gate * s * (1 - s)
@@ -43,7 +43,7 @@ def _gated_dgrad_again(xp: Any, dh: Any, pre: Any, *, activation: str) -> tuple[
 
 @cache
 def gated_dgrad(transposed: bool) -> Op:
-    """The op for a weight of ``[p, n]``, or of ``[n, p]``: ``_gated_dgrad`` of the product and of ``pre``."""
+    """The op for a weight ``[p, n]``, or transposed ``[n, p]``: the product ``dh``, and gradients of gate and up."""
     return fused_linear(_gated_dgrad, name=_name(transposed), outputs={"dpre": "*m 2n"}, **_options(transposed))
 
 
@@ -58,7 +58,7 @@ def gated_dgrad_again(transposed: bool) -> Op:
 
 @cache
 def gated_linear_kn() -> Op:
-    """``gated_linear`` of a weight of ``[k, 2n]``."""
+    """``gated_linear`` for a weight ``[k, 2n]``."""
     return fused_linear(gated, name="gated_linear_kn", weight="k 2n", attrs={"activation": ACTIVATIONS})
 
 

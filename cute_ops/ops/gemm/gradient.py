@@ -1,9 +1,10 @@
 """Gradients of products with epilogues: the ops that compute them, one after the other.
 
-The derivative of the epilogue's expression gives ``dacc``, the gradient of the sums, and those of other tiles in one
-pass. A vector's or scalar's is a sum: of ``dacc``, where each of its terms is one of ``dacc``. Kernels of rows, which
-compute what reduces rows or looks at columns in groups, add sums up in the same pass. Two products give the gradients
-of x and of the weight. What is the cotangent itself, as a residual's gradient is, nothing computes.
+One pass computes ``dacc``, the gradient of the product, and the gradients of other tiles, by the derivative of the
+epilogue's expression. The gradient of a vector or a scalar is a sum: of ``dacc`` itself where the operand is added to
+the product, as a bias is. Kernels of rows, which compute epilogues that reduce rows or look at groups of columns, add
+such sums up in the same pass. Two products give the gradients of x and of the weight. A gradient that is a cotangent,
+as that of a residual, is not computed.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.linear import linear_acc, product_gradients
 from cute_ops.ops.gemm.pointwise import COLUMN, period, pointwise, shape_of
 
-ACC = "acc"  # the sums
-MOST_SKIPPABLE = 3  # tiles; each set of them that is wanted is an op
+ACC = "acc"  # the product, before the epilogue
+MOST_SKIPPABLE = 3  # gradients of a step; each set of them that is wanted is an op
 HALVES = ("[:n]", "[n:]")
-# Words whose derivative compares values, which then have to be computed of the same numbers.
+# Words whose derivative compares a result with arguments. Rounded, as a saved output is, it would equal none of them.
 COMPARING = ("max", "min", "group_max")
 
 
@@ -35,13 +36,13 @@ class Forward(NamedTuple):
         weight: the weight.
         operands: the epilogue's other operands, by name.
         outputs: what it returns, by name.
-        acc: the sums, as they would be saved.
-        expression: the epilogue with some attributes; its first operand is the sums.
-        attrs: the attributes, as :class:`Op` has them.
+        acc: the product, as it would be saved.
+        expression: gives the epilogue with some attributes; its first operand is the product.
+        attrs: the attributes, as in :class:`Op`.
         defaults: their defaults.
         module: where the op is declared.
-        by: what an element of the outputs follows from: the ``elements`` at its place alone; all those of its ``rows``;
-            or ``groups`` of columns, their numbers, and operands that repeat themselves.
+        by: what an element of an output depends on: the ``elements`` at its own place; its whole row (``rows``); or
+            ``groups`` of columns, numbers of columns and operands that repeat themselves.
     """
 
     name: str
@@ -67,9 +68,9 @@ class Gradient(NamedTuple):
 
     Attributes:
         steps: the ops that compute it.
-        handed_on: as :class:`Op` has it.
-        no_gradient: as :class:`Op` has it.
-        saves: whether it reads sums that the forward saves.
+        handed_on: as in :class:`Op`.
+        no_gradient: as in :class:`Op`.
+        saves: whether it reads the product, which the forward saves for it.
     """
 
     steps: tuple[Op, ...] = ()
@@ -82,8 +83,8 @@ class EpilogueDerivative(NamedTuple):
     """The derivative of an epilogue: one node for each half of a packed operand, else one for each operand.
 
     Attributes:
-        expression: all of them, of all that a derivative may read.
-        of: by operand the outputs that are its gradient's terms, by index.
+        expression: computes all of them from what a derivative may read.
+        of: for each operand the outputs that are its gradient, by index.
     """
 
     expression: Expression
@@ -93,7 +94,7 @@ class EpilogueDerivative(NamedTuple):
         return tuple(self.expression.outputs[i] for i in self.of[key])
 
     def read(self, nodes: Sequence[int]) -> list[tuple[int, str]]:
-        """Where these nodes are operands as they are: which, and which half; empty where one is more than that."""
+        """The operands, with their halves, that these nodes are; empty if one of them is computed."""
         found = [self.expression.nodes[i] for i in nodes]
         return [(node.operand, node.half) for node in found] if all(n.word == "operand" for n in found) else []
 
@@ -103,7 +104,7 @@ def gradient(forward: Forward, save: bool) -> Gradient:
 
     Args:
         forward: the product.
-        save: whether sums that are needed are saved; else they are computed again.
+        save: whether the product is saved where the gradient needs it; else it is computed again.
     """
     made = _Gradient(forward)
     d_acc, first = made.d_acc, made.first()
@@ -122,9 +123,9 @@ class _Gradient:
 
     Attributes:
         handed_on: operands whose gradient is an output's cotangent.
-        zero: operands, and the sums, that no output depends on.
+        zero: those of the operands and the product that no output depends on.
         repeated: operands that repeat themselves, which have no gradient.
-        d_acc: the name of what is the gradient of the sums: ``dacc``, or the cotangent that it is; empty where it is 0.
+        d_acc: the name of the product's gradient: ``dacc``, or the cotangent that it equals; empty where it is 0.
     """
 
     def __init__(self, forward: Forward) -> None:
@@ -132,7 +133,7 @@ class _Gradient:
         self.repeated = {key for key, tensor in forward.operands.items() if period(tensor.shape)}
         self.operands = {key: tensor for key, tensor in forward.operands.items() if key not in self.repeated}
         first, every = self._with(forward.defaults), (ACC, *self.operands)
-        # With other attributes a gradient may be another.
+        # Other attributes may change which gradients are zero or a cotangent.
         known = {} if forward.attrs else {key: first.read(first.nodes(key)) for key in every}
         self.handed_on = {key: out for key, read in known.items() if (out := self._cotangent(key, read))}
         zeros = [Node("constant", (), "0.0")]
@@ -141,7 +142,7 @@ class _Gradient:
         if out and forward.outputs[out].dtype != "T":
             out = ""
         self.d_acc = f"d{out}" if out else "" if ACC in self.zero else f"d{ACC}"
-        # Vectors of whose gradient each term is one of the sums'.
+        # Vectors and scalars whose gradient is a sum of the product's.
         same = [key for key in known if key != ACC and first.nodes(key) == first.nodes(ACC)]
         self.like_acc = [key for key in same if not _is_tile(forward.operands[key])]
 
@@ -156,8 +157,8 @@ class _Gradient:
         return ""
 
     def first(self) -> tuple[str, ...]:
-        """The operands whose gradients one pass computes: tiles; by kernels of rows few others, too, which add them up
-        on the way.
+        """The operands whose gradients one pass computes: tiles. Kernels of rows also add up those of a few vectors and
+        scalars.
         """
         other = {*self.zero, *self.handed_on, *self.like_acc}
         every = [*([ACC] if self.d_acc == f"d{ACC}" else []), *(key for key in self.operands if key not in other)]
@@ -175,11 +176,11 @@ class _Gradient:
         ]
 
     def step(self, name: str, wanted: tuple[str, ...]) -> Op:
-        """The op that computes the gradients of these operands, and of the sums."""
+        """The op that computes the gradients of these operands and of the product."""
         forward = self.forward
         formula = cache(lambda attrs: self._formula(dict(attrs), wanted))
         used = formula(tuple(forward.defaults.items())).reads
-        # With other attributes it may read others.
+        # With other attributes it may read other tensors.
         reads = [key for key in forward.sources if key in used or (forward.attrs and key not in forward.outputs)]
         inputs = {key: forward.sources[key]._replace(hidden=False) for key in reads}
         outputs = {
@@ -204,7 +205,7 @@ class _Gradient:
         )  # fmt: skip
 
     def of_acc(self, key: str) -> Op:
-        """The op that adds up the gradient of the sums."""
+        """The op that sums up the product's gradient to that of a vector or a scalar."""
         forward, tensor = self.forward, self.forward.operands[key]
         shape = shape_of(tensor).replace("2n", "n")
         graph = Graph([SHAPES["*m n"]])
@@ -219,7 +220,7 @@ class _Gradient:
 
     @property
     def in_groups(self) -> bool:
-        """Whether the kernel of groups computes it, which takes column vectors ``*m`` in any layout, too."""
+        """Whether the kernel of groups computes it. That one also takes column vectors ``*m`` in any layout."""
         tensors = self.forward.sources.values()
         return self.forward.by == "groups" or (self.forward.by == "rows" and COLUMN in [t.shape for t in tensors])
 
@@ -230,7 +231,7 @@ class _Gradient:
         whole = Graph(expression.operands)
         places = copied(expression, whole, lambda node: whole.operand(node.operand, node.half))
         needed = whole.finish([places[i] for i in nodes])
-        # One cotangent in any case, which says how many rows and columns there are.
+        # At least one cotangent is read: it says how many rows and columns there are.
         read = {node.operand for node in needed.nodes if node.word == "operand"}
         cotangents = [names.index(f"d{out}") for out, tensor in self.forward.outputs.items() if _is_tile(tensor)]
         kept = sorted(read if read.intersection(cotangents) else read | {cotangents[0]})
@@ -254,7 +255,7 @@ class _Gradient:
         forward = self.forward
         expression = forward.expression(dict(attrs))
         halves = [(key, half) for key, t in forward.outputs.items() for half in (HALVES if "2n" in t.shape else ("",))]
-        # Which outputs serve may depend on attributes, and those that are saved may not.
+        # Which outputs a derivative can use may depend on attributes; which ones are saved may not.
         compares = any(node.word in COMPARING for node in expression.nodes)
         saved = () if forward.attrs or compares else range(len(halves))
         wanted = [0, *(i for i, key in enumerate(forward.operands, 1) if key in self.operands)]

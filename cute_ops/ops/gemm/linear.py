@@ -30,7 +30,7 @@ MOST_ROWS = 2**31 - 2**16  # rows are counted in 32 bits, and a tile may reach b
 X = Tensor("*m k", "T", contiguous=("k", "m"))
 WEIGHT = Tensor("n k", "T", contiguous=("k", "n"))
 DOUT = Tensor("*m n", "T", contiguous=("n", "m"))
-OUT = Tensor("*m n", "T", contiguous="n")  # its rows may be apart, where the caller gives it
+OUT = Tensor("*m n", "T", contiguous="n")  # an output that the caller passes may have any row stride
 ACROSS = Tensor("k n", "T", contiguous=("n", "k"))
 DX, DWEIGHT = Tensor("*m k", "T", contiguous="k"), Tensor("n k", "T", contiguous="k")
 
@@ -94,8 +94,8 @@ def declare(
     outputs: Mapping[str, Tensor],
     **more: Any,
 ) -> Op:
-    """A product whose output has ``sizes[0]`` rows and ``sizes[1]`` columns, each a sum of ``sizes[2]`` terms. Of a
-    batch the name of the kernel begins with ``Batched``.
+    """A product whose output has ``sizes[0]`` rows and ``sizes[1]`` columns, each a sum of ``sizes[2]`` terms. The
+    kernel of a batch has a name that begins with ``Batched``.
     """
 
     def config(problem: Problem) -> GemmConfig:
@@ -117,7 +117,7 @@ def declare(
         if "grad" in more:
             known["grad"] = tuple(step.batched for step in more["grad"])
         computed = batched_dweight if reference is reference_dweight else reference
-        doc = f"The same of each example of a batch.\n\n    {more['doc']}"
+        doc = f"The same for each example of a batch.\n\n    {more['doc']}"
         return declare(
             f"{name}_batched", f"Batched{kernel}", computed, sizes, each(inputs), each(outputs),
             **{**more, **known, "doc": doc},
@@ -138,7 +138,7 @@ def declare(
 
 
 def multiply(xp: Any, kernel: str, operands: Iterable[Any], dtype: str | None) -> Any:
-    """What the kernel of this name computes, by the framework's product."""
+    """The framework's product in place of the kernel of this name."""
     a, b = operands
     if kernel == "LinearDweight":
         a, b = (m.reshape(-1, m.shape[-1]) for m in (a, b))
@@ -160,9 +160,9 @@ def configure(
 
     Args:
         problem: the call.
-        vectors: of both operands what :func:`vector` gives.
-        sizes: the dims of its rows, its columns and its terms.
-        demand: of its epilogue.
+        vectors: what :func:`vector` gives for both operands.
+        sizes: the dims of the product's rows, columns and terms.
+        demand: what its epilogue needs.
     """
     (vec_a, a_by_tma), (vec_b, b_by_tma) = vectors
     chosen = None
@@ -175,7 +175,9 @@ def configure(
 def of_few_rows(
     problem: Problem, vectors: Sequence[tuple[int, bool]], sizes: tuple[str, str, str], halves: int = 1
 ) -> GemmConfig | None:
-    """The config of a product of few rows, where TMA loads both operands; of ``halves`` times as many columns."""
+    """The config of a product of few rows with ``halves * n`` columns; None for more rows, and where TMA cannot load
+    both operands.
+    """
     if sm(problem.arch) != 90 or problem.size("m") > FEW_ROWS or not all(by_tma for _, by_tma in vectors):
         return None
     m, n, k = map(problem.size, sizes)
@@ -185,7 +187,7 @@ def of_few_rows(
 def sums_of_few_rows(
     sizes: tuple[str, str, str], halves: int = 1
 ) -> Callable[[Problem, Config], dict[str, Array | None]]:
-    """The workspace of such a product: its sums in parts, in rows of whole vectors."""
+    """The workspace of such a product: its sums over each part of k, in rows of whole vectors."""
 
     def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
         m, n, _ = map(problem.size, sizes)
@@ -196,7 +198,7 @@ def sums_of_few_rows(
 
 
 def loads(problem: Problem, names: Sequence[str], terms: str) -> tuple[list[tuple[int, bool]], int]:
-    """What :func:`vector` gives of both operands, and the columns of the second one that lie together in shared memory.
+    """What :func:`vector` gives for both operands, and the columns of the second that share a row of shared memory.
 
     Args:
         problem: the call.
@@ -208,8 +210,8 @@ def loads(problem: Problem, names: Sequence[str], terms: str) -> tuple[list[tupl
 
 
 def vector(problem: Problem, name: str, length: int) -> tuple[int, bool]:
-    """Elements that divide an input's contiguous dim of some length, and what its address and its strides are multiples
-    of; whether TMA takes it.
+    """How many neighbouring elements of an input, whose contiguous dim has this length, a thread may load at once; and
+    whether TMA can load the input.
     """
     align = problem.aligns[name]
     return math.gcd(align // ITEMSIZE[problem.dtypes[name]], length), align == VECTOR_BYTES
@@ -266,10 +268,10 @@ def product_gradients(cotangent: str, across: bool) -> tuple[Op, Op]:
 
 @cache
 def linear_acc(dtype: str, across: bool) -> Op:
-    """A product of which a gradient computes the sums again.
+    """The product alone: what a gradient computes again where the forward has not saved it.
 
     Args:
-        dtype: of the sums, ``T`` or ``float32``.
+        dtype: of the product, ``T`` or ``float32``.
         across: whether it is ``x @ weight``, of a weight ``k n``.
     """
     name = f"linear{'_kn' if across else ''}_acc{'' if dtype == 'T' else f'_{dtype}'}"
@@ -280,7 +282,7 @@ def linear_acc(dtype: str, across: bool) -> Op:
     return declare(
         name, "LinearDx" if across else "Linear", computes[dtype, across], ("m", "n", "k"),
         {"x": X, "weight": ACROSS if across else WEIGHT}, {"acc": OUT._replace(dtype=dtype)},
-        doc="The sums of a product, once more.",
+        doc="A product that the forward has not saved, computed again.",
     )  # fmt: skip
 
 

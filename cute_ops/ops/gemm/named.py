@@ -66,7 +66,7 @@ def gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
         weight: ``T[n k]``.
         bias: ``[n]``; float32, bfloat16 or float16.
         approximate: ``"none"`` for the error function, ``"tanh"`` for the approximation by it.
-        fused: as :func:`linear` has it.
+        fused: as in :func:`linear`.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once.
@@ -89,7 +89,7 @@ def silu(xp: Any, acc: Any, bias: Any) -> Any:
         x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[n k]``.
         bias: ``[n]``; float32, bfloat16 or float16.
-        fused: as :func:`linear` has it.
+        fused: as in :func:`linear`.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once.
@@ -112,7 +112,7 @@ def add(xp: Any, acc: Any, residual: Any) -> Any:
         x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[n k]``.
         residual: ``[*m n]``; float32, bfloat16 or float16.
-        fused: as :func:`linear` has it.
+        fused: as in :func:`linear`.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once.
@@ -135,7 +135,7 @@ def gated(xp: Any, acc: Any, *, activation: str) -> Any:
         x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
         weight: ``T[2n k]``, ``[gate | up]``.
         activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
-        fused: as :func:`linear` has it.
+        fused: as in :func:`linear`.
 
     Returns:
         ``T[*m n]``, compact. Summed up in float32, rounded once: neither half is stored.

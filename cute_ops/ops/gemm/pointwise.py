@@ -1,6 +1,6 @@
-"""Ops of an expression of tiles, vectors and scalars: what stands beside products.
+"""Ops of expressions that run beside products: an epilogue by itself, and the gradient of an epilogue.
 
-The kernels of :mod:`cute_ops.ops.fused` compute them, or where columns are looked at in groups one that walks rows.
+The kernels of :mod:`cute_ops.ops.fused` compute them. Those that look at groups of columns have a kernel of their own.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from cute_ops.ops.gemm.batches import each
 from cute_ops.shapes import FLOATS, Array
 
 CASES = (Case("odd", {"m": (3, 5), "n": 999, "k": 8}), Case("aligned", {"m": (64,), "n": 4096, "k": 64}))
-COLUMN = "*m"  # of one number per row, as ``*m 1``
+COLUMN = "*m"  # the shape of one number per row, as ``*m 1``
 GROUPS_KERNEL = "cute_ops.kernels.epilogue.groups:FusedGroups"
-# Shapes that all rows share, and as each row of a batch has them.
+# Shapes of what all rows share, and of the same where each row of a batch has its own.
 OF_ROWS = {"n": "*m n", "2n": "*m 2n", "": "*m 1"}
 
 
@@ -32,13 +32,13 @@ def shape_of(tensor: Tensor) -> str:
 
 
 def period(shape: str) -> int:
-    """Columns after which an operand of this shape repeats itself; 0 of others."""
+    """Columns after which an operand of this shape repeats itself; 0 for other shapes."""
     lead, _, columns = shape.rpartition(" ")
     return int(columns) if lead in ("*m", "*#m") and columns.isdigit() and columns != "1" else 0
 
 
 def repeated(xp: Any, array: Any, n: int) -> Any:
-    """What repeats itself, in n columns."""
+    """The array repeated along its columns until it has n of them."""
     return xp.concat([array] * -(-n // array.shape[-1]), axis=-1)[..., :n] if n else array[..., :0]
 
 
@@ -52,18 +52,18 @@ def pointwise(
     groups: bool = False,
     **more: Any,
 ) -> Op:
-    """The op of an expression. Its vectors and scalars are sums of values over what they lack, in a fixed order.
+    """The op of an expression. An output without rows or columns is the sum of the values over these, in a fixed order.
 
     Args:
         name: the op's name.
-        formula: from the attributes what is computed.
-        inputs: those that are read, and those that only say shapes and dtypes, ``unread``.
+        formula: gives what is computed with some attributes.
+        inputs: those that are read, and ``unread`` ones, which only say shapes and dtypes.
         outputs: what is written, whole or by halves.
-        attrs: the attributes, as :class:`Op` has them.
+        attrs: the attributes, as in :class:`Op`.
         defaults: their defaults.
-        groups: whether columns are looked at in groups or by their number, or an operand repeats itself: then
-            ``formula`` is one of rows.
-        more: what else the declaration says.
+        groups: whether the expression uses groups of columns, numbers of columns or operands that repeat themselves.
+            Then ``formula`` is computed by rows.
+        more: other arguments of :class:`Op`.
     """
     first = formula(defaults)
     dtypes = {tensor.dtype: key for key, tensor in reversed(list(inputs.items()))}
@@ -125,13 +125,13 @@ class _Arguments(NamedTuple):
 
 
 def _of_batch(given: _Arguments) -> Op:
-    """The same of each example of a batch: one pass over all rows, each with its example's vectors. What all rows of an
-    example share is the sum of what this gives for each, in float32.
+    """The op for each example of a batch: one pass over all rows, each of which reads its example's vectors. What the
+    rows of an example share is then summed over them in float32.
     """
     sums = {key for key, tensor in given.outputs.items() if tensor.shape in OF_ROWS}
     first = given.formula(given.defaults)
     (alone, *more), one_pass = first.expression.nodes, None
-    # A sum of what is there already needs no pass; with other attributes it may be one of something else.
+    # The sum of an input needs no pass. With other attributes it may be the sum of something else.
     direct = sums and not given.attrs and not more and alone.word == "operand"
     if not direct:
         one_pass = _of_rows(given)
@@ -151,12 +151,12 @@ def _of_batch(given: _Arguments) -> Op:
         f"{given.name}_batched", inputs=each(given.inputs), outputs=each(given.outputs), attrs=given.attrs, static=(),
         kernel=Program(run, (one_pass,) if one_pass else ()), cases=BATCHES,
         dtypes={t.dtype: FLOATS for t in given.inputs.values() if t.dtype not in FLOATS},
-        doc=f"``{given.name}`` of each example of a batch.",
+        doc=f"``{given.name}`` for each example of a batch.",
     )  # fmt: skip
 
 
 def _of_rows(given: _Arguments) -> Op:
-    """The pass: it gives a tile of float32 for each output that all rows of an example share."""
+    """The op of that pass: an output that the rows of an example share becomes a float32 tile."""
     read, made = {}, {}
     for key, tensor in given.inputs.items():
         if "k" in tensor.shape:  # a weight, which says an output's dtype
@@ -184,7 +184,7 @@ def _of_rows(given: _Arguments) -> Op:
 
 
 def _each_row(xp: Any, array: Any, shape: str, rows: tuple[Any, ...]) -> Any:
-    """What the pass reads of an example's tensor of this shape."""
+    """An example's tensor as the pass reads it: with rows."""
     if "k" in shape:
         return array.reshape(-1, *array.shape[-2:])[:1]
     if shape == "":

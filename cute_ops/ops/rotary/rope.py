@@ -152,9 +152,9 @@ rope_bwd_joined = Op(
             headdim); float32, float16 or bfloat16. Heads and positions may have any stride.
         dk: ``T[*m hk d]``, of rotated keys.
         dv: ``T[*m hk d]``, of values.
-        cos: ``C[*#m r]``, as :func:`rope` has it.
+        cos: ``C[*#m r]``, as in :func:`rope`.
         sin: ``C[*#m r]``, likewise.
-        interleaved: as :func:`rope` has it.
+        interleaved: as in :func:`rope`.
 
     Returns:
         ``T[*m h d]`` with ``h = hq + 2 hk``, compact. Computed in float32, rounded once. Not differentiable.
