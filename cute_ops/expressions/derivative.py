@@ -72,7 +72,7 @@ def differentiate(
     Args:
         expression: what is differentiated.
         wanted: operands, by index; all that are not of bools where it is not given.
-        saved: outputs that may be read. They are where that means to read or compute less, as of ``tanh``.
+        saved: outputs that may be read. They are read where less is then read or computed, as for ``tanh``.
         sum_columns: whether the expression sums over columns itself; then no addend is left to be summed over them.
         again: whether it computes the expression's outputs, too, after the addends.
 
@@ -145,8 +145,8 @@ class _Excess(NamedTuple):
 class _Backward:
     """Cotangents of an expression's nodes.
 
-    A node's is kept apart by what it is to be summed over, since a sum over rows is not taken here and one over columns
-    only where it must be. Rules are linear, so each is handed on by itself.
+    A node has a cotangent for each set of dims that one is still to be summed over: sums over rows are not taken here,
+    and sums over columns only where they must be. Rules are linear, so each cotangent is handed on by itself.
     """
 
     def __init__(self, expression: Expression, graph: Tracing, forward: Sequence[int]) -> None:
@@ -194,8 +194,8 @@ class _Backward:
                 self.hand(j, _Excess(rows, columns), gradient)
 
     def _row(self, i: int, node: Node) -> None:
-        """Of a reduction, whose result has no columns: its cotangent is summed over them first. One that is 0 whatever
-        the operands hold is not handed on.
+        """Hand on the cotangents of a reduction. They are summed over columns first, since its result has none. One
+        that is 0 whatever the operands hold is dropped.
         """
         found: dict[bool, Symbol] = {}
         for excess, cotangent in self.cotangents[i].items():
@@ -208,8 +208,8 @@ class _Backward:
                 self.hand(node.args[0], _Excess(rows, False), gradient)
 
     def _summed(self, cotangent: Symbol) -> Symbol:
-        """The sum over the columns. What a whole row has one of is multiplied afterwards, so that a sum does not wait
-        for another one: ``sum(dout * e / s) = sum(dout * e) / s``.
+        """The sum over the columns. Factors without columns are multiplied afterwards, so that no sum waits for
+        another: ``sum(dout * e / s) = sum(dout * e) / s``.
         """
         if not self._columns(cotangent._id):
             return cotangent * Symbol(self.graph, self.graph.length())
@@ -220,8 +220,8 @@ class _Backward:
         return Symbol(self.graph, total)
 
     def _apart(self, i: int) -> tuple[int, list[tuple[Any, ...]]]:
-        """A value with columns as one that is a product of values with columns only, and what is done to it then: words
-        and their second arguments, which have no columns.
+        """A value with columns, taken apart: the product of its factors with columns, and what its sum is multiplied
+        with or divided by: words and their second arguments, which have no columns.
         """
         node = self.graph.nodes[i]
         if node.word == "negative":
@@ -255,16 +255,16 @@ def _divide(xp: Any, d: Any, y: Any, a: Any, b: Any) -> tuple[Any, ...]:
 
 
 def _extreme(xp: Any, d: Any, first: Any, equal: Any) -> tuple[Any, ...]:
-    """Of minimum and maximum: the first argument's cotangent where it is the result, half to each where both are."""
+    """The rule of minimum and maximum: the argument that is the result gets the cotangent, equal ones half each."""
     half = 0.5 * d
     return xp.where(equal, half, xp.where(first, d, 0.0)), xp.where(equal, half, xp.where(first, 0.0, d))
 
 
 def _gelu_tanh(xp: Any, d: Any, y: Any, x: Any) -> tuple[Any, ...]:
     square = x**2
-    # As kernels write the word's sigmoid, so that both are computed once.
+    # Written like the sigmoid in the word's kernel, so that both are computed once.
     s = xp.sigmoid(x * (square * (2 * SLOPE * CUBE) + 2 * SLOPE))
-    # Of larger squares s is 0 or 1, and what it multiplies must not overflow.
+    # For larger squares s is 0 or 1, and what it multiplies must not overflow.
     slope = xp.minimum(square, 256.0) * (6 * SLOPE * CUBE) + 2 * SLOPE
     return (d * (s + s * (1 - s) * x * slope),)
 
@@ -288,12 +288,12 @@ def _group_max(xp: Any, d: Any, y: Any, x: Any, size: int) -> tuple[Any, ...]:
 
 
 def _in_columns(xp: Any, d: Any, x: Any) -> Any:
-    """A cotangent in each column of x, where it is one for all of them."""
+    """A cotangent, broadcast to the columns of x."""
     return xp.where(xp.arange(x.shape[-1]) >= 0, d, 0.0) if isinstance(d.shape[-1], int) else d
 
 
 def _density(xp: Any, x: Any) -> Any:
-    """The normal distribution's, its exponential as kernels write that of ``ndtr``, so that both are computed once."""
+    """The density of the normal distribution. Its exponential is the one in the kernel of ``ndtr``, computed once."""
     return xp.exp2(x**2 * (-0.5 * math.log2(math.e))) * (1 / math.sqrt(2 * math.pi))
 
 

@@ -1,7 +1,7 @@
 """Expressions: hash-consed graphs of words over operands.
 
 A value is a float32 or a bool, and has rows, columns, both or neither: operands are tiles ``(*m, n)``, row vectors
-``(n,)``, column vectors ``(*m, 1)`` and scalars, and a word's result has what any argument has, as NumPy broadcasts.
+``(n,)``, column vectors ``(*m, 1)`` and scalars, and a word broadcasts its arguments as NumPy does.
 Equal values are one node, and an :class:`Expression` is a tuple, equal to any other that does the same with the same
 operands. Kernels import this module, so that it imports the standard library only.
 """
@@ -216,7 +216,7 @@ def copied(
         expression: the expression.
         graph: the other graph.
         operand: makes what stands for a node that is an operand.
-        instead: nodes that stand for others.
+        instead: nodes of the other graph that take the place of the expression's, by index.
     """
     nodes: list[int] = []
     for i, node in enumerate(expression.nodes):

@@ -1,4 +1,4 @@
-"""Which elements of its operands an expression reads that has words of groups of columns."""
+"""How expressions with groups of columns read their operands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Read(NamedTuple):
     Attributes:
         operand: its index.
         half: of a packed one: ``[:n]`` or ``[n:]``.
-        turned: where ``rotate_half`` of so many columns takes it, 0 at the element's own place.
+        turned: columns of the groups in whose other half it is read, by ``rotate_half``; 0 at the element's own place.
     """
 
     operand: int
@@ -22,15 +22,15 @@ class Read(NamedTuple):
     turned: int
 
 
-# Words that give each column of a group the same.
+# Words that reduce each group of columns to one value, which all of its columns get.
 REDUCTIONS = ("group_sum", "group_max")
 
 
 def reads(expression: Expression) -> tuple[Read, ...]:
-    """How operands are read, each way once, in their order.
+    """The ways in which operands are read, each once, sorted.
 
     Raises:
-        ValueError: what ``rotate_half`` takes follows from another one.
+        ValueError: the argument of a ``rotate_half`` depends on another one.
     """
     found: dict[tuple[int, int], None] = {}
 
@@ -50,13 +50,13 @@ def reads(expression: Expression) -> tuple[Read, ...]:
 
 
 def sizes(expression: Expression, *words: str) -> tuple[int, ...]:
-    """The columns of its groups, or of those that these words take, each size once."""
+    """The sizes of its groups, or of the groups that these words take, each once."""
     of = words or [name for name, word in WORDS.items() if word.grouped]
     return tuple(sorted({int(node.value) for node in expression.nodes if node.word in of}))
 
 
 def reduced(expression: Expression) -> tuple[int, ...]:
-    """The operands that have columns and that reductions of groups follow from."""
+    """The operands with columns that reductions of groups depend on."""
     found: set[int] = set()
 
     def visit(i: int) -> None:

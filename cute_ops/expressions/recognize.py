@@ -1,4 +1,4 @@
-"""Words that are written out: ``x / (1 + exp(-x))`` is ``silu(x)``.
+"""Recognize words that a function writes out: ``x / (1 + exp(-x))`` is ``silu(x)``.
 
 A word's device function takes fewer instructions than its parts, and does not overflow where they do. Constants may be
 rounded to bfloat16 anywhere along the way, as ``jax.nn.gelu`` rounds them. ``maximum(x, 0)`` becomes ``relu(x)``, whose

@@ -1,6 +1,6 @@
-"""What words mean: array-API functions, and the evaluation of an expression with them.
+"""The reference of each word, an array-API function, and the evaluation of expressions by these.
 
-float64 operands give exact values: nothing is rounded, by ``astype`` neither. All others are computed in float32.
+With float64 operands nothing is rounded, not even by ``astype``. Others are computed in float32.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from cute_ops.expressions.graph import Expression
 
 # tanh approximation of GELU: 0.5 * x * (1 + tanh(SLOPE * (x + CUBE * x^3))).
 SLOPE, CUBE = math.sqrt(2 / math.pi), 0.044715
-# What larger numbers become, infinities too, as kernels' conversions do it.
+# Larger numbers, infinities included, become this one, as kernels' conversions do it.
 FP8_LARGEST = 448.0
 
 
@@ -71,7 +71,7 @@ def _row_length(expression: Expression, arrays: Sequence[Any]) -> int:
 def _erf(xp: Any, x: Any) -> Any:
     if hasattr(xp, "erf"):
         return xp.erf(x)
-    # jax.numpy has none, jax.lax has. Whoever hands over a namespace has imported it.
+    # jax.numpy has none, jax.lax has. The caller, who passes the namespace, has imported it.
     lax = getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
     if lax is not None:
         return lax.erf(x)
@@ -96,20 +96,20 @@ def _extreme(xp: Any, reduce: Callable[..., Any], x: Any, of_none: float) -> Any
 
 
 def rotate_half(xp: Any, x: Any, size: int | str) -> Any:
-    """Of each ``size`` columns the second half with its sign changed, and then the first one."""
+    """In each group of ``size`` columns, minus the second half followed by the first half."""
     half = int(size) // 2
     heads = xp.reshape(x, (*x.shape[:-1], x.shape[-1] // (2 * half), 2, half))
     return xp.reshape(xp.stack([-heads[..., 1, :], heads[..., 0, :]], axis=-2), x.shape)
 
 
 def _grouped(xp: Any, reduce: Callable[..., Any], x: Any, size: int | str) -> Any:
-    """Of each ``size`` columns what they are reduced to, in each of them."""
+    """Each group of ``size`` columns reduced to one value, which all of its columns get."""
     groups = xp.reshape(x, (*x.shape[:-1], x.shape[-1] // int(size), int(size)))
     return xp.reshape(xp.broadcast_to(reduce(groups, axis=-1, keepdims=True), groups.shape), x.shape)
 
 
-# From a namespace and float32 or float64 arrays; of astype the last argument is the dtype's name, of words of groups
-# their size.
+# Functions of a namespace and of float32 or float64 arrays. astype also takes the name of a dtype, a word of groups the
+# columns of a group.
 REFERENCE: Mapping[str, Callable[..., Any]] = {
     "add": lambda xp, x, y: x + y,
     "subtract": lambda xp, x, y: x - y,

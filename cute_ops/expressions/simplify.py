@@ -34,7 +34,7 @@ def fold(word: str, *args: float | bool) -> float | bool | None:
 
 
 class SimplifyingGraph(Graph):
-    """See the module. A result that had fewer dims than what was asked for is not taken in its place."""
+    """The graph that the module describes. A simpler node does not replace a result that has more dims."""
 
     def add(self, word: str, *args: int, value: str = "") -> int:
         simpler = self._simpler(word, args, value)
@@ -125,7 +125,7 @@ def _where(g: SimplifyingGraph, args: tuple[int, ...], numbers: Numbers) -> int 
 
 
 def _logical(keeps: bool) -> Rule:
-    """Of and and or, which ``keeps`` and the other constant leaves as it is."""
+    """The rule of ``and`` or ``or``: the constant ``keeps`` gives the other argument, its opposite itself."""
 
     def rule(g: SimplifyingGraph, args: tuple[int, ...], numbers: Numbers) -> int | None:
         for (i, j), x in ((args, numbers[0]), (args[::-1], numbers[1])):
@@ -137,7 +137,7 @@ def _logical(keeps: bool) -> Rule:
 
 
 def _twice(word: str) -> Rule:
-    """Of a word that undoes itself."""
+    """The rule of a word that is its own inverse."""
     return lambda g, args, numbers: g.arg(args[0], word)
 
 

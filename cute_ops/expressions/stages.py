@@ -1,4 +1,4 @@
-"""The order in which the reductions of a row are taken: those that do not wait for each other are taken together."""
+"""The stages of an expression's reductions: those that do not depend on each other are computed together."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ def stages(expression: Expression) -> tuple[tuple[int, ...], ...]:
 
 
 class SplitExpression(NamedTuple):
-    """An expression in two: what is computed of each element, and what then is of each row.
+    """An expression in two: what is computed for each element, and then for each row.
 
     Attributes:
-        elements: its outputs are those with columns, and behind them what is reduced.
-        reductions: what becomes of the latter: ``sum``, ``max`` or ``min``.
-        rows: the outputs without columns, None if there are none. Its operands are the results of the reductions, and
-            behind them all operands.
+        elements: computes the outputs with columns, followed by the values to reduce.
+        reductions: how each of these values is reduced: by ``sum``, ``max`` or ``min``.
+        rows: computes the outputs without columns from the results of the reductions, followed by all operands. None if
+            there are no such outputs.
     """
 
     elements: Expression
@@ -40,7 +40,7 @@ class SplitExpression(NamedTuple):
 
 
 def split(expression: Expression) -> SplitExpression:
-    """An expression with one stage of reductions at most, of which no output with columns depends.
+    """Split an expression that has at most one stage of reductions, on which no output with columns depends.
 
     Raises:
         ValueError: it has more, or such an output does.

@@ -5,8 +5,8 @@ tile, ``r`` row vector, ``c`` column vector, ``s`` scalar, ``?`` of bools, ``2``
 words are numbered together, from 0; ``0[:n]`` and ``0[n:]`` are halves of a packed operand, ``0.5`` and ``true``
 constants, ``n`` is the length of a row and ``column`` an element's place in it. The outputs come last.
 
-There is one text of an expression: names, the order in which temporaries were made and the order of arguments that
-commute leave no trace. ``e1`` is the format's version, which changes when the meaning of any text does.
+An expression has one text: it does not depend on names, on the order in which temporaries were made, or on the order
+of arguments that commute. ``e1`` is the format's version, which changes when the meaning of any text does.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def text_of(expression: Expression) -> str:
 
 
 def digest(expression: Expression) -> str:
-    """A name for the expression: no other has it."""
+    """A name that no other expression has."""
     return hashlib.sha256(text_of(expression).encode()).hexdigest()
 
 

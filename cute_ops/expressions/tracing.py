@@ -1,4 +1,4 @@
-"""Tracing: a Python function of a namespace and arrays is called once, with symbols.
+"""Trace a Python function: call it once, with a namespace of words and with symbols in place of arrays.
 
     def gelu_add(xp, x, bias, residual):
         return gelu(x + bias) + residual
@@ -39,7 +39,7 @@ def trace(
         operands: the shape of each by the parameter's name: ``*m n`` a tile, ``n`` a row vector, ``*m 1`` a column
             vector, empty a scalar. ``*m 2n`` and ``2n`` are packed, and read as ``x[..., :n]`` and ``x[..., n:]`` with
             ``n = x.shape[-1] // 2``. ``bool *m n`` is a mask. An operand that is left out is None.
-        attrs: what is known now: numbers become constants.
+        attrs: attributes with their values; numbers become constants.
 
     Raises:
         TraceError: the function does what an expression cannot say.
@@ -53,7 +53,7 @@ def trace(
         given[name] = Packed(graph, i) if operand.packed else Symbol(graph, graph.operand(i))
     try:
         returned = function(Namespace(graph), **given, **(attrs or {}))
-    except TypeError as error:  # of a library that knows no symbols, as JAX
+    except TypeError as error:  # raised by a library that does not know symbols, such as JAX
         if isinstance(error, TraceError) or Symbol.__name__ not in str(error):
             raise
         frame, line = [each for each in walk_tb(error.__traceback__) if is_users(each[0])][-1]
@@ -90,7 +90,7 @@ def _operand(name: str, shape: str | Operand) -> Operand:
 
 
 def call(word: str, x: Any) -> Any:
-    """A word of one argument as a function of its own: of a symbol, an array or a number."""
+    """A word of one argument, applied to a symbol, an array or a number."""
     if isinstance(x, Symbol):
         return x._graph.apply(word, x)
     if isinstance(x, Real):
@@ -100,7 +100,7 @@ def call(word: str, x: Any) -> Any:
     return REFERENCE[word](array_api_compat.array_namespace(x), x)
 
 
-# What is asked for and not there, and what to write.
+# Names of the array API that are no words, and what to write instead.
 _INSTEAD = {
     "var": "xp.mean(xp.square(x - xp.mean(x, axis=-1, keepdims=True)), axis=-1, keepdims=True)",
     "power": "x ** 2",
@@ -170,25 +170,25 @@ class Namespace:
         return x if name == "float32" else self._graph.apply("astype", x, value=name)
 
     def arange(self, n: Any) -> Any:
-        """The columns' numbers."""
+        """The number of each column, from 0 on."""
         if not isinstance(n, Size) or n._factor != 1:
             self._graph.refuse("xp.arange of anything but the length of a row", "write xp.arange(x.shape[-1])")
         return Symbol(self._graph, self._graph.column())
 
     def rotate_half(self, x: Any, size: int) -> Any:
-        """Of each ``size`` columns the second half with its sign changed, and then the first one."""
+        """In each group of ``size`` columns, minus the second half followed by the first half."""
         return self._graph.apply("rotate_half", x, value=str(size))
 
     def group_sum(self, x: Any, size: int) -> Any:
-        """Of each ``size`` columns the sum, in each of them."""
+        """The sum of each group of ``size`` columns, in all of its columns."""
         return self._graph.apply("group_sum", x, value=str(size))
 
     def group_mean(self, x: Any, size: int) -> Any:
-        """Of each ``size`` columns the mean, in each of them."""
+        """The mean of each group of ``size`` columns, in all of its columns."""
         return self.group_sum(x, size) * (1 / size)
 
     def group_max(self, x: Any, size: int) -> Any:
-        """Of each ``size`` columns the largest, in each of them."""
+        """The largest number of each group of ``size`` columns, in all of its columns."""
         return self._graph.apply("group_max", x, value=str(size))
 
     def sum(self, x: Any, axis: Any = None, keepdims: bool = False) -> Any:

@@ -1,4 +1,4 @@
-"""Which numbers of a row are 0 whatever the operands hold.
+"""Find values that are 0 whatever the operands hold.
 
 The gradient that reaches the maximum in ``exp(x - max(x)) / sum(exp(x - max(x)))`` is one: a softmax does not change
 with what is subtracted. This shows once sums are taken term by term, ``sum(e * (d / s - t)) = sum(e * d) / s - t * s``
@@ -101,7 +101,7 @@ def _times(a: Polynomial, b: Polynomial) -> Polynomial:
 
 
 def _inverse(polynomial: Polynomial) -> Polynomial | None:
-    """Of a single product."""
+    """The inverse of a single product, None of a sum of several."""
     if len(polynomial) != 1:
         return None
     ((product, factor),) = polynomial.items()
