@@ -70,7 +70,7 @@ def compile_command(
 ) -> None:
     """Compile kernels into the cache, for this GPU or any other; needs no GPU.
 
-    Of optional inputs those are passed that most of the op's cases have. A file stands for all of its ops.
+    Optional inputs are passed if most of the op's cases have them. A file stands for all of its ops.
 
     Example: python -m cute_ops compile rmsnorm --dtype bfloat16 --n 4096 --n 8192 --arch sm_90a
     """

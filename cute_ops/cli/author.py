@@ -30,7 +30,8 @@ Which = Annotated[
     typer.Argument(metavar="OP", help="rmsnorm, or yours: file.py, file.py:name, module:name; gradients come along."),
 ]
 Dtypes = Annotated[
-    list[str] | None, typer.Option("--dtype", help=f"Of {', '.join(FLOATS)}, ...; repeat. Default: all of the op's.")
+    list[str] | None,
+    typer.Option("--dtype", help=f"Dtype: {', '.join(FLOATS)}, ...; repeat. Default: all of the op's."),
 ]
 
 LENGTHS = 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 65536, 131072  # of the rows that are measured
@@ -93,17 +94,19 @@ def inspect(
 
 
 def verify(
-    op: Annotated[str, typer.Argument(metavar="OP", help="As for inspect. Default with --sweep: all of ours.")] = "",
+    op: Annotated[
+        str, typer.Argument(metavar="OP", help="As for inspect. Default with --sweep: all ops of this package.")
+    ] = "",
     dtype: Dtypes = None,
     dim: calls.Dims = None,
     framework: Annotated[list[str] | None, typer.Option(help="torch or jax; repeat. Default: those installed.")] = None,
     repeats: Annotated[int, typer.Option(help="Calls on a GPU, all of which must give the same bits.")] = 20,
     sweep: Annotated[bool, typer.Option("--sweep", help="Every row length, dtype and layout, in PyTorch.")] = False,
-    number: Annotated[int, typer.Option("--round", help="Of the sweep: 0 to 11 are all of it.")] = 0,
-    seed: Annotated[int, typer.Option(help="Of what a sweep draws at random.")] = 0,
-    processes: Annotated[int, typer.Option(help="Of the sweep. Default: one a core.")] = 0,
-    fraction: Annotated[float, typer.Option(help="Of the sweep's lengths, drawn at random.")] = 1.0,
-    seconds: Annotated[float, typer.Option(help="The sweep begins nothing later.")] = float("inf"),
+    number: Annotated[int, typer.Option("--round", help="Number of the sweep's round; 0 to 11 cover all of it.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of what a sweep draws at random.")] = 0,
+    processes: Annotated[int, typer.Option(help="Processes of the sweep. Default: one per core.")] = 0,
+    fraction: Annotated[float, typer.Option(help="Part of the sweep's lengths, drawn at random.")] = 1.0,
+    seconds: Annotated[float, typer.Option(help="Seconds after which the sweep begins nothing more.")] = float("inf"),
 ) -> None:
     """Check every named case of an op in every dtype and installed framework against float64.
 

@@ -53,7 +53,7 @@ def record(
 
 
 def model(
-    config: Annotated[Path, typer.Argument(help="A model's config.json, as Hugging Face has it.")],
+    config: Annotated[Path, typer.Argument(help="The config.json of a Hugging Face model.")],
     out: Annotated[Path, typer.Option("--out", "-o", help="The manifest to write.")] = Path("manifest.txt"),
     dtype: Annotated[str, typer.Option(help=f"Dtype of the activations: {', '.join(FLOATS)}.")] = "",
     train: Annotated[bool, typer.Option(help="Also the gradients and the loss.")] = False,

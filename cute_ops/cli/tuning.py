@@ -30,14 +30,14 @@ def tune(
         list[str],
         typer.Argument(metavar="OP|FILE.py|MANIFEST ...", help="rmsnorm, or yours: file.py, module:name; a manifest."),
     ],
-    dtype: Annotated[list[str] | None, typer.Option("--dtype", help="Of OP; repeat. Default: bfloat16.")] = None,
+    dtype: Annotated[list[str] | None, typer.Option("--dtype", help="Dtype of OP; repeat. Default: bfloat16.")] = None,
     n: Annotated[
         list[int] | None, typer.Option("--n", min=1, help="Sizes of OP's dim n; repeat. Default: its cases'.")
     ] = None,
     dim: calls.Dims = None,
     rows: Annotated[int | None, typer.Option(min=1, help="Rows of OP. Default: as many as make 256 MB.")] = None,
     least: Annotated[float, typer.Option(help="The part of the heuristic's time that a winner must save.")] = 0.02,
-    anew: Annotated[bool, typer.Option("--anew", help="Also measure calls that a winner is remembered for.")] = False,
+    anew: Annotated[bool, typer.Option("--anew", help="Also measure calls that have a winner already.")] = False,
     out: Annotated[
         Path | None, typer.Option("--out", "-o", help="File to add winners to. Default: the cache folder's tuning.json")
     ] = None,
