@@ -53,8 +53,8 @@ def new_primitive(
 
 
 def reverse_only(name: str, refuse: Callable[..., NoReturn]) -> Callable[..., list[Any]]:
-    """The identity of several arrays. What batches, runs or lowers its forward-mode derivative calls ``refuse``;
-    reverse mode transposes that derivative first, to the identity.
+    """The identity of several arrays. Batching, running or lowering its forward-mode derivative calls ``refuse``.
+    Reverse mode transposes that derivative first, to the identity.
     """
 
     def of_tangents(primals: Sequence[Any], tangents: Sequence[Any]) -> tuple[Sequence[Any], list[Any]]:
@@ -117,7 +117,7 @@ def needs_devices(primitive: Primitive) -> None:
 
 
 def named_sharding(sharding: Any, mesh: Any) -> Any:
-    """A sharding as XLA gives it by axes of a mesh; None where it names none: it cuts a part of an axis."""
+    """A sharding of XLA by the axes of a mesh; None if it shards along a part of an axis, which has no name."""
     if isinstance(sharding, NamedSharding) or mesh.empty:
         return sharding
     try:

@@ -1,4 +1,4 @@
-"""An op where shardings are types: it runs in a ``shard_map`` of its own, made while the program is traced.
+"""An op on arrays whose types say how they are sharded: it runs in a ``shard_map``, made while the program is traced.
 
 That is so with explicit mesh axes, and inside of a ``shard_map`` that leaves some axes.
 """

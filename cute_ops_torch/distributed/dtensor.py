@@ -30,7 +30,7 @@ from cute_ops_torch.library.schema import filler
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, readable
 
 Tensor = torch.Tensor
-# Of DTensors by name the factors of their dims, and their placements.
+# DTensors by name: the factors of their dims, and their placements.
 Placed = Mapping[str, tuple[Sequence[str | None], Sequence[Placement]]]
 
 
@@ -105,8 +105,8 @@ class CallPlacements:
         split: the dim that the declaration splits, or None.
         slice: this rank's slice of that dim; None where no mesh dim shards it.
         terms: the inner dims that mesh dims shard.
-        scattered: for each mesh dim that does, the leading dim, as a factor, that it shards in other inputs: each rank
-            gets its rows of the sum. None for other mesh dims, and where each gets all.
+        scattered: for each mesh dim that shards an inner dim, the leading dim that it shards in other inputs, as a
+            factor: each rank then gets its rows of the sum. None for other mesh dims, and where each gets all rows.
     """
 
     def __init__(
@@ -162,8 +162,8 @@ class CallPlacements:
                     yield name, self.binding.op.whole[dim.name]
 
     def _choose_factors(self, sharded: Placed) -> list[Any]:
-        """For each mesh dim a factor that it shards in an input: the one for which the fewest elements move, of several
-        that of the input with the most dims.
+        """For each mesh dim a factor that it shards in an input: the one for which the fewest elements move, of equal
+        ones that of the input with the most dims.
         """
         order = sorted(sharded.values(), key=lambda each: -len(each[0]))
         chosen: list[str | None] = []
@@ -223,7 +223,7 @@ class CallPlacements:
         )
 
     def add(self, part: Tensor) -> Tensor:
-        """What a rank goes on with of a sum over inner dims, from its part of the sum, which has all leading dims."""
+        """Add up the ranks' parts of a sum over inner dims; the result is this rank's rows where they are scattered."""
         parts = [Partial() if f in self.terms else Replicate() for f in self.factors]
         rows = next(self._named[name] for name in self.binding.outputs if name in self._named)
         wanted = [Shard(rows.index(f)) if f else Replicate() for f in self.scattered]
@@ -242,7 +242,7 @@ class CallPlacements:
         if not isinstance(tensor, DTensor):
             tensor = DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
         if tensor.placements != placements:
-            if self.binding.op.inputs[name].unread:  # its shape is all that is asked for
+            if self.binding.op.inputs[name].unread:  # only its shape is used
                 return tensor.to_local().new_empty(self._local_shape(tensor.shape, placements))
             # Detached: the redistributed tensor would require a gradient, which has no way back.
             tensor = cast(DTensor, tensor.detach()).redistribute(placements=placements)

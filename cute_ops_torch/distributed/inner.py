@@ -24,11 +24,11 @@ def run_on_terms(binding: Binding, tensors: Sequence[Tensor | None], terms: set[
     Args:
         binding: the call with its whole arrays.
         tensors: this rank's slices of the inputs.
-        terms: the dims that sums are over of which ranks have slices.
-        add: what a rank goes on with of such a sum, from its part of it.
+        terms: the dims that are summed over, and of which each rank has a slice.
+        add: adds up the ranks' parts of such a sum.
     """
     op = binding.op
-    with torch._C._DisableAutocast():  # the declaration says which dtypes there are
+    with torch._C._DisableAutocast():  # the declaration sets the dtypes
         found = _run(op, dict(zip(op.inputs, tensors, strict=True)), binding.attrs, terms, add)
     return [found[name] for name in op.results]
 

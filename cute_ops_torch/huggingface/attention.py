@@ -33,8 +33,8 @@ _PROJECT_OUTPUT = ["attn_output = self.o_proj(attn_output)", "return (attn_outpu
 
 
 def without_output(attention: Any, x: torch.Tensor) -> Forward | None:
-    """An attention's call on ``x`` without its output projection, which is left to the caller; None where somebody
-    could see that.
+    """An attention's call on ``x`` without its output projection, which is left to the caller; None where a hook or a
+    mode would notice.
     """
     forward: Forward = type(attention).forward
     if not (_projects_output(forward) and is_unobserved(attention) and can_bypass_linear(x, attention.o_proj)):

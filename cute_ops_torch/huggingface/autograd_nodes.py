@@ -5,9 +5,9 @@ are saved too. Here the backward kernel that reads those computes it again, in t
 layers that read the same input (gate and up; queries, keys and values) are one layer in the backward, so that autograd
 adds no gradients of that input; with packed weights in the forward, too. The kernel that rotates the gradients of
 queries and keys back writes them beside those of the values. The backward of a norm adds the gradient of the residual
-stream that it reads. On a GPU where our products are faster, these compute more: the activation of a gated MLP with
-packed weights, and its gradient; the rotation of queries and keys; the add to the residual stream and the squares of
-the norm that reads it next.
+stream that it reads. On a GPU where our products are faster, their epilogues compute the activation of a gated MLP with
+packed weights, and its gradient; the rotation of queries and keys; the add to the residual stream, and the sum of
+squares for the norm that reads it next.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def rotated_projections(
     """``(rope(x @ q.T), rope(x @ k.T), x @ v.T)`` as (..., heads, headdim), for weights ``(q, k, v)``.
 
     Args:
-        together: whether all three may be views of one array: who keeps one of them keeps them all.
+        together: whether all three may be views of one array, whose memory lives as long as any of them.
     """
     return _RotatedProjections.apply(x, *weights, cos, sin, headdim, together)  # type: ignore[no-untyped-call, no-any-return]
 

@@ -1,4 +1,4 @@
-"""Decoders: masks made without a search for packed sequences, layers that know the norm that comes next."""
+"""Decoders: masks made without a search for packed sequences, and layers that know which norm reads their output."""
 
 from __future__ import annotations
 

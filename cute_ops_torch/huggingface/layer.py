@@ -23,7 +23,7 @@ _LLAMA = "bb4a23cffe10017e"
 
 
 class LlamaDecoderLayer(nn.Module):
-    """What Hugging Face's class of this name has."""
+    """The modules of Hugging Face's class of this name."""
 
     input_layernorm: LlamaRMSNorm
     self_attn: Any

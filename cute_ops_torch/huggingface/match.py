@@ -28,8 +28,8 @@ class Replacement(NamedTuple):
         unused: name of a submodule that the new ``forward`` does not call.
         packed: ``packed(module)``: names of linear layers that read the same input: packed weights make them one
             matrix product.
-        apart: ``apart(module)``: why some of it is not computed inside of its products where that gains; empty if all
-            of it is.
+        apart: ``apart(module)``: why a part of the module runs in a pass of its own, not in the epilogue of a product;
+            empty if none does.
     """
 
     op: str

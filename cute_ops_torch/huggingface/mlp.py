@@ -19,7 +19,7 @@ _CALLS_ACT = "bf403fa7538eaf8a"
 
 
 class LlamaMLP(nn.Module):
-    """What Hugging Face's LlamaMLP has."""
+    """The layers of Hugging Face's class of this name."""
 
     gate_proj: nn.Linear
     up_proj: nn.Linear

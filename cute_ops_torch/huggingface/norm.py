@@ -17,7 +17,7 @@ _GEMMA, _GEMMA_INNER = "072c442d528d274c", "80a7328746bf45b4"
 
 
 class GemmaRMSNorm(nn.Module):
-    """What Hugging Face's class of this name has."""
+    """The attributes of Hugging Face's class of this name."""
 
     weight: nn.Parameter
     eps: float

@@ -1,4 +1,4 @@
-"""Matrix products of layers: by our ops on a GPU, which choose our kernels where these are faster, else by torch."""
+"""Matrix products of layers: on a GPU by our ops, which run the faster of our kernel and torch's; else by torch."""
 
 from __future__ import annotations
 
@@ -46,20 +46,19 @@ def swiglu(x: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_input_gradient(dout: Tensor, down: Tensor, products: Tensor) -> Tensor:
-    """The gradient of these products, where ``dout @ down`` is that of what SwiGLU makes of them."""
+    """The gradient of both products, for the gradient ``dout @ down`` of what SwiGLU makes of them."""
     return _gated_dgrad(dout, down, products, "silu")  # type: ignore[no-any-return]
 
 
 def swiglu_gradient_again(dout: Tensor, down: Tensor, products: Tensor, overwrite: bool) -> tuple[Tensor, Tensor]:
-    """The same, and what SwiGLU makes of them.
+    """The same, and what SwiGLU makes of them, computed again.
 
     Args:
         dout, down, products: two-dimensional, as above.
-        overwrite: whether the gradient may take the memory of ``products``, which nobody reads any more.
+        overwrite: whether the gradient may take the memory of ``products``, which is not read any more.
     """
     run = _gated_dgrad_again.overload
-    # A subtile is stored after it was read, by the CTA that alone reads it, except that vectors of halves of a row
-    # that start off a vector overlap.
+    # A subtile is read and then stored by one CTA. Only vectors of halves of a row that start off a vector overlap.
     if overwrite and products.shape[-1] // 2 * products.itemsize % 16 == 0:
         run = overwriting(run, _gated_dgrad_again.launcher.into, (2, None))
     return run(dout, down, products, "silu", "auto")  # type: ignore[no-any-return]

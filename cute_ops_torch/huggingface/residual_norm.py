@@ -20,7 +20,7 @@ _ATTRIBUTE = "_cute_normed"
 
 
 class LlamaRMSNorm(nn.Module):
-    """What Hugging Face's class of this name has."""
+    """The attributes of Hugging Face's class of this name."""
 
     weight: nn.Parameter
     variance_epsilon: float
@@ -31,7 +31,7 @@ _next_norms: ContextVar[Mapping[int, LlamaRMSNorm]] = ContextVar("cute_ops_next_
 
 @contextmanager
 def next_norms(norms: Mapping[int, LlamaRMSNorm]) -> Iterator[None]:
-    """Inside of it, ``norms`` maps a layer's id to the norm that reads the layer's output."""
+    """A context in which ``norms`` says, by a layer's id, which norm reads the layer's output."""
     token = _next_norms.set(norms)
     try:
         yield
