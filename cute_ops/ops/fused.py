@@ -256,7 +256,7 @@ class _Fused:
         cotangents: dict[str, str] = {}
         twins: dict[str, str] = {}
         firsts: dict[int, str] = {}
-        for part, i in zip(found.parts, found.expression.outputs, strict=True):
+        for part, i in zip(found.addends, found.expression.outputs, strict=True):
             name, node = names[part.operand], nodes[i]
             if name not in whole or part.rows or part.columns or len(cotangents) + len(twins) + 1 == len(names):
                 continue
