@@ -141,7 +141,7 @@ def test_sums_of_few_rows_are_divided_among_all_sms(m: int, n: int, k: int, tile
         sizes = {"m": (m,), "n": n, "k": k} if op is linear else {"m": (m,), "n": k, "k": n}
         made = plan(bind(op, arrays(op, **sizes)), {}, TARGET)
         config = GemmConfig.of(made.variant.config)
-        assert (config.tile_m, config.tile_n, config.parts) == (128, tile_n, parts)
+        assert (config.tile_m, config.tile_n, config.split_k) == (128, tile_n, parts)
         assert config.stages == 8 and config.shared(2, (4,)) + 1024 <= ARCHES["sm_90a"].shared_per_cta
         assert made.workspaces == {"sums": Array((parts, n, -(-m // 4) * 4), "float32")}
 
@@ -152,7 +152,7 @@ def test_where_sums_are_not_divided() -> None:
         sizes = {"b": (2,), "m": m if op is linear.batched else (m,), "n": 64, "k": k}
         given = {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()}
         made = plan(bind(op, given), {}, parse(arch))
-        assert not made.workspaces and "parts" not in made.variant.config
+        assert not made.workspaces and "split_k" not in made.variant.config
 
 
 @pytest.mark.parametrize(
@@ -428,7 +428,7 @@ def test_results_of_few_rows(
         3,
         2,
         store_stages=2,
-        parts=parts,
+        split_k=parts,
         writes=next(iter(op.outputs)),
     )
     (out,) = on_cpu(op, given, "sm_90a", config).values()

@@ -507,7 +507,7 @@ def test_results_of_few_rows(
     name: str, parts: int, sizes: tuple[int, int, int], others: dict[str, str], tmp_path: Path
 ) -> None:
     (m, n, k), op = sizes, BY_NAME[name]
-    config = GemmConfig("cooperative", 128, 32 if m <= 32 else 64, 3, 2, store_stages=2, parts=parts)
+    config = GemmConfig("cooperative", 128, 32 if m <= 32 else 64, 3, 2, store_stages=2, split_k=parts)
     check(op, made(op, (m,), n, k, **others), tmp_path, "sm_90a", config)
 
 
@@ -667,7 +667,7 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
         packed = name in ("with_swiglu", "gated_reducing", "rescaled")
         tiles = {"with_residual": 1, "gated_dgrad": 2, "with_rstd": 1}.get(name, 0)
-        few = "parts" in variant.config  # another kernel has the epilogue
+        few = "split_k" in variant.config  # another kernel has the epilogue
         assert len(re.findall(r"\bUTMALDG\b", code)) >= (2 if few else 2 + packed + tiles)
         assert "HGMMA" in code and "UTMASTG" in code
         # The warps that load have given most of their registers away.

@@ -13,7 +13,7 @@ WARPGROUP = 128  # threads
 MMA_M, MMA_K = 64, 16  # rows of a warpgroup's instruction; 16-bit elements of k that it takes
 WARPS = 8  # of ``mma_sync``
 ROW_PARTS = "row_parts"  # the workspace of reductions of rows
-SUMS = "sums"  # the workspace of sums of few rows, in parts
+SUMS = "sums"  # the workspace of a split k: sums over each part
 STORE_BYTES = 64  # of a row of the subtile that is stored at once, of the tensor with the smallest elements
 
 
@@ -38,13 +38,14 @@ class GemmConfig(KernelConfig):
         vec_a: elements that a thread of ``mma_sync`` loads of ``a`` at once.
         vec_b: of ``b``.
         tile_stages: slots for subtiles of the epilogue's operands, of each group of warps that stores.
-        expression: the epilogue's text; its first operand is what was summed up.
-        reads: the tensors that are its other operands, divided by blanks; ``cos%64`` repeats itself after 64 columns.
-        writes: the tensors that its outputs are of: ``pre[:n] pre[n:] out``. The call's last one where it is empty.
-        half_align: bytes, at most 16, that divide where the second half of a packed tensor's row starts.
+        expression: the epilogue's text; its first operand is the product.
+        reads: the tensors that are its other operands, separated by blanks; ``cos%64`` repeats itself after 64 columns.
+        writes: the tensors, or halves, that its outputs are stored in: ``pre[:n] pre[n:] out``. If it is empty, the
+            call's last tensor.
+        half_align: bytes, at most 16, that divide the offset of the second half in a row of a packed tensor.
         warps_n: warps of ``mma_sync`` beside one another.
-        parts: for few rows: what the sums of a tile are divided into. Then tiles have rows of the second operand, and
-            another kernel adds the parts up and computes the epilogue. 0 for one kernel.
+        split_k: for few rows: the parts that k is split into. Then tiles have rows of the second operand, and a second
+            kernel adds up the parts and computes the epilogue. 0 for one kernel.
     """
 
     form: Form
@@ -65,7 +66,7 @@ class GemmConfig(KernelConfig):
     writes: str = ""
     half_align: int = 16
     warps_n: int = 4
-    parts: int = 0
+    split_k: int = 0
 
     @property
     def threads(self) -> int:
@@ -87,8 +88,8 @@ class GemmConfig(KernelConfig):
         return 2 // self.sharing
 
     def row_parts(self, n: int, packed: bool) -> int:
-        """Parts of a row of n columns that are reduced one by one: of each warp beside another, and of tiles behind the
-        last column that fill a cluster.
+        """The parts of a row of n columns that are reduced separately: one for each warp along the row, including those
+        of tiles past the last column that fill a cluster.
         """
         tiles = -(-n // (self.tile_n // (1 + packed) * self.cluster_n)) * self.cluster_n
         return tiles * (self.warps_n if self.form == "mma_sync" else 1)

@@ -1,4 +1,4 @@
-"""What becomes of a product's sums: an expression of them, of tiles, vectors and scalars, in registers."""
+"""The epilogue of a product: an expression of the product, of tiles, vectors and scalars, computed in registers."""
 
 import math
 from typing import Any, NamedTuple
@@ -11,13 +11,13 @@ from cute_ops.expressions.groups import REDUCTIONS, reads
 from cute_ops.expressions.stages import split
 from cute_ops.expressions.text import parse
 from cute_ops.kernels.epilogue.emit import computed
-from cute_ops.kernels.gemm.rows import COMBINE, IDENTITY, FinishRows, RowParts
+from cute_ops.kernels.gemm.rows import COMBINE, IDENTITY, FinishRows, RowReductions
 from cute_ops.kernels.gemm.views import by_row, each_by_row, half
 from cute_ops.kernels.lib.copy import fragment, load, store_if, widen
 from cute_ops.kernels.lib.row_layout import element_address, row_address, row_count
 
 
-class Part(NamedTuple):
+class EpilogueTensor(NamedTuple):
     """A tensor of a call, or a half of a packed one.
 
     Attributes:
@@ -29,7 +29,7 @@ class Part(NamedTuple):
         align: bytes, at most 16, that divide where its rows start.
         period: columns after which it repeats itself, 0 if it does not.
         batched: whether each matrix of a batch has its own elements.
-        turned: for elements of the other half of so many columns, as ``rotate_half`` takes them; 0 for those here.
+        turned: columns of the groups in whose other half ``rotate_half`` reads it; 0 at the element's own place.
     """
 
     key: Any
@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
     @property
     def by_tma(self):
-        """Whether TMA can take it: a tile with rows on 16 bytes, that a single stride steps over."""
+        """Whether TMA can take it: a tile whose rows start on 16 bytes, one stride apart."""
         one_stride = self.batched or self.key.layout == "flat" or self.key.rank == 2
         return self.tile and not self.period and self.align == 16 and one_stride
 
@@ -58,29 +58,29 @@ class Part(NamedTuple):
         return half(whole, self.index, 1, self.align) if self.packed else whole
 
     def column(self, chunk, c, j, most):
-        """The column of an element for the sums in a chunk's column, ``most`` if it lies behind."""
+        """The column of an element for the accumulators in a chunk's column, at most ``most``."""
         column = cutlass.min(chunk.columns[c] + j + partner(chunk.at[c], self.turned), most)
         return column % self.period if self.period else column
 
     def address(self, tensor, row, n):
-        """Where the elements of a row begin, of ``n`` of them; a vector of a batch counts as a row of its own."""
+        """The byte address of a row of ``n`` elements; in a batch each vector counts as a row."""
         address = tensor.iterator.toint()
         if (self.rows or self.batched) and self.key.layout == "scattered":
             address = element_address(tensor, self.key, Int64(row))
         elif self.rows or self.batched:
-            # What repeats itself along the columns may do so along the leading dims, too.
+            # A tensor that repeats itself along the columns may also do so along the leading dims.
             row = row % Int32(row_count(tensor)) if self.period else row
             address = row_address(tensor, self.key, Int64(row), tensor.shape[-1] if self.columns else 1)
         return address + self.index * Int64(n) * self.key.itemsize if self.packed else address
 
 
 class Chunk(NamedTuple):
-    """The places of a thread's sums that are stored at once: in two rows, two neighbours for each of some columns.
+    """Places of those accumulators of a thread that are stored at once: two rows of pairs of neighbouring columns.
 
-    The sum with the index ``4 * c + 2 * r + j`` is that in row ``rows[r]`` and column ``columns[c] + j``, as the matrix
-    instructions have it. ``shape`` is that of the outputs: what lies outside is neither read nor stored. ``at`` is
-    where the columns are in the tile, for the thread that has the first one: known at compile time. ``batch`` is which
-    matrix of a batch it is, none where there is one.
+    Accumulator ``4 * c + 2 * r + j`` lies in row ``rows[r]`` and column ``columns[c] + j``, by the layout of the matrix
+    instructions. ``shape`` is that of the outputs: what lies outside is neither read nor stored. ``at`` are the places
+    of the columns in the tile for the thread that has the first one, known at compile time. ``batch`` is the matrix of
+    a batch, empty where there is none.
     """
 
     rows: tuple[Any, Any]
@@ -90,7 +90,7 @@ class Chunk(NamedTuple):
     batch: tuple[Any, ...] = ()
 
     def row_of(self, part, row):
-        """Which row of a tensor it is where a matrix has this one: the matrices before it come first."""
+        """The row of a tensor, after those of the matrices before it, that is this row of a matrix."""
         if not part.batched:
             return row
         (batch,) = self.batch
@@ -104,19 +104,19 @@ class Chunk(NamedTuple):
 class Epilogue:
     """The expression that a config names, its operands and its outputs.
 
-    Those without columns are not computed here: :attr:`rows` takes the elements of their reductions in, and
-    :attr:`finish`, None where there are none, makes the outputs of these.
+    Outputs without columns are not computed here: :attr:`rows` reduces the elements that they need, and the kernel
+    :attr:`finish`, None where there are none, computes them.
     """
 
     def __init__(self, variant, config, batched):
         self.batched = batched
         whole = parse(config.expression)
         parts = split(whole)
-        self.expression, self.rows = parts.elements, RowParts(parts.reductions)
+        self.expression, self.rows = parts.elements, RowReductions(parts.reductions)
         self.packed = self.expression.operands[0].packed
         self.half_align = config.half_align
         self.names = config.reads.split()
-        # Operands as they are read, but for the product itself.
+        # How operands are read, except for the product itself.
         self.read = [read for read in reads(self.expression) if read.operand]
         self.operands = []
         for read in self.read:
@@ -132,7 +132,7 @@ class Epilogue:
         self.finish = self._finish(variant, parts, columns) if columns else None
         # Places of the operands that TMA loads.
         self.by_tma = [i for i, part in enumerate(self.operands) if part.by_tma and config.tile_stages]
-        # Whether rows have an even number of elements, so that neighbours are both there or both not.
+        # Whether rows have an even number of elements: then both of two neighbours lie inside, or neither.
         self.even = all(part.align >= 2 * part.key.itemsize for part in self.outputs)
 
     def _part(self, variant, name, kind, index, packed):
@@ -141,7 +141,7 @@ class Epilogue:
         rows = kind.rows or self.batched
         align = min(key.align, key.row_align if rows else 16, self.half_align if packed else 16)
         align = math.gcd(align, period * key.itemsize)
-        return Part(key, kind.rows, kind.columns, index, packed, align, period, self.batched)
+        return EpilogueTensor(key, kind.rows, kind.columns, index, packed, align, period, self.batched)
 
     def _finish(self, variant, parts, outputs):
         """The kernel of the outputs without columns; of its operands the first is the product itself."""
@@ -152,13 +152,13 @@ class Epilogue:
 
     @property
     def itemsizes(self):
-        """Of the tensors whose subtiles are in shared memory."""
+        """The element sizes of the tensors whose subtiles go through shared memory."""
         return [part.key.itemsize for part in (*(self.operands[i] for i in self.by_tma), *self.outputs)]
 
     def load(self, part, tensor, chunk):
-        """What a thread needs of an operand for a chunk: an element for each sum, column, row, or one.
+        """What a thread needs of an operand for a chunk: an element for each accumulator, column or row, or just one.
 
-        No load depends on a condition: for a place outside it takes one inside, of which nothing is stored.
+        No load depends on a condition: a place outside loads an element inside, whose result is not stored.
         """
         m, n = chunk.shape
         count = 2 if self.even and part.align >= 2 * part.key.itemsize else 1  # of neighbours that one load takes
@@ -187,12 +187,12 @@ class Epilogue:
         """The outputs of a chunk, in fp32.
 
         Args:
-            sums: ``sums(h, v, distance)``: the sum so many columns behind the one with an index, of the half ``h``
-                where they are packed.
-            loaded: for each operand what :meth:`load` gave.
-            chunk: where they are.
-            rows: results of reductions so far, to which these elements are added.
-            groups: what groups of columns of these rows are reduced to, as far as it is known.
+            sums: ``sums(h, v, distance)``: the accumulator ``distance`` columns after accumulator ``v``, in the half
+                ``h`` where they are packed.
+            loaded: what :meth:`load` gave for each operand.
+            chunk: the places of the accumulators.
+            rows: the results of reductions so far, which these elements are added to.
+            groups: the results of groups of columns of these rows, as far as they are known.
         """
         results = [fragment(Float32, chunk.size) for _ in self.outputs]
         wide = [widen(rX) for rX in loaded]
@@ -206,7 +206,7 @@ class Epilogue:
         return results
 
     def _reduce_groups(self, sums, loaded, chunk, groups):
-        """Reduce the groups that the columns of a chunk are in; four lanes have those of a row."""
+        """Reduce the groups of columns that a chunk lies in; four lanes hold those of a row."""
         nodes = self.expression.nodes
         for i, size in [(i, int(node.value)) for i, node in enumerate(nodes) if node.word in REDUCTIONS]:
             combine, start = COMBINE[nodes[i].word[len("group_") :]], IDENTITY[nodes[i].word[len("group_") :]]
@@ -238,8 +238,8 @@ class Epilogue:
 
 
 class Element:
-    """The values of an expression's nodes for one of a thread's sums, or the one ``shift`` columns behind it, each
-    computed when it is asked for.
+    """The values of an expression's nodes for one of a thread's accumulators, or the one ``shift`` columns after it.
+    Each is computed on first use.
     """
 
     def __init__(self, epilogue, sums, loaded, chunk, v, groups, shift=0):
@@ -251,7 +251,7 @@ class Element:
         self.values = {}
 
     def __call__(self, i, turned=0):
-        """A node's value here, or where ``rotate_half`` of so many columns takes it."""
+        """A node's value here, or in the other half of its group of ``turned`` columns."""
         if (i, turned) not in self.values:
             self.values[i, turned] = self._value(i, turned)
         return self.values[i, turned]
@@ -273,14 +273,14 @@ class Element:
 
 
 def partner(at, turned):
-    """How far it is from a column of a tile to its partner in the other half of so many columns."""
+    """The distance from a column of a tile to its partner in the other half of its group of ``turned`` columns."""
     if not turned:
         return 0
     return turned // 2 if 2 * (at % turned) < turned else -(turned // 2)
 
 
 def part_index(part, v):
-    """Where :meth:`Epilogue.load` puts an operand's element for the sum with this index."""
+    """Where :meth:`Epilogue.load` puts an operand's element for the accumulator with this index."""
     if part.tile:
         return v
     return v // 4 * 2 + v % 2 if part.columns else v // 2 % 2 if part.rows else 0

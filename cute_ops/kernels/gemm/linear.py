@@ -7,30 +7,30 @@ from cutlass import Int32, const_expr
 
 from cute_ops.kernels.gemm.config import ROW_PARTS, SUMS, GemmConfig
 from cute_ops.kernels.gemm.epilogue import Epilogue
-from cute_ops.kernels.gemm.few_rows import FinishParts
 from cute_ops.kernels.gemm.sm80 import GemmSm80
 from cute_ops.kernels.gemm.sm90 import GemmSm90
+from cute_ops.kernels.gemm.split_k import ReduceSplitK
 from cute_ops.kernels.gemm.views import by_column, by_row, each_by_column, each_by_row, half
 
 PLAIN = "e1(t) -> 0"
 
 
 class Product:
-    """The product of a call's first two tensors, with or without TMA, and what its config does with it.
+    """The product of a call's first two tensors, with or without TMA, and its epilogue.
 
     Args:
-        views: how the two become matrices whose rows are multiplied with each other.
+        views: the functions that turn both into matrices whose rows are multiplied with each other.
         batched: whether they are batches of matrices.
     """
 
     def __init__(self, variant, views, batched=False):
         self.keys, self.names, self.views = variant.args, tuple(dict.fromkeys(variant.names)), views
         config = GemmConfig.of(variant.config)
-        self.epilogue, self.few = Epilogue(variant, config, batched), config.parts > 0
+        self.epilogue, self.few = Epilogue(variant, config, batched), config.split_k > 0
         if self.few:
             sums = GemmConfig.of({**config.flat(), "expression": PLAIN, "reads": "", "writes": SUMS})
             self.form = GemmSm90(variant, Epilogue(variant, sums, batched=True))
-            self.add = FinishParts(self.epilogue, variant.arch)
+            self.add = ReduceSplitK(self.epilogue, variant.arch)
         else:
             self.form = (GemmSm80 if config.form == "mma_sync" else GemmSm90)(variant, self.epilogue)
 
@@ -44,7 +44,7 @@ class Product:
         if const_expr(self.few):
             mSums, shape = tensors[SUMS], (Int32(first.shape[0]), Int32(halves[0].shape[0]))
             self.form.launch(second, (first,), (), (mSums,), None, stream)
-            self.add(mSums, self.form.part_count(second), operands, outputs, shape, stream)
+            self.add(mSums, self.form.split_count(second), operands, outputs, shape, stream)
         else:
             self.form.launch(first, halves, operands, outputs, mParts, stream)
         finish = self.epilogue.finish
@@ -70,7 +70,7 @@ Linear = partial(Product, views=(by_row, by_row))
 LinearDx = partial(Product, views=(by_row, by_column))
 # dweight[n, k] = dout[m, n].T @ x[m, k]
 LinearDweight = partial(Product, views=(by_column, by_column))
-# The same of each matrix of a batch.
+# The same for each matrix of a batch.
 BatchedLinear = partial(Product, views=(each_by_row, each_by_row), batched=True)
 BatchedLinearDx = partial(Product, views=(each_by_row, each_by_column), batched=True)
 BatchedLinearDweight = partial(Product, views=(each_by_column, each_by_column), batched=True)

@@ -1,4 +1,4 @@
-"""What an epilogue returns of whole rows: reductions, and what follows from them."""
+"""The outputs of an epilogue that have no columns: reductions of rows, and values computed from them."""
 
 import cutlass
 import cutlass.cute as cute
@@ -14,12 +14,12 @@ COMBINE = {"sum": lambda x, y: x + y, "max": maximum, "min": minimum}
 IDENTITY = {"sum": 0.0, "max": -float("inf"), "min": float("inf")}
 
 
-class RowParts:
-    """Reductions over the columns that a warp has of its tile. The lanes ``4 r .. 4 r + 3`` have the rows ``r`` and
-    ``r + 8``, as the matrix instructions have it.
+class RowReductions:
+    """Reductions over a warp's columns of a tile. Lanes ``4 r .. 4 r + 3`` hold the rows ``r`` and ``r + 8``, by the
+    layout of the matrix instructions.
 
-    The results are in the workspace ``row_parts``, ``(rows, parts, reductions)`` in fp32: each warp beside another
-    gives a part of a row.
+    The results go to the workspace ``row_parts``, ``(rows, parts, reductions)`` in fp32: each warp along a row reduces
+    one part of it.
 
     Args:
         reductions: a word of :data:`COMBINE` each.
@@ -29,14 +29,14 @@ class RowParts:
         self.reductions = reductions
 
     def start(self):
-        """Results so far, of no columns: two rows for each reduction."""
+        """The results for no columns: two rows for each reduction."""
         found = [fragment(Float32, 2) for _ in self.reductions]
         for word, rX in zip(self.reductions, found):
             rX.fill(IDENTITY[word])
         return found
 
     def add(self, results, v, chunk, values):
-        """Take what is reduced of the sum with an index in, unless its column lies outside."""
+        """Add the values of one accumulator, given by its index, unless its column lies outside."""
         r = v // 2 % 2
         for word, rX, x in zip(self.reductions, results, values):
             inside = chunk.columns[v // 4] + v % 2 < chunk.shape[1]
@@ -44,7 +44,7 @@ class RowParts:
 
     @cute.jit
     def store(self, results: cutlass.Constexpr, mParts, rows: cutlass.Constexpr, m, part):
-        """Store the results of two rows as this part of theirs."""
+        """Store the results of two rows, as this part of them."""
         count = len(self.reductions)
         for r in cutlass.range_constexpr(2):
             rX = fragment(Float32, count)
@@ -63,17 +63,17 @@ def address(mParts, row, part, count):
 
 
 class FinishRows:
-    """Puts the parts of each row's reductions together, in a fixed order, and computes the outputs without columns.
+    """Combines the parts of each row's reductions, in a fixed order, and computes the outputs without columns.
 
     Tile: 8 threads take a row, each every eighth part. No shared memory. Bytes moved: the parts, from L2, and the
     outputs once.
 
     Args:
-        expression: of the reductions' results, and behind them all operands of the epilogue.
-        reductions: words.
-        operands: of those that it reads, the tensor each, by its index in the expression.
-        outputs: tensors.
-        arch: what is compiled for.
+        expression: computes the outputs from the reductions' results, followed by all operands of the epilogue.
+        reductions: a word of :data:`COMBINE` each.
+        operands: the tensors of the operands that it reads, by their index in the expression.
+        outputs: the tensors of the outputs.
+        arch: the architecture to compile for.
     """
 
     threads, lanes = 128, 8

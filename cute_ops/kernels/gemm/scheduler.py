@@ -1,4 +1,4 @@
-"""In which order a product's tiles are computed: integer arithmetic, on Python's numbers and on a kernel's.
+"""The order in which a product's tiles are computed: integer arithmetic on Python's numbers and on those of kernels.
 
 Tiles here are those of a cluster. They are walked in groups of ``group`` rows, down each column before the next one,
 and every second group from its last column to its first. So clusters that run together share few rows and columns,
@@ -11,8 +11,8 @@ from typing import Any
 
 
 def bytes_by_grouping(rows: Any, columns: Any, group: int, m: Any, n: Any) -> tuple[Any, Any]:
-    """What is read past L2 with groups of rows and with groups of columns, relative to each other: the grouped operand
-    once, the other one once for each group.
+    """What is read past L2 with groups of rows and with groups of columns, relative to each other. The grouped operand
+    is read once, the other one once for each group.
     """
     return m + (rows + group - 1) // group * n, n + (columns + group - 1) // group * m
 
@@ -34,12 +34,12 @@ def tile_of(index: Any, rows: Any, columns: Any, group: int, by_columns: Any) ->
 
 
 def tile_of_batch(index: Any, order: tuple[Any, ...], group: int) -> tuple[Any, ...]:
-    """Row, column and, of several matrices, which one: one matrix after another.
+    """Row, column and, in a batch, the matrix of the tile with this index: one matrix comes after another.
 
     Args:
         index: from 0 to :func:`tile_count` ``- 1``.
-        order: rows, columns, ``by_columns`` as :func:`tile_of` has them, and of a batch how many matrices.
-        group: as :func:`tile_of` has it.
+        order: rows, columns and ``by_columns`` as in :func:`tile_of`, and in a batch the number of matrices.
+        group: as in :func:`tile_of`.
     """
     rows, columns, by_columns, *batch = order
     if not batch:

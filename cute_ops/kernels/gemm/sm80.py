@@ -35,15 +35,15 @@ class GemmSm80:
 
     @cute.jit
     def launch(self, mA, mB, operands, outputs, mParts, stream):
-        tile = self.config
+        config = self.config
         self.dtype = mA.element_type
         mma = cute.make_tiled_mma(
             MmaF16BF16Op(self.dtype, Float32, (16, 8, 16)), (self.warps_m, self.warps_n, 1),
             permutation_mnk=(16 * self.warps_m, 16 * self.warps_n, 16),
         )  # fmt: skip
         m, n = mA.shape[0], mB[0].shape[0]
-        rows, columns = cute.ceil_div(m, tile.tile_m), cute.ceil_div(n, self.columns)
-        grouped_rows, grouped_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
+        rows, columns = cute.ceil_div(m, config.tile_m), cute.ceil_div(n, self.columns)
+        grouped_rows, grouped_columns = bytes_by_grouping(rows, columns, config.group, Int64(m), Int64(n))
         batch = (cute.size(mA, mode=[2]),) if const_expr(self.epilogue.batched) else ()
         order = (rows, columns, Int32(grouped_columns < grouped_rows), *batch)
         self.kernel(mma, mA, mB, operands, outputs, mParts, order).launch(
@@ -52,46 +52,46 @@ class GemmSm80:
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, mA, mB, operands, outputs, mParts, order):
-        tile, tidx = self.config, cute.arch.thread_idx()[0]
-        row, column, *batch = tile_of_batch(cute.arch.block_idx()[0], order, tile.group)
+        config, tidx = self.config, cute.arch.thread_idx()[0]
+        row, column, *batch = tile_of_batch(cute.arch.block_idx()[0], order, config.group)
         if const_expr(self.epilogue.batched):
             mA, mB = mA[None, None, batch[0]], tuple([m[None, None, batch[0]] for m in mB])
         smem = cutlass.utils.SmemAllocator()
-        sA, sB = (self._slots(smem, m, size) for m, size in ((mA, tile.tile_m), (mB[0], tile.tile_n)))
-        loaders = [self._loader(mA, sA, (tile.tile_m, tile.tile_k), row, tile.vec_a, tidx)]
+        sA, sB = (self._slots(smem, m, size) for m, size in ((mA, config.tile_m), (mB[0], config.tile_n)))
+        loaders = [self._loader(mA, sA, (config.tile_m, config.tile_k), row, config.vec_a, tidx)]
         for i, m in enumerate(mB):
-            part = (self.columns, tile.tile_k)
-            loaders.append(self._loader(m, cute.local_tile(sB, part, (i, 0, None)), part, column, tile.vec_b, tidx))
+            part = (self.columns, config.tile_k)
+            loaders.append(self._loader(m, cute.local_tile(sB, part, (i, 0, None)), part, column, config.vec_b, tidx))
         mine = mma.get_slice(tidx)
         tCrA = mma.make_fragment_A(mine.partition_A(sA[None, None, 0]))
         tCrB = mma.make_fragment_B(mine.partition_B(sB[None, None, 0]))
-        rAcc = cute.make_rmem_tensor(mma.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+        rAcc = cute.make_rmem_tensor(mma.partition_shape_C((config.tile_m, config.tile_n)), Float32)
         rAcc.fill(0.0)
         read_a = self._reader(cute.make_tiled_copy_A, mma, mA).get_slice(tidx)
         read_b = self._reader(cute.make_tiled_copy_B, mma, mB[0]).get_slice(tidx)
 
         wait_for_previous(self.pdl)
-        steps = cute.ceil_div(mA.shape[1], tile.tile_k)
+        steps = cute.ceil_div(mA.shape[1], config.tile_k)
         for loader in loaders:
             self._fetch(loader, Int32(0))
         for loader in loaders:
             self._put(loader, Int32(0))
         cute.arch.barrier()
         for step in cutlass.range(steps, unroll=1):
-            # Past the last step nothing is loaded but zeros.
+            # Past the last step only zeros are loaded.
             for loader in loaders:
                 self._fetch(loader, step + 1)
             slot = step % 2
-            for k in cutlass.range_constexpr(tile.tile_k // 16):
+            for k in cutlass.range_constexpr(config.tile_k // 16):
                 cute.copy(read_a, read_a.partition_S(sA)[None, None, k, slot], read_a.retile(tCrA)[None, None, k])
                 cute.copy(read_b, read_b.partition_S(sB)[None, None, k, slot], read_b.retile(tCrB)[None, None, k])
                 cute.gemm(mma, rAcc, tCrA[None, None, k], tCrB[None, None, k], rAcc)
-            # Who reads the other slot has arrived at the barrier before.
+            # Threads that read the other slot have passed the previous barrier.
             for loader in loaders:
                 self._put(loader, 1 - slot)
             cute.arch.barrier()
         let_next_start(self.pdl)
-        # Warps below one another come first.
+        # Warps are numbered down the rows first.
         part = column * self.warps_n + tidx // (32 * self.warps_m)
         self._store(mine, rAcc, operands, outputs, (mA.shape[0], mB[0].shape[0]), (row, column, batch), (mParts, part))
 
@@ -154,7 +154,7 @@ class GemmSm80:
                 columns, at = tuple(tCcD[0, i, c][1] for c in these), tuple(c * size for c in these)
                 chunk = Chunk(rows, columns, shape, at, batch)
                 loaded = [self.epilogue.load(part, m, chunk) for part, m in zip(self.epilogue.operands, operands)]
-                # Packed columns are beside one another in shared memory, first all of one half.
+                # In shared memory all columns of one half come before those of the other.
                 results = self.epilogue.compute(
                     lambda h, v, distance: rAcc[v % 4, i, first + v // 4 + h * across + distance // size],
                     loaded, chunk, totals, groups,

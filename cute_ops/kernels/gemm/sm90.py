@@ -37,10 +37,10 @@ class GemmSm90:
     from tile to tile until none is left. The first warp of the first warpgroup loads; the two other warpgroups
     multiply, compute the epilogue and store, while one more warp for each group of these loads the epilogue's tiles.
     Which of the operands' dims is contiguous is known at compile time, all sizes at run time; what lies outside of a
-    matrix is loaded as zeros and not stored. Of a packed b a CTA takes the same rows of both halves, one half after the
-    other in shared memory, so that a thread has the sums of both.
-    Of a batch, a ``(m, k, batch)`` and b ``(n, k, batch)``, tiles of one matrix come after those of another. With
-    ``parts`` each tile is computed so many times, of as many parts of k, into an output ``(parts, m, n)``.
+    matrix is loaded as zeros and not stored. A CTA takes the same rows of both halves of a packed b, one half after the
+    other in shared memory, so that a thread accumulates both.
+    In a batch, a ``(m, k, batch)`` and b ``(n, k, batch)``, tiles of one matrix come after those of another. With
+    ``split_k`` k is split into so many parts, and each tile is computed once for each into an output ``(parts, m, n)``.
     Shared memory: ``stages`` slots of ``(tile_m + tile_n) x tile_k`` elements; ``store_stages`` subtiles of each output
     and ``tile_stages`` of each tile that TMA loads, for each group of warps that stores.
     Bytes moved per element: a and b once from memory as long as the tiles walked together find them in L2, all others
@@ -48,64 +48,66 @@ class GemmSm90:
     """
 
     def __init__(self, variant, epilogue):
-        tile = GemmConfig.of(variant.config)
-        self.config, self.epilogue, self.pdl = tile, epilogue, True
-        self.cluster = (tile.cluster_m, tile.cluster_n, 1)
-        self.consumers = tile.sharing * WARPGROUP  # threads that wait for a slot
-        self.columns = tile.tile_n // (1 + epilogue.packed)  # of an output's tile
-        self.subtile = sub_m, sub_n = tile.subtile(*epilogue.itemsizes)
-        self.subtiles, left = divmod(tile.tile_m * self.columns, sub_m * sub_n)
-        if left or tile.store_stages < 2 or self.subtiles % tile.store_stages:
+        config = GemmConfig.of(variant.config)
+        self.config, self.epilogue, self.pdl = config, epilogue, True
+        self.cluster = (config.cluster_m, config.cluster_n, 1)
+        self.consumers = config.sharing * WARPGROUP  # threads that wait for a slot
+        self.columns = config.tile_n // (1 + epilogue.packed)  # of an output's tile
+        self.subtile = sub_m, sub_n = config.subtile(*epilogue.itemsizes)
+        self.subtiles, left = divmod(config.tile_m * self.columns, sub_m * sub_n)
+        if left or config.store_stages < 2 or self.subtiles % config.store_stages:
             shape = f"{sub_m} x {sub_n}"
-            raise ValueError(f"{self.subtiles} subtiles of {shape} cannot take {tile.store_stages} slots in turn")
+            raise ValueError(f"{self.subtiles} subtiles of {shape} cannot take {config.store_stages} slots in turn")
 
     @cute.jit
     def launch(self, mA, mB, operands, outputs, mParts, stream):
-        tile = self.config
+        config = self.config
         majors = [
             LayoutEnum.ROW_MAJOR if const_expr(is_last_contiguous(m)) else LayoutEnum.COL_MAJOR for m in (mA, mB[0])
         ]
         self.dtype = dtype = mA.element_type
-        shape = (tile.tile_m, tile.tile_n, tile.tile_k)
+        shape = (config.tile_m, config.tile_n, config.tile_k)
         mma = hopper.make_trivial_tiled_mma(
             dtype, dtype, majors[0].sm90_mma_major_mode(), majors[1].sm90_mma_major_mode(), Float32,
-            atom_layout_mnk=(tile.sharing, 1, 1), tiler_mn=(MMA_M, tile.tile_n),
+            atom_layout_mnk=(config.sharing, 1, 1), tiler_mn=(MMA_M, config.tile_n),
         )  # fmt: skip
-        a_layout = hopper.make_smem_layout_a(majors[0], shape, dtype, tile.stages)
-        b_layout = hopper.make_smem_layout_b(majors[1], shape, dtype, tile.stages)
-        part_layout = hopper.make_smem_layout_b(majors[1], (tile.tile_m, self.columns, tile.tile_k), dtype, tile.stages)
-        a = self._load_atom(mA, a_layout, (tile.tile_m, tile.tile_k), tile.cluster_n)
-        b = tuple([self._load_atom(m, part_layout, (self.columns, tile.tile_k), tile.cluster_m) for m in mB])
+        a_layout = hopper.make_smem_layout_a(majors[0], shape, dtype, config.stages)
+        b_layout = hopper.make_smem_layout_b(majors[1], shape, dtype, config.stages)
+        part_layout = hopper.make_smem_layout_b(
+            majors[1], (config.tile_m, self.columns, config.tile_k), dtype, config.stages
+        )
+        a = self._load_atom(mA, a_layout, (config.tile_m, config.tile_k), config.cluster_n)
+        b = tuple([self._load_atom(m, part_layout, (self.columns, config.tile_k), config.cluster_m) for m in mB])
         parts = [self.epilogue.operands[i] for i in self.epilogue.by_tma]
         loaded = [operands[i] for i in self.epilogue.by_tma]
         operands = tuple([None if i in self.epilogue.by_tma else m for i, m in enumerate(operands)])
         self.dtypes = [[m.element_type for m in each] for each in (loaded, outputs)]
         load, store = cpasync.CopyBulkTensorTileG2SOp(), cpasync.CopyBulkTensorTileS2GOp()
-        tiles = tuple([self._by_subtile(load, part, m, tile.tile_stages) for part, m in zip(parts, loaded)])
+        tiles = tuple([self._by_subtile(load, part, m, config.tile_stages) for part, m in zip(parts, loaded)])
         stored = tuple([
-            self._by_subtile(store, part, m, tile.store_stages) for part, m in zip(self.epilogue.outputs, outputs)
+            self._by_subtile(store, part, m, config.store_stages) for part, m in zip(self.epilogue.outputs, outputs)
         ])  # fmt: skip
 
         m, n = Int32(mA.shape[0]), Int32(mB[0].shape[0])
-        rows = cute.ceil_div(m, tile.tile_m * tile.cluster_m)
-        columns = cute.ceil_div(n, self.columns * tile.cluster_n)
-        by_rows, by_columns = bytes_by_grouping(rows, columns, tile.group, Int64(m), Int64(n))
+        rows = cute.ceil_div(m, config.tile_m * config.cluster_m)
+        columns = cute.ceil_div(n, self.columns * config.cluster_n)
+        by_rows, by_columns = bytes_by_grouping(rows, columns, config.group, Int64(m), Int64(n))
         batch = (cute.size(mA, mode=[2]),) if const_expr(cute.rank(mA) > 2) else ()
-        if const_expr(tile.parts > 0):
-            batch = (self.part_count(mA),)
+        if const_expr(config.split_k > 0):
+            batch = (self.split_count(mA),)
         order = (rows, columns, Int32(by_columns < by_rows), *batch)
-        clusters = cutlass.min(tile_count(order), tile.clusters)
+        clusters = cutlass.min(tile_count(order), config.clusters)
         self.kernel(mma, (*a, a_layout), (b, b_layout), operands, tiles, stored, mParts, (m, n), order).launch(
-            grid=[tile.cluster_m, tile.cluster_n, clusters], block=[tile.threads, 1, 1], cluster=list(self.cluster),
-            stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
+            grid=[config.cluster_m, config.cluster_n, clusters], block=[config.threads, 1, 1],
+            cluster=list(self.cluster), stream=stream, use_pdl=self.pdl, min_blocks_per_mp=1,
         )  # fmt: skip
 
-    def part_count(self, mA):
-        """The parts of each tile's sums, none of which is empty."""
-        return cutlass.min(Int32(self.config.parts), cute.ceil_div(Int32(mA.shape[1]), self.config.tile_k))
+    def split_count(self, mA):
+        """The parts that k is split into, none of which is empty."""
+        return cutlass.min(Int32(self.config.split_k), cute.ceil_div(Int32(mA.shape[1]), self.config.tile_k))
 
     def _by_subtile(self, operation, part, m, slots):
-        """A TMA copy of a tensor's subtiles, None where TMA cannot take it; the tensor as a matrix; slots for it."""
+        """A TMA copy of a tensor's subtiles, None where TMA cannot take it; the tensor as a matrix; slots' layout."""
         layout = hopper.make_smem_layout_epi(
             m.element_type, LayoutEnum.ROW_MAJOR, self.subtile, slots * self.config.groups
         )
@@ -115,14 +117,14 @@ class GemmSm90:
         return *cpasync.make_tiled_tma_atom(operation, matrix, cute.select(layout, mode=[0, 1]), self.subtile), layout
 
     def _load_atom(self, m, layout, tile, sharers):
-        """A TMA load of a tile, each of the CTAs that share it loading a part for all."""
+        """A TMA load of a tile. Each of the CTAs that share the tile loads a part of it for all."""
         shared = sharers > 1
         operation = cpasync.CopyBulkTensorTileG2SMulticastOp() if shared else cpasync.CopyBulkTensorTileG2SOp()
         return cpasync.make_tiled_tma_atom(operation, m, cute.select(layout, mode=[0, 1]), tile, num_multicast=sharers)
 
     @cute.kernel
     def kernel(self, mma: cute.TiledMma, a, b, operands, tiles, outputs, mParts, shape, order):
-        tile, (tma_a, mA, a_layout), (halves, b_layout) = self.config, a, b
+        config, (tma_a, mA, a_layout), (halves, b_layout) = self.config, a, b
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             for tma, *_ in ((tma_a,), *halves, *tiles, *outputs):
@@ -137,15 +139,15 @@ class GemmSm90:
         )
         ranks = cute.make_layout(self.cluster)
         ring = PipelineTmaAsync.create(
-            num_stages=tile.stages, producer_group=CooperativeGroup(Agent.Thread),
+            num_stages=config.stages, producer_group=CooperativeGroup(Agent.Thread),
             consumer_group=CooperativeGroup(Agent.Thread, self.consumers),
-            tx_count=tile.load_bytes(self.dtype.width // 8) // tile.stages,
-            barrier_storage=smem.allocate_array(Int64, 2 * tile.stages),
+            tx_count=config.load_bytes(self.dtype.width // 8) // config.stages,
+            barrier_storage=smem.allocate_array(Int64, 2 * config.stages),
             cta_layout_vmnk=cute.make_layout((1, *self.cluster)), enable_multicast_signaling=True, defer_sync=True,
         )  # fmt: skip
         tile_ring = None
         if const_expr(len(tiles) > 0):
-            slots, (sub_m, sub_n) = tile.groups * tile.tile_stages, self.subtile
+            slots, (sub_m, sub_n) = config.groups * config.tile_stages, self.subtile
             tile_ring = PipelineTmaAsync.create(
                 num_stages=slots, producer_group=CooperativeGroup(Agent.Thread),
                 consumer_group=CooperativeGroup(Agent.Thread, self.consumers // 32),
@@ -161,7 +163,7 @@ class GemmSm90:
             if warp == 0:
                 self._load(ring, ranks, order, (tma_a, mA, sA), (halves, sB))
             elif const_expr(len(tiles) > 0):
-                if warp <= tile.groups:
+                if warp <= config.groups:
                     self._load_tiles(tile_ring, warp - 1, order, tiles)
         else:
             cute.arch.setmaxregister_increase(MULTIPLY_REGISTERS)
@@ -174,31 +176,33 @@ class GemmSm90:
     @cute.jit
     def _load(self, ring, ranks, order: cutlass.Constexpr, a: cutlass.Constexpr, b: cutlass.Constexpr):
         """Fill the ring with the tiles of both operands, tile after tile."""
-        tile = self.config
+        config = self.config
         (tma_a, mA, sA), (halves, sB) = a, b
         place = ranks.get_flat_coord(cute.arch.make_warp_uniform(cute.arch.block_idx_in_cluster()))
         every = (None,) * cute.rank(mA)
-        gA = cute.local_tile(mA, (tile.tile_m, tile.tile_k), every)  # (tile_m, tile_k, rest_m, rest_k), of a batch more
-        beside, below = cute.make_layout(tile.cluster_n), cute.make_layout(tile.cluster_m)
+        gA = cute.local_tile(
+            mA, (config.tile_m, config.tile_k), every
+        )  # (tile_m, tile_k, rest_m, rest_k), of a batch more
+        beside, below = cute.make_layout(config.cluster_n), cute.make_layout(config.cluster_m)
         tAsA, tAgA = cpasync.tma_partition(
             tma_a, place[1], beside, cute.group_modes(sA, 0, 2), cute.group_modes(gA, 0, 2)
         )  # (tma, stages), (tma, rest_m, rest_k)
         parts = []
         for i, (tma_b, mB) in enumerate(halves):
-            rows = (self.columns, tile.tile_k)
+            rows = (self.columns, config.tile_k)
             sPart, gB = cute.local_tile(sB, rows, (i, 0, None)), cute.local_tile(mB, rows, every)
             partition = cpasync.tma_partition(
                 tma_b, place[0], below, cute.group_modes(sPart, 0, 2), cute.group_modes(gB, 0, 2)
             )  # (tma, stages), (tma, rest_n, rest_k)
             parts.append((tma_b, *partition))
-        a_sharers = cute.make_layout_image_mask(ranks, place, mode=1) if const_expr(tile.cluster_n > 1) else None
-        b_sharers = cute.make_layout_image_mask(ranks, place, mode=0) if const_expr(tile.cluster_m > 1) else None
+        a_sharers = cute.make_layout_image_mask(ranks, place, mode=1) if const_expr(config.cluster_n > 1) else None
+        b_sharers = cute.make_layout_image_mask(ranks, place, mode=0) if const_expr(config.cluster_m > 1) else None
 
-        slot = make_pipeline_state(PipelineUserType.Producer, tile.stages)
+        slot = make_pipeline_state(PipelineUserType.Producer, config.stages)
         for index in cutlass.range(cute.arch.block_idx()[2], tile_count(order), cute.arch.grid_dim()[2], unroll=1):
             row, column, *batch = self._tile(index, order)
             begin, end = self._steps(cute.size(tAgA, mode=[2]), order, batch)
-            batch = () if const_expr(tile.parts > 0) else batch
+            batch = () if const_expr(config.split_k > 0) else batch
             for k in cutlass.range(begin, end, unroll=1):
                 ring.producer_acquire(slot)
                 full = ring.producer_get_barrier(slot)
@@ -216,12 +220,12 @@ class GemmSm90:
     @cute.jit
     def _load_tiles(self, ring, group, order: cutlass.Constexpr, tiles: cutlass.Constexpr):
         """Load the subtiles of the epilogue's operands, in the order in which a group of warps takes them."""
-        tile, clusters = self.config, cute.arch.grid_dim()[2]
-        below, across = tile.tile_m // self.subtile[0], self.columns // self.subtile[1]
+        config, clusters = self.config, cute.arch.grid_dim()[2]
+        below, across = config.tile_m // self.subtile[0], self.columns // self.subtile[1]
         copies = [(tma, *self._partition(tma, m, sC)) for tma, m, sC in tiles]
-        slot = make_pipeline_state(PipelineUserType.Producer, tile.tile_stages)
+        slot = make_pipeline_state(PipelineUserType.Producer, config.tile_stages)
         start = cute.arch.block_idx()[2] + group * clusters
-        for index in cutlass.range(start, tile_count(order), tile.groups * clusters, unroll=1):
+        for index in cutlass.range(start, tile_count(order), config.groups * clusters, unroll=1):
             row, column, *batch = self._tile(index, order)
             for i in cutlass.range(self.subtiles, unroll=1):
                 at = (row * below + i // across, column * across + i % across, *batch)
@@ -245,14 +249,14 @@ class GemmSm90:
 
     @cute.jit
     def _tile(self, index, order: cutlass.Constexpr):
-        """Row and column of this CTA's tile, and of a batch which matrix."""
-        tile, (x, y, _) = self.config, cute.arch.block_idx()
-        row, column, *batch = tile_of_batch(index, order, tile.group)
-        return row * tile.cluster_m + x, column * tile.cluster_n + y, *batch
+        """Row and column of this CTA's tile and, in a batch, its matrix."""
+        config, (x, y, _) = self.config, cute.arch.block_idx()
+        row, column, *batch = tile_of_batch(index, order, config.group)
+        return row * config.cluster_m + x, column * config.cluster_n + y, *batch
 
     def _steps(self, count, order, batch):
-        """The steps that a tile is the sum of: of one of its parts, from the first one up to another one's."""
-        if self.config.parts == 0:
+        """The first step of k that a tile adds up, and the one after the last: all of them, or a part of a split k."""
+        if self.config.split_k == 0:
             return 0, count
         return batch[0] * count // order[3], (batch[0] + 1) * count // order[3]
 
@@ -261,33 +265,33 @@ class GemmSm90:
         self, mma, ring, order: cutlass.Constexpr, sA, sB, inputs: cutlass.Constexpr, outputs: cutlass.Constexpr,
         shape: cutlass.Constexpr, k,
     ):  # fmt: skip
-        tile = self.config
+        config = self.config
         tidx = cute.arch.thread_idx()[0] - WARPGROUP
         group = cute.arch.make_warp_uniform(tidx // WARPGROUP)
-        pingpong = const_expr(tile.form == "pingpong")
+        pingpong = const_expr(config.form == "pingpong")
         thread = tidx % self.consumers
         # A warpgroup's descriptors are those of its first thread.
         first = mma.get_slice(0 if pingpong else group * WARPGROUP)
         tCrA, tCrB = mma.make_fragment_A(first.partition_A(sA)), mma.make_fragment_B(first.partition_B(sB))
-        rAcc = cute.make_rmem_tensor(mma.partition_shape_C((tile.tile_m, tile.tile_n)), Float32)
+        rAcc = cute.make_rmem_tensor(mma.partition_shape_C((config.tile_m, config.tile_n)), Float32)
         product = (mma, tCrA, tCrB, rAcc)  # fragments: (mma, m or n, k, stages)
 
-        steps = cute.ceil_div(k, tile.tile_k)
-        slot = make_pipeline_state(PipelineUserType.Consumer, tile.stages)
-        tile_slot = make_pipeline_state(PipelineUserType.Consumer, max(tile.tile_stages, 1))
+        steps = cute.ceil_div(k, config.tile_k)
+        slot = make_pipeline_state(PipelineUserType.Consumer, config.stages)
+        tile_slot = make_pipeline_state(PipelineUserType.Consumer, max(config.tile_stages, 1))
         clusters, start, tiles = cute.arch.grid_dim()[2], cute.arch.block_idx()[2], tile_count(order)
         if const_expr(pingpong):
             if group == 1:
                 self._end_turn(group, True)
             start += group * clusters
             slot.advance(group * steps)
-        for index in cutlass.range(start, tiles, tile.groups * clusters, unroll=1):
+        for index in cutlass.range(start, tiles, config.groups * clusters, unroll=1):
             places = (self._tile(index, order), shape, thread)
-            # What the first subtile needs is on its way while the tile is summed up.
+            # Operands of the first subtile are loaded while the tile is accumulated.
             ahead = self._load_chunk(inputs[0], self._chunk(0, places))
             if const_expr(pingpong):
-                # A slot's phase is one bit, so a warpgroup may wait for its slots only after the other one has waited
-                # for all of its own.
+                # A slot's phase is one bit, so a warpgroup may wait for its slots only after the other warpgroup has
+                # waited for all of its own.
                 cute.arch.barrier(barrier_id=TURN + group, number_of_threads=2 * WARPGROUP)
             begin, end = self._steps(steps, order, places[0][2:])
             slot = self._multiply(product, ring, slot, end - begin, (group, index + clusters < tiles))
@@ -305,7 +309,7 @@ class GemmSm90:
 
     @cute.jit
     def _multiply(self, product: cutlass.Constexpr, ring, slot, steps, turn: cutlass.Constexpr):
-        """Sum up a tile; one step's instructions run while the next one's are issued."""
+        """Accumulate a tile; the instructions of one step run while those of the next are issued."""
         self._step(product, ring, slot, first=True)
         done = slot.clone()
         slot.advance()
@@ -322,7 +326,7 @@ class GemmSm90:
         return slot
 
     def _step(self, product, ring, slot, first=False):
-        """Issue the instructions of one slot; the first of a tile does not add to what the registers hold."""
+        """Issue the instructions of one slot; the first one of a tile overwrites the accumulators."""
         mma, tCrA, tCrB, rAcc = product
         ring.consumer_wait(slot)
         warpgroup.fence()
@@ -338,10 +342,10 @@ class GemmSm90:
         places: cutlass.Constexpr, group, tile_slot,
     ):  # fmt: skip
         """Compute and store a tile, subtile by subtile through shared memory; TMA stores the last ones during the next
-        tile.
+        config.
         """
-        tile, (sub_m, sub_n), (at, _, thread) = self.config, self.subtile, places
-        stages, across = tile.store_stages, self.columns // sub_n
+        config, (sub_m, sub_n), (at, _, thread) = self.config, self.subtile, places
+        stages, across = config.store_stages, self.columns // sub_n
         (operands, tiles, tile_ring), (outputs, mParts) = inputs, outputs
         size = sub_m * sub_n // self.consumers  # of a thread
         to_smem = [self._subtile_copy(mma, sD.element_type, thread) for *_, sD in outputs]
@@ -355,15 +359,15 @@ class GemmSm90:
                 tile_ring.consumer_wait(mine)
                 for k, (_, m, sC) in enumerate(tiles):
                     loaded[self.epilogue.by_tma[k]] = self._read_subtile(from_smem[k], sC, mine.index)
-                # The slot is loaded anew as soon as it is free: these reads must be done before.
+                # TMA fills the slot again once it is released, so these reads must be done before.
                 cute.arch.fence_view_async_shared()
                 cute.arch.sync_warp()
                 tile_ring.consumer_release(mine)
                 tile_slot.advance()
             if const_expr(i + 1 < self.subtiles):
                 ahead = self._load_chunk(operands, self._chunk(i + 1, places))
-            # The sums of a block of rows are neighbours, of packed ones first those of one half.
-            first, half = i // across * (tile.tile_n // sub_n) * size + i % across * size, across * size
+            # The accumulators of a block of rows are neighbours, of packed ones those of each half.
+            first, half = i // across * (config.tile_n // sub_n) * size + i % across * size, across * size
             if const_expr(i % across == 0):
                 totals, groups = self.epilogue.rows.start(), {}
             results = self.epilogue.compute(
@@ -377,10 +381,10 @@ class GemmSm90:
                 rOut.store(cute.make_tensor(rX.iterator, rOut.layout).load().to(sD.element_type))
                 cute.copy(copy, rOut, copy.partition_D(sD)[None, None, None, slot])
             cute.arch.fence_view_async_shared()
-            # Who arrives here is done with the subtile before, and the warp that stores has waited for the slot that
-            # comes next.
+            # A warp that arrives here is done with the previous subtile, and the warp that stores has waited for the
+            # next slot.
             cute.arch.barrier(barrier_id=STORED + group, number_of_threads=self.consumers)
-            sub_at = (at[0] * (tile.tile_m // sub_m) + i // across, at[1] * across + i % across, *at[2:])
+            sub_at = (at[0] * (config.tile_m // sub_m) + i // across, at[1] * across + i % across, *at[2:])
             for part, (tma, m, sD) in zip(self.epilogue.outputs, outputs):
                 if const_expr(tma is None):
                     self._store_rows(part, sD[None, None, slot], m, sub_at, thread)
@@ -394,7 +398,7 @@ class GemmSm90:
         return tile_slot
 
     def _chunk(self, i, places):
-        """The places of a thread's sums in a subtile."""
+        """The places of a thread's accumulators in a subtile."""
         (row, column, *batch), shape, thread = places
         (sub_m, sub_n), lane = self.subtile, thread % 32
         below, beside = divmod(i, self.columns // sub_n)
@@ -405,12 +409,12 @@ class GemmSm90:
         return Chunk((row, row + 8), tuple(column + c for c in columns), shape, at, tuple(batch))
 
     def _load_chunk(self, operands, chunk):
-        """What a thread loads itself of the epilogue's operands; None for those that TMA loads."""
+        """The epilogue's operands that a thread loads itself; None for those that TMA loads."""
         parts = enumerate(zip(self.epilogue.operands, operands))
         return [None if i in self.epilogue.by_tma else self.epilogue.load(part, m, chunk) for i, (part, m) in parts]
 
     def _subtile_copy(self, mma, dtype, thread, load=False):
-        """A thread's copies between shared memory and registers that hold what its sums became."""
+        """A thread's copies between shared memory and registers in the order of its accumulators."""
         by_matrix = cute.make_copy_atom(StMatrix8x8x16bOp(False, 4), cutlass.Float16)
         atom = hopper.get_smem_store_op(LayoutEnum.ROW_MAJOR, dtype, Float32)
         if load and dtype.width == 16:
@@ -418,7 +422,7 @@ class GemmSm90:
         return cute.make_tiled_copy_S(atom, cute.make_tiled_copy_C_atom(by_matrix, mma)).get_slice(thread)
 
     def _read_subtile(self, copy, slots, index):
-        """A thread's elements of a subtile in shared memory, in the order of its sums."""
+        """A thread's elements of a subtile in shared memory, in the order of its accumulators."""
         tSsC = copy.partition_S(slots)  # (copy, copies_m, copies_n, slots)
         rC = cute.make_rmem_tensor(copy.partition_D(slots).shape[:3], slots.element_type)
         cute.copy(copy, tSsC[None, None, None, index], copy.retile(rC))

@@ -33,7 +33,7 @@ def each_by_row(m, key):
     """A tensor as matrices, one for each index of its leading dims: (rows, columns, batch)."""
     *lead, rows, n = (Int32(size) for size in m.shape)
     across, step = key.contiguous == -2, key.row_align // key.itemsize
-    # Of nested dims the first one is the innermost.
+    # The first of nested dims is the innermost.
     batch, between = tuple(reversed(lead)), tuple(reversed(m.stride[:-2]))
     stride = m.stride[-1 if across else -2]
     if key.layout == "flat":

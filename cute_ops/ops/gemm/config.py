@@ -132,7 +132,7 @@ def few_rows(size: GemmSize, itemsize: int, arch: str, sm_count: int) -> GemmCon
     tiles, steps, parts = -(-size.n // FEW_TILE), -(-size.k // SWIZZLED), 1
     while tiles * parts < ENOUGH_SMS * sm_count and steps >= 2 * parts * LEAST_STEPS:
         parts *= 2
-    config = GemmConfig("cooperative", FEW_TILE, 32 if size.m <= 32 else 64, 0, sm_count, store_stages=2, parts=parts)
+    config = GemmConfig("cooperative", FEW_TILE, 32 if size.m <= 32 else 64, 0, sm_count, store_stages=2, split_k=parts)
     room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(itemsize, (4,))
     slot = replace(config, stages=1).shared(itemsize, (4,)) - config.shared(itemsize, (4,))
     return replace(config, stages=min(room // slot, MAX_STAGES))

@@ -191,7 +191,7 @@ def sums_of_few_rows(
 
     def workspace(problem: Problem, config: Config) -> dict[str, Array | None]:
         m, n, _ = map(problem.size, sizes)
-        parts = GemmConfig.of(config).parts
+        parts = GemmConfig.of(config).split_k
         return {SUMS: Array((parts, n * halves, -(-m // 4) * 4), "float32")} if parts else {}
 
     return workspace

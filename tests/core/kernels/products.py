@@ -24,8 +24,8 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
-from cute_ops.kernels.gemm.few_rows import FinishParts
 from cute_ops.kernels.gemm.rows import FinishRows
+from cute_ops.kernels.gemm.split_k import ReduceSplitK
 from cute_ops.ops.gemm.fused import COLUMNS
 
 CLUSTERS = 2  # persistent ones
@@ -136,9 +136,9 @@ def run(
     blocks = [block.reshape(-1).view(np.uint8) for block in memory]
     lies = [bool(variant.tensors[name].order) for name in [*op.inputs][:2]]
     across = tuple(way != turned for way, turned in zip(ACROSS[op.kernel.partition(":")[2]], lies, strict=True))
-    if chosen.parts:
+    if chosen.split_k:
         whole, (sums,) = Part(second[0].address, second[0].whole, second[0].whole), scratched
-        count = min(chosen.parts, -(-first.shape(across[0])[1] // chosen.tile_k))
+        count = min(chosen.split_k, -(-first.shape(across[0])[1] // chosen.tile_k))
         used = sums._replace(array=sums.array[:count])
         _run_sm90(chosen, across[::-1], Call(whole, [first], [], [used], []), ptx.read_text(), blocks)
         tensors = [part.tensor() for part in (sums, *operands, *outputs)]
@@ -180,7 +180,7 @@ class Call(NamedTuple):
 def _add_parts(ptx: str, tensors: Sequence[bytes], numbers: tuple[int, int, int], memory: list[np.ndarray]) -> None:
     """Add up the parts of few rows' sums: how many, rows and columns."""
     (sums, *others), (count, m, n) = tensors, (struct.pack("<i", number) for number in numbers)
-    grid = -(-numbers[1] // FinishParts.rows) * -(-numbers[2] // FinishParts.columns)
+    grid = -(-numbers[1] // ReduceSplitK.rows) * -(-numbers[2] // ReduceSplitK.columns)
     ptx_cta.Kernel(ptx, entry=1).run(grid, [sums, count, *others, m, n], memory)
 
 

@@ -1,4 +1,4 @@
-"""Products of few rows: the sums in parts, then the epilogue."""
+"""The second kernel of a product whose k is split: it adds up the parts and computes the epilogue."""
 
 import cutlass
 import cutlass.cute as cute
@@ -11,11 +11,11 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 PAIR = 2  # neighbouring rows of a thread, and neighbouring columns
 
 
-class FinishParts:
+class ReduceSplitK:
     """``outputs = epilogue(sum of parts)``, in a fixed order.
 
-    The parts are ``(parts, columns, rows)`` in fp32, as :class:`~cute_ops.kernels.gemm.sm90.GemmSm90` leaves them; of
-    packed columns both halves.
+    The parts are ``(parts, columns, rows)`` in fp32, as :class:`~cute_ops.kernels.gemm.sm90.GemmSm90` stores them;
+    packed columns have both halves.
     Tile: 16 rows and 32 columns; a warp has 8 of the columns, a thread two neighbours in two rows. No shared memory.
     Bytes moved: the parts, from L2, operands and outputs once.
     """
@@ -52,7 +52,7 @@ class FinishParts:
 
     @cute.jit
     def _sum(self, rSums, mParts, count, row, columns: cutlass.Constexpr):
-        """This thread's sums, those of a row one after the other; below the last row those of another one."""
+        """This thread's sums, row by row. A thread past the last row adds up the last rows again."""
         rows = Int64(mParts.shape[2])
         address, step = mParts.iterator.toint(), Int64(mParts.shape[1]) * rows * 4
         row = cutlass.min(row, Int32(rows) - PAIR)
