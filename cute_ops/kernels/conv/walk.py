@@ -23,7 +23,7 @@ VECTOR_BYTES = 16
 SMEM_BYTES = 228 * 1024  # of an SM, L1 included: Hopper's, of others less
 
 
-class Rows:
+class SequenceRows:
     """The rows of one sequence of a tensor, at a thread's channels."""
 
     def __init__(self, mX, key, sequence, channel):
@@ -136,8 +136,8 @@ class Walk:
         return cutlass.select_(stage + 1 == self.stages, Int32(0), stage + 1)
 
     def rows(self, tensors, sequence, channel):
-        """A thread's :class:`Rows` of a sequence by name, None of an absent tensor."""
-        return {k: m if m is None else Rows(m, self.keys[k], sequence, channel) for k, m in tensors.items()}
+        """A thread's :class:`SequenceRows` of a sequence by name, None of an absent tensor."""
+        return {k: m if m is None else SequenceRows(m, self.keys[k], sequence, channel) for k, m in tensors.items()}
 
     def column(self, mBias, channel):
         """A thread's numbers of a parameter of one per channel, in fp32."""

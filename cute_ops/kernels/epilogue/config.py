@@ -1,4 +1,4 @@
-"""What kernels of expressions are configured with."""
+"""Configs of the kernels of expressions."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ class Texts(NamedTuple):
 
     Attributes:
         expression: the expression's text.
-        reads: the tensors that are its operands, divided by blanks.
-        writes: the tensors that its outputs are of: ``dx[:n] dx[n:] dbias``.
-        kinds: what these are, a letter each as in the expression's text: ``ttr``.
+        reads: the tensors that are its operands, separated by blanks.
+        writes: the tensors, or halves, that its outputs are stored in: ``dx[:n] dx[n:] dbias``.
+        kinds: their kinds, a letter each as in the expression's text: ``ttr``.
     """
 
     expression: str
@@ -45,8 +45,8 @@ class FusedRowConfig(RowConfig):
     Attributes:
         stages: slots of shared memory.
         clusters: clusters that go from row to row; 0 where each has one group of rows.
-        keep: in registers, whether values may be kept from stage to stage; else they are computed again from the
-            operands, which take fewer registers.
+        keep: for ``one_pass``, whether values may be kept from stage to stage; else they are computed again from the
+            operands, which takes fewer registers.
     """
 
     form: Literal["one_pass", "ring", "passes"]

@@ -10,8 +10,8 @@ from cute_ops.kernels.epilogue.words import DEVICE
 class Emitter:
     """Computes an expression's outputs from one element of each operand.
 
-    A kernel makes it where it knows its config, ``Emitter(config.expression)``, and calls it for each element. What
-    outputs do not need is not computed.
+    A kernel makes one, ``Emitter(config.expression)``, and calls it for each element. Values that no output needs are
+    not computed.
 
     Args:
         text: the expression's text.

@@ -11,7 +11,7 @@ from cute_ops.kernels.epilogue.config import FusedRowConfig
 from cute_ops.kernels.epilogue.emit import computed
 from cute_ops.kernels.epilogue.row_emit import RowEmitter, RowValues
 from cute_ops.kernels.epilogue.row_exchange import COMBINE
-from cute_ops.kernels.epilogue.row_passes import RowsInPasses, Walk
+from cute_ops.kernels.epilogue.row_passes import RowPass, RowsInPasses
 from cute_ops.kernels.epilogue.select import FusedRows
 from cute_ops.kernels.lib.copy import fragment, load, narrow, store, store_if, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
@@ -24,7 +24,7 @@ MOST_HELD = 4  # vectors of each tile, and of sums over rows, that a thread has 
 
 
 class FusedGroups(FusedRows):
-    """As :class:`FusedRows`, where columns are looked at in groups or by their number, and where operands repeat
+    """:class:`FusedRows` for expressions with groups of columns, numbers of columns or operands that repeat
     themselves.
     """
 
@@ -36,10 +36,10 @@ class RowsOfGroups(RowsInPasses):
     """Walks a row once for each stage of its reductions and once more for its outputs.
 
     Tile: a CTA takes a row; thread ``t`` has the 8 columns from ``8 t`` on, and those that lie ``8 threads`` behind.
-    So neighbouring lanes of a warp have a group, which they reduce and turn by shuffles; all lanes do, those behind the
-    row's end with its last columns, which they do not store. Without groups a thread has fewer columns where a row is
-    of no multiple of 8. With gradients of row vectors a CTA takes every so many rows, and adds up in registers, or
-    of long rows in its row of the workspaces. Bytes moved per element and shared memory: as
+    So neighbouring lanes of a warp hold a group, which they reduce and rotate by shuffles. Lanes past the row's end
+    take part with the row's last columns, and do not store them. Without groups a thread has fewer columns where n is
+    no multiple of 8. With gradients of row vectors a CTA takes every so many rows, and adds up in registers, or for
+    long rows in its row of the workspaces. Bytes moved per element and shared memory: as
     :class:`RowsInPasses`.
     """
 
@@ -48,25 +48,25 @@ class RowsOfGroups(RowsInPasses):
         config = FusedRowConfig.of(variant.config)
         expression = self.emit.expression
         self.emit = GroupEmitter(config.expression, self.emit.device)
-        self.tile.v = Columns(VEC if sizes(expression) else math.gcd(VEC, self.n or 1))
+        self.tile.v = ThreadColumns(VEC if sizes(expression) else math.gcd(VEC, self.n or 1))
         self.tile.vec = self.tile.v.vec
         self.tile_part = next(
             Part(name, 0, 1 + operand.packed)
             for name, operand in zip(config.reads.split(), expression.operands)
             if all(operand.kind[:2]) and not self._period(Part(name, 0, 1 + operand.packed))
         )
-        # Steps from one end of a row to the other, where a thread holds what it has of all of them; else 0.
+        # Steps from one end of a row to the other if a thread holds its columns of all of them, else 0.
         steps = -(-self.n // (self.tile.threads * self.tile.vec)) if self.n is not None else 0
         self.steps = steps if steps * max(len(self.outputs["r"]), 1) <= MOST_HELD else 0
 
     def _period(self, part):
-        """Columns after which a tile repeats itself, 0 where it has whole rows."""
+        """ThreadColumns after which a tile repeats itself, 0 where it has whole rows."""
         columns = self.variant.tensors[part.name].shape[-1]
         whole = None if self.n is None else self.n * part.count
         return 0 if columns == whole else columns
 
     def rows(self, tensors, parts, row, n):
-        """What repeats itself along the columns may do so along the leading dims, too."""
+        """A tensor that repeats itself along the columns may also do so along the leading dims."""
         found = []
         for i, part in parts:
             at = row % row_count(tensors[part.name]) if self._period(part) else row
@@ -94,7 +94,7 @@ class RowsOfGroups(RowsInPasses):
             self._clear(tensors, Int32(group), (n + (self.tile.vec - 1)) // self.tile.vec, Int32(0), n)
         for step in cutlass.range(rows, unroll=1):
             row = Int64(group) + Int64(step) * Int64(groups)
-            walk = Walk(self, tensors, row, n, long_n, count)
+            walk = RowPass(self, tensors, row, n, long_n, count)
             values = self.emit.begin(self.row_numbers(tensors, row, row < count), n)
             for s in cutlass.range_constexpr(len(self.emit.words)):
                 totals = self._stage(walk, values, s, tidx)
@@ -148,7 +148,7 @@ class RowsOfGroups(RowsInPasses):
             self._add_to(walk.tensors[self.parts_of(part)], part, rX, group, first, walk.n)
 
     def _stored(self, walk, values, elements, first):
-        """Store a thread's columns of the tiles; what sums over rows add up of them."""
+        """Store a thread's columns of the tiles; return the terms of sums over rows."""
         tiles, sums = self.outputs["t"], self.outputs["r"]
         vectors = self.computed(values, [*tiles, *sums], elements, self.tile.vec)
         for rOut, (_, part), target in zip(vectors, tiles, walk.targets):
@@ -168,7 +168,7 @@ class RowsOfGroups(RowsInPasses):
             store(rSum, address)
 
     def _elements(self, walk, first):
-        """A thread's elements of operands with columns, and the numbers of its columns, by node."""
+        """A thread's elements of operands with columns, and its columns' numbers, by node."""
         at = cutlass.min(first, walk.n - self.tile.vec)
         held = [(i, part, source) for (i, part), source in zip(self.tiles, walk.sources)]
         for i, part in self.vectors:
@@ -187,7 +187,7 @@ class RowsOfGroups(RowsInPasses):
         return [wide[j] for j in range(self.tile.vec)]
 
     def _pieces(self, rX, part):
-        """A thread's vector of a part in pieces that one access takes: where each begins, and it."""
+        """A thread's vector of a part in pieces of one access each: (start, piece)."""
         key, period = self.keys[part], self._period(part) if part.tile else 0
         align = min(key.align, key.row_align) if part.rows else key.align
         count = math.gcd(self.tile.vec, max(align // ITEMSIZE[key.dtype], 1), period)
@@ -201,8 +201,8 @@ class RowsOfGroups(RowsInPasses):
         return [filled(x, vec) for x in values.outputs([i for i, _ in outputs], elements)]
 
 
-class Columns:
-    """So many columns of a thread, as :class:`RowsInPasses` takes :class:`Vectors`."""
+class ThreadColumns:
+    """The columns of a thread, in place of the :class:`Vectors` of :class:`RowsInPasses`."""
 
     masked, follows = True, False
 
@@ -228,14 +228,14 @@ def filled(x, vec):
 
 
 class GroupEmitter(RowEmitter):
-    """As :class:`RowEmitter`, of a thread's columns together."""
+    """A :class:`RowEmitter` of all columns of a thread together."""
 
     def begin(self, numbers, length):
         return GroupValues(self, numbers, length)
 
 
 class GroupValues(RowValues):
-    """As :class:`RowValues`; a value with columns is a list, of one number for each column of a thread."""
+    """:class:`RowValues` in which a value with columns is a list, one number for each column of a thread."""
 
     def _computed(self, node, args):
         if node.word == "rotate_half":
@@ -251,7 +251,7 @@ class GroupValues(RowValues):
 
 
 def turned(values, size):
-    """``rotate_half``: the lanes that have a half take what those of the other half have."""
+    """``rotate_half``: lanes of one half of a group take the values of those of the other half."""
     lanes = size // len(values)
     upper = cute.arch.lane_idx() % lanes >= lanes // 2
     others = [cute.arch.shuffle_sync_bfly(x, offset=lanes // 2) for x in values]
@@ -259,7 +259,7 @@ def turned(values, size):
 
 
 def reduced(values, size, combine):
-    """What a group is reduced to, for each of a thread's columns."""
+    """The result of a group's reduction, for each of a thread's columns."""
     lanes, found = size // len(values), values
     while len(found) > 1:
         found = [combine(a, b) for a, b in zip(found[::2], found[1::2])]

@@ -40,15 +40,15 @@ class FusedPointwise:
                 self.inputs += parts
         words = [word.partition("[") for word in config.writes.split()]
         parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
-        # Outputs by what they are, each with its place among the expression's.
+        # Outputs by kind, each with its index among the expression's outputs.
         self.kinds = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
         tiles = [part for _, part in self.kinds["t"]]
-        # A tile, which says how many rows and columns there are.
+        # A tile, whose shape gives the numbers of rows and columns.
         self.whole = (tiles or whole)[0]
         self.tiles = Pointwise(variant, self.inputs, tiles, self._only(self.kinds["t"]), config) if tiles else None
 
     def _only(self, outputs):
-        """From an element of each part to these outputs'."""
+        """A function from an element of each part to elements of these outputs."""
 
         def compute(*elements):
             given = iter(elements)
@@ -146,7 +146,7 @@ class RowSums:
 
 
 class ColumnParts:
-    """``parts[p, c]``: the sum of ``terms[r, c]`` over every so many rows from ``p`` on, in fp32.
+    """``parts[p, c]``: the sum of ``terms[r, c]`` over the rows ``p, p + parts, ...``, in fp32.
 
     Tile: a CTA of 128 threads takes as many columns of a part. No shared memory. Bytes moved: every input once.
     """

@@ -9,7 +9,7 @@ from cute_ops.kernels.epilogue.words import DEVICE
 
 
 class RowEmitter:
-    """Knows what of an expression is computed when.
+    """The order in which an expression with reductions of rows is computed.
 
     Attributes:
         expression: the expression.
@@ -27,12 +27,12 @@ class RowEmitter:
         self.read = [i for i, node in enumerate(nodes) if node.word == "operand"]
 
     def begin(self, numbers, length):
-        """A row of which nothing is reduced yet; ``numbers``: of operands that a row has one number of, by node."""
+        """A row before its first stage; ``numbers``: the operands of which a row has one number, by node."""
         return RowValues(self, numbers, length)
 
 
 class RowValues:
-    """The values of one row: those without columns as soon as they are known, the others whenever asked for."""
+    """The values of one row: those without columns are computed once, as soon as possible, others on every use."""
 
     def __init__(self, emitter, numbers, length):
         self.emitter, self.length = emitter, length
@@ -40,30 +40,30 @@ class RowValues:
         self._settle(0)
 
     def _settle(self, level):
-        """Compute what has no columns and is known after so many stages."""
+        """Compute the values without columns that are known after so many stages."""
         nodes, kinds = self.emitter.expression.nodes, self.emitter.expression.kinds
         for i, node in enumerate(nodes):
             if not kinds[i].columns and self.emitter.levels[i] == level and i not in self.known:
                 self.known[i] = self._computed(node, [self.known[arg] for arg in node.args])
 
     def reduced(self, stage, totals):
-        """What a stage's reductions have found, means as sums."""
+        """Take the results of a stage's reductions, means as sums."""
         for i, word, total in zip(self.emitter.stages[stage], self.emitter.words[stage], totals):
             self.known[i] = total * (1.0 / Float32(self.length)) if word == "mean" else total
         self._settle(stage + 1)
 
     def terms(self, stage, elements):
-        """What a stage's reductions combine, of one column; ``elements``: of operands with columns, by node."""
+        """The terms of a stage's reductions in one column; ``elements``: of operands with columns, by node."""
         nodes, found = self.emitter.expression.nodes, dict(elements)
         return [self._value(nodes[i].args[0], found) for i in self.emitter.stages[stage]]
 
     def outputs(self, places, elements):
-        """Some of the outputs, of one column, after the last stage."""
+        """Some outputs in one column, after the last stage."""
         found = dict(elements)
         return [self._value(self.emitter.expression.outputs[i], found) for i in places]
 
     def number(self, place):
-        """An output that a row has one number of."""
+        """An output without columns."""
         return self.known[self.emitter.expression.outputs[place]]
 
     def _value(self, i, found):

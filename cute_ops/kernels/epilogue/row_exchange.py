@@ -9,14 +9,14 @@ from cutlass import Float32, Int32
 from cute_ops.kernels.epilogue.words import maximum, minimum
 from cute_ops.kernels.lib.row_reduce import WARP, RowSum
 
-# By word: how two numbers combine, and what changes none. NaN stays NaN.
+# How a word combines two numbers, and its neutral element. NaN stays NaN.
 COMBINE = {"sum": operator.add, "mean": operator.add, "max": maximum, "min": minimum}
 NEUTRAL = {"sum": 0.0, "mean": 0.0, "max": -Float32.inf, "min": Float32.inf}
 
 
 def exchanges(tile, stages, copies):
-    """One reduction over the threads for each stage, which share memory and mbarriers: those of the first. A row takes
-    them one after another, so that two copies are enough, see :class:`RowSum`.
+    """One reduction over the threads for each stage. All use the shared memory and mbarriers of the first: a row takes
+    them one after another, so two copies suffice, see :class:`RowSum`.
     """
     most = max(map(len, stages), default=0)
     plain = all(len(words) == most and {*words} <= {"sum", "mean"} for words in stages)
@@ -24,7 +24,7 @@ def exchanges(tile, stages, copies):
 
 
 class RowExchange(RowSum):
-    """As :class:`RowSum`; each number has a word of its own. With fewer words than ``values`` the rest is not used."""
+    """A :class:`RowSum` in which each number has its own word; numbers beyond the words are not used."""
 
     def __init__(self, tile, words, values, stages):
         super().__init__(tile, values, stages)

@@ -28,8 +28,8 @@ class RowParts:
 
     Attributes:
         emit: the expression.
-        tiles, vectors, numbers: operands that are read, as (node, part): those with rows and columns, with columns only
-            and without.
+        tiles, vectors, numbers: operands that are read, as (node, part): with rows and columns, with columns only, and
+            without columns.
         outputs: by letter ``t``, ``r``, ``c`` and ``s``, as (place among the outputs, part).
         keys: descriptions of the parts of tiles and of vectors, by part.
         tile_part: one of the tiles.
@@ -55,7 +55,7 @@ class RowParts:
         parts = [Part(name, int(half == "n:]"), 2 if half else 1) for name, _, half in words]
         self.outputs = {kind: [(i, parts[i]) for i, k in enumerate(config.kinds) if k == kind] for kind in "trcs"}
         rows = [part for _, part in (*self.tiles, *self.outputs["t"])]
-        if not rows:  # columns of numbers that follow from row vectors: there is a tile to tell how many
+        if not rows:  # outputs without columns, computed from row vectors: a tile gives the number of rows
             tile = next(i for i, operand in enumerate(operands) if all(operand.kind[:2]))
             rows = [Part(names[tile], 0, 1 + operands[tile].packed)]
         self.tile_part = rows[0]
@@ -65,7 +65,7 @@ class RowParts:
         self.tensors = {self.keys[part].name: self.keys[part] for part in rows}
 
     def _key(self, part):
-        """A part of packed rows starts where its index says, and behind it lies another one."""
+        """The description of a part: halves of packed rows have other starts, and a stride between rows."""
         key = self.variant.tensors[part.name]
         if part.count == 1:
             return key
@@ -106,7 +106,7 @@ class RowParts:
         return Column(mW.element_type, mW.iterator + n * part.index if part.index else mW.iterator)
 
     def row_numbers(self, tensors, row, valid):
-        """What a row has one number of, in fp32, by node."""
+        """The operands of which a row has one number, in fp32, by node."""
         return {
             i: number(tensors[part.name], self.number_address(tensors, part, row), valid if part.rows else True)
             for i, part in self.numbers
@@ -118,7 +118,7 @@ class RowParts:
 
     @cute.jit
     def store_numbers(self, tensors: cutlass.Constexpr, values: cutlass.Constexpr, row: Int64, alone: Boolean):
-        """By one thread: a row's outputs without columns."""
+        """Store a row's outputs without columns, by one thread."""
         if const_expr(len(self.outputs["c"]) > 0):
             if alone:
                 self._store_each(tensors, values, row)
@@ -130,7 +130,7 @@ class RowParts:
             gmem_elements(mOut.element_type, address, 1)[0] = values.number(place).to(mOut.element_type)
 
     def terms(self, values, stage, elements, vec):
-        """What a stage's reductions combine, of one vector each: fp32 fragments."""
+        """The terms of a stage's reductions, one vector each: fp32 fragments."""
         vectors = [fragment(Float32, vec) for _ in self.emit.words[stage]]
         for j in range(vec):
             for rTerm, x in zip(vectors, values.terms(stage, elements(j))):
@@ -138,11 +138,11 @@ class RowParts:
         return vectors
 
     def nothing(self, stage):
-        """What changes none of a stage's reductions."""
+        """The neutral elements of a stage's reductions."""
         return tuple(Float32(NEUTRAL[word]) for word in self.emit.words[stage])
 
     def added(self, totals, values, stage, elements, v, first, n):
-        """A stage's reductions with one more vector, some of which is inside the row."""
+        """A stage's reductions with one more vector, a part of which may lie outside the row."""
         found = []
         for word, total, rTerm in zip(self.emit.words[stage], totals, self.terms(values, stage, elements, v.vec)):
             if v.masked:
@@ -151,7 +151,7 @@ class RowParts:
         return tuple(found)
 
     def computed(self, values, outputs, elements, vec):
-        """One vector of some of the outputs: fp32 fragments."""
+        """One vector each of some outputs: fp32 fragments."""
         vectors = [fragment(Float32, vec) for _ in outputs]
         for j in range(vec):
             for rOut, x in zip(vectors, values.outputs([i for i, _ in outputs], elements(j))):
@@ -159,7 +159,7 @@ class RowParts:
         return vectors
 
     def store_inside(self, vectors, targets, v, first, n):
-        """Vectors of the tiles, some of which is inside the row."""
+        """Store vectors of the tiles, parts of which may lie outside the row."""
         for rOut, gOut in zip(vectors, targets):
             VectorAccess(v).store(gOut, narrow(rOut.load(), gOut.element_type, v.vec), first, n)
 
@@ -172,7 +172,7 @@ class Shown:
 
 
 def combined(combine, rX):
-    """All elements of a fragment, pairs first, so that none waits for many."""
+    """All elements of a fragment combined pairwise, in a tree: no element waits for all before it."""
     values = [rX[j] for j in range(cute.size(rX))]
     while len(values) > 1:
         pairs = [combine(a, b) for a, b in zip(values[::2], values[1::2])]
@@ -182,7 +182,7 @@ def combined(combine, rX):
 
 @cute.jit
 def number(mX: cute.Tensor, address: Int64, valid: Boolean):
-    """A number in fp32, where it is there."""
+    """A number in fp32; 0 where it does not exist."""
     rX = cute.make_rmem_tensor((1,), mX.element_type)
     rX.fill(0)
     if valid:

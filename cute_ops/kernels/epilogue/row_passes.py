@@ -1,4 +1,4 @@
-"""An expression with reductions of rows that are too long to be held, or of a length that is not known."""
+"""An expression with reductions of rows that are too long to be held, or of unknown length."""
 
 import cutlass
 import cutlass.cute as cute
@@ -72,7 +72,7 @@ class RowsInPasses(RowParts):
             rSum.fill(0.0)
         for step in cutlass.range(steps, unroll=1):
             row = Int64(group) + Int64(step) * Int64(groups)
-            walk = Walk(self, tensors, row, n, long_n, count)
+            walk = RowPass(self, tensors, row, n, long_n, count)
             values = self.emit.begin(self.row_numbers(tensors, row, row < count), n)
             for s in cutlass.range_constexpr(len(self.emit.words)):
                 totals = self._stage(walk, values, s, tidx)
@@ -89,7 +89,7 @@ class RowsInPasses(RowParts):
 
     @cute.jit
     def _stage(self, walk: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr, tidx: Int32):
-        """One walk over a row: what a thread gives to a stage's reductions."""
+        """One walk over a row: a thread's part of a stage's reductions."""
         totals = self.nothing(stage)
         for v in cutlass.range(tidx, walk.vectors, self.tile.threads, unroll=2):
             totals = self._with(totals, walk, values, stage, v * self.tile.vec - walk.shift)
@@ -137,8 +137,8 @@ class RowsInPasses(RowParts):
                 gSum[j] = gSum[j] + rX[j]
 
 
-class Walk:
-    """One row and where its parts are."""
+class RowPass:
+    """One walk over a row: the row, and where its parts are."""
 
     def __init__(self, rows, tensors, row, n, long_n, count):
         v = rows.tile.v

@@ -1,4 +1,4 @@
-"""An expression with reductions of rows, which wait for them in registers or in shared memory."""
+"""An expression with reductions of rows that wait for them in registers or in shared memory."""
 
 import cutlass
 import cutlass.cute as cute
@@ -25,7 +25,7 @@ from cute_ops.kernels.lib.row_copy import RowAccess
 from cute_ops.kernels.lib.row_layout import RowTile, Vectors
 from cute_ops.kernels.lib.smem_ring import RowRing
 
-# Enough for the sums and what the system keeps of any number of CTAs.
+# Shared memory for the sums of any number of CTAs, and for what the system reserves.
 SMEM_PERCENT = 50
 
 
@@ -50,7 +50,7 @@ class HeldRows(RowParts):
         return Vectors(shown, self.names, self.n, self.config.align_vectors)
 
     def _allocate(self, smem):
-        """Shared memory of the reductions, ready to be used once :meth:`_ready` returns."""
+        """Shared memory of the reductions, which may be used after :meth:`_ready`."""
         if not self.exchanges:
             return None, None
         sSum, mbar = self.exchanges[0].allocate(smem)
@@ -69,12 +69,12 @@ class HeldRows(RowParts):
         ]
 
     def _reduced(self, values, totals, step, sSum, mbar):
-        """Take all stages of a row; ``totals(s)`` gives what this thread has for a stage."""
+        """Compute all stages of a row; ``totals(s)`` is this thread's part of stage ``s``."""
         for s in range(len(self.emit.words)):
             values.reduced(s, self.exchanges[s](totals(s), sSum, mbar, step * len(self.emit.words) + s))
 
     def _totals(self, values, stage, read, columns, first):
-        """A thread's vectors in a stage's reductions; ``read(k)`` gives the k-th ones."""
+        """A thread's part of a stage's reductions; ``read(k)`` gives the k-th vectors."""
         totals = self.nothing(stage)
         for k in range(self.tile.per_thread):
             vectors, found = self.terms(values, stage, self._elements(read, columns, k), self.tile.vec), []
@@ -109,7 +109,7 @@ class RowsInRegisters(HeldRows):
     """
 
     def _vectors(self, shown):
-        """Those of all tiles or, if this makes them wider, of those that are not packed. Then halves lie apart."""
+        """The vectors of all tiles or, if these are wider, of those that are not packed; then halves lie apart."""
         self.apart, vectors = set(), super()._vectors(shown)
         whole = [self.keys[part].name for _, part in (*self.tiles, *self.outputs["t"]) if part.count == 1]
         if not whole or any(part.count > 1 for _, part in self.outputs["t"]):
@@ -308,7 +308,7 @@ class RowsInRing(HeldRows):
 
     @cute.jit
     def _walked(self, held: cutlass.Constexpr, values: cutlass.Constexpr, stage: cutlass.Constexpr):
-        """A thread's vectors one after another: side by side they would take too many registers."""
+        """Loop over a thread's vectors: all of them at once would take too many registers."""
         totals = self.nothing(stage)
         for k in cutlass.range(held.vectors, unroll=2):
             totals = self._with(totals, held, values, stage, k)

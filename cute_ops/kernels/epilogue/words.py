@@ -22,7 +22,7 @@ def divide(x, y):
 
 
 def sign(x):
-    return where(x < 0.0, Float32(-1.0), where(x > 0.0, Float32(1.0), x))  # 0 and NaN stay
+    return where(x < 0.0, Float32(-1.0), where(x > 0.0, Float32(1.0), x))  # 0 and NaN are themselves
 
 
 def exp2(x):
@@ -66,8 +66,7 @@ def astype(x, dtype):
     return ROUNDS_TO[dtype](x).to(Float32)
 
 
-# Fp32 and Boolean elements to an element; of astype the last argument is the dtype's name. Reductions are not here:
-# who computes rows has them.
+# Functions of fp32 and Boolean elements; astype also takes the dtype's name. Kernels of rows have the reductions.
 DEVICE = {
     "add": lambda x, y: x + y,
     "subtract": lambda x, y: x - y,

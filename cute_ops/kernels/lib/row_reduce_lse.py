@@ -87,7 +87,7 @@ class RowLogSum(RowSum):
 
 
 class LogSum:
-    """The pair (M, S) of a row, as a reduction for :class:`cute_ops.kernels.rowwise.one_pass.HeldRows`.
+    """The pair (M, S) of a row, as a reduction for :class:`cute_ops.kernels.rowwise.one_pass.OnePassRows`.
 
     Args:
         plain: whether P and C are wanted too, the sum of ``x - M`` and the number of elements.

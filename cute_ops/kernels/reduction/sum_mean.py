@@ -10,7 +10,7 @@ from cute_ops.kernels.rowwise.function import RowFunction, Sum
 from cute_ops.kernels.rowwise.kernel import RowKernel
 
 
-class Total(RowFunction):
+class SumRow(RowFunction):
     """The sum of a row, or its mean."""
 
     inputs, outputs, numbers = ("x",), (), ("out",)
@@ -27,7 +27,7 @@ class Total(RowFunction):
         store_number(total, mOut, variant.tensors["out"], row)
 
 
-class Spread(RowFunction):
+class FillRow(RowFunction):
     """A row filled with its number, or with that divided by the row's length."""
 
     inputs, outputs, numbers = (), ("dx",), ("dout", "dx")
@@ -48,5 +48,5 @@ class Spread(RowFunction):
         return (rX.load(),)
 
 
-RowTotal, RowTotalBackward = partial(RowKernel, Total), partial(RowKernel, Spread)
-RowMean, RowMeanBackward = (partial(RowKernel, partial(function, mean=True)) for function in (Total, Spread))
+RowTotal, RowTotalBackward = partial(RowKernel, SumRow), partial(RowKernel, FillRow)
+RowMean, RowMeanBackward = (partial(RowKernel, partial(function, mean=True)) for function in (SumRow, FillRow))

@@ -15,7 +15,7 @@ from cute_ops.kernels.rowwise.function import Columns
 SMEM_PERCENT = 50
 
 
-class HeldRows:
+class OnePassRows:
     """One pass: rows stay in registers, in their own dtype, between their reduction and their output.
 
     In the form ``smem`` they wait in shared memory instead: more bytes are on their way than registers could

@@ -148,7 +148,7 @@ class WalkedRows:
 
 def run_rows(variant, function):
     """The form of a row function's kernel that a variant gets."""
-    from cute_ops.kernels.rowwise.one_pass import HeldRows
+    from cute_ops.kernels.rowwise.one_pass import OnePassRows
 
     config = ReduceConfig.of(variant.config)
-    return (WalkedRows if config.form == "two_pass" else HeldRows)(variant, config, function)
+    return (WalkedRows if config.form == "two_pass" else OnePassRows)(variant, config, function)
