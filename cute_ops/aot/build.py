@@ -26,6 +26,23 @@ from cute_ops.manifest import Call
 
 log = logging.getLogger("cute_ops")
 _EPOCH = 315_532_800  # 1980, the first time that a zip file knows
+_NOTICE = """\
+What the licences of this folder are for
+
+A file in kernels/ is the machine code of one kernel with the host code that launches it. NVIDIA's compiler,
+nvidia-cutlass-dsl, generated both from the sources of cute-ops, or of the op's own package. A system's C compiler or
+linker made it a library. It contains no library and no file of NVIDIA: libcute_dsl_runtime.so, through which it
+reaches the CUDA driver, and TVM-FFI are loaded from the packages that are installed where it runs.
+
+cute-ops            Apache-2.0, cute-ops-LICENSE.txt
+TVM-FFI             Apache-2.0, apache-tvm-ffi-LICENSE.txt; the host code follows its calling convention
+nvidia-cutlass-dsl  NVIDIA Software License Agreement, nvidia-cutlass-dsl-LICENSE.txt
+
+NVIDIA's licence lets Python files of the compiler be distributed under conditions (1.1 d), and no other part of it
+(2.2): there is none here. It does not say whether code that the compiler generated may be distributed. What is
+developed with the compiler is for systems with NVIDIA GPUs (1.1), and its output must not be reverse engineered to
+be translated for others (2.11).
+"""
 
 
 def build(
@@ -172,8 +189,8 @@ def _fill(where: Path, calls: Sequence[Call], targets: Sequence[Target], variant
 
 
 def _licenses() -> dict[str, bytes]:
-    """The licenses of our kernels, of the compiler and of TVM-FFI: code of all three is in the objects."""
-    found = {}
+    """The licenses of our kernels, of the compiler and of TVM-FFI, and a notice of what each is for."""
+    found = {"NOTICE": _NOTICE.encode()}
     for distribution in ("cute-ops", toolchain.DSL, toolchain.TVM_FFI):
         try:
             files = metadata.distribution(distribution).files or []

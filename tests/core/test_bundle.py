@@ -7,6 +7,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -92,10 +93,20 @@ def test_it_carries_versions_digests_and_licences(made: Path) -> None:
     assert record["versions"] == {"cute-ops": __version__, "nvidia-cutlass-dsl": dsl, "apache-tvm-ffi": tvm_ffi}
     assert record["targets"] == ["sm_80:108", "sm_90a:132"]
     assert {p.name for p in (made / "licenses").iterdir()} >= {
-        "cute-ops-LICENSE.txt", "nvidia-cutlass-dsl-LICENSE.txt", "apache-tvm-ffi-LICENSE.txt",
+        "NOTICE.txt", "cute-ops-LICENSE.txt", "nvidia-cutlass-dsl-LICENSE.txt", "apache-tvm-ffi-LICENSE.txt",
     }  # fmt: skip
     assert manifest.read(made / "manifest.txt") == sorted(CALLS, key=str)
     assert Bundle(made).verify() == 4
+
+
+@pytest.mark.skipif(not (shutil.which("nm") and shutil.which("readelf")), reason="nm and readelf read objects")
+def test_kernels_contain_nothing_of_the_compiler(made: Path) -> None:
+    """As licenses/NOTICE.txt says: they define what was generated for them and need one library of NVIDIA's."""
+    for kernel in (made / "kernels").iterdir():
+        dynamic = subprocess.check_output(["readelf", "-d", kernel], text=True)
+        assert set(re.findall(r"NEEDED.*\[(\S+)\]", dynamic)) - {"libc.so.6"} == {"libcute_dsl_runtime.so"}
+        defined = subprocess.check_output(["nm", "-D", "--defined-only", "--format=just-symbols", kernel], text=True)
+        assert {name.partition(kernel.stem)[0] for name in defined.split()} == {"__cute_internal_", "__tvm_ffi_"}
 
 
 def change_version(record: dict) -> None:
