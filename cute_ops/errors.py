@@ -8,7 +8,7 @@ expected, and lists what had been bound so far.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -29,6 +29,11 @@ def meant(name: str, known: Iterable[str]) -> str:
 
     close = get_close_matches(name, known, n=1)
     return f" (did you mean {close[0]}?)" if close else ""
+
+
+def unknown_argument(name: str, known: Sequence[str]) -> str:
+    """What is wrong with a name that is none of a function's arguments."""
+    return f"unknown argument `{name}`{meant(name, known)}; it takes {', '.join(f'`{each}`' for each in known)}."
 
 
 class _DeclaredTensor(Protocol):

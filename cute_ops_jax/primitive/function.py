@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 import cute_ops
 from cute_ops import lists
-from cute_ops.errors import meant, message
+from cute_ops.errors import message, unknown_argument
 from cute_ops.op import Op
 from cute_ops.ops.fused import without_operands
 from cute_ops_jax.distributed.varying import alike
@@ -127,14 +127,13 @@ def _check_arguments(op: Op, header: inspect.Signature, args: Sequence[Any], kwa
         raise TypeError(message(op, problem)) from None
 
     names = list(header.parameters)
-    takes = ", ".join(f"`{name}`" for name in names)
     for name in kwargs:
         if name not in names:
-            fail(f"unknown argument `{name}`{meant(name, names)}; it takes {takes}.")
+            fail(unknown_argument(name, names))
         if name in names[: len(args)]:
             fail(f"argument `{name}` was given twice, by position and by name.")
     if len(args) > len(names):
-        fail(f"{len(args)} arguments were given; it takes {takes}.")
+        fail(f"{len(args)} arguments were given; it takes {', '.join(f'`{name}`' for name in names)}.")
     given = {**dict(zip(names, args, strict=False)), **kwargs}
     for name, tensor in op.inputs.items():
         if name not in given and not tensor.optional:

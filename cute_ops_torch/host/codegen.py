@@ -26,7 +26,7 @@ Call = Callable[..., Any]
 FUNCTION = """
 def make({values}):
     def {name}({parameters}):
-        {inplace}if _compiling() or _function_modes() or _profiled():
+        {before}if _compiling() or _function_modes() or _profiled():
             _out = _overload({arguments})
         else:
             try:

@@ -56,6 +56,13 @@ BAD = {
 }  # fmt: skip
 
 
+def test_an_unknown_argument_is_named() -> None:
+    with pytest.raises(TypeError) as caught:
+        cute_ops_torch.rmsnorm(x, epsilon=1.0)
+    takes = "it takes `x`, `weight`, `bias`, `eps`, `weight_offset`, `out`."
+    assert str(caught.value) == f"cute.rmsnorm: unknown argument `epsilon` (did you mean eps?); {takes}"
+
+
 @pytest.mark.parametrize("name", BAD)
 @pytest.mark.parametrize("way", ["function", "raw", "planned"])
 def test_texts(name: str, way: str, compiled: Any) -> None:
