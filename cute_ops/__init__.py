@@ -4,6 +4,7 @@ The core: declarations of ops, their kernels and the compile cache. It imports n
 ``cute_ops_torch`` and ``cute_ops_jax`` turn every declaration into an op of their framework.
 """
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -50,5 +51,5 @@ def __getattr__(name: str) -> Any:
     """Tracing is imported when it is first used: it takes time."""
     homes = {"fused": "cute_ops.ops.fused", "fused_linear": "cute_ops.ops.gemm.fused"}
     if name not in homes:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}", name=name, obj=sys.modules[__name__])
     return getattr(import_module(homes[name]), name)

@@ -38,6 +38,12 @@ def _text(name: str, text: str) -> str:
     return text
 
 
+def _switch(name: str, text: str) -> str:
+    if text not in ("", "0", "1"):
+        raise ValueError(f"the environment variable {name} is {text!r}, it must be 0 or 1")
+    return text
+
+
 def _number(name: str, text: str) -> float | None:
     """A number above zero; None for an empty text."""
     try:
@@ -71,7 +77,7 @@ CACHE_MAX_BYTES = Variable("CUTE_OPS_CACHE_MAX_BYTES", "how large that folder ma
 COMPILE_TIMEOUT = Variable("CUTE_OPS_COMPILE_TIMEOUT", "seconds that one compile may take; 300 by default", _number)
 COMPILE_WORKERS = Variable("CUTE_OPS_COMPILE_WORKERS", "compiles at the same time; by default one per core", _number)
 RECORD = Variable("CUTE_OPS_RECORD", "a manifest to add every new kind of call to", _path)
-TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls that no winner is known for; 0 runs all with heuristics", _text)
+TUNE = Variable("CUTE_OPS_TUNE", "1 measures calls that no winner is known for; 0 runs all with heuristics", _switch)
 VARIABLES: tuple[Variable[object], ...] = (
     ARCH, BUNDLE, CACHE_DIR, CACHE_MAX_BYTES, COMPILE_TIMEOUT, COMPILE_WORKERS, RECORD, TUNE,
 )  # fmt: skip

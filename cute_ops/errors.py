@@ -14,6 +14,9 @@ from typing import Protocol
 
 from cute_ops.shapes import Array
 
+# What other libraries call our dtypes.
+_SHORT = {"half": "float16", "fp16": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+
 
 class CompileError(RuntimeError):
     """A kernel did not compile. Carries the compiler's own output in the message."""
@@ -27,8 +30,9 @@ def meant(name: str, known: Iterable[str]) -> str:
     """A question for what is close to a name that is none: `` (did you mean eps?)``; empty where nothing is."""
     from difflib import get_close_matches  # start-up time: programs without mistakes need none
 
-    close = get_close_matches(name, known, n=1)
-    return f" (did you mean {close[0]}?)" if close else ""
+    lower = {each.lower(): each for each in known}
+    close = get_close_matches(_SHORT.get(name.lower(), name.lower()), lower, n=1)
+    return f" (did you mean {lower[close[0]]}?)" if close else ""
 
 
 def unknown_argument(name: str, known: Sequence[str]) -> str:

@@ -41,6 +41,11 @@ ARCHES = {
     "sm_90a": SM(132, 2048, 32, 233_472, 16), "sm_100a": SM(148, 2048, 32, 233_472, 16),
     "sm_103a": SM(148, 2048, 32, 233_472, 16), "sm_120a": SM(170, 1536, 24, 102_400, 8),
 }  # fmt: skip
+# By NVIDIA's list of compute capabilities.
+GPUS = {
+    "sm_80": "A100, A30", "sm_86": "A10, A40, RTX 30", "sm_89": "L4, L40, RTX 40", "sm_90a": "H100, H200, GH200",
+    "sm_100a": "B200, GB200", "sm_103a": "B300, GB300", "sm_120a": "RTX 50, RTX PRO Blackwell",
+}  # fmt: skip
 
 
 def sm(arch: str) -> int:

@@ -55,7 +55,10 @@ def find(name: str) -> Op:
     """
     if ":" not in name:
         if name not in ours():
-            known = f"there are {', '.join(ours())}, and yours as module:name or file.py:name"
+            from cute_ops.ops import OPS, PRODUCTS
+
+            public = ", ".join(op.name for op in (*OPS, *PRODUCTS))
+            known = f"there are {public}, their gradients (rmsnorm_bwd), and yours as module:name or file.py:name"
             raise ValueError(f"no op {name!r}{meant(name, ours())}; {known}")
         return ours()[name]
     place, _, attribute = name.rpartition(":")

@@ -22,9 +22,9 @@ import cute_ops_jax
 import cute_ops_torch
 from cute_ops import env
 from cute_ops.__main__ import app
-from cute_ops.hardware import ARCHES
+from cute_ops.hardware import ARCHES, GPUS
 from cute_ops.ops import OPS, PRODUCTS
-from cute_ops_torch import nn
+from cute_ops_torch import inductor, nn
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs"
@@ -45,11 +45,19 @@ _WRITTEN = [
     "GatedMLP",
     "LinearCrossEntropy",
 ]  # of `nn`: not made of declarations
-# GPUs of each architecture, by NVIDIA's list of compute capabilities.
-_PARTS = {
-    "sm_80": "A100, A30", "sm_86": "A10, A40, RTX 30", "sm_89": "L4, L40, RTX 40", "sm_90a": "H100, H200, GH200",
-    "sm_100a": "B200, GB200", "sm_103a": "B300, GB300", "sm_120a": "RTX 50, RTX PRO Blackwell",
-}  # fmt: skip
+
+
+# Variables of others that this package reads or sets.
+_OTHERS = {
+    "CUDA_VISIBLE_DEVICES": "which GPUs there are; JAX lowers for the first of them",
+    "CUTE_DSL_*": "settings of NVIDIA's compiler; but for those of its log they are part of a kernel's name: "
+    "another setting compiles it anew",
+    "CUTE_DSL_ARCH": "set in processes that compile, unless you set it; each compile names its own target",
+    "CUTE_DSL_DISABLE_FILE_CACHING": "set in processes that compile: kernels are in our own cache folder",
+    "TMPDIR": "where kernels are linked, if the cache folder has no room",
+    "XDG_CACHE_HOME": "holds the cache folder, `cute_ops`, unless `CUTE_OPS_CACHE_DIR` is set",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "set to false by `verify`, unless you set it: both frameworks use the GPU",
+}
 
 
 def core() -> str:
@@ -84,7 +92,7 @@ def torch() -> str:
             "## Optimizers\n",
             *_shown("cute_ops_torch.optim", ["AdamW"], level=3),
             "## torch.compile\n",
-            *_shown("cute_ops_torch.inductor", ["enable", "disable", "replaced"], level=3),
+            *_shown("cute_ops_torch.inductor", inductor.__all__, level=3),
         ]
     )
 
@@ -125,6 +133,12 @@ def environment() -> str:
             "| variable | meaning |\n|---|---|",
             *rows,
             "",
+            "`python -m cute_ops doctor` names variables that begin like these and are none, and values that they may "
+            "not have.\n",
+            "## Variables of others\n",
+            "| variable | what it does here |\n|---|---|",
+            *(f"| `{name}` | {meaning} |" for name, meaning in _OTHERS.items()),
+            "",
         ]
     )
 
@@ -138,7 +152,7 @@ def gpus() -> str:
                 measured[row.get("gpu", "")].add(path.name)
     run = {arch: [gpu for gpu in sorted(measured) if _is(gpu, arch)] for arch in ARCHES}
     rows = [
-        f"| `{arch}` | {_PARTS[arch]} | {has.number} | {has.shared_per_cta // 1024} KiB | "
+        f"| `{arch}` | {GPUS[arch]} | {has.number} | {has.shared_per_cta // 1024} KiB | "
         f"{', '.join(run[arch]) or 'built only'} |"
         for arch, has in ARCHES.items()
     ]
@@ -203,7 +217,7 @@ def _named(parameter: Any) -> str:
 
 
 def _is(gpu: str, arch: str) -> bool:
-    return any(part in gpu.split() for part in _PARTS[arch].split(", "))
+    return any(part in gpu.split() for part in GPUS[arch].split(", "))
 
 
 if __name__ == "__main__":

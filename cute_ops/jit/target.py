@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import NamedTuple
 
-from cute_ops.hardware import ARCHES, arch_of, sm
+from cute_ops.hardware import ARCHES, GPUS, arch_of, sm
 
 _MULTIPROCESSOR_COUNT, _CAPABILITY_MAJOR, _CAPABILITY_MINOR = 16, 75, 76  # CUdevice_attribute
 _CAPTURE_MODE_RELAXED = 2  # CUstreamCaptureMode
@@ -33,9 +33,11 @@ def parse(arch: str) -> Target:
     """
     name, colon, count = arch.partition(":")
     if name not in ARCHES:
-        digits = "".join(filter(str.isdecimal, name))
-        close = "".join(f" (did you mean {known}?)" for known in ARCHES if str(sm(known)) == digits)
-        raise ValueError(f"unknown architecture {name!r}{close}; known: {', '.join(ARCHES)}")
+        number = "".join(filter(str.isdecimal, name))
+        close = [known for known, gpus in GPUS.items() if name.upper() in gpus.split(", ")]
+        close += [known for known in ARCHES if str(sm(known)) == number]
+        meant = f" (did you mean {close[0]}?)" if close else ""
+        raise ValueError(f"unknown architecture {name!r}{meant}; known: {', '.join(ARCHES)}")
     if colon and not (count.isdecimal() and int(count)):
         raise ValueError(f"{count!r} in {arch!r} is no number of SMs")
     return Target(name, int(count) if colon else ARCHES[name].number)

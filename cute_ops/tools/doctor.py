@@ -17,7 +17,7 @@ from typing import Literal, NamedTuple
 
 from cute_ops import __version__, dispatch, env, processes
 from cute_ops.binding import bind
-from cute_ops.errors import CacheError, CompileError
+from cute_ops.errors import CacheError, CompileError, meant
 from cute_ops.files import cache_dir
 from cute_ops.jit import bundle, cache, compiler, target, toolchain
 from cute_ops.jit.compile_pool import worker
@@ -39,12 +39,25 @@ class Finding(NamedTuple):
 def examine() -> Iterator[Finding]:
     """All findings; what others depend on comes first."""
     yield from _versions()
+    yield from _variables()
     yield from _device()
     yield from _cache()
     yield from _bundles()
     yield from _compiler()
     for framework, adapter in _FRAMEWORKS.items():
         yield from _framework(framework, adapter)
+
+
+def _variables() -> Iterator[Finding]:
+    known = [variable.name for variable in env.VARIABLES]
+    for name in sorted(os.environ):
+        if name.startswith("CUTE_OPS_") and name not in known:
+            yield Finding("note", f"{name} is no variable of cute_ops{meant(name, known)}")
+    for variable in env.VARIABLES:
+        try:
+            variable.read()
+        except ValueError as error:
+            yield Finding("bad", str(error))
 
 
 def _versions() -> Iterator[Finding]:

@@ -27,6 +27,7 @@ from torch._inductor import config
 from torch._inductor.custom_graph_pass import CustomGraphPass
 from torch.fx import Graph
 
+from cute_ops.errors import meant
 from cute_ops_torch import registry
 from cute_ops_torch.inductor import cache_key
 from cute_ops_torch.inductor.fx import value_of
@@ -49,7 +50,8 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
     """
     unknown = set(ops or ()) - set(PATTERNS)
     if unknown:
-        raise ValueError(f"cute_ops_torch.inductor.enable: {', '.join(sorted(unknown))} replaces nothing; {_known()}")
+        named = ", ".join(f"{name}{meant(name, PATTERNS)}" for name in sorted(unknown))
+        raise ValueError(f"cute_ops_torch.inductor.enable: {named} replaces nothing; {_known()}")
     disable()
     # Code from Inductor's caches calls ops whose fake kernels have not run in this process.
     registry.register_lowerings()

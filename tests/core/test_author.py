@@ -342,6 +342,10 @@ wide = Op("wide", inputs={"x": X}, outputs={"out": X}, dtypes={"T": FLOATS}, ref
     [
         ("verify nothing", "no op 'nothing'; there are rmsnorm"),
         ("verify rmsnrm", "no op 'rmsnrm' (did you mean rmsnorm?); there are"),
+        ("verify RMSNorm", "no op 'RMSNorm' (did you mean rmsnorm?); there are"),
+        ("compile rmsnorm --arch h100", "unknown architecture 'h100' (did you mean sm_90a?); known"),
+        ("compile rmsnorm --dtype fp16", "may be fp16 (did you mean float16?), but float32, float16, bfloat16"),
+        ("compile rmsnorm --dim N=64", "rmsnorm: no dim N (did you mean n?), but n, m"),
         (f"inspect {SOFTCAP}:sofcap", "has no op 'sofcap' (did you mean softcap?); it has softcap_bwd, softcap"),
         ("inspect no/such/file.py", "cannot import no/such/file.py"),
         ("inspect rmsnorm --without x", "rmsnorm has no optional input x"),

@@ -166,6 +166,14 @@ def test_doctor_without_the_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(bad) == 2 and all(f.remedy for f in bad)
 
 
+def test_doctor_looks_at_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUTE_OPS_CACHEDIR", "/tmp")
+    monkeypatch.setenv("CUTE_OPS_TUNE", "yes")
+    texts = [finding.text for finding in doctor._variables()]
+    assert "CUTE_OPS_CACHEDIR is no variable of cute_ops (did you mean CUTE_OPS_CACHE_DIR?)" in texts
+    assert texts[-1] == "the environment variable CUTE_OPS_TUNE is 'yes', it must be 0 or 1"
+
+
 def test_doctor_reports_a_broken_framework(monkeypatch: pytest.MonkeyPatch) -> None:
     (finding,) = doctor._framework("json", "cute_ops.no_such_adapter")
     assert finding.level == "bad" and "No module named" in finding.text and finding.remedy.startswith("run: ")

@@ -2,19 +2,50 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+import cute_ops
+import cute_ops_jax
+import cute_ops_torch
+import cute_ops_torch.inductor
 
 sys.path.append(str(Path(__file__).parents[2] / "docs"))
 import make_ops
 import make_pages
 
+ROOT = make_pages.ROOT
+
 
 @pytest.mark.parametrize("page", make_pages.MADE)
 def test_pages_are_made_anew(page: str) -> None:
     assert (make_pages.PAGES / page).read_text() == make_pages.MADE[page](), "run python docs/make_pages.py"
+
+
+def test_every_variable_that_is_read_is_named() -> None:
+    code = "".join(path.read_text() for path in ROOT.glob("cute_ops*/**/*.py"))
+    reads = r'environ(?:\.\w+\(|\[)\s*"(\w+)"|getenv\(\s*"(\w+)"|"(CUTE_(?:OPS|DSL)_[A-Z_]*)"'
+    found = {name for names in re.findall(reads, code) for name in names if name}
+    assert len(found) >= 12
+    assert [name for name in found if f"| `{name}" not in make_pages.environment()] == []
+
+
+@pytest.mark.parametrize(
+    ("page", "module"),
+    [
+        ("core", cute_ops), ("torch", cute_ops_torch), ("torch", cute_ops_torch.nn), ("torch", cute_ops_torch.inductor),
+        ("jax", cute_ops_jax),
+    ],
+)  # fmt: skip
+def test_every_public_name_is_in_the_reference(page: str, module: ModuleType) -> None:
+    """With its docstring; of `nn`, classes that are made of declarations with their signature."""
+    text = (make_pages.PAGES / "reference" / f"{page}.md").read_text()
+    found = re.findall(r"^(?:::: \S+\.|- `)(\w+)", text, re.MULTILINE)
+    assert {*module.__all__} - {"nn"} <= {*found}
 
 
 def test_ops_are_documented() -> None:
