@@ -27,7 +27,7 @@ STYLES = {
 }
 TITLES = {"fwd": "forward", "bwd": "backward"}
 FEW = 3  # shapes of an op that has no panel of its own
-COLUMNS = 4  # panels side by side: forward and backward of two ops
+COLUMNS = 2  # panels side by side: forward and backward, as wide as a page
 STARTUP = ("import ours", "import tvm_ffi", "first result")
 PLAIN = dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), GREY)
 Row = dict[str, str]
@@ -109,7 +109,7 @@ def rates(rows: list[Row]) -> Figure:
     drawn = panels(r for r in rows if r["op"] != "copy" and plain(r))
     columns = min(COLUMNS, len(drawn))
     lines = -(-len(drawn) // columns)
-    figure, axes = new(4.2 * columns, 3.2 * lines + 0.6, lines, columns)
+    figure, axes = new(4.2 * columns, 2.5 * lines + 0.6, lines, columns)
     for panel, (title, labelled) in zip(axes, drawn.items(), strict=False):
         draw_rates(panel, labelled, copy_rate(rows))
         panel.set_title(title, fontsize=10, color=GREY)
@@ -196,7 +196,7 @@ def bars(names: Sequence[str], values: Sequence[float], notes: Sequence[str], ti
 def training_steps(rows: list[Row]) -> Figure:
     """Tokens per second of a training step by library, and its peak memory."""
     speeds = [float(r["tokens_per_s"]) / 1e3 for r in rows]
-    notes = [f"{speed:.0f}k, {float(r['peak_gb']):.0f} GB" for speed, r in zip(speeds, rows, strict=True)]
+    notes = [f"{speed:.0f}k, {float(r['peak_gb']):.1f} GB" for speed, r in zip(speeds, rows, strict=True)]
     title = f"Llama-shaped training step on one {rows[0]['gpu']}: thousand tokens/s, peak memory"
     return bars([r["contender"] for r in rows], speeds, notes, title)
 

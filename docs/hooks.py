@@ -26,6 +26,7 @@ MOVED = {
     "examples/gallery/README.md": "gallery.md",
 }
 _AT = {page: path for path, page in MOVED.items()}
+WIDE = {"faults.md", "features_jax.md", "features_torch.md"}  # tables that need the room of a table of contents
 _LANGUAGES = {".py": "python", ".cpp": "cpp", ".toml": "toml", ".ipynb": "json"}
 _CODE = re.compile(r"(```.*?^ *```|`[^`\n]+`)", re.DOTALL | re.MULTILINE)
 _TAG = re.compile(r"\[(core|torch|jax)\](?!\()")  # of a line of the changelog: no reference
@@ -50,6 +51,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """The page with links of the site."""
     here = page.file.src_uri
+    if here in WIDE:
+        page.meta["hide"] = ["toc"]
 
     def link(match: re.Match[str]) -> str:
         return posixpath.relpath(_page(_path(here, match[1])), posixpath.dirname(here) or ".")
