@@ -5,6 +5,8 @@ from __future__ import annotations
 import pkgutil
 import subprocess
 import sys
+from ast import literal_eval
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -29,47 +31,78 @@ import cute_ops_torch
 loaded = set(sys.modules) - before
 print(sorted(n for n in loaded if n.startswith({forbidden!r})))
 """
+FORK = """
+import os, sys, tempfile, torch
+for program in map(eval, sys.stdin):
+    with tempfile.TemporaryFile("w+") as output:
+        if not (child := os.fork()):
+            sys.stdout = output
+            exec(program, {})
+            output.flush()
+            os._exit(0)
+        status = os.waitpid(child, 0)[1]
+        output.seek(0)
+        print(repr((status, output.read())), flush=True)
+"""
+
+Run = Callable[[str], str]
 
 
-def loaded(then: str, forbidden: tuple[str, ...]) -> str:
-    program = PROGRAM.format(then=then, forbidden=forbidden)
-    return subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.strip()
+@pytest.fixture(scope="module")
+def run() -> Iterator[Run]:
+    """``run(program)``: what a program prints. Each is a fork of one process that has imported torch and nothing of
+    ours, since importing torch takes longer than the programs.
+    """
+    command, pipe = [sys.executable, "-c", FORK], subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True) as fork:
+
+        def run(program: str) -> str:
+            assert fork.stdin and fork.stdout
+            print(repr(program), file=fork.stdin, flush=True)
+            status, output = literal_eval(fork.stdout.readline())
+            assert status == 0, program
+            return output.strip()
+
+        yield run
 
 
-def test_import_brings_no_other_framework_and_no_compiler() -> None:
-    assert loaded("", FORBIDDEN) == "[]"
+def loaded(run: Run, then: str, forbidden: tuple[str, ...]) -> str:
+    return run(PROGRAM.format(then=then, forbidden=forbidden))
 
 
-def test_the_check_itself_sees_an_import() -> None:
-    assert loaded("import array_api_compat", FORBIDDEN) != "[]"
+def test_import_brings_no_other_framework_and_no_compiler(run: Run) -> None:
+    assert loaded(run, "", FORBIDDEN) == "[]"
 
 
-def test_calls_and_gradients_on_the_cpu_need_no_compiler() -> None:
+def test_the_check_itself_sees_an_import(run: Run) -> None:
+    assert loaded(run, "import array_api_compat", FORBIDDEN) != "[]"
+
+
+def test_calls_and_gradients_on_the_cpu_need_no_compiler(run: Run) -> None:
     forbidden = tuple(n for n in FORBIDDEN if n != "array_api_compat")
     then = "x = torch.ones(2, 8, requires_grad=True); cute_ops_torch.rmsnorm(x).sum().backward()"
-    assert loaded(then, forbidden) == "[]"
+    assert loaded(run, then, forbidden) == "[]"
 
 
 @pytest.mark.parametrize("before", [True, False])
-def test_ops_take_dtensors_whoever_is_imported_first(before: bool) -> None:
+def test_ops_take_dtensors_whoever_is_imported_first(before: bool, run: Run) -> None:
     looks = "import importlib.util; importlib.util.find_spec('torch.distributed.tensor')"  # without importing it
     imports = [f"{looks}; import torch.distributed.tensor as t", "import cute_ops_torch"]
     program = f"""
+import sys
 {"; ".join(imports if before else reversed(imports))}
 import torch
 finder = [f for f in sys.meta_path if getattr(f, "theirs", "") == "torch.distributed.tensor"]
 rules = torch._library.simple_registry.singleton.find("cute::rmsnorm").torch_dispatch_rules
 print(bool(rules.find(t.DTensor)), finder)
 """
-    result = subprocess.run([sys.executable, "-c", f"import sys{program}"], capture_output=True, text=True, check=True)
-    assert result.stdout.strip() == "True []"
+    assert run(program) == "True []"
 
 
-def test_products_are_there_once_a_program_reads_exported_graphs() -> None:
+def test_products_are_there_once_a_program_reads_exported_graphs(run: Run) -> None:
     looks = "print(hasattr(torch.ops.cute, 'qkv_rope_64'))"
     program = f"import torch, cute_ops_torch; {looks}; import torch.export.pt2_archive; {looks}"
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert result.stdout.split() == ["False", "True"]
+    assert run(program).split() == ["False", "True"]
 
 
 def test_no_module_takes_the_name_of_a_function() -> None:
@@ -78,16 +111,13 @@ def test_no_module_takes_the_name_of_a_function() -> None:
     assert modules & set(cute_ops_torch.__all__) == {"nn"}
 
 
-def test_import_does_not_search_all_modules() -> None:
+def test_import_does_not_search_all_modules(run: Run) -> None:
     """What ``torch.library.register_fake`` does at every call; it would still work, and take long."""
-    program = "import torch; del torch.library.register_fake; import cute_ops_torch; print('short')"
-    assert (
-        subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout == "short\n"
-    )
+    assert run("import torch; del torch.library.register_fake; import cute_ops_torch; print('short')") == "short"
 
 
-def test_modules_that_are_imported_when_they_are_used() -> None:
+def test_modules_that_are_imported_when_they_are_used(run: Run) -> None:
     mine = ("cute_ops_torch.optim", "cute_ops_torch.inductor")
-    assert loaded("", mine) == "[]"
-    assert loaded("cute_ops_torch.optim.AdamW", mine) == "['cute_ops_torch.optim']"
-    assert "cute_ops_torch.inductor" in loaded("cute_ops_torch.inductor.enable", mine)
+    assert loaded(run, "", mine) == "[]"
+    assert loaded(run, "cute_ops_torch.optim.AdamW", mine) == "['cute_ops_torch.optim']"
+    assert "cute_ops_torch.inductor" in loaded(run, "cute_ops_torch.inductor.enable", mine)
