@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
@@ -93,8 +94,15 @@ class Demand(NamedTuple):
 PLAIN = Demand()
 
 
-def configs(arch: str, sm_count: int, itemsize: int, demand: Demand = PLAIN) -> Iterator[GemmConfig]:
-    """All configs whose registers suffice, with as many slots in the ring as shared memory holds."""
+@lru_cache(maxsize=256)
+def configs(arch: str, sm_count: int, itemsize: int, demand: Demand = PLAIN) -> tuple[GemmConfig, ...]:
+    """All configs whose registers suffice, with as many slots in the ring as shared memory holds. They take most of the
+    time of a choice, and are the same for products of all sizes.
+    """
+    return tuple(_configs(arch, sm_count, itemsize, demand))
+
+
+def _configs(arch: str, sm_count: int, itemsize: int, demand: Demand) -> Iterator[GemmConfig]:
     for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
         config = GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
         sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
