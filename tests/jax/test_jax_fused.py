@@ -49,8 +49,9 @@ def test_values_and_gradients_under_jit_and_vmap(declared: Op) -> None:
         outputs, pull = jax.vjp(function, *arrays)
         return outputs, pull(jax.tree.map(jnp.cos, outputs))
 
-    for transform, given in ((jax.jit, arrays), (jax.vmap, stacked)):
-        found, wanted = (transform(lambda *a, f=f: both(f, *a))(*given) for f in (register(declared), plain(declared)))
+    for given, transform in ((arrays, lambda f: f), (stacked, jax.vmap)):
+        functions = (register(declared), plain(declared))
+        found, wanted = (jax.jit(transform(lambda *a, f=f: both(f, *a)))(*given) for f in functions)
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-6, atol=2e-6), found, wanted)
 
 

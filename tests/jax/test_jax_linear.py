@@ -43,7 +43,9 @@ def loss_of(function: Callable[..., Any]) -> Callable[..., Any]:
     return loss
 
 
+@partial(jax.jit, static_argnums=0)
 def gradients(function: Callable[..., Any], arrays: list[jax.Array]) -> Any:
+    """Jitted, since eagerly every primitive is a program that XLA compiles."""
     return jax.grad(loss_of(function), tuple(range(len(arrays))))(*arrays)
 
 
@@ -64,8 +66,8 @@ def check(found: Any, wanted: Any) -> None:
 def test_gradients(product: Op, m: tuple[int, ...]) -> None:
     function, arrays = register(product), arrays_of(product, m)
     wanted = exact(product, arrays)
-    for transformed in (function, jax.jit(function), jax.checkpoint(function)):
-        found = jax.jit(gradients, static_argnums=0)(transformed, arrays)
+    transformed = (function, jax.jit(function), jax.checkpoint(function))
+    for found in jax.jit(lambda *a: [gradients(each, a) for each in transformed])(*arrays):
         assert [g.dtype for g in found] == ["float16"] * len(arrays)
         check(found, wanted)
 
@@ -132,9 +134,9 @@ def test_in_a_scan() -> None:
 @every_gradient
 def test_both_choices_give_the_same(product: Op) -> None:
     function, arrays = register(product), arrays_of(product)
-    found = [jax.jit(lambda *a, c=choice: function(*a, fused=c))(*arrays) for choice in ("auto", "never")]
+    found = jax.jit(lambda *a: [function(*a, fused=choice) for choice in ("auto", "never")])(*arrays)
     check(*map(jax.tree.leaves, found[::-1]))
-    check(jax.jit(lambda *a: gradients(partial(function, fused="never"), a))(*arrays), exact(product, arrays))
+    check(gradients(partial(function, fused="never"), arrays), exact(product, arrays))
     wide = [a.astype("float32") for a in arrays]
     # A cotangent has the dtype of its output.
     close = 2.0**-8 if any(t.dtype == "bfloat16" for t in product.outputs.values()) else 1e-5

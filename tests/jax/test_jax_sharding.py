@@ -9,7 +9,7 @@ import math
 import re
 import sys
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,12 @@ def gradient(op: Op, function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
+@cache
+def on_one_device(op: Op) -> Any:
+    """What every program on a mesh gives."""
+    return jax.jit(gradient(op, testing.plain(op, cute_ops_jax.register(op))))(*inputs(op))
+
+
 def sums(op: Op) -> int:
     return sum(t.rows is None for t in op.grad.outputs.values()) if op.grad else 0
 
@@ -89,7 +95,7 @@ def test_each_device_takes_its_rows(
 ) -> None:
     """No all-gather, whichever leading dim is sharded; one all-reduce per sharded dim where weights have a gradient."""
     function, arrays = testing.plain(row_op, through_ffi(row_op)), inputs(row_op)
-    expected = gradient(row_op, testing.plain(row_op, cute_ops_jax.register(row_op)))(*arrays)
+    expected = on_one_device(row_op)
     mesh = mesh_of(kind)
     for axes, rows in ((("data",), 8), (("data", "seq"), 4), ((None, "seq"), 16)):
         with jax.set_mesh(mesh):
@@ -156,7 +162,7 @@ def test_no_all_reduce_of_a_frozen_weight(kind: AxisType, through_ffi: Any, fake
 def test_inside_of_shard_map(row_op: Op, check: bool, through_ffi: Any, close: Close) -> None:
     """With replication checks, gradients of replicated inputs come out summed."""
     function, arrays, mesh = testing.plain(row_op, through_ffi(row_op)), inputs(row_op), mesh_of(AxisType.Auto)
-    expected = gradient(row_op, testing.plain(row_op, cute_ops_jax.register(row_op)))(*arrays)
+    expected = on_one_device(row_op)
     rows = jax.P("data", "seq")
     whole = row_specs(row_op, "data", "seq")
     shared = [i for i, spec in enumerate(whole) if spec == jax.P()]
@@ -202,7 +208,7 @@ def test_backward_ops_in_shard_map(op: Op, through_ffi: Any, close: Close) -> No
 def test_partly_manual(row_op: Op, kind: AxisType, through_ffi: Any, fake_kernels: Any, close: Close) -> None:
     """A shard_map over some axes: of the other axes, explicit ones shard rows, automatic ones shard nothing."""
     function, arrays, mesh = testing.plain(row_op, through_ffi(row_op)), inputs(row_op), mesh_of(kind)
-    expected = gradient(row_op, testing.plain(row_op, cute_ops_jax.register(row_op)))(*arrays)
+    expected = on_one_device(row_op)
     outer = row_specs(row_op, "data")
 
     def run(*given: Any) -> Any:
