@@ -109,23 +109,26 @@ def jax_lowering() -> Walk:
     return walk(lambda: program.trace(x, weight).lower(lowering_platforms=("cuda",)))
 
 
-def count(call: str) -> Walk:
-    """The walk of one of :data:`CALLS`, in a process of its own.
+def count(*calls: str) -> list[Walk]:
+    """The walks of some of :data:`CALLS`, each in a process of its own.
 
     Raises:
-        RuntimeError: the process failed.
+        RuntimeError: a process failed.
     """
+    found = []
     with tempfile.TemporaryDirectory() as folder:
         path = os.pathsep.join(p for p in (str(ROOT), os.environ.get("PYTHONPATH")) if p)
         kept = {n: v for n, v in os.environ.items() if not n.startswith("CUTE_OPS_")}
-        chosen = {"CUTE_OPS_CACHE_DIR": folder, "CUTE_OPS_ARCH": ARCH, "PYTHONPATH": path}
-        environment = {**kept, **chosen, "CUDA_VISIBLE_DEVICES": "", "JAX_PLATFORMS": "cpu"}
-        command = [sys.executable, __file__, "--here", call]
-        for _ in range(1 + (call == "torch warm")):
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise RuntimeError(f"{call}: {done.stderr.strip()}")
-        return Walk(json.loads(done.stdout.strip().splitlines()[-1]))
+        environment = {**kept, "CUTE_OPS_ARCH": ARCH, "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+        for call in calls:
+            chosen = {"CUTE_OPS_CACHE_DIR": f"{folder}/{call.split()[0]}", "CUDA_VISIBLE_DEVICES": ""}
+            command = [sys.executable, __file__, "--here", call]
+            for _ in range(1 + (call == "torch warm" and "torch cold" not in calls)):
+                done = subprocess.run(command, env=environment | chosen, capture_output=True, text=True, check=False)
+                if done.returncode:
+                    raise RuntimeError(f"{call}: {done.stderr.strip()}")
+            found.append(Walk(json.loads(done.stdout.strip().splitlines()[-1])))
+    return found
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -146,8 +149,7 @@ def main(arguments: list[str] | None = None) -> None:
 
     console, table = Console(width=110), Table(options.out / "returns.csv", COLUMNS) if options.out else None
     view = View("first call", "files", "entries", "returns", title=f"moves between our files; at most {MOST_RETURNS}")
-    for call in options.calls:
-        found = count(call)
+    for call, found in zip(options.calls, count(*options.calls), strict=True):
         row = (call, len(set(found.files)), len(found.files), len(found.returns))
         view.add_row(*map(str, row))
         if table:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +113,10 @@ def test_kernel_compiles_for_hopper(op: Op, dtype: str, vectors: str, tmp_path: 
     assert f"st.global.{vectors}" in ptx
 
 
-def test_script_runs() -> None:
-    path = os.pathsep.join(p for p in [str(FOLDER.parents[1]), os.environ.get("PYTHONPATH", "")] if p)
-    command = [sys.executable, str(FOLDER / "run.py")]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": path}, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "PyTorch, " in done.stdout
-    assert "JAX, " in done.stdout
+def test_script_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(FOLDER / "run.py"), run_name="__main__")
+    said = capsys.readouterr().out
+    assert "PyTorch, " in said and "JAX, " in said
 
 
 def test_declaration_and_kernel_fit_in_80_lines() -> None:
