@@ -24,6 +24,7 @@ from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
+import interpreter
 import kernel_calls
 import random_programs
 from reducing import FIVE, OPS, ROW, TILE
@@ -85,7 +86,34 @@ def test_every_form_computes_the_reference(op: Op, form: str) -> None:
     for i, (n, rows) in enumerate(((1, 1), (64, 13), (97, 140), (1030, 5))):
         layout = kernel_calls.LAYOUTS[i]
         made = kernel_calls.made(op, rows, n, ("float32", "bfloat16")[i % 2], layout, np.random.default_rng(n))
-        kernel_calls.check(made._replace(tile=in_form(made.planned()[1], form)))
+        watched = i == 1 and op.name in ("probabilities", "spread_bwd")
+        kernel_calls.check(made._replace(tile=in_form(made.planned()[1], form)), watched)
+
+
+ARCH = interpreter.ARCH
+FAULTS = [
+    ("registers of a CTA", "barrier", lambda: None, "follows a store by another thread"),
+    ("registers of a CTA", "griddepcontrol_wait", lambda: None, "before the previous kernel is waited for"),
+    ("registers of a cluster", "cluster_wait", lambda: None, "before the whole cluster is known to run"),
+    ("registers of a cluster", "mbarrier_wait", lambda *_: None, "follows a store by another thread"),
+    (
+        "registers of a cluster", "mbarrier_arrive_and_expect_tx",
+        lambda p, size, expect=ARCH.mbarrier_arrive_and_expect_tx: expect(p, size + 4), "4 bytes are missing",
+    ),
+    ("persistent", "cp_async_wait_group", lambda count, wait=ARCH.cp_async_wait_group: wait(count + 1), "has NaN"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("form", "name", "wrong", "told"), FAULTS, ids=lambda x: x if isinstance(x, str) else "")
+def test_what_is_not_waited_for_is_found(
+    form: str, name: str, wrong: Any, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = kernel_calls.made(BY_NAME["probabilities"], 3, 1030, "float32", "compact", np.random.default_rng(0))
+    call = made._replace(tile=in_form(made.planned()[1], form))
+    kernel_calls.check(call, watched=True)
+    monkeypatch.setattr(ARCH, name, wrong)
+    with pytest.raises((AssertionError, RuntimeError), match=told):
+        kernel_calls.check(call, watched=True)
 
 
 @each

@@ -1,9 +1,10 @@
 """Runs kernels on a CPU: CuTe DSL's Python objects are NumPy arrays here, of one number per thread.
 
-The threads of a launch are the last axis of every array and run in lock step, so that barriers and asynchronous copies
-have nothing to do; where one is missing, it is not found. Functions are rewritten as the DSL rewrites them: an ``if``
-on a number of the threads runs both branches, each for its threads. Memory raises at a load or store that is off its
-alignment or outside of all tensors, counts how often a byte is stored, and reads as NaN where nobody has written.
+The threads of a launch are the last axis of every array and run in lock step, so that barriers have nothing to do:
+where one is missing is found in launches that are watched, see :mod:`races`, which takes longer. Functions are
+rewritten as the DSL rewrites them: an ``if`` on a number of the threads runs both branches, each for its threads.
+Memory raises at a load or store that is off its alignment or outside of all tensors, counts how often a byte is stored,
+and reads as NaN where nobody has written.
 """
 
 import ast
@@ -20,9 +21,13 @@ from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
+from races import Order
 
 WARP, GAP = 32, 64
-now = Names(mask=np.ones(1, bool), count=1, memory=None)  # the threads that run; on the host it is one
+MOST_WATCHED = 1 << 21  # threads of a launch that is watched, times those of a cluster
+now = Names(
+    mask=np.ones(1, bool), count=1, memory=None, order=None, watched=False
+)  # the threads that run; on the host it is one
 
 
 class Lanes(np.ndarray):
@@ -89,10 +94,15 @@ class Memory:
         return index, active
 
     def read(self, address, offsets, kind):
-        return self.bytes.view(kind.dtype)[self._places(address, offsets, kind)[0]].view(Lanes)
+        index, active = self._places(address, offsets, kind)
+        if now.order:
+            now.order.access(self, self is now.shared, index * kind.size, active, kind.size, False)
+        return self.bytes.view(kind.dtype)[index].view(Lanes)
 
     def write(self, address, offsets, kind, values):
         index, active = self._places(address, offsets, kind)
+        if now.order:
+            now.order.access(self, self is now.shared, index * kind.size, active, kind.size, True)
         self.bytes.view(kind.dtype)[index[active]] = np.broadcast_to(values, active.shape)[active]
         np.add.at(self.stores.view(kind.word), index[active], kind.each)
 
@@ -226,9 +236,31 @@ def steps(i, shape, stride):
     return start + i * stride[-1]
 
 
-def copy(_, source, target, pred=None):
+def copy(atom, source, target, pred=None):
     with masked(True if pred is None else pred.load()[0]):
-        target.store(source.load())
+        values = source.load()
+        if atom == "cp.async" and now.order:
+            now.copies.append((now.groups.copy(), now.mask.copy(), target, values))
+            values = np.full(values.view(np.ndarray).shape, np.nan, values.dtype).view(Lanes)
+        target.store(values)
+
+
+def commit_group():
+    if now.order:
+        now.groups[now.mask] += 1
+
+
+def wait_group(pending):
+    """What these threads have copied, but for the last groups, arrives."""
+    if not now.order:
+        return
+    for group, mask, target, values in now.copies:
+        done = mask & now.mask & (group < now.groups - pending)
+        if done.any():
+            with masked(done):
+                target.store(values)
+            mask &= ~done
+    now.copies = [copied for copied in now.copies if copied[1].any()]
 
 
 class Tiles(Tensor):
@@ -266,6 +298,7 @@ def shuffle(value, lane):
     first = np.arange(now.count) - now.tidx % WARP
     if (now.mask != now.mask[first]).any():
         raise RuntimeError("a warp exchanges numbers while some of its threads are elsewhere")
+    told("shuffle")
     there = now.tidx - now.tidx % WARP + lane < now.threads
     return np.broadcast_to(value, (now.count,))[first + np.where(there, lane, now.tidx % WARP)].view(Lanes)
 
@@ -280,7 +313,8 @@ def inline_ptx(code, read_only_args, write_only_types=None, predicate=None):
     if code.startswith("mov."):
         return read_only_args[0]
     if code.startswith("st.async"):
-        return now.shared.write(read_only_args[0], np.zeros(1, int), Float32, read_only_args[1])
+        now.shared.write(read_only_args[0], np.zeros(1, int), Float32, read_only_args[1])
+        return told("arrive", read_only_args[2], 0, -Float32.size)
     if "cvt.rn.satfinite.e4m3x2" in code:
         each = np.stack([np.clip(np.asarray(x), -448, 448).astype(FP8.dtype) for x in read_only_args], -1)
         return each.view(write_only_types[0].dtype)[..., 0].view(Lanes)
@@ -375,7 +409,7 @@ def jit(function):
     return wraps(function)(lambda *args, **kwargs: made()(*args, **kwargs))
 
 
-def launch(run, grid, block, **_):
+def launch(run, grid, block, cluster=None, use_pdl=False, **_):
     """Run a kernel; neighbouring CTAs of the second dimension are a cluster, or could be."""
     global now
     host, (columns, rows, planes), threads = now, [int(np.asarray(size).item()) for size in grid], math.prod(block)
@@ -385,11 +419,29 @@ def launch(run, grid, block, **_):
         mask=np.ones(cta.size, bool), count=cta.size, threads=threads, cta=cta, tidx=tidx, rank=rank, grid=grid,
         memory=host.memory, shared=Memory(), block=(across % columns, rank, across // columns),
         thread=(tidx % block[0], tidx // block[0] % block[1], tidx // (block[0] * block[1])),
+        groups=np.zeros(cta.size, int), copies=[], order=None,  # asynchronous copies: committed groups, and each copy
     )  # fmt: skip
+    size = threads * (rows if cluster else 1)
+    if host.watched and cta.size * size <= MOST_WATCHED:
+        now.order = Order(cta.size, threads, size // threads, use_pdl)
     try:
         run()
+        if now.order:
+            now.order.end()
     finally:
         now = host
+
+
+def each(number):
+    """A number for each thread."""
+    return np.broadcast_to(np.asarray(number), now.count)
+
+
+def told(what, pointer=None, *numbers):
+    """What threads in lock step need not do, where it is watched: an :class:`Order`'s method gets to know."""
+    if now.order:
+        address = () if pointer is None else (each(getattr(pointer, "address", pointer)),)
+        getattr(now.order, what)(now.mask, *address, *numbers)
 
 
 lane = lambda: now.tidx % WARP  # noqa: E731
@@ -411,11 +463,12 @@ ARCH = Names(
     prmt=lambda a, b, pick: sum(
         ((Int64(a) & 0xFFFFFFFF | Int64(b) << 32) >> (Int64(pick) >> 4 * i & 7) * 8 & 255) << 8 * i for i in range(4)
     ).to(Int32),
-    **dict.fromkeys(  # what threads in lock step need not do
-        ("barrier", "cluster_arrive_relaxed", "cluster_wait", "cp_async_commit_group", "cp_async_wait_group",
-         "griddepcontrol_launch_dependents", "griddepcontrol_wait", "mbarrier_arrive_and_expect_tx", "mbarrier_init",
-         "mbarrier_init_fence", "mbarrier_wait", "sync_warp"), lambda *_: None,
-    ),
+    barrier=lambda: told("barrier"), sync_warp=lambda: told("sync_warp"), cluster_wait=lambda: told("cluster_wait"),
+    griddepcontrol_wait=lambda: told("wait_for_previous"), mbarrier_init=lambda p, count: told("initialise", p, count),
+    mbarrier_arrive_and_expect_tx=lambda p, size: told("arrive", p, 1, size),
+    mbarrier_wait=lambda p, parity: told("wait", p, each(parity)),
+    cp_async_commit_group=commit_group, cp_async_wait_group=wait_group, cluster_arrive_relaxed=lambda: None,
+    griddepcontrol_launch_dependents=lambda: None, mbarrier_init_fence=lambda: None,
 )  # fmt: skip
 MATH = Names(
     rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),
@@ -424,7 +477,7 @@ MATH = Names(
 )  # fmt: skip
 COPIES = Names(
     CopyG2ROp=Names, CopyR2GOp=Names, LoadCacheMode=Names(GLOBAL=0, ALWAYS=0),
-    StoreCacheMode=Names(STREAMING=0, WRITE_BACK=0), cpasync=Names(CopyG2SOp=lambda _: None),
+    StoreCacheMode=Names(STREAMING=0, WRITE_BACK=0), cpasync=Names(CopyG2SOp=lambda _: "cp.async"),
 )  # fmt: skip
 CUTE = Names(
     arch=ARCH, math=MATH, nvgpu=COPIES, jit=jit,
@@ -434,7 +487,7 @@ CUTE = Names(
     recast_ptr=lambda p, dtype: p._replace(kind=dtype),
     recast_tensor=lambda x, k: Tensor(x.iterator._replace(kind=k), math.prod(x.shape) * x.element_type.size // k.size),
     make_rmem_tensor=lambda n, k: Tensor(Pointer(Registers(math.prod(n) * k.size), 0, k), n),
-    make_copy_atom=lambda *_, **__: None, copy=copy, local_tile=local_tile, group_modes=group_modes,
+    make_copy_atom=lambda op, *_, **__: op, copy=copy, local_tile=local_tile, group_modes=group_modes,
     make_tiled_copy_tv=lambda _, threads, values: Threads(threads.shape[0], values.shape[0]),
     make_identity_tensor=Identity,
     autovec_copy=lambda source, target: target.store(source.load()), ceil_div=lambda a, b: -(-a // b),

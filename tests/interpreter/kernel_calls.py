@@ -133,13 +133,14 @@ def place(tensor: Any, array: np.ndarray, layout: str) -> Place:
     return Place(tuple(strides), size if tensor.dims and layout in ("off", "apart") else 0)
 
 
-def run(call: Call) -> tuple[np.ndarray | None, ...]:
+def run(call: Call, watched: bool = False) -> tuple[np.ndarray | None, ...]:
     """The inputs that the kernels write, then their outputs. Each byte of an output is stored once, and nothing past a
     tensor's end is read; before one that starts off 16 bytes is memory. Of an input that is written each byte is stored
     once or never, and what lies before it or between its rows is nobody's.
     """
     binding, found = call.planned()
     memory = interpreter.now.memory = interpreter.Memory()
+    interpreter.now.watched = watched
     tensors, places = [], {}
     for name, key in found.variant.tensors.items():
         if key is None:
@@ -180,10 +181,10 @@ def run(call: Call) -> tuple[np.ndarray | None, ...]:
     return tuple(seen(name).copy() if name in places else None for name in call.op.results)
 
 
-def check(call: Call) -> None:
-    """Raise AssertionError where an output is not the reference's."""
+def check(call: Call, watched: bool = False) -> None:
+    """Raise AssertionError where an output is not the reference's; ``watched``: and Race where threads meet."""
     with np.errstate(all="ignore"):
-        got = run(call)
+        got = run(call, watched)
         testing.check(
             call.op, call.arrays, call.attrs, got, lambda: map(call.more, range(testing.draws(call.arrays)))
         )  # fmt: skip
@@ -195,6 +196,7 @@ def main() -> None:
     parser.add_argument("--n", nargs=2, type=int, default=(1, 300), metavar=("FIRST", "LAST"))
     parser.add_argument("--rows", nargs="*", type=int, default=(1, 2, 5, 201))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--watched", action="store_true", help="find races, too, which takes longer")
     given = parser.parse_args()
     wrong = 0
     for op in [op for op in ALL if not given.ops or op.name in given.ops]:
@@ -205,7 +207,7 @@ def main() -> None:
                     for rows in given.rows:
                         rng = np.random.default_rng([given.seed, n, rows])
                         try:
-                            check(made(op, rows, n, dtype, layout, rng))
+                            check(made(op, rows, n, dtype, layout, rng), given.watched)
                         except (AssertionError, IndexError, RuntimeError) as error:
                             failed.setdefault(n, str(error))
                 wrong += len(failed)
