@@ -166,7 +166,8 @@ class RowExpression(NamedTuple):
             share = threads_for(part, 4)
         else:
             share = row_threads(row)
-        threads = max(256 if short else 128, share)
+        room = max(256 if short else 128, share)
+        threads = room // share * share
         held = -(-part // share) * row.vector_elements
         few = len(stages(self.expression)) <= 2 and 0 < self.special < SLOW
         keep = held * max(self.read, 1) <= MOST_KEPT * (2 if wide and few else 1)
@@ -175,7 +176,7 @@ class RowExpression(NamedTuple):
             most = WIDE_THREADS if wide else REGISTER_THREADS
             if cluster > 1 and self.read == 1:
                 most = DEAR_CLUSTER_THREADS
-            resident = max(most // threads, 1)
+            resident = max(most // room, 1)
         elif self.read > 1 and share == PAIR_THREADS and not self.slow and not (self.special and keep):
             resident = 2
         return self._made("one_pass", threads, share, cluster, resident, row.align_vectors, keep=keep)

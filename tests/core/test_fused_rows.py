@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from cute_ops import FLOATS, Array, Op, fused
+from cute_ops.autotune.space import objection
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
 from cute_ops.expressions.words import WORDS
@@ -264,11 +265,12 @@ def test_older_gpus_have_no_clusters() -> None:
 
 @each
 def test_other_configs_are_tried(op: Op) -> None:
-    for n in (64, 32768):
+    for n in (64, 616, 32768):  # 616: of 77 vectors, three warps to a row
         sizes = op.example((64,), n)
         call = bind(op, {name: Array(t.of(sizes), "bfloat16") for name, t in op.inputs.items()})
         problem = signature(call, {}, parse("sm_90a")).problem
         heuristic = op.config(problem)
+        assert not objection(op.space, problem, heuristic)
         found = op.space.others(problem, heuristic)
         assert len(found) >= 2
         assert all(op.space.needs(problem, config).threads <= 1024 for config in (heuristic, *found))
