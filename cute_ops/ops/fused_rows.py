@@ -47,10 +47,11 @@ MOST_KEPT = 32
 # thread fit an SM, so that one loads while the other one computes.
 PAIR_THREADS = 512
 # Persistent clusters, by the vectors of a CTA: vectors of a thread, and threads of an SM that have registers for the
-# sums of one row vector. Those of the norms' backward.
+# sums of one row vector. They are those of the norms' backward. A thread adds up at most MOST_SUMMED vectors.
+MOST_SUMMED = 8
 PERSISTENT = ((384, (1, 1024)), (768, (2, 640)), (float("inf"), (4, 512)))
-# Expressions with so many special instructions take many registers: then a thread has at most SLOW_VECTORS vectors in
-# registers, and an SM has fewer threads where rows are in shared memory, in one slot or in persistent clusters.
+# Expressions with SLOW special instructions or more take many registers: a thread then has at most SLOW_VECTORS vectors
+# in registers, and an SM has fewer threads where rows are in shared memory, in one slot or in persistent clusters.
 SLOW, SLOW_VECTORS, SLOW_SM_THREADS, SLOW_PERSISTENT_THREADS = 4, 2, 1024, 640
 # Expressions with so many per element take longer to compute than to load unless a thread has many vectors, for which
 # what is done once counts less, and an SM has REGISTER_THREADS threads, of 64 registers; and unless nothing is computed
@@ -64,14 +65,14 @@ WIDE_THREADS = 768
 UNALIGNED_PAIR, UNALIGNED_LONG_PAIR, UNALIGNED_DEAR, UNALIGNED = (3, 768), (3, 576), (6, 768), (3, 1152)
 # One dear tile in the registers of clusters: threads of an SM.
 DEAR_CLUSTER_THREADS = 1280
-# Persistent CTAs of so many threads that have an SM of their own, and three slots: for three tiles of at least so many
-# vectors, and for two where a CTA of a cluster has more than HALVED_VECTORS. Rows of so many are halved.
+# Persistent CTAs of ALONE_THREADS that have an SM of their own, and three slots: for three tiles of at least
+# ALONE_VECTORS, and for two where a CTA of a cluster has more than HALVED_VECTORS. Two CTAs share longer rows.
 ALONE_THREADS, ALONE_VECTORS, HALVED_VECTORS = 512, 384, 768
-# Halves of which not all start on so many bytes go to shared memory by way of registers, which threads wait for: then
-# an SM has so many threads in persistent clusters.
+# Halves that do not all start on ASYNC_BYTES go to shared memory through registers, which threads wait for: an SM then
+# has SYNC_PERSISTENT_THREADS in persistent clusters.
 ASYNC_BYTES, SYNC_PERSISTENT_THREADS = 4, 896
 
-# Where columns are looked at in groups: columns of a thread, threads of a CTA at most; with sums over rows threads and
+# Expressions with groups of columns: columns of a thread, threads of a CTA at most; with sums over rows, threads and
 # CTAs of an SM.
 GROUP_COLUMNS, GROUP_THREADS, GROUP_SM_THREADS, GROUP_SM_CTAS = 8, 512, 1536, 8
 
@@ -114,8 +115,8 @@ class RowExpression(NamedTuple):
         return self._in_ring(row) or self._in_passes(problem, TWO_PASS_LONG_THREADS, row.align_vectors)
 
     def of_groups(self, problem: Problem) -> FusedRowConfig:
-        """Passes over rows by threads that have :data:`GROUP_COLUMNS` each; as few as take a row in as many steps. With
-        sums over rows as many CTAs as fit.
+        """Passes over rows by threads of :data:`GROUP_COLUMNS` each: the fewest that take a row in as many steps. With
+        sums over rows, as many CTAs as fit the GPU.
         """
         vectors = GROUP_THREADS if problem.n is None else -(-problem.n // GROUP_COLUMNS)
         steps = -(-vectors // GROUP_THREADS)
@@ -229,7 +230,7 @@ class RowExpression(NamedTuple):
         per_thread = -(-part // share)
         threads = share if cluster > 1 else max(256 // share, 1) * share
         slot = threads * per_thread * vector
-        if per_thread * max(self.sums, 1) > 8 or 2 * slot > room:
+        if per_thread * max(self.sums, 1) > MOST_SUMMED or 2 * slot > room:
             return self._in_passes(problem, TWO_PASS_THREADS, row.align_vectors)
         stages = 3 if (alone or (cluster > 1 and not halved)) and 3 * slot <= room else 2
         resident = max(1, min(room // (stages * slot), sm_threads // threads))
@@ -268,12 +269,12 @@ class RowExpression(NamedTuple):
         return clusters, clusters * rows
 
 
-# Of so many rows of any length one starts where the first does, at any place of a line.
+# Rows of any length start at the same place of a cache line again after PERIOD rows.
 PERIOD = WIDEST_VECTOR * 8
 
 
 def in_step(clusters: int, row: RowProblem, align_vectors: int) -> int:
-    """So many clusters, or fewer, that all unaligned rows of one start at the same place of a vector."""
+    """At most so many clusters, such that all unaligned rows of a cluster start at the same place of a vector."""
     period = 1 if row.aligned else WIDEST_VECTOR * align_vectors
     return max(clusters // period, 1) * period
 

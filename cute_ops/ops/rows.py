@@ -33,6 +33,10 @@ RING_BYTES = ((102_400, 96_000), (167_936, 160_000), (math.inf, 220_000))
 RESERVED_BYTES = 2048
 # Vectors that one CTA holds in registers.
 CTA_VECTORS = 1024
+# Unaligned rows up to this length are read element by element, about four to a thread.
+SHORTEST_ROW = 8
+# Aligned rows of one CTA have two vectors per thread up to this length; longer ones four, if elements are narrow.
+TWO_VECTORS_ROW = 512
 # Threads of a CTA in two passes: for rows of unknown length, and for rows too long for every other form.
 TWO_PASS_THREADS, TWO_PASS_LONG_THREADS = 512, 1024
 # Rows in shared memory: vectors per thread, threads per CTA, and vectors per CTA: 4096, wherever in a line they start.
@@ -142,13 +146,13 @@ def cluster_for(vectors: int, per_cta: int, most: int) -> int:
 def row_threads(row: RowProblem) -> int:
     """Threads of a row that one CTA holds in registers."""
     if row.vectors <= WARP:
-        # The shortest unaligned rows are read element by element, about four to a thread.
-        return threads_for(row.n, 4) if not row.aligned and row.vectors <= 8 else threads_for(row.vectors, 1)
+        shortest = not row.aligned and row.vectors <= SHORTEST_ROW
+        return threads_for(row.n, 4) if shortest else threads_for(row.vectors, 1)
     if not row.aligned:
         return threads_for(row.vectors, 3)
     if WARP * 2 < row.vectors <= WARP * 3:
         return WARP
-    return threads_for(row.vectors, 2 if row.vectors <= 512 or row.itemsize == 4 else 4)
+    return threads_for(row.vectors, 2 if row.vectors <= TWO_VECTORS_ROW or row.itemsize == 4 else 4)
 
 
 def threads_of_pairs(vectors: int, most: int) -> tuple[int, int]:

@@ -171,7 +171,7 @@ def fused_linear(
 
 
 def _declare(
-    name: str, made: _Epilogue, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor],
+    name: str, made: _Epilogue, *, apart: Op | None, inputs: Mapping[str, Tensor], outputs: Mapping[str, Tensor],
     acc: Tensor, attrs: Mapping[str, Any], module: str, check: Check | None, is_batch: bool = False, **more: Any,
 ) -> Op:  # fmt: skip
     """The op of a product with an epilogue. ``apart`` is the op of the epilogue alone; None where the framework
@@ -249,8 +249,8 @@ def _declare(
         # A column vector has no contiguous dim.
         read = {key: t._replace(contiguous=()) if t.shape == "*b m" else t for key, t in each(inputs).items()}
         return _declare(
-            f"{name}_batched", made, apart and apart.batched, read, each(outputs), acc, attrs, module, check,
-            is_batch=True, cases=BATCHES, **known,
+            f"{name}_batched", made, apart=apart and apart.batched, inputs=read, outputs=each(outputs), acc=acc,
+            attrs=attrs, module=module, check=check, is_batch=True, cases=BATCHES, **known,
         )  # fmt: skip
 
     reference.__module__ = module

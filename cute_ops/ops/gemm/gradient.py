@@ -200,7 +200,7 @@ class _Gradient:
 
         return pointwise(
             name, lambda attrs: formula(tuple(attrs.items())), inputs, outputs, forward.attrs, forward.defaults,
-            self.in_groups, narrow=narrow, module=forward.module,
+            groups=self.in_groups, narrow=narrow, module=forward.module,
             doc=f"A part of the gradient of :func:`{forward.name}`.",
         )  # fmt: skip
 

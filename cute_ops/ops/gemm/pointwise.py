@@ -49,6 +49,7 @@ def pointwise(
     outputs: Mapping[str, Tensor],
     attrs: Mapping[str, Any],
     defaults: Mapping[str, Any],
+    *,
     groups: bool = False,
     **more: Any,
 ) -> Op:

@@ -62,10 +62,14 @@ UNALIGNED_PAIR_VECTORS = 768
 # Long rows in registers: aligned rows of one input up to SMALL_CTAS_VECTORS are split into small CTAs. For other rows a
 # CTA takes REGISTER_VECTORS, or up to MOST_REGISTER_VECTORS where clusters reach no further.
 SMALL_CTAS_VECTORS, REGISTER_VECTORS, MOST_REGISTER_VECTORS = 2048, 2048, 4096
+# Vectors of a small CTA: EVEN_SPAN fills the four schedulers of an SM evenly, with four warps of four vectors a thread.
+EVEN_SPAN, UNEVEN_SPAN = 512, 1024
 # Threads of an SM that hold long rows in registers; fewer where each needs registers for more than its vectors.
 REGISTER_SM_THREADS, REGISTER_SM_THREADS_WIDE = 1536, 1024
 # Vectors of a row whose weight and bias the registers of one persistent CTA hold.
 PERSISTENT_VECTORS = 3200
+# What persistent CTAs of a forward may take of an SM, threads and bytes, and what the bytes leave for sums.
+FORWARD_SM_THREADS, FORWARD_SM_BYTES, FORWARD_RESERVED = 512, 160_000, 4096
 
 
 def forward(problem: Problem, centred: bool = False) -> NormConfig:
@@ -125,10 +129,9 @@ def _long_row(problem: Problem, row: RowProblem, centred: bool) -> NormConfig:
         found = _in_smem(problem, row, row.touched, span, full=full, shallow=full)
         if found:
             return found
-    # Clusters of four help when rows are few and hurt when they are many, unless each CTA fills all four schedulers of
-    # its SM evenly: 512 vectors are four warps of four vectors per thread.
+    # Clusters of four help when rows are few and hurt when they are many, unless each CTA fills its SM's schedulers.
     small_ctas = row.vectors <= SMALL_CTAS_VECTORS and row.aligned and not (centred or pair)
-    span = REGISTER_VECTORS if not small_ctas else 1024 if row.vectors % (4 * 512) else 512
+    span = REGISTER_VECTORS if not small_ctas else UNEVEN_SPAN if row.vectors % (4 * EVEN_SPAN) else EVEN_SPAN
     cluster = cluster_for(row.vectors, span, row.max_cluster)
     part = -(-row.vectors // cluster)
     if part > MOST_REGISTER_VECTORS:
@@ -174,8 +177,8 @@ def _persistent(problem: Problem, row: RowProblem, cluster: int, per_thread: int
     share = threads_for(-(-(row.vectors + row.align_vectors) // cluster), per_thread, threads)
     rows = max(threads // share, 1)
     slot = rows * share * per_thread * VECTOR_BYTES
-    stages = 2 if cluster == 1 or 3 * slot + 4096 > row.ring_bytes else 3
-    resident = max(1, min(512 // threads, 160_000 // (stages * slot)))
+    stages = 2 if cluster == 1 or 3 * slot + FORWARD_RESERVED > row.ring_bytes else 3
+    resident = max(1, min(FORWARD_SM_THREADS // threads, FORWARD_SM_BYTES // (stages * slot)))
     # Rows start at the same offset in a cache line again every `period` rows. A thread keeps its columns as long as
     # offsets do not change: the number of CTAs is a multiple of the period, and clusters take rows sorted by offset.
     period = WIDEST_VECTOR * row.align_vectors
@@ -265,7 +268,8 @@ def _persistent_backward(problem: Problem, row: RowProblem, row_bytes: int, cent
     if part > max(4, per_thread) * share or 2 * slot > row.ring_bytes:
         return None
     deeper = cluster > 1 and (row.vectors > CTA_VECTORS or (cluster == 2 and part <= 256))
-    if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and 512 < part <= CTA_VECTORS:
+    half = CTA_VECTORS // 2
+    if "dresidual_out" in problem.dtypes and not row.aligned and cluster == 1 and half < part <= CTA_VECTORS:
         deeper, sm_threads = True, threads  # one CTA per SM: rows of three inputs take longer to arrive
     stages = 3 if deeper and 3 * slot <= row.ring_bytes else 2
     resident = max(1, min(row.ring_bytes // (stages * slot + PERSISTENT_RESERVED), sm_threads // threads))
@@ -297,7 +301,7 @@ def _vectors_of_a_thread(row: RowProblem, part: int, cluster: int, sums: int, ce
         per_thread = -(-row.vectors // WARP) if short else 3 if not row.aligned and cluster == 1 else 4
         many = not short if row.itemsize == 4 else row.n <= 12 * WARP
         threads = MANY_COLUMNS_THREADS if many else SUMS_THREADS if row.aligned else UNALIGNED_SUMS_THREADS
-    elif not row.aligned and part <= 1024 and cluster <= 2:
+    elif not row.aligned and part <= CTA_VECTORS and cluster <= 2:
         per_thread, threads = step(UNALIGNED, part)
     elif row.vectors <= CTA_VECTORS and cluster == 2:
         per_thread, threads = step(HALVES, part)

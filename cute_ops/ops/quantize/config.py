@@ -12,7 +12,9 @@ from cute_ops.kernels.quantize.config import QuantizeConfig
 from cute_ops.ops.rows import (
     LINE_VECTORS,
     RESERVED_BYTES,
+    SHORTEST_ROW,
     SMEM_BYTES_IN_FLIGHT,
+    SMEM_PER_THREAD,
     SMEM_SM_THREADS,
     SMEM_THREADS,
     SMEM_VECTORS,
@@ -42,6 +44,9 @@ UNALIGNED_SM_THREADS, UNALIGNED_SM_THREADS_GATED, UNALIGNED_SM_THREADS_PAIRS = 1
 # Without a weight, a row of at least this many vectors has at least as many threads: when rows are few, their last
 # vectors arrive sooner.
 WIDE_ROW_VECTORS = 256
+# In shared memory, vectors of a thread where a CTA takes more than DEEP_PART vectors of a row with a weight and a scale
+# of its own.
+DEEP_PART, DEEP_PER_THREAD = 2048, 16
 # Threads of an SM with rows in shared memory: of unaligned rows; of aligned rows with a weight, which takes registers;
 # of unaligned rows with a weight, by whether a scale is a row's or a block's.
 SMEM_SM_THREADS_UNALIGNED, SMEM_SM_THREADS_WEIGHT = 1632, 1024
@@ -86,7 +91,8 @@ def config(problem: Problem) -> QuantizeConfig:
         return QuantizeConfig("two_pass", TWO_PASS_THREADS)
     row = _quantized(problem)
     if row.vectors <= WARP:
-        share = threads_for(problem.n, 4) if not row.aligned and row.vectors <= 8 else threads_for(row.vectors, 1)
+        shortest = not row.aligned and row.vectors <= SHORTEST_ROW
+        share = threads_for(problem.n, 4) if shortest else threads_for(row.vectors, 1)
         return QuantizeConfig("one_pass", max(256, share), share, unroll=4 if row.aligned else 1)
     held = HELD_BESIDE_WEIGHT if row.weight and not row.pair else HELD
     if row.vectors > held // row.elements and not (row.aligned and row.pair):
@@ -134,7 +140,8 @@ def _in_smem(problem: Problem, row: _Quantized) -> QuantizeConfig | None:
     cluster = cluster_for(held * len(widths), SMEM_VECTORS, ARCHES[problem.arch].cluster)
     part = -(-held // cluster)
     # A row's scale is known late: with more vectors per thread, fewer threads wait for it.
-    per_thread = 16 if row.weight and row.aligned and row.by_row and part > 2048 else 8
+    deep = row.weight and row.aligned and row.by_row and part > DEEP_PART
+    per_thread = DEEP_PER_THREAD if deep else SMEM_PER_THREAD
     threads = threads_for(part, per_thread, SMEM_THREADS)
     slot = threads * per_thread * (VECTOR_BYTES // max(widths)) * sum(widths)
     if part > per_thread * threads or slot > ring - RESERVED_BYTES:

@@ -21,6 +21,7 @@ from cute_ops.ops.rows import (
     SMEM_VECTORS,
     TWO_PASS_LONG_THREADS,
     TWO_PASS_THREADS,
+    TWO_VECTORS_ROW,
     VECTOR_BYTES,
     RowProblem,
     bytes_of,
@@ -65,6 +66,8 @@ PAIR_SM_THREADS, PAIR_SM_THREADS_CLUSTERED, LARGE_CLUSTER, FOUR_VECTORS_THREADS 
 SEGMENT = {True: (512, 2048), False: (256, SMEM_VECTORS)}
 # Where rows are many, aligned rows up to this length are not cut: in general, and in a kernel that reads no rows.
 WHOLE_ROW, WHOLE_FILLED_ROW = 8192, 2048
+# In a kernel that reads no rows, aligned rows longer than this, up to TWO_VECTORS_ROW, share a CTA by two.
+PAIRED_FILLED_ROW = 256
 
 
 def reduced(problem: Problem) -> ReduceConfig:
@@ -175,7 +178,7 @@ def mapped(problem: Problem, whole: int = WHOLE_ROW) -> MapConfig:
     row = row_of(problem)
     if row.vectors <= CTA_VECTORS:
         # Three vectors per thread of a longer row: CTAs start sooner, which helps few rows and does not hurt many.
-        share = row_threads(row) if not row.aligned or row.vectors <= 512 else threads_for(row.vectors, 3)
+        share = row_threads(row) if not row.aligned or row.vectors <= TWO_VECTORS_ROW else threads_for(row.vectors, 3)
         return MapConfig("rows", max(128 if row.vectors > WARP else 256, share), share, align_vectors=row.align_vectors)
     threads, segment = SEGMENT[row.aligned]
     if problem.m * -(-row.vectors // segment) < 2 * problem.sm_count:
@@ -193,7 +196,7 @@ def filled(problem: Problem) -> MapConfig:
     row = row_of(problem)
     if row.vectors > CTA_VECTORS:
         return mapped(problem, WHOLE_FILLED_ROW)
-    if 256 < row.vectors <= 512 and row.aligned:
+    if PAIRED_FILLED_ROW < row.vectors <= TWO_VECTORS_ROW and row.aligned:
         share = threads_for(row.vectors, 6)
         return MapConfig("rows", 2 * share, share, align_vectors=row.align_vectors)
     share = row_threads(row)
