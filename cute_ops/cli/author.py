@@ -174,7 +174,7 @@ def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: floa
     with console.status("") as status:
         for found in sweep(
             [o for o in ops if o.name not in left_out], RUNNERS["torch"], number, seed,
-            processes or len(os.sched_getaffinity(0)), fraction, seconds,
+            processes or len(os.sched_getaffinity(0)), fraction=fraction, seconds=seconds,
         ):  # fmt: skip
             count, kernels = count + 1, kernels + found.kernels
             if found.problem:

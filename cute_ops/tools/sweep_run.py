@@ -47,7 +47,7 @@ class Progress(NamedTuple):
 
 
 def sweep(
-    ops: Sequence[Op], runner: str, number: int, seed: int, workers: int, fraction: float = 1.0,
+    ops: Sequence[Op], runner: str, number: int, seed: int, workers: int, *, fraction: float = 1.0,
     seconds: float = float("inf"),
 ) -> Iterator[Progress]:  # fmt: skip
     """Run a round of a sweep and yield each trial as it ends.
