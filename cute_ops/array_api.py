@@ -37,7 +37,7 @@ def erfc(xp: Any, x: Any) -> Any:
     """One less the error function, which the array API lacks: the framework's own, or Python's on NumPy arrays."""
     if hasattr(xp, "erfc"):
         return xp.erfc(x)
-    # jax.numpy has none, jax.lax has. Whoever hands over a namespace has imported it.
+    # jax.numpy has none, jax.lax has. The caller, who passes the namespace, has imported it.
     lax = getattr(sys.modules[xp.__name__.partition(".")[0]], "lax", None)
     if lax is not None:
         return lax.erfc(x)

@@ -29,8 +29,8 @@ RECORD = {
 def load(path: str | Path) -> Callable[..., Any]:
     """The function of an exported program, its kernels loaded on every GPU of this process.
 
-    It may be called inside of ``jit``, and differentiated where it was exported with ``vjp_order=1``. Who can write the
-    folder can let this process run anything, so nobody but this user and root may.
+    It may be called inside of ``jit``, and differentiated where it was exported with ``vjp_order=1``. Anybody who can
+    write the folder can make this process run anything, so only this user and root may.
 
     Raises:
         CacheError: no program is there, it is for other GPUs or other versions, a file is damaged, others can write

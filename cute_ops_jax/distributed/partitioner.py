@@ -55,7 +55,7 @@ def by_partitioner(program: PartitionedOp, binding: Binding, arrays: Sequence[An
     names, outputs = present(binding.inputs), present(binding.results)
 
     def cut(mesh: Any, known: Mapping[str, Any]) -> Cuts:
-        # Arrays that nobody placed, under jax.set_mesh, have no axes to name.
+        # Arrays without a placement, under jax.set_mesh, have no axes to name.
         known = {n: a for n, a in known.items() if not a.sharding.is_fully_replicated}
         # Of a tied dim XLA may give a part of an axis to the groups, of which no device then has a whole number.
         placed = {n: s for n, a in known.items() if (s := _compat.named_sharding(a.sharding, mesh)) is not None}

@@ -53,7 +53,7 @@ def plan_for_any_size(binding: Binding, memory: Callable[[Shapes], dict[str, Mem
     def scratch(numbers: Binding) -> Mapping[str, Array]:
         return plan(numbers, _places(binding, numbers, memory), target, fixed=fixed, config=config).workspaces
 
-    # Scratch arrays that serve many rows serve fewer.
+    # Scratch arrays that suffice for many rows suffice for fewer, unless they grow with the rows.
     if _elements(scratch(_with_numbers(binding, 2 * MANY_ROWS))) > 1.5 * _elements(chosen.workspaces):
         raise _refused(binding, "its scratch arrays grow with the rows")
     sizes = {name: size for name, size in binding.dims.items() if not isinstance(size, tuple)}
@@ -99,8 +99,8 @@ def _refused(binding: Binding, why: str) -> NotImplementedError:
 
 
 def _with_numbers(binding: Binding, rows: int = MANY_ROWS, factors: Mapping[str, int] = NO_FACTORS) -> Binding:
-    """The same call with numbers for symbolic sizes: many rows, and multiples, by name, of what a size surely is a
-    multiple of.
+    """The same call with numbers for symbolic sizes: many rows, and for other sizes a known divisor times a factor by
+    name.
     """
     op = binding.op
 

@@ -48,12 +48,12 @@ def reference(
 def kernel(
     binding: Binding, arrays: Sequence[jax.Array], inplace: bool = False, transposed: Transposed = NONE
 ) -> list[jax.Array]:
-    """The compiled kernel, called by its target's name on row-major arrays. One whose kernel wants another dim to be
-    contiguous is transposed so that this is its last: no copy where the program has just transposed it.
+    """The compiled kernel, called by its target's name on row-major arrays. An array of which the kernel wants another
+    dim contiguous is transposed, so that this dim is the last: no copy where the program has just transposed it.
 
     XLA hands over compact arrays, so leading dims fold: into one, or into outer and inner ones where the outer ones
-    share an input. One variant serves every rank. Scratch arrays are results that nobody reads: XLA places them among
-    its own temporaries.
+    share an input. One variant serves every rank. Scratch arrays are results that are not read: XLA places them
+    among its own temporaries.
 
     Args:
         inplace: outputs take the memory of the inputs that are donated to them.
@@ -115,7 +115,7 @@ def choose(binding: Binding, transposed: Transposed = NONE) -> Chosen:
 
 
 def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Program | None:
-    """The program that runs a call in place of a kernel, if one does; of symbolic sizes as if they were large."""
+    """The program that runs a call in place of a kernel, if one does. Symbolic sizes count as large ones."""
     if binding.empty:
         return None
     if not on_gpu:
@@ -129,7 +129,7 @@ def instead(binding: Binding, on_gpu: bool, transposed: Transposed = NONE) -> Pr
 
 
 def leads(binding: Binding) -> bool:
-    """As :func:`cute_ops.dispatch.leads` has it of the GPU to lower for; False where there is none."""
+    """:func:`cute_ops.dispatch.leads` for the GPU to lower for; False where there is none."""
     try:
         target, _ = ffi.target_and_device()
     except (RuntimeError, NotImplementedError):
@@ -157,7 +157,7 @@ def _has_symbols(binding: Binding) -> bool:
 
 
 def _memory(op: Op, transposed: Transposed, shapes: Shapes) -> dict[str, Memory]:
-    """How inputs lie of which another dim than the last may be contiguous: as they come, where a kernel takes that."""
+    """The layout of inputs that may have another contiguous dim than the last: as they come, if a kernel takes that."""
     found = {}
     for name, shape in shapes.items():
         tensor = op.inputs[name]

@@ -207,7 +207,7 @@ class CausalConv1dBackward(Walk):
                 left = left - (end - start)
                 sequence, start = sequence + 1, Int32(0)
         let_next_start(self.pdl)
-        # A thread past the last channel has sums of zero, which nobody reads.
+        # A thread past the last channel has sums of zero, which are not read.
         # Its place, from its channel: otherwise its index is in a register all the time.
         start = (cute.arch.block_idx()[0] - group * self.blocks(mX)) * row
         place = compiler_barrier_value(channel) - start

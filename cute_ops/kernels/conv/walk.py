@@ -1,4 +1,4 @@
-"""How sequences and channels spread over threads: who walks where, and how a thread reaches its rows.
+"""How sequences and channels spread over threads, and how a thread reaches its rows.
 
 A thread holds a vector of neighbouring channels and walks along a *span*: some consecutive rows of one sequence. It
 keeps the last rows in registers, so that each is loaded once; only the ``taps`` rows before a span are loaded again.

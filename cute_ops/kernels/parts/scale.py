@@ -64,7 +64,7 @@ class Scale:
         block, blocks_on = Int64(bidx) - row * per_row, Int64(grid) - rows_on * per_row
         for _ in cutlass.range(steps, unroll=1):
             factor = load_number(mFactor, self.keys["factor"], row)
-            # Rows of x with strides of their own are nobody's output.
+            # Strided rows of x cannot be the output itself, which is compact.
             if const_expr(self.keys["x"].layout == "flat"):
                 if not (same & (factor == Float32(1.0))):
                     self._scale(mX, mOut, factor, row, block)

@@ -40,8 +40,8 @@ scale = Op(
 
     ``out = x * factor[..., None]``
 
-    Where the output is x itself, rows whose factor is one are left alone: that costs no more than the launch, and
-    nobody waits for the device to know it.
+    Where the output is x itself, rows whose factor is one are left alone: that costs no more than the launch, and the
+    host does not wait for the device to know it.
 
     Args:
         x: ``T[*m n]``; float32, float16 or bfloat16; any leading shape, any row stride.
