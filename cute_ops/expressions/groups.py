@@ -39,7 +39,7 @@ def reads(expression: Expression) -> tuple[Read, ...]:
             found[i, turned] = None
             node = expression.nodes[i]
             if turned and node.word == "rotate_half":
-                raise ValueError("xp.rotate_half of what follows from xp.rotate_half")
+                raise ValueError("xp.rotate_half of a value that depends on xp.rotate_half")
             for arg in node.args:
                 visit(arg, int(node.value) if node.word == "rotate_half" else 0 if node.word in REDUCTIONS else turned)
 

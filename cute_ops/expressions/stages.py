@@ -50,7 +50,9 @@ def split(expression: Expression) -> SplitExpression:
     late = [i for i, kind in zip(expression.outputs, kinds, strict=True) if kind.columns and of[i]]
     if late or more:
         word = expression.nodes[first[0]].word
-        raise ValueError(f"values follow from xp.{word} of a row: make it an operand, '*m 1', or return it")
+        raise ValueError(
+            f"values with columns depend on xp.{word} of a row: make that an operand, '*m 1', or return it"
+        )
     wanted = [
         ("sum" if node.word == "mean" else node.word, node.args[0]) for node in (expression.nodes[i] for i in first)
     ]

@@ -291,7 +291,7 @@ class _Fused:
         if sizes(expression) or any(node.word == "column" for node in expression.nodes):
             self._refuse("columns by their number or in groups are for epilogues of products, cute_ops.fused_linear")
         if len(expression.outputs) != len(self.outputs):
-            self._refuse(f"it returns {len(expression.outputs)} values, which are to be {', '.join(self.outputs)}")
+            self._refuse(f"it returns {len(expression.outputs)} values for the outputs {', '.join(self.outputs)}")
         for (out, shape), kind in zip(self.outputs.items(), expression.output_kinds, strict=True):
             if kind.dtype == "bool":
                 self._refuse(f"{out} holds bools; return xp.where({out}, 1.0, 0.0)")

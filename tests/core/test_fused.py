@@ -195,7 +195,7 @@ REFUSED = {
     "out1 holds bools": (lambda xp, x: (x, x > 0), {"x": TILE}, {}),
     "out does not have the shape": (lambda xp, x, row: row * 2, {"x": TILE, "row": ROW}, {}),
     "it has no tile": (lambda xp, row, column: row * column, {"row": ROW, "column": COLUMN}, {}),
-    "it returns 2 values, which are to be out": (lambda xp, x: (x, -x), {"x": TILE}, {"outputs": ("out",)}),
+    "it returns 2 values for the outputs out": (lambda xp, x: (x, -x), {"x": TILE}, {"outputs": ("out",)}),
     "operand `x` has shape 'm n'": (lambda xp, x: x, {"x": "m n"}, {}),
     "x, which is packed": (lambda xp, x: x * 2, {"x": PACKED}, {}),
 }  # fmt: skip

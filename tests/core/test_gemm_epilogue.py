@@ -232,11 +232,11 @@ def test_nothing_is_launched_for_nothing(op: Op, zero: str) -> None:
 
 
 REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "values follow from xp.max of a row": (lambda xp, acc: acc - xp.max(acc, axis=-1, keepdims=True), {}),
-    "values follow from xp.sum of a row": (
+    "values with columns depend on xp.max of a row": (lambda xp, acc: acc - xp.max(acc, axis=-1, keepdims=True), {}),
+    "values with columns depend on xp.sum of a row": (
         lambda xp, acc: (acc, xp.sum(acc - xp.sum(acc, axis=-1, keepdims=True), axis=-1, keepdims=True)), {}
     ),
-    "it returns no tile": (lambda xp, acc: xp.sum(acc, axis=-1, keepdims=True), {}),
+    "it returns reductions alone": (lambda xp, acc: xp.sum(acc, axis=-1, keepdims=True), {}),
     "total does not have the shape '*m n'": (
         lambda xp, acc: (acc, xp.sum(acc, axis=-1, keepdims=True)), {"outputs": {"out": TILE, "total": TILE}}
     ),
@@ -248,22 +248,22 @@ REFUSED: dict[str, tuple[Any, dict[str, Any]]] = {
     ),
     "value 0 holds bools": (lambda xp, acc: acc > 0, {}),
     "value 1 does not have the shape": (lambda xp, acc, row: (acc, row * 2), {"operands": {"row": "n"}}),
-    "it returns 1 values, which are to be out[:n], out[n:]": (lambda xp, acc: acc, {"outputs": {"out": "*m 2n"}}),
+    "it returns 1 values for out[:n], out[n:]": (lambda xp, acc: acc, {"outputs": {"out": "*m 2n"}}),
     "out has shape 'n'": (lambda xp, acc: acc, {"outputs": {"out": "n"}}),
     "weight has shape 'm k'": (lambda xp, acc: acc, {"weight": "m k"}),
     "its text takes (t,r), and its operands are (t,t)": ("e1(t,r) add 0 1 -> 2", {"operands": {"bias": TILE}}),
     "acc, which is packed": (lambda xp, acc: acc * 2, {"weight": "2n k"}),
     "it has groups of 48 columns": (lambda xp, acc: xp.rotate_half(acc, 48), {}),
-    "xp.rotate_half of `residual`, a tile": (
+    "xp.rotate_half of the tile `residual`": (
         lambda xp, acc, residual: xp.rotate_half(acc + residual, 64), {"operands": {"residual": TILE}}
     ),
-    "groups are reduced that follow from `bias`": (
+    "it reduces groups of `bias`": (
         lambda xp, acc, bias: xp.group_sum(acc + bias, 64), {"operands": {"bias": "n"}}
     ),
-    "groups of 32 columns are reduced, others of 64": (
+    "it has groups of 32 columns, which are reduced, and of 64": (
         lambda xp, acc: xp.rotate_half(acc * xp.group_max(acc, 32), 64), {}
     ),
-    "xp.rotate_half of what follows from": (lambda xp, acc: xp.rotate_half(xp.rotate_half(acc, 64), 128), {}),
+    "xp.rotate_half of a value that depends on": (lambda xp, acc: xp.rotate_half(xp.rotate_half(acc, 64), 128), {}),
     "rotate_half of a value without columns": (
         lambda xp, acc, scale: acc + xp.rotate_half(scale, 64), {"operands": {"scale": "*m"}}
     ),

@@ -347,7 +347,7 @@ class _Epilogue:
         """The expression for these attributes."""
         found = self._traced(tuple(attrs.items()))
         if len(found.outputs) != len(self.writes):
-            _refuse(self.name, f"it returns {len(found.outputs)} values, which are to be {', '.join(self.writes)}")
+            _refuse(self.name, f"it returns {len(found.outputs)} values for {', '.join(self.writes)}")
         for written, kind in zip(self.writes, found.output_kinds, strict=True):
             shape = self.outputs[written.partition("[")[0]]
             if kind.columns == (shape in COLUMNS):
@@ -378,13 +378,13 @@ class _Epilogue:
             _refuse(self.name, f"it has groups of {wrong[0]} columns; they have {', '.join(map(str, GROUPS))}")
         turns, groups = sizes(found, "rotate_half"), sizes(found, *REDUCTIONS)
         if len(groups) > 1 or any(size > groups[0] for size in turns if groups):
-            _refuse(self.name, f"groups of {groups[0]} columns are reduced, others of {max(turns + groups)}")
+            _refuse(self.name, f"it has groups of {groups[0]} columns, which are reduced, and of {max(turns + groups)}")
         if others := [list(self.operands)[i - 1] for i in reduced(found) if i]:
-            _refuse(self.name, f"groups are reduced that follow from `{others[0]}`; they may from acc and '*m 1'")
+            _refuse(self.name, f"it reduces groups of `{others[0]}`; of acc and operands '*m 1' it may")
         if tiles := [name for name in turned if self.operands[name] in ("*m n", "*m 2n")]:
-            _refuse(self.name, f"xp.rotate_half of `{tiles[0]}`, a tile; add it afterwards")
+            _refuse(self.name, f"xp.rotate_half of the tile `{tiles[0]}`: use the tile after the rotation")
         if not any(kind.columns for kind in found.output_kinds):
-            _refuse(self.name, "it returns no tile, '*m n', beside what is reduced")
+            _refuse(self.name, "it returns reductions alone: return a tile, '*m n', too")
         return _with_acc(found) if self.saves else found
 
     def texts(self, attrs: Mapping[str, Any]) -> dict[str, str]:
