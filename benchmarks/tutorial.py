@@ -33,6 +33,11 @@ def capped(xp: Any, x: Any) -> Any:
     return 30.0 * xp.tanh(x / 30.0)
 
 
+def unit(xp: Any, x: Any) -> Any:
+    """``x * rsqrt(sum(x^2) + eps)``"""
+    return x * xp.rsqrt(xp.sum(x * x, axis=-1, keepdims=True) + 1e-12)
+
+
 def kernels(folder: Path) -> Iterator[tuple[str, Op]]:
     """Every kernel by its name; files of the steps' are put into a folder of Python's path."""
     for number in make_pictures.steps():
@@ -42,6 +47,8 @@ def kernels(folder: Path) -> Iterator[tuple[str, Op]]:
     yield "step 5, gradient", make_pictures.softcap.softcap_bwd
     yield "an expression", fused(capped, operands={"x": "*m n"})
     yield "a row kernel, `unit_norm`", make_pictures.unit_norm.unit_norm
+    yield "its gradient, `unit_norm_bwd`", make_pictures.unit_norm.unit_norm_bwd
+    yield "`unit_norm` as an expression", fused(unit, operands={"x": "*m n"})
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -55,7 +62,10 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sys.path.append(folder)
         for name, op in kernels(Path(folder)):
-            inputs = {each: Array((ROWS, N), "bfloat16") for each in op.inputs}
+            inputs = {
+                each: Array((ROWS, N), "bfloat16") if t.dims else Array((ROWS,), t.dtype)
+                for each, t in op.inputs.items()
+            }
             found = measure.measure(op, inputs)
             spread = {"us": found.us, "us_min": found.low, "us_max": found.high}
             rates = {"gb_s": found.rate, "of_copy": found.rate / ceiling}

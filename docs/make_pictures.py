@@ -83,12 +83,14 @@ def row(number: int, op: Op) -> str:
     return f"| {number} | {2 * len(places)} | {touched // SECTOR} | {2 * len(places) / touched:.0%} |"
 
 
-def rates() -> str:
-    """The page's table of what was measured, from the results of ``benchmarks/tutorial.py``."""
+def rates(word: str = "") -> str:
+    """A page's table of kernels whose name has a word, from the results of ``benchmarks/tutorial.py``."""
     with (DOCS.parent / "benchmarks" / "results" / "tutorial.csv").open(newline="") as file:
         found = list(csv.DictReader(file))
     lines = [
-        f"| {r['kernel']} | {float(r['us']):.0f} | {float(r['gb_s']):.0f} | {float(r['of_copy']):.0%} |" for r in found
+        f"| {r['kernel']} | {float(r['us']):.0f} | {float(r['gb_s']):.0f} | {float(r['of_copy']):.0%} |"
+        for r in found
+        if word in r["kernel"]
     ]
     return "\n".join(["| kernel | us | GB/s | of a copy |", "|---|---|---|---|", *lines])
 

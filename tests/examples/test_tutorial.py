@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from cute_ops import FLOATS, Array, Case, Op, Tensor, Tuning
 from cute_ops.binding import bind
@@ -107,5 +108,14 @@ def test_pictures_are_of_the_kernels(folder: Path) -> None:
         assert (make_pictures.PICTURES / name).read_text() == text, f"{name}: run python docs/make_pictures.py"
 
 
-def test_the_page_shows_the_measured_rates() -> None:
-    assert f"\n\n{make_pictures.rates()}\n\n" in make_pictures.PAGE.read_text(), "paste make_pictures.rates() there"
+@pytest.mark.parametrize(("page", "word"), [("own_kernel", ""), ("row_kernel", "unit_norm")])
+def test_the_pages_show_the_measured_rates(page: str, word: str) -> None:
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    assert f"\n\n{make_pictures.rates(word)}\n\n" in text, f"paste make_pictures.rates({word!r}) there"
+
+
+def test_the_epilogue_is_the_soft_cap() -> None:
+    code, shown = make_pictures.PAGE.read_text().rpartition("```python\n")[2].partition("```")[0], {}
+    exec(code, shown)
+    product = torch.nn.functional.linear(shown["hidden"], shown["head"])
+    torch.testing.assert_close(shown["logits"], 30 * torch.tanh(product / 30))
