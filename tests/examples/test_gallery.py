@@ -17,6 +17,7 @@ import nanogpt
 import pytest
 import serve
 import sft
+import torch
 
 import cute_ops_torch
 
@@ -42,11 +43,14 @@ def test_adapters_learn_the_same_on_a_model_that_is_not_patched(monkeypatch: pyt
     assert losses == pytest.approx(lora.main(["--steps", "4"]), rel=1e-5)
 
 
-def test_shards_learn_what_the_whole_learns() -> None:
+@pytest.mark.parametrize("devices", ["", pytest.param("0,1", marks=pytest.mark.gpu)], ids=["cpu", "gpus"])
+def test_shards_learn_what_the_whole_learns(devices: str) -> None:
+    if devices and torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
         [*command, str(GALLERY / "fsdp2.py"), "--steps", "3"], capture_output=True, text=True, check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": devices, "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     first, *_, last = nanogpt.main(["--steps", "3"])
