@@ -32,7 +32,7 @@ def test_a_model_is_called_with_and_without_a_batch() -> None:
 
 def test_every_call_has_a_kernel() -> None:
     calls = {str(call): call for config in MODELS.values() for call in kernel_wheel.calls_of(config)}
-    assert len(variants_of(calls.values(), [target.parse("sm_90a")])) > 400
+    assert len(variants_of(calls.values(), [target.parse("sm_90a")])) > 600  # as docs/shipping.md says
 
 
 def test_the_citation_is_complete() -> None:
