@@ -1,6 +1,6 @@
-"""Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``structure``, ``turn`` or
-``any_op`` run for everything declared, ``row_op`` for what writes no input, ``op`` and ``trained`` for what has a
-gradient, ``narrowed`` for backward ops of some of their outputs.
+"""Problems from the declarations as torch tensors. Tests that ask for ``problem``, ``turn`` or ``any_op`` run for
+everything declared, ``row_op`` for what writes no input, ``op`` and ``trained`` for what has a gradient, ``narrowed``
+for backward ops of some of their outputs.
 """
 
 from __future__ import annotations
@@ -125,9 +125,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     # On a CPU the reference runs: sizes, and float16 beside bfloat16, show nothing new. What depends on no dtype takes
     # one a case, in turn; values, which are the reference's own, one a set of inputs.
     kinds = (
-        ("problem", STAGES, FLOATS if gpu else ("turn",)), ("structure", STAGES, ("float32", "bfloat16")),
-        ("narrowed", NARROWED, FLOATS if gpu else ("turn",)), ("turn", STAGES, ("turn",)),
-        ("trained", [op for op in OPS if op.grad], ("turn",)),
+        ("problem", STAGES, FLOATS if gpu else ("turn",)), ("narrowed", NARROWED, FLOATS if gpu else ("turn",)),
+        ("turn", STAGES, ("turn",)), ("trained", [op for op in OPS if op.grad], ("turn",)),
     )  # fmt: skip
     for fixture, ops, dtypes in kinds:
         if fixture not in metafunc.fixturenames:

@@ -79,13 +79,13 @@ def differentiable(outputs: Any) -> list[torch.Tensor]:
     return [o for o in as_tuple(outputs) if o.requires_grad]
 
 
-def test_values_against_float64(structure: Any, make: Any, compiled: Any) -> None:
-    made, tensors = make(structure.op), structure.tensors()
-    function, raw = (runner.functional(structure.op, call) for call in (made.function, made.raw))
+def test_values_against_float64(turn: Any, make: Any, compiled: Any) -> None:
+    made, tensors = make(turn.op), turn.tensors()
+    function, raw = (runner.functional(turn.op, call) for call in (made.function, made.raw))
     for _ in range(2):  # learned, then known
-        structure.check(function(*tensors, *structure.attrs.values()))
-        structure.check(raw(*tensors, **structure.attrs))
-    assert compiled.calls == [structure.op.name] * 4
+        turn.check(function(*tensors, *turn.attrs.values()))
+        turn.check(raw(*tensors, **turn.attrs))
+    assert compiled.calls == [turn.op.name] * 4
 
 
 def test_gradients(op: Op, make: Any, make_inputs: Callable[..., Any], compiled: Any) -> None:

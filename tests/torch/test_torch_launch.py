@@ -23,24 +23,24 @@ from cute_ops_torch.tools import runner
 rmsnorm, add_rmsnorm = OPS[0], OPS[1]
 
 
-def test_values_against_float64(structure: Any, compiled: Any) -> None:
+def test_values_against_float64(turn: Any, compiled: Any) -> None:
     """In outputs of the launcher's own, in given ones, and in those that are made because nobody gives them."""
-    cuda, tensors = Launcher(structure.op), structure.tensors()
-    made = runner.functional(structure.op, cuda.launch)(*tensors, *structure.attrs.values())
-    structure.check(made)
-    assert compiled.calls == [structure.op.name]
-    structure.check_into(cuda.into, made)
-    into_new = runner.functional(structure.op, lambda *args: cuda.into(*args, *[None for _ in structure.op.outputs]))
-    found = into_new(*structure.tensors(), *structure.attrs.values())
+    cuda, tensors = Launcher(turn.op), turn.tensors()
+    made = runner.functional(turn.op, cuda.launch)(*tensors, *turn.attrs.values())
+    turn.check(made)
+    assert compiled.calls == [turn.op.name]
+    turn.check_into(cuda.into, made)
+    into_new = runner.functional(turn.op, lambda *args: cuda.into(*args, *[None for _ in turn.op.outputs]))
+    found = into_new(*turn.tensors(), *turn.attrs.values())
     results = [each if isinstance(each, tuple) else (each,) for each in (found, made)]
     for new, first in zip(*results, strict=True):
         assert not first.numel() if new is None else torch.equal(new, first)
 
 
 @pytest.mark.feature("strided rows, read in place")
-def test_strided_rows_are_read_in_place(structure: Any, compiled: Any) -> None:
-    call = runner.functional(structure.op, Launcher(structure.op).launch)
-    structure.check(call(*structure.strided(), *structure.attrs.values()))
+def test_strided_rows_are_read_in_place(turn: Any, compiled: Any) -> None:
+    call = runner.functional(turn.op, Launcher(turn.op).launch)
+    turn.check(call(*turn.strided(), *turn.attrs.values()))
 
 
 def test_a_second_call_does_not_plan(compiled: Any, monkeypatch: pytest.MonkeyPatch) -> None:

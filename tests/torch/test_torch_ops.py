@@ -42,13 +42,13 @@ def test_opcheck(turn: Any) -> None:
 
 
 @pytest.mark.feature("FakeTensorMode")
-def test_fake_tells_shape_dtype_and_strides(structure: Any) -> None:
+def test_fake_tells_shape_dtype_and_strides(turn: Any) -> None:
     from torch._subclasses import FakeTensorMode
 
-    real = structure.raw(*structure.tensors(), **structure.attrs)
+    real = turn.raw(*turn.tensors(), **turn.attrs)
     with FakeTensorMode() as mode:
-        fakes = [t if t is None else mode.from_tensor(t) for t in structure.tensors()]
-        fake = structure.raw(*fakes, **structure.attrs)
+        fakes = [t if t is None else mode.from_tensor(t) for t in turn.tensors()]
+        fake = turn.raw(*fakes, **turn.attrs)
     as_tuple = lambda v: v if isinstance(v, tuple) else (v,)  # noqa: E731
     for r, f in zip(as_tuple(real), as_tuple(fake), strict=True):
         assert (r.shape, r.dtype, r.stride()) == (f.shape, f.dtype, f.stride())
