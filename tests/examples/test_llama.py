@@ -70,8 +70,9 @@ def train_with_own_ops_once(mode: str, losses: dict[str, list[float]], monkeypat
 
 
 @pytest.mark.usefixtures("one_layer")
-@pytest.mark.parametrize("op", model_torch.Ops._fields)
-@pytest.mark.parametrize("mode", ["torch eager", "jax.jit"])
+@pytest.mark.parametrize(
+    ("mode", "op"), [*(("torch eager", op) for op in model_torch.Ops._fields), ("jax.jit", "add_rmsnorm")]
+)
 def test_demo_fails_when_an_op_is_one_percent_off(
     mode: str, op: str, own_losses: dict[str, list[float]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
