@@ -1,8 +1,8 @@
 """Fixtures of the JAX adapter's tests: problems from the declarations, devices, and kernels without a GPU.
 
 Every test that asks for ``op`` (one with a gradient), ``any_op``, ``row_op`` (one that writes no input, so that its
-results have rows), ``problem`` or ``stage_problem`` runs for all declarations, so a new op needs no new test. On the
-CPU a case keeps its dtypes, attributes and absent inputs, but not its size.
+results have rows), ``problem``, ``stage_problem`` or ``value_problem`` runs for all declarations, so a new op needs no
+new test. On the CPU a case keeps its dtypes, attributes and absent inputs, but not its size.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -57,17 +57,22 @@ class Problem(NamedTuple):
         return testing.inputs(self.op, self.case, self.dtype)
 
 
-def small(cases: tuple[Case, ...]) -> list[Case]:
-    """The cases at small sizes, without duplicates."""
+def structure_of(case: Case) -> tuple[Any, ...]:
+    """What a call's path depends on, whatever its sizes: ranks, dtypes, what is absent or set."""
+    sizes = {name: isinstance(size, tuple) and len(size) for name, size in case.dims.items()}
+    return sizes, case.dtypes, case.absent, case.leading, sorted(case.attrs)
+
+
+def small(cases: tuple[Case, ...], look: Callable[[Case], Any]) -> list[Case]:
+    """The cases at small sizes, the first of each look."""
     found: dict[str, Case] = {}
     for case in map(testing.small, cases):
-        found.setdefault(str(case._replace(name="")), case)
+        found.setdefault(str(look(case)), case)
     return list(found.values())
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     full = next(metafunc.definition.iter_markers("gpu"), None) is not None
-    select = list if full else small
     if "op" in metafunc.fixturenames:
         metafunc.parametrize("op", DIFFERENTIABLE, ids=lambda op: op.name)
     if "any_op" in metafunc.fixturenames:
@@ -76,12 +81,17 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "row_op" in metafunc.fixturenames:
         rows = [op for op in (*OPS, *PARTS) if not op.mutates and any(t.rows for t in op.inputs.values())]
         metafunc.parametrize("row_op", rows, ids=lambda op: op.name)
-    for name, ops in (("problem", DIFFERENTIABLE), ("stage_problem", STAGES.values())):
+    # On the CPU the reference runs: sizes show nothing new, and of its values only what is absent does.
+    kinds: tuple[tuple[str, Iterable[Op], Callable[[Case], Any]], ...] = (
+        ("problem", DIFFERENTIABLE, structure_of), ("stage_problem", STAGES.values(), structure_of),
+        ("value_problem", STAGES.values(), lambda case: case.absent),
+    )  # fmt: skip
+    for name, ops, look in kinds:
         if name in metafunc.fixturenames:
             problems = [
                 Problem(op, case, dtype)
                 for op in ops
-                for i, case in enumerate(select(op.cases))
+                for i, case in enumerate(op.cases if full else small(op.cases, look))
                 # On the CPU the dtypes take turns: every problem that goes through the FFI takes one of a process's
                 # 1024 targets.
                 for dtype in (FLOATS if full else FLOATS[i % len(FLOATS) :][:1])

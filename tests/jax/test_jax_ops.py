@@ -21,9 +21,9 @@ from cute_ops_jax.primitive.primitive import stage
 from cute_ops_jax.tools import stubs
 
 
-def test_values_against_float64_and_torch(stage_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
+def test_values_against_float64_and_torch(value_problem: Any, run_stage: Callable[..., Any], torch_arrays: Any) -> None:
     """On the CPU both adapters run one reference, so they agree up to the order of sums."""
-    op, arrays, attrs = stage_problem.op, stage_problem.inputs(), stage_problem.attrs
+    op, arrays, attrs = value_problem.op, value_problem.inputs(), value_problem.attrs
     ours = run_stage(op, arrays, attrs)
     exacts, limits = testing.limits(op, arrays, attrs)
     testing.compare(op, ours, exacts, limits)
