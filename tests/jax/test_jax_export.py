@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,7 +360,7 @@ def test_symbolic_rows_reach_the_kernel(
         arrays = testing.sample(any_op, lead, 6, np.random.default_rng(1))
         wrt = testing.argnums(any_op)
 
-        def values(function: Any, arrays: Any = arrays, wrt: Any = wrt) -> Any:
+        def values(function: Any, *arrays: Any, wrt: Any = wrt) -> Any:
             def chosen(*given: Any) -> Any:
                 filled = {**dict(enumerate(arrays)), **dict(zip(wrt, given, strict=True))}
                 return function(*filled.values())
@@ -367,7 +368,8 @@ def test_symbolic_rows_reach_the_kernel(
             outputs, pull = jax.vjp(chosen, *(arrays[i] for i in wrt))
             return outputs, pull(jax.tree.map(jnp.cos, outputs))
 
-        close(values(program), values(testing.plain(any_op, cute_ops_jax.register(any_op))))
+        by_reference = testing.plain(any_op, cute_ops_jax.register(any_op))
+        close(*(jax.jit(partial(values, function))(*arrays) for function in (program, by_reference)))
     assert len({s for s, _ in fake_kernels.calls}) == (2 if any_op.grad else 1)
 
 
