@@ -8,7 +8,7 @@ import re
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from importlib import metadata
 from itertools import count
@@ -123,7 +123,7 @@ class Features:
         subject = next(
             (
                 params[name]
-                for name in ("op", "any_op", "row_op", "layer", "problem", "structure", "turn", "trained", "product")
+                for name in ("op", "any_op", "row_op", "layer", "problem", "turn", "trained", "product")
                 if name in params
             ),
             None,
@@ -149,13 +149,32 @@ def table(page: Path) -> dict[tuple[str, str], str]:
     return cells
 
 
+@pytest.hookimpl(hookwrapper=True)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> Iterator[None]:
+    """Where there is no GPU, a ``gpu`` test has one case: to make thousands takes as long as to import torch."""
+    # The table of features has every case.
+    if _skipped(metafunc.definition) and "CUTE_OPS_FEATURES" not in os.environ:
+        parametrize: Any = metafunc.parametrize
+
+        def once(names: Any, values: Iterable[Any], *args: Any, ids: Any = None, **options: Any) -> None:
+            some = ids if ids is None or callable(ids) else list(ids)[:1]
+            parametrize(names, list(values)[:1], *args, ids=some, **options)
+
+        metafunc.parametrize = once  # type: ignore[method-assign]
+    yield
+
+
+def _skipped(item: pytest.Item) -> bool:
+    return not target.device_count() and item.get_closest_marker("gpu") is not None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """``gpu`` tests skip only where there is no GPU. One case of each says so: thousands take half a minute."""
     if target.device_count():
         return
     left: dict[str, pytest.Item] = {}
     for item in items:
-        if item.get_closest_marker("gpu"):
+        if _skipped(item):
             item.add_marker(pytest.mark.skip(reason="no GPU"))
             # The table of features has every case.
             name = item.nodeid if "CUTE_OPS_FEATURES" in os.environ else item.nodeid.partition("[")[0]
