@@ -3,13 +3,20 @@
 // inputs.pt holds a list of calls, each a list of tensors; outputs.pt becomes the like. Kernels are planned by Python,
 // so an interpreter lives in this process.
 
+#include <ATen/core/ivalue.h>
 #include <Python.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
-#include <torch/csrc/jit/serialization/pickle.h>
 
 #include <cstdio>
 #include <fstream>
 #include <iterator>
+#include <vector>
+
+// As in torch/csrc/jit/serialization/pickle.h, which takes twice as long to compile as all the rest.
+namespace torch::jit {
+TORCH_API std::vector<char> pickle_save(const c10::IValue& ivalue);
+TORCH_API c10::IValue pickle_load(const std::vector<char>& data);
+}  // namespace torch::jit
 
 int main(int argc, char** argv) {
   if (argc != 4) {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import runpy
 import shutil
 import subprocess
 import sys
@@ -149,7 +150,7 @@ def test_package(device: str, make_inputs: Callable[..., Any], tmp_path: Path, m
     torch._inductor.aoti_compile_and_package(program, package_path=str(package), inductor_configs=configs)
     embeds = Path(sysconfig.get_config_var("LIBDIR"), f"libpython{sysconfig.get_config_var('LDVERSION')}.so").exists()
     if embeds:
-        subprocess.run([sys.executable, str(EXAMPLE / "build.py"), str(tmp_path / "run")], check=True)
+        runpy.run_path(str(EXAMPLE / "build.py"))["build"](tmp_path / "run")
     else:
         warnings.warn("this Python has no shared library: nothing is run in C++", stacklevel=1)
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONFAULTHANDLER": "1"}
