@@ -7,6 +7,7 @@ never see a GPU.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -111,6 +112,7 @@ def serve() -> None:
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
     from cute_ops.jit.compiler import compile_variant
 
+    gc.disable()  # until the compiler is there: of what it imports all stays, and looking for garbage takes an eighth
     for request, say in processes.requests(IDLE_SECONDS):
         answer: dict[str, Any] = {}
         try:
@@ -128,6 +130,7 @@ def serve() -> None:
             Path(request["path"]).unlink(missing_ok=True)
             answer["error"] = "".join(traceback.format_exception(error))[-_ERROR_TAIL:]
         say(**answer)
+        gc.enable()
 
 
 def _check_sources(variant: Variant) -> None:
