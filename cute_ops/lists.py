@@ -261,7 +261,7 @@ def problems(op: Op) -> Iterator[str]:
             yield f"{name!r} is what one of {taken[0]!r} is called: take another name"
     for what, used in (
         ("finish", op.finish), ("a split", op.split), ("a program", op.program or op.instead), ("narrow", op.narrow),
-        ("inputs that gradients overwrite", "inplace_backward" in op.options),
+        ("gradients that are scaled", op.scaled), ("inputs that gradients overwrite", "inplace_backward" in op.options),
     ):  # fmt: skip
         if used:
             yield f"it has lists of tensors, so it cannot have {what}"

@@ -77,6 +77,7 @@ class _TensorFields(NamedTuple):
     otherwise: str = "refuse"
     many: str | None = None
     own: tuple[str, ...] = ()
+    lies_as: str | None = None
 
 
 class Tensor(_TensorFields):
@@ -122,6 +123,7 @@ class Tensor(_TensorFields):
         own: of a list: the dims, or the name of the leading ones, that each tensor has a size of its own of; the others
             are the same for all. Lists of one length share these sizes, place by place. Functions of sizes see
             a tuple of them, and cases give one.
+        lies_as: for outputs of programs, in PyTorch: the input whose strides it has. By default it is compact.
     """
 
     # Cached: binding and planning ask for the parts of a shape some forty times per call.
@@ -257,11 +259,18 @@ class Split(NamedTuple):
         merge: ``merge(xp, parts, inputs, attrs, sizes, whole) -> outputs``: the outputs without that dim, by name, from
             the slices' ones, stacked in front, the inputs and attributes of the call, and the slices' sizes. Outputs
             with it are slices. None where the former, if there are any, add up.
+        merged: of a program, which has neither function, because each device runs it on its slice, and the ops that it
+            calls with such a slice are run together: the outputs without that dim that are made of merged ones.
     """
 
     dim: str
-    part: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]]
+    part: Callable[..., tuple[Mapping[str, Any], Mapping[str, Any]]] | None = None
     merge: Callable[..., Mapping[str, Any]] | None = None
+    merged: tuple[str, ...] = ()
+
+    def adds_up(self, output: str) -> bool:
+        """Whether what devices get of an output without the dim are parts of a sum."""
+        return self.merge is None and output not in self.merged
 
 
 class Sharding(NamedTuple):
@@ -316,8 +325,9 @@ class Program(NamedTuple):
 
     Args:
         run: ``run(xp, call, inputs, attrs) -> outputs``: arrays by name, None where absent; outputs are new arrays.
-            ``call(op, inputs, attrs)`` runs another op, all by name. Beside methods that the frameworks' arrays share,
-            such as ``reshape``, ``xp`` has
+            ``call(op, inputs, attrs, inplace=False)`` runs another op, all by name; in place, outputs take the memory
+            of inputs that are donated to them. Beside methods that the frameworks' arrays share, such as ``reshape``,
+            ``xp`` has
 
             - ``where(condition, x, y)``
             - ``rows_of(table, index)``: ``table[index]``; the framework says what an index out of range is
@@ -331,6 +341,10 @@ class Program(NamedTuple):
               as fast on this GPU as ``product`` and a pass; False without a GPU
             - ``broadcast_to(x, shape)``
             - ``sums(x, axes, like)``: sums in float32 over these axes, counted from the end, in the dtype of ``like``
+            - ``ones(shape, like)``: in float32, where ``like`` is
+            - ``chunks(inputs, attrs, wanted, share=False)``: the rows of a linear layer a few at a time
+              (:class:`cute_ops.composite.chunks.Chunks`)
+            - ``shared``: whether devices share the dim that the op splits
         ops: those that it calls. If there are none, XLA sees the framework's functions, and may shard and fuse them.
     """
 
@@ -433,8 +447,11 @@ class Op:
             gradients are wanted, and those that they read from.
         handed_on: inputs whose gradient is the cotangent of an output as it is, ``{"residual": "out"}``, in the input's
             dtype: no step gives it.
-        saving: the op that runs instead where a gradient is computed whose steps read more than this op's inputs and
-            outputs: it has the same inputs and attributes, and after the same outputs more.
+        scaled: inputs whose gradient the forward computes, for a cotangent of one: ``{"x": "x_gradient"}``, an output
+            of ``saving`` or of this op. The backward multiplies it by the cotangent of the first output, a scalar.
+        saving: the op that runs instead where a gradient is computed that reads more than this op's inputs and outputs:
+            it has the same inputs and attributes, and after the same outputs more, of which the skippable ones are
+            made that are read.
         narrow: ``narrow(name, outputs)`` makes this op without its other, skippable outputs, where it then reads fewer
             inputs, too. By default its kernel gets None for them.
         batched: makes the op of a batch of examples, in which other inputs than rows are batched, too: with the same
@@ -444,6 +461,7 @@ class Op:
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
         inference_only: for an op that has no gradient on purpose: what to do instead, for the error message.
+        called: the function that messages name, where that is not this op.
         finish: what the Python functions do after the op; it adds keyword arguments to them.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
         cases: named problems.
@@ -470,12 +488,14 @@ class Op:
         sharding: Sharding = Sharding(),  # noqa: B008 (an immutable value)
         grad: Op | tuple[Op, ...] | None = None,
         handed_on: Mapping[str, str] | None = None,
+        scaled: Mapping[str, str] | None = None,
         saving: Op | None = None,
         narrow: Callable[[str, tuple[str, ...]], Op] | None = None,
         batched: Callable[[], Op] | None = None,
         no_gradient: tuple[str, ...] = (),
         derived: Mapping[str, Callable[[Mapping[str, Any], Mapping[str, Any]], Any]] | None = None,
         inference_only: str = "",
+        called: str = "",
         finish: Finish | None = None,
         check: Callable[[Any], str | None] | None = None,
         cases: tuple[Case, ...] = (),
@@ -527,7 +547,7 @@ class Op:
         self.inner = _as_tuple(sharding.inner)
         self.config, self.space, self.workspace = tuning.heuristic, tuning.space, tuning.workspace
         self.grad, self.saving, self.narrow, self._make_batched = grad, saving, narrow, batched
-        self.handed_on = dict(handed_on or {})
+        self.handed_on, self.scaled = dict(handed_on or {}), dict(scaled or {})
         self.no_gradient = _as_tuple(no_gradient)
         self.derived = dict(derived or {})
         self.inference_only = inference_only
@@ -538,7 +558,7 @@ class Op:
         self.doc = doc
         self.template: Op | None = None
         self.counts: Mapping[str, int] = {}
-        self.aliases: Mapping[str, str] = {}
+        self.aliases: Mapping[str, str] = {name: called} if called else {}
         self._derive()
         self._validate()
 
@@ -568,7 +588,7 @@ class Op:
         chosen: list[Op] = []
         for step in reversed(self.steps):
             if read & step.outputs.keys():
-                absent = {name for name, t in step.outputs.items() if t.given in self.inputs and t.given not in present}
+                absent = self._absent(step, present)
                 idle = any(t.skippable for name, t in step.outputs.items() if name not in read | absent)
                 chosen.insert(0, step.only(*read) if idle else step)
                 read |= chosen[0].inputs.keys()
@@ -579,10 +599,21 @@ class Op:
         """The program that runs in place of a kernel, always or at times."""
         return self.program or (self.instead.program if self.instead else None)
 
-    def saves(self, steps: Collection[Op]) -> bool:
-        """Whether these steps of the gradient read what only :attr:`saving` gives."""
-        extra = () if self.saving is None else self.saving.outputs.keys() - self.outputs.keys()
-        return any(name in step.inputs for name in extra for step in steps)
+    def saved_by(self, wanted: Collection[str], present: Collection[str]) -> Op | None:
+        """:attr:`saving` with the outputs that the gradients of these inputs read, or None where they read none that
+        only it gives; the arguments as in :meth:`backward`.
+        """
+        if self.saving is None:
+            return None
+        read = {name for step in self.backward(wanted, present) for name in step.inputs}
+        read |= {gradient for name, gradient in self.scaled.items() if name in wanted and name in present}
+        if read.isdisjoint(self.saving.outputs.keys() - self.outputs.keys()):
+            return None
+        return self.saving.only(*read, *self._absent(self.saving, present))
+
+    def _absent(self, stage: Op, present: Collection[str]) -> set[str]:
+        """The outputs of an op of the gradient that are absent because an input is."""
+        return {name for name, t in stage.outputs.items() if t.given in self.inputs and t.given not in present}
 
     def only(self, *outputs: str) -> Op:
         """The op without those skippable outputs that are not named here; the same one every time."""
@@ -600,7 +631,7 @@ class Op:
         made, skipped = copy(self), frozenset(k for k, output in enumerate(self.outputs) if output not in left)
         made.name = name
         made.outputs = {output: self.outputs[output] for output in left}
-        made.grad, made.no_gradient, made._make_batched = None, (), None
+        made.grad, made.no_gradient, made.scaled, made._make_batched = None, (), {}, None
         made.reference = partial(_without, skipped, self.reference)
         update_wrapper(made.reference, self.reference, ("__module__",), ())  # where it is declared
         made._derive()
@@ -689,7 +720,8 @@ class Op:
             raise ValueError(f"op {self.name}: grad must be an Op or a tuple of Ops, got {self.grad!r}")
         self.steps: tuple[Op, ...] = steps
         given = {name: tensor for step in steps for name, tensor in step.outputs.items()}
-        self.differentiable = tuple(name for name in self.inputs if f"d{name}" in given or name in self.handed_on)
+        apart = self.handed_on.keys() | self.scaled.keys()
+        self.differentiable = tuple(name for name in self.inputs if f"d{name}" in given or name in apart)
         self.results = {**{name: self.inputs[name] for name in self.mutates if name in self.inputs}, **self.outputs}
         self.shown = tuple(name for name, t in self.outputs.items() if not t.hidden)
         self.options: dict[str, Any] = self.finish.defaults if self.finish else {}

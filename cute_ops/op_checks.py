@@ -142,7 +142,7 @@ def _inputs(op: Op) -> Iterator[str]:
         other = op.inputs.get(t.given) if t.given else None
         if t.given and not (t.optional and other and other is not t and other.optional and not other.given):
             yield f"input {name!r} is given with {t.given!r}: both must be optional inputs, and that one not given so"
-        only_outputs = "same_as", "donates", "hidden", "accumulates", "skippable"
+        only_outputs = "same_as", "donates", "hidden", "accumulates", "skippable", "lies_as"
         if words := [word for word in only_outputs if getattr(t, word)]:
             yield f"input {name!r} has {words[0]!r}, which outputs have"
     if all(t.optional for t in op.inputs.values()):
@@ -167,8 +167,8 @@ def _mutated(op: Op) -> Iterator[str]:
         yield "it mutates inputs, so it cannot be split: a device's slice is a call of its own"
     if op.mutates and op.program:
         yield "it mutates inputs, which a program cannot: it returns new arrays"
-    if op.split and op.program:
-        yield "it splits a dim, which a program cannot: its slices would have to talk to each other"
+    if op.split and bool(op.split.part or op.split.merge) == bool(op.program):
+        yield "what each device does with a slice is said by a split's functions, but where a program runs by that"
     if op.mutates and op.space is not None:
         yield "it mutates inputs, so its config cannot be measured: every run would change the next one's inputs"
 
@@ -191,6 +191,8 @@ def _outputs(op: Op) -> Iterator[str]:
             yield f"output {name!r} accumulates in {t.accumulates.dtype!r}, which is none of {', '.join(ACCUMULATORS)}"
         if other is not None and other.skippable:
             yield f"output {name!r} is the same as {t.same_as!r}, which is skippable: one that serves for two is not"
+        if t.lies_as and (not op.program or t.lies_as not in op.inputs or op.inputs[t.lies_as].shape != t.shape):
+            yield f"output {name!r} lies as {t.lies_as!r}, which is no input of its shape, or no program makes it"
         unsaid = ("donates", "same_as", *(() if op.narrow else ("skippable",)))
         if op.program and (words := [word for word in unsaid if getattr(t, word)]):
             yield f"output {name!r} has {words[0]!r}, but a program returns all outputs, each in memory of its own"
@@ -330,7 +332,7 @@ def _instead(op: Op) -> Iterator[str]:
 
 def _gradient(op: Op) -> Iterator[str]:
     """What a gradient that is declared leaves out."""
-    if not op.steps:
+    if not op.steps and not op.scaled:
         if op.no_gradient:
             yield f"it says which have no gradient, {op.no_gradient}, but declares none"
         if op.handed_on or op.saving:
@@ -344,6 +346,7 @@ def _gradient(op: Op) -> Iterator[str]:
         if len(twice := [step.name for step, other in by_step if other == name]) > 1:
             yield f"{name!r} is given by two steps of the gradient, {' and '.join(twice)}"
     yield from _wiring(op, given)
+    yield from _scaled(op, given)
     if unknown := sorted(set(op.no_gradient) - op.inputs.keys() - op.keywords.keys()):
         yield f"no_gradient has {unknown}, which are neither inputs nor attributes"
     names, gives = " and ".join(step.name for step in op.steps), "gives" if len(op.steps) == 1 else "give"
@@ -351,7 +354,7 @@ def _gradient(op: Op) -> Iterator[str]:
         step = given.get(f"d{name}")
         if step is not None and name in op.no_gradient:
             yield f"input {name!r} has no gradient by `no_gradient`, but {step.name} gives 'd{name}'"
-        elif step is None and name not in {*op.no_gradient, *op.handed_on} and _floating(op, op.inputs[name]):
+        elif step is None and name not in {*op.no_gradient, *op.differentiable} and _floating(op, op.inputs[name]):
             yield f"input {name!r} has no gradient: {names} {gives} no 'd{name}'; {_meant(name)}"
         # A step that gives nothing else runs only where the input is there.
         elif op.inputs[name].optional and step and len(step.outputs) > 1 and step.outputs[f"d{name}"].given != name:
@@ -363,7 +366,7 @@ def _reaching_attributes(op: Op, names: str) -> Iterator[str]:
     """Whether each attribute and scalar is one of the gradient's steps too, whose ``names`` these are."""
     have = "has" if len(op.steps) == 1 else "have"
     cotangents = {t.dtype for t in op.outputs.values()}  # which tell an attribute that is their dtype
-    for what in ("attrs", "scalars"):
+    for what in () if op.scaled else ("attrs", "scalars"):  # the forward has them all
         kind = {"attrs": "attribute", "scalars": "scalar"}[what]
         for name, default in getattr(op, what).items():
             reached = {step.name: getattr(step, what) for step in op.steps if name in getattr(step, what)}
@@ -415,6 +418,21 @@ def _wiring(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
         overwritten = {t.donates: name for name, t in step.outputs.items() if t.donates and t.donates in read}
         for source, name in overwritten.items():
             yield f"gradient {step.name} may write {name!r} over {source!r}, but a later step reads {source!r}"
+
+
+def _scaled(op: Op, given: Mapping[str, Op]) -> Iterator[str]:
+    """Gradients that the forward computes."""
+    if not op.scaled:
+        return
+    made = op.outputs if op.saving is None else op.saving.outputs
+    first, *others = op.outputs.items()
+    if first[1].shape or any(name not in op.scaled.values() for name, _ in others):
+        yield f"its gradients are scaled by the cotangent of {first[0]!r}, which must be a scalar and no output beside"
+    for name, gradient in op.scaled.items():
+        if name not in op.inputs or gradient not in made or made[gradient].declared != op.inputs[name].declared:
+            yield f"scaled gives {name!r} the gradient {gradient!r}: an input, and an output of its shape and dtype"
+        if f"d{name}" in given:
+            yield f"scaled gives {name!r} a gradient, but {given[f'd{name}'].name} gives 'd{name}'"
 
 
 def _floating(op: Op, tensor: Tensor) -> bool:

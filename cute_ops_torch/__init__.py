@@ -44,8 +44,8 @@ __all__ = [
 # Where a function on Hugging Face's models is.
 _HUGGING_FACE = {"patch": "patch", "unpatch": "patch", "warm_up": "warm_up"}
 
-# Teach all ops to take DTensors, once a program imports those. Imports `distributed.dtensor`, too.
-when_imported("torch.distributed.tensor", "cute_ops_torch.composite.dtensor")
+# Teach all ops to take DTensors, once a program imports those.
+when_imported("torch.distributed.tensor", "cute_ops_torch.distributed.dtensor")
 # Define every op with a name, once a program loads exported graphs or packages.
 when_imported("torch.export.pt2_archive", "cute_ops_torch.composite.loaded")
 

@@ -127,7 +127,7 @@ def _define(op: Op, namespace: str) -> Registered:
     library.define(schema(op, name), tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
     packet = getattr(names, name)
     made = _registered[key] = Registered(op, packet.default, gradient)
-    program.functions.setdefault(op, lambda: made.raw)
+    program.functions.setdefault(op, lambda inplace: made.overwriting if inplace else made.raw)
     if known is not None:
         setattr(names, op.name, packet)
     if op.numbers:
@@ -137,8 +137,9 @@ def _define(op: Op, namespace: str) -> Registered:
         return made
     library.impl(name, returning(op, _deferred(lambda: made.launcher.launch)), "CUDA")
     library.impl(name, returning(op, _deferred(lambda: cpu_kernel(op))), "CPU")
-    saving = gradient[op.saving].overload if op.saving else None
-    kernel = autograd_kernel(op, made.overload, made.fast_path, made.nodes, saving=saving)
+    kernel = autograd_kernel(
+        op, made.overload, made.fast_path, made.nodes, saving=lambda more: made.beside(more).overload
+    )
     library.impl(name, returning(op, kernel), "Autograd")
     register_fake(library, name, returning(op, _deferred(lambda: fake_kernel(op, made.lower))))
     vmap = _deferred(lambda: vmap_rule(op, made.overload, lambda batched: define(batched, namespace).overload))
@@ -175,9 +176,8 @@ class Registered:
     def __init__(self, op: Op, overload: Any, gradient: dict[Op, Registered]) -> None:
         self.op, self.overload, self.origin = op, overload, _origin(op)
         self._gradient = gradient
-        self.nodes = Nodes(op, lambda step: self._beside(step).raw)
-        saving = gradient.get(op.saving) if op.saving else None
-        path = FastPath(op, lambda: self.launcher, self.nodes, (lambda: saving.launcher) if saving else None)
+        self.nodes = Nodes(op, lambda step: self.beside(step).raw)
+        path = FastPath(op, lambda: self.launcher, self.nodes, lambda more: self.beside(more).launcher)
         self.fast_path = ListCalls(op, lambda one: define(one, overload.namespace).raw) if op.numbers else path
         self._devices = ("cpu", "cuda") if op.program else ("cuda",)
         self._lowered = False
@@ -197,7 +197,7 @@ class Registered:
         """The Python function."""
         inplace = None
         if "inplace_backward" in self.op.options:
-            nodes = Nodes(self.op, lambda step: self._beside(step).overwriting)
+            nodes = Nodes(self.op, lambda step: self.beside(step).overwriting)
             inplace = make_inplace(self.op, self.overload, self.launcher, nodes)
         return make_function(self.op, self.overload, self.fast_path, inplace=inplace, devices=self._devices)
 
@@ -212,18 +212,19 @@ class Registered:
         Dynamo runs fake kernels before Inductor compiles, and before it takes compiled code from its cache. In the
         latter case only the forward's runs, so a forward registers its gradient's lowering too.
         """
-        if self._lowered or self.op.program or self.op.numbers or "torch._inductor" not in sys.modules:
+        if self._lowered or self.op.numbers or "torch._inductor" not in sys.modules:
             return
         with _lowering:  # a second thread must not compile before the first has registered
             if not self._lowered:
                 # Importing Inductor takes over a second, so only programs that have loaded it get this far.
                 lowering = import_module("cute_ops_torch.inductor.lowering")
-                lowering.register_lowering(self.op, self.overload, self.launcher)
+                if not self.op.program:
+                    lowering.register_lowering(self.op, self.overload, self.launcher)
                 for op in [op for step in _computing(self.op) for op in (step, *step.narrowed)]:
-                    self._beside(op).lower()
+                    self.beside(op).lower()
                 self._lowered = True
 
-    def _beside(self, step: Op) -> Registered:
+    def beside(self, step: Op) -> Registered:
         """An op of the gradient; one that is narrowed to some outputs is registered when it is first needed."""
         with _lock:
             if step not in self._gradient:

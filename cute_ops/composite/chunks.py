@@ -1,8 +1,12 @@
-"""How many rows of logits ``linear_cross_entropy`` holds at a time, in both frameworks."""
+"""Which rows of logits ``linear_cross_entropy`` holds at a time, in both frameworks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from functools import lru_cache
+from typing import Any, Protocol, TypeVar
+
+State = TypeVar("State")
 
 # Rows of a matrix product's tile: fewer would leave tensor cores idle.
 TILE = 128
@@ -65,3 +69,42 @@ def plan_shared(rows: int, hidden: int, vocab: int, itemsize: int) -> tuple[int,
             used = max(((s.stop - s.start) * vocab + s.stop * hidden for s in slices), default=0)
             return used + TILE, tuple(slices)  # logits start at a multiple of a tile
         size += TILE * vocab * max(len(slices) // MAX_CHUNKS - 1, 1)
+
+
+class Chunks(Protocol):
+    """A linear layer's rows, as a framework cuts them. Arrays have one leading dim, that of the rows. A function that
+    gets an array and returns it may have changed it in place.
+
+    A framework's class takes the layer (hidden, weight, bias) and what else has rows by name; attributes
+    ``accum_dtype`` and ``chunk_rows``; and which gradients are wanted, ``dhidden``, ``dweight`` or ``dbias``.
+    """
+
+    def each(self, state: State, body: Callable[[State, Any], State]) -> State:
+        """``state = body(state, at)`` for every chunk."""
+
+    def new_rows(self) -> Any:
+        """A float32 number for each row."""
+
+    def cut(self, name: str, at: Any) -> Any:
+        """The rows of a chunk, of what has this name."""
+
+    def put(self, array: Any, at: Any, part: Any) -> Any:
+        """The array with these as the rows of a chunk."""
+
+    def logits(self, at: Any) -> Any:
+        """``hidden @ weight.T + bias`` of a chunk."""
+
+    def sums(self) -> dict[str, Any]:
+        """The gradients that are wanted, by name, which chunks fill or add to."""
+
+    def put_product(self, array: Any, at: Any, a: Any, b: Any) -> Any:
+        """``put(array, at, a @ b)``."""
+
+    def add_product(self, total: Any, at: Any, a: Any, b: Any) -> Any:
+        """``total + a @ b``, rounded to the dtype of the total only."""
+
+    def add_rows(self, total: Any, rows: Any) -> Any:
+        """The total with these rows added, in float32."""
+
+    def rounded(self, sums: dict[str, Any]) -> Mapping[str, Any]:
+        """The gradients in the dtypes of what they are of."""

@@ -1,14 +1,39 @@
-"""What :func:`linear_cross_entropy` takes, in both frameworks."""
+"""The loss of a linear head that never holds all logits: composites.
+
+Rows are taken a chunk at a time. The logits of a chunk are a matrix product. Our kernel computes their loss and
+overwrites them with their gradient, from which two more products compute the gradients of the hidden states and of the
+weight.
+
+A sum or mean of the losses has its gradients when its forward is over, and the backward scales them. Two cases need a
+backward that computes the logits again. With ``reduction="none"`` each row's gradient has a factor of its own, which
+the weight's gradient, a sum over rows, cannot be given afterwards. In float16, gradients underflow unless the loss is
+scaled, and no later factor brings them back.
+
+Where devices share the classes, each has the logits of its own. They exchange a few numbers per row for the losses;
+gradients of the hidden states are terms of a sum over devices.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from functools import partial
+from typing import Any, TypeAlias
 
-from cute_ops.binding import bind
-from cute_ops.ops.reduction.cross_entropy import cross_entropy
-from cute_ops.shapes import Array
+from cute_ops.binding import Binding
+from cute_ops.op import Op, Program, Sharding, Split, Tensor
+from cute_ops.ops.checks import no_columns
+from cute_ops.ops.reduction.cross_entropy import (
+    DTYPES,
+    FINISH,
+    ROW,
+    check,
+    cross_entropy,
+    cross_entropy_bwd,
+    cross_entropy_step,
+)
 
+Arrays: TypeAlias = Mapping[str, Any]
+Call: TypeAlias = Callable[..., Arrays]
 DOC = """Args:
     hidden: ``T[*m h]``; float32, float16 or bfloat16.
     weight: ``T[n h]``.
@@ -38,47 +63,181 @@ Source: computing gradients chunk by chunk in the forward: Hsu et al., Liger Ker
 """
 
 
-def check_chunk_rows(what: str, chunk_rows: Any) -> None:
-    """Raise TypeError or ValueError unless ``chunk_rows`` is None or a positive int."""
+def loss(
+    rows: Callable[..., Any], total: Callable[..., Any], hidden: Any, weight: Any, target: Any, bias: Any,
+    ignore_index: int, label_smoothing: float, z_loss: float, reduction: str, chunk_rows: int | None, accum_dtype: str,
+) -> Any:  # fmt: skip
+    """The public function, from those that a framework makes of the two ops.
+
+    Raises:
+        TypeError: ``chunk_rows`` that is no integer.
+        ValueError: an unknown reduction, ``chunk_rows`` below 1.
+    """
+    FINISH.check(NAME, {"reduction": reduction})
     if chunk_rows is not None and not isinstance(chunk_rows, int):
-        raise TypeError(f"cute.{what}: option `chunk_rows` is {chunk_rows!r}, expected an int or None.")
+        raise TypeError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows!r}, expected an int or None.")
     if chunk_rows is not None and chunk_rows < 1:
-        raise ValueError(f"cute.{what}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
+        raise ValueError(f"cute.{NAME}: option `chunk_rows` is {chunk_rows}, expected at least 1.")
+    attrs = (ignore_index, label_smoothing, z_loss, accum_dtype, chunk_rows or 0)
+    if reduction == "none" or str(hidden.dtype).removeprefix("torch.") == "float16":
+        return rows(hidden, weight, target, bias, *attrs, reduction=reduction)
+    count = (target != ignore_index).sum() if reduction == "mean" else None
+    return total(hidden, weight, target, count, bias, *attrs)
 
 
-def check_accum_dtype(what: str, accum_dtype: Any, float32: Any, of_weight: Any) -> None:
-    """Raise ValueError unless ``accum_dtype`` is None, float32 or the weight's dtype, all as one framework has them."""
-    if accum_dtype is not None and accum_dtype not in (float32, of_weight):
-        raise ValueError(
-            f"cute.{what}: option `accum_dtype` is {accum_dtype}, expected {float32} or the dtype of `weight`, "
-            f"{of_weight}."
-        )
+# --- programs ------------------------------------------------------------------------------------------------------
 
 
-def check_tensors(what: str, hidden: Any, weight: Any, target: Any, bias: Any) -> None:
-    """Raise TypeError for dtypes that differ, ValueError for shapes that do not fit."""
+def _rows(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    """Loss of each row, and its log-sum-exp in two parts."""
+    chunks = xp.chunks(_flat(inputs), attrs, ())
 
-    def fail(kind: type[Exception], problem: str) -> Exception:
-        return kind(f"cute.{what}: {problem}")
+    def body(found: Arrays, at: Any) -> Arrays:
+        given = {"logits": chunks.logits(at), "target": chunks.cut("target", at)}
+        made = call(cross_entropy, given, _of_loss(attrs))
+        return {name: chunks.put(array, at, made[name]) for name, array in found.items()}
 
-    for name, a in (("weight", weight), ("bias", bias)):
-        if a is not None and a.dtype != hidden.dtype:
-            raise fail(TypeError, f"argument `{name}` has dtype {a.dtype}, but `hidden` has {hidden.dtype}.")
-    if hidden.ndim < 1 or weight.ndim != 2 or weight.shape[1] != hidden.shape[-1]:
-        problem = f"argument `weight` has shape {tuple(weight.shape)}, expected (n, h) with `hidden` [*m h]"
-        raise fail(ValueError, f"{problem} = {tuple(hidden.shape)}.")
-    if bias is not None and bias.shape != weight.shape[:1]:
-        raise fail(ValueError, f"argument `bias` has shape {tuple(bias.shape)}, expected {tuple(weight.shape[:1])}.")
-    if target.shape != hidden.shape[:-1]:
-        problem = f"argument `target` has shape {tuple(target.shape)}, expected {tuple(hidden.shape[:-1])}"
-        raise fail(ValueError, f"{problem}: the leading dims of `hidden`.")
+    found = chunks.each({name: chunks.new_rows() for name in cross_entropy.outputs}, body)
+    return {name: array.reshape(inputs["target"].shape) for name, array in found.items()}
 
 
-def check_attributes(hidden: Any, weight: Any, target: Any, attrs: Mapping[str, Any]) -> None:
-    """Raise what :func:`cross_entropy` raises for the logits of these tensors: without rows it is never called."""
-    logits = Array((*target.shape, weight.shape[0]), _dtype_name(hidden))
-    bind(cross_entropy, {"logits": logits, "target": Array(tuple(target.shape), _dtype_name(target))}, attrs)
+def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    """The gradients for a cotangent of each row's loss, from logits that are computed again."""
+    chunks = xp.chunks(_flat(inputs), attrs, wanted)
+
+    def body(sums: Arrays, at: Any) -> Arrays:
+        rows = {name: chunks.cut(name, at) for name in ("target", *_SAVED)}
+        found = call(cross_entropy_bwd, {"logits": chunks.logits(at), **rows}, _of_loss(attrs), inplace=True)
+        return _add(chunks, sums, at, found["dlogits"])
+
+    return _gradients(chunks, chunks.each(chunks.sums(), body), inputs)
 
 
-def _dtype_name(array: Any) -> str:
-    return str(array.dtype).removeprefix("torch.")
+def _total(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    """The sum of the losses, or their mean over so many rows."""
+    return {"loss": _mean(_rows(xp, call, inputs, attrs)["loss"].sum(), inputs["count"])}
+
+
+def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
+    """The same with its gradients."""
+    one = xp.ones((), inputs["hidden"])
+    dloss = xp.broadcast_to(_mean(one, inputs["count"]), inputs["target"].shape)
+    chunks = xp.chunks(_flat({**inputs, "dloss": dloss}), attrs, wanted, share=True)
+
+    def body(state: tuple[Any, Arrays], at: Any) -> tuple[Any, Arrays]:
+        losses, sums = state
+        given = {"logits": chunks.logits(at), "target": chunks.cut("target", at)}
+        cotangents = {"dloss": chunks.cut("dloss", at)}
+        if xp.shared:  # devices exchange losses before each computes its gradient
+            found = call(cross_entropy, given, _of_loss(attrs))
+            more = {name: found[name] for name in ("row_max", "log_sum")}
+            gradient = call(cross_entropy_bwd, {**given, **more, **cotangents}, _of_loss(attrs), inplace=True)
+            found = {**found, **gradient}
+        else:
+            found = call(cross_entropy_step, {**given, **cotangents}, _of_loss(attrs), inplace=True)
+        return chunks.put(losses, at, found["loss"]), _add(chunks, sums, at, found["dlogits"])
+
+    losses, sums = chunks.each((chunks.new_rows(), chunks.sums()), body)
+    found = _gradients(chunks, sums, inputs)
+    return {"loss": _mean(losses.sum(), inputs["count"]), **{SCALED[name]: a for name, a in found.items()}}
+
+
+def _flat(inputs: Arrays) -> Arrays:
+    """The inputs with one leading dim."""
+    rows = {name: inputs[name].reshape(-1) for name in ("target", *_SAVED) if name in inputs}
+    return {**inputs, **rows, "hidden": inputs["hidden"].reshape(-1, inputs["hidden"].shape[-1])}
+
+
+def _of_loss(attrs: Arrays) -> Arrays:
+    return {name: attrs[name] for name in ("ignore_index", "label_smoothing", "z_loss")}
+
+
+def _mean(total: Any, count: Any) -> Any:
+    return total if count is None else total / count
+
+
+def _add(chunks: Any, sums: Arrays, at: Any, dlogits: Any) -> Arrays:
+    """The gradients with those of one more chunk."""
+    found = dict(sums)
+    if "dhidden" in sums:
+        found["dhidden"] = chunks.put_product(sums["dhidden"], at, dlogits, chunks.inputs["weight"])
+    if "dweight" in sums:
+        found["dweight"] = chunks.add_product(sums["dweight"], at, dlogits.T, chunks.cut("hidden", at))
+    if "dbias" in sums:
+        found["dbias"] = chunks.add_rows(sums["dbias"], dlogits)
+    return found
+
+
+def _gradients(chunks: Any, sums: Arrays, inputs: Arrays) -> Arrays:
+    found = chunks.rounded(sums)
+    return {name: a.reshape(inputs["hidden"].shape) if name == "dhidden" else a for name, a in found.items()}
+
+
+# --- declarations --------------------------------------------------------------------------------------------------
+
+NAME = "linear_cross_entropy"
+_SAVED = ("row_max", "log_sum", "dloss")
+_HIDDEN, _WEIGHT, _BIAS = Tensor("*m h", "T"), Tensor("n h", "T"), Tensor("n", "T", optional=True)
+_LAYER = {"hidden": _HIDDEN, "weight": _WEIGHT, "target": Tensor("*m", "I", upper_bound="n")}
+_GRADIENTS = {
+    "dhidden": _HIDDEN,
+    "dweight": _WEIGHT._replace(lies_as="weight"),
+    "dbias": Tensor("n", "T", given="bias"),
+}
+_COUNT = {"count": Tensor("", "C", optional=True)}
+SCALED = {f"d{name}": f"{name}_gradient" for name in ("hidden", "weight", "bias")}
+
+
+def _check(binding: Binding) -> str | None:
+    accum, own = binding.attrs["accum_dtype"], binding.dtypes["T"]
+    if accum not in ("float32", own):
+        return f"option `accum_dtype` is {accum}, expected float32 or the dtype of `weight`, {own}."
+    return no_columns(binding, "weight") or check(binding)
+
+
+def _declare(
+    name: str, run: Callable[..., Arrays], ops: tuple[Op, ...], inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor], **more: Any,
+) -> Op:  # fmt: skip
+    over_rows = () if all(t.rows for t in outputs.values()) else ("m",)
+    merged = tuple(name for name in outputs if name in cross_entropy.outputs)
+    return Op(
+        name, inputs={**_LAYER, **inputs, "bias": _BIAS}, outputs=outputs, dtypes={**DTYPES, "C": ("int64", "int32")},
+        attrs={**_of_loss(cross_entropy.attrs), "accum_dtype": "float32", "chunk_rows": 0}, static=(),
+        kernel=Program(run, ops), sharding=Sharding(contracted=over_rows, split=Split("n", merged=merged)),
+        check=_check, called=NAME, **more,
+    )  # fmt: skip
+
+
+def _wanted(names: Collection[str]) -> dict[str, Tensor]:
+    """These gradients. Of all of them some can be left out."""
+    return {n: _GRADIENTS[n]._replace(skippable=len(names) == len(_GRADIENTS)) for n in names}
+
+
+def _declare_rows_bwd(name: str, outputs: Collection[str]) -> Op:
+    return _declare(
+        name, partial(_rows_bwd, outputs), (cross_entropy_bwd,), dict.fromkeys(_SAVED, ROW),
+        _wanted(outputs), narrow=_declare_rows_bwd,
+    )  # fmt: skip
+
+
+def _declare_step(name: str, outputs: Collection[str]) -> Op:
+    wanted = [n for n, gradient in SCALED.items() if gradient in outputs]
+    return _declare(
+        name, partial(_step, wanted), (cross_entropy, cross_entropy_bwd, cross_entropy_step), _COUNT,
+        {**_LOSS, **{SCALED[n]: t for n, t in _wanted(wanted).items()}}, narrow=_declare_step,
+        scaled={n.removeprefix("d"): SCALED[n] for n in wanted},
+        no_gradient=tuple(n.removeprefix("d") for n in SCALED if wanted and n not in wanted),
+    )  # fmt: skip
+
+
+_LOSS = {"loss": Tensor("", "float32")}
+linear_cross_entropy_rows = _declare(
+    "linear_cross_entropy_rows", _rows, (cross_entropy,), {}, cross_entropy.outputs, finish=FINISH,
+    grad=_declare_rows_bwd("linear_cross_entropy_rows_bwd", tuple(_GRADIENTS)),
+)  # fmt: skip
+linear_cross_entropy_total = _declare(
+    "linear_cross_entropy_total", _total, (cross_entropy,), _COUNT, _LOSS,
+    saving=_declare_step("linear_cross_entropy_step", ("loss", *SCALED.values())),
+    scaled={name.removeprefix("d"): gradient for name, gradient in SCALED.items()},
+)  # fmt: skip

@@ -65,9 +65,10 @@ def backward(
     """
     known = {**inputs, **dict(zip(op.outputs, raw, strict=True)), **{f"d{n}": c for n, c in cotangents.items()}}
     known |= {f"d{name}": cotangents[output] for name, output in op.handed_on.items()}
-    steps = op.backward(op.differentiable, [name for name, a in inputs.items() if a is not None])
-    if op.saving is not None and op.saves(steps):
-        known |= dict(zip(op.saving.outputs, testing.run_reference(op.saving, inputs, attrs), strict=True))
+    present = [name for name, a in inputs.items() if a is not None]
+    steps = op.backward(op.differentiable, present)
+    if (saving := op.saved_by(op.differentiable, present)) is not None:
+        known |= dict(zip(saving.outputs, testing.run_reference(saving, inputs, attrs), strict=True))
     for step in steps:
         given = {name: known.get(name) for name in step.inputs}
         found = testing.run_reference(step, given, {name: attrs[name] for name in step.keywords})

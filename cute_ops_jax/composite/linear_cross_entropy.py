@@ -1,10 +1,4 @@
-"""Cross entropy of a linear layer's output that never holds all logits, and its derivative.
-
-The loop over chunks of rows computes the gradients together with the loss, so they exist when the forward is over, and
-the backward scales them. Two cases need a backward that computes the logits again. With ``reduction="none"`` each row's
-gradient has a factor of its own, which the weight's gradient, a sum over rows, cannot be given afterwards. In float16,
-gradients underflow unless the loss is scaled, and no later factor brings them back.
-"""
+"""Cross entropy of a linear layer's output, without all logits: :mod:`cute_ops.composite.linear_cross_entropy`."""
 
 from __future__ import annotations
 
@@ -13,28 +7,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
+from cute_ops.composite import linear_cross_entropy as declared
 from cute_ops.composite.docstrings import continued
-from cute_ops.composite.linear_cross_entropy import (
-    DOC,
-    check_accum_dtype,
-    check_attributes,
-    check_chunk_rows,
-    check_tensors,
-)
-from cute_ops.composite.loss_loops import LAYER
-from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy
-from cute_ops_jax.composite.linear_ops import run
-from cute_ops_jax.composite.losses import Axis, Setting, check_axis, of_rows, reduced, spread, summed
-from cute_ops_jax.primitive.arrays import Arrays
+from cute_ops_jax.primitive.function import of_slices, register
 
 Array = jax.Array
+Axis = str | tuple[str, ...]
 STATIC = "ignore_index", "label_smoothing", "z_loss", "reduction", "chunk_rows", "accum_dtype"
 
 
 @partial(jax.jit, static_argnames=STATIC, inline=True)
-@continued(DOC)
+@continued(declared.DOC)
 def linear_cross_entropy(
     hidden: Array,
     weight: Array,
@@ -61,9 +45,8 @@ def linear_cross_entropy(
     Where rows are sharded, each device runs the loop on its own rows. Where classes are sharded, each device keeps its
     own, as in :func:`vocab_parallel_linear_cross_entropy`, which is for programs inside of a ``shard_map``.
     """
-    what, accum = "linear_cross_entropy", _name(accum_dtype)
-    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, chunk_rows=chunk_rows, accum_dtype=accum)
-    return _checked(what, setting, hidden, weight, target, bias)
+    options = ignore_index, label_smoothing, z_loss, reduction, chunk_rows
+    return _loss(register, hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
 
 
 @partial(jax.jit, static_argnames=("axis_name", *STATIC), inline=True)
@@ -104,72 +87,15 @@ def vocab_parallel_linear_cross_entropy(
         ValueError: shapes that do not fit, an unknown reduction, ``chunk_rows`` below 1, another ``accum_dtype``.
         NameError: no such axis of a ``shard_map``.
     """
-    what, accum = "vocab_parallel_linear_cross_entropy", _name(accum_dtype)
-    setting = Setting(
-        ignore_index, label_smoothing, z_loss, reduction, axis_name, chunk_rows=chunk_rows, accum_dtype=accum
-    )
-    return _checked(what, setting, hidden, weight, target, bias)
+    function = partial(of_slices, axis=axis_name, what="vocab_parallel_linear_cross_entropy")
+    options = ignore_index, label_smoothing, z_loss, reduction, chunk_rows
+    return _loss(function, hidden, weight, target, bias, *options, accum_dtype=accum_dtype)
 
 
-def _name(accum_dtype: Any) -> str:
-    return str(jnp.dtype(jnp.float32 if accum_dtype is None else accum_dtype))
-
-
-def _checked(what: str, setting: Setting, hidden: Array, weight: Array, target: Array, bias: Array | None) -> Array:
+def _loss(function: Any, hidden: Any, weight: Any, target: Any, bias: Any, *options: Any, accum_dtype: Any) -> Array:
+    """The loss, by the functions that ``function`` makes of the ops."""
     hidden, weight, target = (jnp.asarray(a) for a in (hidden, weight, target))
     bias = None if bias is None else jnp.asarray(bias)
-    FINISH.check(what, {"reduction": setting.reduction})
-    check_chunk_rows(what, setting.chunk_rows)
-    check_accum_dtype(what, setting.accum_dtype, "float32", weight.dtype.name)
-    check_tensors(what, hidden, weight, target, bias)
-    check_attributes(hidden, weight, target, setting.attrs)
-    if setting.axis is not None:
-        check_axis(setting.axis, what)
-    layer, target = spread((hidden, weight, bias), target, setting.axis)
-    return _loss(setting, {n: a for n, a in zip(LAYER, layer, strict=True) if a is not None}, target)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(setting: Setting, layer: Arrays, target: Array) -> Array:
-    return reduced(setting, run("rows", setting, {**layer, "target": target})["loss"], target)
-
-
-# In place of a gradient that is not wanted. JAX needs one structure of what a forward saves, whichever inputs are
-# differentiated; shapes may differ.
-NOT_WANTED = (0,)
-
-
-def _forward(setting: Setting, layer: Any, target: Any) -> tuple[Array, Any]:
-    """The loss and, where the backward need only scale them, the gradients of the inputs that are differentiated; else
-    marks in their place, and what the backward computes them from.
-    """
-    wanted = tuple(f"d{n}" for n, a in layer.items() if a.perturbed)
-    inputs = {n: a.value for n, a in {**layer, "target": target}.items()}
-    setting, target = setting._replace(wanted=wanted), inputs["target"]
-    if setting.reduction == "none" or inputs["hidden"].dtype == jnp.float16:
-        found = {**run("rows", setting, inputs), **dict.fromkeys(wanted, jnp.zeros((0, 0)))}
-        lse = {n: found[n] for n in cross_entropy.outputs if n != "loss"}
-        again = {**inputs, **lse}
-    else:
-        ones = of_rows(setting, jnp.ones((), jnp.float32), target)
-        found, again = dict(run("step", setting, {**inputs, "dloss": ones})), {}
-    gradients = {f"d{n}": found.get(f"d{n}", jnp.zeros(NOT_WANTED)) for n in layer}
-    return reduced(setting, found["loss"], target), (gradients, again)
-
-
-def _backward(setting: Setting, saved: Any, dloss: Any) -> tuple[Arrays, None]:
-    gradients, again = saved
-    found: Arrays = {}
-    if not isinstance(dloss, SymbolicZero):
-        dloss, wanted = summed(setting, dloss), tuple(n for n, a in gradients.items() if a.shape != NOT_WANTED)
-        if again:
-            inputs = {**again, "dloss": of_rows(setting, dloss, again["target"])}
-            found = run("rows_bwd", setting._replace(wanted=wanted), inputs)
-        else:
-            # Multiplied in float32, the dtype of dloss: rounded to 16 bits, the factor would add more error than the
-            # final rounding.
-            found = {n: (gradients[n] * dloss).astype(gradients[n].dtype) for n in wanted}
-    return {n.removeprefix("d"): found.get(n) for n in gradients}, None
-
-
-_loss.defvjp(_forward, _backward, symbolic_zeros=True)
+    rows, total = map(function, (declared.linear_cross_entropy_rows, declared.linear_cross_entropy_total))
+    accum = str(jnp.dtype(jnp.float32 if accum_dtype is None else accum_dtype))
+    return declared.loss(rows, total, hidden, weight, target, bias, *(*options, accum))  # type: ignore[no-any-return]

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from cute_ops.errors import message
-from cute_ops.ops.reduction.cross_entropy import FINISH, cross_entropy_bwd
-from cute_ops.ops.reduction.cross_entropy import cross_entropy as op
-from cute_ops_jax.composite.losses import Axis, Setting, check_axis, of_rows, reduced, spread, summed
-from cute_ops_jax.primitive.arrays import specs
+from cute_ops.ops.reduction.cross_entropy import cross_entropy
+from cute_ops_jax.primitive.function import of_slices
 
 Array = jax.Array
+Axis = str | tuple[str, ...]
 
 
 @partial(
@@ -57,32 +54,9 @@ def vocab_parallel_cross_entropy(
 
     Source: Shoeybi et al., Megatron-LM, 2019.
     """
-    logits, target = jnp.asarray(logits), jnp.asarray(target)
-    FINISH.check("vocab_parallel_cross_entropy", {"reduction": reduction})
-    if logits.ndim < 1 or target.shape != logits.shape[:-1] or not logits.shape[-1]:
-        given = specs({"logits": logits, "target": target})
-        problem = "expected the leading dims of `logits`, which have at least one class"
-        raise ValueError(message(op, f"argument `target` has shape {target.shape}, {problem}.", given))
-    setting = Setting(ignore_index, label_smoothing, z_loss, reduction, axis_name, inplace_backward)
-    check_axis(axis_name, "vocab_parallel_cross_entropy")
-    (logits,), target = spread((logits,), target, axis_name)
-    loss = _loss(setting, logits.reshape(-1, logits.shape[-1]), target.reshape(-1))
-    return loss.reshape(target.shape) if reduction == "none" else loss
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _loss(setting: Setting, logits: Array, target: Array) -> Array:
-    return _forward(setting, logits, target)[0]
-
-
-def _forward(setting: Setting, logits: Array, target: Array) -> tuple[Array, Any]:
-    found = dict(setting.run(op, {"logits": logits, "target": target}))
-    return reduced(setting, found.pop("loss"), target), {"logits": logits, "target": target, **found}
-
-
-def _backward(setting: Setting, saved: Any, dloss: Array) -> tuple[Array, None]:
-    dloss = of_rows(setting, summed(setting, dloss), saved["target"])
-    return setting.run(cross_entropy_bwd, {**saved, "dloss": dloss}, setting.inplace)["dlogits"], None
-
-
-_loss.defvjp(_forward, _backward)
+    function = of_slices(cross_entropy, axis_name, "vocab_parallel_cross_entropy")
+    loss: Array = function(
+        jnp.asarray(logits), jnp.asarray(target), ignore_index, label_smoothing, z_loss, reduction=reduction,
+        inplace_backward=inplace_backward,
+    )  # fmt: skip
+    return loss

@@ -17,7 +17,7 @@ from cute_ops.binding import Binding
 from cute_ops.op import Op, Tensor
 from cute_ops.sharding import Factors, factors
 from cute_ops.sharding import sizes as factor_sizes
-from cute_ops_jax.distributed.varying import Axes, varying_like
+from cute_ops_jax.distributed.varying import Axes, alike, varies, varying_like
 
 T = TypeVar("T")
 Arrays: TypeAlias = Mapping[str, Any]
@@ -140,7 +140,7 @@ def on_slices(op: Op, inputs: Arrays, attrs: Arrays, axis: str | Axes, call: Cal
         axis: one mesh axis or several.
         call: ``call(inputs, attrs) -> outputs``: the op on one device.
     """
-    if op.split is None:
+    if op.split is None or op.split.part is None:
         raise TypeError(f"op {op.name} declares no split")
     size = next(inputs[n].shape[_place(t, op.split.dim)] for n, t in op.inputs.items() if _place(t, op.split.dim))
     whole = size * jax.lax.axis_size(axis)
@@ -150,6 +150,41 @@ def on_slices(op: Op, inputs: Arrays, attrs: Arrays, axis: str | Axes, call: Cal
         sizes = [size] * jax.lax.axis_size(axis)
         found |= op.split.merge(jnp, _stacked(parts, axis), inputs, attrs, sizes, whole)
     return found
+
+
+def adds_up(op: Op, output: str) -> bool:
+    """Whether the devices with slices of the dim that an op splits have parts of a sum."""
+    return op.split is not None and op.split.adds_up(output) and not _place(op.outputs[output], op.split.dim)
+
+
+class Shared:
+    """What JAX offers to programs of which each device has a slice."""
+
+    shared = True
+
+    def __init__(self, framework: Any) -> None:
+        self._framework = framework
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._framework, name)
+
+
+def spread(arrays: Arrays, axes: Axes) -> dict[str, Any]:
+    """The inputs of an op of which devices along the axes have slices. Floats are made to vary over these and every
+    axis that one of them varies over, so JAX adds up the gradients of those that devices share; integers over the same
+    axes but for these: what they are, they are for the whole.
+    """
+    given = present(arrays)
+    # Gathered rows are the same on all devices; a maximum over them tells JAX so.
+    whole = {
+        n: jax.lax.pmax(jax.lax.stop_gradient(a), axes) if varies(a, axes) else a
+        for n, a in given.items() if not jnp.issubdtype(a.dtype, jnp.floating)
+    }  # fmt: skip
+    floats = {n: a for n, a in given.items() if n not in whole}
+    # The axis' index varies over it, if replication is checked.
+    *found, like = alike([*floats.values(), *whole.values(), jax.lax.axis_index(axes)])
+    varying = dict(zip(floats, found, strict=False))
+    return {n: varying[n] if n in varying else varying_like(whole[n], like, axes) for n in given}
 
 
 def _place(tensor: Tensor, dim: str) -> int:

@@ -13,10 +13,17 @@ from cute_ops.op import Op
 from cute_ops_jax.distributed.varying import varying_like
 from cute_ops_jax.primitive import lowering
 from cute_ops_jax.primitive.arrays import specs
+from cute_ops_jax.primitive.row_chunks import Chunks
 
 Array = jax.Array
 where = jnp.where
 broadcast_to = jnp.broadcast_to
+chunks = Chunks
+shared = False
+
+
+def ones(shape: tuple[int, ...], like: Array) -> Array:
+    return varying_like(jnp.ones(shape, jnp.float32), like)  # type: ignore[no-any-return]
 
 
 def rows_of(table: Array, index: Array) -> Array:

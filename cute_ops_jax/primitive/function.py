@@ -15,9 +15,10 @@ from cute_ops import lists
 from cute_ops.errors import message, unknown_argument
 from cute_ops.op import Op
 from cute_ops.ops.fused import without_operands
-from cute_ops_jax.distributed.varying import alike
+from cute_ops_jax.distributed.slices import spread
+from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
 from cute_ops_jax.primitive.arrays import in_order
-from cute_ops_jax.primitive.primitive import one_for_each
+from cute_ops_jax.primitive.primitive import one_for_each, stage
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
 
 
@@ -56,29 +57,7 @@ def register(op: Op) -> Callable[..., Any]:
     header = signature(op)
     if op.numbers:
         return _of_lists(op, header)
-    run = differentiable(op)
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        bound = header.bind(*args, **kwargs)
-        bound.apply_defaults()
-        given = in_order(op, bound.arguments)
-        attrs = tuple((name, bound.arguments[name]) for name in op.keywords)
-        options = {name: bound.arguments[name] for name in op.options}
-        inplace = options.pop("inplace_backward", False)
-        if options:
-            op.check_options(options)
-        # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
-        given = dict(zip(given, alike(list(given.values())), strict=True))
-        found = run(StaticCall(tuple(given), attrs, inplace), given)
-        results = [
-            found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.results.items() if not t.hidden
-        ]
-        if op.finish is not None:
-            shown = dict(zip(op.shown, results, strict=True))
-            results = list(op.finish.apply(jnp, bound.arguments, shown, dict(attrs), **options).values())
-        return results[0] if len(results) == 1 else tuple(results)
-
-    _describe(call, op, header)
+    call = _caller(op, header)
     # jit traces once per shape, so that a call outside of jit does not pay for custom_vjp every time.
     traced = jax.jit(call, static_argnames=(*op.keywords, *op.options), inline=True)
 
@@ -91,6 +70,50 @@ def register(op: Op) -> Callable[..., Any]:
             raise
 
     return function
+
+
+def of_slices(op: Op, axis: str | Axes, what: str) -> Callable[..., Any]:
+    """The function of an op inside of a ``shard_map``, whose devices along ``axis`` have slices of the dim that it
+    splits. It raises NameError, as the function that is called ``what``, where there is no such axis.
+    """
+    return _caller(op, signature(op), as_axes(axis), what)
+
+
+def _check_axes(axes: Axes, what: str) -> None:
+    # Gradients follow the conventions of a shard_map: the axis of a vmap is none.
+    if missing := [a for a in axes if a not in manual()]:
+        there = ", ".join(map(repr, sorted(manual()))) or "none"
+        problem = f"axis {missing[0]!r} is no axis of a jax.shard_map that this is called in"
+        raise NameError(f"cute.{what}: {problem}; there: {there}.")
+
+
+def _caller(op: Op, header: inspect.Signature, axes: Axes = (), what: str = "") -> Callable[..., Any]:
+    run = differentiable(op)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        bound = header.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = in_order(op, bound.arguments)
+        attrs = tuple((name, bound.arguments[name]) for name in op.keywords)
+        options = {name: bound.arguments[name] for name in op.options}
+        inplace = options.pop("inplace_backward", False)
+        if options:
+            op.check_options(options)
+        if axes:
+            stage(op).bound(given, dict(attrs))
+            _check_axes(axes, what)
+        # Before custom_vjp, so that a replicated weight gets the sum of the devices' gradients.
+        given = spread(given, axes) if axes else dict(zip(given, alike(list(given.values())), strict=True))
+        found = run(StaticCall(tuple(given), attrs, inplace, axes), given)
+        results = [
+            found.get(n, found.get(t.same_as) if t.same_as else None) for n, t in op.results.items() if not t.hidden
+        ]
+        if op.finish is not None:
+            shown = dict(zip(op.shown, results, strict=True))
+            results = list(op.finish.apply(jnp, given, shown, dict(attrs), **options).values())
+        return results[0] if len(results) == 1 else tuple(results)
+
+    return _describe(call, op, header)
 
 
 def _of_lists(op: Op, header: inspect.Signature) -> Callable[..., Any]:

@@ -84,13 +84,16 @@ class Stage:
             _compat.register_lowering(self.primitive, body, platform, transposed=transposed)
             _compat.register_lowering(self.partitioned, body, platform, spread, transposed)
 
-    def __call__(self, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> dict[str, jax.Array | None]:
+    def __call__(
+        self, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False, axes: Axes = ()
+    ) -> dict[str, jax.Array | None]:
         """Check the call and bind the primitive.
 
         Args:
             inputs: arrays by name.
             attrs: attributes by name; those that are missing have their default.
             inplace: outputs take the memory of the inputs that are donated to them.
+            axes: of the enclosing ``shard_map``, along which devices have slices of the dim that the op splits.
 
         Raises:
             TypeError: unknown or missing argument, wrong dtype.
@@ -98,6 +101,9 @@ class Stage:
         """
         given = {name: inputs[name] for name in (*self.op.inputs, *inputs) if inputs.get(name) is not None}
         binding = self.bound(given, attrs)
+        if axes:
+            found = self._on_axes(inplace, given, binding.attrs, axes)
+            return dict.fromkeys(self.op.results) | dict(found)
         if binding.empty or (self.transparent and _automatic()):
             arrays = [jnp.asarray(a) for a in given.values()]
             results: Sequence[Any] = self._run(lowering.reference, binding, arrays, inplace=False)
@@ -132,6 +138,9 @@ class Stage:
         given = in_order(self.op, inputs)
         binding = self.bound(given, attrs)
         return named(binding, self.primitive.bind(*alike(list(given.values())), **_params(binding, inplace)))
+
+    def _on_axes(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> Arrays:
+        return self.together(self.op, inputs, attrs, axes, partial(self._on_one_device, inplace))
 
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool
@@ -209,22 +218,24 @@ class Composite(Stage):
     XLA's partitioner would shard such a program as it sees fit, and gather rows in every turn of a loop. Declared as
     one op, every device runs the whole program on its own rows.
 
-    Args:
-        op: the inputs and outputs, from which follows what devices may share. Its kernel, its reference and the
-            functions of its split are not used.
-        body: ``body(call, inputs, attrs, axes) -> outputs``, arrays by name, None where absent. Devices along ``axes``
-            have slices of the dim that the declaration splits: the body exchanges what they need.
+    Where devices have slices of the dim that it splits, each runs the program on its slice, and together they run the
+    ops in it that split that dim, too.
     """
 
     partitions_reference = True
 
-    def __init__(self, op: Op, body: Callable[[Call, Arrays, Mapping[str, Any], Axes], Arrays]) -> None:
-        self.body, self.transparent = body, op.program is not None and not op.program.ops
+    def __init__(self, op: Op) -> None:
+        assert op.program is not None
+        self.program, self.transparent = op.program, not op.program.ops
         super().__init__(op)
 
     @staticmethod
     def together(op: Op, inputs: Arrays, attrs: Arrays, axes: Axes, call: Callable[..., Arrays]) -> Arrays:
-        return call(inputs, attrs, axes=axes)
+        found = call(slices.spread(inputs, axes), attrs, axes=axes)
+        return {n: jax.lax.psum(a, axes) if slices.adds_up(op, n) else a for n, a in found.items()}
+
+    def _on_axes(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> Arrays:
+        return self._outputs(by_stage, inputs, attrs, axes)
 
     def _on_one_device(
         self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes = (), *,
@@ -245,8 +256,20 @@ class Composite(Stage):
 
     def _outputs(self, call: Call, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
         """The outputs that exist."""
-        found = self.body(call, {n: inputs.get(n) for n in self.op.inputs}, attrs, axes)
-        return slices.present({n: found[n] for n in self.op.outputs})
+        xp: Any = slices.Shared(framework) if axes else framework
+        run = partial(_together, call, self.op, axes) if axes else call
+        found = self.program.run(xp, run, {n: inputs.get(n) for n in self.op.inputs}, attrs)
+        return slices.present({n: found.get(n) for n in self.op.outputs})
+
+
+def _together(
+    call: Call, program: Op, axes: Axes, op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False
+) -> Arrays:
+    """An op in a program whose devices along the axes have slices of a dim: run together where it splits that, too."""
+    each = partial(call, op, inplace=inplace)
+    if op.split is None or program.split is None or op.split.dim != program.split.dim:
+        return each(inputs, attrs)
+    return slices.on_slices(op, inputs, {**op.keywords, **attrs}, axes, each)
 
 
 def by_stage(op: Op, inputs: Arrays, attrs: Mapping[str, Any], inplace: bool = False) -> Arrays:
@@ -273,10 +296,7 @@ def no_derivative(op: Op, *_: Any, **__: Any) -> NoReturn:
 @one_for_each
 def stage(op: Op) -> Stage:
     """The one stage of a declaration in this process."""
-    if op.program is None:
-        return Stage(op)
-    run = op.program.run
-    return Composite(op, lambda call, inputs, attrs, axes: run(framework, call, inputs, attrs))
+    return Stage(op) if op.program is None else Composite(op)
 
 
 def named(binding: Binding, results: Sequence[Any]) -> dict[str, Any]:

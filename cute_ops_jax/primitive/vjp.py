@@ -19,6 +19,7 @@ from jax.custom_derivatives import SymbolicZero
 from cute_ops.op import Op, Tensor
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit
+from cute_ops_jax.distributed.varying import Axes, varies
 from cute_ops_jax.primitive.arrays import Attributes
 from cute_ops_jax.primitive.primitive import Stage, no_derivative, stage
 
@@ -28,13 +29,19 @@ Saved = tuple[Arrays, jax.Array | None]
 
 
 class StaticCall(NamedTuple):
-    """What is static in a call: the inputs that are present, the attributes, and whether gradients may take the memory
-    of the inputs that are donated to them.
+    """What is static in a call.
+
+    Attributes:
+        names: the inputs that are present.
+        attrs: the attributes.
+        inplace: whether gradients may take the memory of the inputs that are donated to them.
+        axes: of the enclosing ``shard_map``, along which devices have slices of the dim that the op splits.
     """
 
     names: tuple[str, ...]
     attrs: Attributes
     inplace: bool = False
+    axes: Axes = ()
 
 
 def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
@@ -48,26 +55,28 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
 
     def outputs_of(forward: Stage, call: StaticCall, inputs: Arrays) -> Arrays:
         # Policies of jax.checkpoint may name the outputs, those kept for the gradient included.
-        outputs = forward(inputs, dict(call.attrs)).items()
+        outputs = forward(inputs, dict(call.attrs), axes=call.axes).items()
         return {name: checkpoint_name(a, f"cute_{op.name}") for name, a in outputs if a is not None}
 
-    if not op.steps:
+    if not op.differentiable:
         return run
     stage_of = stage  # a step's is made when a gradient is first asked for
-    reads = {name for step in op.steps for name in step.inputs} | op.handed_on.keys()
+    reads = {name for step in op.steps for name in step.inputs} | op.handed_on.keys() | set(op.scaled.values())
+    first, *others = op.outputs
     more = () if op.saving is None else op.saving.outputs.keys() - op.outputs.keys()
     # The inputs whose gradient can be left out.
     optional = [
         n for n in op.differentiable
-        if len(op.steps) > 1 or n in op.handed_on or op.steps[0].outputs[f"d{n}"].skippable
+        if len(op.steps) > 1 or n in {*op.handed_on, *op.scaled} or op.steps[0].outputs[f"d{n}"].skippable
     ]  # fmt: skip
 
     def forward_rule(call: StaticCall, primals: dict[str, Any]) -> tuple[Arrays, Saved]:
         inputs = {name: primal.value for name, primal in primals.items()}
         wanted = [name for name, primal in primals.items() if name not in optional or primal.perturbed]
         steps = op.backward(wanted, inputs)
-        needed = {name for step in steps for name in step.inputs}
-        runs = stage_of(op.saving) if op.saving and op.saves(steps) else forward
+        needed = {name for step in steps for name in step.inputs} | {op.scaled[n] for n in wanted if n in op.scaled}
+        saving = op.saved_by(wanted, inputs)
+        runs = stage_of(saving) if saving else forward
         runs.stands_for = op
         made = outputs_of(runs, call, inputs)
         outputs = {name: made[name] for name in op.outputs if name in made}
@@ -80,15 +89,22 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
     def backward_rule(call: StaticCall, saved: Saved, cotangents: dict[str, Any]) -> tuple[dict[str, Any]]:
         kept, mark = saved
         sizes = {} if mark is None else dict(zip(optional, mark.shape[1:], strict=True))
+        cotangents = {name: _whole(cotangent, call.axes) for name, cotangent in cotangents.items()}
         known: dict[str, Any] = {**kept, **{f"d{name}": cotangent for name, cotangent in cotangents.items()}}
         for step in op.backward([name for name in call.names if sizes.get(name, 1)], call.names):
             given = {name: _as_input(tensor, known.get(name)) for name, tensor in step.inputs.items()}
-            results = stage_of(step)(given, {n: value for n, value in call.attrs if n in step.keywords}, call.inplace)
+            attrs = {n: value for n, value in call.attrs if n in step.keywords}
+            results = stage_of(step)(given, attrs, call.inplace, call.axes)
             shared = {n: t.same_as for n, t in step.outputs.items() if t.same_as and results[n] is None}
             known |= {n: results[shared.get(n, n)] for n in results}
         for name, output in op.handed_on.items():
             if name in kept and sizes.get(name, 1):
                 known[f"d{name}"] = _like(cotangents[output], kept[name].dtype)
+        if op.scaled and any(not isinstance(cotangents[n], SymbolicZero) for n in others if n in cotangents):
+            no_derivative(op)  # of the gradients that it returns
+        for name, gradient in op.scaled.items():
+            if name in call.names and sizes[name]:
+                known[f"d{name}"] = _times(kept[gradient], cotangents[first])
         return ({name: known.get(f"d{name}") for name in call.names},)  # None is a zero gradient
 
     function = jax.custom_vjp(run, nondiff_argnums=(0,))
@@ -108,6 +124,22 @@ def differentiable(op: Op) -> Callable[[StaticCall, Arrays], Arrays]:
 def _like(cotangent: Any, dtype: Any) -> Any:
     """A cotangent as the gradient of an input of this dtype; None, a zero gradient, where there is none."""
     return None if isinstance(cotangent, SymbolicZero) else cotangent.astype(dtype)
+
+
+def _times(gradient: jax.Array, cotangent: Any) -> Any:
+    """The product in float32, the dtype of the cotangent: rounded to 16 bits, that would add more error than the last
+    rounding.
+    """
+    return None if isinstance(cotangent, SymbolicZero) else (gradient * cotangent).astype(gradient.dtype)
+
+
+def _whole(cotangent: Any, axes: Axes) -> Any:
+    """The cotangent of what devices along the axes have alike: without replication checks each has a part of it, as of
+    any ``psum``.
+    """
+    if not axes or isinstance(cotangent, SymbolicZero) or varies(jax.lax.axis_index(axes), axes):
+        return cotangent
+    return jax.lax.psum(cotangent, axes)
 
 
 def _as_input(declared: Tensor, given: Any) -> Any:

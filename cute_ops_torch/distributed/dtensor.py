@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import copy
 from typing import Any, cast
 
 import torch
@@ -24,9 +25,10 @@ from cute_ops.op import Op
 from cute_ops.sharding import factors, tied
 from cute_ops_torch import registry
 from cute_ops_torch.distributed.inner import run_on_terms
-from cute_ops_torch.distributed.split import Slice, run_on_slice
+from cute_ops_torch.distributed.split import Slice, program_on_slice, run_on_slice
+from cute_ops_torch.library.reference import fake_kernel, register_fake, run_reference
 from cute_ops_torch.library.remembered import make_room
-from cute_ops_torch.library.schema import filler
+from cute_ops_torch.library.schema import filler, schema
 from cute_ops_torch.library.tensors import Tensors, bind_tensors, check_strides, readable
 
 Tensor = torch.Tensor
@@ -38,6 +40,7 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
     """Teach an op to take DTensors."""
     fill, arity = filler(op), len(op.inputs)
     cache: dict[Any, CallPlacements] = {}
+    on_slice = _define_on_slice(op, library) if op.program and op.split else None
 
     def call(*args: Any) -> Any:
         args = fill(args)
@@ -48,12 +51,32 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
             raw = run_on_terms(placed.binding, local, placed.terms, placed.add)
         elif own is None:
             raw = overload(*local, *attrs)
+        elif on_slice is not None:
+            raw = on_slice(*local, *attrs, [own.whole, own.rank, own.ranks], own.group)
         else:
             raw = run_on_slice(op, overload, dict(zip(op.inputs, local, strict=True)), placed.binding.attrs, own)
         results = placed.wrap_outputs(() if raw is None else raw if isinstance(raw, tuple | list) else (raw,))
         return None if not results else results[0] if len(results) == 1 else results
 
     add_rule(overload.name(), call, library)
+
+
+def _define_on_slice(op: Op, library: torch.library.Library) -> Any:
+    """An op of one rank, which runs a program on its slice: compilers see no more of it."""
+    name, local, arity = f"{op.name}_on_slice", copy(op), len(op.inputs)
+    local.check = lambda binding: None  # of the whole call; a slice may be empty
+    fake = fake_kernel(local, lambda: None)
+
+    def run(*args: Any) -> Any:
+        *given, (whole, rank, ranks), group = args
+        binding = bind_tensors(local, given[:arity], given[arity:])
+        return run_reference(binding, given[:arity], program_on_slice(op, Slice(whole, rank, ranks, group)))
+
+    arguments = schema(op, name).replace(") ->", ", int[] part=[], str group='') ->")
+    library.define(arguments, tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides))
+    library.impl(name, run, "CompositeExplicitAutograd")
+    register_fake(library, name, lambda *args: fake(*args[:-2]))
+    return getattr(getattr(torch.ops, library.ns), name)
 
 
 def add_rule(name: str, call: Callable[..., Any], library: torch.library.Library) -> None:
@@ -91,9 +114,7 @@ class CallPlacements:
     Args:
         op: the declaration.
         tensors: the inputs; plain tensors are the same on every rank.
-        attrs: the attributes; by default as declared.
-        differentiable: inputs that have a gradient; by default those of the op.
-        wanted: which outputs are computed; by default all.
+        attrs: the attributes.
 
     Raises:
         TypeError: a plain tensor beside DTensors as an input that has a gradient or is written, or what the op refuses.
@@ -109,18 +130,15 @@ class CallPlacements:
             factor: each rank then gets its rows of the sum. None for other mesh dims, and where each gets all rows.
     """
 
-    def __init__(
-        self, op: Op, tensors: Tensors, attrs: Sequence[Any] = (), differentiable: Sequence[str] = (),
-        wanted: Sequence[bool] = (),
-    ) -> None:  # fmt: skip
-        self.binding = bind_tensors(op, tensors, attrs or list(op.keywords.values()))
+    def __init__(self, op: Op, tensors: Tensors, attrs: Sequence[Any]) -> None:
+        self.binding = bind_tensors(op, tensors, attrs)
         check_strides(self.binding, tensors)
         given = {n: t for n, t in zip(op.inputs, tensors, strict=True) if t is not None}
         sharded = {n: t for n, t in given.items() if isinstance(t, DTensor)}
         first = next(iter(sharded))
         self.mesh = sharded[first].device_mesh
         for name in given:
-            if name in (*(differentiable or op.differentiable), *op.mutates) and name not in sharded:
+            if name in (*op.differentiable, *op.mutates) and name not in sharded:
                 problem = f"argument `{name}` is a torch.Tensor, but `{first}` is a DTensor; distribute both."
                 raise TypeError(refusal(self.binding, problem))
             if name in sharded and sharded[name].device_mesh != self.mesh:
@@ -146,11 +164,11 @@ class CallPlacements:
         if self.split is not None and self.split in self.factors:
             self.slice = Slice.of_mesh(self.mesh, self.factors.index(self.split), self.binding.dims[self.split])
         self._outputs: list[tuple[tuple[Placement, ...], tuple[int, ...]]] = []
-        for (name, array), needed in zip(self.binding.outputs.items(), wanted or [True] * len(op.outputs), strict=True):
-            if array is None or not needed:
+        for name, array in self.binding.outputs.items():
+            if array is None:
                 self._outputs.append(((Replicate(),) * self.mesh.ndim, (0,)))
             else:
-                self._outputs.append((self._output_placements(named[name]), tuple(array.shape)))
+                self._outputs.append((self._output_placements(name), tuple(array.shape)))
 
     def _refused(self, sharded: Mapping[str, DTensor]) -> Iterator[tuple[str, str]]:
         """The inputs that are sharded along a dim that the declaration wants whole, each with what it says."""
@@ -212,10 +230,10 @@ class CallPlacements:
         chosen = [f if f in names else rows for f, rows in zip(self.factors, self.scattered, strict=True)]
         return tuple(Shard(names.index(f)) if f and f in names else Replicate() for f in chosen)
 
-    def _output_placements(self, names: Sequence[str | None]) -> tuple[Placement, ...]:
+    def _output_placements(self, name: str) -> tuple[Placement, ...]:
         """Sharded along factors that an output has; a sum over ranks along others, unless slices have been merged."""
-        split = self.binding.op.split
-        replicated = {None, self.split} if split is not None and split.merge is not None else {None}
+        split, names = self.binding.op.split, self._named[name]
+        replicated = {None} if split is None or split.adds_up(name) else {None, self.split}
         chosen = [rows if f in self.terms else f for f, rows in zip(self.factors, self.scattered, strict=True)]
         return tuple(
             Shard(names.index(f)) if f is not None and f in names else Replicate() if f in replicated else Partial()
@@ -271,5 +289,16 @@ def refusal(binding: Binding, problem: str) -> str:
     return message(binding.op, problem, binding.inputs, binding.dims, binding.dtypes)
 
 
-for _each in registry.everything():
+def _scaled_gradient(gradient: DTensor, dloss: Tensor) -> DTensor:
+    factor = dloss.full_tensor() if isinstance(dloss, DTensor) else dloss
+    scaled = torch.ops.cute.scaled_gradient(gradient.to_local(), factor)
+    return DTensor.from_local(
+        scaled, gradient.device_mesh, gradient.placements, run_check=False, shape=gradient.shape,
+        stride=gradient.stride(),
+    )  # fmt: skip
+
+
+_library = torch.library.Library("cute", "FRAGMENT")
+add_rule("cute::scaled_gradient", _scaled_gradient, _library)
+for _each in list(registry.everything()):
     shard(*_each)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from cute_ops.op import Op
+from cute_ops.op import Op, Program
 from cute_ops.op import Tensor as Declared
+from cute_ops_torch.library import framework, program
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -31,11 +33,6 @@ class Slice(NamedTuple):
     rank: int
     ranks: int
     group: str
-
-    @classmethod
-    def of(cls, part: Sequence[int], group: str) -> Slice | None:
-        """From the arguments of an op; None from empty ones."""
-        return cls(part[0], part[1], part[2], group) if part else None
 
     @classmethod
     def of_mesh(cls, mesh: DeviceMesh, dim: int, whole: int) -> Slice:
@@ -89,7 +86,7 @@ def run_on_slice(
     from array_api_compat import torch as xp
 
     split = op.split
-    assert split is not None
+    assert split is not None and split.part is not None
     sliced = {n for n, t in {**op.inputs, **op.outputs}.items() if any(d.name == split.dim for d in t.dims)}
     given, chosen = split.part(xp, inputs, attrs, own.start, own.size, own.whole)
     if own.size == 0:  # ops refuse an empty dim: run on one zero, and drop the result
@@ -106,6 +103,36 @@ def run_on_slice(
         merged = split.merge(xp, stacked, inputs, attrs, own.sizes, own.whole)
         parts |= {n: merged[n].to(parts[n].dtype) for n in whole}
     return list(parts.values())
+
+
+def program_on_slice(op: Op, own: Slice) -> Program:
+    """The program of an op for this rank's slice: ranks together run the ops that it calls and that split the dim."""
+    assert op.program is not None and op.split is not None
+    run, dim = op.program.run, op.split.dim
+
+    def call(
+        called: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False
+    ) -> Mapping[str, Any]:
+        if called.split is None or called.split.dim != dim:
+            return program.call(called, inputs, attrs, inplace)
+        given = {name: inputs.get(name) for name in called.inputs}
+        raw = run_on_slice(called, program.functions[called](inplace), given, {**called.keywords, **attrs}, own)
+        return dict(zip(called.outputs, raw, strict=True))
+
+    return op.program._replace(run=lambda xp, _, inputs, attrs: run(_Shared(own), call, inputs, attrs))
+
+
+class _Shared:
+    """What torch offers to programs of which each rank has a slice."""
+
+    shared = True
+
+    def __init__(self, own: Slice) -> None:
+        # All ranks must have the same chunks: those of the first one's slice, the largest.
+        self.chunks = partial(framework.chunks, largest=own.most)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(framework, name)
 
 
 def _axis(declared: Declared, dim: str) -> int:

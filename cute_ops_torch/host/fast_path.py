@@ -31,9 +31,9 @@ class FastPath:
     """
 
     def __init__(
-        self, op: Op, launcher: Callable[[], Launcher], nodes: Nodes, saving: Callable[[], Launcher] | None = None
+        self, op: Op, launcher: Callable[[], Launcher], nodes: Nodes, saving: Callable[[Op], Launcher] | None = None
     ) -> None:
-        """``saving``: makes the CUDA implementation of the op that saves more for the gradient."""
+        """``saving``: makes the CUDA implementation of an op that saves more for the gradient."""
         self._op, self.launcher, self._nodes, self._saving = op, launcher, nodes, saving
         self._calls = GuardedCalls(no_match)
         self.table: dict[Any, Call] = self._calls.table
@@ -50,8 +50,9 @@ class FastPath:
             refuse_gradients(self._op, tensors)
         constants = len(self._op.attrs)
         node = self._nodes.of(tensors, attrs[:constants]) if differentiated else None
-        launcher = self._saving if self._saving and node is not None and node.saves else self.launcher
-        call = launcher().find(tensors, attrs)
+        more = None if node is None or self._saving is None else node.saving
+        launcher = self._saving(more) if more and self._saving else self.launcher()
+        call = launcher.find(tensors, attrs)
         key = call, kinds(tensors)
         known = self._calls.put(tensors[0].shape, key, lambda: self._guard(call, tensors, attrs, differentiated))
         out = known(*args)
@@ -72,11 +73,11 @@ class FastPath:
         if any(t is not None and t.requires_grad for t in tensors):
             values["_grad_enabled"] = torch.is_grad_enabled
             node = None if op.mutates else self._nodes.of(tensors, attrs[: len(op.attrs)])
-            if node is None or (node.saves and not differentiated):
+            if node is None or (node.saving and not differentiated):
                 conditions.append("not _grad_enabled()")
             else:
                 values["_node"] = node.apply
-                if node.saves:  # another kernel than without a gradient
+                if node.saving:  # another kernel than without a gradient
                     conditions.append("_grad_enabled()")
                 result = f"_node(_run, {given}) if _grad_enabled() else {result}"
         return guarded(

@@ -20,7 +20,7 @@ from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.given_outputs import GivenOutputs
 from cute_ops_torch.host.launch import Launcher
 from cute_ops_torch.host.lists import ListCalls
-from cute_ops_torch.host.modes import EXACT, modes_active
+from cute_ops_torch.library.modes import EXACT, modes_active
 from cute_ops_torch.library.nodes import Nodes
 from cute_ops_torch.library.schema import parameters, resolver, takes_out
 

@@ -14,7 +14,7 @@ import torch
 from cute_ops.errors import message
 from cute_ops.op import Op
 from cute_ops_torch.host.launch import Launcher
-from cute_ops_torch.host.modes import EXACT, modes_active
+from cute_ops_torch.library.modes import EXACT, modes_active
 from cute_ops_torch.library.mutation import check_outputs
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import DTYPES, arrays, bind_tensors

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from cute_ops_torch.host.modes import transforms_active
+from cute_ops_torch.library.modes import transforms_active
 
 
 def can_bypass_linear(x: torch.Tensor, *layers: nn.Module) -> bool:

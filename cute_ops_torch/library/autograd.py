@@ -47,7 +47,12 @@ class SupportsFastPath(Protocol):
 
 
 def autograd_kernel(
-    op: Op, overload: Any, fast_path: SupportsFastPath, nodes: Nodes, plain: int = PLAIN_CUDA, saving: Any = None
+    op: Op,
+    overload: Any,
+    fast_path: SupportsFastPath,
+    nodes: Nodes,
+    plain: int = PLAIN_CUDA,
+    saving: Callable[[Op], Any] | None = None,
 ) -> Call:
     """The Autograd kernel of an op.
 
@@ -56,7 +61,7 @@ def autograd_kernel(
         overload: the registered op.
         fast_path: the way past the dispatcher.
         nodes: the op's autograd nodes.
-        saving: the registered op that saves more for the gradient.
+        saving: makes the registered op of one that saves more for the gradient.
         plain: the dispatch keys of a call that no mode observes; tests run stand-ins on the CPU.
     """
     get, arity = fast_path.table.get, len(op.inputs)
@@ -79,7 +84,7 @@ def autograd_kernel(
     return kernel
 
 
-def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes, saving: Any) -> Call:
+def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes, saving: Callable[[Op], Any] | None) -> Call:
     """The Autograd kernel of an op whose calls all stay in the dispatcher: ``kernel(keys, *args)``."""
     fill, arity = filler(op), len(op.inputs)
 
@@ -100,11 +105,12 @@ def _dispatching_kernel(op: Op, overload: Any, nodes: Nodes, saving: Any) -> Cal
         args = fill(args)
         refuse_gradients(op, args[:arity])
         if not _C._are_functorch_transforms_active():
-            return nodes.apply(run, *args, saving=partial(run, op=saving))
+            return nodes.apply(run, *args, saving=saving and (lambda more: partial(run, op=saving(more))))
         # functorch has entered its level by the time it calls an autograd kernel. A Function that stays
         # on that level is right here, but torch wants to be told.
         with enable_single_level_autograd_function():
-            return nodes.apply(run_in_transform, *args, saving=partial(run_in_transform, op=saving))
+            more = saving and (lambda more: partial(run_in_transform, op=saving(more)))
+            return nodes.apply(run_in_transform, *args, saving=more)
 
     return kernel
 

@@ -14,11 +14,18 @@ from cute_ops.jit import target
 from cute_ops.jit.layout import Memory
 from cute_ops.op import Op
 from cute_ops.shapes import Array
+from cute_ops_torch.library.row_chunks import Chunks
 from cute_ops_torch.library.tensors import DTYPES, array
 
 Tensor = torch.Tensor
 where = torch.where
 broadcast_to = torch.broadcast_to
+chunks = Chunks
+shared = False
+
+
+def ones(shape: tuple[int, ...], like: Tensor) -> Tensor:
+    return like.new_ones(shape, dtype=torch.float32)
 
 
 def rows_of(table: Tensor, index: Tensor) -> Tensor:

@@ -10,8 +10,6 @@ import torch
 from cute_ops.op import Op
 
 Call = Callable[..., Any]
-# Where an output goes: over the argument of this index, or into a tensor; None where it has memory of its own.
-Place = int | torch.Tensor | None
 
 
 def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
@@ -22,26 +20,22 @@ def inplace_gradient(grad: Op, gradient: Call, into: Call) -> Call:
         gradient: its function, raw.
         into: its CUDA implementation with outputs given.
     """
-    return overwriting(gradient, into, donated(grad))
+    names = list(grad.inputs)
+    donated = [names.index(t.donates) if t.donates else None for t in grad.outputs.values()]
+    return overwriting(gradient, into, donated)
 
 
-def donated(op: Op) -> list[int | None]:
-    """For each output the index of the input that is donated to it."""
-    names = list(op.inputs)
-    return [names.index(t.donates) if t.donates else None for t in op.outputs.values()]
-
-
-def overwriting(call: Call, into: Call, places: Sequence[Place]) -> Call:
+def overwriting(call: Call, into: Call, places: Sequence[int | None]) -> Call:
     """A raw function that writes outputs over arguments, where those are compact.
 
     Args:
         call: the function.
         into: its CUDA implementation with outputs given.
-        places: of each output.
+        places: for each output the index of the argument that it goes over; None where it has memory of its own.
     """
 
     def run(*args: Any) -> Any:
-        reused = [args[place].detach() if isinstance(place, int) else place for place in places]
+        reused = [None if place is None else args[place].detach() for place in places]
         given = [t for t in reused if t is not None]
         # A negated view shares its base's memory.
         whole = not any(isinstance(a, torch.Tensor) and a.is_neg() for a in args)

@@ -108,4 +108,8 @@ class _Last(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> None:
-        raise NotImplementedError(f"cute.{ctx.name}: its gradient has none of its own, so there is no double backward.")
+        raise double_backward(ctx.name)
+
+
+def double_backward(name: str) -> NotImplementedError:
+    return NotImplementedError(f"cute.{name}: its gradient has none of its own, so there is no double backward.")

@@ -12,6 +12,7 @@ from torch.autograd.function import _SingleLevelFunction
 from cute_ops.op import Op, Tensor
 from cute_ops_torch.library.no_gradient import no_gradients
 from cute_ops_torch.library.remembered import make_room
+from cute_ops_torch.library.scaled_gradient import scaled_gradients
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import arrays, readable
 
@@ -24,10 +25,10 @@ class AutogradNode(_SingleLevelFunction):
     """Base of our nodes. ``apply`` of ``autograd.Function`` is for calls from outside the dispatcher.
 
     Attributes:
-        saves: whether what it runs is the op's ``saving`` one.
+        saving: the op that it runs in place of its own, to save more; or None.
     """
 
-    saves = False
+    saving: Op | None = None
 
     # Compiled autograd tells backwards apart by this.
     _compiled_autograd_key = staticmethod(torch.autograd.Function._compiled_autograd_key)
@@ -52,23 +53,25 @@ class Nodes:
         """
         given = {name: t for name, t in zip(self._op.inputs, tensors, strict=True) if t is not None}
         names, wanted = tuple(given), tuple(name for name, t in given.items() if t.requires_grad)
-        key = names, wanted, tuple((type(a), a) for a in attrs)
+        # What the forward computes serves every level of functorch.
+        kept = tuple(name for name, t in given.items() if _tracked(t)) if self._op.scaled else wanted
+        key = names, wanted, kept, tuple((type(a), a) for a in attrs)
         try:
             found = self._known.get(key)
         except TypeError:  # a compiler traces with an attribute that is symbolic and has no hash
-            return self._make(names, wanted, attrs)
+            return self._make(names, wanted, kept, attrs)
         if found is None:
             make_room(self._known)
-            found = self._known[key] = self._make(names, wanted, attrs)
+            found = self._known[key] = self._make(names, wanted, kept, attrs)
         return found
 
-    def apply(self, run: Call, *args: Any, saving: Call | None = None) -> Any:
-        """``run(*inputs, *attributes, *scalars)`` as a node; ``saving`` runs the op that saves more."""
+    def apply(self, run: Call, *args: Any, saving: Callable[[Op], Call] | None = None) -> Any:
+        """``run(*inputs, *attributes, *scalars)`` as a node; ``saving(op)`` runs the op that saves more."""
         arity, count = len(self._op.inputs), len(self._op.inputs) + len(self._op.attrs)
         tensors, attrs, numbers = args[:arity], args[arity:count], args[count:]
 
         node = self.of(tensors, attrs)
-        chosen = saving if node.saves and saving is not None else run
+        chosen = saving(node.saving) if node.saving and saving is not None else run
 
         def run_given(*given: Any) -> Any:
             rest = iter(given)
@@ -76,22 +79,32 @@ class Nodes:
 
         return node.apply(run_given, *[t for t in tensors if t is not None], *numbers)
 
-    def _make(self, given: tuple[str, ...], wanted: tuple[str, ...], attrs: Sequence[Any]) -> Any:
+    def _make(
+        self, given: tuple[str, ...], wanted: tuple[str, ...], kept: tuple[str, ...], attrs: Sequence[Any]
+    ) -> Any:
         op = self._op
-        if op.steps:
+        if op.differentiable:
             named = dict(zip(op.attrs, attrs, strict=True))
             absent = {f"d{name}" for name in op.inputs if name not in given}
             chosen = op.backward(wanted, given)
             steps = [_Step.of(step, self._function(step), named, absent, given) for step in chosen]
-            saves = op.saves(chosen)
-            forward, backward = _with_gradient(op, steps[0] if len(steps) == 1 else _chain(steps), given, saves)
+            steps += [_scaled(op, scaled)] if (scaled := [name for name in op.scaled if name in wanted]) else []
+            saving = op.saved_by(kept, given)
+            forward, backward = _with_gradient(op, steps[0] if len(steps) == 1 else _chain(steps), given, saving)
         else:
-            saves, (forward, backward) = False, _without_gradient(op, given)
-        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saves": saves}
+            saving, (forward, backward) = None, _without_gradient(op, given)
+        methods = {"forward": staticmethod(forward), "backward": staticmethod(backward), "saving": saving}
         made: Any = type(f"cute_{op.name}", (AutogradNode,), methods)
         # Slots cost less than a dict.
         made._backward_cls = type(made._backward_cls.__name__, (made._backward_cls,), {"__slots__": _SLOTS})
         return made
+
+
+def _tracked(tensor: torch.Tensor) -> bool:
+    """Whether autograd tracks a tensor, or a level of functorch does."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor) and not tensor.requires_grad:
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor.requires_grad
 
 
 class _Step(NamedTuple):
@@ -154,14 +167,31 @@ def _chain(steps: Sequence[_Step]) -> _Step:
     return _Step(inputs, outputs, run, (), scalars, lambda found, raw: raw, frozenset(inputs.keys() - read))
 
 
-def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saves: bool) -> tuple[Call, Call]:
-    """Forward and backward, wired by names as :class:`cute_ops.Op` describes; ``saves``: the forward runs the op that
-    saves more.
+def _scaled(op: Op, names: Sequence[str]) -> _Step:
+    """The gradients of these inputs that the forward has computed, as a step."""
+    first, *others = op.outputs
+    saved = {op.scaled[name]: op.inputs[name]._replace(optional=False) for name in names}
+    # Cotangents of gradients themselves come from a second derivative.
+    second = {f"d{name}": op.outputs[name]._replace(optional=True) for name in others}
+
+    scaled, count = scaled_gradients(op), len(saved)
+
+    def run(*given: Any) -> Any:
+        found = scaled(given[:count], given[count], given[count + 1 :])
+        return tuple(found) if count > 1 else found[0]
+
+    inputs = {**saved, f"d{first}": op.outputs[first], **second}
+    return _Step(inputs, tuple(f"d{name}" for name in names), run, (), (), lambda tensors, raw: raw)
+
+
+def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saving: Op | None) -> tuple[Call, Call]:
+    """Forward and backward, wired by names as :class:`cute_ops.Op` describes; ``saving``: the op that the forward runs
+    to save more.
 
     Both run in every training step, so where each tensor goes is worked out here and they only index: loops in them
     cost 1 us and 3 us.
     """
-    ran = op.saving if saves and op.saving is not None else op
+    ran = saving or op
     single, count, taken = len(ran.outputs) == 1, len(given), len(given) + len(op.scalars)
     inputs = [k for k, name in enumerate(given) if name in grad.inputs]
     outputs = [k for k, name in enumerate(ran.outputs) if name in grad.inputs]
@@ -197,7 +227,7 @@ def _with_gradient(op: Op, grad: _Step, given: tuple[str, ...], saves: bool) -> 
             ctx.required = [(made[k].shape, made[k].dtype) for k in required]
         if mark is not None:
             mark(ctx, args, made)
-        return (made[0] if shown == 1 else made[:shown]) if saves else out
+        return (made[0] if shown == 1 else made[:shown]) if saving else out
 
     def forward_of_inputs(ctx: Any, run: Call, *tensors: Any) -> Any:
         ctx.to_save = tensors

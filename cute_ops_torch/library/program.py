@@ -14,8 +14,8 @@ from cute_ops_torch.library import framework
 from cute_ops_torch.library.schema import resolver
 from cute_ops_torch.library.tensors import Tensors, row_major
 
-# What makes the raw functions of the ops that are registered.
-functions: dict[Op, Callable[[], Callable[..., Any]]] = {}
+# Makes the raw function of an op that is registered, or the one whose outputs take the memory of donated inputs.
+functions: dict[Op, Callable[[bool], Callable[..., Any]]] = {}
 _resolver = cache(resolver)
 
 
@@ -24,12 +24,12 @@ def run(program: Program, binding: Binding, tensors: Tensors) -> tuple[Any, ...]
     op = binding.op
     with torch._C._DisableAutocast():  # the declaration says which dtypes there are
         found = program.run(framework, call, dict(zip(op.inputs, tensors, strict=True)), binding.attrs)
-    return tuple(found[name] for name in op.results)
+    return tuple(found.get(name) for name in op.results)
 
 
-def call(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+def call(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False) -> dict[str, Any]:
     # Kernels read a contiguous last dim; the framework's functions give any.
     given = [None if (t := inputs.get(name)) is None else row_major(t) for name in op.inputs]
-    raw = functions[op]()(*given, *{**op.keywords, **attrs}.values())
+    raw = functions[op](inplace)(*given, *{**op.keywords, **attrs}.values())
     made = _resolver(op)(given, raw if isinstance(raw, tuple) else (raw,))
     return dict(zip(op.outputs, made, strict=True))

@@ -30,7 +30,7 @@ from cute_ops.ops import OPS, PARTS
 from cute_ops.ops.gemm.linear import PRODUCTS as PLAIN_PRODUCTS
 from cute_ops.shapes import FLOATS
 from cute_ops_jax.primitive import ffi, function, vjp
-from cute_ops_jax.primitive.primitive import Stage, stage
+from cute_ops_jax.primitive.primitive import Composite, Stage, stage
 
 # For programs on several devices; the first one runs everything else.
 jax.config.update("jax_num_cpu_devices", 8)
@@ -189,6 +189,10 @@ class KernelsOnCpu(Stage):
     platforms = ("cuda", "cpu")
 
 
+class ProgramOnCpu(Composite):
+    platforms = ("cuda", "cpu")
+
+
 @pytest.fixture
 def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Callable[[Op], Stage]:
     """``ffi_stage(op)``: a stage of the op whose CUDA lowering runs on the CPU."""
@@ -205,7 +209,7 @@ def ffi_stage(fake_kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> Cal
 
     def made(op: Op) -> Stage:
         if op not in stages:
-            stages[op] = KernelsOnCpu(op)
+            stages[op] = ProgramOnCpu(op) if op.program else KernelsOnCpu(op)
             for one in (op, *(op.without_kernel.ops if op.without_kernel else ())):
                 fake_kernels.ops.setdefault(one.name, one)
         return stages[op]

@@ -51,11 +51,10 @@ def make(compiled: Any) -> Iterator[Callable[[Op], Made]]:
             library.define(schema(op))
             overload = getattr(getattr(torch.ops, NAMESPACE), op.name).default
             launcher, nodes = launch.Launcher(op), Nodes(op, lambda step: one(step).function)
-            saving = one(op.saving) if op.saving else None
-            fast = fast_path.FastPath(op, lambda: launcher, nodes, (lambda: saving.launcher) if saving else None)
+            fast = fast_path.FastPath(op, lambda: launcher, nodes, lambda more: one(more).launcher)
             compiled.ops[op.name] = op
             library.impl(op.name, returning(op, lambda *args: launcher.launch(*args)), "CPU")
-            kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr(), saving and saving.raw)
+            kernel = autograd.autograd_kernel(op, overload, fast, nodes, keys.raw_repr(), lambda more: one(more).raw)
             library.impl(op.name, returning(op, kernel), "Autograd")
             fake = returning(op, fake_kernel(op, lambda: None))
             torch.library.register_fake(f"{NAMESPACE}::{op.name}", fake, lib=library)

@@ -684,8 +684,8 @@ def test_auto_adds_the_next_norm_where_that_leads(leads: bool, monkeypatch: pyte
     monkeypatch.setattr(framework, "leads", lambda op, inputs, attrs: leads)
     function, called = cute_ops_torch.register(linear_add_rmsnorm()), []
     for op in (linear_add_rstd(), linear):
-        raw = program.functions[op]()
-        monkeypatch.setitem(program.functions, op, lambda op=op, raw=raw: called.append(op) or raw)
+        raw = program.functions[op](False)
+        monkeypatch.setitem(program.functions, op, lambda inplace, op=op, raw=raw: called.append(op) or raw)
     function(*[t.detach() for t in tensors_of(linear_add_rmsnorm())])
     assert called == [linear_add_rstd() if leads else linear]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,13 +24,13 @@ from cute_ops.errors import CompileError
 from cute_ops.jit import cache, target
 from cute_ops.jit.target import Target, parse
 from cute_ops.ops.parts.embedding import sorted_embedding_bwd
-from cute_ops_torch.composite import chunked_loss, gradient_scale
+from cute_ops.ops.parts.scale import scale
+from cute_ops.ops.reduction.cross_entropy import cross_entropy, cross_entropy_bwd, cross_entropy_step
 from cute_ops_torch.host import compiled_call
 from cute_ops_torch.huggingface import attention, decoder, packed_weights, products, residual_norm
 from cute_ops_torch.huggingface import patch as patching
 from cute_ops_torch.library import framework, program, reference
 from cute_ops_torch.library.tensors import bind_tensors, memory
-from cute_ops_torch.registry import family
 
 transformers = pytest.importorskip("transformers")
 
@@ -799,7 +800,7 @@ class Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         space, _, name = func._schema.name.partition("::")
-        if space == "cute" and not name.startswith(("linear_cross_entropy", "embedding")):
+        if space == "cute" and not name.startswith(("linear_cross_entropy", "scaled_gradient", "embedding")):
             self.note(lookup.find(name), args)
         return func(*args, **(kwargs or {}))
 
@@ -811,13 +812,11 @@ def test_a_configuration_tells_all_that_the_patched_model_calls(kind: str, monke
     cute_ops_torch.patch(model)
     calls = Calls(sm90)
 
-    def noted(*names: str) -> tuple[Any, ...]:
-        op, run, into = family(*names)
-        return op, lambda *arguments: (calls.note(op, arguments), run(*arguments))[1], into
+    def noted(op: Op, make: Callable[[bool], Callable[..., Any]]) -> Callable[[bool], Callable[..., Any]]:
+        return lambda inplace: lambda *arguments: (calls.note(op, arguments), make(inplace)(*arguments))[1]
 
-    for module in (chunked_loss, gradient_scale):
-        monkeypatch.setattr(module, "family", noted)
-    monkeypatch.setitem(program.functions, sorted_embedding_bwd, lambda: noted("cute", "sorted_embedding_bwd")[1])
+    for op in (sorted_embedding_bwd, cross_entropy, cross_entropy_bwd, cross_entropy_step, scale):
+        monkeypatch.setitem(program.functions, op, noted(op, program.functions[op]))
     tokens = torch.randint(0, 97, (64, manifest.ROWS // 64))
     loss = model(tokens, labels=tokens).loss  # fused nodes run only outside of the mode
     with calls:

@@ -1,0 +1,132 @@
+"""Rows of a linear layer a chunk at a time: :class:`cute_ops.composite.chunks.Chunks` in torch.
+
+Arrays are written in place: the logits of all chunks lie in one place, each sum of gradients in another.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from cute_ops.composite import chunks
+from cute_ops_torch.library.tensors import DTYPES
+
+Tensor = torch.Tensor
+State = TypeVar("State")
+
+
+class Chunks:
+    """The chunks of a call.
+
+    Args:
+        inputs: hidden, weight, bias and what else has rows, by name.
+        attrs: ``accum_dtype`` and ``chunk_rows``, 0 where the heuristic chooses.
+        wanted: the gradients to sum up.
+        share: whether the gradient of the hidden states may share an array with the logits.
+        largest: where ranks share the classes, the most that one has: all must have the same chunks.
+
+    Attributes:
+        slices: the rows of each chunk.
+        sums_apart: whether the weight's gradient is summed in a float32 tensor of its own and rounded at the end.
+        spare: memory for logits; None where there is none yet.
+    """
+
+    def __init__(
+        self, inputs: Mapping[str, Any], attrs: Mapping[str, Any], wanted: Collection[str], share: bool = False,
+        largest: int = 0,
+    ) -> None:  # fmt: skip
+        self.inputs = inputs
+        self.hidden: Tensor = inputs["hidden"]
+        self.weight: Tensor = inputs["weight"]
+        self.bias: Tensor | None = inputs["bias"]
+        rows, width = self.hidden.shape
+        sizes = rows, width, largest or self.weight.shape[0], self.hidden.dtype.itemsize
+        asked: int = attrs["chunk_rows"]
+        apart, shared = "dweight" in wanted and DTYPES[attrs["accum_dtype"]] != self.weight.dtype, 0
+        self.slices = self._of_rows(asked or chunks.rows_per_chunk(*sizes))
+        if share and "dhidden" in wanted and not (asked or largest):
+            shared, self.slices = chunks.plan_shared(*sizes)
+        size = chunks.rows_in_weight(rows, width) if apart and not asked else 0
+        if size and -(-rows // size) <= len(self.slices):
+            shared, self.slices = 0, self._of_rows(size)
+        self.sums_apart = apart and len(self.slices) > 1
+        self.spare = self.hidden.new_empty(shared) if shared else None
+        self._sums = self._new_sums(wanted)
+
+    def _of_rows(self, size: int) -> Sequence[slice]:
+        count = self.hidden.shape[0]
+        return [slice(start, min(start + size, count)) for start in range(0, count, size)]
+
+    def _new_sums(self, wanted: Collection[str]) -> dict[str, Tensor]:
+        hidden, weight, found = self.hidden, self.weight, {}
+        if "dhidden" in wanted:
+            memory = hidden.new_empty(hidden.shape) if self.spare is None else self.spare[: hidden.numel()]
+            found["dhidden"] = memory.view(hidden.shape)
+        if "dweight" in wanted:
+            self.dweight = torch.empty_like(weight)
+            found["dweight"] = self.dweight if hidden.shape[0] else self.dweight.zero_()
+            if self.sums_apart:
+                found["dweight"] = torch.empty_like(weight, dtype=torch.float32)
+                if self.spare is None and max(s.stop - s.start for s in self.slices) <= weight.shape[1]:
+                    # Until the sum is rounded, logits may take the place of the result.
+                    self.spare = self.dweight.as_strided((weight.numel(),), (1,))
+        if self.bias is not None and "dbias" in wanted:
+            found["dbias"] = torch.zeros_like(self.bias, dtype=torch.float32)
+        return found
+
+    def each(self, state: State, body: Callable[[State, slice], State]) -> State:
+        for at in self.slices:
+            state = body(state, at)
+        return state
+
+    def new_rows(self) -> Tensor:
+        return self.hidden.new_empty(self.hidden.shape[:1], dtype=torch.float32)
+
+    def cut(self, name: str, at: slice) -> Tensor:
+        rows: Tensor = self.inputs[name][at]
+        return rows
+
+    def put(self, array: Tensor, at: slice, part: Tensor) -> Tensor:
+        array[at] = part
+        return array
+
+    def logits(self, at: slice) -> Tensor:
+        """In the same memory for all chunks: at the end of what is spare, where there is any."""
+        shape = at.stop - at.start, self.weight.shape[0]
+        if self.spare is None:
+            self.spare = self.hidden.new_empty(shape).view(-1)
+        start = (self.spare.numel() - math.prod(shape)) // chunks.TILE * chunks.TILE
+        logits = self.spare[start : start + math.prod(shape)].view(shape)
+        if self.bias is None:
+            return torch.mm(self.hidden[at], self.weight.t(), out=logits)
+        return torch.addmm(self.bias, self.hidden[at], self.weight.t(), out=logits)
+
+    def sums(self) -> dict[str, Tensor]:
+        return self._sums
+
+    def put_product(self, array: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
+        torch.mm(a, b, out=array[at])
+        return array
+
+    def add_product(self, total: Tensor, at: slice, a: Tensor, b: Tensor) -> Tensor:
+        """The first product overwrites the total."""
+        first = at.start == 0
+        if total.dtype == a.dtype:
+            return torch.mm(a, b, out=total) if first else total.addmm_(a, b)
+        if total.is_cuda:
+            wide: dict[str, Any] = {"out_dtype": total.dtype, "out": total}
+            return torch.mm(a, b, **wide) if first else torch.addmm(total, a, b, **wide)
+        product = a.to(total.dtype) @ b.to(total.dtype)  # `out_dtype` is for CUDA only
+        return total.copy_(product) if first else total.add_(product)
+
+    def add_rows(self, total: Tensor, rows: Tensor) -> Tensor:
+        return total.add_(rows.sum(0, dtype=torch.float32))
+
+    def rounded(self, sums: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        found = {name: total if name == "dweight" else total.to(self.hidden.dtype) for name, total in sums.items()}
+        if self.sums_apart:
+            found["dweight"] = self.dweight.copy_(sums["dweight"])
+        return found

@@ -1,0 +1,79 @@
+"""Gradients that a forward computed for a cotangent of one, multiplied by the cotangent that came."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from cute_ops.op import Op
+from cute_ops.ops.parts.scale import scale as declared
+from cute_ops_torch.library import program
+from cute_ops_torch.library.modes import EXACT, modes_active
+from cute_ops_torch.library.no_gradient import double_backward, once
+from cute_ops_torch.library.reference import register_fake
+
+Tensor = torch.Tensor
+
+
+def scaled_gradients(op: Op) -> Callable[[Sequence[Tensor], Tensor, Sequence[Any]], Sequence[Tensor]]:
+    """``scaled(saved, dloss, second)``: the gradients of an op.
+
+    Its arguments are what the forward computed, the cotangent, and the cotangents of what it computed: of a second
+    derivative, else None.
+    """
+    name = op.aliases.get(op.name, op.name)
+    last = once(name)(lambda ctx, dloss, *saved: _scaled(saved, dloss))
+
+    def scaled(saved: Sequence[Tensor], dloss: Tensor, second: Sequence[Any]) -> Sequence[Tensor]:
+        if any(d is not None for d in second):
+            raise double_backward(name)
+        if torch._C._are_functorch_transforms_active():  # whose outer levels differentiate this, too
+            return [(t.float() * dloss).to(t.dtype) for t in saved]
+        found: Sequence[Tensor] = last(None, dloss, *saved)
+        return found
+
+    return scaled
+
+
+def _scaled(saved: Sequence[Tensor], dloss: Tensor) -> tuple[Tensor, ...]:
+    if torch.compiler.is_compiling() or modes_active() or any(type(t) not in EXACT for t in (*saved, dloss)):
+        return tuple(torch.ops.cute.scaled_gradient(t, dloss) for t in saved)
+    # In place, without a second buffer of the weight's size, unless another backward is to come.
+    keep = torch._C._autograd._get_current_graph_task_keep_graph()
+    return tuple(scale(t, dloss) if keep else scale_(t, dloss) for t in saved)
+
+
+def scale(gradient: Tensor, dloss: Tensor) -> Tensor:
+    """``gradient * dloss``, in float32, rounded once."""
+    row = _as_row(gradient)
+    if row is None:
+        return (gradient.float() * dloss).to(gradient.dtype)
+    run = program.functions[declared](False)
+    return run(row, dloss.view(1)).as_strided(gradient.shape, gradient.stride())  # type: ignore[no-any-return]
+
+
+def scale_(gradient: Tensor, dloss: Tensor) -> Tensor:
+    """The same in place. Where dloss is one, the kernel moves nothing: only the device needs to know its value."""
+    row = _as_row(gradient)
+    if row is None:
+        return gradient.copy_(scale(gradient, dloss))
+    program.functions[declared](True)(row, dloss.view(1))
+    return gradient
+
+
+def _as_row(tensor: Tensor) -> Tensor | None:
+    """All elements as one row, in the order of memory, so that one kernel takes every shape; None if there are gaps."""
+    ordered = tensor.permute(sorted(range(tensor.ndim), key=tensor.stride, reverse=True))
+    return ordered.view(1, -1) if ordered.is_contiguous() else None
+
+
+# An op, so that compilers see one, and gradients that are DTensors keep their placements.
+_library = torch.library.Library("cute", "FRAGMENT")
+_library.define(
+    "scaled_gradient(Tensor gradient, Tensor dloss) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_library.impl("scaled_gradient", scale, "CompositeExplicitAutograd")
+register_fake(_library, "scaled_gradient", lambda gradient, dloss: torch.empty_like(gradient))
