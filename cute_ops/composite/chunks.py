@@ -79,6 +79,8 @@ class Chunks(Protocol):
     ``accum_dtype`` and ``chunk_rows``; and which gradients are wanted, ``dhidden``, ``dweight`` or ``dbias``.
     """
 
+    inputs: Mapping[str, Any]
+
     def each(self, state: State, body: Callable[[State, Any], State]) -> State:
         """``state = body(state, at)`` for every chunk."""
 

@@ -20,6 +20,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from cute_ops.binding import Binding
+from cute_ops.composite.chunks import Chunks
 from cute_ops.op import Op, Program, Sharding, Split, Tensor
 from cute_ops.ops.checks import no_columns
 from cute_ops.ops.reduction.cross_entropy import (
@@ -90,9 +91,9 @@ def loss(
 
 def _rows(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """Loss of each row, and its log-sum-exp in two parts."""
-    chunks = xp.chunks(_flat(inputs), attrs, ())
+    chunks: Chunks = xp.chunks(_flat(inputs), attrs, ())
 
-    def body(found: Arrays, at: Any) -> Arrays:
+    def body(found: dict[str, Any], at: Any) -> dict[str, Any]:
         given = {"logits": chunks.logits(at), "target": chunks.cut("target", at)}
         made = call(cross_entropy, given, _of_loss(attrs))
         return {name: chunks.put(array, at, made[name]) for name, array in found.items()}
@@ -103,9 +104,9 @@ def _rows(xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
 
 def _rows_bwd(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: Arrays) -> Arrays:
     """The gradients for a cotangent of each row's loss, from logits that are computed again."""
-    chunks = xp.chunks(_flat(inputs), attrs, wanted)
+    chunks: Chunks = xp.chunks(_flat(inputs), attrs, wanted)
 
-    def body(sums: Arrays, at: Any) -> Arrays:
+    def body(sums: dict[str, Any], at: Any) -> dict[str, Any]:
         rows = {name: chunks.cut(name, at) for name in ("target", *_SAVED)}
         found = call(cross_entropy_bwd, {"logits": chunks.logits(at), **rows}, _of_loss(attrs), inplace=True)
         return _add(chunks, sums, at, found["dlogits"])
@@ -122,9 +123,9 @@ def _step(wanted: Collection[str], xp: Any, call: Call, inputs: Arrays, attrs: A
     """The same with its gradients."""
     one = xp.ones((), inputs["hidden"])
     dloss = xp.broadcast_to(_mean(one, inputs["count"]), inputs["target"].shape)
-    chunks = xp.chunks(_flat({**inputs, "dloss": dloss}), attrs, wanted, share=True)
+    chunks: Chunks = xp.chunks(_flat({**inputs, "dloss": dloss}), attrs, wanted, share=True)
 
-    def body(state: tuple[Any, Arrays], at: Any) -> tuple[Any, Arrays]:
+    def body(state: tuple[Any, dict[str, Any]], at: Any) -> tuple[Any, dict[str, Any]]:
         losses, sums = state
         given = {"logits": chunks.logits(at), "target": chunks.cut("target", at)}
         cotangents = {"dloss": chunks.cut("dloss", at)}
@@ -156,7 +157,7 @@ def _mean(total: Any, count: Any) -> Any:
     return total if count is None else total / count
 
 
-def _add(chunks: Any, sums: Arrays, at: Any, dlogits: Any) -> Arrays:
+def _add(chunks: Chunks, sums: dict[str, Any], at: Any, dlogits: Any) -> dict[str, Any]:
     """The gradients with those of one more chunk."""
     found = dict(sums)
     if "dhidden" in sums:
@@ -168,7 +169,7 @@ def _add(chunks: Any, sums: Arrays, at: Any, dlogits: Any) -> Arrays:
     return found
 
 
-def _gradients(chunks: Any, sums: Arrays, inputs: Arrays) -> Arrays:
+def _gradients(chunks: Chunks, sums: dict[str, Any], inputs: Arrays) -> Arrays:
     found = chunks.rounded(sums)
     return {name: a.reshape(inputs["hidden"].shape) if name == "dhidden" else a for name, a in found.items()}
 

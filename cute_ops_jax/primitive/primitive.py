@@ -140,7 +140,7 @@ class Stage:
         return named(binding, self.primitive.bind(*alike(list(given.values())), **_params(binding, inplace)))
 
     def _on_axes(self, inplace: bool, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> Arrays:
-        return self.together(self.op, inputs, attrs, axes, partial(self._on_one_device, inplace))
+        return self.together(self.op, inputs, attrs, axes, partial(self, inplace=inplace))
 
     def _abstract(
         self, *avals: Any, names: tuple[str, ...], attrs: Attributes, inplace: bool

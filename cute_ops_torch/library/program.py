@@ -12,7 +12,7 @@ from cute_ops.binding import Binding
 from cute_ops.op import Op, Program
 from cute_ops_torch.library import framework
 from cute_ops_torch.library.schema import resolver
-from cute_ops_torch.library.tensors import Tensors, row_major
+from cute_ops_torch.library.tensors import Tensors, readable
 
 # Makes the raw function of an op that is registered, or the one whose outputs take the memory of donated inputs.
 functions: dict[Op, Callable[[bool], Callable[..., Any]]] = {}
@@ -29,7 +29,7 @@ def run(program: Program, binding: Binding, tensors: Tensors) -> tuple[Any, ...]
 
 def call(op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], inplace: bool = False) -> dict[str, Any]:
     # Kernels read a contiguous last dim; the framework's functions give any.
-    given = [None if (t := inputs.get(name)) is None else row_major(t) for name in op.inputs]
+    given = [None if (t := inputs.get(name)) is None else readable(tensor, t) for name, tensor in op.inputs.items()]
     raw = functions[op](inplace)(*given, *{**op.keywords, **attrs}.values())
     made = _resolver(op)(given, raw if isinstance(raw, tuple) else (raw,))
     return dict(zip(op.outputs, made, strict=True))

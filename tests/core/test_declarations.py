@@ -251,7 +251,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "output 'more' has 'skippable', but a program returns all outputs",
     ),
     "a program that is split": (
-        {"kernel": Program(dict), "sharding": Sharding(split=Split("n", dict))}, "it splits a dim, which a program",
+        {"kernel": Program(dict), "sharding": Sharding(split=Split("n", dict))}, "what each device does with a slice",
     ),
     "SM": ({"kernel": Kernel("a:B", least_sm=8.9)}, "least_sm must be a whole number, 89 for SM 8.9, got 8.9"),
     "an attribute that the gradient lacks": (
@@ -314,6 +314,24 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "a cotangent beside a gradient": (
         {"grad": backward(), "handed_on": {"x": "out"}},
         "handed_on gives 'x' a gradient, but mine_bwd gives 'dx'",
+    ),
+    "scaled by what is no number": (
+        {"scaled": {"x": "out"}}, "its gradients are scaled by the cotangent of 'out', which must be a scalar",
+    ),
+    "scaled beside another output": (
+        {"outputs": {"loss": Tensor("", "T"), "out": ROWS}, "scaled": {"x": "kept"}}, "a scalar and no output beside",
+    ),
+    "scaled from nothing": (
+        {"outputs": {"loss": Tensor("", "T")}, "scaled": {"x": "kept"}},
+        "scaled gives 'x' the gradient 'kept': an input, and an output of its shape and dtype",
+    ),
+    "scaled beside a gradient": (
+        {"outputs": {"loss": Tensor("", "T"), "kept": ROWS}, "scaled": {"x": "kept"},
+         "grad": backward(inputs={"dloss": Tensor("", "T"), "x": ROWS})},
+        "scaled gives 'x' a gradient, but mine_bwd gives 'dx'",
+    ),
+    "strides that no program makes": (
+        {"outputs": {"out": ROWS._replace(lies_as="x")}}, "output 'out' lies as 'x', which is no input of its shape",
     ),
     "a cotangent, and no gradient": ({"handed_on": {"x": "out"}}, "it says how its gradient is computed, but declares"),
     "what is saved by another op": (
