@@ -39,6 +39,7 @@ def fused(
     name: str = "",
     outputs: Sequence[str] = (),
     attrs: Mapping[str, Any] | None = None,
+    no_gradient: tuple[str, ...] = (),
     cases: tuple[Case, ...] = CASES,
     doc: str = "",
     grad_doc: str = "",
@@ -60,6 +61,7 @@ def fused(
         name: the op's name, the function's by default.
         outputs: their names, by default ``out``, or ``out0``, ``out1``, ...
         attrs: as :class:`Op` has them; Python sees their values, and each combination is a kernel of its own.
+        no_gradient: operands that have no gradient: it is not computed.
         cases: named problems.
         doc: the op's docstring, the function's by default.
         grad_doc: the gradient's docstring.
@@ -71,7 +73,7 @@ def fused(
         TraceError: the function does what an expression cannot say.
         ValueError: it does what is not fused yet, or the declaration is wrong.
     """
-    made = _Fused(name or function.__name__, function, operands, outputs, attrs, cases)
+    made = _Fused(name or function.__name__, function, operands, outputs, attrs, cases, no_gradient)
     gradient = Op(
         f"{made.name}_bwd", inputs=made.grad_inputs, outputs=made.written_gradients,
         doc=grad_doc or f"Gradient of :func:`{made.name}`.", reference=made.reference_of(made.reference_bwd),
@@ -79,6 +81,7 @@ def fused(
     )  # fmt: skip
     return Op(
         made.name, inputs=made.inputs, outputs=made.results, grad=gradient, handed_on=made.handed_on,
+        no_gradient=no_gradient,
         doc=doc or inspect.getdoc(function) or f"``{made.name}`` in one pass.",
         reference=made.reference_of(made.reference), tuning=made.tuning(made.forward), **made.common,
     )  # fmt: skip
@@ -196,9 +199,10 @@ class _Fused:
 
     def __init__(
         self, name: str, function: Callable[..., Any], operands: Mapping[str, str], outputs: Sequence[str],
-        attrs: Mapping[str, Any] | None, cases: tuple[Case, ...],
+        attrs: Mapping[str, Any] | None, cases: tuple[Case, ...], no_gradient: Sequence[str] = (),
     ) -> None:  # fmt: skip
         self.name, self.function, self.operands = name, function, dict(operands)
+        self.wanted = {key: shape for key, shape in operands.items() if key not in no_gradient}
         self._forward, self._backward = cache(self._traced), cache(self._differentiated)
         defaults = defaults_of(attrs or {})
         kinds = trace(function, operands, defaults).output_kinds
@@ -217,7 +221,7 @@ class _Fused:
         backward = self.backward(defaults)
         self.inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
         self.results = {out: Tensor(shape, "T") for out, shape in self.outputs.items()}
-        self.gradients = {f"d{key}": tensor for key, tensor in self.inputs.items()}
+        self.gradients = {f"d{key}": self.inputs[key] for key in self.wanted}
         written = {key: tensor for key, tensor in self.gradients.items() if key[1:] not in self.handed_on}
         twins = {f"d{key}": f"d{other}" for key, other in self.twins.items()}
         self.written_gradients = {key: tensor._replace(same_as=twins.get(key)) for key, tensor in written.items()}
@@ -240,7 +244,7 @@ class _Fused:
         return self._forward(tuple(attrs.items()))
 
     def backward(self, attrs: Mapping[str, Any]) -> Formula:
-        """Terms of the gradients of all operands."""
+        """Terms of the gradients of the operands that have one."""
         return self._backward(tuple(attrs.items()))
 
     def again(self, attrs: Mapping[str, Any]) -> Formula:
@@ -251,14 +255,15 @@ class _Fused:
         """Tiles whose gradient needs no memory of its own, each with the output whose cotangent it is, or with the
         operand whose gradient it is, too. One gradient at least is left to compute.
         """
-        found, names = differentiate(expression), [*self.operands]
+        names = [*self.operands]
+        found = differentiate(expression, [i for i, key in enumerate(names) if key in self.wanted])
         nodes, whole = found.expression.nodes, {key for key, shape in self.operands.items() if shape == "*m n"}
         cotangents: dict[str, str] = {}
         twins: dict[str, str] = {}
         firsts: dict[int, str] = {}
         for part, i in zip(found.addends, found.expression.outputs, strict=True):
             name, node = names[part.operand], nodes[i]
-            if name not in whole or part.rows or part.columns or len(cotangents) + len(twins) + 1 == len(names):
+            if name not in whole or part.rows or part.columns or len(cotangents) + len(twins) + 1 == len(self.wanted):
                 continue
             source = found.sources[node.operand] if node.word == "operand" else Source("", 0)
             out = [*self.outputs][source.position]
@@ -304,9 +309,9 @@ class _Fused:
     def _differentiated(self, attrs: tuple[tuple[str, Any], ...], again: bool = False) -> Formula:
         forward = self._forward(attrs)
         # Where operands share rows or columns, kernels of rows read tiles once for the sums too.
-        by_rows = forward.by_rows or not all(map(_is_tile, self.operands.values()))
+        by_rows = forward.by_rows or not all(map(_is_tile, self.wanted.values()))
         idle = set() if again else {*self.handed_on, *self.twins}
-        wanted = [i for i, key in enumerate(self.operands) if key not in idle]
+        wanted = [i for i, key in enumerate(self.operands) if key in self.wanted.keys() - idle]
         found = differentiate(forward.expression, wanted, sum_columns=by_rows, again=again)
         tensors, cotangents = [*self.operands], [f"d{out}" for out in self.outputs]
 
@@ -321,7 +326,7 @@ class _Fused:
         return Formula(found.expression, by_rows, reads, writes, kinds, self.tile)
 
     def workspace(self, problem: Problem, config: Config) -> dict[str, Array | None]:
-        gradients = {f"d{name}": shape for name, shape in self.operands.items()}
+        gradients = {f"d{name}": shape for name, shape in self.wanted.items()}
         return sum_workspaces(self.backward(problem.attrs), gradients, problem, config)
 
     def reference(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
@@ -330,7 +335,7 @@ class _Fused:
         return tuple(xp.astype(out, dtype) for out in evaluate(self.forward(attrs).expression, xp, arrays))
 
     def reference_bwd(self, xp: Any, arrays: Sequence[Any], attrs: Mapping[str, Any]) -> tuple[Any, ...]:
-        """The gradients of all operands that are not handed on; None where another serves."""
+        """The gradients of the operands that have one and are not handed on; None where another serves."""
         found = self._gradients(xp, self.backward(attrs), arrays)
         return tuple(found.get(name) for name in self.written_gradients)
 

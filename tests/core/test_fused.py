@@ -208,6 +208,20 @@ def test_what_cannot_be_fused_is_refused(message: str) -> None:
         fused(function, operands=operands, name="refused", **more)
 
 
+def test_operands_without_a_gradient() -> None:
+    def scaled_by(xp: Any, x: Any, row: Any, factor: Any) -> Any:
+        return xp.tanh(x) * row * factor
+
+    op = fused(scaled_by, operands={"x": TILE, "row": ROW, "factor": ""}, no_gradient=("row", "factor"))
+    assert repr(op.grad).endswith("-> dx: T[*m n]")
+    gradient.check(op, Case("", {"m": (3,), "n": 5}))
+    made = kernel_calls.made(op.grad, 5, 64, "float32", "compact", np.random.default_rng(0))
+    kernel_calls.check(made)
+    assert not made.planned()[1].workspaces and "form" not in made.planned()[1].variant.config  # nothing is summed
+    with pytest.raises(ValueError, match=r"no_gradient has \['colour'\]"):
+        fused(scaled_by, operands={"x": TILE, "row": ROW, "factor": ""}, no_gradient=("colour",))
+
+
 def test_attributes_may_not_change_what_is_returned() -> None:
     def pair(xp: Any, x: Any, *, both: bool) -> Any:
         return (x, -x) if both else x
