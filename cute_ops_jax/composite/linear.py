@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from cute_ops.composite.docstrings import continued
+from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops.ops.gemm.linear import linear as product
@@ -37,5 +38,5 @@ def linear(
     return register(op)(x, weight, *fitted, fused=fused)
 
 
-def _fitted(array: Array, fit: by_call.Fit) -> Array:
+def _fitted(array: Array, fit: Fit) -> Array:
     return jnp.broadcast_to(array.reshape(fit.own), fit.sizes)

@@ -10,8 +10,9 @@ import torch
 
 from cute_ops.composite.docstrings import continued
 from cute_ops.op import Op
+from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
-from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Fit, Shapes
+from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant, number

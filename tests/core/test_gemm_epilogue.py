@@ -24,8 +24,9 @@ from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
 from cute_ops.jit.target import parse
 from cute_ops.kernels.gemm.config import GemmConfig
+from cute_ops.ops.broadcast import fit
 from cute_ops.ops.fused import fused
-from cute_ops.ops.gemm.by_call import fit, op_of
+from cute_ops.ops.gemm.by_call import op_of
 from cute_ops.ops.gemm.config import Demand, configs
 from cute_ops.ops.gemm.fused import fused_linear
 from cute_ops.ops.gemm.linear import linear, linear_float32
