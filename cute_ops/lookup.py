@@ -3,21 +3,28 @@
 ``rmsnorm`` is one of ours. ``package.module:name`` and ``path/to/file.py:name`` are ops that a module or file binds to
 that name. ``.grad`` behind a name means the gradient; the name of one of several ops that compute it, or of one that is
 narrowed to some of its outputs, means that one: ``file.py:norm.norm_bwd_only_dx``. So does ``file.py:add_n.add_n_of_3``
-for an op with lists.
+for an op with lists. Of a function whose operands' shapes each call gives, ``file.py:gelu_add`` is the op of tiles,
+``file.py:gelu_add.trt`` that of a tile, a row and a tile, and ``file.py:clipped.t(limit=2.0)`` one with an attribute:
+:mod:`cute_ops.ops.fused_by_call` says what the letters mean.
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 import sys
 from functools import cache
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
+from typing import TYPE_CHECKING, Any
 
 from cute_ops import lists
 from cute_ops.errors import meant
 from cute_ops.op import Op
+
+if TYPE_CHECKING:
+    from cute_ops.ops.fused_by_call import ByCall
 
 
 @cache
@@ -62,8 +69,11 @@ def find(name: str) -> Op:
             raise ValueError(f"no op {name!r}{meant(name, ours())}; {known}")
         return ours()[name]
     place, _, attribute = name.rpartition(":")
-    module, (first, *rest) = load(place), attribute.split(".")
+    module, (first, *rest) = load(place), re.split(r"\.(?![^(]*\))", attribute)
     found = getattr(module, first, None)
+    if (made := _by_call(found)) is not None:
+        text = rest.pop(0) if rest and rest[0] != "grad" else ""
+        found = _of_call(made, text)
     for step in rest:
         if not isinstance(found, Op):
             break
@@ -95,8 +105,33 @@ def find_all(name: str, gradients: bool = True) -> list[Op]:
 
 
 def of_module(module: ModuleType) -> dict[str, Op]:
-    """The ops that a module binds, by name."""
-    return {name: value for name, value in vars(module).items() if isinstance(value, Op)}
+    """The ops that a module binds, by name; of a function whose operands' shapes each call gives, that of tiles."""
+    found = {}
+    for name, value in list(vars(module).items()):
+        made = _by_call(value)
+        if made is not None or isinstance(value, Op):
+            found[name] = value if made is None else _of_call(made)
+    return found
+
+
+def _by_call(value: Any) -> ByCall | None:
+    """What a function that an adapter's ``fused`` decorates is made from."""
+    return vars(value).get("by_call") if type(value) is FunctionType else None
+
+
+def _of_call(made: ByCall, text: str = "") -> Op:
+    try:
+        return made.find(text) if text else made.default()
+    except TypeError as error:  # also a TraceError
+        raise ValueError(str(error)) from error
+
+
+def _held(value: Any) -> dict[str, Op]:
+    """The ops that a module's value is or holds, by what stands behind its name."""
+    if (made := _by_call(value)) is not None:
+        return {f".{text}": op for text, op in made.texts().items()}
+    # By type(value): isinstance may run an object's own code, for instance one that warns.
+    return {"": value} if issubclass(type(value), Op) else {}
 
 
 def place(op: Op) -> str | None:
@@ -111,9 +146,11 @@ def place(op: Op) -> str | None:
     # The program itself comes last: another process could import it only by running it.
     for where, module in (*modules, (getattr(program, "__file__", None), program)):
         for name, value in list(getattr(module, "__dict__", {}).items()) if where else ():
-            # By type(value): isinstance may run an object's own code, for instance one that warns.
-            if issubclass(type(value), Op) and op in _family(value):
-                return f"{where}:{name}{'' if value is op else '.grad' if value.grad is op else f'.{op.name}'}"
+            for behind, held in _held(value).items():
+                if op in _family(held):
+                    return (
+                        f"{where}:{name}{behind}{'' if held is op else '.grad' if held.grad is op else f'.{op.name}'}"
+                    )
     return None
 
 

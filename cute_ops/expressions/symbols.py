@@ -28,6 +28,16 @@ class TraceError(TypeError):
     """A function does what an expression cannot say. The message names the line and what to write instead."""
 
 
+class HalvesError(TraceError):
+    """A function reads an operand by halves, which was declared whole.
+
+    Attributes:
+        operand: its name.
+    """
+
+    operand = ""
+
+
 class Tracing(SimplifyingGraph):
     """The graph of one call of a function."""
 
@@ -37,10 +47,22 @@ class Tracing(SimplifyingGraph):
 
     def refuse(self, what: str, instead: str, at: tuple[str, int] | None = None) -> NoReturn:
         """Raises :class:`TraceError`, for the line that runs or another one."""
+        raise self._error(TraceError, what, instead, at) from None
+
+    def refuse_part(self, what: str, node: int | None) -> NoReturn:
+        """Raises :class:`TraceError` for a part of a value; :class:`HalvesError` where this node is a whole operand."""
+        whole = node is not None and self.nodes[node].word == "operand" and not self.nodes[node].half
+        instead = "declare an operand as `*m 2n` to read its halves, x[..., :n] and x[..., n:]"
+        error = self._error(HalvesError if whole else TraceError, what, instead)
+        if node is not None and isinstance(error, HalvesError):
+            error.operand = self.names[self.nodes[node].operand]
+        raise error from None
+
+    def _error(self, kind: type[TraceError], what: str, instead: str, at: tuple[str, int] | None = None) -> TraceError:
         file, line = at or _line()
         source = linecache.getline(file, line).strip()
         where = f"{file}:{line}" + (f": {source}" if source else "")
-        raise TraceError(f"cute_ops: {self.function} cannot be traced: {what}\n  {where}\n  {instead}") from None
+        return kind(f"cute_ops: {self.function} cannot be traced: {what}\n  {where}\n  {instead}")
 
     def apply(self, word: str, *args: Any, value: str = "") -> Symbol:
         """A word of symbols and numbers."""
@@ -133,15 +155,19 @@ class Arithmetic:
 
 
 class Size(Arithmetic):
-    """The last dim of a value, ``factor`` times ``n``; a number, but for indices."""
+    """The last dim of a value, ``factor`` times ``n``; a number, but for indices.
 
-    def __init__(self, graph: Tracing, factor: int) -> None:
-        self._graph, self._factor = graph, factor
+    Attributes:
+        node: the value; None of a packed operand.
+    """
+
+    def __init__(self, graph: Tracing, factor: int, node: int | None = None) -> None:
+        self._graph, self._factor, self._node = graph, factor, node
 
     def __floordiv__(self, divisor: object) -> Size:
         if divisor != self._factor:
-            self._graph.refuse("a part of a row", "declare an operand as `*m 2n` to read its halves")
-        return Size(self._graph, 1)
+            self._graph.refuse_part("a part of a row", self._node)
+        return Size(self._graph, 1, self._node)
 
     def __bool__(self) -> NoReturn:
         self._graph.refuse("a decision on the length of a row", "one expression serves all lengths")
@@ -282,13 +308,14 @@ class Symbol(Arithmetic, NoArray):
 
     @property
     def shape(self) -> TracedShape:
-        return TracedShape(self._graph, Size(self._graph, 1) if self._graph.kinds[self._id].columns else 1)
+        return TracedShape(self._graph, Size(self._graph, 1, self._id) if self._graph.kinds[self._id].columns else 1)
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, Symbol):
             self._graph.refuse("a mask as an index: the shape would depend on values", "write xp.where(mask, x, 0.0)")
-        instead = "declare an operand as `*m 2n` to read its halves, x[..., :n] and x[..., n:]"
-        self._graph.refuse("an index of a value", instead)
+        parts = [part for part in (index if isinstance(index, tuple) else (index,)) if isinstance(part, slice)]
+        half = any(isinstance(end, Size) for part in parts for end in (part.start, part.stop))
+        self._graph.refuse_part("an index of a value", self._id if half else None)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):  # a question of a library's

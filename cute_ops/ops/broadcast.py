@@ -37,9 +37,10 @@ def fit(shape: Sequence[Any], rows: Sequence[Any], n: Any, packed: bool, batch: 
     else:
         return None
     beside = rows[max(len(rows) - len(lead), 0) :]
-    if len(lead) > len(rows) or any(size != 1 and size != row for size, row in zip(lead, beside, strict=True)):
+    # Equal sizes first: whether one that depends on data is 1, torch.compile does not know.
+    if len(lead) > len(rows) or any(size != row and size != 1 for size, row in zip(lead, beside, strict=True)):
         return None
     shared, columns = lead[: len(lead) - 1] if batch else [], () if width == "1" else (last,)
-    if all(size == 1 for size in lead[len(shared) :]) and tuple(lead) != tuple(rows):  # one row, which all share
+    if tuple(lead) != tuple(rows) and all(size == 1 for size in lead[len(shared) :]):  # one row, which all share
         return Fit("" if width == "1" else width, (*batch, *columns), (*shared, *columns))
     return Fit(f"*m {width}", (*rows, last), tuple(shape))

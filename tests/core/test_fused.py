@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cute_ops import FLOATS, Array, Op, fused
+from cute_ops import FLOATS, Array, Op, fused, lookup, manifest, testing
 from cute_ops import ops as ours
 from cute_ops.binding import bind
 from cute_ops.dispatch import choose
 from cute_ops.expressions import TraceError
 from cute_ops.jit.compile_pool import worker
+from cute_ops.jit.layout import Memory
 from cute_ops.jit.target import parse
 from cute_ops.op import Case
+from cute_ops.ops.fused_by_call import ByCall, kinds
 from cute_ops.tools import gradient, sass
 
 sys.path.append(str(Path(__file__).parent / "kernels"))
@@ -245,3 +247,173 @@ def test_a_function_is_traced_once_for_each_combination_of_attributes() -> None:
         (out,) = op.reference(np, x, factor=factor)
         assert (out == factor).all()
     assert calls == [3.0]
+
+
+# --- operands' shapes by the call ------------------------------------------------------------------------------------
+
+
+def biased(xp: Any, x: Any, bias: Any, residual: Any) -> Any:
+    return xp.tanh(x + bias) * residual
+
+
+def gated(xp: Any, x: Any, bias: Any = None, scale: Any = 2.0, *, limit: float = 1.0) -> Any:
+    n = x.shape[-1] // 2
+    gate, up = x[..., :n], x[..., n:]
+    if bias is not None:
+        gate, up = gate + bias[..., :n], up + bias[..., n:]
+    return xp.clip(xp.silu(gate) * up, -limit, limit) * scale
+
+
+CALLS = {
+    "trt": ((3, 4, 8), (8,), (3, 4, 8)), "tcs": ((3, 8), (3, 1), ()), "trs": ((3, 8), (1, 8), (1, 1)),
+    "tnn": ((3, 8), None, None), "crt": ((3, 1), (8,), (3, 8)),
+    # All of one row, of one column, of one row of several, of one number, of none.
+    "ttc": ((8,), (8,), (1,)), "ttr": ((3, 1), (3, 1), (1,)), "trc": ((1, 8), (8,), (1, 1)), "ttt": ((1,), (1,), (1,)),
+    "tr0": ((0, 8), (8,), (8,)),
+    # A square; some of the leading dims.
+    "tcr": ((8, 8), (8, 1), (8,)), "ttc1": ((2, 3, 8), (3, 8), (2, 1, 1)), "ttt1": ((2, 1, 8), (1, 3, 8), (2, 3, 8)),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CALLS)
+def test_operands_broadcast_as_in_numpy(case: str) -> None:
+    rng, wanted = np.random.default_rng(0), case.rstrip("01") + "r" * case.endswith("0")
+    given = [0.5 if shape is None else rng.standard_normal(shape) for shape in CALLS[case]]
+    op, fits = ByCall(biased).choose(given, (), np.ndarray)
+    assert kinds(fits) == wanted and op.name.startswith(f"biased_{wanted}_")
+    arrays = [
+        np.broadcast_to(np.reshape(a, how.own), how.sizes)
+        for a, how in zip(given, fits, strict=True)
+        if how is not None
+    ]
+    exact = np.tanh(given[0] + given[1]) * given[2]
+    (out,) = op.reference(np, *arrays)
+    assert out.shape == exact.shape
+    np.testing.assert_allclose(out, exact, rtol=1e-12)
+    bound = bind(op, {n: Array(a.shape, "float32") for n, a in zip(op.inputs, arrays, strict=True)})
+    assert [array and array.shape for array in bound.outputs.values()] == [exact.shape]
+
+
+def test_halves_and_what_is_left_out_follow_from_the_function() -> None:
+    by_call, x = ByCall(gated), np.ones((3, 8))
+    found = {
+        kinds(fits): op
+        for given in ([x], [x, np.ones(8)], [x, np.ones(8), np.ones((3, 1))])
+        for op, fits in [by_call.choose(*by_call.bind(given, {}), np.ndarray)]
+    }
+    assert [*found] == ["2t_n", "2t2rn", "2t2rc"]
+    assert repr(found["2t2rc"]).endswith("(x: T[*m 2n], bias: T_bias[2n], scale: T_scale[*m 1]) -> out: T[*m n]")
+    assert found["2t_n"].no_gradient == ("scale",)
+    other, _ = by_call.choose(*by_call.bind([x], {"limit": 2.0}), np.ndarray)
+    assert other is not found["2t_n"]
+
+
+def test_names_are_the_same_in_every_process_and_other_functions_have_others() -> None:
+    def again(other: bool) -> ByCall:
+        def biased(xp: Any, x: Any, bias: Any, residual: Any) -> Any:
+            return residual * xp.tanh(x + bias) + (1 if other else 0)
+
+        return ByCall(biased)
+
+    op = ByCall(biased).op("trt")
+    assert op.name == "biased_trt_0d74c05339b0"
+    assert again(False).op("trt") is op
+    assert again(True).op("trt").name not in (op.name, again(True).op("ttt").name)
+    assert ByCall(lambda xp, x: x * 2).op("t").name.startswith("lambda_t_")
+
+
+CALLED = {
+    "cute.biased: argument `bias` has shape [7], which does not broadcast with those before it.\n"
+    "  x: [3, 8]\n  bias: [7]\n  residual: number": (biased, [(3, 8), (7,), 1.0], {}),
+    "argument `residual` has shape [2, 1, 1, 7], which": (biased, [(3, 8), (8,), (2, 1, 1, 7)], {}),
+    "no argument has the shape of the result, [3, 8], as one must, which says the result's dtype: write "
+    "broadcast_to(x, (3, 8)).": (biased, [(3, 1), (8,), 1.0], {}),
+    "no argument has a last dim, and results are made of rows": (biased, [(), 1.0, 2], {}),
+    "argument `x` has 7 columns, which two halves cannot share": (gated, [(3, 7)], {}),
+    "argument `bias` has shape [2, 2], which does not broadcast": (gated, [(3, 8), (2, 2)], {}),
+    "argument `bias` has 2 columns, expected 8, two halves.": (gated, [(3, 8), (2,)], {}),
+    "argument `bias` must be an array, a number or None, got list": (biased, [(3, 8), [1], 1.0], {}),
+    "argument `bias` is a bool, which Python decides on": (biased, [(3, 8), True, 1.0], {}),
+    "argument `residual` is required": (biased, [(3, 8), (8,)], {}),
+    "4 operands were given; it takes `x`, `bias`, `residual`.": (biased, [(3, 8)] * 4, {}),
+    "argument `bias` was given twice": (biased, [(3, 8), (8,)], {"bias": 1.0}),
+    "unknown argument `limt` (did you mean limit?)": (gated, [(3, 8)], {"limt": 1.0}),
+    "attribute `limit` is part of the kernel: give a number or a text, not list": (gated, [(3, 8)], {"limit": [1]}),
+    "attribute `cap` is required": (lambda xp, x, *, cap: xp.clip(x, -cap, cap), [(3, 8)], {}),
+    "add of None": (biased, [(3, 8), None, 1.0], {}),
+    "an index of a value": (lambda xp, x: (x * 2)[..., : x.shape[-1] // 2], [(3, 8)], {}),
+    "a part of a row": (lambda xp, x: x[..., : x.shape[-1] // 4], [(3, 8)], {}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("text", CALLED)
+def test_what_a_call_cannot_be_says_why(text: str) -> None:
+    function, shapes, attrs = CALLED[text]
+    by_call, given = ByCall(function), [np.ones(s) if isinstance(s, tuple) else s for s in shapes]
+    with pytest.raises((TypeError, ValueError), match=re.escape(text)):
+        by_call.choose(*by_call.bind(given, attrs), np.ndarray)
+
+
+@pytest.mark.parametrize(
+    ("function", "text"),
+    [
+        (lambda xp, *operands: operands[0], r"<lambda> does not name its operands: .* `def lambda\(xp, x, y, \*,"),
+        (lambda xp: 1.0, "does not name its operands"),
+        (lambda xp, x, dx: x + dx, "an output or a gradient is called `dx`, too"),
+    ],
+)
+def test_functions_that_no_call_can_have(function: Any, text: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=text):
+        ByCall(function)
+
+
+def test_commands_and_manifests_find_the_ops_of_calls(tmp_path: Path) -> None:
+    file = tmp_path / "ops_by_call.py"
+    file.write_text(
+        "from cute_ops.ops.fused_by_call import decorate\n\n"
+        "def gated(xp, x, bias, *, limit=1.0, kind='silu'):\n"
+        "    n = x.shape[-1] // 2\n"
+        "    return xp.clip(getattr(xp, kind)(x[..., :n]) * x[..., n:] + bias, -limit, limit)\n\n"
+        "gated = decorate(gated, '', None, {}, None, lambda of: lambda: None)\n"
+    )
+    op, gradient = lookup.find_all(str(file))
+    assert repr(op).endswith("(x: T[*m 2n], bias: T[*m n]) -> out: T[*m n]")
+    assert lookup.find(f"{file}:gated") is op and lookup.find(f"{file}:gated.grad") is gradient
+    other = lookup.find(f"{file}:gated.2tr(limit=2.5,kind='gelu')")
+    assert lookup.find(str(lookup.place(other.grad))) is other.grad
+    bound = bind(other, {"x": Array((3, 16), "bfloat16"), "bias": Array((8,), "float32")})
+    line = str(manifest.call_of(bound, {}))
+    assert line.endswith(":gated.2tr(limit=2.5,kind='gelu') x:bfloat16[3,16] bias:float32[8]")
+    (call,) = manifest.parse(line.replace("ops_by_call:", f"{file}:"), files=True)
+    assert call.op is other
+    endless = sys.modules["ops_by_call"].gated.by_call.op("2tr", (("limit", 1e400), ("kind", "silu")))
+    assert lookup.place(endless) is None  # no text says infinity
+    refused = (
+        ("tx", "letter for each of x, bias"),
+        ("2tr(cap=1)", "no attribute 'cap'"),
+        ("2tr(cap)", "are no attributes"),
+    )
+    for attribute, text in refused:
+        with pytest.raises(ValueError, match=re.escape(text)):
+            lookup.find(f"{file}:gated.{attribute}")
+
+
+@pytest.mark.parametrize("strides", [(0, 1), (1, 0)], ids=str)
+def test_tiles_that_some_leading_dims_share_are_not_copied(strides: tuple[int, int]) -> None:
+    op = ByCall(biased).op("trt")
+    for stage in (op, op.grad):
+        for n, dtype in ((7, "float32"), (64, "bfloat16")):
+            arrays = testing.inputs(stage, Case("", {"m": (2, 3), "n": n}), dtype)
+            shared = arrays["residual"]
+            shared[...] = shared[:1] if strides[0] == 0 else shared[:, :1]
+            where = {name: kernel_calls.place(stage.inputs[name], a, "compact") for name, a in arrays.items()}
+            where["residual"] = Memory((strides[0] * n, strides[1] * n, 1))
+            kernel_calls.check(kernel_calls.Call(stage, arrays, where, {}, "", lambda seed, a=arrays: a))
+
+
+def test_an_op_of_a_call_compiles(tmp_path: Path) -> None:
+    stage, path = ByCall(biased).op("trn").grad, tmp_path / "kernel.cubin"
+    dtypes = {"x": "bfloat16", "dout": "bfloat16"}
+    arrays = {n: Array(t.of({"m": (64,), "n": 4096}), dtypes.get(n, "float32")) for n, t in stage.inputs.items()}
+    worker.compile(choose(bind(stage, arrays), {}, parse("sm_90a")).variant, path)
+    assert all((kernel.stack, kernel.local) == (0, 0) for kernel in sass.resources(path))

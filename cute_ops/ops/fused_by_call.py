@@ -1,0 +1,380 @@
+"""The op that a call of a function runs: it follows from the function and from the shapes of the call's arguments.
+
+What each operand is, a letter says, as NumPy broadcasts it:
+
+- ``t`` a tile, of the shape of the result; ``2t`` two side by side, which the function reads by halves
+- ``r`` a row vector, which all rows share; ``2r`` two side by side
+- ``c`` a column vector, one number per row
+- ``s`` a scalar
+- ``n`` a number of Python's: a scalar without a gradient
+- ``_`` left out: None
+
+An op's name is the function's, these *kinds* and a digest of what is computed: ``gelu_add_trt_1f3b0c9a2d4e``. So it is
+the same in every process, and functions that compute the same share an op.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from functools import partial, update_wrapper
+from numbers import Real
+from typing import Any, NoReturn
+
+from cute_ops.errors import meant
+from cute_ops.expressions.symbols import HalvesError
+from cute_ops.expressions.text import text_of
+from cute_ops.expressions.tracing import trace
+from cute_ops.op import Op
+from cute_ops.ops.broadcast import Fit, fit
+from cute_ops.ops.fused import fused
+
+SHAPES = {"t": "*m n", "2t": "*m 2n", "r": "n", "2r": "2n", "c": "*m 1", "s": "", "n": "", "_": None}
+KINDS = {"*m n": "t", "*m 2n": "2t", "n": "r", "2n": "2r", "*m 1": "c", "": "s", "number": "n"}
+# What is known of an argument: its sizes, "number", or None where it is left out.
+Sizes = Sequence[Any] | str | None
+Attrs = tuple[tuple[str, Any], ...]
+Function = Callable[..., Any]
+_KIND = re.compile(r"2?[tr]|[csn_]")
+_CALL = re.compile(r"((?:2?[tr]|[csn_])+)(?:\((.+)\))?")
+_VALUE = re.compile(r"[-+.'\w]+", re.ASCII)
+# Ops by name: functions that compute the same share one.
+_known: dict[str, Op] = {}
+
+DOC = """Operands broadcast as in NumPy. Against a result ``[*m n]`` one is a tile ``[*m n]``, a row ``[n]`` that all
+rows share, a number per row ``[*m 1]``, a scalar ``[]``, or a number of Python's, which has no gradient. None stands
+for one that is left out. One that has some of the leading dims alone is expanded to all of them. One that is read by
+halves, ``x[..., :n]`` and ``x[..., n:]`` with ``n = x.shape[-1] // 2``, has twice the columns. Keyword-only arguments
+are attributes: numbers and texts that Python sees, each combination of which is a kernel of its own.
+
+There is an op for each combination of these, ``gelu_add_trt_<digest>`` of a tile, a row and a tile; its name is the
+same in every process. The function is traced when it is first called so: numbers that it refers to are constants of its
+kernel.
+
+Args:
+    function: ``function(xp, *operands, **attrs)`` in array-API style; returns a value or a tuple of values.
+    name: what names of ops begin with, the function's by default; with ``operands`` the op's name.
+    operands: their shapes, as :func:`cute_ops.fused` takes them, which makes one op of this name.
+    declaration: of that op, other keyword arguments of :func:`cute_ops.fused`.
+
+Raises:
+    TraceError: the function does what an expression cannot say.
+    TypeError: it does not name its operands.
+"""
+
+
+def decorate(
+    function: Function | None, name: str, operands: Mapping[str, str] | None, declaration: Mapping[str, Any],
+    register: Callable[[Op], Function], by_call: Callable[[ByCall], Function],
+) -> Function:  # fmt: skip
+    """What the decorators of both adapters return.
+
+    Args:
+        function: what is decorated; None where that comes next.
+        name: as :data:`DOC` has it, and what follows.
+        operands: their shapes.
+        declaration: the rest of a declaration.
+        register: makes the function of an op.
+        by_call: makes the function of one whose operands' shapes each call gives.
+    """
+    if operands is None and declaration:
+        raise TypeError(
+            f"cute_ops.fused: `{next(iter(declaration))}` is for a declaration: say the shapes, `operands`, too"
+        )
+    if function is None:
+        return lambda function: decorate(function, name, operands, declaration, register, by_call)
+    if operands is not None:
+        return register(fused(function, operands=operands, name=name, **declaration))
+    of = ByCall(function, name)
+    made = update_wrapper(by_call(of), function)
+    made.__signature__, made.by_call = of.signature, of  # type: ignore[attr-defined]
+    del made.__wrapped__  # whose arguments tracers would count, xp with them
+    return made
+
+
+class ByCall:
+    """A function whose operands' shapes each call gives.
+
+    Attributes:
+        function: ``function(xp, *operands, **attrs)`` in array-API style; attributes are keyword-only.
+        name: what its ops are called.
+        operands: the names of its operands.
+    """
+
+    def __init__(self, function: Function, name: str = "") -> None:
+        called = str(getattr(function, "__name__", type(function).__name__))
+        self.function = function
+        self.name = re.sub(r"\W+", "_", name or called, flags=re.ASCII).strip("_") or "function"
+        parameters = list(inspect.signature(function).parameters.values())[1:]
+        own = [p for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+        if not own or any(p.kind not in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY) for p in parameters):
+            raise TypeError(
+                f"cute_ops.fused: {called} does not name its operands: write them after the namespace, and attributes "
+                f"after a `*`, `def {self.name}(xp, x, y, *, limit=1.0)`"
+            )
+        self.operands = tuple(p.name for p in own)
+        taken = {"out", "dout", *(f"d{name}" for name in self.operands)}
+        if clash := [name for name in self.operands if name in taken or re.fullmatch(r"d?out\d+", name)]:
+            raise ValueError(f"cute_ops.fused: {called}: an output or a gradient is called `{clash[0]}`, too")
+        self._defaults = {p.name: p.default for p in own if p.default is not p.empty}
+        self._attrs = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+        self._halves: dict[tuple[Any, ...], str] = {}
+        self._ops: dict[tuple[Any, ...], Op] = {}
+
+    @property
+    def signature(self) -> inspect.Signature:
+        """That of its callers, who leave out the namespace."""
+        whole = inspect.signature(self.function)
+        return whole.replace(parameters=list(whole.parameters.values())[1:])
+
+    def bind(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Sequence[Any], Attrs]:
+        """A call's operands, in order, and its attributes.
+
+        Raises:
+            TypeError: an argument is missing, or there is none of that name.
+        """
+        if len(args) == len(self.operands) and not kwargs and not self._attrs:
+            return args, ()
+        takes = (*self.operands, *self._attrs)
+        for name in kwargs:
+            if name not in takes:
+                listed = ", ".join(f"`{each}`" for each in takes)
+                self._refuse(TypeError, f"unknown argument `{name}`{meant(name, takes)}; it takes {listed}.")
+            if name in self.operands[: len(args)]:
+                self._refuse(TypeError, f"argument `{name}` was given twice, by position and by name.")
+        if len(args) > len(self.operands):
+            listed = ", ".join(f"`{each}`" for each in self.operands)
+            self._refuse(TypeError, f"{len(args)} operands were given; it takes {listed}.")
+        given = {**self._defaults, **kwargs}
+        operands = [*args]
+        for name in self.operands[len(args) :]:
+            if name not in given:
+                self._refuse(TypeError, f"argument `{name}` is required, but was not given.")
+            operands.append(given[name])
+        return operands, self._with_defaults(kwargs)
+
+    def _with_defaults(self, given: Mapping[str, Any]) -> Attrs:
+        attrs = tuple((name, given.get(name, default)) for name, default in self._attrs.items())
+        for name, value in attrs:
+            if value is inspect.Parameter.empty:
+                self._refuse(TypeError, f"attribute `{name}` is required, but was not given.")
+        return attrs
+
+    def shapes(self, operands: Sequence[Any], array: Any) -> list[Sizes]:
+        """What is known of a call's operands, of which arrays are of this type, or these.
+
+        Raises:
+            TypeError: one is neither an array nor a number.
+        """
+        found: list[Sizes] = []
+        for name, value in zip(self.operands, operands, strict=True):
+            if isinstance(value, array):
+                found.append(value.shape)
+            elif value is None:
+                found.append(None)
+            elif isinstance(value, bool):
+                problem = "is a bool, which Python decides on: make it an attribute, after a `*`."
+                self._refuse(TypeError, f"argument `{name}` {problem}")
+            elif isinstance(value, Real):
+                found.append("number")
+            else:
+                problem = f"must be an array, a number or None, got {type(value).__name__}."
+                self._refuse(TypeError, f"argument `{name}` {problem}")
+        return found
+
+    def halves(self, there: str, attrs: Attrs) -> str:
+        """Which operands are read by halves: a ``2`` for each of these, a ``1`` for others.
+
+        Args:
+            there: a ``1`` for each operand that is there, a ``0`` for one that is left out.
+            attrs: the call's attributes.
+
+        Raises:
+            TraceError: the function does what an expression cannot say.
+        """
+        key = self._key(there, attrs)
+        if key not in self._halves:
+            shapes = {
+                name: SHAPES["t" if each == "1" else "_"] for name, each in zip(self.operands, there, strict=True)
+            }
+            while True:
+                try:
+                    trace(self.function, shapes, dict(attrs))
+                    break
+                except HalvesError as error:
+                    shapes[error.operand] = SHAPES["2t"]
+            self._halves[key] = "".join("2" if shape == SHAPES["2t"] else "1" for shape in shapes.values())
+        return self._halves[key]
+
+    def fits(self, shapes: Sequence[Sizes], halves: str) -> tuple[Fit | None, ...]:
+        """How each operand of a call meets the result, None for one that is left out.
+
+        Raises:
+            ValueError: they do not broadcast, or none has the shape of the result.
+        """
+        whole = self._broadcast(shapes, halves)
+        if not whole:
+            self._refuse(ValueError, "no argument has a last dim, and results are made of rows.", shapes)
+        *rows, n = whole
+        found: list[Fit | None] = []
+        for name, shape, half in zip(self.operands, shapes, halves, strict=True):
+            if shape is None:
+                found.append(None)
+            elif isinstance(shape, str):
+                found.append(Fit(shape, (), ()))
+            else:
+                columns = n * 2 if half == "2" else n
+                how = fit(shape, rows, columns, False)
+                if how is None:  # halves of one column, which others do not share
+                    problem = f"argument `{name}` has {shape[-1]} columns, expected {columns}, two halves."
+                    self._refuse(ValueError, problem, shapes)
+                found.append(Fit(how.shape.replace("n", "2n"), how.sizes, how.own) if half == "2" else how)
+        if not any(how is not None and how.shape in ("*m n", "*m 2n") for how in found):
+            (name, *_) = [
+                name for name, shape in zip(self.operands, shapes, strict=True) if not isinstance(shape, str | None)
+            ]
+            problem = (
+                f"no argument has the shape of the result, {whole}, as one must, which says the result's dtype: write "
+                f"broadcast_to({name}, {tuple(whole)})."
+            )
+            self._refuse(ValueError, problem, shapes)
+        return tuple(found)
+
+    def _broadcast(self, shapes: Sequence[Sizes], halves: str) -> list[Any]:
+        """What all shapes broadcast to, of two halves one."""
+        whole: list[Any] = []
+        for name, shape, half in zip(self.operands, shapes, halves, strict=True):
+            if shape is None or isinstance(shape, str):
+                continue
+            sizes = [*shape]
+            if half == "2":
+                if not sizes or sizes[-1] % 2:
+                    columns = sizes[-1] if sizes else "no"
+                    problem = f"argument `{name}` has {columns} columns, which two halves cannot share."
+                    self._refuse(ValueError, problem, shapes)
+                sizes[-1] = sizes[-1] // 2
+            for i in range(1, min(len(sizes), len(whole)) + 1):
+                if sizes[-i] == whole[-i] or sizes[-i] == 1:
+                    sizes[-i] = whole[-i]
+                elif whole[-i] != 1:
+                    problem = f"argument `{name}` has shape {[*shape]}, which does not broadcast with those before it."
+                    self._refuse(ValueError, problem, shapes)
+            whole = whole[: max(len(whole) - len(sizes), 0)] + sizes
+        return whole
+
+    def op(self, kinds: str, attrs: Attrs = ()) -> Op:
+        """The op of calls with operands of these kinds, and with these attributes.
+
+        Raises:
+            TraceError: the function does what an expression cannot say.
+            ValueError: it does what is not fused yet.
+        """
+        key = self._key(kinds, attrs)
+        if key not in self._ops:
+            self._ops[key] = self._declared(kinds, dict(attrs))
+        return self._ops[key]
+
+    def choose(self, operands: Sequence[Any], attrs: Attrs, array: Any) -> tuple[Op, tuple[Fit | None, ...]]:
+        """The op of a call, and how its operands meet the result."""
+        shapes = self.shapes(operands, array)
+        fits = self.fits(shapes, self.halves(there(shapes), attrs))
+        return self.op(kinds(fits), attrs), fits
+
+    def _key(self, what: str, attrs: Attrs) -> tuple[Any, ...]:
+        for name, value in attrs:
+            if hasattr(value, "shape") or not isinstance(value, Hashable):
+                problem = (
+                    f"attribute `{name}` is part of the kernel: give a number or a text, not {type(value).__name__}"
+                )
+                self._refuse(TypeError, f"{problem}; an array is an operand, before the `*`.")
+        return what, attrs, tuple(type(value) for _, value in attrs)
+
+    def _declared(self, kinds: str, attrs: Mapping[str, Any]) -> Op:
+        by_name = dict(zip(self.operands, _KIND.findall(kinds), strict=True))
+        operands = {name: shape for name, kind in by_name.items() if (shape := SHAPES[kind]) is not None}
+        known = {**{name: None for name in self.operands if name not in operands}, **attrs}
+        function = update_wrapper(partial(self.function, **known), self.function) if known else self.function
+        parts = "; ".join([text_of(trace(function, operands)), kinds, *operands])
+        name = f"{self.name}_{kinds}_{hashlib.sha256(parts.encode()).hexdigest()[:12]}"
+        if name not in _known:
+            numbers = tuple(key for key, kind in by_name.items() if kind == "n")
+            doc = inspect.getdoc(self.function) or f"``{self.name}`` in one pass."
+            _known.setdefault(name, fused(function, operands=operands, name=name, no_gradient=numbers, doc=doc))
+        return _known[name]
+
+    def default(self) -> Op:
+        """The op where all operands are tiles, but for those that have a default.
+
+        Raises:
+            TypeError, ValueError: there is none.
+        """
+        given = [self._defaults.get(name, inspect.Parameter.empty) for name in self.operands]
+        attrs = self._with_defaults({})
+        halves = self.halves("".join("0" if value is None else "1" for value in given), attrs)
+        tile = {"1": "t", "2": "2t"}
+        each = zip(given, halves, strict=True)
+        return self.op(
+            "".join("_" if v is None else "n" if isinstance(v, Real) else tile[half] for v, half in each), attrs
+        )
+
+    def find(self, text: str) -> Op:
+        """The op of ``trt``, or with attributes ``t(limit=2.0)``.
+
+        Raises:
+            TypeError, ValueError: there is none.
+        """
+        found = _CALL.fullmatch(text)
+        kinds = _KIND.findall(found[1]) if found else []
+        if found is None or len(kinds) != len(self.operands):
+            raise ValueError(
+                f"{self.name} has no op {text!r}: write a letter for each of {', '.join(self.operands)}: t for a tile, "
+                "r for a row vector, c for a column vector, s for a scalar, n for a number, _ for what is left out, 2t "
+                "and 2r for two halves"
+            )
+        pairs = [pair.partition("=") for pair in (found[2] or "").split(",") if pair]
+        try:
+            given = {name.strip(): ast.literal_eval(value.strip()) for name, _, value in pairs}
+        except (SyntaxError, ValueError):
+            raise ValueError(f"{found[2]!r} are no attributes of {self.name}: write t(limit=2.0,kind='silu')") from None
+        if unknown := [name for name in given if name not in self._attrs]:
+            raise ValueError(f"{self.name} has no attribute {unknown[0]!r}{meant(unknown[0], self._attrs)}")
+        return self.op(found[1], self._with_defaults(given))
+
+    def texts(self) -> dict[str, Op]:
+        """The ops that calls had so far, by what :meth:`find` takes; without those that no text says."""
+        found = {}
+        for (kinds, attrs, _), op in list(self._ops.items()):
+            differing = {name: value for name, value in attrs if repr(value) != repr(self._attrs[name])}
+            if all(map(_has_text, differing.values())):
+                said = ",".join(f"{name}={value!r}" for name, value in differing.items())
+                found[f"{kinds}({said})" if said else kinds] = op
+        return found
+
+    def _refuse(self, error: type[Exception], problem: str, shapes: Sequence[Sizes] = ()) -> NoReturn:
+        """Raise an error that names the function, and lists what is known of its operands."""
+        lines = [f"cute.{self.name}: {problem}"]
+        for name, shape in zip(self.operands, shapes, strict=False):
+            if shape is not None:
+                lines.append(f"  {name}: {shape if isinstance(shape, str) else [*shape]}")
+        raise error("\n".join(lines))
+
+
+def _has_text(value: Any) -> bool:
+    """Whether :meth:`ByCall.find` can read an attribute's value."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, bool | int | str) and _VALUE.fullmatch(repr(value)) is not None)
+
+
+def there(shapes: Sequence[Sizes]) -> str:
+    """Which operands of a call are there: a ``1`` for these, a ``0`` for one that is left out."""
+    return "".join("0" if shape is None else "1" for shape in shapes)
+
+
+def kinds(fits: Sequence[Fit | None]) -> str:
+    """What a call's operands are, a letter each."""
+    return "".join("_" if how is None else KINDS[how.shape] for how in fits)
