@@ -25,9 +25,8 @@ from races import Order
 
 WARP, GAP = 32, 64
 MOST_WATCHED = 1 << 21  # threads of a launch that is watched, times those of a cluster
-now = Names(
-    mask=np.ones(1, bool), count=1, memory=None, order=None, watched=False
-)  # the threads that run; on the host it is one
+# The threads that run; on the host it is one.
+now = Names(mask=np.ones(1, bool), count=1, memory=None, order=None, watched=False, last=None)
 
 
 class Lanes(np.ndarray):
@@ -423,7 +422,8 @@ def launch(run, grid, block, cluster=None, use_pdl=False, **_):
     )  # fmt: skip
     size = threads * (rows if cluster else 1)
     if host.watched and cta.size * size <= MOST_WATCHED:
-        now.order = Order(cta.size, threads, size // threads, use_pdl)
+        known = host.last is not None and host.last.tells
+        host.last = now.order = Order(cta.size, threads, size // threads, use_pdl, known)
     try:
         run()
         if now.order:
@@ -468,7 +468,7 @@ ARCH = Names(
     mbarrier_arrive_and_expect_tx=lambda p, size: told("arrive", p, 1, size),
     mbarrier_wait=lambda p, parity: told("wait", p, each(parity)),
     cp_async_commit_group=commit_group, cp_async_wait_group=wait_group, cluster_arrive_relaxed=lambda: None,
-    griddepcontrol_launch_dependents=lambda: None, mbarrier_init_fence=lambda: None,
+    griddepcontrol_launch_dependents=lambda: told("let_next_start"), mbarrier_init_fence=lambda: None,
 )  # fmt: skip
 MATH = Names(
     rsqrt=lambda x, **_: 1 / np.sqrt(x), sqrt=lambda x, **_: np.sqrt(x), log=lambda x, **_: np.log(x),

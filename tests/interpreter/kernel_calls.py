@@ -140,7 +140,7 @@ def run(call: Call, watched: bool = False) -> tuple[np.ndarray | None, ...]:
     """
     binding, found = call.planned()
     memory = interpreter.now.memory = interpreter.Memory()
-    interpreter.now.watched = watched
+    interpreter.now.watched, interpreter.now.last = watched, None
     tensors, places = [], {}
     for name, key in found.variant.tensors.items():
         if key is None:

@@ -65,9 +65,11 @@ class Order:
     Args:
         count, threads, ctas: threads altogether, of a CTA, and CTAs of a cluster.
         early: whether the kernel may start before the previous one has ended.
+        known: whether it does not start before that one's own wait has ended.
     """
 
-    def __init__(self, count: int, threads: int, ctas: int, early: bool) -> None:
+    def __init__(self, count: int, threads: int, ctas: int, early: bool, known: bool) -> None:
+        self.known, self.tells = known, True
         self.threads, self.size = threads, threads * ctas
         self.cluster, self.own = np.divmod(np.arange(count), self.size)
         self.every = np.arange(count)
@@ -97,6 +99,10 @@ class Order:
     def wait_for_previous(self, mask: np.ndarray) -> None:
         self.waited |= mask
 
+    def let_next_start(self, mask: np.ndarray) -> None:
+        """Note whether the next kernel knows by its start that this one has waited."""
+        self.tells &= bool(self.waited[mask].all())
+
     def _join(self, mask: np.ndarray, size: int, of: slice = slice(None)) -> None:
         """So many neighbours wait for each other: all of them or none."""
         here = mask.reshape(-1, size)
@@ -113,7 +119,9 @@ class Order:
 
     def access(self, memory: Any, shared: bool, places: np.ndarray, active: np.ndarray, size: int, store: bool) -> None:
         """Note, and compare with those noted, accesses of so many bytes at ``places``, (elements, threads)."""
-        if not shared and not self.waited[active.any(0)].all():
+        # What kernels before the previous one wrote may be there already.
+        early = not shared and not self.waited[active.any(0)].all()
+        if early and (store or not self.known or memory.stores[places[active]].any()):
             raise Race("memory is accessed before the previous kernel is waited for")
         traces = self.traces.setdefault(id(memory), Traces(self.size, shared))
         traces.fit(memory.bytes.size)
