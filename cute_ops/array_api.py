@@ -50,6 +50,6 @@ def cast(xp: Any, x: Any, dtype: str, like: Any) -> Any:
         return x
     if hasattr(xp, dtype):
         return xp.astype(x, getattr(xp, dtype))
-    import ml_dtypes
+    import ml_dtypes  # start-up time: few programs have such dtypes
 
     return xp.astype(x, getattr(ml_dtypes, dtype))

@@ -62,7 +62,7 @@ def find(name: str) -> Op:
     """
     if ":" not in name:
         if name not in ours():
-            from cute_ops.ops import OPS, PRODUCTS
+            from cute_ops.ops import OPS, PRODUCTS  # as in ours()
 
             public = ", ".join(op.name for op in (*OPS, *PRODUCTS))
             known = f"there are {public}, their gradients (rmsnorm_bwd), and yours as module:name or file.py:name"

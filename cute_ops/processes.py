@@ -329,6 +329,7 @@ def _end_with_the_client() -> None:
 
 def _main(module: str, *arguments: str) -> None:
     """Run a module of the package that this file lies in, which need not be on ``sys.path``."""
+    # Only a subprocess gets here.
     from importlib import import_module
     from importlib.util import module_from_spec, spec_from_file_location
 

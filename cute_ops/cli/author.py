@@ -133,6 +133,7 @@ def verify(
         _sweep(calls.ops_of(op) if op else list(lookup.ours().values()), number, seed, processes, fraction, seconds)
     if not op:
         raise typer.BadParameter("which op? (all of ours only with --sweep)", param_hint="OP")
+    # Start-up time: other commands need neither.
     from cute_ops.tools.verify import installed
     from cute_ops.tools.verify import verify as verdicts
 
@@ -166,6 +167,7 @@ def verify(
 
 def _sweep(ops: list[Op], number: int, seed: int, processes: int, fraction: float, seconds: float) -> NoReturn:
     """Run a round of a sweep, say what is wrong and leave with exit code 1 if anything is."""
+    # Start-up time: other commands need neither.
     from cute_ops.tools.sweep_run import sweep
     from cute_ops.tools.verify import RUNNERS
 
@@ -290,7 +292,7 @@ def _first_size(sizes: str) -> int:
 
 def _picture(rows: list[tuple[Any, ...]], ceiling: float, out: Path) -> str:
     try:
-        import matplotlib
+        import matplotlib  # may be missing
     except ImportError:
         return "; no picture without matplotlib"
     matplotlib.use("Agg")

@@ -32,7 +32,7 @@ def folder() -> Path:
     chosen = env.CACHE_DIR.read()
     if chosen:
         return chosen
-    from platformdirs import user_cache_dir
+    from platformdirs import user_cache_dir  # start-up time, and needed only here
 
     try:
         where = Path(user_cache_dir("cute_ops"))

@@ -346,7 +346,7 @@ def _served(bundle: Bundle | CacheError, variant: Variant) -> Callable[..., Any]
 
 
 def versions() -> dict[str, str]:
-    from cute_ops import __version__
+    from cute_ops import __version__  # which the package does not have while it is being imported
 
     return {"cute-ops": __version__} | dict(zip((toolchain.DSL, toolchain.TVM_FFI), toolchain.versions(), strict=True))
 

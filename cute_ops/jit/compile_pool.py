@@ -110,7 +110,7 @@ def serve() -> None:
     for name in FRAMEWORKS:
         # TVM-FFI would import torch (1-2 s); kernels have no use for a framework.
         sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-    from cute_ops.jit.compiler import compile_variant
+    from cute_ops.jit.compiler import compile_variant  # in a worker only, after the lines above
 
     gc.disable()  # until the compiler is there: of what it imports all stays, and looking for garbage takes an eighth
     for request, say in processes.requests(IDLE_SECONDS):
@@ -125,7 +125,7 @@ def serve() -> None:
             compile_variant(variant, Path(request["path"]), Path(dump) if dump else None)
             _check_sources(variant)  # what was imported was read between the two checks
         except (Exception, SystemExit) as error:  # every failure of a kernel belongs to the caller
-            import traceback
+            import traceback  # start-up time
 
             Path(request["path"]).unlink(missing_ok=True)
             answer["error"] = "".join(traceback.format_exception(error))[-_ERROR_TAIL:]
@@ -135,7 +135,7 @@ def serve() -> None:
 
 def _check_sources(variant: Variant) -> None:
     """A kernel that was edited while the program runs must not be cached under the digest of its old sources."""
-    from cute_ops.jit import source_digest
+    from cute_ops.jit import source_digest  # in a worker only
 
     source_digest.forget()
     if source_digest.key(variant.kernel, variant.declared) != variant.sources:

@@ -98,7 +98,7 @@ def _dynamic_shared(module: str) -> list[int | None]:
 
 def _entry(kernel: Any, variant: Variant) -> Any:
     """The exported function: it takes what is present and hands the kernel each argument once, None for the others."""
-    from cute_ops.kernels.lib.entry import Entry
+    from cute_ops.kernels.lib.entry import Entry  # imports the DSL, as below
 
     taken = {name: k for k, name in enumerate(n for n, key in zip(variant.names, variant.args, strict=True) if key)}
     orders = {taken[n]: key.order for n, key in variant.tensors.items() if key and key.order}
@@ -106,7 +106,7 @@ def _entry(kernel: Any, variant: Variant) -> Any:
 
 
 def _fake(key: TensorKey) -> Any:
-    import cutlass.cute as cute
+    import cutlass.cute as cute  # after the environment is set, see compile_variant
 
     if key.layout == "number":
         return _dtype(key.dtype)(0)
@@ -125,7 +125,7 @@ def _fake(key: TensorKey) -> Any:
 
 
 def _dtype(name: str) -> Any:
-    import cutlass
+    import cutlass  # as above
 
     names = {
         "float32": "Float32", "float16": "Float16", "bfloat16": "BFloat16", "int64": "Int64", "int32": "Int32",

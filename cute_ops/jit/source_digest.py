@@ -77,7 +77,7 @@ def of_module(module: str) -> str:
 @cache
 def driver() -> str:
     """The digest of what compiles every kernel: this package's version, :data:`DRIVER` and the compiler's settings."""
-    from cute_ops import __version__
+    from cute_ops import __version__  # which the package does not have while it is being imported
 
     settings = [(n, v) for n, v in sorted(os.environ.items()) if n.startswith(_SETTINGS)]
     heard = [(n, v) for n, v in settings if not n.removeprefix(_SETTINGS).startswith(_QUIET)]

@@ -11,6 +11,7 @@ from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_
 from cute_ops.kernels.norm.two_pass import MAX_GRID
 from cute_ops.kernels.rowwise.config import ReduceConfig
 from cute_ops.kernels.rowwise.function import Columns
+from cute_ops.kernels.rowwise.one_pass import OnePassRows
 
 # Enough for the sums and what the system keeps of any number of CTAs.
 SMEM_PERCENT = 50
@@ -148,7 +149,5 @@ class WalkedRows:
 
 def run_rows(variant, function):
     """The form of a row function's kernel that a variant gets."""
-    from cute_ops.kernels.rowwise.one_pass import OnePassRows
-
     config = ReduceConfig.of(variant.config)
     return (WalkedRows if config.form == "two_pass" else OnePassRows)(variant, config, function)
