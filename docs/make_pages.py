@@ -75,6 +75,7 @@ def core() -> str:
 
 
 def torch() -> str:
+    ops = {nn.class_name(op): op.name for op in OPS}
     made = [name for name in nn.__all__ if name not in _WRITTEN]
     return "\n".join(
         [
@@ -86,7 +87,10 @@ def torch() -> str:
             *_shown("cute_ops_torch.functions", _declared(cute_ops_torch), level=3),
             "## Modules\n",
             "`cute_ops_torch.nn` has a module for every op that is a layer. These are made of the declarations:\n",
-            *(f"- `{name}{inspect.signature(getattr(nn, name))}`" for name in made),
+            *(
+                f"- `{name}{inspect.signature(getattr(nn, name))}`: [`{ops[name]}`](../ops.md#{ops[name]})"
+                for name in made
+            ),
             "",
             *_shown("cute_ops_torch.nn", _WRITTEN, level=3),
             "## Optimizers\n",
