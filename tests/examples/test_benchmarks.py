@@ -205,8 +205,10 @@ def test_figures_of_expressions() -> None:
     ]
 
 
-def test_startup_smoke(tmp_path: Path) -> None:
-    startup.main(["--runs", "1", "--caches", "cold", "bundle", "--out", str(tmp_path)])
+@pytest.mark.parametrize(("scenario", "cache"), [("torch", "cold"), ("jax", "bundle")])
+def test_startup_smoke(scenario: str, cache: str, tmp_path: Path) -> None:
+    """Each of its programs and of its ways to start one, once: a process takes seconds."""
+    startup.main(["--runs", "1", "--scenarios", scenario, "--caches", cache, "--out", str(tmp_path)])
     rows = common.read(tmp_path / "startup.csv")
     assert {r["status"] for r in rows} == {"ok"}
     assert {r["phase"] for r in rows} == set(startup.PHASES)
