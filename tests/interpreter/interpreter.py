@@ -53,7 +53,7 @@ class Kind:
     def __init__(self, dtype):
         self.dtype = np.dtype(dtype)
         self.size, self.width = self.dtype.itemsize, 8 * self.dtype.itemsize
-        self.word = np.dtype(f"u{self.size}")
+        self.word, self.shift = np.dtype(f"u{self.size}"), self.size.bit_length() - 1  # sizes are powers of two
         self.each = np.frombuffer(b"\1" * self.size, self.word)[0]  # one in each byte
 
     def __call__(self, x):
@@ -84,11 +84,11 @@ class Memory:
 
     def _places(self, address, offsets, kind):
         active = np.broadcast_to(now.mask, (len(offsets), now.count))
-        places = np.broadcast_to(address + offsets[:, None], active.shape)
-        index = np.where(active & (places >= 0) & (places < self.bytes.size), places, 0) // kind.size
-        whole = self.inside.view(kind.word)[index] == kind.each
-        wrong = active & ((index * kind.size != places) | ~whole)
-        if wrong.any():
+        places = np.broadcast_to(np.asarray(address).view(np.ndarray) + offsets[:, None], active.shape)
+        there = active & (places >= 0) & (places < self.bytes.size)
+        index = np.where(there, places, 0) >> kind.shift
+        fine = (self.inside.view(kind.word)[index] == kind.each) & (index << kind.shift == places)
+        if np.count_nonzero(wrong := active & ~fine):
             raise IndexError(f"{kind.dtype} at {places[wrong][0]}, off its alignment or outside of all tensors")
         return index, active
 
@@ -102,8 +102,9 @@ class Memory:
         index, active = self._places(address, offsets, kind)
         if now.order:
             now.order.access(self, self is now.shared, index * kind.size, active, kind.size, True)
-        self.bytes.view(kind.dtype)[index[active]] = np.broadcast_to(values, active.shape)[active]
-        np.add.at(self.stores.view(kind.word), index[active], kind.each)
+        index = index[active]
+        self.bytes.view(kind.dtype)[index] = np.broadcast_to(values, active.shape)[active]
+        np.add.at(self.stores.view(kind.word), index, kind.each)
 
 
 class Registers:
@@ -327,7 +328,7 @@ def masked(condition):
     grid, before = now, now.mask
     grid.mask = before & np.asarray(condition)
     try:
-        yield grid.mask.any()
+        yield np.count_nonzero(grid.mask) > 0
     finally:
         grid.mask = before
 
