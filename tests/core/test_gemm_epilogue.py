@@ -626,8 +626,8 @@ def test_the_length_of_a_row(tmp_path: Path) -> None:
 # --- configs and machine code --------------------------------------------------------------------------------------
 
 USUAL = (
-    "with_bias", "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "gated_dgrad", "with_rstd",
-    "gated_reducing", "with_rope", "with_qk_norm", "rescaled",
+    "with_gelu", "with_silu", "with_residual", "saving", "with_swiglu", "gated_dgrad", "with_rstd", "gated_reducing",
+    "with_rope", "with_qk_norm", "rescaled",
 )  # fmt: skip
 
 
@@ -647,15 +647,20 @@ def test_halves_that_do_not_start_on_16_bytes() -> None:
 
 
 SIZES = ((16, 14336, 4096), (1024, 3072, 768), (8192, 14336, 4096))
+# Of few rows another kernel has the epilogue, and what multiplies is one kernel for each layout of the weight: these
+# epilogues have all that the others have.
+OF_FEW_ROWS = ("saving", "with_swiglu", "gated_dgrad")
 
 
 @pytest.mark.parametrize("name", USUAL)
 def test_machine_code(name: str, tmp_path: Path) -> None:
     """Of every config that is chosen at these sizes: no register is spilled, and matrices come by TMA."""
     op, path, seen = BY_NAME[name], tmp_path / "kernel.cubin", set()
-    for m, n, k in SIZES:
+    # Of fewer rows with_qk_norm, which turns heads too, has the same configs.
+    for m, n, k in SIZES[-1:] if name == "with_rope" else SIZES:
         variant = plan(bind(op, specs(op, m, n, k)), {}, TARGET).variant
-        if variant.symbol in seen:
+        few = "split_k" in variant.config
+        if variant.symbol in seen or (few and name not in OF_FEW_ROWS):
             continue
         seen.add(variant.symbol)
         worker.compile(variant, path)
@@ -668,7 +673,6 @@ def test_machine_code(name: str, tmp_path: Path) -> None:
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
         packed = name in ("with_swiglu", "gated_reducing", "rescaled")
         tiles = {"with_residual": 1, "gated_dgrad": 2, "with_rstd": 1}.get(name, 0)
-        few = "split_k" in variant.config  # another kernel has the epilogue
         assert len(re.findall(r"\bUTMALDG\b", code)) >= (2 if few else 2 + packed + tiles)
         assert "HGMMA" in code and "UTMASTG" in code
         # The warps that load have given most of their registers away.
@@ -690,10 +694,11 @@ def test_what_would_spill_takes_another_config() -> None:
     assert plan(bind(op, specs(op, 128, 64, 64)), {}, TARGET).variant.config["form"] == "mma_sync"
 
 
-@pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
-@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize(
+    ("activation", "transposed"), [("silu", False), ("gelu", False), ("gelu_tanh", False), ("gelu_tanh", True)]
+)
 def test_the_gated_gradient_does_not_spill(activation: str, transposed: bool, tmp_path: Path) -> None:
-    """The epilogue that reads two tiles and writes three."""
+    """The epilogue that reads two tiles and writes three; the longest one with both layouts of the weight."""
     (step,) = (step for step in gated_mlp("pre", transposed).steps if step.name.endswith("_bwd"))
     (op,) = step.program.ops
     variant = plan(bind(op, specs(op, 4096, 8192, 2048), {"activation": activation}), {}, TARGET).variant
