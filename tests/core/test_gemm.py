@@ -392,6 +392,7 @@ def test_results_with_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@products.emulated
 @pytest.mark.parametrize("form", ["cooperative", "pingpong"])
 def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) -> None:
     """Sums so short that a slot's store is in flight when its turn comes again, the operand of an epilogue that two
@@ -405,6 +406,7 @@ def test_what_was_wrong_in_other_kernels(form: Any, on_cpu: Callable[..., Any]) 
     np.testing.assert_array_equal(out, exact)
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("op", "across", "parts", "sizes"),
     [
@@ -447,6 +449,7 @@ def of_batch(op: Op, apart: bool, b: tuple[int, ...], m: int, n: int, k: int) ->
     return op.batched, given
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("op", "arch", "apart", "b", "sizes"),
     [
@@ -464,6 +467,7 @@ def test_results_of_batches_without_tma(
     np.testing.assert_array_equal(out, exact)
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("op", "config", "b", "sizes"),
     [

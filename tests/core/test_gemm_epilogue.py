@@ -361,6 +361,7 @@ def test_gradients(op: Op, m: tuple[int, ...]) -> None:
     gradient.check(op, Case("", {"m": m, "n": columns(op, 5), "k": 4}))
 
 
+@kernel_calls.more_numbers
 @pytest.mark.parametrize("layout", ["compact", "apart"])
 @pytest.mark.parametrize("name", POINTWISE)
 def test_kernels_of_gradients(name: str, layout: str) -> None:
@@ -451,6 +452,7 @@ def test_no_kernel_depends_on_the_choice() -> None:
     assert len(symbols) == 2
 
 
+@kernel_calls.more_numbers
 @pytest.mark.parametrize(
     "alone", [alone for op in OPS if op.instead for alone in op.instead.program.ops], ids=lambda op: op.name
 )
@@ -495,6 +497,7 @@ def test_results_without_tma(name: str, sizes: tuple[int, int, int], others: dic
     )
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("name", "parts", "sizes", "others"),
     [
@@ -519,11 +522,13 @@ def of_batch(name: str, b: int, m: int, n: int, k: int) -> tuple[Op, dict[str, n
     return op, {key: a for key, a in given.items() if a is not None}
 
 
+@products.emulated
 @pytest.mark.parametrize(("name", "sizes"), [("with_all", (130, 9, 40)), ("gated_saving", (5, 67, 9))])
 def test_results_of_batches_without_tma(name: str, sizes: tuple[int, int, int], tmp_path: Path) -> None:
     check(*of_batch(name, 2, *sizes), tmp_path, "sm_80")
 
 
+@products.emulated
 @pytest.mark.parametrize(
     ("name", "config", "sizes"),
     [

@@ -28,7 +28,7 @@ from cute_ops.testing import numpy_dtype
 
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import kernel_calls
-from kernel_calls import ALL, LAYOUTS, VECTOR
+from kernel_calls import ALL, LAYOUTS, VECTOR, more_numbers
 
 NORMS = [op for op in ALL if "norm" in op.name and "n" in op.static]
 CALLS = 10  # of each op
@@ -67,6 +67,7 @@ def test_rows_of_two_leading_dims_with_strides_of_their_own(name: str, n: int) -
 
 
 # A thread of these holds up to four vectors of one element each.
+@more_numbers
 @pytest.mark.parametrize("n", [1, 3, 5, 9, 11, 13, 17, 19, 21, 23, 33, 35, 47])
 @pytest.mark.parametrize("op", NORMS, ids=lambda op: op.name)
 def test_norms_of_a_few_elements_to_a_thread(op: Op, n: int) -> None:
@@ -83,6 +84,7 @@ def test_a_row_whose_first_element_is_far_from_all_others() -> None:
     testing.check(op, arrays, op.attrs, kernel_calls.run(call))
 
 
+@more_numbers
 @pytest.mark.parametrize("n", [65, 131, 136, 255])
 @pytest.mark.parametrize("op", NORMS, ids=lambda op: op.name)
 def test_weights_of_rows_that_start_anywhere(op: Op, n: int) -> None:
@@ -128,6 +130,7 @@ def test_every_form_of_a_norm(op: Op, config: NormConfig) -> None:
             kernel_calls.check(call._replace(tile=config.flat()))
 
 
+@more_numbers
 @pytest.mark.parametrize("name", ["rmsnorm_bwd", "layernorm_bwd"])
 def test_rows_off_a_vector_beyond_one_for_each_cluster(name: str) -> None:
     """Without column sums, too, a cluster's rows start at the same place of a vector: 132 clusters had others."""
@@ -146,6 +149,7 @@ CONV_CONFIGS = [
 ]  # fmt: skip
 
 
+@more_numbers
 @pytest.mark.parametrize("width", [2, 3, 4])
 @pytest.mark.parametrize("op", CONV, ids=lambda op: op.name)
 def test_convolutions_of_any_length(op: Op, width: int) -> None:

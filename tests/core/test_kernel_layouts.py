@@ -27,7 +27,7 @@ from cute_ops.shapes import FLOATS
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import interpreter
 import kernel_calls
-from kernel_calls import ALL, LAYOUTS
+from kernel_calls import ALL, LAYOUTS, more_numbers
 
 SWEEP = "CUTE_OPS_SWEEP" in os.environ
 ROWS = (1, 2, 5, 201, 4099)
@@ -112,6 +112,7 @@ def test_threads_share_out_a_row(op: Op) -> None:
                 check_ring(ring, variant)
 
 
+@more_numbers
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("op", [op for op in ALL if "block" in op.choices], ids=lambda op: op.name)
 def test_threads_of_a_row_share_out_its_blocks(op: Op, layout: str) -> None:
@@ -124,6 +125,7 @@ def test_threads_of_a_row_share_out_its_blocks(op: Op, layout: str) -> None:
             getattr(importlib.import_module(source), name)(variant)
 
 
+@more_numbers
 @pytest.mark.parametrize("op", [op for op in ROW_OPS if op.space], ids=lambda op: op.name)
 def test_candidates_share_out_a_row(op: Op) -> None:
     """As much as the heuristic's, so do the tiles that tuning may choose."""

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import interpreter
 import numpy as np
+import pytest
 
 from cute_ops import FLOATS, testing
 from cute_ops.binding import Binding, bind
@@ -34,6 +35,8 @@ ALL = [op for part in (*OPS, *PARTS) for each in (part, *part.steps) for op in (
 VECTOR = 16
 LAYOUTS = ("compact", "off", "apart", "spaced")
 KINDS = {str(kind.dtype): kind for kind in interpreter.KINDS.values()}
+# Marks tests of more numbers for lines that another test runs: measured by pytest-cov, they take twice as long.
+more_numbers = pytest.mark.no_cover
 _modules: dict[str, Any] = dict(interpreter.MODULES)
 
 

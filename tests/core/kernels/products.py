@@ -34,7 +34,7 @@ CHOSEN = ("expression", "reads", "writes", "half_align", "warps_n")  # of a conf
 ACROSS = {"Linear": (False, False), "LinearDx": (False, True), "LinearDweight": (True, True)}
 ACROSS |= {f"Batched{name}": across for name, across in ACROSS.items()}
 
-# The emulator takes a third longer where pytest-cov measures the package, of which it is no part.
+# The emulator takes longer where pytest-cov measures the package, of which it is no part.
 emulated = pytest.mark.no_cover
 
 
