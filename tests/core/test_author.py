@@ -31,15 +31,9 @@ SOFTCAP, FUSED = "examples/custom_op/softcap.py", "examples/custom_op/fused.py"
 PRODUCT = str(ROOT / "tests/core/kernels/product.py")
 
 
-def run(*arguments: str, columns: int = 160) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "cute_ops", *arguments]
-    env = {**os.environ, "COLUMNS": str(columns)}
-    return subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=env, check=False)
-
-
-def invoke(*arguments: str) -> Result:
-    """The same in this process: to start one takes half a second."""
-    return CliRunner().invoke(app, arguments, env={"COLUMNS": "300"})
+def invoke(*arguments: str, columns: int = 300) -> Result:
+    """The command line in this process: to start one takes half a second, and its compiler another one."""
+    return CliRunner().invoke(app, arguments, env={"COLUMNS": str(columns)})
 
 
 INVOKING = """
@@ -252,8 +246,9 @@ def _arguments(op: Op) -> dict[str, Any]:
 
 
 def test_inspect_shows_what_the_compiler_made(tmp_path: Path) -> None:
-    result = run("inspect", SOFTCAP, "--n", "256", "--arch", "sm_80,sm_100a", "-o", str(tmp_path), columns=80)
-    assert result.returncode == 0, result.stdout + result.stderr
+    arguments = ("inspect", str(ROOT / SOFTCAP), "--n", "256", "--arch", "sm_80,sm_100a", "-o", str(tmp_path))
+    result = invoke(*arguments, columns=80)
+    assert result.exit_code == 0, result.output
     rows = [line.split() for line in result.stdout.splitlines() if line.startswith("SoftCap ")]
     assert len(rows) == 2 and all((row[1], row[3], row[4]) == ("128", "0", "0") for row in rows)
     assert all(row[7:] == ["1", "LDG", "of", "16"] for row in rows)

@@ -110,8 +110,7 @@ def test_a_compile_that_hangs_is_ended(
     worker.close()
 
 
-def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> None:
-    worker = Pool(1)
+def test_a_worker_that_left_is_started_again(worker: Pool, variant: Make, tmp_path: Path) -> None:
     works(worker, variant(), tmp_path)
     process = worker._idle[0]._process
     assert process is not None and process.stdin is not None
@@ -119,7 +118,6 @@ def test_a_worker_that_left_is_started_again(variant: Make, tmp_path: Path) -> N
     process.wait(timeout=200)
     assert process.returncode == 0
     assert works(worker, variant(), tmp_path)
-    worker.close()
 
 
 @pytest.mark.fault(
@@ -149,7 +147,7 @@ def test_all_that_a_compile_imports_is_part_of_every_kernels_name(worker: Pool, 
     "an error asks for a restart; nothing is stored under the old name", "nothing",
 )  # fmt: skip
 def test_sources_edited_during_a_compile_are_refused(
-    variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    worker: Pool, variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.syspath_prepend(str(tmp_path))
     body = (HERE / "kernels" / "copying.py").read_text()
@@ -157,12 +155,10 @@ def test_sources_edited_during_a_compile_are_refused(
     (tmp_path / "edits_itself.py").write_text(body + edits)
     wanted = variant()
     name = "edits_itself:Copy"
-    worker = Pool(1)
     with pytest.raises(CompileError, match="the sources of edits_itself:Copy have changed since this program started"):
         worker.compile(wanted._replace(kernel=name, sources=source_digest.key(name)), tmp_path / "a.so")
     assert not (tmp_path / "a.so").exists()
     assert (tmp_path / "edits_itself.py").read_text().endswith("# edited")
-    worker.close()
 
 
 @pytest.mark.fault(
@@ -198,24 +194,29 @@ def test_the_worker_sees_no_gpu_and_no_framework() -> None:
     assert result.returncode == 0
 
 
-@pytest.fixture
-def pool() -> Iterator[Pool]:
-    started = Pool(2)
-    yield started
-    started.close()
+@pytest.fixture(scope="module")
+def meeting(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("meeting")
+
+
+@pytest.fixture(scope="module")
+def pool(meeting: Path) -> Iterator[Pool]:
+    """Of two, whose processes know where kernels meet."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUTE_OPS_TEST_MEETING", str(meeting))
+        started = Pool(2)
+        yield started
+        started.close()
 
 
 def test_a_pool_compiles_at_the_same_time_and_no_more_than_its_size(
-    variant: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    pool: Pool, variant: Make, tmp_path: Path, meeting: Path
 ) -> None:
     """Kernels that end only when two have met in two different processes."""
-    monkeypatch.setenv("CUTE_OPS_TEST_MEETING", str(tmp_path))
-    pool = Pool(2)
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda n: pool.compile(variant("Meeting", n=n), tmp_path / f"{n}.so"), (32, 64, 96, 128)))
     assert len(list(tmp_path.glob("*.so"))) == 4
-    assert len(list(tmp_path.glob("*.met"))) == 2
-    pool.close()
+    assert len(list(meeting.glob("*.met"))) == 2
 
 
 def test_a_crash_in_a_pool_is_its_variants_error_only(pool: Pool, variant: Make, tmp_path: Path) -> None:
@@ -255,11 +256,9 @@ def test_a_forked_child_has_workers_of_its_own(variant: Make, tmp_path: Path) ->
     assert {p.name for p in tmp_path.glob("*.so")} == {"parent.so", "child.so", "both.so"}
 
 
-def test_a_request_is_compiled_once(variant: Make, tmp_path: Path) -> None:
-    worker = Pool(1)
+def test_a_request_is_compiled_once(worker: Pool, variant: Make, tmp_path: Path) -> None:
     worker.compile(variant("Slow"), tmp_path / "a.so")
     assert worker._idle[0].log().count("slow kernel begins") == 1
-    worker.close()
 
 
 def test_only_the_machine_code(worker: Pool, variant: Make, tmp_path: Path) -> None:
