@@ -35,6 +35,7 @@ from cute_ops.tools import gradient, sass
 sys.path.append(str(Path(__file__).parent / "kernels"))
 sys.path.append(str(Path(__file__).parents[1] / "interpreter"))
 import kernel_calls
+import machine_code
 import products
 from epilogues import BY_NAME, DIFFERENTIABLE, OPS, TILE, columns
 
@@ -660,24 +661,26 @@ OF_FEW_ROWS = ("saving", "with_swiglu", "gated_dgrad")
 @pytest.mark.parametrize("name", USUAL)
 def test_machine_code(name: str, tmp_path: Path) -> None:
     """Of every config that is chosen at these sizes: no register is spilled, and matrices come by TMA."""
-    op, path, seen = BY_NAME[name], tmp_path / "kernel.cubin", set()
+    op, cubins = BY_NAME[name], {}
     # Of fewer rows with_qk_norm, which turns heads too, has the same configs.
     for m, n, k in SIZES[-1:] if name == "with_rope" else SIZES:
         variant = plan(bind(op, specs(op, m, n, k)), {}, TARGET).variant
-        few = "split_k" in variant.config
-        if variant.symbol in seen or (few and name not in OF_FEW_ROWS):
+        path = tmp_path / f"{variant.symbol}.cubin"
+        if path in cubins or ("split_k" in variant.config and name not in OF_FEW_ROWS):
             continue
-        seen.add(variant.symbol)
+        cubins[path] = variant.config
         worker.compile(variant, path)
+    codes = machine_code.disassembled([path.read_bytes() for path in cubins])
+    for (path, config), code in zip(cubins.items(), codes, strict=True):
         (kernel,) = [each for each in sass.resources(path) if "GemmSm90" in each.kernel]
-        assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0), variant.config
-        code = sass.sass(path)
-        assert not re.search(r"\b(STL|LDL)\b", code), variant.config
+        assert (kernel.registers, kernel.stack, kernel.local) == (168, 0, 0), config
+        assert not re.search(r"\b(STL|LDL)\b", code), config
         # More waits would mean that the compiler runs one instruction after the other.
         assert code.count("WARPGROUP.DEPBAR") == 2
         # Both operands, of packed weights each half, and each tile of the epilogue's; a wide one in several copies.
         packed = name in ("with_swiglu", "gated_reducing", "rescaled")
         tiles = {"with_residual": 1, "gated_dgrad": 2, "with_rstd": 1}.get(name, 0)
+        few = "split_k" in config
         assert len(re.findall(r"\bUTMALDG\b", code)) >= (2 if few else 2 + packed + tiles)
         assert "HGMMA" in code and "UTMASTG" in code
         # The warps that load have given most of their registers away.

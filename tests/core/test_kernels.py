@@ -7,12 +7,8 @@ from __future__ import annotations
 
 import os
 import re
-import struct
-import subprocess
-import tempfile
-from bisect import bisect_right
+import sys
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +27,9 @@ from cute_ops.ops import OPS, PARTS, add_rmsnorm, append_kv, rmsnorm
 from cute_ops.ops.fused import KERNEL as FUSED
 from cute_ops.shapes import ITEMSIZE
 from cute_ops.tools import sass
+
+sys.path.append(str(Path(__file__).parent / "kernels"))
+import machine_code
 
 ALL = [o for op in (*OPS, *PARTS) for o in (op, op.grad) if o is not None]
 REGISTERS = 65536
@@ -197,33 +196,10 @@ def disassembled(compiled: Compiled) -> Callable[[Wanted], str]:
 
 
 def _disassemble(places: list[Path]) -> None:
-    """Write the instructions of these cubins of SM 9.0 beside them."""
-    pieces = [_instructions(path.with_suffix(".cubin").read_bytes()) for path in places]
-    with tempfile.NamedTemporaryFile() as whole:  # another process may be at the same kernels
-        whole.write(b"".join(pieces))
-        whole.flush()
-        command = [sass.tool("nvdisasm"), "--binary", "SM90a", "--no-dataflow", whole.name]
-        printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    starts = list(accumulate(map(len, pieces), initial=0))
-    texts: list[list[str]] = [[] for _ in pieces]
-    for line in printed.splitlines():
-        if address := re.match(r" *\/\*([0-9a-f]{4,})\*/", line):
-            texts[bisect_right(starts, int(address[1], 16)) - 1].append(line)
-    for path, piece, text in zip(places, pieces, texts, strict=True):
-        assert len(text) == len(piece) // 16, "an instruction is 16 bytes"
-        cache_dir.write_whole(path.parent, {path.name: "\n".join(text).encode()})
-
-
-def _instructions(cubin: bytes) -> bytes:
-    """The code sections of an ELF file."""
-    (table,) = struct.unpack_from("<Q", cubin, 40)
-    size, count, names = struct.unpack_from("<HHH", cubin, 58)
-    sections = [struct.unpack_from("<IIQQQQ", cubin, table + i * size) for i in range(count)]
-    found = b""
-    for name, _, _, _, offset, length in sections:
-        if cubin.startswith(b".text.", sections[names][4] + name):
-            found += cubin[offset : offset + length]
-    return found
+    """Write the instructions of these cubins beside them."""
+    texts = machine_code.disassembled([path.with_suffix(".cubin").read_bytes() for path in places])
+    for path, text in zip(places, texts, strict=True):
+        cache_dir.write_whole(path.parent, {path.name: text.encode()})
 
 
 @pytest.mark.parametrize("wanted", [named(each) for each in ALIGNED])
