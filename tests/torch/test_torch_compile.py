@@ -15,6 +15,8 @@ from torch._dynamo.utils import counters
 
 import cute_ops_torch
 from cute_ops import FLOATS, Op, Tensor, lookup, testing
+from cute_ops.composite.linear_cross_entropy import linear_cross_entropy_total
+from cute_ops_torch import registry
 from cute_ops_torch.tools import runner
 
 
@@ -113,6 +115,19 @@ def test_modules() -> None:
         for m in (2, 3, 7):
             x = torch.randn(m, 64)
             torch.testing.assert_close(compiled_norm(x), norm(x), rtol=0, atol=0)
+
+
+def test_code_from_a_cache_finds_the_ops_of_programs() -> None:
+    """Of a compiled program's gradient no fake kernel runs, so the forward's defines what it may call."""
+    import torch._inductor  # what tells that there may be such code
+
+    total = linear_cross_entropy_total
+    registry.define(total, "from_a_cache")
+    torch.ops.from_a_cache.linear_cross_entropy_total(
+        *(torch.empty(s, device="meta") for s in ((2, 3), (5, 3))), torch.empty(2, dtype=torch.int64, device="meta")
+    )
+    names = [step.name for step in (total.saving, *total.saving.narrowed)]
+    assert len(names) == 8 and all(hasattr(torch.ops.from_a_cache, name) for name in names)
 
 
 def test_inductor_calls_ops_directly() -> None:
