@@ -621,7 +621,7 @@ class Op:
         if left == tuple(self.outputs):
             return self
         if (self, left) not in _narrowed:
-            name = f"{self.name}_only_{'_'.join(left)}"
+            name = self.name_of(left)
             made = self.narrow(name, left) if self.narrow else self._without(name, left)
             _narrowed.setdefault((self, left), made)  # one of several threads is the first
         return _narrowed[self, left]
@@ -665,13 +665,22 @@ class Op:
         found = [self.unrolled(counts) for counts in asked or [dict.fromkeys(self.numbers, 2)]]
         return tuple(dict.fromkeys(found))
 
+    def name_of(self, left: tuple[str, ...]) -> str:
+        """The name of the op that is narrowed to these outputs."""
+        return f"{self.name}_only_{'_'.join(left)}"
+
+    @property
+    def narrowings(self) -> list[tuple[str, ...]]:
+        """The outputs that are left without some skippable ones, in every way."""
+        skippable = [name for name, t in self.outputs.items() if t.skippable]
+        kept = [names for k in range(len(skippable)) for names in combinations(skippable, k)]
+        left = [tuple(n for n, t in self.outputs.items() if n in names or not t.skippable) for names in kept]
+        return [names for names in left if names]
+
     @property
     def narrowed(self) -> tuple[Op, ...]:
         """The op without some of its skippable outputs, in every way."""
-        skippable = [name for name, t in self.outputs.items() if t.skippable]
-        kept = [names for k in range(len(skippable)) for names in combinations(skippable, k)]
-        found = [self.only(*names) for names in kept if names or len(skippable) < len(self.outputs)]
-        return tuple(found)
+        return tuple(self.only(*left) for left in self.narrowings)
 
     def sums(self, output: str, dim: str) -> bool:
         """Whether an output without this dim, or without the leading dims of this name, is a sum over it, of which

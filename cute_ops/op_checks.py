@@ -176,8 +176,9 @@ def _mutated(op: Op) -> Iterator[str]:
 def _outputs(op: Op) -> Iterator[str]:
     if not op.shown and not op.mutates:
         yield "it has no output that is not hidden"
-    if len({each.name for each in op.narrowed}) < len(op.narrowed):
-        yield f"narrowed to some outputs it has one name twice: {sorted(each.name for each in op.narrowed)}"
+    narrowed = sorted(op.name_of(left) for left in op.narrowings)  # they are made when they are first used
+    if len(set(narrowed)) < len(narrowed):
+        yield f"narrowed to some outputs it has one name twice: {narrowed}"
     for name, t in op.outputs.items():
         if words := [word for word in ("optional", "upper_bound", "unread") if getattr(t, word)]:
             yield f"output {name!r} has {words[0]!r}, which inputs have"
