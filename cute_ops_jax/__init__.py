@@ -9,13 +9,14 @@ from typing import Any
 
 from cute_ops.ops import OPS, PRODUCTS
 from cute_ops_jax.composite.embedding import embedding
+from cute_ops_jax.composite.fused import fused
 from cute_ops_jax.composite.gated_mlp import gated_mlp
 from cute_ops_jax.composite.linear import linear
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy, vocab_parallel_linear_cross_entropy
 from cute_ops_jax.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 from cute_ops_jax.composite.vocab_parallel import vocab_parallel_cross_entropy
 from cute_ops_jax.primitive.ffi_check import probe
-from cute_ops_jax.primitive.function import fused, register
+from cute_ops_jax.primitive.function import register
 
 _DECLARED = {op.name: op for op in (*OPS, *PRODUCTS)}
 # Imported when they are first asked for: most programs use neither, and start faster without their imports.

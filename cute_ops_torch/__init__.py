@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from cute_ops_torch import functions, nn
 from cute_ops_torch.composite.embedding import embedding
+from cute_ops_torch.composite.fused import fused
 from cute_ops_torch.composite.gated_mlp import gated_mlp
 from cute_ops_torch.composite.linear import linear
 from cute_ops_torch.composite.linear_cross_entropy import linear_cross_entropy
 from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 from cute_ops_torch.distributed.import_hook import when_imported
-from cute_ops_torch.registry import fused, register
+from cute_ops_torch.registry import register
 
 if TYPE_CHECKING:
     from cute_ops_torch.functions import *  # noqa: F403 (one function per declaration)

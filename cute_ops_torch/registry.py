@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-import cute_ops
 from cute_ops.op import Op
-from cute_ops.ops.fused import without_operands
 from cute_ops_torch.host.fast_path import FastPath
 from cute_ops_torch.host.function import make_function, make_inplace
 from cute_ops_torch.host.launch import Launcher
@@ -49,23 +47,6 @@ def register(op: Op, namespace: str = "cute") -> Callable[..., Any]:
     """
     with _lock:
         return define(op, namespace).function
-
-
-def fused(
-    bare: Callable[..., Any] | None = None, /, *, namespace: str = "cute", **declaration: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function with :func:`cute_ops.fused` and :func:`register`: callers leave out ``xp``.
-
-    Args:
-        namespace: as :func:`register` takes it.
-        declaration: keyword arguments of :func:`cute_ops.fused`.
-
-    Raises:
-        TypeError: it is written without the shapes of the operands.
-    """
-    if bare is not None:
-        raise without_operands(bare, "cute_ops_torch.fused")
-    return lambda function: register(cute_ops.fused(function, **declaration), namespace)
 
 
 def define(op: Op, namespace: str = "cute") -> Registered:

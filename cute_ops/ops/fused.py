@@ -87,13 +87,6 @@ def fused(
     )  # fmt: skip
 
 
-def without_operands(function: Callable[..., Any], decorator: str) -> TypeError:
-    """What a decorator raises that was written without the shapes of the function's operands."""
-    names = list(inspect.signature(function).parameters)[1:]
-    shapes = ", ".join(f'"{name}": "*m n"' for name in names)
-    return TypeError(f"{decorator}: say the shapes of the operands: @{decorator}(operands={{{shapes}}})")
-
-
 def fused_again(
     function: Callable[..., Any], *, operands: Mapping[str, str], name: str, cases: tuple[Case, ...], doc: str
 ) -> Op:

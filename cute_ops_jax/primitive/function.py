@@ -10,32 +10,14 @@ from typing import Any, NoReturn
 import jax
 import jax.numpy as jnp
 
-import cute_ops
 from cute_ops import lists
 from cute_ops.errors import message, unknown_argument
 from cute_ops.op import Op
-from cute_ops.ops.fused import without_operands
 from cute_ops_jax.distributed.slices import spread
 from cute_ops_jax.distributed.varying import Axes, alike, as_axes, manual
 from cute_ops_jax.primitive.arrays import in_order
 from cute_ops_jax.primitive.primitive import one_for_each, stage
 from cute_ops_jax.primitive.vjp import StaticCall, differentiable
-
-
-def fused(
-    bare: Callable[..., Any] | None = None, /, **declaration: Any
-) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Decorates a function with :func:`cute_ops.fused` and :func:`register`: callers leave out ``xp``.
-
-    Args:
-        declaration: keyword arguments of :func:`cute_ops.fused`.
-
-    Raises:
-        TypeError: it is written without the shapes of the operands.
-    """
-    if bare is not None:
-        raise without_operands(bare, "cute_ops_jax.fused")
-    return lambda function: register(cute_ops.fused(function, **declaration))
 
 
 @one_for_each

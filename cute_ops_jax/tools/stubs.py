@@ -17,6 +17,7 @@ from jax import Array
 from jax.typing import ArrayLike
 
 from cute_ops_jax.composite.embedding import embedding as embedding
+from cute_ops_jax.composite.fused import fused as fused
 from cute_ops_jax.composite.gated_mlp import gated_mlp as gated_mlp
 from cute_ops_jax.composite.linear import linear as linear
 from cute_ops_jax.composite.linear_cross_entropy import linear_cross_entropy as linear_cross_entropy

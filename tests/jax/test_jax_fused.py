@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -148,9 +149,110 @@ def test_products_without_an_epilogue_and_calls_that_are_refused() -> None:
         linear(x, weight, jnp.ones(7), epilogue=gelu_add)
 
 
-def test_a_decorator_without_shapes_says_what_to_write() -> None:
-    with pytest.raises(TypeError, match=r'@cute_ops_jax.fused\(operands=\{"x": "\*m n", "y": "\*m n"\}\)'):
+# --- operands' shapes by the call ------------------------------------------------------------------------------------
 
-        @fused
-        def both(xp, x, y):
-            return x + y
+
+@fused
+def by_call(xp, x, bias, residual):
+    """``out = tanh(x + bias) * residual``"""
+    return xp.tanh(x + bias) * residual
+
+
+def plainly(x: Any, bias: Any, residual: Any) -> Any:
+    return jnp.tanh(x + bias) * residual
+
+
+@fused(name="glu_in_jax")
+def gated(xp, x, bias=None, *, limit=1.0):
+    n = x.shape[-1] // 2
+    gate, up = x[..., :n], x[..., n:]
+    if bias is not None:
+        gate, up = gate + bias[..., :n], up + bias[..., n:]
+    return xp.clip(xp.silu(gate) * up, -limit, limit), gate
+
+
+def drawn(*shapes: Any) -> list[Any]:
+    """Arrays of these shapes, in bfloat16 where they are a row; numbers stay."""
+    rng = np.random.default_rng(0)
+    return [
+        jnp.asarray(rng.standard_normal(s), "bfloat16" if s == (8,) else "float32") if isinstance(s, tuple) else s
+        for s in shapes
+    ]
+
+
+TILE = (3, 4, 8)
+CALLS = [
+    (TILE, (3, 4, 1), ()), (TILE, (1, 1, 8), 0.5), (2, TILE, (4, 8)), ((3, 1), (8,), (3, 8)), ((1, 8), (1, 1), (8,)),
+]  # fmt: skip
+
+
+def value_and_gradients(function: Callable[..., Any], *given: Any) -> Any:
+    """For the cosine of the output as cotangent; of numbers there is no gradient."""
+    places = [i for i, a in enumerate(given) if isinstance(a, jax.Array)]
+
+    def run(*arrays: Any) -> Any:
+        filled = dict(enumerate(given)) | dict(zip(places, arrays, strict=True))
+        return function(*filled.values())
+
+    out, pull = jax.vjp(run, *(given[i] for i in places))
+    return out, pull(jnp.cos(out).astype(out.dtype))
+
+
+def close(found: Any, exact: Any) -> None:
+    for a, wanted in zip(*map(jax.tree.leaves, (found, exact)), strict=True):
+        limit = 2e-6 if a.dtype == "float32" else 2.0**-7
+        np.testing.assert_allclose(a.astype("float32"), wanted, rtol=limit, atol=limit * 4)
+
+
+@pytest.mark.parametrize("shapes", CALLS, ids=str)
+def test_calls_broadcast_as_those_of_jax(shapes: tuple[Any, ...]) -> None:
+    given = drawn(*shapes)
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(a, "float64") if isinstance(a, jax.Array) else a for a in given]
+        exact = jax.tree.map(np.asarray, value_and_gradients(plainly, *wide))
+    close(value_and_gradients(by_call, *given), exact)
+    # A number is an array under jit.
+    np.testing.assert_allclose(jax.jit(by_call)(*given), exact[0], rtol=2e-6, atol=2e-6)
+
+
+def test_calls_under_vmap_and_shard_map() -> None:
+    x, row, column = drawn((4, 3, 8), (8,), (4, 3, 1))
+    exact = value_and_gradients(plainly, x, row.astype("float32"), column)
+    for given, axes in (((x, row, column), (0, None, 0)), ((x, row, 0.5), (0, None, None))):
+        np.testing.assert_allclose(jax.vmap(by_call, axes)(*given), plainly(*given), rtol=2e-6, atol=2e-6)
+    mesh = jax.make_mesh((2,), ("rows",), (jax.sharding.AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    rows = jax.P("rows")
+    mapped = jax.shard_map(by_call, mesh=mesh, in_specs=(rows, jax.P(), rows), out_specs=rows)
+    close(jax.jit(lambda *given: value_and_gradients(mapped, *given))(x, row, column), exact)
+
+
+def test_calls_with_halves_and_attributes() -> None:
+    x, bias = drawn((3, 16), (16,))
+    out, gate = jax.jit(gated, static_argnames="limit")(x, bias, limit=0.5)
+    np.testing.assert_allclose(gate, x[..., :8] + bias[:8], rtol=1e-6)
+    np.testing.assert_allclose(out, (jax.nn.silu(gate) * (x + bias)[..., 8:]).clip(-0.5, 0.5), rtol=1e-5, atol=1e-6)
+    np.testing.assert_array_equal(gated(np.asarray(x))[1], x[..., :8])
+    assert gated.by_call.op("2t_", (("limit", 1.0),)).name.startswith("glu_in_jax_2t__")
+    assert (by_call.__doc__, by_call.__module__) == ("``out = tanh(x + bias) * residual``", __name__)
+    assert str(inspect.signature(gated)) == "(x, bias=None, *, limit=1.0)"
+    with pytest.raises(TypeError, match="attribute `limit` is part of the kernel: give a number or a text, not "):
+        jax.jit(gated)(x, bias, limit=0.5)
+
+
+def test_calls_in_exported_programs() -> None:
+    _, row = drawn((3, 8), (8,))
+    rows = jax.ShapeDtypeStruct(jax.export.symbolic_shape("m, 8"), "float32")
+    exported = jax.export.export(jax.jit(lambda x, row: by_call(x, row, x)))(rows, row)
+    np.testing.assert_array_equal(
+        exported.call(jnp.ones((5, 8)), row), by_call(jnp.ones((5, 8)), row, jnp.ones((5, 8)))
+    )
+
+
+def test_calls_that_are_refused() -> None:
+    x = jnp.ones((3, 8))
+    with pytest.raises(ValueError, match=r"cute.by_call: argument `bias` has shape \[7\], which does not broadcast"):
+        by_call(x, jnp.ones(7), x)
+    with pytest.raises(TypeError, match="argument `residual` has dtype bfloat16, but T=float32 from `x`"):
+        by_call(x, 1.0, x.astype("bfloat16"))
+    with pytest.raises(TypeError, match="argument `bias` must be an array, a number or None, got list"):
+        by_call(x, [1.0], x)

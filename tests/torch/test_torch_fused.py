@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from array_api_compat import torch as xp
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from cute_ops import Op
 from cute_ops.expressions import evaluate, trace
@@ -92,9 +95,150 @@ def test_rows_without_elements() -> None:
     assert x.grad.shape == x.shape
 
 
-def test_a_decorator_without_shapes_says_what_to_write() -> None:
-    with pytest.raises(TypeError, match=r'@cute_ops_torch.fused\(operands=\{"x": "\*m n", "y": "\*m n"\}\)'):
+# --- operands' shapes by the call ------------------------------------------------------------------------------------
 
-        @fused
-        def both(xp, x, y):
-            return x + y
+
+@fused
+def by_call(xp, x, bias, residual):
+    """``out = tanh(x + bias) * residual``"""
+    return xp.tanh(x + bias) * residual
+
+
+def plainly(x: Any, bias: Any, residual: Any) -> Any:
+    return torch.tanh(x + bias) * residual
+
+
+@fused(namespace="fused_tests", name="glu")
+def gated(xp, x, bias=None, *, limit=1.0, kind="silu"):
+    n = x.shape[-1] // 2
+    gate, up = x[..., :n], x[..., n:]
+    if bias is not None:
+        gate, up = gate + bias[..., :n], up + bias[..., n:]
+    return xp.clip(getattr(xp, kind)(gate) * up, -limit, limit), gate
+
+
+def drawn(*shapes: Any, dtype: torch.dtype = torch.float32) -> list[Any]:
+    """Tensors of these shapes, tiles of this dtype and others of float32; numbers stay."""
+    whole, rng = torch.broadcast_shapes(*(s for s in shapes if isinstance(s, tuple))), torch.Generator().manual_seed(0)
+    return [
+        torch.randn(s, generator=rng).to(dtype if len(s) > 1 and s[-1] == whole[-1] else torch.float32)
+        if isinstance(s, tuple) else s for s in shapes
+    ]  # fmt: skip
+
+
+TILE = (3, 4, 8)
+CALLS = [
+    (TILE, (8,), TILE), (TILE, (3, 4, 1), ()), (TILE, (1, 1, 8), 0.5), (TILE, (4, 8), (3, 1, 1)), (2, TILE, (1, 1, 1)),
+    ((3, 1), (8,), (3, 8)), ((8,), (8,), (1,)), ((1, 8), (1, 1), (8,)), ((3, 1), (3, 1), (1,)), ((0, 8), (8,), (0, 1)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("shapes", CALLS, ids=str)
+def test_calls_broadcast_as_those_of_torch(shapes: tuple[Any, ...], dtype: torch.dtype) -> None:
+    given = drawn(*shapes, dtype=dtype)
+    leaves = [t.requires_grad_() for t in given if isinstance(t, torch.Tensor)]
+    wide = [t.detach().double().requires_grad_() if isinstance(t, torch.Tensor) else t for t in given]
+    out, exact = by_call(*given), plainly(*wide)
+    cotangent = torch.randn(exact.shape).to(out.dtype)
+    gradients = torch.autograd.grad(out, leaves, cotangent)
+    exacts = torch.autograd.grad(exact, [t for t in wide if isinstance(t, torch.Tensor)], cotangent.double())
+    assert [g.dtype for g in gradients] == [t.dtype for t in leaves]
+    loses = 1e-6 if dtype is torch.float32 else 2.0**-7
+    for found, wanted in zip((out, *gradients), (exact, *exacts), strict=True):
+        largest = wanted.abs().max().item() if wanted.numel() else 0.0
+        torch.testing.assert_close(found.double(), wanted, rtol=loses, atol=4 * loses * max(largest, 1.0))
+
+
+def test_compiled_calls_have_one_graph_for_all_rows() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(by_call, fullgraph=True, dynamic=True, backend=counter)
+    for shapes in (((3, 4, 8), (8,), (3, 4, 1)), ((5, 4, 8), (8,), (5, 4, 1))):
+        given = [t.requires_grad_() for t in drawn(*shapes)]
+        out, wanted = compiled(*given), by_call(*given)
+        assert torch.equal(out, wanted)
+        for found, expected in zip(*(torch.autograd.grad(o.sum(), given) for o in (out, wanted)), strict=True):
+            assert torch.equal(found, expected)
+    assert counter.frame_count == 1
+    x, row, _ = drawn((5, 8), (8,), 1.0)
+    for scale in (0.5, 2.5, 3):
+        assert torch.equal(compiled(x, row, scale), by_call(x, row, scale))
+
+
+def test_compiled_calls_with_halves_and_attributes_and_rows_that_depend_on_data() -> None:
+    x, bias = drawn((3, 16), (16,))
+    compiled = torch.compile(gated, fullgraph=True, backend="aot_eager")
+    for given, attrs in (((x,), {}), ((x, bias), {"limit": 0.1, "kind": "gelu"})):
+        for out, wanted in zip(compiled(*given, **attrs), gated(*given, **attrs), strict=True):
+            assert torch.equal(out, wanted)
+
+    def chosen(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return by_call(x[mask], bias, x[mask])
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        mask = torch.tensor([True, False, True])
+        assert torch.equal(torch.compile(chosen, fullgraph=True, backend="aot_eager")(x, mask), chosen(x, mask))
+
+
+def test_calls_under_vmap_and_in_functional_gradients() -> None:
+    x, row, column = drawn((3, 4, 8), (8,), (3, 4, 1))
+    for given, dims in (
+        ((x, row, column), (0, None, 0)),
+        ((x, row, 0.5), (0, None, None)),
+        ((row, x, x), (None, 0, 0)),
+    ):
+        assert torch.equal(torch.vmap(by_call, dims)(*given), by_call(*given))
+
+    def loss(function: Callable[..., Any], *given: torch.Tensor) -> torch.Tensor:
+        return function(*given).square().sum()
+
+    found, wanted = (
+        torch.vmap(torch.func.grad(loss, (1, 2, 3)), (None, 0, None, 0))(f, x, row, column) for f in (by_call, plainly)
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_calls_in_exported_programs() -> None:
+    class Module(torch.nn.Module):
+        def forward(self, x: torch.Tensor, row: torch.Tensor) -> torch.Tensor:
+            return by_call(x, row, x)
+
+    x, row = drawn((3, 8), (8,))
+    sizes = ({0: torch.export.Dim("rows")}, None)
+    program = torch.export.export(Module(), (x, row), dynamic_shapes=sizes)
+    called = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    assert len(called) == 1 and called[0].startswith("cute.by_call_trt_")
+    assert torch.equal(program.module()(x[:2], row), by_call(x[:2], row, x[:2]))
+
+
+def test_what_a_decorated_function_is() -> None:
+    assert by_call.__doc__ == "``out = tanh(x + bias) * residual``"
+    assert (by_call.__name__, by_call.__module__) == ("by_call", __name__)
+    assert str(inspect.signature(by_call)) == "(x, bias, residual)"
+    x = torch.randn(3, 16)
+    out, gate = gated(x, limit=0.5)
+    assert torch.equal(gate, x[..., :8])
+    torch.testing.assert_close(out, (torch.nn.functional.silu(gate) * x[..., 8:]).clip(-0.5, 0.5))
+    names = [name for name in dir(torch.ops.fused_tests) if re.fullmatch(r"glu_2t__\w{12}", name)]
+    assert names and torch.equal(getattr(torch.ops.fused_tests, names[0])(x)[1], gate)
+
+
+def test_a_function_that_is_written_again_is_another_op() -> None:
+    def make(power: int) -> Any:
+        return fused(lambda xp, x: x**power, name="to_a_power")
+
+    x = torch.randn(3, 8)
+    for power in (2, 3, 2):
+        torch.testing.assert_close(make(power)(x), x**power)
+
+
+def test_calls_that_are_refused() -> None:
+    x, row = torch.ones(3, 8), torch.ones(7)
+    with pytest.raises(ValueError, match=r"cute.by_call: argument `bias` has shape \[7\], which does not broadcast"):
+        by_call(x, row, x)
+    with pytest.raises(TypeError, match="argument `residual` has dtype bfloat16, but T=float32 from `x`"):
+        by_call(x, 1.0, x.bfloat16())
+    with pytest.raises(TypeError, match="argument `bias` must be an array, a number or None, got list"):
+        by_call(x, [1.0], x)
+    with pytest.raises(TypeError, match="`outputs` is for a declaration: say the shapes, `operands`, too"):
+        fused(lambda xp, x: x, outputs=("y",))
