@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 import cute_ops_jax
 from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops_jax.composite.linear import gelu_epilogue
 
 try:
     import equinox as eqx
@@ -146,6 +147,183 @@ class Linear(eqx.nn.Linear):
     def __call__(self, x: Array, *operands: Array | None, key: Any = None) -> Any:
         options = dict(self.options)
         return cute_ops_jax.linear(x, self.weight, self.bias, *operands, epilogue=self.epilogue, **options)
+
+
+class LinearGELU(Linear):
+    """A linear layer and GELU. Arguments are those of :class:`Linear`, and this one.
+
+    Args:
+        approximate: ``"none"`` for the error function, or ``"tanh"``.
+    """
+
+    def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
+        super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
+
+
+class LinearSiLU(Linear):
+    """A linear layer and SiLU. Arguments are those of :class:`Linear`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, epilogue="silu", **options)
+
+
+class LinearAdd(Linear):
+    """A linear layer whose output is added to a residual: ``(x, residual) -> out``. Arguments are those of
+    :class:`Linear`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, epilogue="add", **options)
+
+
+class RMSNormLinear(Linear):
+    """:func:`cute_ops_jax.rmsnorm_linear` with learned parameters: those of :class:`Linear`, and ``norm_weight``, which
+    starts at one: ``(x, *operands) -> out``. Arguments are those of :class:`Linear`, and these.
+
+    Args:
+        eps: added to the mean square.
+        use_weight: learn a weight of the norm.
+    """
+
+    norm_weight: Array | None
+    eps: float = eqx.field(static=True)
+
+    def __init__(
+        self, in_features: int, out_features: int, use_bias: bool = True, dtype: Any = None, *, eps: float = 1e-5,
+        use_weight: bool = True, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, use_bias, dtype, **options)
+        self.norm_weight = jnp.ones(in_features, self.weight.dtype) if use_weight else None
+        self.eps = eps
+
+    @classmethod
+    def from_layers(cls, norm: eqx.nn.RMSNorm, layer: eqx.nn.Linear, **options: Any) -> Self:
+        """A layer with the parameters of a norm without bias and of the layer that reads it.
+
+        Raises:
+            ValueError: the norm has a bias, or is not of the layer's rows.
+        """
+        _check_norm("RMSNormLinear", norm, layer.in_features)
+        made = cls.from_linear(layer, eps=norm.eps, use_weight=norm.use_weight, **options)
+        found: Self = eqx.tree_at(lambda m: m.norm_weight, made, norm.weight, is_leaf=lambda x: x is None)
+        return found
+
+    def __call__(self, x: Array, *operands: Array | None, key: Any = None) -> Any:
+        parameters, options = (self.norm_weight, self.weight, self.bias), dict(self.options)
+        return cute_ops_jax.rmsnorm_linear(x, *parameters, *operands, eps=self.eps, epilogue=self.epilogue, **options)
+
+
+class LinearAddRMSNorm(eqx.nn.Linear):
+    """:func:`cute_ops_jax.linear_add_rmsnorm` with learned parameters, ``weight`` and ``norm_weight``, which starts at
+    one: ``(x, residual) -> (out, residual_out)``.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: columns of the product, and of the norm.
+        dtype: of the parameters.
+        eps: added to the mean square.
+        fused: the function's.
+        key: for the initial values.
+    """
+
+    norm_weight: Array
+    eps: float = eqx.field(static=True)
+    fused: str = eqx.field(static=True)
+
+    def __init__(
+        self, in_features: int, out_features: int, dtype: Any = None, *, eps: float = 1e-5, fused: str = "auto",
+        key: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, False, dtype, key=key)
+        self.norm_weight = jnp.ones(out_features, self.weight.dtype)
+        self.eps, self.fused = eps, fused
+
+    @classmethod
+    def from_layers(cls, layer: eqx.nn.Linear, norm: eqx.nn.RMSNorm, **options: Any) -> Self:
+        """A layer with the parameters of a layer without bias and of the norm behind it.
+
+        Raises:
+            ValueError: one of them has a bias, or the norm has no weight or is not of the layer's outputs.
+        """
+        _check_norm("LinearAddRMSNorm", norm, layer.out_features)
+        if layer.use_bias or not norm.use_weight:
+            raise ValueError("LinearAddRMSNorm: expected a layer without bias and a norm with a weight.")
+        shape = partial(cls, layer.in_features, layer.out_features, **{"eps": norm.eps, **options})
+        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
+        found: Self = eqx.tree_at(lambda m: (m.weight, m.norm_weight), made, (layer.weight, norm.weight))
+        return found
+
+    def __call__(self, x: Array, residual: Array, *, key: Any = None) -> tuple[Array, Array]:
+        weights = self.weight, residual, self.norm_weight
+        return cute_ops_jax.linear_add_rmsnorm(x, *weights, self.eps, fused=self.fused)
+
+
+class QKVRope(eqx.nn.Linear):
+    """:func:`cute_ops_jax.qkv_rope` with a learned weight, whose rows are those of queries, of keys and of as many
+    values: ``(x, cos, sin) -> out``.
+
+    Args:
+        in_features: size of x's last dim.
+        query_heads: how many heads queries have.
+        key_heads: how many heads keys have, and values.
+        head_dim: columns of a head, 64 or 128.
+        dtype: of the weight.
+        fused: the function's.
+        key: for the initial values.
+    """
+
+    heads: int = eqx.field(static=True)
+    fused: str = eqx.field(static=True)
+
+    def __init__(
+        self, in_features: int, query_heads: int, key_heads: int, head_dim: int = 128, dtype: Any = None, *,
+        fused: str = "auto", key: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, (query_heads + 2 * key_heads) * head_dim, False, dtype, key=key)
+        self.heads, self.fused = query_heads + key_heads, fused
+
+    def __call__(self, x: Array, cos: Array, sin: Array, *, key: Any = None) -> Array:
+        return cute_ops_jax.qkv_rope(x, self.weight, cos, sin, self.heads, fused=self.fused)
+
+
+class GatedLinear(eqx.nn.Linear):
+    """:func:`cute_ops_jax.gated_linear` with a learned weight, ``[gate | up]``, of ``2 * out_features`` rows.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: size of the output's last dim.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        dtype: of the weight.
+        fused: the function's.
+        key: for the initial values.
+    """
+
+    activation: str = eqx.field(static=True)
+    fused: str = eqx.field(static=True)
+
+    def __init__(
+        self, in_features: int, out_features: int, activation: str = "silu", dtype: Any = None, *, fused: str = "auto",
+        key: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, 2 * out_features, False, dtype, key=key)
+        self.activation, self.fused = activation, fused
+
+    @classmethod
+    def from_linear(cls, gate: eqx.nn.Linear, up: eqx.nn.Linear, **options: Any) -> Self:
+        """The layer of two without biases, whose weights are copied side by side."""
+        shape = partial(cls, gate.in_features, gate.out_features, **options)
+        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
+        found: Self = eqx.tree_at(lambda m: m.weight, made, jnp.concatenate([gate.weight, up.weight]))
+        return found
+
+    def __call__(self, x: Array, *, key: Any = None) -> Array:
+        out: Array = cute_ops_jax.gated_linear(x, self.weight, self.activation, self.fused)
+        return out
+
+
+def _check_norm(name: str, norm: eqx.nn.RMSNorm, columns: int) -> None:
+    if tuple(norm.shape) != (columns,) or norm.use_bias:
+        raise ValueError(f"{name}: norm is {norm}, expected one of {columns} columns without bias.")
 
 
 class GatedMLP(eqx.Module):

@@ -15,6 +15,8 @@ import jax.numpy as jnp
 
 import cute_ops_jax
 from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops.ops.gemm.gated_dgrad import gated_linear_kn
+from cute_ops_jax.composite.linear import gelu_epilogue
 
 try:
     from flax import nnx
@@ -223,6 +225,172 @@ class Linear(nnx.Linear):
         x, kernel, bias = self.promote_dtype((x, self.kernel[...], _value(self.bias)), dtype=self.dtype)
         options = dict(self.options)
         return cute_ops_jax.linear(x, kernel, bias, *operands, epilogue=self.epilogue, transposed=True, **options)
+
+
+class LinearGELU(Linear):
+    """A linear layer and GELU. Arguments are those of :class:`Linear`, and this one.
+
+    Args:
+        approximate: ``"none"`` for the error function, or ``"tanh"``.
+    """
+
+    def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
+        super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
+
+
+class LinearSiLU(Linear):
+    """A linear layer and SiLU. Arguments are those of :class:`Linear`."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, epilogue="silu", **options)
+
+
+class LinearAdd(Linear):
+    """A linear layer whose output is added to a residual: ``(x, residual) -> out``. Arguments are those of
+    :class:`Linear`.
+    """
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, epilogue="add", **options)
+
+
+class RMSNormLinear(Linear):
+    """:func:`cute_ops_jax.rmsnorm_linear` with learned parameters: those of :class:`Linear`, and ``norm_scale``, which
+    starts at one: ``(x, *operands) -> out``. Arguments are those of :class:`Linear`, and these.
+
+    Args:
+        epsilon: added to the mean square.
+        use_scale: learn a scale.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, epsilon: float = 1e-6, use_scale: bool = True,
+        param_dtype: Any = jnp.float32, rngs: nnx.Rngs, **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, param_dtype=param_dtype, rngs=rngs, **options)
+        self.epsilon, self.norm_scale = epsilon, _parameter(use_scale, ones, in_features, param_dtype, rngs)
+
+    @classmethod
+    def from_layers(cls, norm: nnx.RMSNorm, layer: nnx.Linear, **options: Any) -> Self:
+        """A layer with the parameters of a norm and of the layer that reads it, which they share.
+
+        Raises:
+            ValueError: the norm is not of the layer's rows.
+        """
+        _check_columns("RMSNormLinear", norm, layer.in_features)
+        made = cls.from_linear(layer, epsilon=norm.epsilon, use_scale=norm.use_scale, **options)
+        made.norm_scale = norm.scale
+        return made
+
+    def __call__(self, x: Array, *operands: Array | None) -> Any:
+        x, kernel, bias = self.promote_dtype((x, self.kernel[...], _value(self.bias)), dtype=self.dtype)
+        options = {"eps": self.epsilon, "epilogue": self.epilogue, "transposed": True, **dict(self.options)}
+        return cute_ops_jax.rmsnorm_linear(x, _value(self.norm_scale), kernel, bias, *operands, **options)
+
+
+class LinearAddRMSNorm(nnx.Linear):
+    """:func:`cute_ops_jax.linear_add_rmsnorm` with learned parameters, ``kernel`` and ``norm_scale``, which starts at
+    one: ``(x, residual) -> (out, residual_out)``.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: columns of the product, and of the norm.
+        epsilon: added to the mean square.
+        dtype, param_dtype, kernel_init: as ``nnx.Linear`` has them.
+        fused: the function's.
+        rngs: keys for the initializers.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, epsilon: float = 1e-6, dtype: Any = None,
+        param_dtype: Any = jnp.float32, kernel_init: Initializer | None = None, fused: str = "auto", rngs: nnx.Rngs,
+    ) -> None:  # fmt: skip
+        init = {} if kernel_init is None else {"kernel_init": kernel_init}
+        options = {"dtype": dtype, "param_dtype": param_dtype, "rngs": rngs, **init}
+        super().__init__(in_features, out_features, use_bias=False, **options)
+        self.norm_scale = _parameter(True, ones, out_features, param_dtype, rngs)
+        self.epsilon, self.fused = epsilon, fused
+
+    @classmethod
+    def from_layers(cls, layer: nnx.Linear, norm: nnx.RMSNorm, **options: Any) -> Self:
+        """A layer with the parameters of a layer without bias and of the norm behind it, which they share.
+
+        Raises:
+            ValueError: the norm has no scale or is not of the layer's outputs, or the layer has a bias.
+        """
+        _check_columns("LinearAddRMSNorm", norm, layer.out_features)
+        if layer.use_bias or not norm.use_scale:
+            raise ValueError("LinearAddRMSNorm: expected a layer without bias and a norm with a scale.")
+        sizes, options = (layer.in_features, layer.out_features), {"epsilon": norm.epsilon, **options}
+        made: Self = nnx.eval_shape(lambda: cls(*sizes, dtype=layer.dtype, rngs=nnx.Rngs(0), **options))
+        made.kernel, made.norm_scale = layer.kernel, norm.scale
+        return made
+
+    def __call__(self, x: Array, residual: Array) -> tuple[Array, Array]:
+        x, kernel, residual = self.promote_dtype((x, self.kernel[...], residual), dtype=self.dtype)
+        given = x, kernel, residual, self.norm_scale[...], self.epsilon
+        return cute_ops_jax.linear_add_rmsnorm(*given, fused=self.fused, transposed=True)
+
+
+class QKVRope(nnx.Linear):
+    """:func:`cute_ops_jax.qkv_rope` with a learned kernel, whose columns are those of queries, of keys and of as many
+    values: ``(x, cos, sin) -> out``.
+
+    Args:
+        in_features: size of x's last dim.
+        query_heads: how many heads queries have.
+        key_heads: how many heads keys have, and values.
+        head_dim: columns of a head, 64 or 128.
+        fused: the function's.
+        options: of ``nnx.Linear``.
+    """
+
+    def __init__(
+        self, in_features: int, query_heads: int, key_heads: int, head_dim: int = 128, *, fused: str = "auto",
+        **options: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, (query_heads + 2 * key_heads) * head_dim, use_bias=False, **options)
+        self.heads, self.fused = query_heads + key_heads, fused
+
+    def __call__(self, x: Array, cos: Array, sin: Array) -> Array:
+        x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
+        return cute_ops_jax.qkv_rope(x, kernel, cos, sin, self.heads, fused=self.fused, transposed=True)
+
+
+class GatedLinear(nnx.Linear):
+    """:func:`cute_ops_jax.gated_linear` with a learned kernel, ``[gate | up]``, of ``2 * out_features`` columns.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: size of the output's last dim.
+        activation: ``"silu"``, ``"gelu"`` or ``"gelu_tanh"``.
+        fused: the function's.
+        options: of ``nnx.Linear``.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, *, activation: str = "silu", fused: str = "auto", **options: Any
+    ) -> None:
+        super().__init__(in_features, 2 * out_features, use_bias=False, **options)
+        self.activation, self.fused = activation, fused
+
+    @classmethod
+    def from_linear(cls, gate: nnx.Linear, up: nnx.Linear, **options: Any) -> Self:
+        """The layer of two without biases, whose kernels are copied side by side."""
+        sizes = gate.in_features, gate.out_features
+        made: Self = nnx.eval_shape(lambda: cls(*sizes, dtype=gate.dtype, rngs=nnx.Rngs(0), **options))
+        made.kernel = nnx.Param(jnp.concatenate([gate.kernel[...], up.kernel[...]], axis=1))
+        return made
+
+    def __call__(self, x: Array) -> Array:
+        x, kernel = self.promote_dtype((x, self.kernel[...]), dtype=self.dtype)
+        out: Array = cute_ops_jax.register(gated_linear_kn())(x, kernel, self.activation, self.fused)
+        return out
+
+
+def _check_columns(name: str, norm: nnx.RMSNorm, columns: int) -> None:
+    if norm.num_features != columns:
+        raise ValueError(f"{name}: norm has {norm.num_features} columns, expected {columns}.")
 
 
 class PackedGatedMLP(nnx.Module):

@@ -13,7 +13,7 @@ from typing import Any
 from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.fused import fused
 from cute_ops.ops.gemm.fused import fused_linear
-from cute_ops.ops.gemm.linear import linear, product, product_gradients
+from cute_ops.ops.gemm.linear import linear, linear_dx, product, product_gradients
 from cute_ops.ops.norm import add_rmsnorm as norm
 from cute_ops.ops.norm.add_rmsnorm import add_rmsnorm, add_rmsnorm_bwd
 from cute_ops.shapes import FLOATS
@@ -22,13 +22,14 @@ DOC = """``residual_out = x @ weight.T + residual``; ``out = rmsnorm(residual_ou
 
 Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-    weight: ``T[n k]``.
+    weight: ``T[n k]``; ``T[k n]`` with ``transposed``.
     residual: ``T[*m n]``.
     norm_weight: ``W[n]``, a float dtype of its own.
     fused: ``"always"`` adds the residual and the squares in the product's epilogue, for bfloat16 and float16, and so
         does ``"auto"`` on Hopper with more than 64 rows: on an H200 that was faster by 1% at k = 14336, 4% at 8192 and
         10% at 2048. ``"never"``, and ``"auto"`` elsewhere, run a product, as :func:`linear` has it, and
         :func:`add_rmsnorm`.
+    transposed: the weight is ``[k, n]``, as in JAX.
 
 Returns:
     ``(out, residual_out)``, both ``T[*m n]``. Sums in float32, in a fixed order.
@@ -59,11 +60,16 @@ def _scaled(xp: Any, x: Any, rstd: Any, weight: Any) -> Any:
     return x * rstd * weight
 
 
-@cache
-def linear_add_rstd() -> Op:
+def linear_add_rstd(transposed: bool = False) -> Op:
     """The product, the residual and the norm's factor."""
+    return _with_rstd(transposed)
+
+
+@cache
+def _with_rstd(transposed: bool) -> Op:
     return fused_linear(
-        _add_rstd, name="linear_add_rstd", operands={"residual": "*m n"}, attrs={"eps": 1e-6}, cases=CASES,
+        _add_rstd, name=f"linear{'_kn' if transposed else ''}_add_rstd", operands={"residual": "*m n"}, cases=CASES,
+        weight="k n" if transposed else "n k", attrs={"eps": 1e-6},
         outputs={"residual_out": "*m n", "rstd": "*m 1"},
     )  # fmt: skip
 
@@ -74,31 +80,10 @@ def scaled_rows() -> Op:
     return fused(_scaled, name="scaled_rows", operands={"x": "*m n", "rstd": "*m 1", "weight": "n"})
 
 
-def _forward(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
-    given, eps = {key: inputs[key] for key in ("x", "weight")}, {"eps": attrs["eps"]}
-    summed = {**given, "residual": inputs["residual"]}
-    if attrs["fused"] == "always" or (attrs["fused"] == "auto" and xp.leads(linear_add_rstd(), summed, eps)):
-        found = call(linear_add_rstd(), summed, {**eps, "fused": "always"})
-        rows = {"x": found["residual_out"], "rstd": found["rstd"], "weight": inputs["norm_weight"]}
-        return {"out": call(scaled_rows(), rows, {})["out"], "residual_out": found["residual_out"]}
-    acc = call(linear, given, {"fused": attrs["fused"]})["out"]
-    rows = {"x": acc, "residual": inputs["residual"], "weight": inputs["norm_weight"]}
-    found = call(add_rmsnorm, rows, eps)
-    return {"out": found["out"], "residual_out": found["residual_out"]}
-
-
 def _backward(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
     given = {key: inputs[key] for key in ("residual_out", "dout", "dresidual_out")}
     found = call(add_rmsnorm_bwd, {**given, "weight": inputs["norm_weight"]}, {"eps": attrs["eps"]})
     return {"dresidual": found["dresidual"], "dnorm_weight": found["dweight"]}
-
-
-def reference(
-    xp: Any, x: Any, weight: Any, residual: Any, norm_weight: Any, *, eps: float, fused: str
-) -> tuple[Any, Any]:
-    acc = product(xp, x, weight)
-    out, residual_out = norm.reference(xp, acc, xp.astype(residual, acc.dtype), norm_weight, eps=eps, weight_offset=0.0)
-    return xp.astype(out, x.dtype), xp.astype(residual_out, x.dtype)
 
 
 def reference_bwd(
@@ -124,17 +109,47 @@ linear_add_rmsnorm_bwd = Op(
 )  # fmt: skip
 
 
-@cache
-def linear_add_rmsnorm() -> Op:
+def linear_add_rmsnorm(transposed: bool = False) -> Op:
     """The op: see :data:`DOC`. It is made when it is asked for, since that takes longer than most imports."""
+    return _op(transposed)
+
+
+@cache
+def _op(transposed: bool) -> Op:
+    behind = linear_add_rstd(transposed)
+    # Of a transposed weight the product is the one that is the gradient of another layer to its x.
+    multiplies, rows, out = (linear_dx, "dout", "dx") if transposed else (linear, "x", "out")
+
+    def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
+        given, eps = {key: inputs[key] for key in ("x", "weight")}, {"eps": attrs["eps"]}
+        summed = {**given, "residual": inputs["residual"]}
+        if attrs["fused"] == "always" or (attrs["fused"] == "auto" and xp.leads(behind, summed, eps)):
+            found = call(behind, summed, {**eps, "fused": "always"})
+            scaled = {"x": found["residual_out"], "rstd": found["rstd"], "weight": inputs["norm_weight"]}
+            return {"out": call(scaled_rows(), scaled, {})["out"], "residual_out": found["residual_out"]}
+        operands = {rows: inputs["x"], "weight": inputs["weight"]}
+        acc = call(multiplies, operands, {"fused": attrs["fused"]})[out]
+        summands = {"x": acc, "residual": inputs["residual"], "weight": inputs["norm_weight"]}
+        found = call(add_rmsnorm, summands, eps)
+        return {"out": found["out"], "residual_out": found["residual_out"]}
+
+    def reference(
+        xp: Any, x: Any, weight: Any, residual: Any, norm_weight: Any, *, eps: float, fused: str
+    ) -> tuple[Any, Any]:
+        acc = product(xp, x, xp.matrix_transpose(weight) if transposed else weight)
+        residual, options = xp.astype(residual, acc.dtype), {"eps": eps, "weight_offset": 0.0}
+        out, residual_out = norm.reference(xp, acc, residual, norm_weight, **options)
+        return xp.astype(out, x.dtype), xp.astype(residual_out, x.dtype)
+
+    weight = Tensor("k n" if transposed else "n k", "T")
     return Op(
-        "linear_add_rmsnorm",
-        inputs={"x": Tensor("*m k", "T"), "weight": Tensor("n k", "T"), "residual": ROWS, "norm_weight": NORM},
+        f"linear{'_kn' if transposed else ''}_add_rmsnorm",
+        inputs={"x": Tensor("*m k", "T"), "weight": weight, "residual": ROWS, "norm_weight": NORM},
         outputs={"out": SUMMED, "residual_out": SUMMED},
         reference=reference,
-        kernel=Program(_forward, (linear_add_rstd(), scaled_rows(), linear, add_rmsnorm)),
+        kernel=Program(run, (behind, scaled_rows(), multiplies, add_rmsnorm)),
         sharding=Sharding(inner=("k",)),
-        grad=(linear_add_rmsnorm_bwd, *product_gradients("dresidual", across=False)),
+        grad=(linear_add_rmsnorm_bwd, *product_gradients("dresidual", across=transposed)),
         doc=f"A linear layer, residual add and RMSNorm.\n\n{DOC}",
         **COMMON,
     )

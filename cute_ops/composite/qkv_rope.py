@@ -18,10 +18,11 @@ DOC = """``out = x @ weight.T``, whose first ``heads`` heads are rotated as by :
 
 Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-    weight: ``T[n k]``: its rows are those of queries, of keys and of as many values.
+    weight: ``T[n k]``: its rows are those of queries, of keys and of as many values; ``T[k n]`` with ``transposed``.
     cos, sin: ``[*#m r]``, with r half of a head's 64 or 128 columns; any float dtype; leading dims that broadcast.
     heads: how many heads are rotated: those of queries and keys, or all where ``weight`` has no others.
     fused: ``"auto"`` and ``"always"`` rotate in the product's epilogue, ``"never"`` after the framework's product.
+    transposed: the weight is ``[k, n]``, as in JAX.
 
 Returns:
     ``T[*m n]``. ``cos`` and ``sin`` have no gradient.
@@ -51,8 +52,10 @@ def _parts(by_head: Any, heads: int) -> tuple[Any, Any, Any]:
     return by_head[..., :queries, :], by_head[..., queries:heads, :], by_head[..., heads:, :]
 
 
-@cache
-def qkv_rope(size: int) -> Op:
+HEADS = 5 * 8  # that are rotated, by default
+
+
+def qkv_rope(size: int, transposed: bool = False) -> Op:
     """The op for heads of so many columns: see :data:`DOC`.
 
     Raises:
@@ -60,12 +63,33 @@ def qkv_rope(size: int) -> Op:
     """
     if size not in SIZES:
         raise ValueError(f"cute.qkv_rope: heads have {size} columns, expected 64 or 128.")
-    heads, table = 5 * 8, f"*#m {size // 2}"
-    cases = (Case("llama3", {"m": (2, 4096), "n": 48 * size, "k": 32 * size}),)
+    return _op(size, transposed)
+
+
+@cache
+def _op(size: int, transposed: bool) -> Op:
+    table = f"*#m {size // 2}"
 
     def epilogue(xp: Any, acc: Any, cos: Any, sin: Any, *, heads: int) -> Any:
         turned = acc * cos + xp.rotate_half(acc, size) * sin
         return xp.where(xp.arange(acc.shape[-1]) < heads * size, turned, acc)
+
+    def check(binding: Binding) -> str | None:
+        every, given = binding.dims["n"] // size, binding.attrs["heads"]
+        if not every or given == every or every < 2 * given <= 2 * every - 2:
+            return None
+        return f"attribute `heads` is {given}, but {every} heads in all are queries, keys and as many values."
+
+    return fused_linear(
+        epilogue, name=f"qkv_rope_{size}{'_kn' if transposed else ''}", weight="k n" if transposed else "n k",
+        operands={"cos": table, "sin": table}, attrs={"heads": HEADS}, cases=_cases(size), check=check,
+        grad=(_turned_back(size), *product_gradients("dacc", across=transposed)), no_gradient=("cos", "sin"),
+    )  # fmt: skip
+
+
+@cache
+def _turned_back(size: int) -> Op:
+    """The gradient to the product, for weights in either layout."""
 
     def backward(xp: Any, call: Callable[..., Any], inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Any:
         dout = inputs["dout"]
@@ -79,20 +103,14 @@ def qkv_rope(size: int) -> Op:
         (found,) = rope_bwd_joined.reference(xp, *_parts(by_head, heads), cos, sin, interleaved=False)
         return xp.reshape(found, dout.shape)
 
-    def check(binding: Binding) -> str | None:
-        every, given = binding.dims["n"] // size, binding.attrs["heads"]
-        if not every or given == every or every < 2 * given <= 2 * every - 2:
-            return None
-        return f"attribute `heads` is {given}, but {every} heads in all are queries, keys and as many values."
-
-    rows, angles = Tensor("*m n", "T"), Tensor(table, "C")
-    turned = Op(
+    rows, angles = Tensor("*m n", "T"), Tensor(f"*#m {size // 2}", "C")
+    return Op(
         f"qkv_rope_{size}_bwd", inputs={"dout": rows, "cos": angles, "sin": angles}, outputs={"dacc": rows},
         reference=reference, kernel=Program(backward, (rope_bwd_joined,)), dtypes={"T": FLOATS, "C": FLOATS},
-        attrs={"heads": heads, "fused": FUSED}, static=(), cases=cases,
+        attrs={"heads": HEADS, "fused": FUSED}, static=(), cases=_cases(size),
         doc="Gradient of :func:`qkv_rope` to the product.",
     )  # fmt: skip
-    return fused_linear(
-        epilogue, name=f"qkv_rope_{size}", operands={"cos": table, "sin": table}, attrs={"heads": heads}, cases=cases,
-        grad=(turned, *product_gradients("dacc", across=False)), no_gradient=("cos", "sin"), check=check,
-    )  # fmt: skip
+
+
+def _cases(size: int) -> tuple[Case, ...]:
+    return (Case("llama3", {"m": (2, 4096), "n": 48 * size, "k": 32 * size}),)

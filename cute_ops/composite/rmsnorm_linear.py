@@ -9,52 +9,60 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import cache
-from types import MappingProxyType
 from typing import Any
 
+from cute_ops.expressions.graph import SHAPES, Graph, Node, copied
+from cute_ops.expressions.text import parse, text_of
 from cute_ops.expressions.tracing import trace
-from cute_ops.op import FUSED, Accumulation, Case, Op, Program, Tensor
+from cute_ops.op import FUSED, Case, Op, Program, Tensor
 from cute_ops.ops.fused import Formula, fused
-from cute_ops.ops.gemm.by_call import op_of
+from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes, Traced, check_save, op_of_traced, traced, weight_shape
 from cute_ops.ops.gemm.fused import fused_linear
+from cute_ops.ops.gemm.gradient import ACC
 from cute_ops.ops.gemm.linear import linear
-from cute_ops.ops.gemm.named import EPILOGUES
 from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.norm import rmsnorm as norm
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.shapes import FLOATS
 
-DOC = """``out = epilogue(rmsnorm(x, norm_weight, eps=eps) @ weight.T + bias)``
+DOC = """``out = epilogue(rmsnorm(x, norm_weight, eps=eps) @ weight.T, *operands)``
 
 Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     norm_weight: ``W[k]``, a float dtype of its own, or None.
-    weight: ``T[n k]``.
-    bias: ``[n]``; float32, bfloat16 or float16, or None.
+    weight: ``T[n k]``; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``.
+    operands: what the epilogue reads besides the product, as :func:`linear` has them; by default a bias ``[n]``, or
+        None.
     eps: what is added to the mean of squares.
-    epilogue: ``"bias"`` for no activation, ``"gelu"``, ``"gelu_tanh"`` or ``"silu"``.
+    epilogue: as :func:`linear` has it; ``"bias"`` for no activation.
     fused: ``"auto"`` and ``"never"`` run :func:`rmsnorm` and a product, as :func:`linear` has it. ``"always"`` moves
         the norm behind the product, for bfloat16 and float16: instead of ``4 m k`` bytes of a pass it moves ``2 m k``
         for the factors of rows and, unless ``norm_weight`` is None, ``4 n k`` for the product of both weights, which is
         rounded to T as normalised rows are otherwise. On an H200 that was slower in 19 of 24 calls, at m = 8192 to
         65536, n = 2048 to 28672 and k = 768 to 4096.
+    packed, transposed, save, attrs: as :func:`linear` has them.
 
 Returns:
-    ``T[*m n]``. Sums in float32, in a fixed order.
+    ``T[*m n]``, or what the epilogue returns. Sums in float32, in a fixed order.
 
 Raises:
-    TypeError: a dtype that is not listed.
-    ValueError: shapes that do not fit together, another epilogue.
+    TraceError: the epilogue does what an expression cannot say.
+    TypeError: a dtype that is not listed, operands that the epilogue does not have.
+    ValueError: shapes that do not fit together.
+    NotImplementedError: a batch of weights.
 """
 Call = Callable[..., Any]
 Arrays = Mapping[str, Any]
+# Epilogues whose ops have names, with a bias and without.
 KINDS = ("bias", "gelu", "gelu_tanh", "silu")
+# Names of operands that the op has for something else.
+TAKEN = ("norm_weight", "dnorm_weight", "normed", "dnormed", "rstd", "pre", "eps", "fused")
 CASES = (
     Case("odd-rows-and-columns", {"m": (3, 67), "n": 333, "k": 200}),
     Case("llama3-1b-qkv", {"m": (4, 4096), "n": 3072, "k": 2048}),
     Case("llama3-8b-qkv", {"m": (2, 4096), "n": 6144, "k": 4096}),
 )
-ROWS, OUT = Tensor("*m k", "T"), Tensor("*m n", "T", accumulates=Accumulation(("k",)))
+ROWS = Tensor("*m k", "T")
 NORM = Tensor("k", "W", optional=True)
 
 
@@ -78,14 +86,17 @@ def row_factors() -> Op:
 
 
 def _scaled(xp: Any, weight: Any, norm_weight: Any) -> Any:
-    """Both weights as one: columns times a number each."""
+    """Both weights as one: columns times a number each, or rows."""
     return weight * norm_weight
 
 
 @cache
-def scaled_columns() -> Op:
-    """The weight of a layer that reads rows which a norm's weight has not been multiplied with."""
-    return fused(_scaled, name="scaled_columns", operands={"weight": "*m n", "norm_weight": "n"})
+def scaled_weight(across: bool) -> Op:
+    """The weight of a layer that reads rows which a norm's weight has not been multiplied with; ``across``, ``[k, n]``,
+    the norm's is a column.
+    """
+    name, shape = ("scaled_weight_kn", "*m 1") if across else ("scaled_columns", "n")
+    return fused(_scaled, name=name, operands={"weight": "*m n", "norm_weight": shape})
 
 
 COMMON: dict[str, Any] = {"dtypes": {"T": FLOATS, "W": FLOATS}, "static": (), "cases": CASES}
@@ -148,85 +159,125 @@ def _norm_bwd(name: str = "rmsnorm_linear_norm_bwd", wanted: tuple[str, ...] = (
     )  # fmt: skip
 
 
-def name_of(epilogue: str, biased: bool) -> str:
-    """The name of the op of one epilogue, with a bias or without.
+def rmsnorm_linear(
+    epilogue: Epilogue, shapes: Shapes = (), weight: str = "n k", save: str = "pre", attrs: Attrs = ()
+) -> Op:
+    """The op of an epilogue: see :data:`DOC`.
+
+    Args:
+        epilogue, shapes, weight, save, attrs: as :func:`cute_ops.ops.gemm.by_call.op_of` has them.
+    """
+    check_save(save, "rmsnorm_linear")
+    found = traced(epilogue, shapes, weight, attrs, "rmsnorm_linear")
+    allowed = [(f"operand{i}" if name in TAKEN else name, shape) for i, (name, shape) in enumerate(found.operands)]
+    kind = epilogue if isinstance(epilogue, str) and epilogue in KINDS else ""
+    named = weight == "n k" and save == "pre" and allowed in ([], [("bias", "n")])
+    return _op(found._replace(operands=tuple(allowed)), kind if named else "", weight, save)
+
+
+def op_of_call(
+    epilogue: Epilogue, shapes: Shapes, batched: bool, packed: bool, transposed: bool, save: str, attrs: Attrs
+) -> Op:
+    """The op of a call, whose weight may be a batch of them.
 
     Raises:
-        ValueError: another epilogue.
+        NotImplementedError: it is.
     """
-    if epilogue not in KINDS:
-        known = ", ".join(map(repr, KINDS[:-1])) + f" or {KINDS[-1]!r}"
-        raise ValueError(f"cute.rmsnorm_linear: option `epilogue` is {epilogue!r}, expected {known}.")
-    return "rmsnorm_linear" + "_bias" * biased + ("" if epilogue == "bias" else f"_{epilogue}")
+    if batched:
+        problem = "argument `weight` has more than 2 dims: batches of weights are for linear, or for vmap."
+        raise NotImplementedError(f"cute.rmsnorm_linear: {problem}")
+    return rmsnorm_linear(epilogue, shapes, weight_shape(packed, transposed), save, attrs)
 
 
 @cache
-def rmsnorm_linear(epilogue: str, biased: bool) -> Op:
-    """The op of one epilogue, with a bias or without: see :data:`DOC`.
-
-    Raises:
-        ValueError: another epilogue.
-    """
-    return Layer(epilogue, biased).op()
+def _op(found: Traced, kind: str, weight: str, save: str) -> Op:
+    biased = bool(found.operands)
+    plain = kind == "bias" and not biased
+    name = "rmsnorm_linear" + "_bias" * biased + ("" if kind == "bias" else f"_{kind}") if kind else ""
+    return Layer(name, linear if plain else op_of_traced(found, weight, save), found.text).op()
 
 
 class Layer:
-    """The ops of one epilogue, with a bias or without."""
+    """The ops of one epilogue.
 
-    def __init__(self, epilogue: str, biased: bool) -> None:
-        self.name = name_of(epilogue, biased)
-        self.epilogue, self.bias = EPILOGUES[epilogue], {"bias": Tensor("n", "B")} if biased else {}
-        # Of rows that are normalised.
-        self.product = linear
-        if biased or epilogue != "bias":
-            self.product = op_of(epilogue, ("n" if biased else None,), "n k")
+    Args:
+        name: the op's name; from that of the product where it is empty.
+        product: the layer, of rows that are normalised.
+        text: the epilogue's expression.
+    """
+
+    def __init__(self, name: str, product: Op, text: str) -> None:
+        self.name, self.product, self.text = name or f"rmsnorm_{product.name}", product, text
+        self.operands = {key: t for key, t in product.inputs.items() if key not in ("x", "weight")}
+        self.weight = product.inputs["weight"].shape
 
     def op(self) -> Op:
         """The layer. Its gradient is that of the product of normalised rows, and that of the norm."""
-        steps = _normed(), *map(_of_normed, self.product.steps), _norm_bwd()
-        return self._declare(self.name, self.product, grad=steps, saving=self._saving())
+        product = self.product
+        steps, none = tuple(map(_of_normed, product.steps)), product.no_gradient
+        if "x" in none:  # the epilogue does not depend on the product
+            return self._declare(self.name, product, grad=steps, no_gradient=(*none, "norm_weight"))
+        return self._declare(
+            self.name, product, grad=(_normed(), *steps, _norm_bwd()), no_gradient=none, handed_on=product.handed_on,
+            saving=product.saving and self._declare(f"{self.name}_saving", product.saving),
+        )  # fmt: skip
 
-    def _saving(self) -> Op | None:
-        """The layer that keeps the product before the epilogue."""
-        saving = self.product.saving
-        return saving and self._declare(f"{self.name}_saving", saving, {"acc": OUT._replace(hidden=True)})
-
-    def _declare(self, name: str, product: Op, saved: Mapping[str, Tensor] = MappingProxyType({}), **more: Any) -> Op:
-        behind = self._behind(name, bool(saved))
+    def _declare(self, name: str, product: Op, **more: Any) -> Op:
+        across = self.weight.startswith("k")
+        behind, scaled = self._behind(name, product), scaled_weight(across)
 
         def run(xp: Any, call: Call, inputs: Arrays, attrs: Mapping[str, Any]) -> Arrays:
-            given, how = {key: inputs[key] for key in self.bias}, {"fused": attrs["fused"]}
+            given, how = {key: inputs[key] for key in self.operands}, {"fused": attrs["fused"]}
             x, weight, norm_weight, eps = inputs["x"], inputs["weight"], inputs["norm_weight"], {"eps": attrs["eps"]}
             if how["fused"] == "always":
                 if norm_weight is not None:
-                    weight = call(scaled_columns(), {"weight": weight, "norm_weight": norm_weight}, {})["out"]
+                    factors = norm_weight.reshape(-1, 1) if across else norm_weight
+                    weight = call(scaled, {"weight": weight, "norm_weight": factors}, {})["out"]
                 rstd = call(row_factors(), {"x": x}, eps)["rstd"]
                 found = call(behind, {"x": x, "weight": weight, "rstd": rstd, **given}, how)
-                return {"out": found["out"], **({"acc": found["pre"]} if saved else {})}
+                return {key: found["pre" if key == ACC else key] for key in product.outputs}
             normed = call(rmsnorm, {"x": x, "weight": norm_weight}, eps)["out"]
             outputs: Arrays = call(product, {"x": normed, "weight": weight, **given}, how)
             return outputs
 
         def reference(xp: Any, x: Any, weight: Any, *others: Any, eps: float, fused: str) -> Any:
-            *bias, norm_weight = others if len(others) > len(self.bias) else (*others, None)
-            return product.reference(xp, _reference_normed(xp, x, norm_weight, eps=eps), weight, *bias)
+            count = len(self.operands)
+            operands, norm_weight = others[:count], others[count] if len(others) > count else None
+            return product.reference(xp, _reference_normed(xp, x, norm_weight, eps=eps), weight, *operands)
 
         return Op(
-            name, inputs={"x": ROWS, "weight": Tensor("n k", "T"), **self.bias, "norm_weight": NORM},
-            outputs={"out": OUT, **saved}, reference=reference, attrs={"eps": 1e-6, "fused": FUSED},
-            kernel=Program(run, (rmsnorm, product, scaled_columns(), row_factors(), behind)), static=(), cases=CASES,
-            dtypes={"T": FLOATS, "W": FLOATS, **({"B": FLOATS} if self.bias else {})},
-            doc=f"RMSNorm and a linear layer.\n\n{DOC}", **more,
+            name, inputs={"x": ROWS, "weight": Tensor(self.weight, "T"), **self.operands, "norm_weight": NORM},
+            outputs=product.outputs, reference=reference, attrs={"eps": 1e-6, "fused": FUSED},
+            kernel=Program(run, (rmsnorm, product, scaled, row_factors(), behind)), static=(), cases=CASES,
+            dtypes={**product.accepts, "T": FLOATS, "W": FLOATS}, doc=f"RMSNorm and a linear layer.\n\n{DOC}", **more,
         )  # fmt: skip
 
-    def _behind(self, name: str, saves: bool) -> Op:
+    def _behind(self, name: str, product: Op) -> Op:
         """The product of rows that are not normalised, the norm and the epilogue."""
-
-        def normed(xp: Any, acc: Any, rstd: Any, bias: Any = None) -> Any:
-            out = self.epilogue(xp, acc * rstd, bias)
-            return (out, acc * rstd) if saves else out
-
+        shapes = {"pre" if key == ACC else key: tensor.shape for key, tensor in product.outputs.items()}
         return fused_linear(
-            normed, name=f"{name}_behind", operands={"rstd": "*m 1"} | dict.fromkeys(self.bias, "n"),
-            outputs={"out": "*m n"} | ({"pre": "*m n"} if saves else {}),
+            _behind_norm(self.text, "pre" in shapes), name=f"{name}_behind", weight=self.weight, outputs=shapes,
+            operands={"rstd": "*m 1"} | {key: tensor.shape for key, tensor in self.operands.items()},
         )  # fmt: skip
+
+
+def _behind_norm(text: str, saves: bool) -> str:
+    """An epilogue whose product is multiplied by an operand more, its second one, before anything else.
+
+    Args:
+        text: the epilogue's expression.
+        saves: whether that is returned, too.
+    """
+    expression = parse(text)
+    acc, *others = expression.operands
+    graph = Graph([acc, SHAPES["*m 1"], *others])
+
+    def operand(node: Node) -> int:
+        if node.operand:
+            return graph.operand(node.operand + 1, node.half)
+        return graph.add("multiply", graph.operand(0, node.half), graph.operand(1))
+
+    nodes = copied(expression, graph, operand)
+    halves = ("[:n]", "[n:]") if acc.packed else ("",)
+    sums = [graph.add("multiply", graph.operand(0, half), graph.operand(1)) for half in halves] if saves else []
+    return text_of(graph.finish([*(nodes[i] for i in expression.outputs), *sums]))

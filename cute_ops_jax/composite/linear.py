@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
+from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
 from cute_ops.ops.gemm.by_call import Epilogue
@@ -25,17 +28,48 @@ def linear(
 ) -> Any:  # fmt: skip
     """A product and what happens to it before it is stored: ``out = epilogue(x @ weight.T, *operands)``."""
     x, weight = jnp.asarray(x), jnp.asarray(weight)
-    given = [None if a is None else jnp.asarray(a) for a in operands]
-    batched = weight.ndim > 2
     if epilogue is None:
         by_call.without_epilogue(operands, attrs)
-        return register((batched and product.batched) or product)(x, weight.mT if transposed else weight, fused)
-    fits = by_call.fits(epilogue, (x, weight, *given), packed, transposed, spec)
-    shapes = tuple(fit and fit.shape for fit in fits)
-    make = by_call.op_of_batch if batched else by_call.op_of
-    op = make(epilogue, shapes, by_call.weight_shape(packed, transposed), save, tuple(attrs.items()))
-    fitted = [_fitted(a, fit) for a, fit in zip(given, fits, strict=True) if a is not None and fit is not None]
-    return register(op)(x, weight, *fitted, fused=fused)
+        op = product.batched if weight.ndim > 2 else None
+        return register(op or product)(x, weight.mT if transposed else weight, fused)
+    options = packed, transposed, save, attrs
+    function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), *options)
+    return function(x, weight, *given, fused=fused)
+
+
+def call_with_epilogue(
+    caller: str, epilogue: Epilogue, arrays: Sequence[Any], packed: bool, transposed: bool, save: str,
+    attrs: Mapping[str, Any],
+) -> tuple[Callable[..., Any], list[Array]]:  # fmt: skip
+    """The function of the op of a call, and the operands as it takes them.
+
+    Args:
+        caller: the function that was called.
+        epilogue: what happens to the product.
+        arrays: x, the weight and the operands.
+        packed, transposed, save, attrs: as :func:`linear` has them.
+    """
+    given = [None if a is None else jnp.asarray(a) for a in arrays]
+    fits = by_call.fits(epilogue, given, packed, transposed, spec, caller)
+    shapes, batched = tuple(fit and fit.shape for fit in fits), given[1] is not None and given[1].ndim > 2
+    op = _OPS[caller](epilogue, shapes, batched, packed, transposed, save, tuple(attrs.items()))
+    fitted = zip(given[2:], fits, strict=True)
+    return register(op), [_fitted(a, fit) for a, fit in fitted if a is not None and fit is not None]
+
+
+# By the function that is called, what makes its op.
+_OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
+
+
+def gelu_epilogue(approximate: str) -> str:
+    """The epilogue of layers with GELU.
+
+    Raises:
+        ValueError: another approximation than ``"tanh"``, or ``"none"``.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"LinearGELU: approximate is {approximate!r}, expected 'none' or 'tanh'.")
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
 
 
 def _fitted(array: Array, fit: Fit) -> Array:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
 import torch
 
+from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
 from cute_ops.op import Op
 from cute_ops.ops.broadcast import Fit
 from cute_ops.ops.gemm import by_call
-from cute_ops.ops.gemm.by_call import Attrs, Epilogue, Shapes
+from cute_ops.ops.gemm.by_call import Attrs, Epilogue
 from cute_ops.ops.gemm.linear import linear as product
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant, number
@@ -37,45 +38,62 @@ def linear(
         by_call.without_epilogue(operands, attrs)
         run = _product if weight.ndim <= 2 else _batched_product()
         return run(x, weight.mT if transposed else weight, fused)
-    if torch.compiler.is_dynamo_compiling():
-        attrs = {name: number(value) for name, value in attrs.items()}
-    options = packed, transposed, save, tuple(attrs.items())
-    if torch.compiler.is_dynamo_compiling():
-        fits = by_call.fits(epilogue, (x, weight, *operands), packed, transposed, array)
-        name = _defined(epilogue, tuple(fit and fit.shape for fit in fits), weight.ndim > 2, *options)
-        function = getattr(torch.ops.cute, name).default
-    else:
-        try:
-            function, fits = _known(
-                epilogue, tuple(t if t is None else t.shape for t in (x, weight, *operands)), *options
-            )
-        except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
-            function, fits = _choose(epilogue, (x, weight, *operands), *options)
-    given = [_fitted(t, fit) for t, fit in zip(operands, fits, strict=True) if t is not None and fit is not None]
+    function, given = call_with_epilogue("linear", epilogue, (x, weight, *operands), packed, transposed, save, attrs)
     return function(x, weight, *given, fused=fused)
 
 
+def call_with_epilogue(
+    caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], packed: bool, transposed: bool, save: str,
+    attrs: Mapping[str, Any],
+) -> tuple[Callable[..., Any], list[Tensor]]:  # fmt: skip
+    """The function of the op of a call, and the operands as it takes them.
+
+    Args:
+        caller: the function that was called.
+        epilogue: what happens to the product.
+        arrays: x, the weight and the operands.
+        packed, transposed, save, attrs: as :func:`linear` has them.
+    """
+    compiling = torch.compiler.is_dynamo_compiling()
+    known = {name: number(value) for name, value in attrs.items()} if compiling else attrs
+    options = packed, transposed, save, tuple(known.items())
+    if compiling:
+        fits = by_call.fits(epilogue, arrays, packed, transposed, array, caller)
+        batched = arrays[1] is not None and arrays[1].ndim > 2
+        name = _defined(caller, epilogue, tuple(fit and fit.shape for fit in fits), batched, *options)
+        function = getattr(torch.ops.cute, name).default
+    else:
+        try:
+            function, fits = _known(caller, epilogue, tuple(t if t is None else t.shape for t in arrays), *options)
+        except (TypeError, ValueError):  # it is refused, or a symbolic shape has no hash
+            function, fits = _choose(caller, epilogue, arrays, *options)
+    fitted = zip(arrays[2:], fits, strict=True)
+    return function, [_fitted(t, fit) for t, fit in fitted if t is not None and fit is not None]
+
+
 def _choose(
-    epilogue: Epilogue, arrays: Sequence[Tensor | None], packed: bool, transposed: bool, save: str, attrs: Attrs
-) -> tuple[Callable[..., Any], tuple[Fit | None, ...]]:
+    caller: str, epilogue: Epilogue, arrays: Sequence[Tensor | None], packed: bool, transposed: bool, save: str,
+    attrs: Attrs,
+) -> tuple[Callable[..., Any], tuple[Fit | None, ...]]:  # fmt: skip
     """The function of a call's op, and how operands meet the product."""
-    fits = by_call.fits(epilogue, arrays, packed, transposed, array)
+    fits = by_call.fits(epilogue, arrays, packed, transposed, array, caller)
     shapes = tuple(fit and fit.shape for fit in fits)
     batched = arrays[1] is not None and arrays[1].ndim > 2
-    op = _op(epilogue, shapes, batched, packed, transposed, save, attrs)
+    op = _OPS[caller](epilogue, shapes, batched, packed, transposed, save, attrs)
     return define(op).function, fits
 
 
 @lru_cache(1024)
-def _known(epilogue: Epilogue, shapes: tuple[torch.Size | None, ...], *options: Any) -> Any:
+def _known(caller: str, epilogue: Epilogue, shapes: tuple[torch.Size | None, ...], *options: Any) -> Any:
     """The same, found again: a call costs little more than that of its op."""
-    return _choose(epilogue, [s if s is None else torch.empty(s, device="meta") for s in shapes], *options)
+    given = [s if s is None else torch.empty(s, device="meta") for s in shapes]
+    return _choose(caller, epilogue, given, *options)
 
 
 @constant
-def _defined(epilogue: Epilogue, shapes: Shapes, *options: Any) -> str:
+def _defined(caller: str, *options: Any) -> str:
     """The name of the op, which is registered."""
-    op = _op(epilogue, shapes, *options)
+    op = _OPS[caller](*options)
     define(op)
     return op.name
 
@@ -97,11 +115,8 @@ def _batched() -> Op:
     return product.batched
 
 
-def _op(
-    epilogue: Epilogue, shapes: Shapes, batched: bool, packed: bool, transposed: bool, save: str, attrs: Attrs
-) -> Op:
-    make = by_call.op_of_batch if batched else by_call.op_of
-    return make(epilogue, shapes, by_call.weight_shape(packed, transposed), save, attrs)
+# By the function that is called, what makes its op.
+_OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
 
 
 def _fitted(tensor: Tensor, fit: Fit) -> Tensor:

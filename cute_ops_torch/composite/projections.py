@@ -15,51 +15,60 @@ from cute_ops.composite import qkv_rope as rotation
 from cute_ops.composite import rmsnorm_linear as norm_before
 from cute_ops.composite.docstrings import continued
 from cute_ops.op import Op
+from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.constant import constant
+from cute_ops_torch.composite.linear import call_with_epilogue
 from cute_ops_torch.registry import define
 
 Tensor = torch.Tensor
+SUFFIXES = (("", False), ("_kn", True))  # of names, of weights [n, k] and [k, n]
 MADE_BY: dict[str, Callable[[], Op]] = {
-    "linear_add_rmsnorm": add_rmsnorm.linear_add_rmsnorm,
-    **{f"qkv_rope_{size}": partial(rotation.qkv_rope, size) for size in rotation.SIZES},
     **{
-        norm_before.name_of(epilogue, biased): partial(norm_before.rmsnorm_linear, epilogue, biased)
-        for epilogue in norm_before.KINDS
-        for biased in (False, True)
+        f"linear{suffix}_add_rmsnorm": partial(add_rmsnorm.linear_add_rmsnorm, transposed)
+        for suffix, transposed in SUFFIXES
+    },
+    **{
+        f"qkv_rope_{size}{suffix}": partial(rotation.qkv_rope, size, transposed)
+        for size in rotation.SIZES
+        for suffix, transposed in SUFFIXES
     },
 }
 
 
 @continued(add_rmsnorm.DOC)
 def linear_add_rmsnorm(
-    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float = 1e-6, *, fused: str = "auto"
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, weight: Tensor, residual: Tensor, norm_weight: Tensor, eps: float = 1e-6, *, fused: str = "auto",
+    transposed: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The last layer of a transformer's block, and the norm that comes next."""
     x, weight, residual = autocast(x, weight, residual)
-    out: tuple[Tensor, Tensor] = _function("linear_add_rmsnorm")(x, weight, residual, norm_weight, eps, fused)
+    function = _function(f"linear{'_kn' if transposed else ''}_add_rmsnorm")
+    out: tuple[Tensor, Tensor] = function(x, weight, residual, norm_weight, eps, fused)
     return out
 
 
 @continued(norm_before.DOC)
 def rmsnorm_linear(
-    x: Tensor, norm_weight: Tensor | None, weight: Tensor, bias: Tensor | None = None, eps: float = 1e-6,
-    *, epilogue: str = "bias", fused: str = "auto",
-) -> Tensor:  # fmt: skip
-    """The norm before a linear layer, and the layer."""
-    name = norm_before.name_of(epilogue, bias is not None)
+    x: Tensor, norm_weight: Tensor | None, weight: Tensor, *operands: Tensor | None, eps: float = 1e-6,
+    epilogue: Epilogue = "bias", fused: str = "auto", packed: bool = False, transposed: bool = False,
+    save: str = "pre", **attrs: Any,
+) -> Any:  # fmt: skip
+    """The norm before a linear layer, the layer, and what happens to its product before that is stored."""
     x, weight = autocast(x, weight)
-    given = (x, weight) if bias is None else (x, weight, bias)
-    out: Tensor = _function(name)(*given, norm_weight, eps, fused)
-    return out
+    options = packed, transposed, save, attrs
+    function, given = call_with_epilogue("rmsnorm_linear", epilogue, (x, weight, *operands), *options)
+    return function(x, weight, *given, norm_weight, eps, fused)
 
 
 @continued(rotation.DOC)
-def qkv_rope(x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, *, fused: str = "auto") -> Tensor:
+def qkv_rope(
+    x: Tensor, weight: Tensor, cos: Tensor, sin: Tensor, heads: int, *, fused: str = "auto", transposed: bool = False
+) -> Tensor:
     """The projection to queries, keys and values, and the rotary embedding of queries and keys."""
     size = rotation.head_size(tuple(cos.shape))
     x, weight = autocast(x, weight)
-    out: Tensor = _function(f"qkv_rope_{size}")(x, weight, cos, sin, heads, fused)
+    out: Tensor = _function(f"qkv_rope_{size}{'_kn' if transposed else ''}")(x, weight, cos, sin, heads, fused)
     return out
 
 

@@ -10,8 +10,10 @@ from cute_ops_torch.nn.linear import GatedLinear as GatedLinear
 from cute_ops_torch.nn.linear import GatedMLP as GatedMLP
 from cute_ops_torch.nn.linear import Linear as Linear
 from cute_ops_torch.nn.linear import LinearAdd as LinearAdd
+from cute_ops_torch.nn.linear import LinearAddRMSNorm as LinearAddRMSNorm
 from cute_ops_torch.nn.linear import LinearGELU as LinearGELU
 from cute_ops_torch.nn.linear import LinearSiLU as LinearSiLU
+from cute_ops_torch.nn.linear import QKVRoPE as QKVRoPE
 from cute_ops_torch.nn.linear import RMSNormLinear as RMSNormLinear
 from cute_ops_torch.nn.loss import LinearCrossEntropy as LinearCrossEntropy
 from cute_ops_torch.nn.norm import AddRMSNorm as AddRMSNorm
@@ -21,8 +23,8 @@ from cute_ops_torch.nn.norm import RMSNorm as RMSNorm
 # An op without a gradient is a layer where it is for inference; a step of an optimizer is none.
 _OPS = {class_name(op): op for op in OPS if op.grad or op.inference_only}
 _WRITTEN = {
-    "AddRMSNorm", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearCrossEntropy", "LinearGELU",
-    "LinearSiLU", "RMSNorm", "RMSNormLinear",
+    "AddRMSNorm", "GatedLinear", "GatedMLP", "LayerNorm", "Linear", "LinearAdd", "LinearAddRMSNorm",
+    "LinearCrossEntropy", "LinearGELU", "LinearSiLU", "QKVRoPE", "RMSNorm", "RMSNormLinear",
 }  # fmt: skip
 __all__ = ["module", *sorted({*_OPS, *_WRITTEN})]
 

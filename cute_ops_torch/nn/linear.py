@@ -12,7 +12,7 @@ from cute_ops_torch import functions
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.gated_mlp import gated_mlp
 from cute_ops_torch.composite.linear import linear
-from cute_ops_torch.composite.projections import rmsnorm_linear
+from cute_ops_torch.composite.projections import linear_add_rmsnorm, qkv_rope, rmsnorm_linear
 
 Tensor = torch.Tensor
 Device = torch.device | str | None
@@ -83,26 +83,21 @@ class LinearAdd(Linear):
         super().__init__(*args, epilogue="add", **options)
 
 
-class RMSNormLinear(nn.Linear):
+class RMSNormLinear(Linear):
     """:func:`cute_ops_torch.rmsnorm_linear` with learned parameters: those of :class:`torch.nn.Linear`, and
-    ``norm_weight``, which starts at one.
+    ``norm_weight``, which starts at one: ``(x, *operands) -> out``.
 
     Args:
-        in_features: size of x's last dim.
-        out_features: columns of the product.
-        bias: learn a bias.
-        device: where the parameters are.
-        dtype: of the parameters.
-        eps, epilogue, fused: the function's.
+        in_features, out_features, bias, device, dtype, epilogue, options: as :class:`Linear` has them.
+        eps: the function's.
     """
 
     def __init__(
         self, in_features: int, out_features: int, bias: bool = True, device: Device = None,
-        dtype: torch.dtype | None = None, *, eps: float = 1e-6, epilogue: str = "bias", fused: str = "auto",
+        dtype: torch.dtype | None = None, *, eps: float = 1e-6, epilogue: Epilogue = "bias", **options: Any,
     ) -> None:  # fmt: skip
-        super().__init__(in_features, out_features, bias, device, dtype)
+        super().__init__(in_features, out_features, bias, device, dtype, epilogue=epilogue, eps=eps, **options)
         self.norm_weight: nn.Parameter | None = nn.Parameter(torch.ones(in_features, device=device, dtype=dtype))
-        self.eps, self.epilogue, self.fused = eps, epilogue, fused
 
     @classmethod
     def from_layers(cls, norm: nn.RMSNorm, layer: nn.Linear, **options: Any) -> Self:
@@ -111,19 +106,83 @@ class RMSNormLinear(nn.Linear):
         Raises:
             ValueError: the norm is not of the layer's rows.
         """
-        if tuple(norm.normalized_shape) != (layer.in_features,):
-            raise ValueError(f"RMSNormLinear: norm is {norm}, expected one of {layer.in_features} columns.")
-        eps = torch.finfo(layer.weight.dtype).eps if norm.eps is None else norm.eps
-        made = cls(layer.in_features, layer.out_features, _has_bias(layer), "meta", **{"eps": eps, **options})
-        made.weight, made.bias, made.norm_weight = layer.weight, layer.bias, norm.weight
+        _check_columns("RMSNormLinear", norm, layer.in_features)
+        made = cls.from_linear(layer, **{"eps": _eps(norm, layer), **options})
+        made.norm_weight = norm.weight
+        return made
+
+    def forward(self, x: Tensor, *operands: Tensor | None) -> Any:
+        parameters = self.norm_weight, self.weight, self.bias
+        return rmsnorm_linear(x, *parameters, *operands, epilogue=self.epilogue, **self.options)
+
+
+class LinearAddRMSNorm(nn.Linear):
+    """:func:`cute_ops_torch.linear_add_rmsnorm` with learned parameters, ``weight`` and ``norm_weight``, which starts
+    at one: ``(x, residual) -> (out, residual_out)``.
+
+    Args:
+        in_features: size of x's last dim.
+        out_features: columns of the product, and of the norm.
+        device: where the parameters are.
+        dtype: of the parameters.
+        eps, fused: the function's.
+    """
+
+    def __init__(
+        self, in_features: int, out_features: int, device: Device = None, dtype: torch.dtype | None = None, *,
+        eps: float = 1e-6, fused: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, out_features, False, device, dtype)
+        self.norm_weight = nn.Parameter(torch.ones(out_features, device=device, dtype=dtype))
+        self.eps, self.fused = eps, fused
+
+    @classmethod
+    def from_layers(cls, layer: nn.Linear, norm: nn.RMSNorm, **options: Any) -> Self:
+        """A layer with the parameters of a layer without bias and of the norm behind it, which they share.
+
+        Raises:
+            ValueError: the norm has no weight or is not of the layer's outputs, or the layer has a bias.
+        """
+        _check_columns("LinearAddRMSNorm", norm, layer.out_features)
+        if _has_bias(layer) or norm.weight is None:
+            raise ValueError(f"LinearAddRMSNorm: layer is {layer} and norm is {norm}, expected no bias and a weight.")
+        made = cls(layer.in_features, layer.out_features, "meta", **{"eps": _eps(norm, layer), **options})
+        made.weight, made.norm_weight = layer.weight, norm.weight
         return made.train(layer.training)
 
-    def forward(self, x: Tensor) -> Tensor:
-        parameters = self.norm_weight, self.weight, self.bias
-        return rmsnorm_linear(x, *parameters, self.eps, epilogue=self.epilogue, fused=self.fused)
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return linear_add_rmsnorm(x, self.weight, residual, self.norm_weight, self.eps, fused=self.fused)
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, eps={self.eps}, epilogue={self.epilogue}"
+        return f"{self.in_features}, {self.out_features}, eps={self.eps}"
+
+
+class QKVRoPE(nn.Linear):
+    """:func:`cute_ops_torch.qkv_rope` with a learned weight, whose rows are those of queries, of keys and of as many
+    values: ``(x, cos, sin) -> out``.
+
+    Args:
+        in_features: size of x's last dim.
+        query_heads: how many heads queries have.
+        key_heads: how many heads keys have, and values.
+        head_dim: columns of a head, 64 or 128.
+        device: where the parameter is.
+        dtype: of the parameter.
+        fused: the function's.
+    """
+
+    def __init__(
+        self, in_features: int, query_heads: int, key_heads: int, head_dim: int = 128, device: Device = None,
+        dtype: torch.dtype | None = None, *, fused: str = "auto",
+    ) -> None:  # fmt: skip
+        super().__init__(in_features, (query_heads + 2 * key_heads) * head_dim, False, device, dtype)
+        self.heads, self.fused = query_heads + key_heads, fused
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:  # type: ignore[override]
+        return qkv_rope(x, self.weight, cos, sin, self.heads, fused=self.fused)
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, heads={self.heads}"
 
 
 class GatedLinear(nn.Linear):
@@ -211,6 +270,15 @@ class GatedMLP(nn.Module):
 
 def _has_bias(layer: nn.Linear) -> bool:
     return any(name == "bias" for name, _ in layer.named_parameters(recurse=False))
+
+
+def _check_columns(name: str, norm: nn.RMSNorm, columns: int) -> None:
+    if tuple(norm.normalized_shape) != (columns,):
+        raise ValueError(f"{name}: norm is {norm}, expected one of {columns} columns.")
+
+
+def _eps(norm: nn.RMSNorm, layer: nn.Linear) -> float:
+    return torch.finfo(layer.weight.dtype).eps if norm.eps is None else norm.eps
 
 
 def _packed(gate: nn.Linear, up: nn.Linear) -> Tensor:

@@ -261,8 +261,15 @@ def test_what_a_transformer_does_next() -> None:
 
 
 @pytest.mark.parametrize("fused", ["always", "auto"])
-@pytest.mark.parametrize(("epilogue", "biased", "weighted"), [("gelu", True, True), ("bias", False, False)])
-def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str) -> None:
+@pytest.mark.parametrize(
+    ("epilogue", "biased", "weighted", "transposed"),
+    [
+        ("gelu", True, True, False),
+        ("bias", False, False, False),
+        (lambda xp, acc, b: xp.tanh(acc + b), True, True, True),
+    ],
+)
+def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str, transposed: bool) -> None:
     """Jitted, with gradients, with the norm before the product and behind it."""
     generator = np.random.default_rng(0)
     given = [generator.standard_normal(shape) for shape in ((2, 3, 32), (32,), (24, 32), (24,))]
@@ -279,9 +286,14 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str)
         normed = x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + 1e-6)
         acc = (normed if norm_weight is None else normed * norm_weight) @ weight.T
         acc = acc if bias is None else acc + bias
-        return jax.nn.gelu(acc, approximate=False) if epilogue == "gelu" else acc
+        if epilogue == "gelu":
+            return jax.nn.gelu(acc, approximate=False)
+        return acc if epilogue == "bias" else jnp.tanh(acc)
 
-    function = partial(cute_ops_jax.rmsnorm_linear, epilogue=epilogue, fused=fused)
+    def function(x: Any, norm_weight: Any, weight: Any, bias: Any) -> Any:
+        options = {"epilogue": epilogue, "fused": fused, "transposed": transposed}
+        return cute_ops_jax.rmsnorm_linear(x, norm_weight, weight.T if transposed else weight, bias, **options)
+
     for got, wanted in zip(*map(jax.tree.leaves, (of(function)(*arrays), of(plain)(*arrays))), strict=True):
         np.testing.assert_allclose(got, wanted, rtol=1e-4, atol=1e-4)
 

@@ -103,6 +103,61 @@ def test_linear_layers_with_epilogues(bias: bool, nnx: Any, eqx: Any, x: np.ndar
     eqx.filter_jit(eqx.filter_grad(lambda layer, x: layer(x).sum()))(one, x)
 
 
+def test_a_module_for_every_product(nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
+    """Each has the parameters of the library's own layers, and computes what these do."""
+    from cute_ops_jax import equinox
+    from cute_ops_jax import nnx as ours
+
+    rngs, key = nnx.Rngs(0), jax.random.key(0)
+    angles = np.linspace(0, 6, 5 * 32, dtype=np.float32).reshape(5, 32)
+    residual, table = np.full((3, 5, 16), 0.5, np.float32), (np.cos(angles), np.sin(angles))
+    layer, norm = nnx.Linear(N, 16, rngs=rngs), nnx.RMSNorm(N, scale_init=nnx.initializers.normal(), rngs=rngs)
+    plain, after = nnx.Linear(N, 16, use_bias=False, rngs=rngs), nnx.RMSNorm(16, epsilon=1e-3, rngs=rngs)
+
+    def theirs(layer: Any) -> Any:
+        """The layer of equinox with a layer's parameters."""
+        made = eqx.nn.Linear(layer.in_features, layer.out_features, layer.use_bias, key=key)
+        made = eqx.tree_at(lambda m: m.weight, made, layer.kernel[...].T)
+        return eqx.tree_at(lambda m: m.bias, made, layer.bias[...]) if layer.use_bias else made
+
+    def theirs_norm(norm: Any) -> Any:
+        made = eqx.nn.RMSNorm(norm.num_features, eps=norm.epsilon, use_bias=False)
+        return eqx.tree_at(lambda m: m.weight, made, norm.scale[...])
+
+    total = plain(x) + residual
+    pairs: list[tuple[Any, Any, tuple[Any, ...], Any]] = [
+        (ours.LinearGELU.from_linear(layer), equinox.LinearGELU.from_linear(theirs(layer)), (x,),
+         jax.nn.gelu(layer(x), approximate=False)),
+        (ours.LinearSiLU.from_linear(layer), equinox.LinearSiLU.from_linear(theirs(layer)), (x,),
+         jax.nn.silu(layer(x))),
+        (ours.LinearAdd.from_linear(layer), equinox.LinearAdd.from_linear(theirs(layer)), (x, residual),
+         layer(x) + residual),
+        (ours.RMSNormLinear.from_layers(norm, layer, epilogue="add"),
+         equinox.RMSNormLinear.from_layers(theirs_norm(norm), theirs(layer), epilogue="add"), (x, residual),
+         layer(norm(x)) + residual),
+        (ours.LinearAddRMSNorm.from_layers(plain, after),
+         equinox.LinearAddRMSNorm.from_layers(theirs(plain), theirs_norm(after)), (x, residual), (after(total), total)),
+        (ours.GatedLinear.from_linear(plain, plain), equinox.GatedLinear.from_linear(theirs(plain), theirs(plain)),
+         (x,), jax.nn.silu(plain(x)) * plain(x)),
+    ]  # fmt: skip
+    turning = ours.QKVRope(N, 2, 1, 64, rngs=rngs)
+    expected = cute_ops_jax.qkv_rope(x, turning.kernel[...].T, *table, 3)
+    turned = eqx.tree_at(lambda m: m.weight, equinox.QKVRope(N, 2, 1, 64, key=key), turning.kernel[...].T)
+    for mine, other, given, wanted in [*pairs, (turning, turned, (x, *table), expected)]:
+        for made in (mine, other):
+            close(made(*given), wanted)
+    for made, size in ((ours.RMSNormLinear(N, 16, rngs=rngs), N), (ours.LinearAddRMSNorm(N, 16, rngs=rngs), 16)):
+        assert made.norm_scale.shape == (size,)
+    assert ours.GatedLinear(N, 16, rngs=rngs).kernel.shape == (N, 32)
+    for bad in (
+        lambda: ours.LinearGELU(N, 16, approximate="erf", rngs=rngs),
+        lambda: ours.RMSNormLinear.from_layers(after, layer),
+        lambda: equinox.LinearAddRMSNorm.from_layers(theirs(layer), theirs_norm(after)),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="expected"):
+            bad()
+
+
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 def test_packed_mlps(activation: str, nnx: Any, eqx: Any, x: np.ndarray, close: Close) -> None:
     from cute_ops_jax import equinox

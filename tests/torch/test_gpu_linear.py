@@ -579,7 +579,7 @@ def test_the_next_norm(sizes: tuple[int, int, int]) -> None:
 def test_the_norm_before(sizes: tuple[int, int, int], weighted: bool, epilogue: str) -> None:
     """Forward and backward, with the norm before the product and behind it: either rounds once more than at the end."""
     m, n, k = sizes
-    op = rmsnorm_linear(epilogue, True)
+    op = rmsnorm_linear(epilogue, ("n",))
     given = {name: t.requires_grad_() for name, t in epilogue_inputs(op, (m,), n, k).items()}
     names = [name for name in given if weighted or name != "norm_weight"]
     tensors = [given[name] for name in names]

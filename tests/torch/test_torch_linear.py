@@ -690,8 +690,27 @@ def test_auto_adds_the_next_norm_where_that_leads(leads: bool, monkeypatch: pyte
     assert called == [linear_add_rstd() if leads else linear]
 
 
-def test_the_declared_gradient_of_linear_add_rmsnorm() -> None:
-    check_gradient(linear_add_rmsnorm(), Case("", {"m": (3,), "n": 8, "k": 4}))
+@pytest.mark.parametrize("transposed", [False, True])
+def test_the_declared_gradient_of_linear_add_rmsnorm(transposed: bool) -> None:
+    check_gradient(linear_add_rmsnorm(transposed), Case("", {"m": (3,), "n": 8, "k": 4}))
+
+
+def test_projections_read_weights_of_jax() -> None:
+    """``[k, n]`` gives what ``[n, k]`` does, also to the gradient."""
+    x, weight, residual = torch.randn(3, 16), torch.randn(4 * 64, 16, requires_grad=True), torch.randn(3, 4 * 64)
+    across, angles = weight.detach().T.contiguous().requires_grad_(), torch.rand(3, 32)
+    calls: list[tuple[Any, tuple[Any, ...]]] = [
+        (cute_ops_torch.qkv_rope, (angles.cos(), angles.sin(), 3)),
+        (cute_ops_torch.linear_add_rmsnorm, (residual, torch.ones(4 * 64))),
+    ]
+    for function, others in calls:
+        (out, *_), (same, *_) = (
+            found if isinstance(found, tuple) else (found,)
+            for found in (function(x, weight, *others), function(x, across, *others, transposed=True))
+        )
+        torch.testing.assert_close(same, out)
+        ((dweight,), (dacross,)) = (torch.autograd.grad(o.sin().sum(), w) for o, w in ((out, weight), (same, across)))
+        torch.testing.assert_close(dacross.T, dweight)
 
 
 NORMED = pytest.mark.parametrize(
@@ -738,7 +757,7 @@ def test_rmsnorm_linear(epilogue: str, biased: bool, weighted: bool, fused: str)
 
 @NORMED
 def test_rmsnorm_linear_is_a_good_citizen(epilogue: str, biased: bool, weighted: bool) -> None:
-    op = rmsnorm_linear(epilogue, biased)
+    op = rmsnorm_linear(epilogue, ("n",) if biased else ())
     check_gradient(op, Case("", {"m": (3,), "n": 8, "k": 4}, absent=() if weighted else ("norm_weight",)))
     cute_ops_torch.register(op)
     x, norm_weight, weight, bias = (t if t is None else t.detach() for t in normed_inputs(biased, weighted))
@@ -773,10 +792,60 @@ def test_only_what_is_wanted_of_a_norm_and_a_layer_runs(wanted: str, backward: s
     assert " ".join(name for name in steps if name.startswith(("bwd", "rmsnorm_linear"))) == backward
 
 
-def test_another_epilogue_behind_a_norm() -> None:
-    message = "option `epilogue` is 'add', expected 'bias', 'gelu', 'gelu_tanh' or 'silu'"
-    with pytest.raises(ValueError, match=message):
-        cute_ops_torch.rmsnorm_linear(*normed_inputs(True, True), epilogue="add")
+def largest_beside(xp: Any, acc: Any, norm_weight: Any, residual: Any, *, slope: float) -> Any:
+    y = xp.tanh(acc) * slope + norm_weight * residual
+    return y, xp.max(y, axis=-1, keepdims=True)
+
+
+@pytest.mark.parametrize("fused", ["always", "auto"])
+@pytest.mark.parametrize(
+    ("epilogue", "shapes", "options"),
+    [
+        ("add", [(24,), (2, 3, 24)], {}),
+        ("gelu", [(24,)], {"transposed": True, "save": "none"}),
+        ("bias", [], {"transposed": True}),
+        (swiglu, [(48,)], {"packed": True}),
+        (largest_beside, [(24,), (2, 3, 24)], {"slope": 0.5}),
+        (lambda xp, acc, bias: xp.exp(bias) + 0 * acc, [(24,)], {}),
+    ],
+    ids=["add", "transposed", "plain", "packed", "own", "without the product"],
+)
+def test_any_epilogue_behind_a_norm(epilogue: Any, shapes: Any, options: dict[str, Any], fused: str) -> None:
+    """It gives what ``linear`` gives of normalised rows, also to the gradient and to torch.compile."""
+    generator = torch.Generator().manual_seed(0)
+    weight = (32, 24) if "transposed" in options else (48, 32) if "packed" in options else (24, 32)
+    given = [torch.randn(s, generator=generator).requires_grad_() for s in ((2, 3, 32), (32,), weight, *shapes)]
+    x, norm_weight, *others = given
+
+    def ours(x: Any, norm_weight: Any, *others: Any) -> Any:
+        how = {"eps": 1e-2, "epilogue": epilogue, "fused": fused}
+        return cute_ops_torch.rmsnorm_linear(x, norm_weight, *others, **how, **options)
+
+    normed = torch.nn.functional.rms_norm(x, (32,), norm_weight, 1e-2)
+    found, wanted = ours(*given), cute_ops_torch.linear(normed, *others, epilogue=epilogue, **options)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    sums = [sum((t * t).sum() for t in (out if isinstance(out, tuple) else (out,))) for out in (found, wanted)]
+    torch.testing.assert_close(*(torch.autograd.grad(s, given) for s in sums), rtol=1e-4, atol=1e-3)
+    if fused == "auto":
+        torch._dynamo.reset()
+        compiled = torch.compile(ours, fullgraph=True, backend="eager")
+        with torch.no_grad():
+            torch.testing.assert_close(compiled(*given), found, rtol=0, atol=0)
+
+
+def test_refused_epilogues_behind_a_norm() -> None:
+    """Messages name the function that was called."""
+    x, norm_weight, weight, bias = normed_inputs(True, True)
+    refused: list[tuple[type[Exception], str, tuple[Any, ...], dict[str, Any]]] = [
+        (TypeError, "the epilogue bias_add reads `bias`, `residual` .*; 1 was", (weight, bias), {"epilogue": "add"}),
+        (TypeError, "unknown attribute `slope`", (weight, bias), {"slope": 1.0}),
+        (ValueError, "argument `bias` has shape .*does not broadcast", (weight, bias[1:]), {}),
+        (ValueError, "option `save` is 'all'", (weight, bias), {"save": "all"}),
+        (NotImplementedError, "`weight` has more than 2 dims", (weight.expand(2, -1, -1),), {}),
+    ]
+    for error, problem, arrays, options in refused:
+        with pytest.raises(error, match=rf"cute\.rmsnorm_linear: .*{problem}"):
+            cute_ops_torch.rmsnorm_linear(x, norm_weight, *arrays, **options)
 
 
 @pytest.mark.parametrize(("size", "rows"), [(64, ()), (128, (2, 3)), (64, (3,))], ids=str)

@@ -93,13 +93,40 @@ def test_a_norm_and_a_layer_as_one(learned: bool) -> None:
     made = cute_ops_torch.nn.RMSNormLinear.from_layers(norm, layer.eval(), epilogue="silu")
     assert made.norm_weight is norm.weight and made.weight is layer.weight and not made.training
     torch.testing.assert_close(made(x), nn.functional.silu(layer(norm(x))))
-    assert repr(made).endswith("bias=True, eps=1.1920928955078125e-07, epilogue=silu)")
+    assert repr(made).endswith("bias=True, epilogue=silu, eps=1.1920928955078125e-07)")
     own = cute_ops_torch.nn.RMSNormLinear(16, 8, eps=1e-5)
     assert [name for name, _ in own.named_parameters()] == ["weight", "bias", "norm_weight"]
     normed = nn.functional.rms_norm(x, (16,), eps=1e-5)
     torch.testing.assert_close(own(x), nn.functional.linear(normed, own.weight, own.bias))
     with pytest.raises(ValueError, match="expected one of 16 columns"):
         cute_ops_torch.nn.RMSNormLinear.from_layers(nn.RMSNorm(8), layer)
+    added = cute_ops_torch.nn.RMSNormLinear.from_layers(norm, layer, epilogue="add")
+    residual = torch.randn(2, 3, 8)
+    torch.testing.assert_close(added(x, residual), layer(norm(x)) + residual)
+
+
+def test_a_layer_a_residual_and_a_norm_as_one() -> None:
+    layer, norm, x, residual = nn.Linear(16, 8, False), nn.RMSNorm(8, 1e-5), torch.randn(3, 16), torch.randn(3, 8)
+    nn.init.normal_(norm.weight)
+    made = cute_ops_torch.nn.LinearAddRMSNorm.from_layers(layer, norm.eval())
+    assert made.norm_weight is norm.weight and made.weight is layer.weight
+    total = layer(x) + residual
+    torch.testing.assert_close(made(x, residual), (norm(total), total))
+    own = cute_ops_torch.nn.LinearAddRMSNorm(16, 8, dtype=torch.bfloat16)
+    assert {name: p.dtype for name, p in own.named_parameters()} == dict.fromkeys(
+        ("weight", "norm_weight"), torch.bfloat16
+    )
+    assert repr(own) == "LinearAddRMSNorm(16, 8, eps=1e-06)"
+    with pytest.raises(ValueError, match="expected no bias and a weight"):
+        cute_ops_torch.nn.LinearAddRMSNorm.from_layers(nn.Linear(16, 8), norm)
+
+
+def test_a_projection_that_rotates() -> None:
+    made = cute_ops_torch.nn.QKVRoPE(16, 4, 2, 64)
+    x, angles = torch.randn(3, 16), torch.rand(3, 32)
+    expected = cute_ops_torch.qkv_rope(x, made.weight, angles.cos(), angles.sin(), 6)
+    torch.testing.assert_close(made(x, angles.cos(), angles.sin()), expected)
+    assert repr(made) == "QKVRoPE(16, 512, heads=6)"
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu"])

@@ -1,7 +1,7 @@
 """The op that a call of ``linear`` runs: it follows from the epilogue and from the shapes of the operands.
 
 There is one op for each expression, operands' names and weight's shape. Its name follows from these alone, so it is the
-same in every process.
+same in every process. Functions that take epilogues, too, such as ``rmsnorm_linear``, say so to errors by ``caller``.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Shapes = tuple[str | None, ...]
 Attrs = tuple[tuple[str, Any], ...]
 # Names of operands that an op has for something else, and those that it may not have.
 _TAKEN = re.compile(r"d?(x|weight|acc|out\d*)|xp|ctx|type|_.*")
-# Ops by epilogue, then by the shapes of operands and weight, and by attributes.
-_known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Op]] = WeakKeyDictionary()
+# Expressions by epilogue, then by the shapes of operands and weight, and by attributes.
+_known: WeakKeyDictionary[Any, dict[tuple[Any, ...], Traced]] = WeakKeyDictionary()
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
     weight: ``T[n k]``, as in PyTorch; ``T[k n]`` with ``transposed``; twice as many, gate and up, with ``packed``. With
@@ -64,9 +64,24 @@ Raises:
 """
 
 
+class Traced(NamedTuple):
+    """An epilogue, traced for operands of some shapes.
+
+    Attributes:
+        name: the function's; empty of a text.
+        text: the expression.
+        operands: names and shapes of those that are not left out.
+    """
+
+    name: str
+    text: str
+    operands: tuple[tuple[str, str], ...]
+
+
 def fits(
-    epilogue: Epilogue, arrays: Sequence[Any], packed: bool, transposed: bool, spec: Callable[[Any], Array]
-) -> tuple[Fit | None, ...]:
+    epilogue: Epilogue, arrays: Sequence[Any], packed: bool, transposed: bool, spec: Callable[[Any], Array],
+    caller: str = "linear",
+) -> tuple[Fit | None, ...]:  # fmt: skip
     """How each operand of a call meets the product, None for one that is left out.
 
     Args:
@@ -75,34 +90,35 @@ def fits(
         packed: whether the weight has two halves.
         transposed: whether the weight is ``[k, n]``.
         spec: an array's shape and dtype.
+        caller: the function that was called.
 
     Raises:
         TypeError: the epilogue takes more operands, or fewer.
         ValueError: an operand does not broadcast.
     """
-    x, weight, *operands = arrays
+    (x, weight, *operands), layout = arrays, weight_shape(packed, transposed)
     if not x.shape or len(weight.shape) < 2:
         name, wanted = ("weight", "2 or more") if x.shape else ("x", "1 or more")
         count = len((weight if x.shape else x).shape)
-        _refuse(f"argument `{name}` has {count} dims, expected {wanted}.", [x, weight], [], packed, transposed, spec)
+        _refuse(f"argument `{name}` has {count} dims, expected {wanted}.", [x, weight], (), layout, spec, caller)
     columns, rows, batch = weight.shape[-1 if transposed else -2], x.shape[:-1], weight.shape[:-2]
     if batch and rows[:-1] != batch:
         problem = f"argument `x` has the leading dims {[*rows]}, but `weight` {[*batch]}: expected one more, the rows."
-        _refuse(problem, [x, weight], [], packed, transposed, spec)
+        _refuse(problem, [x, weight], (), layout, spec, caller)
     if packed and columns % 2:
         problem = f"argument `weight` has {columns} columns of the product, which two halves cannot share."
-        _refuse(problem, [x, weight], [], packed, transposed, spec)
+        _refuse(problem, [x, weight], (), layout, spec, caller)
     n = columns // 2 if packed else columns
     found = tuple(None if a is None else fit(a.shape, rows, n, packed, batch) for a in operands)
     for i, (operand, how) in enumerate(zip(operands, found, strict=True)):
         if operand is not None and how is None:
-            names = operand_names(epilogue, len(operands))
+            names = operand_names(epilogue, len(operands), caller)
             whole = [f"{[*rows, n]}", *([f"{[*rows, 2 * n]}"] if packed else [])]
             problem = (
                 f"argument `{names[i]}` has shape {list(operand.shape)}, which does not broadcast to"
                 f" {' or '.join(whole)}."
             )
-            _refuse(problem, arrays, names, packed, transposed, spec)
+            _refuse(problem, arrays, names, layout, spec, caller)
     return found
 
 
@@ -113,17 +129,16 @@ def weight_shape(packed: bool, transposed: bool) -> str:
 
 
 def _refuse(
-    problem: str, arrays: Sequence[Any], names: Sequence[str], packed: bool, transposed: bool,
-    spec: Callable[[Any], Array],
-) -> NoReturn:  # fmt: skip
-    declared = {"x": Tensor("*m k", "T"), "weight": Tensor(weight_shape(packed, transposed), "T")}
+    problem: str, arrays: Sequence[Any], names: Sequence[str], weight: str, spec: Callable[[Any], Array], caller: str
+) -> NoReturn:
+    declared = {"x": Tensor("*m k", "T"), "weight": Tensor(weight, "T")}
     declared |= {name: Tensor("*m n", f"T_{name}") for name in names}
     declared = each(declared) if len(arrays[1].shape) > 2 else declared
     given = {name: None if a is None else spec(a) for name, a in zip(declared, arrays, strict=True)}
-    raise ValueError(message(_Linear("linear", declared), problem, given))
+    raise ValueError(message(_Product(caller, declared), problem, given))
 
 
-class _Linear(NamedTuple):
+class _Product(NamedTuple):
     """What a message says of a call."""
 
     name: str
@@ -138,13 +153,13 @@ def without_epilogue(operands: Sequence[Any], attrs: Mapping[str, Any]) -> None:
         raise TypeError(f"cute.linear: {given} was given, but no epilogue that reads it.")
 
 
-def operand_names(epilogue: Epilogue, count: int) -> tuple[str, ...]:
+def operand_names(epilogue: Epilogue, count: int, caller: str = "linear") -> tuple[str, ...]:
     """The names of so many operands: the function's positional parameters after ``xp`` and the product.
 
     Raises:
         TypeError: it takes more, or fewer.
     """
-    epilogue = _meant(epilogue)
+    epilogue = _meant(epilogue, caller)
     if isinstance(epilogue, str):
         return tuple(f"operand{i}" for i in range(count))
     every = inspect.signature(epilogue).parameters.values()
@@ -153,17 +168,21 @@ def operand_names(epilogue: Epilogue, count: int) -> tuple[str, ...]:
     if not least <= count <= len(parameters):
         names = ", ".join(f"`{p.name}`" for p in parameters) or "nothing"
         were = "1 was" if count == 1 else f"{count} were"
-        raise TypeError(f"cute.linear: the epilogue {_name(epilogue)} reads {names} besides the product; {were} given.")
+        problem = f"the epilogue {_name(epilogue)} reads {names} besides the product; {were} given."
+        raise TypeError(f"cute.{caller}: {problem}")
     return tuple(p.name for p in parameters[:count])
 
 
-def op_of_batch(epilogue: Epilogue, *options: Any) -> Op:
-    """The same of each matrix of a batch.
+def op_of_call(
+    epilogue: Epilogue, shapes: Shapes, batched: bool, packed: bool, transposed: bool, save: str, attrs: Attrs
+) -> Op:
+    """The op of a call, whose weight may be a batch of them.
 
     Raises:
-        NotImplementedError: the epilogue reduces rows or looks at groups of columns.
+        NotImplementedError: it is, and the epilogue reduces rows or looks at groups of columns.
     """
-    made = op_of(epilogue, *options).batched
+    one = op_of(epilogue, shapes, weight_shape(packed, transposed), save, attrs)
+    made = one.batched if batched else one
     if made is None:
         name = epilogue if isinstance(epilogue, str) else _name(epilogue)
         raise NotImplementedError(
@@ -186,45 +205,54 @@ def op_of(epilogue: Epilogue, shapes: Shapes, weight: str, save: str = "pre", at
     Raises:
         TypeError: the epilogue takes more operands, or fewer, or other attributes.
         TraceError: it does what an expression cannot say.
-        ValueError: it does what is not fused yet, or something else is to be saved.
     """
+    check_save(save)
+    return op_of_traced(traced(epilogue, shapes, weight, attrs), weight, save)
+
+
+def check_save(save: str, caller: str = "linear") -> None:
+    """Raise ValueError for what this option cannot be."""
     if save not in ("pre", "none"):
-        raise ValueError(f"cute.linear: option `save` is {save!r}, expected 'pre' or 'none'.")
-    epilogue = _meant(epilogue)
+        raise ValueError(f"cute.{caller}: option `save` is {save!r}, expected 'pre' or 'none'.")
+
+
+def traced(epilogue: Epilogue, shapes: Shapes, weight: str, attrs: Attrs = (), caller: str = "linear") -> Traced:
+    """An epilogue's expression: the same one every time for the same arguments, which are those of :func:`op_of`."""
+    epilogue = _meant(epilogue, caller)
     if isinstance(epilogue, str):
-        return _op_of_text("", epilogue, _there(operand_names(epilogue, len(shapes)), shapes), weight, save)
+        return Traced("", epilogue, _there(operand_names(epilogue, len(shapes), caller), shapes))
     try:
         known = _known.setdefault(epilogue, {})
     except TypeError:  # a callable object that nothing may refer to weakly
         known = {}
-    key = shapes, weight, save, attrs, tuple(type(value) for _, value in attrs)
+    key = shapes, weight, attrs, tuple(type(value) for _, value in attrs)
     if key not in known:
-        names = operand_names(epilogue, len(shapes))
-        _check_attributes(epilogue, len(names), dict(attrs))
+        names = operand_names(epilogue, len(shapes), caller)
+        _check_attributes(epilogue, len(names), dict(attrs), caller)
         _, acc, *_ = inspect.signature(epilogue).parameters
         product = "*m 2n" if "2n" in weight else "*m n"
         operands = {acc: product, **dict(zip(names, shapes, strict=True))}
         text = text_of(trace(epilogue, operands, dict(attrs)))
-        known[key] = _op_of_text(_name(epilogue), text, _there(names, shapes), weight, save)
+        known[key] = Traced(_name(epilogue), text, _there(names, shapes))
     return known[key]
 
 
-def _meant(epilogue: Any) -> Epilogue:
+def _meant(epilogue: Any, caller: str) -> Epilogue:
     """The function that a name such as ``"gelu"`` stands for; a function or an expression's text as it is."""
     if not isinstance(epilogue, str):
         if not callable(epilogue):
             came = type(epilogue).__name__
-            raise TypeError(f"cute.linear: argument `epilogue` must be a function, or a text, got {came}.")
+            raise TypeError(f"cute.{caller}: argument `epilogue` must be a function, or a text, got {came}.")
         function: Epilogue = epilogue
         return function
     if epilogue.isidentifier() and epilogue not in EPILOGUES:
         known = ", ".join(map(repr, EPILOGUES))
         problem = f"argument `epilogue` is {epilogue!r}{meant(epilogue, EPILOGUES)}, expected one of {known}"
-        raise ValueError(f"cute.linear: {problem}, an expression's text, or a function.")
+        raise ValueError(f"cute.{caller}: {problem}, an expression's text, or a function.")
     return EPILOGUES.get(epilogue, epilogue)
 
 
-def _check_attributes(epilogue: Callable[..., Any], operands: int, attrs: Mapping[str, Any]) -> None:
+def _check_attributes(epilogue: Callable[..., Any], operands: int, attrs: Mapping[str, Any], caller: str) -> None:
     """Raise TypeError for attributes that an epilogue does not have, and for those that it lacks."""
     every = list(inspect.signature(epilogue).parameters.values())[2 + operands :]
     own = {p.name: p for p in every if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)}
@@ -232,10 +260,10 @@ def _check_attributes(epilogue: Callable[..., Any], operands: int, attrs: Mappin
     if unknown:
         has = f"has {', '.join(f'`{name}`' for name in own)}" if own else "has none"
         problem = f"unknown attribute `{unknown[0]}`{meant(unknown[0], own)}; the epilogue {_name(epilogue)} {has}."
-        raise TypeError(f"cute.linear: {problem}")
+        raise TypeError(f"cute.{caller}: {problem}")
     lacking = [p.name for p in own.values() if p.default is p.empty and p.name not in attrs]
     if lacking:
-        raise TypeError(f"cute.linear: the epilogue {_name(epilogue)} needs `{lacking[0]}`, which was not given.")
+        raise TypeError(f"cute.{caller}: the epilogue {_name(epilogue)} needs `{lacking[0]}`, which was not given.")
 
 
 def _name(epilogue: Callable[..., Any]) -> str:
@@ -250,8 +278,9 @@ def _there(names: Sequence[str], shapes: Shapes) -> tuple[tuple[str, str], ...]:
 
 
 @cache
-def _op_of_text(name: str, text: str, operands: tuple[tuple[str, str], ...], weight: str, save: Any) -> Op:
-    parts = "; ".join([text, *(name for name, _ in operands), weight, save])
-    readable = re.sub(r"\W+", "_", name).strip("_")
+def op_of_traced(found: Traced, weight: str, save: Any) -> Op:
+    """The op of a product with an epilogue that is traced."""
+    parts = "; ".join([found.text, *(name for name, _ in found.operands), weight, save])
+    readable = re.sub(r"\W+", "_", found.name).strip("_")
     full = "_".join(filter(None, ["linear", readable, hashlib.sha256(parts.encode()).hexdigest()[:12]]))
-    return fused_linear(text, operands=dict(operands), weight=weight, name=full, save=save)
+    return fused_linear(found.text, operands=dict(found.operands), weight=weight, name=full, save=save)
