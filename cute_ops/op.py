@@ -336,7 +336,8 @@ class Program(NamedTuple):
             - ``ends(keys, count)``: int32, how many of sorted keys are up to each of ``range(count)``
             - ``product(a, b, dtype=None)``: ``a @ b`` of a matrix ``b``, or of batches of matrices, with sums in
               float32, rounded once to this or their own dtype
-            - ``add_product(total, a, b)``: ``total + a @ b`` of matrices, rounded to the dtype of ``total``
+            - ``add_product(total, a, b)``: ``total + a @ b`` of matrices, or of batches of matrices, rounded to the
+              dtype of ``total``
             - ``leads(op, inputs, attrs)``: whether our kernel of such a call, a product with an epilogue, is at least
               as fast on this GPU as ``product`` and a pass; False without a GPU
             - ``broadcast_to(x, shape)``

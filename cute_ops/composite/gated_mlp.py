@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
+from cute_ops.ops.gemm.batches import of_program
 from cute_ops.ops.gemm.gated_dgrad import gated_dgrad, gated_dgrad_again, gated_linear_kn
 from cute_ops.ops.gemm.linear import linear, linear_dweight, linear_dx
 from cute_ops.ops.gemm.named import ACTIVATIONS, gated_linear
@@ -20,7 +21,8 @@ from cute_ops.shapes import FLOATS
 
 DOC = """Args:
     x: ``T[*m k]``; bfloat16, float16 or float32; any leading shape.
-    w_gate_up: ``T[2n k]``, ``[gate | up]``; ``T[k 2n]`` with ``transposed``.
+    w_gate_up: ``T[2n k]``, ``[gate | up]``; ``T[k 2n]`` with ``transposed``. With leading dims, which both weights
+        have, each of x, ``T[*b m k]``, has weights of its own.
     w_down: ``T[p n]``, of an output of p columns; ``T[n p]`` with ``transposed``.
     activation: ``"silu"`` (SwiGLU), ``"gelu"`` (by the error function) or ``"gelu_tanh"`` (GeGLU).
     fused: as :func:`linear` has it, of all products.
@@ -176,25 +178,32 @@ class MLPOps:
         self, name: str, run: Callable[..., Arrays], ops: tuple[Op, ...], inputs: Mapping[str, Tensor],
         outputs: Mapping[str, Tensor], **more: Any,
     ) -> Op:  # fmt: skip
-        return Op(
+        op = Op(
             name, inputs=inputs, outputs=outputs, kernel=Program(run, ops), dtypes={"T": FLOATS},
-            attrs={"activation": ACTIVATIONS, "fused": FUSED}, static=(), **more,
+            attrs={"activation": ACTIVATIONS, "fused": FUSED}, static=(), batched=lambda: of_program(op), **more,
         )  # fmt: skip
+        return op
 
 
 mlp_ops = cache(MLPOps)
 
 
-@cache
-def gated_mlp(save: str, transposed: bool) -> Op:
+def gated_mlp(save: str, transposed: bool, batched: bool = False) -> Op:
     """The op.
 
     Args:
         save, transposed: as :data:`DOC` says.
+        batched: whether there are several MLPs, one for each of x.
 
     Raises:
         ValueError: something else is to be saved.
     """
     if save not in ("pre", "none"):
         raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")
+    op = _one(save, transposed)
+    return (batched and op.batched) or op
+
+
+@cache
+def _one(save: str, transposed: bool) -> Op:
     return mlp_ops(transposed).op(save)

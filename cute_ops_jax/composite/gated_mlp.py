@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
 from cute_ops.composite import gated_mlp as declared
 from cute_ops.composite.docstrings import continued
@@ -17,5 +18,6 @@ def gated_mlp(
     transposed: bool = False,
 ) -> Array:  # fmt: skip
     """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
-    out: Array = register(declared.gated_mlp(save, transposed))(x, w_gate_up, w_down, activation, fused)
+    op = declared.gated_mlp(save, transposed, jnp.ndim(w_gate_up) > 2)
+    out: Array = register(op)(x, w_gate_up, w_down, activation, fused)
     return out

@@ -69,7 +69,7 @@ def batch(
     elif stage.batched is not None:
         lead = one.dims[next(t.rows for t in op.inputs.values() if t.rows)]
         matrices = {n: _example_rows(*a, size, op.inputs[n], lead) for n, a in given.items()}
-        found = present(stage.batched(matrices, dict(attrs)))
+        found = present(stage.batched(matrices, dict(attrs), inplace))
         results = [
             found[n].reshape(size, *lead, *found[n].shape[2:]) if op.results[n].rows else found[n] for n in found
         ]

@@ -20,17 +20,18 @@ def gated_mlp(
 ) -> Tensor:  # fmt: skip
     """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
     x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
+    batched = w_gate_up.ndim > 2
     if torch.compiler.is_dynamo_compiling():
-        run = getattr(torch.ops.cute, _defined(save, transposed)).default
+        run = getattr(torch.ops.cute, _defined(save, transposed, batched)).default
     else:
-        run = define(declared.gated_mlp(save, transposed)).function
+        run = define(declared.gated_mlp(save, transposed, batched)).function
     out: Tensor = run(x, w_gate_up, w_down, activation, fused)
     return out
 
 
 @constant
-def _defined(save: str, transposed: bool) -> str:
+def _defined(save: str, transposed: bool, batched: bool) -> str:
     """The name of the op, which is registered."""
-    op = declared.gated_mlp(save, transposed)
+    op = declared.gated_mlp(save, transposed, batched)
     define(op)
     return op.name

@@ -67,8 +67,10 @@ def sums(x: Tensor, axes: tuple[int, ...], like: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    if total.dtype == a.dtype:
+    if total.dtype == a.dtype and a.ndim == 2:
         return torch.addmm(total, a, b)
+    if total.dtype == a.dtype:
+        return torch.baddbmm(*(t.flatten(0, -3) for t in (total, a, b))).reshape(total.shape)
     return (total + product(a, b, "float32")).to(total.dtype)
 
 

@@ -62,8 +62,13 @@ def vmap_rule(op: Op, overload: Any, define: Callable[[Op], Any]) -> Callable[..
                 _example_rows(t, d, b, info.batch_size, lead)
                 for t, d, b in zip(tensors, declared, batched, strict=True)
             ]
-            given = [readable(d, t) for d, t in zip(op.batched.inputs.values(), matrices, strict=True)]
+            given = [
+                t if name in op.mutates else readable(d, t)
+                for (name, d), t in zip(op.batched.inputs.items(), matrices, strict=True)
+            ]
             raw = define(op.batched)(*given, *args[arity:])
+            if not op.outputs:
+                return None, None
             outputs = tuple(
                 out.reshape(info.batch_size, *lead, *out.shape[2:]) if d.rows else out
                 for d, out in zip(op.outputs.values(), raw if isinstance(raw, tuple) else (raw,), strict=True)

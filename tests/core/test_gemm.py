@@ -454,7 +454,8 @@ def of_batch(op: Op, apart: bool, b: tuple[int, ...], m: int, n: int, k: int) ->
     ("op", "arch", "apart", "b", "sizes"),
     [
         (linear, "sm_80", True, (3,), (5, 132, 72)), (linear_dx, "sm_120a", False, (2, 2), (5, 70, 134)),
-        (linear_dweight, "sm_90a", True, (2, 3), (7, 130, 133)), (linear_dweight, "sm_80", True, (2, 1, 2), (7, 9, 9)),
+        (linear_dweight, "sm_90a", True, (2, 3), (7, 130, 133)),
+        (linear_dweight_add, "sm_80", True, (2, 1, 2), (7, 9, 9)),
     ],
     ids=lambda value: getattr(value, "name", str(value)),
 )  # fmt: skip
@@ -474,7 +475,7 @@ def test_results_of_batches_without_tma(
         (linear, GemmConfig("cooperative", 128, 256, 3, 2, 2), (2, 2), (140, 264, 72)),
         (linear, GemmConfig("pingpong", 64, 64, 3, 2, store_stages=2), (3,), (65, 131, 72)),
         (linear_dx, GemmConfig("pingpong", 128, 128, 3, 2, 1, 2), (3,), (130, 72, 136)),
-        (linear_dweight, GemmConfig("cooperative", 128, 256, 3, 2), (3,), (80, 136, 136)),
+        (linear_dweight_add, GemmConfig("cooperative", 128, 256, 3, 2, tile_stages=2), (3,), (80, 136, 136)),
     ],
     ids=lambda value: getattr(value, "name", getattr(value, "form", str(value))),
 )

@@ -202,6 +202,22 @@ def test_gated_mlp(save: str, transposed: bool) -> None:
     np.testing.assert_array_equal(each, run(*arrays))
 
 
+@pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])
+def test_a_batch_of_gated_mlps_runs_once(save: str, transposed: bool) -> None:
+    rng, shapes = np.random.default_rng(0), ((24, 66), (33, 20)) if transposed else ((66, 24), (20, 33))
+    arrays = [jnp.asarray(rng.standard_normal((2, *shape)) / 4, "float32") for shape in ((3, 24), *shapes)]
+
+    def summed(*given: Any) -> Any:
+        return jnp.sin(cute_ops_jax.gated_mlp(*given, save=save, transposed=transposed)).sum()
+
+    one = jax.jit(jax.grad(summed, (0, 1, 2)))
+    each = [jnp.stack(pair) for pair in zip(*(one(*(a[i] for a in arrays)) for i in range(2)), strict=True)]
+    for mapped in (jax.vmap(one), jax.grad(summed, (0, 1, 2))):
+        assert " scan[" not in str(jax.make_jaxpr(mapped)(*arrays))
+        for got, gradient in zip(jax.jit(mapped)(*arrays), each, strict=True):
+            np.testing.assert_allclose(got, gradient, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("fused", ["auto", "never"])
 def test_adding_to_a_total(fused: str) -> None:
     add = partial(register(linear_dweight_add), fused=fused)
@@ -210,6 +226,18 @@ def test_adding_to_a_total(fused: str) -> None:
     step = jax.jit(lambda total: jax.lax.fori_loop(0, 3, lambda _, t: add(*half, t), total), donate_argnums=0)
     wanted = total + 3 * half[0].astype("float32").T @ half[1].astype("float32")
     np.testing.assert_allclose(step(total), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_adding_to_the_totals_of_a_batch() -> None:
+    """One op, also where the total is shared: each example has its own then."""
+    add, rng = register(linear_dweight_add), np.random.default_rng(0)
+    dout, x = (jnp.asarray(rng.standard_normal(shape), "float16") for shape in ((3, 2, 5, 16), (2, 5, 3, 8)))
+    for total, axis in ((jnp.ones((16, 3, 8)), 1), (jnp.ones((16, 8)), None)):
+        each = jax.vmap(add, (0, 2, axis))
+        assert "cute_linear_dweight_add_batched" in (text := str(jax.make_jaxpr(each)(dout, x, total)))
+        assert " scan[" not in text
+        exact = 1 + jnp.einsum("bijn,ijbk->bnk", dout.astype("float32"), x.astype("float32"))
+        np.testing.assert_allclose(each(dout, x, total), exact, rtol=1e-4, atol=1e-4)
 
 
 def test_adding_takes_the_memory_of_the_total(fake_kernels: Any) -> None:

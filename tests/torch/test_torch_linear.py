@@ -612,6 +612,31 @@ def test_only_what_is_wanted_of_a_gated_mlp_runs(wanted: str, save: str, forward
         assert [t.grad.shape for t in tensors if t.requires_grad] == [t.shape for t in named]
 
 
+@pytest.mark.parametrize(("save", "transposed"), [("pre", False), ("none", True)])
+@pytest.mark.parametrize("wanted", ["x w_gate_up w_down", "x", "w_down"])
+def test_a_batch_of_gated_mlps_runs_once(wanted: str, save: str, transposed: bool) -> None:
+    """In the gradient of ``vmap``, in ``vmap`` of a gradient, and where the weights have leading dims."""
+    stacked = [torch.stack([t.detach().mT if transposed and i else t.detach() for t in (one, one / 2, one / 4)])
+               for i, one in enumerate(mlp_inputs((4,)))]  # fmt: skip
+    places = tuple(MLP.index(name) for name in wanted.split())
+
+    def run(*given: torch.Tensor) -> torch.Tensor:
+        return cute_ops_torch.gated_mlp(*given, save=save, transposed=transposed)
+
+    def total(*one: torch.Tensor) -> torch.Tensor:
+        return run(*one).double().sin().sum()
+
+    gradient = torch.func.grad(total, places)
+    exact = [gradient(*(t[i] for t in stacked)) for i in range(3)]
+    for calls in (torch.vmap(gradient), torch.func.grad(lambda *g: torch.vmap(total)(*g).sum(), places),
+                  torch.func.grad(total, places)):  # fmt: skip
+        with Ran() as ran:
+            found = calls(*stacked)
+        assert len(set(ran.names)) == len(ran.names)
+        for place, got in enumerate(found):
+            torch.testing.assert_close(got, torch.stack([each[place] for each in exact]), rtol=0.02, atol=0.05)
+
+
 def test_a_compiled_gated_mlp() -> None:
     torch._dynamo.reset()
     compiled = torch.compile(cute_ops_torch.gated_mlp, fullgraph=True, dynamic=True, backend="aot_eager")
@@ -888,6 +913,27 @@ def test_adding_to_a_total(fused: str, dtype: torch.dtype, m: tuple[int, ...]) -
     assert total._version > version
     tolerance = 1e-5 if dtype is torch.float32 else 8e-3
     torch.testing.assert_close(total.double(), exact, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("fused", ["auto", "never"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_adding_to_the_totals_of_a_batch(fused: str, dtype: torch.dtype) -> None:
+    """One op changes all of them, also where they lie apart."""
+    add = cute_ops_torch.register(linear_dweight_add)
+    dout, x = torch.randn(3, 2, 5, 16).half(), torch.randn(2, 5, 3, 8).half()
+    totals = torch.randn(16, 3, 8).to(dtype)
+    exact = totals.double() + torch.einsum("bijn,ijbk->nbk", dout.double(), x.double())
+
+    def adds(*given: torch.Tensor) -> torch.Tensor:
+        add(*given, fused=fused)
+        return given[0]
+
+    with Ran() as ran:
+        torch.vmap(adds, (0, 2, 1))(dout, x, totals)
+    assert ran.names == ["linear_dweight_add_batched"]
+    torch.testing.assert_close(totals.double(), exact, rtol=8e-3, atol=8e-3)
+    with pytest.raises(ValueError, match="`total` is written but not batched"):
+        torch.vmap(adds, (0, 2, None))(dout, x, totals[:, 0])
 
 
 def test_adding_in_a_graph() -> None:

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from cute_ops.config import Problem, Tuning
 from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.op import FUSED, Op, Program, Sharding, Tensor
+from cute_ops.ops.gemm.batches import CASES as BATCHES
+from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.choice import instead
 from cute_ops.ops.gemm.config import Demand
-from cute_ops.ops.gemm.linear import CASES, DOUT, HALVES, X, check_rows, configure, linear_dweight, loads
+from cute_ops.ops.gemm.linear import (
+    CASES,
+    DOUT,
+    HALVES,
+    X,
+    batched_dweight,
+    check_rows,
+    configure,
+    linear_dweight,
+    loads,
+)
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import FLOATS, ITEMSIZE
 
@@ -18,46 +30,7 @@ from cute_ops.shapes import FLOATS, ITEMSIZE
 BY_THREADS = 8
 
 
-def reference(xp: Any, dout: Any, x: Any, total: Any, *, fused: str = "") -> Any:
-    wide = xp.float64 if total.dtype == xp.float64 else xp.float32
-    exact = linear_dweight.reference(xp, xp.astype(dout, wide), xp.astype(x, wide))
-    return xp.astype(xp.astype(total, wide) + exact, total.dtype)
-
-
-def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
-    dout, x = (a.reshape(-1, a.shape[-1]) for a in (inputs["dout"], inputs["x"]))
-    return {"total": xp.add_product(inputs["total"], dout.T, x)}
-
-
-def config(problem: Problem) -> GemmConfig:
-    """The config of the product, whose epilogue reads one tile."""
-    check_rows(linear_dweight_add, problem)
-    vectors, blocks = loads(problem, ("dout", "x"), "m")
-    itemsize, by_tma = ITEMSIZE[problem.dtypes["total"]], problem.aligns["total"] == VECTOR_BYTES
-    demand = Demand(
-        (itemsize,), (itemsize,) if by_tma else (), live=2, fma=1, vectors=0 if by_tma else BY_THREADS * itemsize,
-        blocks=blocks,
-    )  # fmt: skip
-    chosen = configure(problem, vectors, ("n", "k", "m"), demand)
-    texts = {"expression": "e1(t,t) add 0 1 -> 2", "reads": "total", "writes": "total"}
-    return GemmConfig.of({**chosen.flat(), **texts})
-
-
-linear_dweight_add = Op(
-    "linear_dweight_add",
-    inputs={"dout": DOUT, "x": X, "total": Tensor("n k", "A")},
-    outputs={},
-    mutates=("total",),
-    dtypes={"T": HALVES, "A": FLOATS},
-    static=(),
-    reference=reference,
-    kernel="cute_ops.kernels.gemm.linear:LinearDweight",
-    tuning=Tuning(config),
-    attrs={"fused": FUSED},
-    instead=instead(Program(run), config),
-    sharding=Sharding(parallel=("n", "k")),
-    cases=CASES,
-    doc="""Gradient of :func:`linear` to the weight, added to earlier ones: ``total += dout.T @ x``, over all rows.
+DOC = """Gradient of :func:`linear` to the weight, added to earlier ones: ``total += dout.T @ x``, over all rows.
 
     The gradients of micro-batches are added up without another pass, and without rounding each of them first.
 
@@ -75,5 +48,61 @@ linear_dweight_add = Op(
         TypeError: a dtype that is not listed.
         ValueError: shapes that do not fit together, a ``total`` that shares memory with an operand.
         NotImplementedError: an input that requires a gradient; on a GPU, more than 2^31 rows.
-    """,
-)
+    """
+
+
+def reference(xp: Any, dout: Any, x: Any, total: Any, *, fused: str = "") -> Any:
+    return _added(xp, dout, x, total, linear_dweight.reference)
+
+
+def reference_batched(xp: Any, dout: Any, x: Any, total: Any, *, fused: str = "") -> Any:
+    return _added(xp, dout, x, total, batched_dweight)
+
+
+def _added(xp: Any, dout: Any, x: Any, total: Any, dweight: Callable[..., Any]) -> Any:
+    wide = xp.float64 if total.dtype == xp.float64 else xp.float32
+    exact = dweight(xp, xp.astype(dout, wide), xp.astype(x, wide))
+    return xp.astype(xp.astype(total, wide) + exact, total.dtype)
+
+
+def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+    dout, x = (a.reshape(-1, a.shape[-1]) for a in (inputs["dout"], inputs["x"]))
+    return {"total": xp.add_product(inputs["total"], dout.T, x)}
+
+
+def run_batched(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
+    return {"total": xp.add_product(inputs["total"], inputs["dout"].mT, inputs["x"])}
+
+
+def declare(name: str, kernel: str, inputs: Mapping[str, Tensor], program: Program, **more: Any) -> Op:
+    """The op, for one example or for each of a batch."""
+
+    def config(problem: Problem) -> GemmConfig:
+        """The config of the product, whose epilogue reads one tile."""
+        check_rows(op, problem)
+        vectors, blocks = loads(problem, ("dout", "x"), "m")
+        itemsize, by_tma = ITEMSIZE[problem.dtypes["total"]], problem.aligns["total"] == VECTOR_BYTES
+        demand = Demand(
+            (itemsize,), (itemsize,) if by_tma else (), live=2, fma=1, vectors=0 if by_tma else BY_THREADS * itemsize,
+            blocks=blocks,
+        )  # fmt: skip
+        chosen = configure(problem, vectors, ("n", "k", "m"), demand)
+        texts = {"expression": "e1(t,t) add 0 1 -> 2", "reads": "total", "writes": "total"}
+        return GemmConfig.of({**chosen.flat(), **texts})
+
+    op = Op(
+        name, inputs=inputs, outputs={}, mutates=("total",), dtypes={"T": HALVES, "A": FLOATS}, static=(),
+        kernel=f"cute_ops.kernels.gemm.linear:{kernel}", tuning=Tuning(config), attrs={"fused": FUSED},
+        instead=instead(program, config), sharding=Sharding(parallel=("n", "k")), **more,
+    )  # fmt: skip
+    return op
+
+
+INPUTS = {"dout": DOUT, "x": X, "total": Tensor("n k", "A")}
+linear_dweight_add = declare(
+    "linear_dweight_add", "LinearDweight", INPUTS, Program(run), reference=reference, cases=CASES, doc=DOC,
+    batched=lambda: declare(
+        "linear_dweight_add_batched", "BatchedLinearDweight", each(INPUTS), Program(run_batched),
+        reference=reference_batched, cases=BATCHES, doc=f"The same of each example of a batch.\n\n    {DOC}",
+    ),
+)  # fmt: skip

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from cute_ops.config import Problem
-from cute_ops.op import Case, Tensor
+from cute_ops.op import Case, OneOf, Op, Program, Tensor
 
 CASES = (
     Case("odd", {"b": (3,), "m": 67, "n": 333, "k": 200}),
@@ -14,12 +15,38 @@ CASES = (
 )
 
 
-def each(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a product, or of its gradient, in a batch: their rows are one dim."""
+def each(tensors: Mapping[str, Tensor], skippable: bool = False) -> dict[str, Tensor]:
+    """The tensors of a product, or of its gradient, in a batch: their rows are one dim. Outputs may be ``skippable``
+    where they are for one example.
+    """
     return {
-        name: t._replace(shape=" ".join(["*b", *t.shape.replace("*m", "m").split()]), skippable=False)
+        name: t._replace(
+            shape=" ".join(["*b", *t.shape.replace("*m", "m").split()]), skippable=skippable and t.skippable
+        )
         for name, t in tensors.items()
     }
+
+
+def of_program(op: Op, name: str = "") -> Op:
+    """The op of a batch of a composite: the same program, which calls the ops of batches. To an op that has none a
+    batch is more rows.
+    """
+    program = op.program
+    assert program is not None  # other ops have kernels of batches
+
+    def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+        return program.run(xp, lambda called, *given: call(called.batched or called, *given), inputs, attrs)
+
+    run.__module__ = program.run.__module__
+    attrs = {key: OneOf(*op.choices[key]) if key in op.choices else value for key, value in op.attrs.items()}
+    return Op(
+        name or f"{op.name}_batched", inputs=each(op.inputs), outputs=each(op.outputs, skippable=True), static=(),
+        dtypes=op.dtypes, attrs=attrs,
+        kernel=Program(run, tuple(called.batched or called for called in program.ops)),
+        grad=tuple(step.batched or step for step in op.steps) or None, saving=op.saving and op.saving.batched,
+        narrow=lambda name, outputs: of_program(op.only(*outputs), name),
+        doc=f"The same of each example of a batch.\n\n    {op.doc}",
+    )  # fmt: skip
 
 
 def batch_of(problem: Problem) -> int:
