@@ -462,7 +462,7 @@ class Op:
         derived: dims of outputs that no input binds, ``{"blocks": f}`` with ``f(dims, attrs) -> size``; sizes may be
             symbolic.
         inference_only: for an op that has no gradient on purpose: what to do instead, for the error message.
-        called: the function that messages name, where that is not this op.
+        called: the function that messages name, where that is not this op: ``linear`` of ``linear_batched``.
         finish: what the Python functions do after the op; it adds keyword arguments to them.
         check: ``check(binding) -> str | None``: a problem the declaration cannot express.
         cases: named problems.
@@ -567,6 +567,11 @@ class Op:
         ins = ", ".join(f"{n}{'?' if t.optional else ''}: {t.declared}" for n, t in self.inputs.items())
         outs = ", ".join(f"{n}: {t.declared}" for n, t in self.outputs.items())
         return f"Op {self.name}({ins}) -> {outs}"
+
+    @property
+    def called(self) -> str:
+        """What messages call it: the function that was called."""
+        return self.aliases.get(self.name, self.name)
 
     def dtype_choices(self, tensor: Tensor) -> tuple[str, ...]:
         """The dtypes that an input or output may have."""

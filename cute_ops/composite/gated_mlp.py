@@ -134,14 +134,14 @@ class MLPOps:
         name = f"gated_mlp{self.suffix}{'' if save == 'pre' else '_again'}"
         return self._declare(
             name, self.forward, (self.gated, *self.products), self.inputs, {"out": OUT}, cases=CASES,
-            grad=(*(() if save == "pre" else (self._again(),)), *self._steps),
+            called="gated_mlp", grad=(*(() if save == "pre" else (self._again(),)), *self._steps),
             saving=self._saving() if save == "pre" else None,
         )  # fmt: skip
 
     def _saving(self) -> Op:
         outputs = {"out": OUT, "pre": PRE._replace(hidden=True)}
-        ops = (self.gated_saving, *self.products)
-        return self._declare(f"gated_mlp{self.suffix}_saving", self.forward_saving, ops, self.inputs, outputs)
+        ops, name = (self.gated_saving, *self.products), f"gated_mlp{self.suffix}_saving"
+        return self._declare(name, self.forward_saving, ops, self.inputs, outputs, called="gated_mlp")
 
     def _again(self) -> Op:
         inputs = {"x": X, "w_gate_up": self.w_gate_up}

@@ -151,5 +151,6 @@ def _op(transposed: bool) -> Op:
         sharding=Sharding(inner=("k",)),
         grad=(linear_add_rmsnorm_bwd, *product_gradients("dresidual", across=transposed)),
         doc=f"A linear layer, residual add and RMSNorm.\n\n{DOC}",
+        called="linear_add_rmsnorm",
         **COMMON,
     )

@@ -84,6 +84,7 @@ def _op(size: int, transposed: bool) -> Op:
         epilogue, name=f"qkv_rope_{size}{'_kn' if transposed else ''}", weight="k n" if transposed else "n k",
         operands={"cos": table, "sin": table}, attrs={"heads": HEADS}, cases=_cases(size), check=check,
         grad=(_turned_back(size), *product_gradients("dacc", across=transposed)), no_gradient=("cos", "sin"),
+        called="qkv_rope",
     )  # fmt: skip
 
 

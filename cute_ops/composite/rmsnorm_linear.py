@@ -249,7 +249,8 @@ class Layer:
             name, inputs={"x": ROWS, "weight": Tensor(self.weight, "T"), **self.operands, "norm_weight": NORM},
             outputs=product.outputs, reference=reference, attrs={"eps": 1e-6, "fused": FUSED},
             kernel=Program(run, (rmsnorm, product, scaled, row_factors(), behind)), static=(), cases=CASES,
-            dtypes={**product.accepts, "T": FLOATS, "W": FLOATS}, doc=f"RMSNorm and a linear layer.\n\n{DOC}", **more,
+            dtypes={**product.accepts, "T": FLOATS, "W": FLOATS}, doc=f"RMSNorm and a linear layer.\n\n{DOC}",
+            called="rmsnorm_linear", **more,
         )  # fmt: skip
 
     def _behind(self, name: str, product: Op) -> Op:

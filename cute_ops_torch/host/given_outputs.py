@@ -48,7 +48,7 @@ class GivenOutputs:
         if torch.is_grad_enabled() and any(torch.is_tensor(t) and t.requires_grad for t in (*tensors, *found)):
             # As torch's own functions say it.
             raise RuntimeError(
-                f"{op.name}(): functions with out=... arguments don't support automatic differentiation, but one of "
+                f"{op.called}(): functions with out=... arguments don't support automatic differentiation, but one of "
                 "the arguments requires grad."
             )
         if torch.compiler.is_compiling() or modes_active():

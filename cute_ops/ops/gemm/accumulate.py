@@ -103,6 +103,7 @@ linear_dweight_add = declare(
     "linear_dweight_add", "LinearDweight", INPUTS, Program(run), reference=reference, cases=CASES, doc=DOC,
     batched=lambda: declare(
         "linear_dweight_add_batched", "BatchedLinearDweight", each(INPUTS), Program(run_batched),
-        reference=reference_batched, cases=BATCHES, doc=f"The same of each example of a batch.\n\n    {DOC}",
+        reference=reference_batched, cases=BATCHES, called="linear_dweight_add",
+        doc=f"The same of each example of a batch.\n\n    {DOC}",
     ),
 )  # fmt: skip

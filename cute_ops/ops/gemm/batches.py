@@ -44,7 +44,7 @@ def of_program(op: Op, name: str = "") -> Op:
         dtypes=op.dtypes, attrs=attrs,
         kernel=Program(run, tuple(called.batched or called for called in program.ops)),
         grad=tuple(step.batched or step for step in op.steps) or None, saving=op.saving and op.saving.batched,
-        narrow=lambda name, outputs: of_program(op.only(*outputs), name),
+        narrow=lambda name, outputs: of_program(op.only(*outputs), name), called=op.called,
         doc=f"The same of each example of a batch.\n\n    {op.doc}",
     )  # fmt: skip
 

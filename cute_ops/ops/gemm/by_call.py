@@ -283,4 +283,5 @@ def op_of_traced(found: Traced, weight: str, save: Any) -> Op:
     parts = "; ".join([found.text, *(name for name, _ in found.operands), weight, save])
     readable = re.sub(r"\W+", "_", found.name).strip("_")
     full = "_".join(filter(None, ["linear", readable, hashlib.sha256(parts.encode()).hexdigest()[:12]]))
-    return fused_linear(found.text, operands=dict(found.operands), weight=weight, name=full, save=save)
+    operands = dict(found.operands)
+    return fused_linear(found.text, operands=operands, weight=weight, name=full, save=save, called="linear")

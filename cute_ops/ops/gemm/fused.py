@@ -73,6 +73,7 @@ def fused_linear(
     no_gradient: tuple[str, ...] = (),
     check: Check | None = None,
     cases: tuple[Case, ...] = CASES,
+    called: str = "",
 ) -> Op:
     """The op of a product ``x @ weight.T`` and of what happens to it before it is stored, in one kernel.
 
@@ -128,6 +129,7 @@ def fused_linear(
         no_gradient: operands for which these compute none.
         check: as in :class:`Op`; it runs once the columns are known to be whole groups.
         cases: named problems.
+        called: as :class:`Op` has it.
 
     Raises:
         TraceError: the function does what an expression cannot say.
@@ -158,7 +160,7 @@ def fused_linear(
     found = Gradient(grad, no_gradient=no_gradient) if grad or itself else gradient(forward, save == "pre")
     common: dict[str, Any] = {
         "apart": made.apart(forward) if made.by_element else None, "inputs": inputs | given, "acc": acc,
-        "attrs": attrs or {}, "cases": cases, "module": module, "check": check,
+        "attrs": attrs or {}, "cases": cases, "module": module, "check": check, "called": called or name,
         "doc": (None if isinstance(epilogue, str) else inspect.getdoc(epilogue)) or f"A product and ``{name}`` of it.",
     }  # fmt: skip
     saving = (

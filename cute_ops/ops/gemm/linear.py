@@ -119,7 +119,7 @@ def declare(
         computed = batched_dweight if reference is reference_dweight else reference
         doc = f"The same for each example of a batch.\n\n    {more['doc']}"
         return declare(
-            f"{name}_batched", f"Batched{kernel}", computed, sizes, each(inputs), each(outputs),
+            f"{name}_batched", f"Batched{kernel}", computed, sizes, each(inputs), each(outputs), called=name,
             **{**more, **known, "doc": doc},
         )  # fmt: skip
 

@@ -152,7 +152,7 @@ def _of_batch(given: _Arguments) -> Op:
         f"{given.name}_batched", inputs=each(given.inputs), outputs=each(given.outputs), attrs=given.attrs, static=(),
         kernel=Program(run, (one_pass,) if one_pass else ()), cases=BATCHES,
         dtypes={t.dtype: FLOATS for t in given.inputs.values() if t.dtype not in FLOATS},
-        doc=f"``{given.name}`` for each example of a batch.",
+        doc=f"``{given.name}`` for each example of a batch.", called=given.name,
     )  # fmt: skip
 
 

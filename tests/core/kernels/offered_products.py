@@ -132,8 +132,16 @@ def _refused() -> Iterator[Refused]:
     yield Refused(
         "linear_add_rmsnorm", (x, wide, (2, 3, 8), (8,)), {}, TypeError, f"linear_add_rmsnorm: {mixed}",
     )  # fmt: skip
-    lead = "linear_batched: argument `weight` has leading dims (3,), but *b=(2,).\n  x:"
-    yield Refused("linear", (x, (3, 8, 16)), {}, ValueError, lead)
+    lead = "argument `weight` has leading dims (3,), but *b=(2,).\n  x:"
+    yield Refused("linear", (x, (3, 8, 16)), {}, ValueError, f"linear: {lead}")
+    yield Refused(
+        "linear", (x, (2, 8, 15)), {"epilogue": "gelu"}, ValueError, "linear: argument `weight` has k=15, but k=16."
+    )
+    yield Refused("gated_mlp", (x, (3, 8, 16), (3, 5, 4)), {}, ValueError, "gated_mlp: argument `w_gate_up` has lead")
+    transposed = "gated_mlp: argument `w_down` has n=5, but n=4."
+    yield Refused("gated_mlp", (x, (16, 8), (5, 4)), {"transposed": True, "save": "none"}, ValueError, transposed)
+    normed = "rmsnorm_linear: argument `norm_weight` has k=15, but k=16."
+    yield Refused("rmsnorm_linear", (x, (15,), weight, (8,)), {"epilogue": "gelu"}, ValueError, normed)
     yield Refused("linear", ((), weight), {}, ValueError, "linear: argument `x` has 0 dims, expected at least 1")
     yield Refused("linear", (x, weight), {"fused": "yes"}, ValueError, "linear: attribute `fused` must be 'auto', 'al")
     # With an epilogue.
@@ -169,7 +177,7 @@ def _refused() -> Iterator[Refused]:
     activation = "gated_mlp: attribute `activation` must be 'silu', 'gelu' or 'gelu_tanh', got 'relu'"
     yield Refused("gated_mlp", (x, weight, (5, 4)), {"activation": "relu"}, ValueError, activation)
     angles = {"heads": 2}
-    few_rows = "qkv_rope_64: argument `cos` has leading dims (2,), expected the last ones of *m=(2, 3), or 1."
+    few_rows = "qkv_rope: argument `cos` has leading dims (2,), expected the last ones of *m=(2, 3), or 1."
     yield Refused("qkv_rope", (x, (192, 16), (2, 32), (2, 32)), angles, ValueError, few_rows)
 
 
