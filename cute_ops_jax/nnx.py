@@ -429,5 +429,5 @@ class PackedGatedMLP(nnx.Module):
     def __call__(self, x: Array) -> Array:
         kernels = self.gate_up.kernel[...], self.down.kernel[...]
         x, gate_up, down = self.down.promote_dtype((x, *kernels), dtype=self.down.dtype)
-        options = {"fused": self.fused, "save": self.save}
-        return cute_ops_jax.gated_mlp(x, gate_up, down, self.activation, **options, transposed=True)
+        given = x, gate_up, down, self.activation
+        return cute_ops_jax.gated_mlp(*given, fused=self.fused, save=self.save, transposed=True)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import cache, cached_property
 from typing import Any, TypeAlias
 
+from cute_ops.composite.halves import halves_apart
 from cute_ops.op import FUSED, Case, Op, Program, Sharding, Tensor
 from cute_ops.ops.activation.glu import geglu, swiglu
 from cute_ops.ops.gemm.batches import of_program
@@ -29,6 +30,8 @@ DOC = """Args:
     save: what a call that is differentiated keeps for its gradient: ``"pre"``, the product ``[*m 2n]`` before the
         activation; or ``"none"``, and the backward computes that product again.
     transposed: weights are ``[k, 2n]`` and ``[n, p]``, as in JAX.
+    halves: ``w_gate_up`` is ``[2, n, k]``, or ``[k, 2, n]``, the same memory. Devices that share n then each have rows
+        of both halves, so nothing is gathered, and what they get are parts of a sum: ``Shard(1)`` of both weights.
 
 Returns:
     ``T[*m p]``. Products are summed up in float32; what lies between them is rounded once.
@@ -188,22 +191,23 @@ class MLPOps:
 mlp_ops = cache(MLPOps)
 
 
-def gated_mlp(save: str, transposed: bool, batched: bool = False) -> Op:
+def gated_mlp(save: str, transposed: bool, batched: bool = False, halves: bool = False) -> Op:
     """The op.
 
     Args:
-        save, transposed: as :data:`DOC` says.
-        batched: whether there are several MLPs, one for each of x.
+        save, transposed, halves: as :data:`DOC` says.
+        batched: whether there are several MLPs, one for each of x; not of ``halves``.
 
     Raises:
         ValueError: something else is to be saved.
     """
     if save not in ("pre", "none"):
         raise ValueError(f"cute.gated_mlp: option `save` is {save!r}, expected 'pre' or 'none'.")
-    op = _one(save, transposed)
+    op = _one(save, transposed, halves)
     return (batched and op.batched) or op
 
 
 @cache
-def _one(save: str, transposed: bool) -> Op:
-    return mlp_ops(transposed).op(save)
+def _one(save: str, transposed: bool, halves: bool) -> Op:
+    op = mlp_ops(transposed).op(save)
+    return halves_apart(op) if halves else op

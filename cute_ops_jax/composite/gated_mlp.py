@@ -15,9 +15,9 @@ Array = jax.Array
 @continued(declared.DOC)
 def gated_mlp(
     x: Array, w_gate_up: Array, w_down: Array, activation: str = "silu", *, fused: str = "auto", save: str = "pre",
-    transposed: bool = False,
+    transposed: bool = False, halves: bool = False,
 ) -> Array:  # fmt: skip
     """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
-    op = declared.gated_mlp(save, transposed, jnp.ndim(w_gate_up) > 2)
+    op = declared.gated_mlp(save, transposed, jnp.ndim(w_gate_up) > 2 and not halves, halves)
     out: Array = register(op)(x, w_gate_up, w_down, activation, fused)
     return out

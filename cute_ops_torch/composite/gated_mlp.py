@@ -16,22 +16,22 @@ Tensor = torch.Tensor
 @continued(declared.DOC)
 def gated_mlp(
     x: Tensor, w_gate_up: Tensor, w_down: Tensor, activation: str = "silu", *, fused: str = "auto",
-    save: str = "pre", transposed: bool = False,
+    save: str = "pre", transposed: bool = False, halves: bool = False,
 ) -> Tensor:  # fmt: skip
     """``out = (activation(x @ gate.T) * (x @ up.T)) @ w_down.T`` with ``gate, up = w_gate_up[:n], w_gate_up[n:]``."""
     x, w_gate_up, w_down = autocast(x, w_gate_up, w_down)
-    batched = w_gate_up.ndim > 2
+    options = save, transposed, w_gate_up.ndim > 2 and not halves, halves
     if torch.compiler.is_dynamo_compiling():
-        run = getattr(torch.ops.cute, _defined(save, transposed, batched)).default
+        run = getattr(torch.ops.cute, _defined(*options)).default
     else:
-        run = define(declared.gated_mlp(save, transposed, batched)).function
+        run = define(declared.gated_mlp(*options)).function
     out: Tensor = run(x, w_gate_up, w_down, activation, fused)
     return out
 
 
 @constant
-def _defined(save: str, transposed: bool, batched: bool) -> str:
+def _defined(save: str, *options: bool) -> str:
     """The name of the op, which is registered."""
-    op = declared.gated_mlp(save, transposed, batched)
+    op = declared.gated_mlp(save, *options)
     define(op)
     return op.name

@@ -409,6 +409,31 @@ def test_products_of_slices(
         close(jax.device_get(jax.jit(mapped)(*arrays)), jax.device_get(expected))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=["auto", "explicit"])
+@pytest.mark.parametrize("transposed", [False, True])
+def test_halves_of_packed_weights_are_shared(transposed: bool, kind: AxisType, close: Close) -> None:
+    """Each device has its rows of gate and of up: nothing is gathered, and parts of sums are added up."""
+    rng, mesh = np.random.default_rng(0), mesh_of(kind)
+    shapes = ((8, 16), (16, 2, 32), (32, 12)) if transposed else ((8, 16), (2, 32, 16), (12, 32))
+    arrays = [rng.standard_normal(shape, np.float32) / 4 for shape in shapes]
+    specs = (jax.P(), jax.P(None, None, "data"), ROWS) if transposed else (jax.P(), TERMS, TERMS)
+
+    def summed(*given: Any) -> Any:
+        out = cute_ops_jax.gated_mlp(*given, transposed=transposed, halves=True)
+        return jnp.sin(out).sum()
+
+    both = jax.value_and_grad(summed, (0, 1, 2))
+    gate_up = arrays[1].reshape((16, 64) if transposed else (64, 16))
+    assert (
+        summed(*arrays) == jnp.sin(cute_ops_jax.gated_mlp(arrays[0], gate_up, arrays[2], transposed=transposed)).sum()
+    )
+    with jax.set_mesh(mesh):
+        given = placed(mesh, arrays, specs)
+        compiled = jax.jit(both).lower(*given).compile()
+        close(jax.device_get(compiled(*given)), jax.device_get(both(*arrays)))
+    assert collectives(compiled.as_text()) == {"all-reduce": 2}  # of the output, and of the gradient of x
+
+
 def test_a_kernel_gives_way_where_devices_share_its_sum(through_ffi: Any, fake_kernels: Any) -> None:
     op, mesh = next(p.op for p in PRODUCTS if p.name == "linear_gelu"), mesh_of(AxisType.Auto)
     arrays = [jnp.ones(shape, "bfloat16") for shape in ((4, 16), (32, 16), (32,))]

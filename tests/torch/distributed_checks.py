@@ -732,6 +732,8 @@ PRODUCT_CASES: list[tuple[str, list[Any], Any, list[Any], dict[str, int], dict[s
     ("linear_add_rmsnorm", [LAST, SEQ, SAME, SAME], SAME, [LAST, SEQ, SAME, SAME], {REDUCE: 1}, {}),
     ("linear_add_rmsnorm", [LAST, SEQ, SEQ, SAME], SEQ, [LAST, SEQ, SEQ, PART], {SCATTER: 1}, {GATHER: 2}),
     ("gated_mlp", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
+    ("gated_mlp_halves", [SAME, SEQ, SEQ], PART, [PART, SEQ, SEQ], {}, {}),
+    ("gated_mlp_halves", [ROW, SAME, SAME], ROW, [ROW, PART, PART], {}, {}),
     ("qkv_rope_64", [ROW, SAME, SAME, SAME], ROW, [ROW, PART], {}, {}),
     ("qkv_rope_64", [LAST, SEQ, SAME, SAME], SAME, [LAST, SEQ], {REDUCE: 1}, {}),
 ]
@@ -742,7 +744,8 @@ def products_of_shards(world: World) -> None:
     """Cut by rows, by columns and along the sum, after which the epilogue comes: nothing is gathered for that."""
     if world.few:
         return
-    made = (linear, linear_float32, *PRODUCTS, linear_add_rmsnorm(), gated_mlp("pre", False), qkv_rope(64))
+    mlps = gated_mlp("pre", False), gated_mlp("pre", False, halves=True)
+    made = (linear, linear_float32, *PRODUCTS, linear_add_rmsnorm(), *mlps, qkv_rope(64))
     by_name = {op.name: op for op in made}
     sizes = {"n": 64, "k": 64, "p": 16, "m": (4, 8)}
     rng = np.random.default_rng(0)

@@ -579,10 +579,12 @@ def check_mlp(found: Sequence[torch.Tensor], tensors: list[torch.Tensor], activa
 @pytest.mark.parametrize("save", ["pre", "none"])
 @pytest.mark.parametrize("transposed", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_gated_mlp(activation: str, transposed: bool, save: str) -> None:
+@pytest.mark.parametrize("halves", [False, True])
+def test_gated_mlp(activation: str, transposed: bool, save: str, halves: bool) -> None:
     def run(x: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
-        given = [w.T.contiguous() if transposed else w for w in weights]
-        return cute_ops_torch.gated_mlp(x, *given, activation, save=save, transposed=transposed)
+        first, second = (w.T.contiguous() if transposed else w for w in weights)
+        first = first.unflatten(int(transposed), (2, -1)) if halves else first
+        return cute_ops_torch.gated_mlp(x, first, second, activation, save=save, transposed=transposed, halves=halves)
 
     check_mlp(mlp_gradients(run, mlp_inputs()), mlp_inputs(), activation)
 
