@@ -135,14 +135,21 @@ def _trials(
                     yield Trial(calls.bound(op, given), {})
             else:
                 for case in _cases(op):
-                    few = _of_case(op, case, dtype, 1)
-                    yield Trial(_of_case(op, case, dtype, rows or calls.many_rows(few)), {})
+                    yield Trial(_of_case(op, case, dtype, rows or _rows(op, case, dtype)), {})
 
 
 def _cases(op: Op) -> list[Case]:
     """Those with rows that are long enough to be worth it; all where none has."""
     long = [case for case in op.cases if math.prod(v for v in case.dims.values() if isinstance(v, int)) >= LONG_ROWS]
     return long or list(op.cases)
+
+
+def _rows(op: Op, case: Case, dtype: str) -> int:
+    """How many rows a case is measured with: its own where a winner depends on all of its sizes, a product's."""
+    sizes: dict[str, int] = {n: math.prod(v) if isinstance(v, tuple) else v for n, v in case.dims.items()}
+    if op.space and sizes.keys() <= op.space.buckets.keys():
+        return sizes[next(t.rows for t in op.inputs.values() if t.rows)]
+    return calls.many_rows(_of_case(op, case, dtype, 1))
 
 
 def _of_case(op: Op, case: Case, dtype: str, rows: int) -> Binding:

@@ -50,6 +50,7 @@ from cute_ops.autotune.winners import Winner
 from cute_ops.binding import Binding, bind
 from cute_ops.cli import calls
 from cute_ops.cli import tuning as command
+from cute_ops.composite.linear_add_rmsnorm import linear_add_rstd
 from cute_ops.config import POWERS, Config
 from cute_ops.dispatch import choose, foresee
 from cute_ops.errors import CompileError
@@ -58,7 +59,10 @@ from cute_ops.jit.cache import Built
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import Plan, signature
 from cute_ops.jit.target import Target, parse
+from cute_ops.kernels.gemm.config import GemmConfig
 from cute_ops.ops import OPS, PARTS, rmsnorm, rope, silu_mul
+from cute_ops.ops.gemm.linear import linear, linear_dweight
+from cute_ops.ops.gemm.named import gated_linear, linear_gelu
 
 SM90 = parse("sm_90a")
 X = Tensor("*m n", "T")
@@ -226,6 +230,54 @@ def test_every_op_of_ours_proposes_what_its_target_has_room_for() -> None:
                         reason = objection(stage.space, problem, heuristic)
                         assert not reason or "shared out" in reason, (stage.name, n, reason)
     assert count > 1000
+
+
+PRODUCT_CALLS = [
+    (linear, {"m": (8192,), "n": 4096, "k": 4096}), (linear, {"m": (16,), "n": 28672, "k": 4096}),
+    (linear_dweight, {"m": (300,), "n": 3072, "k": 768}), (gated_linear, {"m": (8192,), "n": 14336, "k": 4096}),
+    (linear_gelu, {"m": (1024,), "n": 4096, "k": 1024}), (linear.batched, {"b": (8,), "m": 100, "n": 333, "k": 200}),
+    (linear_add_rstd(), {"m": (8192,), "n": 4096, "k": 4096}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("op", "dims"), PRODUCT_CALLS, ids=lambda value: getattr(value, "name", ""))
+def test_products_propose_other_tiles(op: Op, dims: dict[str, Any]) -> None:
+    """All sizes of a bucket propose the same, none that registers or shared memory do not hold, and none that the model
+    takes for much slower; a heuristic's parts of few rows stay parts. On other GPUs there is nothing to choose from.
+    """
+
+    def proposed(dims: dict[str, Any], arch: str) -> tuple[Any, ...]:
+        problem = signature(bind(op, testing.specs(op, Case("", dims), "bfloat16")), {}, parse(arch)).problem
+        heuristic = op.config(problem)
+        found = op.space.others(problem, heuristic)
+        assert not any(objection(op.space, problem, config) for config in (heuristic, *found))
+        return winners.class_of(op, problem), heuristic, found
+
+    name, heuristic, found = proposed(dims, "sm_90a:132")
+    smaller = {key: (8,) if size == (8,) else (size[0] - 1,) if isinstance(size, tuple) else size - 8
+               for key, size in dims.items()}  # fmt: skip
+    again = proposed(smaller, "sm_90a:132")
+    assert again[0] == name
+    if again[1] == heuristic:
+        assert again[2] == found
+    forms = [GemmConfig.of(config) for config in found]
+    assert 3 <= len(found) <= 40 and {bool(c.split_k) for c in forms} == {"split_k" in heuristic}
+    assert {(c.expression, c.reads, c.writes) for c in forms} == {
+        tuple(heuristic.get(key, getattr(forms[0], key)) for key in ("expression", "reads", "writes"))
+    }
+    if "split_k" not in heuristic:
+        assert {4, 16} <= {c.group for c in forms}
+    made = Winner(name, heuristic, found[-1])
+    assert winners.parse(winners.dump([made])) == {made.key: made}
+    assert proposed(dims, "sm_80")[2] == []
+
+
+def test_products_are_tuned_at_the_sizes_of_their_cases() -> None:
+    """``tune linear`` and its gradients; a winner of one number of rows says nothing of others."""
+    trials = [*command._trials("linear", None, None, None)]
+    sizes = {(trial.binding.op.name, trial.binding.rows, trial.binding.dims["n"]) for trial in trials}
+    assert {("linear", 8192, 28672), ("linear", 16, 28672), ("linear_dweight", 8192, 4096)} <= sizes
+    assert {trial.binding.rows for trial in command._trials("linear_gelu", None, None, 512)} == {512}
 
 
 def test_ops_of_functions_have_configs_to_measure_and_to_remember() -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 from itertools import product
 from typing import NamedTuple
 
-from cute_ops.config import Problem
+from cute_ops.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES
 from cute_ops.kernels.gemm.config import WARPGROUP, Form, GemmConfig
 from cute_ops.ops.gemm.batches import batch_of
+from cute_ops.shapes import ITEMSIZE
 
 # Form, rows and columns of a tile. Larger tiles leave too few registers for most epilogues.
 TILES: tuple[tuple[Form, int, int], ...] = (
@@ -24,6 +25,7 @@ CLUSTERS: tuple[tuple[int, int], ...] = ((2, 1), (1, 2), (1, 1))
 # With up to FEW_ROWS rows a product takes as long as reading the other operand. Then a tile has FEW_TILE rows of that
 # operand, ENOUGH_SMS of all SMs suffice to read it, and a part of k has at least LEAST_STEPS steps.
 FEW_ROWS, FEW_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
+MOST_PARTS = 32  # of k, that are measured
 # Slots of the ring at most and at least, and slots for subtiles: fewer of these where the ring would otherwise have
 # fewer than ENOUGH_STAGES.
 MAX_STAGES, ENOUGH_STAGES, LEAST_STAGES, SUBTILE_STAGES = 8, 4, 3, (4, 3, 2)
@@ -105,26 +107,29 @@ def configs(arch: str, sm_count: int, itemsize: int, demand: Demand = PLAIN) -> 
 def _configs(arch: str, sm_count: int, itemsize: int, demand: Demand) -> Iterator[GemmConfig]:
     for (form, tile_m, tile_n), (cluster_m, cluster_n) in product(TILES, CLUSTERS):
         config = GemmConfig(form, tile_m, tile_n, 1, sm_count // (cluster_m * cluster_n), cluster_m, cluster_n)
-        sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
+        _, sub_n = config.subtile(*demand.outputs, *demand.tiles)
         columns = tile_n // (1 + demand.packed)
         if columns % sub_n or columns % (demand.blocks * cluster_m) or columns % demand.group:
             continue
         if demand.registers(config) > MULTIPLY_REGISTERS:
             continue
-        fitting = list(_with_slots(config, tile_m * columns // (sub_m * sub_n), arch, itemsize, demand))
-        chosen = next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1] if fitting else None)
-        if chosen and chosen.stages >= LEAST_STAGES:
-            yield chosen
+        fitting = list(_with_slots(config, arch, itemsize, demand))
+        if fitting:
+            yield next((c for c in fitting if c.stages >= ENOUGH_STAGES), fitting[-1])
 
 
-def _with_slots(config: GemmConfig, subtiles: int, arch: str, itemsize: int, demand: Demand) -> Iterator[GemmConfig]:
+def _with_slots(config: GemmConfig, arch: str, itemsize: int, demand: Demand) -> Iterator[GemmConfig]:
     """A config with fewer and fewer slots for subtiles, and so more and more for the ring."""
+    sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
+    subtiles = config.tile_m * (config.tile_n // (1 + demand.packed)) // (sub_m * sub_n)
     for count in SUBTILE_STAGES:
         if subtiles % count == 0:
             made = replace(config, store_stages=count, tile_stages=count if demand.tiles else 0, stages=0)
             room = ARCHES[arch].shared_per_cta - ALIGNMENT - made.shared(itemsize, demand.outputs, demand.tiles)
             slot = replace(made, stages=1).shared(itemsize, (2,)) - made.shared(itemsize, (2,))
-            yield replace(made, stages=min(room // slot, MAX_STAGES))
+            stages = min(room // slot, MAX_STAGES)
+            if stages >= LEAST_STAGES:
+                yield replace(made, stages=stages)
 
 
 def choose(size: GemmSize, itemsize: int, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
@@ -140,7 +145,11 @@ def few_rows(size: GemmSize, itemsize: int, arch: str, sm_count: int) -> GemmCon
     tiles, steps, parts = -(-size.n // FEW_TILE), -(-size.k // SWIZZLED), 1
     while tiles * parts < ENOUGH_SMS * sm_count and steps >= 2 * parts * LEAST_STEPS:
         parts *= 2
-    config = GemmConfig("cooperative", FEW_TILE, 32 if size.m <= 32 else 64, 0, sm_count, store_stages=2, split_k=parts)
+    return _split(parts, 32 if size.m <= 32 else 64, itemsize, arch, sm_count)
+
+
+def _split(parts: int, tile_n: int, itemsize: int, arch: str, sm_count: int) -> GemmConfig:
+    config = GemmConfig("cooperative", FEW_TILE, tile_n, 0, sm_count, store_stages=2, split_k=parts)
     room = ARCHES[arch].shared_per_cta - ALIGNMENT - config.shared(itemsize, (4,))
     slot = replace(config, stages=1).shared(itemsize, (4,)) - config.shared(itemsize, (4,))
     return replace(config, stages=min(room // slot, MAX_STAGES))
@@ -176,3 +185,75 @@ def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = P
 def busy(config: GemmConfig, size: GemmSize, itemsize: int, sm_count: int) -> float:
     """The part of a product's time in which the Tensor Cores multiply."""
     return math.prod(size) / (MMA * sm_count * cycles(config, size, itemsize))
+
+
+# --- search space
+
+# Measured are configs that take at most so much longer than the fastest, by the model of cycles; and of the
+# heuristic's own, other numbers of tiles that are walked together.
+NEAR, RASTERS = 1.25, (4, 16)
+# Sizes up to which a winner holds: of rows powers of two, of columns and terms steps of 256, of long ones 1024.
+ROWS = tuple(2**i for i in range(6, 17))
+COLUMNS = (*range(256, 8192, 256), *range(8192, 65537, 1024))
+BUCKETS: dict[str, tuple[int, ...]] = {"m": ROWS, "n": COLUMNS, "k": COLUMNS}
+BATCH: dict[str, tuple[int, ...]] = {"b": POWERS}
+# Registers that a thread has when a CTA starts, before those that load give theirs to those that multiply.
+START_REGISTERS = 168
+
+
+def bucket(name: str, size: int) -> int:
+    """The size that stands for all of its bucket, so that all of them have one search space."""
+    sizes: tuple[int, ...] = {**BUCKETS, **BATCH}[name]
+    return next((s for s in sizes if size <= s), sizes[-1])
+
+
+def space_of(sizes: tuple[str, str, str], demand: Callable[[Problem], Demand], batched: bool) -> Space:
+    """The search space of a product.
+
+    Args:
+        sizes: the dims of its rows, its columns and its terms.
+        demand: of its epilogue, in a call.
+        batched: whether it is a batch of products.
+    """
+    itemsize = ITEMSIZE["bfloat16"]
+
+    def configs(problem: Problem, flat: Config) -> Iterator[GemmConfig]:
+        heuristic, target = GemmConfig.of(flat), (problem.arch, problem.sm_count)
+        m, n, k = (bucket(name, problem.size(name)) for name in sizes)
+        size = GemmSize(m, n, k, bucket("b", problem.size("b")) if batched else 1)
+        if heuristic.form == "mma_sync":
+            return
+        if heuristic.split_k:
+            found = other_splits(heuristic, size, itemsize, *target)
+        else:
+            found = others(heuristic, size, itemsize, demand(problem), *target)
+        names = ("expression", "reads", "writes", "half_align")
+        yield from (replace(config, **{name: getattr(heuristic, name) for name in names}) for config in found)
+
+    def needs(problem: Problem, flat: Config) -> Needs:
+        config, wanted = GemmConfig.of(flat), demand(problem)
+        moved = ((4,), ()) if config.split_k else (wanted.outputs, wanted.tiles)
+        return Needs(config.threads, START_REGISTERS, config.shared(itemsize, *moved) + ALIGNMENT)
+
+    return Space(configs, needs, {**BUCKETS, **(BATCH if batched else {})})
+
+
+def others(
+    heuristic: GemmConfig, size: GemmSize, itemsize: int, demand: Demand, arch: str, sm_count: int
+) -> Iterator[GemmConfig]:
+    """Other tiles, forms and clusters, and of the heuristic's config other slots and another walk over tiles."""
+    times = {c: cycles(c, size, itemsize, demand) for c in configs(arch, sm_count, itemsize, demand)}
+    least = min(times.values())
+    yield from (config for config, time in times.items() if time <= NEAR * least)
+    yield from _with_slots(heuristic, arch, itemsize, demand)
+    yield from (replace(heuristic, group=group) for group in RASTERS)
+
+
+def other_splits(
+    heuristic: GemmConfig, size: GemmSize, itemsize: int, arch: str, sm_count: int
+) -> Iterator[GemmConfig]:
+    """Of few rows: k in more parts, or fewer, each of at least two steps."""
+    steps, parts = -(-size.k // heuristic.tile_k), 1
+    while parts <= MOST_PARTS and steps >= parts * 2:
+        yield _split(parts, heuristic.tile_n, itemsize, arch, sm_count)
+        parts *= 2

@@ -28,7 +28,7 @@ from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import each
 from cute_ops.ops.gemm.choice import WIDE, instead
-from cute_ops.ops.gemm.config import SWIZZLED, Demand
+from cute_ops.ops.gemm.config import SWIZZLED, Demand, space_of
 from cute_ops.ops.gemm.gradient import ACC, Forward, Gradient, gradient
 from cute_ops.ops.gemm.linear import (
     HALVES,
@@ -203,17 +203,22 @@ def _declare(
             outs.append(xp.astype(out, x.dtype) if tensor.dtype == "T" else cast(xp, out, tensor.dtype, out))
         return tuple(outs)
 
+    def half_start(problem: Problem) -> int:
+        """Bytes, at most a vector's, that divide where second halves start."""
+        return math.gcd(VECTOR_BYTES, problem.size("n") * ITEMSIZE[problem.dtypes["x"]])
+
+    def demand(problem: Problem) -> Demand:
+        return made.demand(problem, half_start(problem), SWIZZLED if across else 8)
+
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
-        n, k = problem.size("n"), problem.size("k")
-        start = math.gcd(VECTOR_BYTES, n * ITEMSIZE[problem.dtypes["x"]])
+        n, k, start, wanted = problem.size("n"), problem.size("k"), half_start(problem), demand(problem)
         second, by_tma = vector(problem, "weight", n if across else k)
         vectors = [vector(problem, "x", k), (second, by_tma and (weight != "k 2n" or start == VECTOR_BYTES))]
-        demand = made.demand(problem, start, SWIZZLED if across else 8)
         chosen = of_few_rows(problem, vectors, SIZES, 1 + made.packed) if may_be_few else None
-        chosen = chosen or configure(problem, vectors, SIZES, demand)
+        chosen = chosen or configure(problem, vectors, SIZES, wanted)
         halves = start if made.packs else VECTOR_BYTES
-        if demand.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
+        if wanted.group > 1 and chosen.form == "mma_sync":  # each warp then has all columns of its rows
             chosen = replace(chosen, warps_n=1)
         return GemmConfig.of({**chosen.flat(), **made.texts(problem.attrs), "half_align": halves})
 
@@ -261,7 +266,9 @@ def _declare(
     op = Op(
         name, inputs=inputs, outputs={key: t._replace(accumulates=summed) for key, t in outputs.items()},
         reference=reference, static=(),
-        tuning=Tuning(config, workspace=sums_of_few_rows(SIZES, 1 + made.packed) if may_be_few else rows),
+        tuning=Tuning(
+            config, space_of(SIZES, demand, is_batch), sums_of_few_rows(SIZES, 1 + made.packed) if may_be_few else rows
+        ),
         dtypes={"T": HALVES} | {f"T_{key}": FLOATS for key in made.operands},
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", batched=batched if apart and not is_batch else None,
         sharding=Sharding(

@@ -19,7 +19,7 @@ from cute_ops.ops.fused import Formula
 from cute_ops.ops.gemm.batches import CASES as BATCHES
 from cute_ops.ops.gemm.batches import batch_of, each
 from cute_ops.ops.gemm.choice import instead
-from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, GemmSize, choose, few_rows, without_tma
+from cute_ops.ops.gemm.config import FEW_ROWS, SWIZZLED, Demand, GemmSize, choose, few_rows, space_of, without_tma
 from cute_ops.ops.gemm.pointwise import pointwise
 from cute_ops.ops.rows import VECTOR_BYTES
 from cute_ops.shapes import ITEMSIZE, Array
@@ -98,14 +98,17 @@ def declare(
     kernel of a batch has a name that begins with ``Batched``.
     """
 
+    def demand(problem: Problem) -> Demand:
+        _, blocks = loads(problem, list(inputs), sizes[2])
+        return Demand((ITEMSIZE[problem.dtypes[next(iter(outputs))]],), blocks=blocks)
+
     def config(problem: Problem) -> GemmConfig:
         check_rows(op, problem)
-        itemsize = ITEMSIZE[problem.dtypes[next(iter(outputs))]]
-        vectors, blocks = loads(problem, list(inputs), sizes[2])
+        vectors, _ = loads(problem, list(inputs), sizes[2])
         chosen = of_few_rows(problem, vectors, sizes) if may_be_few else None
         if chosen:
             return replace(chosen, writes=next(iter(outputs)))
-        return configure(problem, vectors, sizes, Demand((itemsize,), blocks=blocks))
+        return configure(problem, vectors, sizes, demand(problem))
 
     def run(xp: Any, call: Any, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> dict[str, Any]:
         ((out, tensor),) = outputs.items()
@@ -130,7 +133,7 @@ def declare(
         dtypes={"T": HALVES}, static=(), reference=reference, cases=BATCHES if is_batch else CASES,
         batched=None if is_batch else batched,
         kernel=f"cute_ops.kernels.gemm.linear:{kernel}", attrs={"fused": FUSED},
-        tuning=Tuning(config, workspace=sums_of_few_rows(sizes) if may_be_few else None),
+        tuning=Tuning(config, space_of(sizes, demand, is_batch), sums_of_few_rows(sizes) if may_be_few else None),
         instead=instead(Program(run), config, sizes),
         sharding=Sharding(tuple(dim for dim in sizes[:2] if dim != "m"), contracted=sizes[2:]), **more,
     )  # fmt: skip
