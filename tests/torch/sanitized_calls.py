@@ -17,18 +17,40 @@ import torch
 import cute_ops_torch
 from cute_ops import testing
 from cute_ops.binding import bind
+from cute_ops.config import Config
 from cute_ops.dispatch import foresee, limit_static
 from cute_ops.jit import cache, target
+from cute_ops.jit.plan import Plan, plan, signature
 from cute_ops.lookup import ours
 from cute_ops.op import Case, Op
+from cute_ops.ops.gemm.accumulate import linear_dweight_add
 from cute_ops.tools.sweep import memory, swept
+from cute_ops_torch.tools import measure
 from cute_ops_torch.tools.runner import laid_out, to_torch
 
 DTYPES, BASES, ROWS = ("bfloat16", "float32"), ("aligned", "shifted", "slices"), (5, 260)
+# Rows, columns and terms of products, and how their operands lie: few rows; rows and columns that fill no tile, of more
+# and more tiles; odd terms and addresses, which TMA does not take.
+PRODUCTS = (
+    (5, 136, 72, "aligned"), (64, 131, 328, "aligned"), (67, 333, 200, "aligned"), (1029, 2056, 136, "aligned"),
+    (65, 640, 648, "aligned"), (67, 129, 71, "aligned"), (131, 136, 72, "slices"), (1, 9, 7, "shifted"),
+)  # fmt: skip
+# Sizes with which a product may run in cooperative tiles of clusters, and those of the call that does.
+LARGE, CUT = {"m": 8192, "n": 5120, "k": 4096}, {"m": 267, "n": 640, "k": 136}
+TURNED = 640  # columns of products that look at them in groups of 64 or 128, of which heads are rotated
+
+
+def every_op() -> dict[str, Op]:
+    """What is called, by name."""
+    adds = linear_dweight_add, linear_dweight_add.batched
+    return {op.name: op for op in (*ours().values(), *adds) if op and op.name != "sorted_embedding_bwd"}
 
 
 def calls(ops: list[Op], lengths: list[int]) -> Iterator[tuple[Op, Case, str, str]]:
     for op in ops:
+        if op.instead:
+            yield from calls_of_product(op)
+            continue
         for n in lengths:
             if swept(op) == "d" and n > 512:
                 continue
@@ -39,6 +61,31 @@ def calls(ops: list[Op], lengths: list[int]) -> Iterator[tuple[Op, Case, str, st
                 yield op, Case(f"n={n}", sizes), dtype, base
 
 
+def calls_of_product(op: Op) -> Iterator[tuple[Op, Case, str, str]]:
+    for m, n, k, base in PRODUCTS:
+        yield op, _case(op, m, TURNED if "heads" in op.attrs else n, k), "bfloat16", base
+
+
+def _case(op: Op, m: int, n: int, k: int) -> Case:
+    attrs = {}
+    if "heads" in op.attrs:
+        size = 2 * max(t.dims[-1].of({}) for t in op.inputs.values() if t.broadcast)
+        attrs = {"heads": n // size * 3 // 5}
+    sizes = {"b": (3,), "m": m} if op.name.endswith("_batched") else {"m": (m,)}
+    return Case(f"m={m} n={n} k={k}", {**sizes, "n": n, "k": k}, attrs=attrs)
+
+
+def cooperative(op: Op, where: target.Target) -> list[tuple[Op, Case, Config]]:
+    """Calls of a product with configs that its heuristic takes for large ones alone."""
+    if not op.instead or not op.space:
+        return []
+    large, cut = (_case(op, sizes["m"], sizes["n"], sizes["k"]) for sizes in (LARGE, CUT))
+    call = signature(bind(op, testing.specs(op, large, "bfloat16"), testing.attributes(op, large)), {}, where)
+    found = op.space.others(call.problem, op.config(call.problem))
+    clusters = [c for c in found if c["form"] == "cooperative" and {c.get("cluster_m"), c.get("cluster_n")} - {1, None}]
+    return [(op, cut, config) for config in clusters[:2]]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("lengths", nargs="+", type=int)
@@ -46,13 +93,14 @@ def main() -> None:
     parser.add_argument("--build", action="store_true", help="compile the kernels, call none")
     args = parser.parse_args()
     limit_static(1 << 30)
-    ops = [op for op in ours().values() if op.name != "sorted_embedding_bwd" and op.name in (args.op or ours())]
+    ops = [op for op in every_op().values() if op.name in (args.op or every_op())]
     problems = list(calls(ops, args.lengths))
+    others = [call for op in ops for call in cooperative(op, target.of_device())]
     if args.build:
-        variants = []
+        variants = [_planned(*call).variant for call in others]
         for op, case, dtype, base in problems:
-            arrays = testing.specs(op, case, dtype)
-            variants.append(foresee(bind(op, arrays), memory(op, arrays, base), target.of_device()).variant)
+            arrays, attrs = testing.specs(op, case, dtype), testing.attributes(op, case)
+            variants.append(foresee(bind(op, arrays, attrs), memory(op, arrays, base), target.of_device()).variant)
         sys.exit(any(built.error for built in cache.build_all(variants)))
     failed = 0
     for op, case, dtype, base in problems:
@@ -60,17 +108,32 @@ def main() -> None:
         tensors = [laid_out(to_torch(a), t, base) for a, t in zip(arrays, op.inputs.values(), strict=True)]
         try:
             cute_ops_torch.register(op)
-            getattr(torch.ops.cute, op.name)(*tensors, **({"fused": "always"} if op.instead else {}))
+            attrs = testing.attributes(op, case) | ({"fused": "always"} if op.instead else {})
+            getattr(torch.ops.cute, op.name)(*tensors, **attrs)
             torch.cuda.synchronize()
         except RuntimeError as error:
             failed += 1
             print(f"{op.name} {case.name} {dtype} {base}: {str(error).splitlines()[0]}", flush=True)
+    for op, case, config in others:
+        try:
+            chosen = _planned(op, case, config)
+            arrays = testing.inputs(op, case, "bfloat16")
+            measure.run(bind(op, testing.specs(op, case, "bfloat16"), testing.attributes(op, case)), chosen, arrays)
+        except RuntimeError as error:
+            failed += 1
+            print(f"{op.name} {case.name} {config}: {str(error).splitlines()[0]}", flush=True)
     if "sorted_embedding_bwd" in (args.op or ours()):
         table = torch.randn(33, args.lengths[0], device="cuda", requires_grad=True)
         cute_ops_torch.embedding(torch.randint(33, (300,), device="cuda"), table).sum().backward()
         torch.cuda.synchronize()
-    print(f"{len(problems) - failed} of {len(problems)} calls ended well")
+    count = len(problems) + len(others)
+    print(f"{count - failed} of {count} calls ended well")
     sys.exit(failed > 0)
+
+
+def _planned(op: Op, case: Case, config: Config) -> Plan:
+    binding = bind(op, testing.specs(op, case, "bfloat16"), testing.attributes(op, case))
+    return plan(binding, {}, target.of_device(), config=config)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import cute_ops_torch
 from cute_ops import dispatch, testing
 from cute_ops.autotune import compare, winners
 from cute_ops.binding import bind
+from cute_ops.dispatch import foresee
 from cute_ops.jit import cache
 from cute_ops.jit.layout import Memory
 from cute_ops.jit.plan import plan
@@ -22,7 +24,11 @@ from cute_ops.ops.activation.unary import silu
 from cute_ops.ops.norm.rmsnorm import rmsnorm
 from cute_ops.ops.reduction.cross_entropy import cross_entropy
 from cute_ops.shapes import Array
+from cute_ops.tools import sweep
 from cute_ops_torch.tools import measure
+
+sys.path.append(str(Path(__file__).parent))
+import sanitized_calls
 
 SM90 = parse("sm_90a")
 
@@ -46,6 +52,31 @@ def test_a_plan_runs_on_a_small_problem(stage: Any, compiled: Any) -> None:
     }
     again = testing.inputs(op, small, "bfloat16")
     assert {n for n, a in again.items() if a is None} == {n for n, a in arrays.items() if a is None}
+
+
+def test_what_the_sanitizer_watches_of_products() -> None:
+    """Its calls fit their declarations, and their plans are of every form; the framework computes some."""
+    forms: dict[str, set[str]] = {}
+    run = {"linear", "linear_dx", "linear_dweight_add", "linear_dweight_add_batched", "gated_linear", "linear_add_rstd"}
+    for op in (op for op in sanitized_calls.every_op().values() if op.instead):
+        seen = forms.setdefault(op.name, set())
+        for _, case, dtype, base in sanitized_calls.calls([op], [17]):
+            arrays, attrs = testing.specs(op, case, dtype), testing.attributes(op, case)
+            config = foresee(bind(op, arrays, attrs), sweep.memory(op, arrays, base), SM90).variant.config
+            seen.add("few rows" if dict(config).get("parts") else dict(config)["form"])
+            if op.name in run and case.dims["m"] in (1, (1,)):
+                cute_ops_torch.register(op)
+                tensors = [torch.from_numpy(a) for a in testing.inputs(op, case, "float16").values()]
+                getattr(torch.ops.cute, op.name)(*tensors, **attrs | {"fused": "never"})
+        for _, case, config in sanitized_calls.cooperative(op, SM90):
+            binding = bind(op, testing.specs(op, case, dtype), testing.attributes(op, case))
+            assert plan(binding, {}, SM90, config=config).variant.config
+            seen.add("clusters")
+    assert {"linear_dweight_add", "linear_dweight_add_batched", "linear_dx", "linear_add_rstd", "qkv_rope_64"} <= {
+        *forms
+    }
+    assert all({"pingpong", "mma_sync"} <= seen for seen in forms.values()), forms
+    assert {"few rows", "clusters"} <= forms["linear"] & forms["gated_linear"] & forms["linear_gelu"]
 
 
 def test_buffers_lie_as_in_the_call(compiled: Any) -> None:
