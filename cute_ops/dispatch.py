@@ -79,18 +79,33 @@ def instead(binding: Binding, memory: Mapping[str, Memory], target: Target | Non
         ValueError: a kernel is asked for, and none takes the call's dtypes.
     """
     op = binding.op
-    if op.instead is None or (choice := binding.attrs["fused"]) == "never":
-        return op.instead and op.instead.program
-    if target is None:
+    if op.instead is None or (target is None and binding.attrs["fused"] != "never"):
         return None
+    if target is None:
+        return op.instead.program
+    if (choice := binding.attrs["fused"]) == "never":
+        _log_choice(binding, "the framework's product", "`fused` is 'never'")
+        return op.instead.program
     beyond = next((v for v, names in op.instead.dtypes.items() if binding.dtypes.get(v) in names), None)
     if choice == "always" and beyond is not None:
         problem = f"attribute `fused` is 'always', but no kernel takes {binding.dtypes[beyond]}; 'auto' does."
         raise ValueError(message(op, problem, binding.inputs, binding.dims, binding.dtypes))
-    if beyond is None and (choice == "always" or not op.instead.when(signature(binding, memory, target).problem)):
+    if choice == "always":
+        _log_choice(binding, "our kernel", "`fused` is 'always'")
         return None
-    log.debug("%s%s runs by the framework's product", op.name, dict(binding.dims))
+    if beyond is not None:
+        _log_choice(binding, "the framework's product", f"no kernel takes {binding.dtypes[beyond]}")
+        return op.instead.program
+    reason = op.instead.when(signature(binding, memory, target).problem)
+    if not reason:
+        _log_choice(binding, "our kernel", "it was measured to be as fast")
+        return None
+    _log_choice(binding, "the framework's product", reason if isinstance(reason, str) else "it is faster")
     return op.instead.program
+
+
+def _log_choice(binding: Binding, what: str, reason: str) -> None:
+    log.debug("%s%s runs by %s: %s", binding.op.name, dict(binding.dims), what, reason)
 
 
 def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None) -> bool:
@@ -102,9 +117,11 @@ def leads(binding: Binding, memory: Mapping[str, Memory], target: Target | None)
     if target is None or binding.empty or any(binding.dtypes[v] in names for v, names in wide.items()):
         return False
     problem = signature(binding, memory, target).problem
-    if not (leading := choice.leads(problem, op.config(problem)["form"])):
-        log.debug("%s%s runs by the framework's product and a pass", op.name, dict(binding.dims))
-    return leading
+    if reason := choice.lags(problem, op.config(problem)["form"]):
+        _log_choice(binding, "the framework's product and a pass", reason)
+    else:
+        _log_choice(binding, "our kernel", "it was measured to be as fast")
+    return not reason
 
 
 def foresee(binding: Binding, memory: Mapping[str, Memory], target: Target, fixed: bool = True) -> Plan:

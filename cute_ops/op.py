@@ -359,14 +359,14 @@ class Instead(NamedTuple):
 
     Args:
         program: the program; it returns the new values of inputs that the op mutates, too.
-        when: ``when(problem)``: whether it runs where the attribute ``fused`` is ``"auto"``. With ``"always"`` the
-            kernel runs, with ``"never"`` the program, also on a CPU. No kernel depends on this attribute, which must be
-            declared as ``FUSED``.
+        when: ``when(problem)``: whether it runs where the attribute ``fused`` is ``"auto"``, or as a text why, for the
+            log. With ``"always"`` the kernel runs, with ``"never"`` the program, also on a CPU. No kernel depends on
+            this attribute, which must be declared as ``FUSED``.
         dtypes: dtypes that variables of the op may have beside those that the kernel takes.
     """
 
     program: Program
-    when: Callable[[Any], bool]
+    when: Callable[[Any], bool | str]
     dtypes: Mapping[str, tuple[str, ...]] = {}
 
 

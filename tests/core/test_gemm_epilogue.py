@@ -443,6 +443,25 @@ def test_who_asks_for_a_kernel_gets_it_or_hears_why() -> None:
         runs_apart(linear, dtype="float32", fused="always")
 
 
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        ({}, "our kernel: it was measured to be as fast"), ({"fused": "always"}, "our kernel: `fused` is 'always'"),
+        ({"fused": "never"}, "the framework's product: `fused` is 'never'"),
+        ({"dtype": "float32"}, "the framework's product: no kernel takes float32"),
+        ({"m": 64}, "the framework's product: it has at most 64 rows"),
+        ({"k": 4095}, "the framework's product: TMA cannot load its operands, or registers do not hold its epilogue"),
+        ({"target": parse("sm_80")}, "the framework's product: it was not measured on sm_80"),
+        ({"m": 512, "n": 64, "k": 64}, "the framework's product: its tiles keep the Tensor Cores busy for "),
+    ],
+)  # fmt: skip
+def test_the_log_says_how_a_call_runs_and_why(call: dict[str, Any], said: str, caplog: Any) -> None:
+    caplog.set_level("DEBUG", "cute_ops")
+    runs_apart(linear, **{"m": 8192, "n": 4096, "k": 4096, **call})
+    (line,) = caplog.messages
+    assert line.startswith("linear{'m': (") and f"}} runs by {said}" in line
+
+
 def test_no_kernel_depends_on_the_choice() -> None:
     op = BY_NAME["with_all"]
     symbols = {

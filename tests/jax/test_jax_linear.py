@@ -337,8 +337,11 @@ def test_the_next_norm_is_fused_where_that_gains(arch: str, rows: int, fake_kern
     assert ("stablehlo.dot_general" in text) != fused
 
 
-def test_programs_leave_float32_to_xla(fake_kernels: Any) -> None:
-    """No kernel multiplies it."""
+def test_programs_leave_float32_to_xla(fake_kernels: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """No kernel multiplies it, and the log says so."""
+    caplog.set_level("DEBUG", "cute_ops")
     shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((512, 64), (256, 64), (64, 128))]
     text = jax.jit(cute_ops_jax.gated_mlp).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("stablehlo.dot_general") == 2
+    said = [m for m in caplog.messages if m.endswith("runs by the framework's product: no kernel takes float32")]
+    assert {m.partition("{")[0] for m in said} == {"gated_linear", "linear"}

@@ -32,19 +32,29 @@ def instead(
         sizes: for a product without an epilogue, the dims of its rows, its columns and its terms.
     """
 
-    def when(problem: Problem) -> bool:
+    def when(problem: Problem) -> str:
         chosen = config(problem)
-        if not leads(problem, chosen.form):
-            return True
+        if reason := lags(problem, chosen.form):
+            return reason
         if sizes is None:
-            return False
+            return ""
         size = GemmSize.of(problem, sizes)
-        return size.n % (VECTOR_BYTES // 2) == 0 and busy(chosen, size, 2, problem.sm_count) < LEAST_BUSY
+        used = busy(chosen, size, 2, problem.sm_count)
+        if size.n % (VECTOR_BYTES // 2) or used >= LEAST_BUSY:
+            return ""
+        return f"its tiles keep the Tensor Cores busy for {used:.0%} of the time, less than {LEAST_BUSY:.0%}"
 
     return Instead(program, when, WIDE)
 
 
-def leads(problem: Problem, form: str) -> bool:
-    """Whether a kernel of this form with an epilogue is at least as fast as the framework's product and a pass."""
-    # TMA takes both operands, and the epilogue's registers suffice.
-    return sm(problem.arch) == 90 and problem.size("m") > FEW_ROWS and form != "mma_sync"
+def lags(problem: Problem, form: str) -> str:
+    """Why a kernel of this form with an epilogue may be slower than the framework's product and a pass; empty where it
+    was measured to be at least as fast.
+    """
+    if sm(problem.arch) != 90:
+        return f"it was not measured on {problem.arch}"
+    if problem.size("m") <= FEW_ROWS:
+        return f"it has at most {FEW_ROWS} rows"
+    if form == "mma_sync":
+        return "TMA cannot load its operands, or registers do not hold its epilogue"
+    return ""
