@@ -141,6 +141,13 @@ def test_rows_off_a_vector_beyond_one_for_each_cluster(name: str) -> None:
     testing.check(op, arrays, op.attrs, kernel_calls.run(call))
 
 
+def test_a_second_launch_reads_early_what_the_first_does_not_write() -> None:
+    (op,) = (op for op in NORMS if op.name == "rmsnorm_bwd")
+    call = kernel_calls.made(op, 9, 64, "bfloat16", "compact", np.random.default_rng(0))
+    config = NormConfig("overlapped", 64, threads_per_row=32, stages=2, column_threads=16, rows_per_thread=1)
+    kernel_calls.check(call._replace(tile=config.flat()), watched=True)
+
+
 CONV = [op for op in ALL if "conv" in op.name]
 # Spans of one step, of several, and of all rows; several spans, channels and CTAs to a thread, a warp or a CTA.
 CONV_CONFIGS = [
