@@ -34,6 +34,7 @@ from cute_ops_torch.inductor.fx import value_of
 from cute_ops_torch.inductor.patterns import PATTERNS
 
 log = logging.getLogger("cute_ops")
+DEVICES = ("cuda", "cpu")
 replaced: Counter[str] = Counter()
 """How often each op has replaced something in this process."""
 
@@ -46,8 +47,10 @@ def enable(ops: Collection[str] | None = None, devices: Collection[str] = ("cuda
         devices: device types whose graphs are changed. On a CPU ops run their references, slower than Inductor's code.
 
     Raises:
-        ValueError: an op that replaces nothing.
+        ValueError: an op that replaces nothing; a device type without cute ops.
     """
+    if wrong := sorted(set(devices) - set(DEVICES)):
+        raise ValueError(f"cute_ops_torch.inductor.enable: no cute op runs on devices {wrong}; there are {DEVICES}")
     unknown = set(ops or ()) - set(PATTERNS)
     if unknown:
         named = ", ".join(f"{name}{meant(name, PATTERNS)}" for name in sorted(unknown))

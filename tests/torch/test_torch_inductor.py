@@ -296,6 +296,8 @@ def test_only_the_ops_and_devices_asked_for(caplog: pytest.LogCaptureFixture) ->
     with caplog.at_level(logging.INFO, "cute_ops"):
         torch.compile(llama)(x, w)
     assert "torch.compile: replaced by cute ops: rmsnorm x 1" in caplog.text
+    with pytest.raises(ValueError, match=r"no cute op runs on devices \['gpu'\]; there are \('cuda', 'cpu'\)"):
+        graph_pass.enable(devices=("cuda", "gpu"))
     with pytest.raises(ValueError, match=r"rmsnrom \(did you mean rmsnorm\?\), softmax replaces nothing; known are "):
         graph_pass.enable(("softmax", "rmsnrom"))
 
