@@ -105,15 +105,19 @@ def test_no_stack_and_no_spills(op: Op, dtype: str, arch: str, compiled: Compile
 
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
 def test_strided_caches_and_slices_do_not_spill(arch: str, compiled: Compiled) -> None:
-    """Pages of keys and values side by side, tokens of a fused projection."""
+    """Pages of keys and values side by side, tokens of a fused projection; with tables, which are two loads for a pair
+    of vectors, and without.
+    """
     caches, new = Memory((2 * 16 * 8 * 128, 8 * 128, 128, 1)), Memory((3 * 8 * 128, 128, 1))
     memory = {"k_cache": caches, "v_cache": caches, "k": new, "v": new}
-    variant = variant_of(append_kv, "bfloat16", 1, arch, memory)
-    assert {variant.tensors[name].layout for name in memory} == {"strided"}
-    path = compiled(variant)
-    assert [(kernel.stack, kernel.local) for kernel in sass.resources(path)] == [(0, 0)]
-    code = sass.sass(path)
-    assert len(re.findall(r"LDG\.E\S*\.128", code)) == len(re.findall(r"STG\.E\S*\.128", code)) == 8
+    for absent, loads in ((("cos", "sin"), 8), ((), 12)):
+        variant = variant_of(append_kv, "bfloat16", 1, arch, memory, absent)
+        assert {variant.tensors[name].layout for name in memory} == {"strided"}
+        path = compiled(variant)
+        assert [(kernel.stack, kernel.local) for kernel in sass.resources(path)] == [(0, 0)]
+        code = sass.sass(path)
+        moved = len(re.findall(r"LDG\.E\S*\.128", code)), len(re.findall(r"STG\.E\S*\.128", code))
+        assert moved == (loads, 8)
 
 
 WRITING = lookup.load(str(Path(__file__).parent / "kernels" / "writing.py"))
