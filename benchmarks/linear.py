@@ -218,11 +218,13 @@ def every_config(op: Op, problem: Problem) -> Iterator[Config]:
         for tile in tiles:
             for cluster in clusters:
                 gemm_config.TILES, gemm_config.CLUSTERS = (tile,), (cluster,)
+                gemm_config.configs.cache_clear()
                 config = op.config(problem)
                 if config["form"] != "mma_sync":
                     yield config
     finally:
         gemm_config.TILES, gemm_config.CLUSTERS = tiles, clusters
+        gemm_config.configs.cache_clear()
 
 
 def finish(what: str) -> None:

@@ -51,6 +51,11 @@ def kernels(folder: Path) -> Iterator[tuple[str, Op]]:
     yield "`unit_norm` as an expression", fused(unit, operands={"x": "*m n"})
 
 
+def arrays(op: Op) -> dict[str, Array]:
+    """Inputs of a kernel: rows, and a number for each."""
+    return {n: Array((ROWS, N), "bfloat16") if t.dims else Array((ROWS,), t.dtype) for n, t in op.inputs.items()}
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("out/benchmarks"), help="folder for tutorial.csv")
@@ -62,10 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as folder:
         sys.path.append(folder)
         for name, op in kernels(Path(folder)):
-            inputs = {
-                each: Array((ROWS, N), "bfloat16") if t.dims else Array((ROWS,), t.dtype)
-                for each, t in op.inputs.items()
-            }
+            inputs = arrays(op)
             found = measure.measure(op, inputs)
             spread = {"us": found.us, "us_min": found.low, "us_max": found.high}
             rates = {"gb_s": found.rate, "of_copy": found.rate / ceiling}

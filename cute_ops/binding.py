@@ -104,17 +104,10 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
                 raise fail(TypeError, f"argument `{name}` {conflict}")
             where.setdefault(tensor.dtype, name)
         later += _bind_dims(fail, name, tensor, array, dims)
-    for name, tensor in op.inputs.items():
-        pair = (name, tensor.given) if given[name] is not None else (tensor.given, name)
-        if tensor.given and (given[name] is None) != (given[tensor.given] is None):
-            raise fail(ValueError, f"argument `{pair[0]}` is given without `{pair[1]}`.")
     for name, dim, size in _bind_expressions(fail, later, dims) if later else ():
         free = next(n for n in dim.names if n not in dims)
         raise fail(ValueError, f"argument `{name}` has {dim}={size}, from which {free} does not follow.")
-    for name, tensor in op.inputs.items():
-        array = given[name]
-        if tensor.broadcast and array is not None:
-            _check_broadcast(fail, name, tensor, array, dims)
+    _check_together(fail, op, given, dims)
     full_attrs = _attributes(op, attrs or {}, fail)
     dtypes |= {t.dtype: full_attrs[t.dtype] for t in op.outputs.values() if t.dtype in full_attrs}
     binding = Binding(op, dims, dtypes, full_attrs, given, {}, {})
@@ -123,24 +116,17 @@ def bind(op: Op, inputs: Mapping[str, Array | None], attrs: Mapping[str, Any] | 
         raise fail(ValueError, problem)
     constants = {name: full_attrs[name] for name in op.attrs}
     dims |= {name: size(dims, constants) for name, size in op.derived.items()}
-    outputs = _outputs(fail, binding)
-    results = {**{name: given[name] for name in op.mutates}, **outputs}
-    return Binding(op, dims, dtypes, full_attrs, given, outputs, results)
-
-
-def _outputs(fail: Fail, binding: Binding) -> dict[str, Array | None]:
-    """Shape and dtype of each output, None for an absent one."""
-    op, outputs = binding.op, dict[str, Array | None]()
+    outputs: dict[str, Array | None] = {}
     for name, tensor in op.outputs.items():
-        absent = tensor.given is not None and binding.inputs[tensor.given] is None
+        absent = tensor.given is not None and given[tensor.given] is None
         if tensor.same_as is not None:
             absent |= binding.dtype(tensor) == binding.dtype(op.outputs[tensor.same_as])
         for dim in () if absent else tensor.dims:
-            if not dim.name and (wrong := dim.wrong(binding.dims)):
-                bound = dim.bound(binding.dims)
-                raise fail(ValueError, f"output `{name}` has {dim}, but {bound}: expected {wrong}.")
-        outputs[name] = None if absent else Array(binding.shape(tensor), binding.dtype(tensor))
-    return outputs
+            if not dim.name and (wrong := dim.wrong(dims)):
+                raise fail(ValueError, f"output `{name}` has {dim}, but {dim.bound(dims)}: expected {wrong}.")
+        outputs[name] = None if absent else Array(tensor.of(dims), dtypes.get(tensor.dtype, tensor.dtype))
+    results = {**{name: given[name] for name in op.mutates}, **outputs}
+    return Binding(op, dims, dtypes, full_attrs, given, outputs, results)
 
 
 def _bind_dims(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> list[Declared]:
@@ -196,6 +182,17 @@ def _bind_expression(fail: Fail, declared: Declared, dims: dict[str, Any]) -> bo
             dims[free] = found
             return True
     return False
+
+
+def _check_together(fail: Fail, op: Op, given: Mapping[str, Array | None], dims: dict[str, Any]) -> None:
+    """Check inputs that come in pairs, and those that broadcast. This needs all inputs to be bound."""
+    for name, tensor in op.inputs.items():
+        array = given[name]
+        if tensor.given and (array is None) != (given[tensor.given] is None):
+            there, missing = (tensor.given, name) if array is None else (name, tensor.given)
+            raise fail(ValueError, f"argument `{there}` is given without `{missing}`.")
+        if tensor.broadcast and array is not None:
+            _check_broadcast(fail, name, tensor, array, dims)
 
 
 def _check_broadcast(fail: Fail, name: str, tensor: Tensor, array: Array, dims: dict[str, Any]) -> None:

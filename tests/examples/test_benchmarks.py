@@ -28,7 +28,7 @@ import tutorial
 from problems import BY_NAME, Problem, by_importance, grid, smoke
 from rich.console import Console
 
-from cute_ops import Array, Case, Op, testing
+from cute_ops import Case, Op, testing
 from cute_ops.autotune.tuner import Outcome
 from cute_ops.autotune.winners import Winner
 from cute_ops.binding import bind
@@ -482,9 +482,8 @@ def test_the_tutorials_kernels_are_timed(tmp_path: Path, monkeypatch: pytest.Mon
     assert [name for name in found if name.startswith("step")] == [
         "step 2", "step 3", "step 4", "step 5, forward", "step 5, gradient",
     ]  # fmt: skip
-    shapes = {name: Array((tutorial.ROWS, tutorial.N), "bfloat16") for name in ("x", "dout")}
     for op in found.values():
-        assert bind(op, {name: shapes[name] for name in op.inputs}).dims["n"] == tutorial.N
+        assert bind(op, tutorial.arrays(op)).dims["n"] == tutorial.N
     if not torch.cuda.is_available():
         with pytest.raises(SystemExit):
             tutorial.main([])

@@ -425,7 +425,7 @@ def test_scratch_arrays_that_follow_no_size(fake_kernels: Any) -> None:
 def without_check(op: Op) -> Op:
     """An op that does not look at the values of its sizes, which symbolic ones do not have."""
     made = copy.copy(op)
-    made.check, made.grad, made.steps = lambda binding: None, None, ()
+    made.check, made.grad, made.steps, made.differentiable = lambda binding: None, None, (), ()
     return made
 
 

@@ -289,7 +289,7 @@ def test_few_rows(m: int) -> None:
 def test_epilogues_of_few_rows(product: Op, m: int) -> None:
     """As the framework's product and a pass."""
     for n, k in ((136, 1024), (129, 72)):
-        sizes = {"m": (m,), "n": n, "k": k}
+        sizes = {"m": (m,), "n": columns(product, n), "k": k}
         given = [torch.randn(t.of(sizes), device=DEVICE).bfloat16() for t in product.inputs.values()]
         given[1] /= k**0.5
         function = cute_ops_torch.register(product)
@@ -343,7 +343,7 @@ def test_weights_of_a_batch_with_one_x(sizes: tuple[int, int, int]) -> None:
 @pytest.mark.parametrize("fused", ["always", "never"])
 def test_gradients_of_a_batch(product: Op, fused: str) -> None:
     """As of each example."""
-    function, dims = cute_ops_torch.register(product), {"m": (2, 60), "n": 136, "k": 72}
+    function, dims = cute_ops_torch.register(product), {"m": (2, 60), "n": columns(product, 136), "k": 72}
     generator = torch.Generator(DEVICE).manual_seed(0)
     stacked = [
         torch.randn((3, *t.of(dims)), generator=generator, device=DEVICE).to(torch.bfloat16).requires_grad_()
@@ -690,7 +690,9 @@ def test_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
     m, n, k = sizes
     given = epilogue_inputs(product, (m,), n, k)
     tensors = [t.requires_grad_() for t in given.values()]
-    outputs = by_kernel(product)(*tensors)
+    # Of eight million sums some lie at a bound of `clip`, where rounding decides which derivative is theirs.
+    attrs = {**product.attrs, **({"limit": 1e4} if m > 1000 and "limit" in product.attrs else {})}
+    outputs = by_kernel(product)(*tensors, **attrs)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     cotangents = [torch.randn_like(out) for out in outputs]
     found, again = (torch.autograd.grad(outputs, tensors, cotangents, retain_graph=True) for _ in range(2))
@@ -698,7 +700,7 @@ def test_gradients(product: Op, sizes: tuple[int, int, int]) -> None:
     assert all(map(torch.equal, found, again))
     plain = {name: t.detach() for name, t in given.items()}
     raw = tuple(out.detach() for out in outputs)
-    by_name = gradient.backward(product, plain, raw, dict(zip(product.outputs, cotangents, strict=True)), product.attrs)
+    by_name = gradient.backward(product, plain, raw, dict(zip(product.outputs, cotangents, strict=True)), attrs)
     for name, got in zip(given, found, strict=True):
         wanted = by_name[name].double()
         limit = 2.0**-6 * max(1.0, wanted.abs().max().item())

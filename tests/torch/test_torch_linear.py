@@ -998,15 +998,15 @@ def test_all_heads_may_be_rotated(fused: str) -> None:
     ("n", "columns", "heads", "message"),
     [
         (256, 31, 3, "qkv_rope: argument `cos` has 31 columns, expected 32 or 64: half of a head's"),
-        (250, 32, 3, "qkv_rope_64: argument `weight` has n=250, no multiple of the 64 columns of a group"),
-        (256, 32, 5, "qkv_rope_64: attribute `heads` is 5, but 4 heads in all are queries, keys and as many values"),
-        (256, 32, 2, "qkv_rope_64: attribute `heads` is 2, but 4 heads in all"),
+        (250, 32, 3, "qkv_rope: argument `weight` has n=250, no multiple of the 64 columns of a group"),
+        (256, 32, 5, "qkv_rope: attribute `heads` is 5, but 4 heads in all are queries, keys and as many values"),
+        (256, 32, 2, "qkv_rope: attribute `heads` is 2, but 4 heads in all"),
     ],
 )
 def test_heads_that_do_not_fit(n: int, columns: int, heads: int, message: str) -> None:
     """By the function, and by the op that it calls."""
     x, weight, angles = torch.randn(5, 8), torch.randn(n, 8), torch.rand(5, columns)
     op = cute_ops_torch.register(qkv_rope(64))
-    for called in [cute_ops_torch.qkv_rope] + [op] * message.startswith("qkv_rope_64"):
+    for called in [cute_ops_torch.qkv_rope] + [op] * (columns == 32):
         with pytest.raises(ValueError, match=re.escape(f"cute.{message}")):
             called(x, weight, angles, angles, heads)
