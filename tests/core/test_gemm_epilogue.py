@@ -433,6 +433,20 @@ def test_where_the_kernel_runs(op: Op) -> None:
         assert runs_apart(op, **{**large, **less})
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "runs"),
+    [
+        (1, 4096, 4096, True), (32, 6144, 4096, True), (32, 3072, 2048, True), (33, 4096, 4096, False),
+        (16, 28672, 4096, False), (1, 2048, 2048, False),
+    ],
+)  # fmt: skip
+def test_few_rows_run_by_our_kernel_where_it_was_faster(m: int, n: int, k: int, runs: bool) -> None:
+    """Of one output; without an epilogue, packed or with what is saved nothing was gained or nothing was measured."""
+    sizes = {"m": m, "n": n, "k": k}
+    assert [runs_apart(BY_NAME[name], **sizes) for name in ("with_gelu", "with_residual")] == [not runs] * 2
+    assert all(runs_apart(op, **sizes) for op in (linear, BY_NAME["with_gelu"].saving, BY_NAME["with_swiglu"]))
+
+
 def test_who_asks_for_a_kernel_gets_it_or_hears_why() -> None:
     for more in ({"m": 1}, {"n": 63}, {"target": parse("sm_80")}):
         assert not runs_apart(linear, fused="always", **more)

@@ -244,7 +244,8 @@ def _declare(
     if apart is None:
         other = Instead(Program(run), lambda problem: False, WIDE)
     else:
-        other = instead(Program(run, apart.program.ops if apart.program else (apart,)), config)
+        plain = may_be_few and len(outputs) == 1 and "2n" not in weight
+        other = instead(Program(run, apart.program.ops if apart.program else (apart,)), config, few_rows=plain)
 
     def batched() -> Op:
         known: dict[str, Any] = {key: value for key, value in more.items() if key != "cases"}
