@@ -17,7 +17,7 @@ from cute_ops.ops.rows import VECTOR_BYTES
 # even with 0.40.
 LEAST_BUSY = 0.65
 # With an epilogue few rows are faster by our kernel up to these rows and columns, if the weight has so many elements:
-# it took 0.87 to 1.00 of the framework's product and a pass. With 64 rows, or a weight of 2048 x 2048, it took up to 1.4.
+# it took 0.87 to 1.00 of the framework's product and a pass; with 64 rows, or a weight of 2048 x 2048, up to 1.4.
 MOST_FEW_ROWS, MOST_COLUMNS, LEAST_WEIGHT = 32, 8192, 6 << 20
 WIDE = {"T": ("float32",)}  # operands that no kernel takes: the framework always multiplies them
 
