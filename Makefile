@@ -23,9 +23,9 @@ endif
 export PYTHONPATH := $(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH))
 BASE_PYTHON ?= python3
 ARGS ?=
-# Without a GPU tests share the cores, one thread each, neighbours together: what one compiled serves the next. Some wait
-# for other processes, so there are three for every two cores. On a GPU they take turns.
-JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=$$(( $$(nproc) * 3 / 2 )) --dist=worksteal)
+# Without a GPU tests share the cores, one thread each, neighbours together: what one compiled serves the next. On a GPU
+# they take turns.
+JOBS ?= $(shell nvidia-smi -L >/dev/null 2>&1 || echo --numprocesses=auto --dist=worksteal)
 
 .PHONY: help demo test lint docs generate bench wheels clean
 help:  ## this text
