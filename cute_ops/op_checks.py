@@ -141,7 +141,8 @@ def _inputs(op: Op) -> Iterator[str]:
         seen_optional |= t.optional
         other = op.inputs.get(t.given) if t.given else None
         if t.given and not (t.optional and other and other is not t and other.optional and not other.given):
-            yield f"input {name!r} is given with {t.given!r}: both must be optional inputs, and that one not given so"
+            pair = "both must be optional inputs, and only one of them names the other"
+            yield f"input {name!r} is given with {t.given!r}: {pair}"
         only_outputs = "same_as", "donates", "hidden", "accumulates", "skippable", "lies_as"
         if words := [word for word in only_outputs if getattr(t, word)]:
             yield f"input {name!r} has {words[0]!r}, which outputs have"
@@ -168,7 +169,7 @@ def _mutated(op: Op) -> Iterator[str]:
     if op.mutates and op.program:
         yield "it mutates inputs, which a program cannot: it returns new arrays"
     if op.split and bool(op.split.part or op.split.merge) == bool(op.program):
-        yield "what each device does with a slice is said by a split's functions, but where a program runs by that"
+        yield "what each device does with a slice is said by `part` and `merge`, or by a program, and not by both"
     if op.mutates and op.space is not None:
         yield "it mutates inputs, so its config cannot be measured: every run would change the next one's inputs"
 

@@ -209,7 +209,7 @@ class _Fused:
             self._refuse("it has no tile, '*m n' or '*m 2n', whose dtype outputs have")
         self.tile = next(key for key, shape in operands.items() if _is_tile(shape))
         forward = self.forward(defaults)
-        # With other attributes a gradient may be another.
+        # Other values of attributes may give other gradients.
         self.handed_on, self.twins = ({}, {}) if attrs else self._passed_on(forward.expression)
         backward = self.backward(defaults)
         self.inputs = {key: Tensor(shape, _dtype(key, shape)) for key, shape in operands.items()}
@@ -248,7 +248,7 @@ class _Fused:
         """Tiles whose gradient needs no memory of its own, each with the output whose cotangent it is, or with the
         operand whose gradient it is, too. One gradient at least is left to compute.
         """
-        names = [*self.operands]
+        names, outputs = [*self.operands], [*self.outputs]
         found = differentiate(expression, [i for i, key in enumerate(names) if key in self.wanted])
         nodes, whole = found.expression.nodes, {key for key, shape in self.operands.items() if shape == "*m n"}
         cotangents: dict[str, str] = {}
@@ -258,10 +258,9 @@ class _Fused:
             name, node = names[part.operand], nodes[i]
             if name not in whole or part.rows or part.columns or len(cotangents) + len(twins) + 1 == len(self.wanted):
                 continue
-            source = found.sources[node.operand] if node.word == "operand" else Source("", 0)
-            out = [*self.outputs][source.position]
-            if source.role == "cotangent" and self.outputs[out] == "*m n" and not node.half:
-                cotangents[name] = out
+            source = found.sources[node.operand] if node.word == "operand" else None
+            if source and source.role == "cotangent" and self.outputs[outputs[source.position]] == "*m n":
+                cotangents[name] = outputs[source.position]
             elif firsts.setdefault(i, name) != name:
                 twins[name] = firsts[i]
         return cotangents, twins
