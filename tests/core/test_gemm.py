@@ -114,8 +114,16 @@ def test_large_products_take_large_tiles_that_clusters_share() -> None:
         m = int(np.prod(lead))
         if m * n * k >= 2**36:
             config = chosen(m, n, k)
-            assert config.form == "pingpong" and config.tile_m * config.tile_n >= 128 * 128
+            assert config.tile_m * config.tile_n >= 128 * 128
             assert config.cluster_m * config.cluster_n == 2
+
+
+def test_warpgroups_share_a_tile_where_its_epilogue_takes_a_small_part_of_the_time() -> None:
+    short, long = chosen(16384, 8192, 2048), chosen(16384, 2048, 16384)
+    assert short.form == "pingpong"
+    assert (long.form, long.tile_m, long.tile_n) == ("cooperative", 128, 256)
+    # Of equals the cluster that loads fewer rows of the operands.
+    assert (long.cluster_m, long.cluster_n) == (2, 1)
 
 
 def test_a_tile_more_than_clusters_takes_another_wave() -> None:

@@ -62,6 +62,13 @@ class EpilogueTensor(NamedTuple):
         column = cutlass.min(chunk.columns[c] + j + partner(chunk.at[c], self.turned), most)
         return column % self.period if self.period else column
 
+    def place(self, chunk):
+        """Which elements a chunk reads of those that are read for its tile. What it shares with other columns is one."""
+        if not self.columns:
+            return chunk.below if self.rows else 0
+        at = [c + partner(c, self.turned) for c in chunk.at]
+        return chunk.below, *(c % self.period if self.period else c for c in at)
+
     def address(self, tensor, row, n):
         """The byte address of a row of ``n`` elements; in a batch each vector counts as a row."""
         address = tensor.iterator.toint()
@@ -79,8 +86,8 @@ class Chunk(NamedTuple):
 
     Accumulator ``4 * c + 2 * r + j`` lies in row ``rows[r]`` and column ``columns[c] + j``, by the layout of the matrix
     instructions. ``shape`` is that of the outputs: what lies outside is neither read nor stored. ``at`` are the places
-    of the columns in the tile for the thread that has the first one, known at compile time. ``batch`` is the matrix of
-    a batch, empty where there is none.
+    of the columns in the tile for the thread that has the first one, and ``below`` the place of the rows, in blocks of
+    a subtile's: both are known at compile time. ``batch`` is the matrix of a batch, empty where there is none.
     """
 
     rows: tuple[Any, Any]
@@ -88,6 +95,7 @@ class Chunk(NamedTuple):
     shape: tuple[Any, Any]
     at: tuple[int, ...]
     batch: tuple[Any, ...] = ()
+    below: int = 0
 
     def row_of(self, part, row):
         """The row of a tensor, after those of the matrices before it, that is this row of a matrix."""

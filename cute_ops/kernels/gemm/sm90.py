@@ -288,7 +288,8 @@ class GemmSm90:
         for index in cutlass.range(start, tiles, config.groups * clusters, unroll=1):
             places = (self._tile(index, order), shape, thread)
             # Operands of the first subtile are loaded while the tile is accumulated.
-            ahead = self._load_chunk(inputs[0], self._chunk(0, places))
+            held = {}
+            ahead = self._load_chunk(inputs[0], self._chunk(0, places), held)
             if const_expr(pingpong):
                 # A slot's phase is one bit, so a warpgroup may wait for its slots only after the other warpgroup has
                 # waited for all of its own.
@@ -298,7 +299,7 @@ class GemmSm90:
             if const_expr(pingpong):
                 slot.advance(steps)
             storing = group if const_expr(pingpong) else 0
-            tile_slot = self._store(mma, rAcc, ahead, inputs, outputs, places, storing, tile_slot)
+            tile_slot = self._store(mma, rAcc, (ahead, held), inputs, outputs, places, storing, tile_slot)
         cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     @cute.jit
@@ -344,7 +345,7 @@ class GemmSm90:
         """Compute and store a tile, subtile by subtile through shared memory; TMA stores the last ones during the next
         config.
         """
-        config, (sub_m, sub_n), (at, _, thread) = self.config, self.subtile, places
+        config, (sub_m, sub_n), (at, _, thread), (ahead, held) = self.config, self.subtile, places, ahead
         stages, across = config.store_stages, self.columns // sub_n
         (operands, tiles, tile_ring), (outputs, mParts) = inputs, outputs
         size = sub_m * sub_n // self.consumers  # of a thread
@@ -364,8 +365,6 @@ class GemmSm90:
                 cute.arch.sync_warp()
                 tile_ring.consumer_release(mine)
                 tile_slot.advance()
-            if const_expr(i + 1 < self.subtiles):
-                ahead = self._load_chunk(operands, self._chunk(i + 1, places))
             # The accumulators of a block of rows are neighbours, of packed ones those of each half.
             first, half = i // across * (config.tile_n // sub_n) * size + i % across * size, across * size
             if const_expr(i % across == 0):
@@ -381,6 +380,9 @@ class GemmSm90:
                 rOut.store(cute.make_tensor(rX.iterator, rOut.layout).load().to(sD.element_type))
                 cute.copy(copy, rOut, copy.partition_D(sD)[None, None, None, slot])
             cute.arch.fence_view_async_shared()
+            # The fence waits for loads before it, too.
+            if const_expr(i + 1 < self.subtiles):
+                ahead = self._load_chunk(operands, self._chunk(i + 1, places), held)
             # A warp that arrives here is done with the previous subtile, and the warp that stores has waited for the
             # next slot.
             cute.arch.barrier(barrier_id=STORED + group, number_of_threads=self.consumers)
@@ -406,12 +408,19 @@ class GemmSm90:
         column = column * self.columns + beside * sub_n + lane % 4 * 2
         columns = range(0, sub_n, 8)
         at = tuple(beside * sub_n + c for c in columns)
-        return Chunk((row, row + 8), tuple(column + c for c in columns), shape, at, tuple(batch))
+        return Chunk((row, row + 8), tuple(column + c for c in columns), shape, at, tuple(batch), below)
 
-    def _load_chunk(self, operands, chunk):
-        """The epilogue's operands that a thread loads itself; None for those that TMA loads."""
-        parts = enumerate(zip(self.epilogue.operands, operands))
-        return [None if i in self.epilogue.by_tma else self.epilogue.load(part, m, chunk) for i, (part, m) in parts]
+    def _load_chunk(self, operands, chunk, held):
+        """The epilogue's operands that a thread loads itself; None for those that TMA loads. ``held`` are elements of
+        this tile that later chunks read again.
+        """
+        loaded = []
+        for i, (part, tensor) in enumerate(zip(self.epilogue.operands, operands)):
+            place = None if i in self.epilogue.by_tma else (i, part.place(chunk))
+            if place is not None and place not in held:
+                held[place] = self.epilogue.load(part, tensor, chunk)
+            loaded.append(None if place is None else held[place])
+        return loaded
 
     def _subtile_copy(self, mma, dtype, thread, load=False):
         """A thread's copies between shared memory and registers in the order of its accumulators."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from cute_ops.config import POWERS, Config, Needs, Problem, Space
 from cute_ops.hardware import ARCHES
-from cute_ops.kernels.gemm.config import WARPGROUP, Form, GemmConfig
+from cute_ops.kernels.gemm.config import MMA_M, WARPGROUP, Form, GemmConfig
 from cute_ops.ops.gemm.batches import batch_of
 from cute_ops.shapes import ITEMSIZE
 
@@ -21,7 +21,7 @@ TILES: tuple[tuple[Form, int, int], ...] = (
     ("pingpong", 64, 192), ("pingpong", 64, 128), ("pingpong", 64, 64),
     ("cooperative", 128, 256), ("cooperative", 256, 128), ("cooperative", 128, 192), ("cooperative", 128, 128),
 )  # fmt: skip
-CLUSTERS: tuple[tuple[int, int], ...] = ((2, 1), (1, 2), (1, 1))
+CLUSTERS: tuple[tuple[int, int], ...] = ((1, 2), (2, 1), (1, 1))
 # With up to FEW_ROWS rows a product takes as long as reading the other operand. Then a tile has FEW_TILE rows of that
 # operand, ENOUGH_SMS of all SMs suffice to read it, and a part of k has at least LEAST_STEPS steps.
 FEW_ROWS, FEW_TILE, ENOUGH_SMS, LEAST_STEPS = 64, 128, 0.7, 4
@@ -34,12 +34,14 @@ ALIGNMENT = 1024  # bytes: of the ring in shared memory
 # Registers of a thread that multiplies, and those of them that hold addresses, coordinates and constants.
 MULTIPLY_REGISTERS, OTHER_REGISTERS = 232, 30
 # What an SM does in a cycle: multiply-adds of 16-bit numbers; bytes of shared memory; bytes from L2; exponentials and
-# reciprocals; other instructions. With this number for L2 and those below, the configs chosen for 22 shapes of models
-# take 0.4% longer than the fastest ones (H200).
+# reciprocals; other instructions. With this number for L2 and those below, the configs chosen for 24 shapes of models
+# take 0.6% longer than the fastest ones (H200): 0.9% where power slows all of them down alike, 0.2% in the mean of that
+# and of single products after pauses, whose times differ more.
 MMA, SHARED_BYTES, L2_BYTES, MUFU, FMA = 2048, 128, 48, 16, 128
 # Cycles: SUBTILE to store a warpgroup's subtile, besides its bytes and its instructions; TURN between the last product
-# of one warpgroup and the first one of the other; RESUME until both multiply at full speed again after an epilogue.
-SUBTILE, TURN, RESUME = 100, 500, 2000
+# of one warpgroup and the first one of the other; RESUME until both multiply at full speed again after an epilogue. If
+# shared memory is busy for longer than the Tensor Cores, one in CONTENTION of these cycles is lost.
+SUBTILE, TURN, RESUME, CONTENTION = 100, 500, 1500, 12
 
 
 class GemmSize(NamedTuple):
@@ -133,9 +135,11 @@ def _with_slots(config: GemmConfig, arch: str, itemsize: int, demand: Demand) ->
 
 
 def choose(size: GemmSize, itemsize: int, demand: Demand, arch: str, sm_count: int) -> GemmConfig | None:
-    """The config that takes the fewest cycles by the model, of equals the first; None where the epilogue fits none."""
+    """The config that takes the fewest cycles by the model, of equals the one that loads least, of these the first;
+    None where the epilogue fits none.
+    """
     possible = configs(arch, sm_count, itemsize, demand)
-    return min(possible, key=lambda config: cycles(config, size, itemsize, demand), default=None)
+    return min(possible, key=lambda config: (cycles(config, size, itemsize, demand), loaded(config)), default=None)
 
 
 def few_rows(size: GemmSize, itemsize: int, arch: str, sm_count: int) -> GemmConfig:
@@ -163,13 +167,15 @@ def without_tma(vec_a: int, vec_b: int) -> GemmConfig:
 def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = PLAIN) -> int:
     """About how long a product takes: waves of tiles, each as long as the slower of multiplying and loading from L2.
 
-    Two warpgroups that share a tile do not multiply while they compute its epilogue. Of two with a tile each, one
+    An instruction reads its 64 rows and all of the tile's columns from shared memory. Two warpgroups that share a tile do not multiply while they compute its epilogue. Of two with a tile each, one
     computes its epilogue while the other multiplies, except for the last tile.
     """
     rows, columns, steps = config.tile_m, config.tile_n, -(-size.k // config.tile_k)
+    row_bytes = config.tile_k * itemsize
     multiply = rows * columns * config.tile_k // MMA
-    loaded = rows // config.cluster_n + columns // config.cluster_m
-    inside = steps * max(multiply, loaded * config.tile_k * itemsize // L2_BYTES)
+    shared = (rows + columns + rows // MMA_M * (MMA_M + columns)) * row_bytes // SHARED_BYTES
+    multiply += max(shared - multiply, 0) // CONTENTION
+    inside = steps * max(multiply, loaded(config) * row_bytes // L2_BYTES)
     width = columns // (1 + demand.packed)
     sub_m, sub_n = config.subtile(*demand.outputs, *demand.tiles)
     moved = rows * width * 2 * (sum(demand.outputs) + sum(demand.tiles)) // SHARED_BYTES
@@ -180,6 +186,11 @@ def cycles(config: GemmConfig, size: GemmSize, itemsize: int, demand: Demand = P
     if config.form == "pingpong":
         return waves * (max(inside, after) + TURN) + after
     return waves * (inside + after + RESUME)
+
+
+def loaded(config: GemmConfig) -> int:
+    """Rows of both operands that a CTA loads; what its cluster shares counts in parts."""
+    return config.tile_m // config.cluster_n + config.tile_n // config.cluster_m
 
 
 def busy(config: GemmConfig, size: GemmSize, itemsize: int, sm_count: int) -> float:
