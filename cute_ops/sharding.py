@@ -9,11 +9,12 @@ the devices get, if it is contracted or the output is such an input's gradient; 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Set
+from types import SimpleNamespace
 from typing import Any
 
 from cute_ops.binding import Binding
-from cute_ops.op import Tensor
+from cute_ops.op import Op, Tensor
 from cute_ops.shapes import Array
 
 Factors = Mapping[str, tuple[str | None, ...]]
@@ -65,3 +66,40 @@ def _names(tensor: Tensor, array: Array, cut: set[str]) -> tuple[str | None, ...
 
 def _all(found: Factors) -> set[str]:
     return {f for dims in found.values() for f in dims if f is not None}
+
+
+def with_others(framework: Any, **others: Any) -> Any:
+    """What a framework offers to programs, with these in place of its own."""
+    return SimpleNamespace(**{**vars(framework), **others})
+
+
+def run_on_terms(
+    framework: Any, op: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any], terms: Set[str],
+    call: Callable[..., Mapping[str, Any]], add: Callable[[Any, Iterable[str]], Any],
+) -> Mapping[str, Any]:  # fmt: skip
+    """An op on one device's slices of its inner dims: a product with an epilogue, whose terms devices share.
+
+    No kernel can stop between the product and the epilogue to add up what devices have, so the op's program runs.
+
+    Args:
+        framework: what it offers to programs.
+        op: the declaration.
+        inputs: the device's slices, None where absent.
+        attrs: the attributes.
+        terms: the inner dims of which devices have slices.
+        call: ``call(op, inputs, attrs)``: another op on this device.
+        add: ``add(part, dims)``: adds up the devices' parts of a sum over these dims.
+    """
+
+    def product(a: Any, b: Any, dtype: str | None = None) -> Any:
+        return add(framework.product(a, b, dtype), terms)
+
+    def nested(called: Op, inputs: Mapping[str, Any], attrs: Mapping[str, Any]) -> Mapping[str, Any]:
+        if not terms.isdisjoint(called.inner):
+            return run_on_terms(framework, called, inputs, {**called.keywords, **attrs}, terms, call, add)
+        found, over = call(called, inputs, attrs), [dim for dim in called.contracted if dim in terms]
+        return {name: add(a, over) for name, a in found.items()} if over else found
+
+    instead = op.without_kernel
+    assert instead is not None  # a declaration with inner dims has one
+    return instead.run(with_others(framework, product=product), nested, inputs, attrs)

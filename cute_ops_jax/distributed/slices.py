@@ -157,18 +157,6 @@ def adds_up(op: Op, output: str) -> bool:
     return op.split is not None and op.split.adds_up(output) and not _place(op.outputs[output], op.split.dim)
 
 
-class Shared:
-    """What JAX offers to programs of which each device has a slice."""
-
-    shared = True
-
-    def __init__(self, framework: Any) -> None:
-        self._framework = framework
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._framework, name)
-
-
 def spread(arrays: Arrays, axes: Axes) -> dict[str, Any]:
     """The inputs of an op of which devices along the axes have slices. Floats are made to vary over these and every
     axis that one of them varies over, so JAX adds up the gradients of those that devices share; integers over the same

@@ -8,7 +8,7 @@ attributes with the scalars, and whether inputs are donated.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, lru_cache, partial, wraps
 from typing import Any, NoReturn, Protocol, TypeAlias, TypeVar
 
@@ -20,10 +20,11 @@ from cute_ops.binding import Binding, bind
 from cute_ops.errors import message
 from cute_ops.op import Op
 from cute_ops.shapes import Array
+from cute_ops.sharding import run_on_terms, with_others
 from cute_ops_jax import _compat
 from cute_ops_jax.distributed import explicit, partitioner, slices
 from cute_ops_jax.distributed.varying import Axes, alike
-from cute_ops_jax.primitive import ffi, framework, inner, lowering, vmap
+from cute_ops_jax.primitive import ffi, framework, lowering, vmap
 from cute_ops_jax.primitive.arrays import Arrays, Attributes, in_order, specs
 
 T = TypeVar("T")
@@ -192,7 +193,12 @@ class Stage:
 
     def _on_terms(self, inputs: Arrays, attrs: Mapping[str, Any], terms: slices.Cuts, call: Call) -> Arrays:
         """The op where devices share its inner dims, by its program."""
-        return inner.run_on_terms(self.op, {n: inputs.get(n) for n in self.op.inputs}, attrs, terms, call)
+        given = {n: inputs.get(n) for n in self.op.inputs}
+
+        def add(part: jax.Array, dims: Iterable[str]) -> Any:
+            return jax.lax.psum(part, tuple(axis for dim in dims for axis in terms[dim]))
+
+        return run_on_terms(framework, self.op, given, attrs, terms.keys(), call, add)
 
     def _run(
         self, run: Lowering, binding: Binding, arrays: Sequence[Any], inplace: bool, axes: Axes = (),
@@ -256,7 +262,7 @@ class Composite(Stage):
 
     def _outputs(self, call: Call, inputs: Arrays, attrs: Mapping[str, Any], axes: Axes) -> dict[str, Any]:
         """The outputs that exist."""
-        xp: Any = slices.Shared(framework) if axes else framework
+        xp: Any = with_others(framework, shared=True) if axes else framework
         run = partial(_together, call, self.op, axes) if axes else call
         found = self.program.run(xp, run, {n: inputs.get(n) for n in self.op.inputs}, attrs)
         return slices.present({n: found.get(n) for n in self.op.outputs})

@@ -11,7 +11,7 @@ sharding are redistributed first.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import copy
 from typing import Any, cast
 
@@ -22,10 +22,10 @@ from cute_ops.binding import Binding
 from cute_ops.errors import message
 from cute_ops.jit.layout import compact
 from cute_ops.op import Op
-from cute_ops.sharding import factors, tied
+from cute_ops.sharding import factors, run_on_terms, tied
 from cute_ops_torch import registry
-from cute_ops_torch.distributed.inner import run_on_terms
 from cute_ops_torch.distributed.split import Slice, program_on_slice, run_on_slice
+from cute_ops_torch.library import framework, program
 from cute_ops_torch.library.reference import fake_kernel, register_fake, run_reference
 from cute_ops_torch.library.remembered import make_room
 from cute_ops_torch.library.schema import filler, schema
@@ -48,7 +48,7 @@ def shard(op: Op, overload: Any, library: torch.library.Library) -> None:
         placed = _cached_placements(cache, op, tensors, attrs)
         local, own = placed.local_inputs(tensors), placed.slice
         if placed.terms:
-            raw = run_on_terms(placed.binding, local, placed.terms, placed.add)
+            raw = placed.run_on_terms(local)
         elif own is None:
             raw = overload(*local, *attrs)
         elif on_slice is not None:
@@ -240,7 +240,14 @@ class CallPlacements:
             for f in chosen
         )
 
-    def add(self, part: Tensor) -> Tensor:
+    def run_on_terms(self, local: Tensors) -> list[Any]:
+        """Raw outputs for this rank's rows, from its slices of the inputs, whose inner dims ranks share."""
+        op, given = self.binding.op, dict(zip(self.binding.op.inputs, local, strict=True))
+        with torch._C._DisableAutocast():  # the declaration sets the dtypes
+            found = run_on_terms(framework, op, given, self.binding.attrs, self.terms, program.call, self._add)
+        return [found[name] for name in op.results]
+
+    def _add(self, part: Tensor, dims: Iterable[str]) -> Tensor:
         """Add up the ranks' parts of a sum over inner dims; the result is this rank's rows where they are scattered."""
         parts = [Partial() if f in self.terms else Replicate() for f in self.factors]
         rows = next(self._named[name] for name in self.binding.outputs if name in self._named)

@@ -11,6 +11,7 @@ import torch
 
 from cute_ops.op import Op, Program
 from cute_ops.op import Tensor as Declared
+from cute_ops.sharding import with_others
 from cute_ops_torch.library import framework, program
 
 if TYPE_CHECKING:
@@ -119,20 +120,9 @@ def program_on_slice(op: Op, own: Slice) -> Program:
         raw = run_on_slice(called, program.functions[called](inplace), given, {**called.keywords, **attrs}, own)
         return dict(zip(called.outputs, raw, strict=True))
 
-    return op.program._replace(run=lambda xp, _, inputs, attrs: run(_Shared(own), call, inputs, attrs))
-
-
-class _Shared:
-    """What torch offers to programs of which each rank has a slice."""
-
-    shared = True
-
-    def __init__(self, own: Slice) -> None:
-        # All ranks must have the same chunks: those of the first one's slice, the largest.
-        self.chunks = partial(framework.chunks, largest=own.most)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(framework, name)
+    # All ranks must have the same chunks: those of the first one's slice, the largest.
+    offered = with_others(framework, shared=True, chunks=partial(framework.chunks, largest=own.most))
+    return op.program._replace(run=lambda xp, _, inputs, attrs: run(offered, call, inputs, attrs))
 
 
 def _axis(declared: Declared, dim: str) -> int:
