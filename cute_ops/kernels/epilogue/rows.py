@@ -79,10 +79,10 @@ class HeldRows(RowParts):
         for k in range(self.tile.per_thread):
             vectors, found = self.terms(values, stage, self._elements(read, columns, k), self.tile.vec), []
             for word, total, rTerm in zip(self.emit.words[stage], totals, vectors):
-                if self.access.predicated(k):
+                if self.tile.predicated(k):
                     trim(rTerm, first[k], Int32(self.n), NEUTRAL[word])
                 x = combined(COMBINE[word], rTerm)
-                if self.tile.ends_outside(k) and not self.access.predicated(k):
+                if self.tile.ends_outside(k) and not self.tile.predicated(k):
                     x = cutlass.select_(first[k] < self.n, x, Float32(NEUTRAL[word]))
                 found.append(COMBINE[word](total, x))
             totals = tuple(found)

@@ -1,4 +1,4 @@
-"""Second stage of the weight gradients: the sum of the workspace's rows, in a fixed order."""
+"""Sums of columns in a fixed order, of the weight gradients: over a workspace's rows, and over the threads of a CTA."""
 
 import operator
 
@@ -75,3 +75,54 @@ class ColumnSum:
             if lane == 0 and start + c < n:
                 mOut[start + c] = total.to(mOut.element_type)
         cute.arch.barrier()
+
+
+class CTAColumnSum:
+    """``out[start + c]`` is the sum of column ``c`` over the threads of a CTA, in fp32, rounded once to out's dtype.
+
+    ``depth`` threads share each of ``vectors`` vectors of ``vec`` columns; others have no sum. Threads that lie side by
+    side add a column together. Shared memory: 4 bytes for each of these threads and columns.
+    """
+
+    def __init__(self, threads, vectors, vec, depth):
+        self.threads, self.vec, self.depth = threads, vec, depth
+        self.width = vectors * vec
+        self.every = vectors * depth == threads
+        self.group = min(1 << ((threads // self.width) | 1).bit_length() - 1, WARP)
+
+    def allocate(self, smem):
+        layout = cute.make_layout((self.width, self.depth), stride=(1, self.width + 4))
+        return smem.allocate_tensor(Float32, layout, byte_alignment=16)
+
+    @cute.jit
+    def __call__(self, mD, n: cutlass.Constexpr, rSum, sColumns, vector, top, start):
+        """Store the sums of the columns up to ``n``.
+
+        Args:
+            rSum: this thread's sums.
+            vector, top: which vector they are of, and which of the threads that share it this one is.
+        """
+        tidx, group = cute.arch.thread_idx()[0], self.group
+        cute.arch.barrier()
+        if const_expr(self.every):
+            self._put(rSum, sColumns, vector, top)
+        elif top < self.depth:
+            self._put(rSum, sColumns, vector, top)
+        cute.arch.barrier()
+        side = self.threads // group
+        for i in cutlass.range_constexpr(-(-self.width // side)):
+            column = i * side + tidx // group
+            place = cutlass.min(column, self.width - 1)
+            total = Float32(0.0)
+            for row in cutlass.range_constexpr(0, self.depth, group):
+                if const_expr(row + group <= self.depth):
+                    total = total + sColumns[place, row + tidx % group]
+                elif row + tidx % group < self.depth:
+                    total = total + sColumns[place, row + tidx % group]
+            total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
+            if (tidx % group == 0) & (column < self.width) & (start + column < n):
+                mD[start + column] = total.to(mD.element_type)
+
+    def _put(self, rSum, sColumns, vector, top):
+        for j in range(self.vec):
+            sColumns[vector * self.vec + j, top] = rSum[j]

@@ -93,17 +93,8 @@ class RowAccess:
         self.n = tile.n
         self.empty = empty
 
-    def first(self, t, rank, row):
-        """First columns of this thread's vectors of a row."""
-        shift = self.tile.v.shift(row, self.n)
-        return [self.tile.vector(t, rank, k) * self.tile.vec - shift for k in range(self.tile.per_thread)]
-
     def place(self, row, count, t, rank):
-        return Place(row, count, t, rank, self.first(t, rank, row))
-
-    def predicated(self, k):
-        """Whether some thread's k-th vector may be part inside, part outside the row."""
-        return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
+        return Place(row, count, t, rank, self.tile.columns(t, rank, row))
 
     def row(self, mX, name, row):
         """A row of a tensor."""
@@ -161,7 +152,7 @@ class RowAccess:
 
     def trim(self, rX, k, place):
         """Make what a loaded vector holds of the row's neighbours ``empty``."""
-        if self.predicated(k):
+        if self.tile.predicated(k):
             trim(rX, place.first[k], Int32(self.n), self.empty)
 
     def store(self, gRow, rX, place, k, predicate=None):
@@ -169,7 +160,7 @@ class RowAccess:
         predicate = place.valid if predicate is None else predicate
         first, address = place.first[k], gRow.at(place.first[k])
         end = Int32(self.n) if predicate is True else cutlass.select_(predicate, Int32(self.n), Int32(0))
-        if self.predicated(k):
+        if self.tile.predicated(k):
             store_masked(rX, address, first, end)
         elif self.tile.ends_outside(k) or (self.tile.rows > 1 and predicate is not True):
             store_if(first < end, rX, address)

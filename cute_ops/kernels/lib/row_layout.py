@@ -110,6 +110,11 @@ class RowTile:
         # So far that no lane's first column, from which another's is counted, is inside.
         return cutlass.select_(k * self.threads_per_row + t < self.span, column, self.n + WARP * self.vec)
 
+    def columns(self, t, rank, row):
+        """First columns of this thread's vectors of a row."""
+        shift = self.v.shift(row, self.n)
+        return [self.first(t, rank, k, shift) for k in range(self.per_thread)]
+
     def reach(self, k):
         """Columns from the first element of a thread's first vector to that of its k-th, a static number."""
         return k * self.threads_per_row * self.vec
@@ -117,6 +122,10 @@ class RowTile:
     def starts_outside(self, k):
         """Whether some thread's k-th vector may begin before the row."""
         return self.v.shifted and k * self.threads_per_row * self.vec < self.v.unit
+
+    def predicated(self, k):
+        """Whether some thread's k-th vector may be part inside, part outside the row."""
+        return self.starts_outside(k) or (self.v.masked and self.ends_outside(k))
 
     def predicate(self, k, first, bound=None):
         """Whether this thread's k-th vector has an element inside the row and begins before the column ``bound``; True
@@ -168,17 +177,27 @@ def row_address(mX, key, row, n):
 
     A compact tensor multiplies; free leading strides take the row apart in row-major order.
     """
+    return _address(mX, key, row, n, len(mX.shape) - 1)
+
+
+def element_address(mX, key, row):
+    """The same of a row's element in a tensor that holds one number per row."""
+    return _address(mX, key, row, 1, len(mX.shape))
+
+
+def _address(mX, key, row, n, rank):
+    """``rank``: how many of the dims are leading ones."""
     itemsize = mX.element_type.width // 8
     base = mX.iterator.toint()
     if key.layout == "flat":
         return base + row * Int64(n * itemsize)
     offset, rest = Int64(0), row
-    for i in reversed(range(1, len(mX.shape) - 1)):
+    for i in reversed(range(1, rank)):
         size = extent(mX, i)
         above = rest // size
         offset = offset + (rest - above * size) * Int64(mX.stride[i])
         rest = above
-    if len(mX.shape) > 1:
+    if rank:
         offset = offset + rest * Int64(mX.stride[0])
     return base + offset * itemsize
 
@@ -190,18 +209,3 @@ def vector_address(mX, address, tile, first, k):
     """
     itemsize = mX.element_type.width // 8
     return address + Int64(first - tile.reach(k)) * itemsize + tile.reach(k) * itemsize
-
-
-def element_address(mX, key, row):
-    """Byte address of a row's element in a tensor that holds one number per row, in 64 bits throughout."""
-    itemsize = mX.element_type.width // 8
-    base = mX.iterator.toint()
-    if key.layout == "flat":
-        return base + row * Int64(itemsize)
-    offset, rest = Int64(0), row
-    for i in reversed(range(1, len(mX.shape))):
-        size = extent(mX, i)
-        above = rest // size
-        offset = offset + (rest - above * size) * Int64(mX.stride[i])
-        rest = above
-    return base + (offset + rest * Int64(mX.stride[0])) * itemsize

@@ -1,16 +1,14 @@
 """Backward of the norms where rows are few; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
 
-import operator
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels.lib.column_reduce import CTAColumnSum
 from cute_ops.kernels.lib.copy import fragment, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
-from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre, row_statistics
 
@@ -37,6 +35,7 @@ class NormBackwardFewRows(NormBackward):
         self.share = self.held // self.replicas
         self.height = tile.threads // self.share
         self.depth = min(self.height, stages * tile.rows)
+        self.threads_sum = CTAColumnSum(tile.threads, self.share, tile.vec, self.depth)
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
@@ -61,14 +60,11 @@ class NormBackwardFewRows(NormBackward):
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
         sTerms = smem.allocate_tensor(Float32, cute.make_layout((2, stages * rows)), byte_alignment=16)
-        width = self.share * self.tile.vec
-        sColumns = smem.allocate_tensor(
-            Float32, cute.make_layout((width, self.depth), stride=(1, width + 4)), byte_alignment=16
-        )
+        sColumns = self.threads_sum.allocate(smem)
 
         count = row_count(inputs[0])
         t, local = tidx % self.tile.threads_per_row, tidx // self.tile.threads_per_row
-        first = self._first(t, rank, Int64(0))
+        first = self.tile.columns(t, rank, Int64(0))
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         mine = [(local + stage) % self.replicas == replica for stage in range(stages)]
@@ -161,32 +157,7 @@ class NormBackwardFewRows(NormBackward):
                 normed = centre(widen(rX), mean) * sTerms[1, row]
                 for rSum, term in zip(sums, (dout * normed, dout)):
                     rSum.store(rSum.load() + term)
+        start = rank * (self.held * tile.vec) + replica * self.threads_sum.width
         for mD, rSum in zip(dcolumns, sums):
             if const_expr(mD is not None):
-                self._add_threads(mD, rSum, sColumns, vector - replica * self.share, top, replica, rank)
-
-    @cute.jit
-    def _add_threads(self, mD, rSum, sColumns, vector, top, replica, rank):
-        """Add the column sums of the threads and write them."""
-        tidx, vec, width = cute.arch.thread_idx()[0], self.tile.vec, self.share * self.tile.vec
-        # Threads that add a column together.
-        group = min(1 << ((self.tile.threads // width) | 1).bit_length() - 1, WARP)
-        cute.arch.barrier()
-        if top < self.depth:
-            for j in cutlass.range_constexpr(vec):
-                sColumns[vector * vec + j, top] = rSum[j]
-        cute.arch.barrier()
-        start = rank * (self.held * vec) + replica * width
-        side = self.tile.threads // group
-        for i in cutlass.range_constexpr(-(-width // side)):
-            column = i * side + tidx // group
-            place = cutlass.min(column, width - 1)
-            total = Float32(0.0)
-            for row in cutlass.range_constexpr(0, self.depth, group):
-                if const_expr(row + group <= self.depth):
-                    total = total + sColumns[place, row + tidx % group]
-                elif row + tidx % group < self.depth:
-                    total = total + sColumns[place, row + tidx % group]
-            total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
-            if (tidx % group == 0) & (column < width) & (start + column < self.n):
-                mD[start + column] = total.to(mD.element_type)
+                self.threads_sum(mD, self.n, rSum, sColumns, vector - replica * self.share, top, start)

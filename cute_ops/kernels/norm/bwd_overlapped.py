@@ -1,16 +1,14 @@
 """Backward of the norms where rows are some hundred; see :mod:`cute_ops.kernels.norm.bwd_persistent` for the maths."""
 
-import operator
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, const_expr
 
+from cute_ops.kernels.lib.column_reduce import CTAColumnSum
 from cute_ops.kernels.lib.copy import fragment, widen
 from cute_ops.kernels.lib.pdl import let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
 from cute_ops.kernels.lib.row_layout import row_address, row_count
-from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.norm.bwd_persistent import NormBackward
 from cute_ops.kernels.norm.statistics import centre
 
@@ -33,6 +31,7 @@ class NormBackwardOverlapped(NormBackward):
         self.early = True
         self.column_threads, self.rows_per_thread = config.column_threads, config.rows_per_thread
         self.width = self.threads // self.column_threads
+        self.threads_sum = CTAColumnSum(self.threads, self.width, self.tile.vec, self.column_threads)
 
     @cute.jit
     def __call__(self, inputs, columns, outputs, dcolumns, parts, stream):
@@ -80,9 +79,7 @@ class NormBackwardOverlapped(NormBackward):
         bidx, _, _ = cute.arch.block_idx()
         vec, width = self.tile.vec, self.width * self.tile.vec
         smem = cutlass.utils.SmemAllocator()
-        sColumns = smem.allocate_tensor(
-            Float32, cute.make_layout((width, self.column_threads), stride=(1, width + 4)), byte_alignment=16
-        )
+        sColumns = self.threads_sum.allocate(smem)
         vector, top = tidx % self.width, tidx // self.width
         column = bidx * width + vector * vec
         count = row_count(inputs[0])
@@ -109,31 +106,10 @@ class NormBackwardOverlapped(NormBackward):
             sums[1].store(sums[1].load() + dout)
         for mD, rSum in zip(dcolumns, sums):
             if const_expr(mD is not None):
-                self._add_threads(mD, rSum, sColumns, vector, top, bidx * width)
+                self.threads_sum(mD, self.n, rSum, sColumns, vector, top, bidx * width)
 
     def _load(self, mX, name, row, column, count):
         """A vector of a row, zero where there is none; from L2, where what earlier kernels wrote is."""
         gRow = Row(mX.element_type, row_address(mX, self.variant.tensors[name], row, self.n))
         wanted = (row < count) & (column < self.n)
         return VectorAccess(self.tile.v, shared=True).load(gRow, column, self.n, wanted)
-
-    @cute.jit
-    def _add_threads(self, mD, rSum: cute.Tensor, sColumns: cute.Tensor, vector: Int32, top: Int32, start: Int32):
-        """Add the column sums of the threads and write them."""
-        tidx, vec, width = cute.arch.thread_idx()[0], self.tile.vec, self.width * self.tile.vec
-        # Threads that add a column together.
-        group = min(max(self.threads // width, 1), WARP, self.column_threads)
-        cute.arch.barrier()
-        for j in cutlass.range_constexpr(vec):
-            sColumns[vector * vec + j, top] = rSum[j]
-        cute.arch.barrier()
-        side = self.threads // group
-        for i in cutlass.range_constexpr(-(-width // side)):
-            column = i * side + tidx // group
-            place = cutlass.min(column, width - 1)
-            total = Float32(0.0)
-            for row in cutlass.range_constexpr(0, self.column_threads, group):
-                total = total + sColumns[place, row + tidx % group]
-            total = cute.arch.warp_reduction(total, operator.add, threads_in_group=group)
-            if (tidx % group == 0) & (column < width) & (start + column < self.n):
-                mD[start + column] = total.to(mD.element_type)

@@ -66,7 +66,7 @@ class NormBackward(RowWalk):
         """As for any walk; then overwrite what vectors hold of a row's neighbours, once for both readings."""
         super()._await(slots, first, stage, pending)
         for k in range(self.tile.per_thread):
-            if self._predicated(k):
+            if self.tile.predicated(k):
                 self.ring.trim(slots[:2], k, stage, first[k])
 
     def _reader(self, slots, rWeight, first, stage):
@@ -120,7 +120,7 @@ class NormBackward(RowWalk):
         key, tile = self.variant.tensors["weight"], self.tile
         rWeight = column_vectors(mWeight, key, tile, first)
         for k in range(tile.per_thread):
-            if self._predicated(k):
+            if self.tile.predicated(k):
                 # The sums multiply it by zeros outside the row, which does not undo a NaN.
                 trim(rWeight[k], first[k], Int32(self.n))
         return rWeight
@@ -142,7 +142,7 @@ class NormBackward(RowWalk):
                 self._store_parts(mParts, rSum, base, place, rank, first)
 
     def _accumulate_nothing(self, parts, place, base, rank):
-        first = self._first(cute.arch.thread_idx()[0], rank, Int64(0))
+        first = self.tile.columns(cute.arch.thread_idx()[0], rank, Int64(0))
         self._store_accumulated(parts, self._accumulate(parts), base, place, rank, first)
 
     @cute.jit

@@ -51,7 +51,7 @@ class NormForwardPersistent(RowWalk):
     def _inside(self, sX, first, k, stage):
         """This thread's k-th vector of a slot without what it holds of the row's neighbours."""
         rX = self.ring.read(sX, k, stage)
-        if self._predicated(k):
+        if self.tile.predicated(k):
             trim(rX, first[k], Int32(self.n))
         return rX
 

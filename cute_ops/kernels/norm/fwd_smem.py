@@ -82,7 +82,7 @@ class NormForwardSmem(NormForward):
 
     def _statistics_from_smem(self, slots, mResidualOut, place, sSum, mbar):
         for k in range(self.tile.per_thread):
-            if self.access.predicated(k):
+            if self.tile.predicated(k):
                 self.ring.trim([sX for sX in slots if sX is not None], k, Int32(0), place.first[k])
         return self.sum.row(lambda k: (widen(self._hidden(slots, mResidualOut, k)),), place.first, sSum, mbar, 0)
 

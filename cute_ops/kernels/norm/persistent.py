@@ -128,7 +128,7 @@ class RowWalk:
         count = row_count(inputs[0])
         start, steps = compiler_barrier_value(start), compiler_barrier_value(steps)
         row_of = lambda step: cutlass.select_(step < steps, start + Int64(step) * stride, count)  # noqa: E731
-        first = self._first(tidx % self.tile.threads_per_row, rank, start)
+        first = self.tile.columns(tidx % self.tile.threads_per_row, rank, start)
         for stage in cutlass.range_constexpr(self.ring.stages - 1):
             self._fetch(inputs, slots, first, row_of(Int32(stage)), count, Int32(stage))
         kept = self._keep(columns, first)
@@ -155,11 +155,6 @@ class RowWalk:
         cute.arch.cp_async_wait_group(0)
         self._store_accumulated(parts, accumulated, base, place, rank, first)
 
-    def _first(self, t, rank, row):
-        """First columns of this thread's vectors of a row."""
-        shift = self.tile.v.shift(row, self.n)
-        return [self.tile.first(t, rank, k, shift) for k in range(self.tile.per_thread)]
-
     def _fetch(self, inputs, slots, first, row, count, stage):
         """Start loading a row into a slot."""
         held = (
@@ -185,10 +180,6 @@ class RowWalk:
         given = self._arrive(slots, kept, first, counts, step, before, pending, sSum, mbar)
         return self.sum.wait(given, sSum, mbar, before + step)
 
-    def _predicated(self, k):
-        """Whether some thread's k-th vector may be part inside, part outside the row."""
-        return self.tile.starts_outside(k) or (self.tile.v.masked and self.tile.ends_outside(k))
-
     def _start_of(self, mX, name, row, first):
         """Byte address of this thread's first vector of a row, computed once."""
         address = row_address(mX, self.variant.tensors[name], row, self.n)
@@ -197,7 +188,7 @@ class RowWalk:
     def _store_row(self, place, rX, first, k):
         """Store this thread's k-th vector, which begins with the column ``first``."""
         address = place + self.tile.reach(k) * (rX.element_type.width // 8)
-        if self._predicated(k):
+        if self.tile.predicated(k):
             store_masked(rX, address, first, Int32(self.n), True)
         elif self.tile.ends_outside(k):
             store_if(first < self.n, rX, address, True)

@@ -171,7 +171,7 @@ class QuantizeRows(NormForward):
         """This thread's k-th vector of a row in fp32, zero outside the row, where a bias or another's weight stands."""
         rY = fragment(Float32, self.tile.vec)
         rY.store(self.source(*wide, rstd, rWeight, rBias))
-        if self.access.predicated(k):
+        if self.tile.predicated(k):
             trim(rY, first, Int32(self.n))
         return rY
 

@@ -191,7 +191,7 @@ class QuantizeRowsInSmem(QuantizeRows):
         if self.windowed and not self.apart:
             return
         cute.arch.cp_async_wait_group(self.tile.per_thread - 1 - k)
-        if not self.windowed and self.access.predicated(k):
+        if not self.windowed and self.tile.predicated(k):
             self.ring.trim([sX for sX, _ in given[0]], k, Int32(0), given[-1].first[k])
 
     def _own(self, given, k):

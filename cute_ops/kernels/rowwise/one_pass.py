@@ -93,7 +93,7 @@ class OnePassRows:
             cute.arch.cp_async_wait_group(0)
             let_next_start(self.pdl)
             for k in cutlass.range_constexpr(self.tile.per_thread):
-                if const_expr(self.access.predicated(k)):
+                if const_expr(self.tile.predicated(k)):
                     self.ring.trim(slots, k, Int32(0), first[k], self.function.reduction.empty)
         gets = [lambda k=k: self._read(held, k) for k in range(self.tile.per_thread)]
         insides = [self._inside(k, first) for k in range(self.tile.per_thread)]
@@ -139,5 +139,5 @@ class OnePassRows:
 
     def _inside(self, k, first):
         """What of the k-th vectors is inside the row."""
-        whole = not (self.access.predicated(k) or self.tile.ends_outside(k))
+        whole = not (self.tile.predicated(k) or self.tile.ends_outside(k))
         return Inside(self.tile.vec, first[k], Int32(self.n), whole)
