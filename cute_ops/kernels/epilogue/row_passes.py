@@ -17,8 +17,7 @@ from cute_ops.kernels.lib.copy import (
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import VectorAccess
-from cute_ops.kernels.lib.row_layout import Vectors, readable
-from cute_ops.kernels.norm.two_pass import MAX_GRID, WalkedRow
+from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, readable
 
 
 class RowsInPasses(RowParts):

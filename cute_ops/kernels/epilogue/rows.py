@@ -22,11 +22,8 @@ from cute_ops.kernels.lib.copy import (
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import RowTile, Vectors
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors
 from cute_ops.kernels.lib.smem_ring import RowRing
-
-# Shared memory for the sums of any number of CTAs, and for what the system reserves.
-SMEM_PERCENT = 50
 
 
 class HeldRows(RowParts):

@@ -19,6 +19,9 @@ from cute_ops.kernels.lib.row_reduce import WARP
 
 ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1}
 VECTOR_BYTES = 16
+# Enough for the sums and what the system keeps of any number of CTAs.
+SMEM_PERCENT = 50
+MAX_GRID = 1 << 20  # CTAs that walk rows: further rows are theirs, too
 
 
 def present(variant, names):
@@ -170,6 +173,19 @@ def row_count(mX):
     for i in range(len(mX.shape) - 1):
         count = count * extent(mX, i)
     return count
+
+
+class WalkedRow:
+    """``threads`` threads of each of ``cluster`` CTAs walk one row together, however long it is."""
+
+    def __init__(self, vectors, config, cluster=1):
+        self.v = vectors
+        self.vec = vectors.vec
+        self.cluster = cluster
+        self.rows = 1
+        self.n = vectors.n
+        self.even = False
+        self.threads = self.threads_per_row = config.threads
 
 
 def row_address(mX, key, row, n):

@@ -12,11 +12,9 @@ from cute_ops.kernels.lib.column_params import scale
 from cute_ops.kernels.lib.copy import AHEAD, compiler_barrier, narrow, widen
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, RowTile, Vectors, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, SMEM_PERCENT, RowTile, Vectors, row_count
 from cute_ops.kernels.norm.statistics import normalised, row_statistics
 
-# Enough for the sums and what the system keeps of any number of CTAs.
-SMEM_PERCENT = 50
 ROW_TENSORS = ("x", "residual", "out", "residual_out")
 
 

@@ -19,23 +19,8 @@ from cute_ops.kernels.lib.copy import (
 )
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
-from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
+from cute_ops.kernels.lib.row_layout import MAX_GRID, Vectors, WalkedRow, readable, row_address, row_count
 from cute_ops.kernels.norm.statistics import centre, row_statistics
-
-MAX_GRID = 1 << 20
-
-
-class WalkedRow:
-    """``threads`` threads walk one row together."""
-
-    def __init__(self, vectors, config):
-        self.v = vectors
-        self.vec = vectors.vec
-        self.cluster = 1
-        self.rows = 1
-        self.n = vectors.n
-        self.even = False
-        self.threads = self.threads_per_row = config.threads
 
 
 class TwoPassRows:

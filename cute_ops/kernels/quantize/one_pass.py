@@ -14,10 +14,10 @@ from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previ
 from cute_ops.kernels.lib.realign import bytes_past, fetch, settle_all
 from cute_ops.kernels.lib.realign_store import ColumnStore, ColumnVectors
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import RowTile, row_address, row_count
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, row_address, row_count
 from cute_ops.kernels.lib.row_reduce import WARP
 from cute_ops.kernels.lib.row_reduce_max import RowMax, lanes_max
-from cute_ops.kernels.norm.fwd import SMEM_PERCENT, NormForward
+from cute_ops.kernels.norm.fwd import NormForward
 from cute_ops.kernels.norm.statistics import row_statistics
 
 

@@ -9,8 +9,7 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import AHEAD, fragment, load_elements, narrow, store_elements
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import RowTile, Vectors, row_address, row_count
-from cute_ops.kernels.norm.two_pass import WalkedRow
+from cute_ops.kernels.lib.row_layout import RowTile, Vectors, WalkedRow, row_address, row_count
 from cute_ops.kernels.rowwise.config import MapConfig
 from cute_ops.kernels.rowwise.function import Columns
 

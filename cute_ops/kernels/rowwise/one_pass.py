@@ -7,12 +7,9 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import AHEAD, Inside, compiler_barrier, narrow
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import RowAccess
-from cute_ops.kernels.lib.row_layout import RowTile, Vectors, present, row_address, row_count
+from cute_ops.kernels.lib.row_layout import SMEM_PERCENT, RowTile, Vectors, present, row_address, row_count
 from cute_ops.kernels.lib.smem_ring import RowRing
 from cute_ops.kernels.rowwise.function import Columns
-
-# Enough for the sums and what the system keeps of any number of CTAs.
-SMEM_PERCENT = 50
 
 
 class OnePassRows:

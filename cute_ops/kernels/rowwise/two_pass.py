@@ -7,27 +7,12 @@ from cutlass import Float32, Int32, Int64, const_expr
 from cute_ops.kernels.lib.copy import Inside, compiler_barrier, narrow
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import Row, VectorAccess
-from cute_ops.kernels.lib.row_layout import Vectors, readable, row_address, row_count
-from cute_ops.kernels.norm.two_pass import MAX_GRID
+from cute_ops.kernels.lib.row_layout import MAX_GRID, SMEM_PERCENT, Vectors, WalkedRow, readable, row_address, row_count
 from cute_ops.kernels.rowwise.config import ReduceConfig
 from cute_ops.kernels.rowwise.function import Columns
 from cute_ops.kernels.rowwise.one_pass import OnePassRows
 
-# Enough for the sums and what the system keeps of any number of CTAs.
-SMEM_PERCENT = 50
 BATCH = 4  # vectors of a thread that are on their way together
-
-
-class WalkedParts:
-    """``threads`` threads of each of ``cluster`` CTAs walk one row together."""
-
-    def __init__(self, vectors, config):
-        self.v = vectors
-        self.vec = vectors.vec
-        self.rows = 1
-        self.cluster = config.cluster
-        self.local = config.parts_per_cta
-        self.threads = self.threads_per_row = config.threads
 
 
 class WalkedRows:
@@ -44,7 +29,8 @@ class WalkedRows:
         self.variant = variant
         self.function = function
         names = (*function.inputs, *function.outputs)
-        self.tile = WalkedParts(Vectors(variant, names, variant.dims["n"], config.align_vectors), config)
+        vectors = Vectors(variant, names, variant.dims["n"], config.align_vectors)
+        self.tile, self.local = WalkedRow(vectors, config, config.cluster), config.parts_per_cta
         self.access = VectorAccess(self.tile.v, function.reduction.empty)
         self.sum = function.reduction.across(self.tile, 2)
         self.resident = config.resident
@@ -74,7 +60,7 @@ class WalkedRows:
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
         long_n = inputs[0].shape[len(inputs[0].shape) - 1]
-        n, vec, local = Int32(long_n), self.tile.vec, self.tile.local
+        n, vec, local = Int32(long_n), self.tile.vec, self.local
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         self.sum.ready()
