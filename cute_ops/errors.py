@@ -75,12 +75,11 @@ def message(
     given: Mapping[str, Array | None] | None = None,
     dims: Mapping[str, object] | None = None,
     dtypes: Mapping[str, str] | None = None,
-    names: Iterable[str] | None = None,
 ) -> str:
     """The one message format: a headline, the arguments as they came, what was bound so far."""
     lines = [f"cute.{op.name}: {problem}"]
     if given:
-        shown = [(n, a) for n, a in given.items() if a is not None and (names is None or n in names)]
+        shown = ((n, a) for n, a in given.items() if a is not None)
         texts = [(f"{n}:", f"{a.dtype}{list(a.shape)}", op.inputs[n].declared) for n, a in shown]
         name_width = max((len(t[0]) for t in texts), default=0)
         text_width = max((len(t[1]) for t in texts), default=0)

@@ -6,15 +6,16 @@ parameters have the same names. The result has the dtype of ``x``, whatever the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
 
 import cute_ops_jax
 from cute_ops.ops.gemm.by_call import Epilogue
-from cute_ops_jax.composite.linear import gelu_epilogue
+from cute_ops.ops.gemm.named import gelu_epilogue
 
 try:
     import equinox as eqx
@@ -22,6 +23,7 @@ except ImportError as error:
     raise ImportError("cute_ops_jax.equinox needs equinox: pip install 'cute-ops[equinox]'") from error
 
 Array = jax.Array
+T = TypeVar("T")
 
 
 class RMSNorm(eqx.Module):
@@ -139,10 +141,7 @@ class Linear(eqx.nn.Linear):
     def from_linear(cls, layer: eqx.nn.Linear, **options: Any) -> Self:
         """A layer with the parameters of another one."""
         shape = partial(cls, layer.in_features, layer.out_features, layer.use_bias, **options)
-        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
-        parameters = layer.weight, layer.bias
-        found: Self = eqx.tree_at(lambda m: (m.weight, m.bias), made, parameters, is_leaf=lambda x: x is None)
-        return found
+        return _holding(shape, lambda m: (m.weight, m.bias), (layer.weight, layer.bias))
 
     def __call__(self, x: Array, *operands: Array | None, key: Any = None) -> Any:
         options = dict(self.options)
@@ -249,9 +248,7 @@ class LinearAddRMSNorm(eqx.nn.Linear):
         if layer.use_bias or not norm.use_weight:
             raise ValueError("LinearAddRMSNorm: expected a layer without bias and a norm with a weight.")
         shape = partial(cls, layer.in_features, layer.out_features, **{"eps": norm.eps, **options})
-        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
-        found: Self = eqx.tree_at(lambda m: (m.weight, m.norm_weight), made, (layer.weight, norm.weight))
-        return found
+        return _holding(shape, lambda m: (m.weight, m.norm_weight), (layer.weight, norm.weight))
 
     def __call__(self, x: Array, residual: Array, *, key: Any = None) -> tuple[Array, Array]:
         weights = self.weight, residual, self.norm_weight
@@ -312,13 +309,18 @@ class GatedLinear(eqx.nn.Linear):
     def from_linear(cls, gate: eqx.nn.Linear, up: eqx.nn.Linear, **options: Any) -> Self:
         """The layer of two without biases, whose weights are copied side by side."""
         shape = partial(cls, gate.in_features, gate.out_features, **options)
-        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
-        found: Self = eqx.tree_at(lambda m: m.weight, made, jnp.concatenate([gate.weight, up.weight]))
-        return found
+        return _holding(shape, lambda m: m.weight, jnp.concatenate([gate.weight, up.weight]))
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         out: Array = cute_ops_jax.gated_linear(x, self.weight, self.activation, self.fused)
         return out
+
+
+def _holding(make: Callable[..., T], places: Callable[[T], Any], parameters: Any) -> T:
+    """A module that has other ones' parameters: none of its own are made for these places."""
+    made = eqx.filter_eval_shape(make, key=jax.random.key(0))
+    found: T = eqx.tree_at(places, made, parameters, is_leaf=lambda x: x is None)
+    return found
 
 
 def _check_norm(name: str, norm: eqx.nn.RMSNorm, columns: int) -> None:
@@ -357,10 +359,8 @@ class GatedMLP(eqx.Module):
     def from_linear(cls, gate: eqx.nn.Linear, up: eqx.nn.Linear, down: eqx.nn.Linear, **options: Any) -> Self:
         """The MLP of three layers without biases."""
         shape = partial(cls, gate.in_features, gate.out_features, **options)
-        made = eqx.filter_eval_shape(shape, key=jax.random.key(0))
         weights = jnp.concatenate([gate.weight, up.weight]), down.weight
-        found: Self = eqx.tree_at(lambda mlp: (mlp.gate_up.weight, mlp.down.weight), made, weights)
-        return found
+        return _holding(shape, lambda mlp: (mlp.gate_up.weight, mlp.down.weight), weights)
 
     def __call__(self, x: Array, *, key: Any = None) -> Array:
         weights = self.gate_up.weight, self.down.weight

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import cute_ops_jax
 from cute_ops.ops.gemm.by_call import Epilogue
 from cute_ops.ops.gemm.gated_dgrad import gated_linear_kn
-from cute_ops_jax.composite.linear import gelu_epilogue
+from cute_ops.ops.gemm.named import gelu_epilogue
 
 try:
     from flax import nnx

@@ -25,7 +25,7 @@ from functools import partial, update_wrapper
 from numbers import Real
 from typing import Any, NoReturn
 
-from cute_ops.errors import meant
+from cute_ops.errors import meant, unknown_argument
 from cute_ops.expressions.symbols import HalvesError
 from cute_ops.expressions.text import text_of
 from cute_ops.expressions.tracing import trace
@@ -142,8 +142,7 @@ class ByCall:
         takes = (*self.operands, *self._attrs)
         for name in kwargs:
             if name not in takes:
-                listed = ", ".join(f"`{each}`" for each in takes)
-                self._refuse(TypeError, f"unknown argument `{name}`{meant(name, takes)}; it takes {listed}.")
+                self._refuse(TypeError, unknown_argument(name, takes))
             if name in self.operands[: len(args)]:
                 self._refuse(TypeError, f"argument `{name}` was given twice, by position and by name.")
         if len(args) > len(self.operands):

@@ -61,16 +61,5 @@ def call_with_epilogue(
 _OPS: dict[str, Callable[..., Op]] = {"linear": by_call.op_of_call, "rmsnorm_linear": norm_before.op_of_call}
 
 
-def gelu_epilogue(approximate: str) -> str:
-    """The epilogue of layers with GELU.
-
-    Raises:
-        ValueError: another approximation than ``"tanh"``, or ``"none"``.
-    """
-    if approximate not in ("none", "tanh"):
-        raise ValueError(f"LinearGELU: approximate is {approximate!r}, expected 'none' or 'tanh'.")
-    return "gelu_tanh" if approximate == "tanh" else "gelu"
-
-
 def _fitted(array: Array, fit: Fit) -> Array:
     return jnp.broadcast_to(array.reshape(fit.own), fit.sizes)

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from cute_ops.ops.gemm.by_call import Epilogue
+from cute_ops.ops.gemm.named import gelu_epilogue
 from cute_ops_torch import functions
 from cute_ops_torch.composite.autocast import autocast
 from cute_ops_torch.composite.gated_mlp import gated_mlp
@@ -62,9 +63,7 @@ class LinearGELU(Linear):
     """
 
     def __init__(self, *args: Any, approximate: str = "none", **options: Any) -> None:
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"LinearGELU: approximate is {approximate!r}, expected 'none' or 'tanh'.")
-        super().__init__(*args, epilogue="gelu_tanh" if approximate == "tanh" else "gelu", **options)
+        super().__init__(*args, epilogue=gelu_epilogue(approximate), **options)
 
 
 class LinearSiLU(Linear):

@@ -56,6 +56,17 @@ EPILOGUES: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
+def gelu_epilogue(approximate: str) -> str:
+    """The epilogue of layers with GELU.
+
+    Raises:
+        ValueError: another approximation than ``"tanh"``, or ``"none"``.
+    """
+    if approximate not in ("none", "tanh"):
+        raise ValueError(f"LinearGELU: approximate is {approximate!r}, expected 'none' or 'tanh'.")
+    return "gelu_tanh" if approximate == "tanh" else "gelu"
+
+
 def gelu(xp: Any, acc: Any, bias: Any, *, approximate: str) -> Any:
     """A linear layer and GELU.
 

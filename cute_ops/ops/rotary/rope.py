@@ -61,38 +61,33 @@ def check(binding: Any) -> str | None:
 
 
 HEADS, TABLE = Tensor("*m h d", "T"), Tensor("*#m r", "C")
+COMMON: dict[str, Any] = {
+    "dtypes": {"T": FLOATS, "C": FLOATS}, "attrs": {"interleaved": False},
+    "tuning": Tuning(config.rope, space=config.SPACE), "check": check,
+}  # fmt: skip
+OF_ONE: dict[str, Any] = {
+    **COMMON, "static": WhileFew("h", "d", "r"), "sharding": Sharding(parallel=("h",)), "cases": CASES,
+}  # fmt: skip
 
 rope_bwd = Op(
     "rope_bwd",
     inputs={"dout": HEADS, "cos": TABLE, "sin": TABLE},
     outputs={"dx": HEADS},
-    dtypes={"T": FLOATS, "C": FLOATS},
-    attrs={"interleaved": False},
-    static=WhileFew("h", "d", "r"),
-    sharding=Sharding(parallel=("h",)),
     reference=reference_bwd,
     kernel="cute_ops.kernels.rotary.rope:RopeBackward",
-    tuning=Tuning(config.rope, space=config.SPACE),
-    check=check,
-    cases=CASES,
     doc="""Gradient of :func:`rope` to x: the rotation of ``dout`` by the negative angles.""",
+    **OF_ONE,
 )
 
 rope = Op(
     "rope",
     inputs={"x": HEADS, "cos": TABLE, "sin": TABLE},
     outputs={"out": HEADS},
-    dtypes={"T": FLOATS, "C": FLOATS},
-    attrs={"interleaved": False},
-    static=WhileFew("h", "d", "r"),
-    sharding=Sharding(parallel=("h",)),
     reference=reference,
     kernel="cute_ops.kernels.rotary.rope:Rope",
-    tuning=Tuning(config.rope, space=config.SPACE),
-    check=check,
     grad=rope_bwd,
     no_gradient=("cos", "sin"),
-    cases=CASES,
+    **OF_ONE,
     doc="""Rotary position embedding of every head.
 
     ``out[j] = x[j] * cos[j] - x[j + r] * sin[j]``, ``out[j + r] = x[j + r] * cos[j] + x[j] * sin[j]`` for ``j < r``;
@@ -126,13 +121,10 @@ rope_bwd_joined = Op(
     },
     outputs={"dqkv": Tensor("*m h d", "T")},
     derived={"h": lambda dims, attrs: dims["hq"] + 2 * dims["hk"]},
-    dtypes={"T": FLOATS, "C": FLOATS},
-    attrs={"interleaved": False},
     static=WhileFew("hq", "hk", "d", "r"),
     reference=reference_joined,
     kernel="cute_ops.kernels.rotary.rope:RopeBackwardJoined",
-    tuning=Tuning(config.rope, space=config.SPACE),
-    check=check,
+    **COMMON,
     cases=(
         Case("llama3-8b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 128, "r": 64}, {"C": "float32"}, leading=SHARED),
         Case("llama3-1b", {"m": (2, 67), "hq": 32, "hk": 8, "d": 64, "r": 32}),
