@@ -9,7 +9,7 @@ from cute_ops.kernels.attention.config import AppendConfig
 from cute_ops.kernels.lib.copy import fragment, load_if, store_if
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_copy import load_number
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, strided_offset
 from cute_ops.kernels.rotary.layout import Rotary
 
 VECTOR_BYTES = 16
@@ -30,12 +30,7 @@ class Heads:
         if key.layout == "flat":
             offset, step = index * (extent(mX, lead) * size), Int64(size)
         else:
-            offset, step = Int64(0), Int64(mX.stride[lead])
-            for i in reversed(range(1, lead)):
-                above = index // extent(mX, i)
-                offset = offset + (index - above * extent(mX, i)) * Int64(mX.stride[i])
-                index = above
-            offset = offset + index * Int64(mX.stride[0])
+            offset, step = strided_offset(mX, index, lead), Int64(mX.stride[lead])
         self.start, self.step, self.itemsize = mX.iterator.toint() + offset * itemsize, step * itemsize, itemsize
 
     def address(self, head, column):

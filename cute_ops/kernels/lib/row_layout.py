@@ -207,15 +207,20 @@ def _address(mX, key, row, n, rank):
     base = mX.iterator.toint()
     if key.layout == "flat":
         return base + row * Int64(n * itemsize)
-    offset, rest = Int64(0), row
+    return base + strided_offset(mX, row, rank) * itemsize
+
+
+def strided_offset(mX, index, rank, offset=0):
+    """Elements from a tensor's start to where ``index`` leads, which counts through ``rank`` leading dims in row-major
+    order, and ``offset`` more.
+    """
+    offset = Int64(offset)
     for i in reversed(range(1, rank)):
         size = extent(mX, i)
-        above = rest // size
-        offset = offset + (rest - above * size) * Int64(mX.stride[i])
-        rest = above
-    if rank:
-        offset = offset + rest * Int64(mX.stride[0])
-    return base + offset * itemsize
+        above = index // size
+        offset = offset + (index - above * size) * Int64(mX.stride[i])
+        index = above
+    return offset + index * Int64(mX.stride[0]) if rank else offset
 
 
 def vector_address(mX, address, tile, first, k):

@@ -13,7 +13,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64
 
 from cute_ops.kernels.lib.copy import access_bits, fragment, gmem_elements, load_if, store_if
-from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address, row_count
+from cute_ops.kernels.lib.row_layout import ITEMSIZE, extent, row_address, row_count, strided_offset
 
 VECTOR_BYTES = 16
 # CTAs in the second dimension of a grid.
@@ -164,6 +164,16 @@ def sequence_and_block():
     return Int64(sequence), Int64(plane) * MAX_LINES + line
 
 
+def apart(start, more, size):
+    """(row, place in the row) of item ``start + more`` where rows have ``size`` items. One division in 64 bits, which
+    all of a CTA share, the rest in 32.
+    """
+    above = start // Int64(size)
+    local = Int32(start - above * Int64(size)) + more
+    below = local // size
+    return above + Int64(below), local - below * size
+
+
 def head_count(mX):
     """Size of the dim before the last."""
     return Int32(mX.shape[len(mX.shape) - 2])
@@ -184,12 +194,4 @@ def head_address(mX, key, token, head, d):
     base = mX.iterator.toint()
     if key.layout == "flat":
         return base + (token * Int64(head_count(mX)) + Int64(head)) * Int64(d * itemsize)
-    offset, rest = Int64(head) * Int64(mX.stride[last]), token
-    for i in reversed(range(1, last)):
-        size = extent(mX, i)
-        above = rest // size
-        offset = offset + (rest - above * size) * Int64(mX.stride[i])
-        rest = above
-    if last > 0:
-        offset = offset + rest * Int64(mX.stride[0])
-    return base + offset * itemsize
+    return base + strided_offset(mX, token, last, Int64(head) * Int64(mX.stride[last])) * itemsize

@@ -11,7 +11,15 @@ from cute_ops.kernels.lib.copy import fragment
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import row_count
 from cute_ops.kernels.rotary.config import RotaryBackwardConfig, RotaryConfig
-from cute_ops.kernels.rotary.layout import Rotary, head_address, head_count, sequence_and_block, table_grid, token_count
+from cute_ops.kernels.rotary.layout import (
+    Rotary,
+    apart,
+    head_address,
+    head_count,
+    sequence_and_block,
+    table_grid,
+    token_count,
+)
 
 WARP = 32
 # Chunks of a head that a thread keeps in registers; heads of more go through memory twice.
@@ -21,7 +29,7 @@ MOST_KEPT = 2
 class HeadRows:
     """How heads spread over threads.
 
-    ``lanes`` neighbouring threads share a head, each with ``per_thread`` of its chunks (see :mod:`._rotary`), and each
+    ``lanes`` neighbouring threads share a head, each with ``per_thread`` of its chunks (see :class:`Rotary`), and each
     unit of so many threads works on ``heads_per_thread`` heads of a token, for which it reads cosines, sines and
     weights once. CTAs work on q or on k, never on both. Heads that do not fit, or of a length that is not known, are
     *long*: a warp walks over one of them twice.
@@ -51,13 +59,8 @@ class HeadRows:
     def unit(self, mX, block, tokens):
         """(token, first head, whether there is such a token) of this thread's unit of a block of them."""
         groups = self.groups(mX)
-        start = block * self.units
-        # One division in 64 bits per CTA, the rest in 32.
-        above = start // Int64(groups)
-        local = Int32(start - above * Int64(groups)) + cute.arch.thread_idx()[0] // self.lanes
-        below = local // groups
-        token = above + Int64(below)
-        return token, local - below * groups, token < tokens
+        token, group = apart(block * self.units, cute.arch.thread_idx()[0] // self.lanes, groups)
+        return token, group, token < tokens
 
     def blocks(self, mX, tokens):
         units = tokens * Int64(self.groups(mX))

@@ -2,7 +2,7 @@
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Int32, Int64
+from cutlass import Int32
 
 from cute_ops.kernels.lib.pdl import can_use_pdl, let_next_start, wait_for_previous
 from cute_ops.kernels.lib.row_layout import ITEMSIZE, row_count
@@ -10,6 +10,7 @@ from cute_ops.kernels.rotary.config import RotaryConfig
 from cute_ops.kernels.rotary.layout import (
     VECTOR_BYTES,
     Rotary,
+    apart,
     head_address,
     head_count,
     sequence_and_block,
@@ -27,18 +28,19 @@ class Rope:
 
     Args:
         variant: the kernel's variant.
-        x, out: names of the tensor to rotate and of the rotated one.
+        sources, out: names of the tensors to rotate and of the rotated one.
         sign: -1 rotates back.
+        heads: how many these are where they are no dim; None where that is dynamic.
     """
 
-    def __init__(self, variant, x="x", out="out", sign=1.0):
-        self.x, self.out = variant.tensors[x], variant.tensors[out]
-        self.rotary = Rotary(variant, (x, out), variant.attrs["interleaved"])
-        self.sign = sign
+    def __init__(self, variant, sources=("x",), out="out", sign=1.0, heads=None):
+        self.sources, self.out = [variant.tensors[name] for name in sources], variant.tensors[out]
+        self.rotary = Rotary(variant, (*sources, out), variant.attrs["interleaved"])
+        self.sign, self.heads = sign, variant.dims.get("h", heads)
         config = RotaryConfig.of(variant.config)
         self.threads = config.threads
-        most = VECTOR_BYTES // ITEMSIZE[self.x.dtype] // self.rotary.vec
-        self.per_thread = min(config.heads_per_thread * max(most, 1), variant.dims["h"] or 1)
+        most = VECTOR_BYTES // ITEMSIZE[self.out.dtype] // self.rotary.vec
+        self.per_thread = min(config.heads_per_thread * max(most, 1), self.heads or 1)
         self.pdl = can_use_pdl(variant.arch)
 
     @cute.jit
@@ -57,7 +59,7 @@ class Rope:
         return (self._heads(mX) + (self.per_thread - 1)) // self.per_thread
 
     def _heads(self, mX):
-        return head_count(mX)
+        return head_count(mX) if self.heads is None else Int32(self.heads)
 
     def _items(self, mX, d, r):
         """Threads of a token."""
@@ -65,17 +67,10 @@ class Rope:
 
     def _place(self, mX, mCos, d, r):
         """(row of the tables, token, whether there is such a row, chunk, heads) of this thread."""
-        tidx, _, _ = cute.arch.thread_idx()
         sequence, block = sequence_and_block()
         items, chunks, groups = self._items(mX, d, r), self.rotary.chunks(d, r), self._groups(mX)
-        # One division in 64 bits per CTA, the rest in 32.
-        start = block * self.threads
-        above = start // Int64(items)
-        local = Int32(start - above * Int64(items)) + tidx
-        below = local // items
-        row = above + Int64(below)
+        row, item = apart(block * self.threads, cute.arch.thread_idx()[0], items)
         token = sequence * row_count(mCos) + row
-        item = local - below * items
         group = item // chunks
         heads = [group + u * groups for u in range(self.per_thread)]
         return row, token, row < row_count(mCos), item - group * chunks, heads
@@ -87,11 +82,11 @@ class Rope:
         row, token, valid, chunk, heads = self._place(mX, mCos, d, r)
         rotated, first, second = rotary.place(chunk, d, r)
         turned = valid & rotated
-        inside = [valid & (head < head_count(mX)) for head in heads]
+        inside = [valid & (head < self._heads(mX)) for head in heads]
         wait_for_previous(self.pdl)
         loaded = []
         for head, here in zip(heads, inside):
-            address = head_address(mX, self.x, token, head, d)
+            address = head_address(mX, self.sources[0], token, head, d)
             loaded.append(rotary.load(mX.element_type, address, here, first, second, d))
         rCos = rotary.table(mCos, 0, row, chunk, turned)
         rSin = rotary.table(mSin, 1, row, chunk, turned)
@@ -106,7 +101,7 @@ class RopeBackward(Rope):
     """The rotation back: ``dx`` is ``dout`` turned by the negative angles."""
 
     def __init__(self, variant):
-        super().__init__(variant, "dout", "dx", -1.0)
+        super().__init__(variant, ("dout",), "dx", -1.0)
 
 
 class RopeBackwardJoined(Rope):
@@ -116,19 +111,9 @@ class RopeBackwardJoined(Rope):
     """
 
     def __init__(self, variant):
-        names = ("dq", "dk", "dv")
-        self.sources, self.out = [variant.tensors[name] for name in names], variant.tensors["dqkv"]
-        self.rotary = Rotary(variant, (*names, "dqkv"), variant.attrs["interleaved"])
-        config = RotaryConfig.of(variant.config)
-        self.threads = config.threads
-        most = VECTOR_BYTES // ITEMSIZE[self.out.dtype] // self.rotary.vec
         of_q, of_k = variant.dims["hq"], variant.dims["hk"]
-        self.heads = None if of_q is None else of_q + 2 * of_k
-        self.per_thread = min(config.heads_per_thread * max(most, 1), self.heads or 1)
-        self.pdl = can_use_pdl(variant.arch)
-
-    def _heads(self, mX):
-        return head_count(mX) if self.heads is None else Int32(self.heads)
+        heads = None if of_q is None else of_q + 2 * of_k
+        super().__init__(variant, ("dq", "dk", "dv"), "dqkv", -1.0, heads)
 
     @cute.jit
     def __call__(self, mDq, mDk, mDv, mCos, mSin, mOut, stream):
@@ -165,5 +150,5 @@ class RopeBackwardJoined(Rope):
         rCos, rSin = rotary.table(mCos, 0, row, chunk, some), rotary.table(mSin, 1, row, chunk, some)
         let_next_start(self.pdl)
         for rX, head, here in zip(loaded, heads, inside):
-            rotary.rotate(rX, rCos, rSin, rotated & (head < turned), -1.0)
+            rotary.rotate(rX, rCos, rSin, rotated & (head < turned), self.sign)
             rotary.store(rX, mOut.element_type, head_address(mOut, self.out, token, head, d), here, first, second, d)
