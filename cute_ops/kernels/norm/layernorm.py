@@ -1,28 +1,7 @@
 """Layer norm kernels."""
 
-import cutlass.cute as cute
+from functools import partial
 
-from cute_ops.kernels.norm.select import backward_form, forward_form
+from cute_ops.kernels.norm.rmsnorm import RMSNorm, RMSNormBackward
 
-
-class LayerNorm:
-    """``out = (x - mean(x)) * rsqrt(var(x) + eps) * weight + bias``."""
-
-    def __init__(self, variant):
-        self.form = forward_form(variant, centred=True)
-
-    @cute.jit
-    def __call__(self, mX, mWeight, mBias, mOut, stream):
-        self.form(mX, None, mWeight, mBias, mOut, None, stream)
-
-
-class LayerNormBackward:
-    """Gradients of :class:`LayerNorm`; mean and rstd are computed again from x."""
-
-    def __init__(self, variant):
-        self.form = backward_form(variant, x="x", dx=("dx",), centred=True)
-
-    @cute.jit
-    def __call__(self, mX, mDout, mWeight, mBias, mDx, mDweight, mDbias, mDweightParts, mDbiasParts, mTerms, stream):
-        inputs, parts = (mX, mDout, None), (mDweightParts, mDbiasParts, mTerms)
-        self.form(inputs, (mWeight, mBias), (mDx,), (mDweight, mDbias), parts, stream)
+LayerNorm, LayerNormBackward = partial(RMSNorm, centred=True), partial(RMSNormBackward, centred=True)

@@ -14,15 +14,17 @@ class Plain:
     names = ("x",)
     normed, eps = False, 0.0
 
+    def __init__(self, variant):
+        pass
+
     def __call__(self, x, rstd, rWeight, rBias):
         return x
 
 
-class Gated:
+class Gated(Plain):
     """``y = silu(gate) * up``."""
 
     names = ("gate", "up")
-    normed, eps = False, 0.0
 
     def __call__(self, gate, up, rstd, rWeight, rBias):
         rY = fragment(Float32, cute.size(gate.shape))

@@ -1,5 +1,7 @@
 """Kernels that quantise rows to float8_e4m3fn."""
 
+from functools import partial
+
 import cutlass.cute as cute
 
 from cute_ops.kernels.quantize.config import QuantizeConfig
@@ -11,50 +13,20 @@ from cute_ops.kernels.quantize.two_pass import QuantizeTwoPass
 FORMS = {"one_pass": QuantizeRows, "smem": QuantizeRowsInSmem, "two_pass": QuantizeTwoPass}
 
 
-def quantize_form(variant, source):
-    config = QuantizeConfig.of(variant.config)
-    return FORMS[config.form](variant, config, source)
+class Quantize:
+    """``source(variant)``, a function of the vectors of a row, quantised."""
 
-
-class QuantizeFP8:
-    """``x``, quantised."""
-
-    def __init__(self, variant):
-        self.form = quantize_form(variant, Plain())
+    def __init__(self, source, variant):
+        config, self.names, self.source = QuantizeConfig.of(variant.config), variant.names, source(variant)
+        self.form = FORMS[config.form](variant, config, self.source)
 
     @cute.jit
-    def __call__(self, mX, mOut, mScale, stream):
-        self.form((mX,), (None, None), None, mOut, mScale, stream)
+    def __call__(self, *arguments):
+        tensors = dict(zip(self.names, arguments))
+        names = self.source.names, ("weight", "bias")
+        inputs, columns = (tuple([tensors.get(name) for name in group]) for group in names)
+        self.form(inputs, columns, tensors.get("residual_out"), tensors["out"], tensors["scale"], arguments[-1])
 
 
-class SiluMulFP8:
-    """``silu(gate) * up``, quantised."""
-
-    def __init__(self, variant):
-        self.form = quantize_form(variant, Gated())
-
-    @cute.jit
-    def __call__(self, mGate, mUp, mOut, mScale, stream):
-        self.form((mGate, mUp), (None, None), None, mOut, mScale, stream)
-
-
-class RMSNormFP8:
-    """``rmsnorm(x)``, quantised."""
-
-    def __init__(self, variant):
-        self.form = quantize_form(variant, Normed(variant))
-
-    @cute.jit
-    def __call__(self, mX, mWeight, mBias, mOut, mScale, stream):
-        self.form((mX, None), (mWeight, mBias), None, mOut, mScale, stream)
-
-
-class AddRMSNormFP8:
-    """``residual_out = x + residual``; ``rmsnorm(residual_out)``, quantised."""
-
-    def __init__(self, variant):
-        self.form = quantize_form(variant, Normed(variant))
-
-    @cute.jit
-    def __call__(self, mX, mResidual, mWeight, mBias, mOut, mScale, mResidualOut, stream):
-        self.form((mX, mResidual), (mWeight, mBias), mResidualOut, mOut, mScale, stream)
+QuantizeFP8, SiluMulFP8 = partial(Quantize, Plain), partial(Quantize, Gated)
+RMSNormFP8 = AddRMSNormFP8 = partial(Quantize, Normed)

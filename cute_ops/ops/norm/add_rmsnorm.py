@@ -72,7 +72,7 @@ add_rmsnorm_bwd = Op(
     **COMMON,
     check=norm.CHECK,
     reference=reference_bwd,
-    kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNormBackward",
+    kernel="cute_ops.kernels.norm.rmsnorm:RMSNormBackward",
     tuning=Tuning(backward, space=BACKWARD, workspace=workspace),
     doc="""Gradients of :func:`add_rmsnorm`.
 
@@ -89,7 +89,7 @@ add_rmsnorm = Op(
     **COMMON,
     check=check_residual,
     reference=reference,
-    kernel="cute_ops.kernels.norm.add_rmsnorm:AddRMSNorm",
+    kernel="cute_ops.kernels.norm.rmsnorm:RMSNorm",
     tuning=Tuning(forward, space=FORWARD),
     grad=add_rmsnorm_bwd,
     doc=f"""Residual add and RMSNorm in one pass.
