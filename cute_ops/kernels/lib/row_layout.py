@@ -176,12 +176,12 @@ def row_count(mX):
 
 
 class WalkedRow:
-    """``threads`` threads of each of ``cluster`` CTAs walk one row together, however long it is."""
+    """``threads`` threads of each of ``cluster`` CTAs walk one row together, each CTA ``local`` parts of it."""
 
-    def __init__(self, vectors, config, cluster=1):
+    def __init__(self, vectors, config, cluster=1, local=1):
         self.v = vectors
         self.vec = vectors.vec
-        self.cluster = cluster
+        self.cluster, self.local = cluster, local
         self.rows = 1
         self.n = vectors.n
         self.even = False

@@ -30,7 +30,7 @@ class WalkedRows:
         self.function = function
         names = (*function.inputs, *function.outputs)
         vectors = Vectors(variant, names, variant.dims["n"], config.align_vectors)
-        self.tile, self.local = WalkedRow(vectors, config, config.cluster), config.parts_per_cta
+        self.tile = WalkedRow(vectors, config, config.cluster, config.parts_per_cta)
         self.access = VectorAccess(self.tile.v, function.reduction.empty)
         self.sum = function.reduction.across(self.tile, 2)
         self.resident = config.resident
@@ -60,7 +60,7 @@ class WalkedRows:
         sSum, mbar = self.sum.allocate(smem)
         self.sum.prepare(mbar)
         long_n = inputs[0].shape[len(inputs[0].shape) - 1]
-        n, vec, local = Int32(long_n), self.tile.vec, self.local
+        n, vec, local = Int32(long_n), self.tile.vec, self.tile.local
         wait_for_previous(self.pdl)
         let_next_start(self.pdl)
         self.sum.ready()
